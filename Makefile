@@ -37,7 +37,7 @@ help:
 	@echo "make lint       ruff (rules and format), mypy, import-linter, shellcheck, hadolint; tests of the repository's texts and scripts"
 	@echo "make format     ruff's automatic fixes: format, order of imports"
 	@echo "make docs       the documentation site, in build/site; fails on a broken link"
-	@echo "make viewer     the pages of \`megatron-rl view\`, from viewer/ into megatron_rl/viewer/static (Node 20)"
+	@echo "make viewer     the pages of \`megatron-rl view\`, from viewer/web into viewer/megatron_rl_viewer/static (Node 20)"
 	@echo "make viewer-screenshots  their pictures in docs/assets (Chromium)   [NAME=demo]"
 	@echo "make doctor     checks this machine and its packages   [ARGS='--config F.toml --quick']"
 	@echo "make gpu-check  what a first GPU must show, step by step; results in runs/gpu_check   [ARGS='--quick --device cpu']"
@@ -46,7 +46,7 @@ help:
 
 install: $(INSTALLED)
 
-$(INSTALLED): requirements-cpu.txt requirements-sglang.txt pyproject.toml tools/install.sh $(if $(PYTHON),FORCE)
+$(INSTALLED): requirements-cpu.txt requirements-sglang.txt pyproject.toml tools/pyproject.toml viewer/pyproject.toml tools/install.sh $(if $(PYTHON),FORCE)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/install.sh
 	@touch $@
 
@@ -133,17 +133,17 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
 viewer:
-	cd viewer && npm ci --ignore-scripts --no-audit --no-fund && npm run build
+	cd viewer/web && npm ci --ignore-scripts --no-audit --no-fund && npm run build
 
 viewer-screenshots: install
 	$(RUN) tests.viewer_pictures runs/$(or $(NAME),demo) docs/assets
 
 gpu-check:  # without install: it also runs in an image, with the image's own Python
-	$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python) -m tools.gpu_check $(ARGS)
+	$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python) -m megatron_rl.cli gpu-check $(ARGS)
 
 doctor: install
-	$(RUN) tools.doctor $(ARGS)
+	$(RUN) megatron_rl.cli doctor $(ARGS)
 
 clean:
-	rm -rf .venv .venv-3.* .venv-bridge .venv-trackers .cache build viewer/node_modules *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-3.* .venv-bridge .venv-trackers .cache build viewer/web/node_modules *.egg-info */*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

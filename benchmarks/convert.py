@@ -27,10 +27,10 @@ import torch
 from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.models.families import make_spec
-from megatron_rl.tools.convert.conversion import MIB, Outcome, hf_to_megatron, megatron_to_hf
-from megatron_rl.tools.convert.conversion_files import Work
-from megatron_rl.tools.convert.shard_writer import Piece, ShardWriter
 from megatron_rl.weights.hf.mapping import entries
+from megatron_rl_tools.convert.conversion import MIB, Outcome, hf_to_megatron, megatron_to_hf
+from megatron_rl_tools.convert.conversion_files import Work
+from megatron_rl_tools.convert.shard_writer import Piece, ShardWriter
 
 FILE_BYTES = 256 * MIB
 WORK = Work(0, 1, lambda _: None)
@@ -83,7 +83,7 @@ def cases(root: Path, hf: Path, size: int, parallel: Parallel) -> dict[str, Call
 
 
 def bridge_cases(root: Path, hf: Path, parallel: Parallel) -> dict[str, Callable[[], Outcome | None]]:
-    from megatron_rl.tools.convert.bridge import bridge_hf_to_megatron, bridge_megatron_to_hf
+    from megatron_rl_tools.convert.bridge import bridge_hf_to_megatron, bridge_megatron_to_hf
 
     return {
         f"{BRIDGE}HF -> torch_dist": lambda: bridge_hf_to_megatron(

@@ -39,7 +39,7 @@ def run_seed(seed: int, name: str, overrides: list[str]) -> str:
     model = ROOT / f".cache/tiny_moe-{seed}"
     start = time.monotonic()
     subprocess.run(
-        [sys.executable, "megatron_rl/tools/make_tiny_moe.py", model, "--seed", str(seed)], cwd=ROOT, check=True
+        [sys.executable, "-m", "megatron_rl_tools.make_tiny_moe", model, "--seed", str(seed)], cwd=ROOT, check=True
     )
     made = time.monotonic() - start
     environment = os.environ | {"SEED": str(seed), "NAME": name}

@@ -8,7 +8,7 @@ the project's parity check (megatron_rl/engine/parity.py).  The limits of that c
 
 Weights: each matrix N(0, 1 / its inputs); matrices that add to the residual stream are divided by the square root of the
 number of layers; embedding N(0, 1/4); norms 1.  So the stream stays near 1 at every depth.  The output head is scaled until
-a token's entropy is about --entropy nats.  `trained` is the demo's model (megatron_rl/tools/make_tiny_moe.py), with its own
+a token's entropy is about --entropy nats.  `trained` is the demo's model (tools/megatron_rl_tools/make_tiny_moe.py), with its own
 prompts only.
 
 A row is a model, a pair of precisions and a prompt length.  Wrong models follow, with the shortest prompts: the trainer or the
@@ -50,8 +50,8 @@ from megatron_rl.models.spec import load_hf_config
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.server.process import free_port, launch_server
-from megatron_rl.tools.make_tiny_moe import make_tiny_moe
 from megatron_rl.weights.sync.push import WeightPusher
+from megatron_rl_tools.make_tiny_moe import make_tiny_moe
 from tests.wrong_models import wrong_models
 
 SHARED = {

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from fastapi.testclient import TestClient
 
-from megatron_rl.viewer.app import create_app
-from megatron_rl.viewer.run import Runs
+from megatron_rl_viewer.app import create_app
+from megatron_rl_viewer.run import Runs
 from tests.viewer_run import write_many
 
 REPEATS = 5

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl import CallableModule
 from megatron_rl.config import Config, ConfigError, EvalConfig, dump_config, load_config
 from megatron_rl.data.prompts import load_prompt_files, load_tokenizer
 from megatron_rl.launch.log_lines import LogLines
@@ -278,8 +277,6 @@ def raise_interrupt(signum: int, frame: object) -> None:
     """SIGTERM ends it as Ctrl-C does, so that servers and worker processes are stopped."""
     raise KeyboardInterrupt
 
-
-sys.modules[__name__].__class__ = CallableModule  # megatron_rl.evaluate(config, out)
 
 if __name__ == "__main__":
     sys.exit(main())

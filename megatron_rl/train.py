@@ -16,8 +16,6 @@ import signal
 import sys
 from pathlib import Path
 
-from megatron_rl import CallableModule
-from megatron_rl.cli import report_plan
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.launch.errors import report_error
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
@@ -81,7 +79,9 @@ def main(argv: list[str] | None = None) -> int:
 def run(argv: list[str] | None) -> int:
     arguments, overrides = parse(argv)
     if arguments.dry_run:
-        return report_plan(arguments, overrides)
+        from megatron_rl.plan.dry_run import print_report
+
+        return print_report(arguments, overrides)
     try:
         cfg = load_config(arguments.config, overrides)
     except ConfigError as error:
@@ -111,8 +111,6 @@ def raise_interrupt(signum: int, frame: object) -> None:
     """SIGTERM ends the run as Ctrl-C does, so that servers and worker processes are stopped."""
     raise KeyboardInterrupt
 
-
-sys.modules[__name__].__class__ = CallableModule  # megatron_rl.train(config)
 
 if __name__ == "__main__":
     sys.exit(main())

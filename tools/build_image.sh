@@ -34,12 +34,12 @@ trainer() { # the image's core packages are frozen: a requirement that would rep
 }
 
 project() {
-    "${pip[@]}" --no-deps -e .
+    "${pip[@]}" --no-deps -e . -e ./tools -e ./viewer
 }
 
 check() { # a build has no GPU: the doctor warns and continues.  Run it again where the image runs.
     [[ "${CHECK_NCCL:-1}" == 0 ]] || "$PYTHON" tools/nccl_versions.py "$PYTHON" "$SGLANG/bin/python"
-    "$PYTHON" -m tools.doctor --build
+    "$PYTHON" -m megatron_rl.cli doctor --build
 }
 
 [[ "${1:-}" == all ]] && set -- system servers trainer project check

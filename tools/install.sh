@@ -63,7 +63,7 @@ echo "make install: requirements-cpu.txt (about 1 GB to download the first time)
 "${pip[@]}" -r requirements-cpu.txt
 echo "make install: $SGLANG (without its CUDA dependencies)"
 "${pip[@]}" --no-deps "$SGLANG"
-"${pip[@]}" --no-deps -e .
+"${pip[@]}" --no-deps -e . -e ./tools -e ./viewer
 
 # The viewer's browser tests run in the system's Chromium
 if ! command -v chromium chromium-browser google-chrome >/dev/null; then

@@ -97,7 +97,7 @@ def make_model(cell: Cell) -> None:
     settings = {**cell.experiment.model, "seed": cell.seed}
     options = [word for key, value in settings.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     subprocess.run(
-        [sys.executable, "megatron_rl/tools/make_tiny_moe.py", str(cell.model), *options], cwd=ROOT, check=True
+        [sys.executable, "-m", "megatron_rl_tools.make_tiny_moe", str(cell.model), *options], cwd=ROOT, check=True
     )
 
 

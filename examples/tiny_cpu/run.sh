@@ -32,7 +32,7 @@ if [[ -e "runs/$NAME" ]]; then # always a new run: a finished one would be resum
     echo "runs/$NAME exists: moved to $previous"
 fi
 
-"$VENV/bin/python" tools/make_tiny_moe.py "$MODEL" --task "$TASK" --seed "$SEED"
+"$VENV/bin/python" -m megatron_rl_tools.make_tiny_moe "$MODEL" --task "$TASK" --seed "$SEED"
 
 # exec: Ctrl-C and SIGTERM reach torchrun itself, which stops the ranks; the server dies with rank 0.
 # --standalone: torchrun picks a free port.  One thread per rank: two ranks and the server share the cores.

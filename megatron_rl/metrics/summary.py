@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.metrics.console import clock
-from megatron_rl.metrics.figure import evaluations, series
 from megatron_rl.metrics.health import Finding, examine_results
 from megatron_rl.metrics.left_out import Count, counts_of_run
+from megatron_rl.metrics.results import evaluations, series
 from megatron_rl.records import StepResult
 
 SHOWN = {
@@ -75,9 +75,14 @@ def summarize_run(
     results: Sequence[StepResult],
     run_dir: Path,
     commands: Sequence[str],
+    page: Path | None,
     settings: Mapping[str, object] | None = None,
 ) -> Summary:
-    """commands: those of `megatron-rl COMMAND RUN` that show a run.  settings: {"section.key": value}."""
+    """Summarize a run.
+
+    commands: those of `megatron-rl COMMAND RUN` that show a run.  page: its report.html, if there is one.
+    settings: {"section.key": value}.
+    """
     steps, seconds = series(results, "time/step")
     changed = {}
     for name in (*SHOWN, *MISMATCH):
@@ -96,5 +101,9 @@ def summarize_run(
         stages={label: float(sum(series(results, f"time/{name}")[1])) for name, label in STAGES.items()},
         counts=counts_of_run(results),
         health=examine_results(results, settings),
-        look_at=[*(f"megatron-rl {command} {run_dir}" for command in commands), *board, f"{run_dir / 'report.html'}"],
+        look_at=[
+            *(f"megatron-rl {command} {run_dir}" for command in commands),
+            *board,
+            *([] if page is None else [f"{page}"]),
+        ],
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.config import Config, ModelConfig, dump_config
+from megatron_rl.config import Config, ModelConfig, dump_config, load_config
 from megatron_rl.config.server_settings import accepted, read_options
 from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.families import make_spec
@@ -20,7 +22,7 @@ from megatron_rl.models.fit import length_problems, queue_bytes, queue_prompts
 from megatron_rl.models.known import KNOWN, find_spec, is_known
 from megatron_rl.models.spec import ModelError, ModelSpec, load_hf_config
 from megatron_rl.plan import grid, memory
-from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, Hardware
+from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, Hardware, find_hardware, read_assumptions
 from megatron_rl.plan.lengths import lengths_of
 from megatron_rl.plan.memory import Memory
 from megatron_rl.plan.phases import Phase, host_bytes
@@ -28,6 +30,7 @@ from megatron_rl.plan.preflight import check_files
 from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout, planned_machine
 from megatron_rl.plan.server_time import DecodeModel, configured_servers
 from megatron_rl.plan.training_time import TrainingModel
+from megatron_rl.rollout.saved_run import check_config
 from megatron_rl.rollout.server.process import server_command
 
 MAX_RANKS_SHOWN = 64
@@ -38,6 +41,21 @@ PASSES = {
     "R2": ("rollout: the server's routers", "old-logprob: live routing, recorded", "update: replays the record"),
     "R3": ("rollout: the server's routers, expert ids returned", "old-logprob: replays them", "update: replays them"),
 }
+
+
+def print_report(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the report of the options of training (options.parse); the exit status is 2 where a run would be refused."""
+    try:
+        cfg = load_config(arguments.config, overrides)
+        if arguments.from_rollouts is not None:
+            check_config(arguments.from_rollouts, cfg)
+        hardware = find_hardware(arguments.gpu) if arguments.gpu else None
+        assumed = read_assumptions(arguments.assume)
+        print(report(cfg, arguments.gpus, hardware, assumed, has_servers=arguments.from_rollouts is None))
+    except ValueError as error:
+        print(f"megatron-rl dry-run: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def report(

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
 
-from megatron_rl.cli import COMMANDS
+from megatron_rl import commands
 from megatron_rl.config import Config, dump_config, plain_values
 from megatron_rl.config.redact import Redactor
 from megatron_rl.launch.status import SHOWN, StatusWriter
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.metrics.report import best_and_worst, last_rollouts, read_settings, write_report
+from megatron_rl.metrics.results import read_settings
+from megatron_rl.metrics.samples import best_and_worst, last_rollouts
 from megatron_rl.metrics.sinks import METRICS_FILE, Sinks, read_metrics
 from megatron_rl.metrics.summary import summarize_run
 from megatron_rl.metrics.trackers.registry import Trackers
@@ -22,6 +25,8 @@ from megatron_rl.records import StepResult
 
 VIEWS = ("view", "top")
 """Commands that show a run."""
+REPORT = "megatron_rl.report"
+"""Group of the entry point that writes a run's page: a function of the run's folder that returns the page's path."""
 
 
 class Reporter:
@@ -70,14 +75,23 @@ class Reporter:
         if self.sinks is None:
             return
         run_dir, num_steps = self.cfg.run_dir, self.cfg.run.num_steps
-        page = write_report(run_dir)
-        self.console.log(f"report {page}")
+        page = self._write_page()
         self._track_samples(num_steps)
-        self.sinks.track(lambda tracker: tracker.report(page))
-        views = [name for name in VIEWS if name in COMMANDS]
+        if page is not None:
+            self.sinks.track(lambda tracker: tracker.report(page))
+        views = [name for name in VIEWS if name in commands.installed()]
         results, settings = read_metrics(run_dir / METRICS_FILE), read_settings(run_dir)
-        summary = summarize_run(results, run_dir, views, settings)
+        summary = summarize_run(results, run_dir, views, page, settings)
         self.console.summary(summary.text, summary.values)
+
+    def _write_page(self) -> Path | None:
+        """Have the installed viewer write the run's report; None where it is not installed."""
+        for writer in entry_points(group=REPORT):
+            page: Path = writer.load()(self.cfg.run_dir)
+            self.console.log(f"report {page}")
+            return page
+        self.console.log("no report page: megatron_rl_viewer is not installed; in a checkout: pip install ./viewer")
+        return None
 
     def _track_samples(self, step: int) -> None:
         """Read and sent on the trackers' threads."""

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-PRELOAD = ("megatron_rl.trainer.build", "megatron_rl.tools.verify_replay.passes", "tests.dist.engines")
+PRELOAD = ("megatron_rl.trainer.build", "megatron_rl_tools.verify_replay.passes", "tests.dist.engines")
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:

@@ -304,7 +304,7 @@ def check_conversion(root: Path) -> None:
     from megatron.core import dist_checkpointing
     from safetensors.torch import load_file
 
-    from megatron_rl.tools.convert.convert_hf import main
+    from megatron_rl_tools.convert.convert_hf import main
 
     for name in CONVERTED:
         hf, saved, back = root / name / "hf", root / name / "megatron", root / name / "back"

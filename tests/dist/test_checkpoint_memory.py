@@ -27,7 +27,7 @@ def measure(checkpoint, folder):
     from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
     from megatron_rl.checkpoint.writer import Shards
     from megatron_rl.plan.memory import checkpoint_bytes
-    from megatron_rl.tools.convert.conversion import reset_peak, resident_peak
+    from megatron_rl_tools.convert.conversion import reset_peak, resident_peak
     from tests.dist.engines import make_engine
 
     stage, written = Shards.stage, []

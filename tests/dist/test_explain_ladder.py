@@ -27,7 +27,7 @@ def sampled(checkpoint, temperature):
     import torch
 
     from megatron_rl.records import Rollout
-    from megatron_rl.tools.explain_mismatch.referee import ask_referee
+    from megatron_rl_tools.explain_mismatch.referee import ask_referee
 
     rng, length = np.random.default_rng(0), 20
     rollouts = [
@@ -48,9 +48,9 @@ def sampled(checkpoint, temperature):
 def explain_all(folder):
     """Name of the case -> (verdict, cause, share)."""
     from megatron_rl.distributed import make_parallel
-    from megatron_rl.tools.explain_mismatch.explain_mismatch import make_config
-    from megatron_rl.tools.explain_mismatch.ladder import Ladder
-    from megatron_rl.tools.explain_mismatch.trainer_side import TrainerSide
+    from megatron_rl_tools.explain_mismatch.explain_mismatch import make_config
+    from megatron_rl_tools.explain_mismatch.ladder import Ladder
+    from megatron_rl_tools.explain_mismatch.trainer_side import TrainerSide
     from tests.mismatch import faults
     from tests.tiny import random_checkpoint
 

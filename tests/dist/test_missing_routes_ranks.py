@@ -54,7 +54,7 @@ def run_layouts(checkpoint, layouts):
     from megatron_rl.engine.engine import Engine
     from megatron_rl.engine.model import moe_routers
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl.tools.verify_replay.router_hooks import Watch
+    from megatron_rl_tools.verify_replay.router_hooks import Watch
 
     dist.init_process_group("gloo")
     results = []
@@ -167,7 +167,7 @@ def test_masked_tokens_leave_the_loss_and_not_its_denominators(runs, world, inde
 
 def every_row(result, seen):
     """((MoE layer, rollout, position) or None for a pad, consumed, live, masked) of every row of every router call."""
-    from megatron_rl.tools.verify_replay.router_hooks import name_rows
+    from megatron_rl_tools.verify_replay.router_hooks import name_rows
 
     owners = owners_of_rows(result, [sample.rollout for sample in samples_with_gaps()])
     for calls, masks in result["passes"]:

@@ -147,7 +147,7 @@ def replay_bundles(folder):
     """Every bundle in every layout of two ranks: [(mode, layout, exit code)]."""
     import torch.distributed as dist
 
-    from megatron_rl.tools.replay_batch import main
+    from megatron_rl_tools.replay_batch import main
 
     dist.init_process_group("gloo")
     found = []
@@ -195,7 +195,7 @@ def rewrite(folder, change):
 
 
 def replay(path, *options):
-    from megatron_rl.tools.replay_batch import main
+    from megatron_rl_tools.replay_batch import main
 
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         return main([str(path), "--device", "cpu", "--tokens", "5", *options]), out.getvalue()

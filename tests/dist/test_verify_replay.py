@@ -1,4 +1,4 @@
-"""megatron_rl/tools/verify_replay/verify_replay.py on real ranks: sound layouts pass, and every fault that is put in
+"""tools/megatron_rl_tools/verify_replay/verify_replay.py on real ranks: sound layouts pass, and every fault that is put in
 is caught and named."""
 
 import contextlib
@@ -40,7 +40,7 @@ def run_tool(commands):
     """On a rank: the tool's main() for every argument list in turn -> (exit code, rank 0's report or None, stderr)."""
     import torch.distributed as dist
 
-    from megatron_rl.tools.verify_replay.verify_replay import main
+    from megatron_rl_tools.verify_replay.verify_replay import main
 
     dist.init_process_group("gloo")
     results = []
@@ -172,7 +172,7 @@ def test_under_torchrun_a_fault_on_one_rank_ends_the_job_with_an_error():
 @pytest.mark.slow
 def test_a_users_configuration_is_proven_with_a_cut_down_model(tmp_path):
     """48 layers, 128 experts, top-8 as in the TOML's checkpoint; its pp and recompute are taken over."""
-    from megatron_rl.tools.verify_replay.inputs import small_config
+    from megatron_rl_tools.verify_replay.inputs import small_config
 
     hf = small_config(num_layers=48, num_experts=128, top_k=8, first_k_dense=3, tp=1, etp=1)
     (tmp_path / "model").mkdir()
@@ -215,7 +215,7 @@ def test_a_model_that_plan_knows_is_proven_by_its_name():
     ],
 )
 def test_invalid_arguments_are_refused(arguments, reason, capsys):
-    from megatron_rl.tools.verify_replay.verify_replay import main
+    from megatron_rl_tools.verify_replay.verify_replay import main
 
     try:
         code = main([*arguments, "--device", "cpu"])
@@ -242,7 +242,7 @@ def test_interleaved_uneven_stages_under_every_recompute_mode():
 
 
 def test_gradients_that_differ_are_named():
-    from megatron_rl.tools.verify_replay.verify_replay import compare_gradients
+    from megatron_rl_tools.verify_replay.verify_replay import compare_gradients
 
     reference = {"a": torch.ones(4), "b": torch.full((4,), 1e-3), "zero": torch.zeros(2)}
     assert compare_gradients({name: tensor.clone() for name, tensor in reference.items()}, reference).passed
@@ -255,7 +255,7 @@ def test_gradients_that_differ_are_named():
 
 
 def test_a_route_consumed_twice_or_never_is_a_failure():
-    from megatron_rl.tools.verify_replay.router_hooks import Expected, Seen, check_consumed
+    from megatron_rl_tools.verify_replay.router_hooks import Expected, Seen, check_consumed
 
     given = {("r", position, 0): (position, 9) for position in range(3)}
     expected = Expected(given, {}, {"r": (0, 0)})

@@ -80,12 +80,12 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
     from megatron.core import dist_checkpointing
 
     from megatron_rl.distributed.ranks import Ranks
-    from megatron_rl.tools.convert import conversion_sides
-    from megatron_rl.tools.convert.convert_hf import main
     from megatron_rl.weights import torch_dist
     from megatron_rl.weights.hf.files import CheckpointError
     from megatron_rl.weights.hf.load import load_hf
     from megatron_rl.weights.hf.write import write_hf_checkpoint
+    from megatron_rl_tools.convert import conversion_sides
+    from megatron_rl_tools.convert.convert_hf import main
 
     (path / "tokenizer.json").write_text("{}")
     (path / "optimizer.bin").write_text("weights are not copied")
@@ -164,9 +164,9 @@ def check_converter(path: Path, scratch: Path, layouts: list[dict]) -> None:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    from megatron_rl.tools.convert import conversion_sides
-    from megatron_rl.tools.convert.convert_hf import main
     from megatron_rl.weights.hf.export import export_hf
+    from megatron_rl_tools.convert import conversion_sides
+    from megatron_rl_tools.convert.convert_hf import main
 
     conversion_sides.BLOCK_BYTES = 512  # a few rows at a time
     dist.init_process_group("gloo")  # kept: the tool would end one of its own
@@ -195,8 +195,8 @@ def check_saved_by_core(plain: Path, odd: Path, scratch: Path) -> None:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    from megatron_rl.tools.convert import conversion_sides
-    from megatron_rl.tools.convert.convert_hf import main
+    from megatron_rl_tools.convert import conversion_sides
+    from megatron_rl_tools.convert.convert_hf import main
 
     conversion_sides.BLOCK_BYTES = 512
     for number, (path, layout) in enumerate(

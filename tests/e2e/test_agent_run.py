@@ -17,7 +17,7 @@ from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.checkpoint.manifest import damage, read_manifest
 from megatron_rl.config import ModelConfig
 from megatron_rl.rollout.recorder import read_rollouts, read_tensors
-from megatron_rl.tools.check_rollouts.check_rollouts import check_run
+from megatron_rl_tools.check_rollouts.check_rollouts import check_run
 from tests.e2e.test_train import make_material, metrics_of, start, wait_for
 
 FUNCTION = ("--agent.function", "examples.agents.two_attempts:rollout", "--rollout.max_response_tokens", "24")

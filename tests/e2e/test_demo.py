@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from megatron_rl.tools.make_tiny_moe import Settings, model_config, write_checkpoint
-from megatron_rl.tools.tiny_tasks import sums
+from megatron_rl_tools.make_tiny_moe import Settings, model_config, write_checkpoint
+from megatron_rl_tools.tiny_tasks import sums
 from tests.dist.launch import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

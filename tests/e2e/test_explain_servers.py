@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.tools.explain_mismatch.explain_mismatch import main
+from megatron_rl_tools.explain_mismatch.explain_mismatch import main
 from tests.mismatch.faults import SERVERS, Served, serve
 from tests.mismatch.proxy import no_routes, proxy
 from tests.mismatch.table import CASES, check

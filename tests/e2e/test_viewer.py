@@ -7,8 +7,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from megatron_rl.viewer.app import STATIC
-from megatron_rl.viewer.index import Index
+from megatron_rl_viewer.app import STATIC
+from megatron_rl_viewer.index import Index
 from tests import viewer_run
 from tests.browser import TOKEN, open_browser, serve_runs, why_no_browser
 
@@ -558,8 +558,8 @@ def test_the_load_of_an_expert_over_the_steps(page, address):
 
 
 def test_an_export_opens_from_disk(browser, folders, tmp_path):
-    from megatron_rl.viewer.export import export
-    from megatron_rl.viewer.run import Runs
+    from megatron_rl_viewer.export import export
+    from megatron_rl_viewer.run import Runs
 
     index = export(
         Runs(folders[:1], tmp_path / "cache"),

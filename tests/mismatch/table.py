@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from megatron_rl.tools.explain_mismatch.explain_mismatch import main as explain
+from megatron_rl_tools.explain_mismatch.explain_mismatch import main as explain
 from tests.mismatch import faults, proxy
 from tests.mismatch.faults import Served, Setup, edited, loaded, rope, serve, trainer_config
 

@@ -2,14 +2,16 @@
 targets in the documents exist, and defaults are those of the code."""
 
 import ast
+import inspect
 import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
-from megatron_rl.cli import COMMANDS
+from megatron_rl.commands import PACKAGES, load
 from megatron_rl.config import RewardConfig
 from megatron_rl.config.schema import SECTIONS
 from megatron_rl.metrics.histogram import HISTOGRAMS
@@ -208,15 +210,16 @@ def test_options_of_commands_in_documents_exist():
     """Read from the sources: a help would import torch.  Those of launch are torchrun's."""
     found = []
     for place, match in places(r"(?:megatron-rl|megatron_rl\.cli) ([a-z][a-z-]+)((?: [^`|#]*)?)"):
-        assert match[1] in COMMANDS, f"{place}: megatron-rl {match[1]}"
+        assert match[1] in chain(*PACKAGES.values()), f"{place}: megatron-rl {match[1]}"
         options = re.findall(r"(?<!\S)(--\w[\w-]*)(?![\w.-])", match[2]) if match[1] != "launch" else []
         found += [(place, match[1], option) for option in options]
     assert len(found) > 60
     for place, name, option in found:
-        modules = [COMMANDS[name].options or COMMANDS[name].target]
-        modules += ["megatron_rl.options:parse"] * modules[0].startswith("megatron_rl.cli:")
-        files = [ROOT / f"{module.partition(':')[0].replace('.', '/')}.py" for module in modules]
-        text = "".join(file.read_text() for file in files)
+        command = load(name)
+        folder = Path(inspect.getfile(command)).parent
+        modules = re.findall(r'"([a-z_.]+)(?::\w+)?"', inspect.getsource(command))
+        files = [folder / f"{module.replace('.', '/')}.py" for module in ["options", *modules]]
+        text = "".join(file.read_text() for file in files if file.is_file())
         assert f'"{option}"' in text or f'"{option[2:]}"' in text, f"{place}: megatron-rl {name} {option}"
 
 

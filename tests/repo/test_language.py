@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")])
 SOURCES = sorted(
     path
-    for folder in ("megatron_rl", "tools", "tests", "examples", "benchmarks")
+    for folder in ("megatron_rl", "tools", "viewer", "tests", "examples", "benchmarks")
     for path in ROOT.glob(f"{folder}/**/*.py")
     if path != Path(__file__).resolve()
 )

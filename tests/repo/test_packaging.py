@@ -6,8 +6,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
-from importlib.metadata import packages_distributions
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.metadata import distribution, packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -17,15 +21,20 @@ from packaging.utils import canonicalize_name
 
 import megatron_rl
 from megatron_rl.config.versions import PACKAGES, admits, package
+from tests.saved_run import write_run
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-BASE = [Requirement(line) for line in PROJECT["dependencies"]]
-EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
+FOLDERS = {"megatron_rl": ROOT, "megatron_rl_tools": ROOT / "tools", "megatron_rl_viewer": ROOT / "viewer"}
+PROJECTS = {name: tomllib.loads((folder / "pyproject.toml").read_text())["project"] for name, folder in FOLDERS.items()}
+NEEDS = {name: [Requirement(line) for line in project["dependencies"]] for name, project in PROJECTS.items()}
+BASE = NEEDS["megatron_rl"]
+EXTRAS = {
+    name: [Requirement(line) for line in lines]
+    for project in PROJECTS.values()
+    for name, lines in project.get("optional-dependencies", {}).items()
+}
 OPTIONAL = {"sglang", "transformer_engine", "apex", "modelopt", "wandb", "mlflow", "trackio"}
 """Imported only where they are installed, see config/versions.py."""
-OF_EXTRAS = {"fastapi": "view", "uvicorn": "view"}
-"""Imported by a command that has its own extra."""
 OF_ANOTHER = {"pydantic_core": "pydantic"}
 """Imported, and installed by what is declared."""
 
@@ -43,13 +52,13 @@ def pins(file: str) -> dict[str, set[str]]:
 @pytest.mark.parametrize("file", ["requirements-cpu.txt", "requirements.txt"])
 def test_ranges_admit_the_pinned_versions(file):
     pinned = pins(file)
-    for need in [*BASE, *(need for needs in EXTRAS.values() for need in needs)]:
+    for need in [*chain(*NEEDS.values()), *(need for needs in EXTRAS.values() for need in needs)]:
         for version in pinned.get(canonicalize_name(need.name), ()):
             assert need.specifier.contains(version), f"{need} does not admit {version} of {file}"
 
 
 def test_every_dependency_is_pinned():
-    names = {canonicalize_name(need.name) for need in BASE}
+    names = {canonicalize_name(need.name) for need in chain(*NEEDS.values())}
     assert names <= pins("requirements-cpu.txt").keys()
     assert names - {"torch"} <= pins("requirements.txt").keys(), "the image has its own torch"
 
@@ -63,27 +72,30 @@ def test_ranges_agree_with_the_supported_versions():
             )
 
 
-def imported() -> set[str]:
-    """Top-level names of other packages that megatron_rl imports anywhere."""
+def imported(package: str) -> set[str]:
+    """Top-level names of other packages that a package imports anywhere."""
     names: set[str] = set()
-    for path in (ROOT / "megatron_rl").rglob("*.py"):
+    for path in (FOLDERS[package] / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names.add((node.module or "").partition(".")[0])
-    return names - set(sys.stdlib_module_names) - {"megatron_rl"}
+    return names - set(sys.stdlib_module_names) - {package}
 
 
-def test_everything_that_is_imported_is_declared():
-    declared = {canonicalize_name(need.name) for need in BASE}
+@pytest.mark.parametrize(
+    ("package", "beside"),
+    [("megatron_rl", {"matplotlib"}), ("megatron_rl_tools", FOLDERS.keys()), ("megatron_rl_viewer", FOLDERS.keys())],
+)
+def test_everything_that_is_imported_is_declared(package, beside):
+    """beside: what is imported where another package of ours is installed, and what those declare."""
+    declared = {canonicalize_name(need.name) for name in {package, *beside} & NEEDS.keys() for need in NEEDS[name]}
     installed = packages_distributions()
-    for name in imported() - OPTIONAL - OF_ANOTHER.keys() - OF_EXTRAS.keys():
+    for name in imported(package) - OPTIONAL - OF_ANOTHER.keys() - set(beside):
         distributions = {canonicalize_name(each) for each in installed.get(name, [name])}
         assert distributions & declared, f"{name} is imported, and none of {distributions} is declared"
-    assert set(OF_ANOTHER.values()) <= declared
-    for name, extra in OF_EXTRAS.items():
-        assert name in {need.name for need in EXTRAS[extra]}
+    assert set(OF_ANOTHER.values()) <= {need.name for need in BASE}
 
 
 def test_the_formatter_is_one_version_everywhere():
@@ -94,27 +106,102 @@ def test_the_formatter_is_one_version_everywhere():
     assert rev == f"v{ruff}" and str(need.specifier) == f"=={ruff}"
 
 
-def test_the_wheel_holds_megatron_rl_alone(tmp_path):
-    """Built in a copy, by the installed setuptools: no network."""
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "*.egg-info", "results", "node_modules")
-    source = shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> dict[str, Path]:
+    """The three wheels, built in a copy by the installed setuptools: no network."""
+    folder = tmp_path_factory.mktemp("wheels")
+    ignored = shutil.ignore_patterns(
+        ".*", "__pycache__", "runs", "build", "*.egg-info", "results", "node_modules", "tests"
+    )
+    source = shutil.copytree(ROOT, folder / "source", ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "-w", str(tmp_path), str(source)], check=True, timeout=300)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name == f"megatron_rl-{megatron_rl.__version__}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel) as file:
+    places = [str(source / path.relative_to(ROOT)) for path in FOLDERS.values()]
+    subprocess.run([*command, "-w", str(folder), *places], check=True, timeout=300)
+    return {name: folder / f"{name}-{megatron_rl.__version__}-py3-none-any.whl" for name in FOLDERS}
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_a_wheel_holds_its_package_alone(wheels, package):
+    with zipfile.ZipFile(wheels[package]) as file:
         names = set(file.namelist())
-        info = f"megatron_rl-{megatron_rl.__version__}.dist-info"
-        assert {name.partition("/")[0] for name in names} == {"megatron_rl", info}
-        assert "megatron-rl = megatron_rl.cli:main" in file.read(f"{info}/entry_points.txt").decode()
-        needs = [
-            Requirement(line[15:])
-            for line in file.read(f"{info}/METADATA").decode().splitlines()
-            if line[:15] == "Requires-Dist: "
-        ]
-    assert {need.name for need in BASE} <= {need.name for need in needs if need.marker is None}
-    ours = {f"{path.relative_to(ROOT)}" for path in (ROOT / "megatron_rl").rglob("*") if path.is_file()}
-    assert {name for name in ours if "__pycache__" not in name} <= names, "every file of the package is in the wheel"
+        info = f"{package}-{megatron_rl.__version__}.dist-info"
+        assert {name.partition("/")[0] for name in names} == {package, info}
+        metadata = file.read(f"{info}/METADATA").decode().splitlines()
+    needs = [Requirement(line[15:]) for line in metadata if line[:15] == "Requires-Dist: "]
+    assert {need.name for need in NEEDS[package]} == {need.name for need in needs if need.marker is None}
+    ours = [path.relative_to(FOLDERS[package]) for path in (FOLDERS[package] / package).rglob("*") if path.is_file()]
+    assert {path.as_posix() for path in ours if "__pycache__" not in path.parts} <= names
+
+
+def requirements(names: Iterable[str]) -> set[str]:
+    """The distributions in question and all that they require here, without extras."""
+    closure, waiting = set(), list(names)
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name not in closure:
+            closure.add(name)
+            needs = [Requirement(line) for line in distribution(name).requires or ()]
+            waiting += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return closure
+
+
+def environment(folder: Path, wheels: Iterable[Path], names: Iterable[str]) -> tuple[Path, int]:
+    """Make an environment with these wheels and links to the distributions `names` alone; returns (its bin, bytes of the latter)."""
+    venv.create(folder, with_pip=False)
+    site, size = next(folder.glob("lib/python*/site-packages")), 0
+    for name in names:
+        for file in distribution(name).files or ():
+            size += file.size or 0
+            link = site / file.parts[0]
+            if file.parts[0] not in ("..", "__pycache__") and not link.exists():
+                link.symlink_to(Path(str(distribution(name).locate_file(file.parts[0]))))
+    command = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet", "--no-deps"]
+    subprocess.run([*command, "--no-index", *map(str, wheels)], check=True, timeout=300)
+    return folder / "bin", size
+
+
+def call(bin_folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [bin_folder / command[0], *command[1:]],
+        cwd=bin_folder,
+        env={"PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_trainer_alone_has_its_commands_and_names_the_others(wheels, tmp_path):
+    """What it declares is enough to check a configuration, and nothing of tools or viewer is needed."""
+    here, _ = environment(tmp_path / "env", [wheels["megatron_rl"]], requirements(need.name for need in BASE))
+    (tmp_path / "run.toml").write_text('[model]\npath = "qwen3-30b-a3b"\n[data]\ntrain = "none.jsonl"\n')
+    done = call(here, "megatron-rl", "dry-run", "--config", str(tmp_path / "run.toml"))
+    assert done.returncode == 0 and "dtype bfloat16" in done.stdout, done.stderr
+    done = call(here, "python", "-c", "import megatron_rl.train, megatron_rl.trainer.build, sys; print(*sys.modules)")
+    assert done.returncode == 0 and "matplotlib" not in done.stdout.split(), done.stderr
+    done = call(here, "megatron-rl", "view")
+    assert done.returncode == 2 and done.stderr.endswith("pip install ./viewer\n")
+
+
+def test_the_viewer_beside_the_trainer_reads_a_run(wheels, tmp_path):
+    run = write_run(tmp_path / "demo", steps=2, replicas=1)
+    names = requirements(need.name for package in ("megatron_rl", "megatron_rl_viewer") for need in NEEDS[package])
+    here, _ = environment(tmp_path / "env", [wheels["megatron_rl"], wheels["megatron_rl_viewer"]], names)
+    done = call(here, "megatron-rl", "report", str(run))
+    assert done.returncode == 0 and done.stdout == f"{run / 'report.html'}\n", done.stderr
+    done = call(here, "megatron-rl", "view", str(run), "--export", str(tmp_path / "out"), "--cache", str(tmp_path))
+    assert done.returncode == 0 and (tmp_path / "out/static/app.js").is_file(), done.stderr
+
+
+def test_the_tools_alone_are_small_and_say_what_they_need(wheels, tmp_path):
+    names = requirements(need.name for need in NEEDS["megatron_rl_tools"])
+    here, size = environment(tmp_path / "env", [wheels["megatron_rl_tools"]], names)
+    assert size < 200e6
+    start = (
+        "import sys; from megatron_rl_tools.commands import *; sys.argv = ['convert', '--help']; sys.exit(convert())"
+    )
+    done = call(here, "python", "-c", start)
+    assert done.returncode == 2 and done.stderr == "convert: needs megatron_rl; in a checkout: pip install .\n"
 
 
 def test_the_api_is_loaded_when_it_is_used():
@@ -127,24 +214,23 @@ def test_the_api_is_loaded_when_it_is_used():
 
 
 def test_the_api_is_what_it_says():
-    import megatron_rl.evaluate
-    import megatron_rl.train
     from megatron_rl.loss.policy import policy_loss
 
     assert megatron_rl.policy_loss is policy_loss and megatron_rl.ReplayManager.__name__ == "ReplayManager"
     assert megatron_rl.__doc__ and all(callable(getattr(megatron_rl, name)) for name in megatron_rl.__all__[2:])
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match="no attribute 'nothing'$"):
         megatron_rl.nothing  # noqa: B018
-    seen = []
-    for module, function in ((megatron_rl.train, "train"), (megatron_rl.evaluate, "evaluate_checkpoint")):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, function, lambda *arguments, **options: seen.append((arguments, options)))
-            getattr(megatron_rl, module.__name__.rpartition(".")[2])("config", out=1)
-    assert seen == [(("config",), {"out": 1})] * 2
+    with pytest.raises(AttributeError, match="moved: from megatron_rl_tools.convert.convert_hf import convert$"):
+        megatron_rl.convert  # noqa: B018
+    named = re.findall(r"^    ([\w.]+)\(", megatron_rl.__doc__, re.MULTILINE)
+    for place in named:
+        module, _, name = place.rpartition(".")
+        assert callable(getattr(import_module(module), name)), place
+    assert len(named) == 6
 
 
 def test_no_text_installs_an_extra_by_the_name_of_the_index():
-    """The package is not in the index, where anybody may register its name: '.[view]' in a checkout."""
+    """The package is not in the index, where anybody may register its name: '.[wandb]' in a checkout."""
     files = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -155,6 +241,6 @@ def test_no_text_installs_an_extra_by_the_name_of_the_index():
     }
     named = re.compile(r"""\bmegatron[_-]rl\[[\w{},]+\]|pip install ["']?megatron[_-]rl\b""")
     assert not [name for name, text in texts.items() if named.search(text) and not name.endswith("test_packaging.py")]
-    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    extras = set(PROJECTS["megatron_rl"]["optional-dependencies"])
     used = {extra for text in texts.values() for extra in re.findall(r"pip install '\.\[(\w+)\]'", text)}
-    assert {"view", "wandb"} <= used <= extras
+    assert "wandb" in used and used <= extras

@@ -12,7 +12,14 @@ import pytest
 from megatron_rl.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = sorted([*ROOT.glob("megatron_rl/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("examples/**/*.py")])
+CODE = sorted(
+    [
+        *ROOT.glob("megatron_rl/**/*.py"),
+        *ROOT.glob("tools/**/*.py"),
+        *ROOT.glob("viewer/**/*.py"),
+        *ROOT.glob("examples/**/*.py"),
+    ]
+)
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".sh", ".sbatch", ".cfg", ".yaml", ".yml", ""}
 IGNORED = re.compile(
     r"runs|build|node_modules|__pycache__|.*\.egg-info|\.(?!ci$).*"
@@ -136,7 +143,7 @@ ROUTE_PATH = (
 )  # fmt: skip
 """Files that name expert ids between the answer of a server and replay/router.py, where the router gets them."""
 BESIDE_ROUTE_PATH = (
-    "config/", "metrics/", "models/", "plan/", "tools/", "viewer/", "rollout/server/",  # settings, sizes, checks at start-up
+    "config/", "metrics/", "models/", "plan/", "rollout/server/",  # settings, sizes, checks at start-up
     "rollout/recorder.py", "rollout/saved.py", "rollout/standalone.py", "rollout/client/counters.py",
     "trainer/build_inference.py", "checkpoint/bundle_sequences.py", "rollout/agents/recorded.py", "trainer/token_recorder.py",
 )  # fmt: skip
@@ -190,13 +197,16 @@ def names_of(module: Path) -> set[str]:
     return found
 
 
+FOLDERS = {"megatron_rl_tools": ROOT / "tools", "megatron_rl_viewer": ROOT / "viewer"}
+
+
 def missing_imports(source: str) -> list[str]:
     """Names that `from package.module import name` does not find in this repository."""
     missing = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
             continue
-        place = ROOT.joinpath(*node.module.split("."))
+        place = FOLDERS.get(node.module.partition(".")[0], ROOT).joinpath(*node.module.split("."))
         if node.module == "megatron_rl" or not (place.is_dir() or place.with_suffix(".py").is_file()):
             continue  # another project's, or the public names, which are loaded on first use
         module = place.with_suffix(".py") if place.with_suffix(".py").is_file() else place / "__init__.py"
@@ -210,7 +220,7 @@ def missing_imports(source: str) -> list[str]:
 
 def test_every_imported_name_exists():
     """Imports inside functions of tests and tools run late, some only in slow tests and in other commands."""
-    folders = ("megatron_rl", "tools", "tests", "examples", "benchmarks", "docs")
+    folders = ("megatron_rl", "tools", "viewer", "tests", "examples", "benchmarks", "docs")
     sources = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     assert not {relative(path): missing for path in sources if (missing := missing_imports(path.read_text()))}
 

@@ -1,31 +1,31 @@
 """The command megatron-rl: every command exists and answers, every help fits a screen, settings are explained."""
 
-import ast
 import json
 import resource
 import subprocess
 import sys
-from importlib.util import find_spec
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
-from megatron_rl import cli
+from megatron_rl import cli, commands
 from megatron_rl.config import ConfigError, load_config
 from megatron_rl.config.schema import SECTIONS
 from megatron_rl.config.settings import explain
+from megatron_rl.options import parse
 
 ROOT = Path(__file__).parents[2]
 SCREEN = 40
-COMMANDS_OF_ONE_SCREEN = [f"megatron-rl {name}" for name in cli.COMMANDS]
+COMMANDS_OF_ONE_SCREEN = [f"megatron-rl {name}" for name in commands.installed()]
 EXPECTED = """train evaluate dry-run plan doctor convert quantize verify-replay replay-batch explain-mismatch gpu-check
     check-rollouts view report make-tiny-model launch settings top trace"""
 NAMES = [f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields]
 HELPS = """
 import io, json, runpy, sys
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
-from megatron_rl import cli
+from megatron_rl import cli, commands
 
 def answer(name, start):
     out = io.StringIO()
@@ -42,13 +42,10 @@ def script(run, place):
     sys.argv = [place, "--help"]
     run(place, run_name="__main__")
 
-tools = [path.stem for path in Path("tools").glob("*.py") if path.name != "__init__.py"]
-for name in cli.COMMANDS:
+for name in commands.installed():
     answer(f"megatron-rl {name}", lambda: cli.main([name, "--help"]))
-for name in ["megatron_rl.train", "megatron_rl.evaluate", "megatron_rl.launch", *(f"tools.{name}" for name in tools)]:
+for name in ["megatron_rl.train", "megatron_rl.evaluate", "megatron_rl.launch"]:
     answer(f"python -m {name}", lambda: script(runpy.run_module, name))
-for name in tools:
-    answer(f"python tools/{name}.py", lambda: script(runpy.run_path, f"tools/{name}.py"))
 """
 
 
@@ -66,16 +63,37 @@ def test_every_command_is_listed_within_a_second():
     done, seconds = run("--help")
     assert done.returncode == 0 and seconds < 1
     assert all(f"\n  {name} " in done.stdout for name in EXPECTED.split()) and len(done.stdout.splitlines()) <= SCREEN
-    assert cli.COMMANDS.keys() == set(EXPECTED.split())
+    assert commands.installed().keys() == set(EXPECTED.split())
 
 
-def test_commands_are_functions_that_exist():
-    for command in cli.COMMANDS.values():
-        module, _, function = command.target.partition(":")
-        found = find_spec(module)
-        assert found is not None and found.origin is not None
-        tree = ast.parse(Path(found.origin).read_text())
-        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, command.target
+def test_the_packages_add_the_commands_that_the_command_line_expects():
+    for folder, names in commands.PACKAGES.items():
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        assert project["entry-points"][commands.GROUP].keys() == set(names)
+
+
+def test_a_command_whose_package_is_missing_says_what_to_install(capsys, monkeypatch):
+    core = {name: commands.installed()[name] for name in commands.PACKAGES["."]}
+    monkeypatch.setattr(commands, "installed", lambda: core)
+    assert cli.main(["view"]) == 2 and cli.main(["vieww"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "megatron-rl: the package of view is not installed; in a checkout: pip install ./viewer",
+        "megatron-rl: unknown command 'vieww'; did you mean view?",
+    ]
+    assert cli.main(["--help"]) == 0
+    assert "not installed: report, view; in a checkout: pip install ./viewer" in capsys.readouterr().out
+
+
+def test_a_package_of_a_stranger_adds_a_command_and_one_that_fails_is_named(capsys, monkeypatch, tmp_path):
+    (tmp_path / "stranger.py").write_text('def hello():\n    """Say hello."""\n    print("hello")\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [EntryPoint("hello", "stranger:hello", commands.GROUP), EntryPoint("bad", "nowhere:main", commands.GROUP)]
+    monkeypatch.setattr(commands, "entry_points", lambda group: points)
+    monkeypatch.setattr(commands, "installed", commands.installed.__wrapped__)
+    assert cli.main(["hello"]) == 0 and cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "hello" and "  hello  Say hello" in lines
+    assert "  bad    cannot be loaded: No module named 'nowhere'" in lines
 
 
 def test_an_unknown_command_is_refused_with_the_nearest(capsys):
@@ -104,16 +122,14 @@ def answers():
 
 def test_the_help_of_no_command_imports_torch(answers):
     slow = {name: modules for name, _, _, _, modules, _ in answers if name.startswith("megatron-rl ") and modules}
-    assert not slow, "the first of them imports it: parse the options before (Command.options)"
-    assert answers[0][0] == "megatron-rl train" and answers[len(cli.COMMANDS) - 1][0] == "megatron-rl make-tiny-model"
+    assert not slow, "the first of them imports it: parse the options before"
+    assert answers[0][0] == "megatron-rl train" and len(answers) == len(EXPECTED.split()) + 3
 
 
 def test_every_command_and_script_answers(answers):
     assert not [each for each in answers if each[1] != 0 or not each[2]]
     longer = [name for name, _, _, lines, *_ in answers if name in COMMANDS_OF_ONE_SCREEN and lines > SCREEN]
     assert not longer, f"--help of {longer} does not fit a screen of {SCREEN} lines"
-    tools = [path for path in (ROOT / "tools").glob("*.py") if path.name != "__init__.py"]
-    assert len(answers) == len(cli.COMMANDS) + 3 + 2 * len(tools) and len(tools) >= 8
 
 
 # Settings -----------------------------------------------------------------------------------------------------------
@@ -162,7 +178,7 @@ def test_settings_as_a_command(capsys, monkeypatch):
 
 
 def test_options_of_sglang_reach_the_servers():
-    _, overrides = cli.parse(["--rollout.server_args", "--tp-size", "2", "--enable-x", "--run.seed", "3", "--resume"])
+    _, overrides = parse(["--rollout.server_args", "--tp-size", "2", "--enable-x", "--run.seed", "3", "--resume"])
     cfg = load_config(None, overrides, {"model": {"path": "m"}, "data": {"train": "t"}})
     assert cfg.rollout.server_args == ("--tp-size", "2", "--enable-x")
     assert (cfg.run.seed, cfg.checkpoint.require) == (3, True)

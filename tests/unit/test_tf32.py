@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_rl.config import load_config
-from megatron_rl.tools.verify_replay import verify_replay
 from megatron_rl.trainer import build
+from megatron_rl_tools.verify_replay import verify_replay
 from tests.tiny import random_checkpoint
 
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.image import imread
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rl.metrics.trackers.tracker import COLUMNS, Row, TrackedRun, Tracker, cells
@@ -54,6 +53,8 @@ class TensorBoard(Tracker):
             self._board.add_text(f"samples/{title}", "\n".join([*head, *(line(cells(row)) for row in rows)]), step)
 
     def report(self, page: Path) -> None:
+        from matplotlib.image import imread  # installed where there is a report: it draws with it
+
         self._board.add_image("report", imread(page.with_suffix(".png"))[..., :3], dataformats="HWC")
         self._board.flush()
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import cli
 from megatron_rl.config import load_config
+from megatron_rl.options import parse
+from megatron_rl.plan.dry_run import print_report
 from megatron_rl.plan.functions import problem_of
 from tests.plain_checkpoint import DENSE, MOE, TOKENIZER, checkpoint
 
@@ -74,7 +75,7 @@ def refuse(here, capsys, monkeypatch):
 
     def run(*arguments: str) -> tuple[int, str, str]:
         try:
-            status = cli.report_plan(*cli.parse(["--dry-run", *arguments]))
+            status = print_report(*parse(["--dry-run", *arguments]))
         except SystemExit as stop:  # argparse exits
             status = int(stop.code or 0)
         return status, *capsys.readouterr()
@@ -560,7 +561,7 @@ def test_options_of_a_server_that_is_not_installed_are_not_checked(refuse, here)
 
 
 def test_the_renderer_is_tried_on_the_tokenizer(refuse, here):
-    from megatron_rl.tools.make_tiny_moe import make_tokenizer  # imports torch
+    from megatron_rl_tools.make_tiny_moe import make_tokenizer  # imports torch
 
     make_tokenizer().save_pretrained(here / "chatless")
     for name in ("config.json", "model.safetensors"):

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config import DataConfig
 from megatron_rl.data.prompts import DataError, PromptSource, load_prompt_files, load_prompts, trained_on
 from megatron_rl.records import Prompt
-from megatron_rl.tools.make_tiny_moe import make_tokenizer
+from megatron_rl_tools.make_tiny_moe import make_tokenizer
 
 TOKENIZER = make_tokenizer()  # a real HF tokenizer, one token a character
 DIGIT = TOKENIZER.convert_tokens_to_ids("0")

@@ -8,10 +8,10 @@ import pytest
 
 from megatron_rl.metrics.health import examine_results
 from megatron_rl.metrics.left_out import LEFT_OUT, counts_of_run, entry_of
-from megatron_rl.metrics.report import health_list, left_out_table
 from megatron_rl.metrics.step_line import step_line
 from megatron_rl.metrics.summary import summarize_run
 from megatron_rl.records import StepResult
+from megatron_rl_viewer.report import health_list, left_out_table
 from tests.repo.test_docs import documented, reported
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -85,7 +85,7 @@ def test_what_one_step_counts_is_in_its_line_the_summary_health_and_the_report(e
     text = entry.line.format(percent=300.0) or f"{label} {amount}"
     assert [text in line for line in lines] == [False, entry.is_alarm, False]
 
-    summary = summarize_run(results, tmp_path, ())
+    summary = summarize_run(results, tmp_path, (), None)
     assert (f"{label} " in summary.text.partition("health")[0]) is is_shown
     assert summary.values["counts"] == ({label: amount} if is_shown else {})
     assert ("nothing skipped or left out" in summary.text) is not is_shown

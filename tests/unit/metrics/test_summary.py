@@ -21,7 +21,7 @@ def results():
 
 def test_what_changed_and_where_to_look(tmp_path):
     (tmp_path / "tensorboard").mkdir()
-    found = summarize_run(list(results()), tmp_path, ("top",))
+    found = summarize_run(list(results()), tmp_path, ("top",), tmp_path / "report.html")
     assert found.text.splitlines() == [
         "10 steps in 2:00: rollout 50%, update 25%, other 25%",
         "  reward                     0.050 -> 0.850",
@@ -52,13 +52,13 @@ def test_what_changed_and_where_to_look(tmp_path):
 
 
 def test_health_is_in_the_words_of_the_viewer(tmp_path):
-    found = summarize_run(list(results()), tmp_path, ())
+    found = summarize_run(list(results()), tmp_path, (), None)
     said = [finding.to_json() for finding in examine_results(list(results()))]
     assert found.values["health"] == said and len(said) == 4 and said[0]["level"] == "bad"
-    fine = summarize_run(list(results())[:2], tmp_path, ())
+    fine = summarize_run(list(results())[:2], tmp_path, (), None)
     assert [each["title"] for each in fine.values["health"]] == ["Nothing stands out"]
 
 
 def test_a_run_without_a_step(tmp_path):
-    found = summarize_run([], tmp_path, ())
+    found = summarize_run([], tmp_path, (), None)
     assert found.text.splitlines()[:2] == ["0 steps in 0:00", "  nothing skipped or left out"]

@@ -19,7 +19,7 @@ from megatron_rl.plan.lengths import lengths_of, make_lengths
 from megatron_rl.plan.memory import full_model
 from megatron_rl.plan.server_time import DecodeModel, ServerPlan, configured_servers, propose_servers
 from megatron_rl.plan.training_time import TrainingModel
-from megatron_rl.tools.plan_layouts import main as plan
+from megatron_rl_tools.plan_layouts import main as plan
 
 ROOT = Path(__file__).parents[3]
 H100 = HARDWARE["h100"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import cli
 from megatron_rl.config import load_config
+from megatron_rl.options import parse
 from megatron_rl.plan.dry_run import report
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ def test_the_blocks_of_the_readme_are_accepted(recipe, nodes, servers, monkeypat
     lines, text = commands(nodes, recipe)
     (check,) = [line[2:] for line in lines if line[0] == "megatron-rl"]
     starts = [line for line in lines if line[1] == "examples/launch/train.sh"]
-    arguments, overrides = cli.parse(["--dry-run", *check])
+    arguments, overrides = parse(["--dry-run", *check])
     found = report(load_config(arguments.config, overrides), arguments.gpus)
     assert arguments.config.name == recipe and f"servers x devices: {servers}" in found
     assert "Memory of a GPU by phase" in found and "WARNING, more" not in found
@@ -55,7 +55,7 @@ def test_the_table_has_the_figures_of_the_dry_run(monkeypatch):
     readme = (FOLDER / "README.md").read_text()
     for nodes in BLOCKS:
         check = next(line[2:] for line in commands(nodes, "on_policy.toml")[0] if line[0] == "megatron-rl")
-        arguments, overrides = cli.parse(["--dry-run", *check])
+        arguments, overrides = parse(["--dry-run", *check])
         phases = re.findall(
             r"^#   (training|sampling): .* = ([\d.]+) GiB of",
             report(load_config(arguments.config, overrides), arguments.gpus),

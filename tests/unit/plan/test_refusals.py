@@ -29,7 +29,7 @@ from megatron_rl.plan.hardware import find_hardware
 from megatron_rl.plan.memory import rank_parameters
 from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.replay.manager import ReplayManager
-from megatron_rl.tools import plan_layouts
+from megatron_rl_tools import plan_layouts
 
 CPU = torch.device("cpu")
 QUICK = settings(

@@ -14,7 +14,7 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.partial import PartialGroup, file_name, find_groups, read_groups, write_groups
 from megatron_rl.rollout.recorder import Recorder, read_episodes, read_rollouts
 from megatron_rl.rollout.saved import SavedSteps
-from megatron_rl.tools.check_rollouts.check_rollouts import check_run
+from megatron_rl_tools.check_rollouts.check_rollouts import check_run
 from tests.unit.batch.rollouts import make_rollout, make_tree
 
 SPEC = ModelSizes(num_layers=3, moe_layers=(0, 1, 2), top_k=2, num_experts=8, vocab_size=64)

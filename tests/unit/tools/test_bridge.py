@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.tools.convert.convert_hf import main
+from megatron_rl_tools.convert.convert_hf import main
 from tests.families import FAMILIES, family_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ UNKNOWN = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "no mapping for decoder.layers.1",
 }
-RUN = "import json, sys; from megatron_rl.tools.convert.convert_hf import main; "
+RUN = "import json, sys; from megatron_rl_tools.convert.convert_hf import main; "
 RUN += "print([main(line) for line in json.loads(sys.argv[1])])"
 
 

@@ -16,8 +16,8 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.records import routes_digest
 from megatron_rl.rollout.recorder import RecordedRollout
-from megatron_rl.tools.check_rollouts.check_rollouts import check_run, main
-from megatron_rl.tools.check_rollouts.rollout_checks import Across, Dumped, check_one
+from megatron_rl_tools.check_rollouts.check_rollouts import check_run, main
+from megatron_rl_tools.check_rollouts.rollout_checks import Across, Dumped, check_one
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 

@@ -1,4 +1,4 @@
-"""megatron_rl/tools/doctor: each check reports FAIL or WARN for its problem, and the exit status follows."""
+"""tools/megatron_rl_tools/doctor: each check reports FAIL or WARN for its problem, and the exit status follows."""
 
 import json
 import os
@@ -23,14 +23,14 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config import load_config
 from megatron_rl.models.families import make_spec
-from megatron_rl.tools.doctor import check_machine as machine
-from megatron_rl.tools.doctor import check_model as model
-from megatron_rl.tools.doctor import check_packages as packages
-from megatron_rl.tools.doctor import check_ranks as ranks
-from megatron_rl.tools.doctor import check_servers as servers
-from megatron_rl.tools.doctor import check_storage as storage
-from megatron_rl.tools.doctor import doctor
-from megatron_rl.tools.doctor.check import GIB, Check
+from megatron_rl_tools.doctor import check_machine as machine
+from megatron_rl_tools.doctor import check_model as model
+from megatron_rl_tools.doctor import check_packages as packages
+from megatron_rl_tools.doctor import check_ranks as ranks
+from megatron_rl_tools.doctor import check_servers as servers
+from megatron_rl_tools.doctor import check_storage as storage
+from megatron_rl_tools.doctor import doctor
+from megatron_rl_tools.doctor.check import GIB, Check
 from tests.plain_checkpoint import MOE, checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,14 +13,14 @@ from safetensors.numpy import save_file
 
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.tools.explain_mismatch import evidence as ev
-from megatron_rl.tools.explain_mismatch import history, weights
-from megatron_rl.tools.explain_mismatch.evidence import Evidence
-from megatron_rl.tools.explain_mismatch.explain_mismatch import main
-from megatron_rl.tools.explain_mismatch.ladder import Explanation, Rung, shifted_back
-from megatron_rl.tools.explain_mismatch.page import write_page
-from megatron_rl.tools.explain_mismatch.trainer_side import Half
-from megatron_rl.tools.explain_mismatch.verdicts import PROOF, RULES, TRIAL, fill, holds, verdicts_of
+from megatron_rl_tools.explain_mismatch import evidence as ev
+from megatron_rl_tools.explain_mismatch import history, weights
+from megatron_rl_tools.explain_mismatch.evidence import Evidence
+from megatron_rl_tools.explain_mismatch.explain_mismatch import main
+from megatron_rl_tools.explain_mismatch.ladder import Explanation, Rung, shifted_back
+from megatron_rl_tools.explain_mismatch.page import write_page
+from megatron_rl_tools.explain_mismatch.trainer_side import Half
+from megatron_rl_tools.explain_mismatch.verdicts import PROOF, RULES, TRIAL, fill, holds, verdicts_of
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 HEALTHY = {

@@ -11,7 +11,7 @@ from io import StringIO
 import numpy as np
 import pytest
 
-from megatron_rl.tools.check_rollouts.check_rollouts import main
+from megatron_rl_tools.check_rollouts.check_rollouts import main
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 from tests.unit.tools.test_foreign_dumps import EXPERTS, LAYERS, PROMPT, RESPONSE, SAVE, TOOL, TOP_K, every, save_batch
@@ -25,7 +25,7 @@ def own_sequences(checkpoint, count=6):
     from megatron_rl.config import ModelConfig
     from megatron_rl.models.families import make_spec
     from megatron_rl.models.spec import load_hf_config
-    from megatron_rl.tools.check_rollouts.rollout_canary import live_routes
+    from megatron_rl_tools.check_rollouts.rollout_canary import live_routes
 
     rng = np.random.default_rng(0)
     tokens = [rng.integers(2, 40, PROMPT + RESPONSE) for _ in range(count)]

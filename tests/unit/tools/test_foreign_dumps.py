@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.tools.check_rollouts.check_rollouts import main
+from megatron_rl_tools.check_rollouts.check_rollouts import main
 from tests.tiny import random_checkpoint
 
 ROLLOUTS, PROMPT, RESPONSE, LAYERS, DENSE, EXPERTS, TOP_K = 8, 10, 80, 4, 1, 16, 4
@@ -294,8 +294,8 @@ def test_the_model_says_which_layers_are_dense(tmp_path, capsys):
     model = random_checkpoint(tmp_path / "model", **sizes)
     from megatron_rl.models.families import make_spec
     from megatron_rl.models.spec import load_hf_config
-    from megatron_rl.tools.check_rollouts.check_rollouts import check_dump
-    from megatron_rl.tools.check_rollouts.formats import open_dump
+    from megatron_rl_tools.check_rollouts.check_rollouts import check_dump
+    from megatron_rl_tools.check_rollouts.formats import open_dump
 
     spec = make_spec(load_hf_config(model))
     dump = open_dump(save_samples(tmp_path / "dump"), None, spec)

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.plan.hardware import HARDWARE
-from megatron_rl.tools.gpu_check import gpu_check, material, servers, speed
-from megatron_rl.tools.gpu_check.result import Findings, Outcome
-from megatron_rl.tools.gpu_check.runner import Job, run_job
-from megatron_rl.tools.gpu_check.steps import PACKAGE, STEPS, Place, job
+from megatron_rl_tools.gpu_check import gpu_check, material, servers, speed
+from megatron_rl_tools.gpu_check.result import Findings, Outcome
+from megatron_rl_tools.gpu_check.runner import Job, run_job
+from megatron_rl_tools.gpu_check.steps import PACKAGE, STEPS, Place, job
 
 WRITE = "import json, pathlib; pathlib.Path('{folder}/result.json').write_text(json.dumps({outcome!r}))"
 PASSED = {"verdict": "passed", "reason": "", "figures": {"tokens/s": 12.5}}

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
 from examples.paper_long.reward import ledger
 from examples.tools_cpu.calculator import ERROR, calculate
-from megatron_rl.tools.make_tiny_moe import EOS, VOCABULARY, encode, make_tiny_moe, read_manifest, sampled_accuracy
-from megatron_rl.tools.tiny_tasks import TASKS, Example
+from megatron_rl_tools.make_tiny_moe import EOS, VOCABULARY, encode, make_tiny_moe, read_manifest, sampled_accuracy
+from megatron_rl_tools.tiny_tasks import TASKS, Example
 
 QUICK = {"skill": 0.01, "decay_steps": 10, "target_accuracy": 0.004}  # stops long before it can add
 

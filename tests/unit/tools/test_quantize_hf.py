@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from megatron_rl.config import RolloutConfig
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelError, load_hf_config
-from megatron_rl.tools.make_tiny_moe import make_tokenizer
-from megatron_rl.tools.quantize import quantize_hf as tool
-from megatron_rl.tools.quantize.quantize_hf import main
 from megatron_rl.weights.hf.files import HFFiles
 from megatron_rl.weights.hf.fp8 import rounded_to_fp8
+from megatron_rl_tools.make_tiny_moe import make_tokenizer
+from megatron_rl_tools.quantize import quantize_hf as tool
+from megatron_rl_tools.quantize.quantize_hf import main
 from tests.tiny import random_checkpoint
 
 KEEP = RolloutConfig().quantize_keep

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_rl.tools.check_rollouts.rollout_copies import Copies, differing_rows
+from megatron_rl_tools.check_rollouts.rollout_copies import Copies, differing_rows
 
 HIDDEN, GROUP, PROMPT = 16, 16, 6
 

@@ -5,14 +5,14 @@ import pytest
 
 from megatron_rl.batch.pack import pack
 from megatron_rl.records import MiniBatch
-from megatron_rl.tools.verify_replay.episodes import (
+from megatron_rl_tools.verify_replay.episodes import (
     break_episode,
     forward_of,
     sampled_by,
     wrong_batch,
 )
-from megatron_rl.tools.verify_replay.inputs import Shape, make_given, routes_of
-from megatron_rl.tools.verify_replay.options import EPISODE_FAULTS
+from megatron_rl_tools.verify_replay.inputs import Shape, make_given, routes_of
+from megatron_rl_tools.verify_replay.options import EPISODE_FAULTS
 
 SHAPE = Shape(num_layers=2, num_experts=32, top_k=4, vocab_size=96, dp_size=2, cp_size=1, micro_batches=2, turns=3)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from megatron_rl.viewer.app import create_app
-from megatron_rl.viewer.command import main, serve
-from megatron_rl.viewer.run import Runs
+from megatron_rl_viewer.app import create_app
+from megatron_rl_viewer.run import Runs
+from megatron_rl_viewer.view_command import main, serve
 from tests.unit.viewer.conftest import TOKEN
 from tests.viewer_run import GROUP, LAYERS, PROMPTS, add_step, write_config, write_run
 
@@ -197,7 +197,7 @@ def test_arguments_that_sqlite_does_not_take_are_named(
         if table == "rollouts":
             assert message in answer.json()["detail"]
     if "filter" in arguments:
-        monkeypatch.setattr("megatron_rl.viewer.app.STATIC", static)
+        monkeypatch.setattr("megatron_rl_viewer.app.STATIC", static)
         given = [str(run_dir), "--cache", str(tmp_path / "cache"), "--export", str(tmp_path / "out"), "--filter"]
         assert main([*given, arguments["filter"]]) == 2
         assert message in capsys.readouterr().err
@@ -285,7 +285,7 @@ def test_a_run_that_is_written_is_followed(tmp_path, static):
 
 def test_the_command_prints_a_url_that_works(run_dir, tmp_path):
     """A process of its own: it starts without torch, answers on the loopback, and stops on SIGINT."""
-    code = "import sys; from megatron_rl.viewer.command import main; sys.exit(main())"
+    code = "import sys; from megatron_rl_viewer.view_command import main; sys.exit(main())"
     command = [sys.executable, "-c", code, str(run_dir), "--port", "0", "--cache", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -304,19 +304,17 @@ def test_the_command_prints_a_url_that_works(run_dir, tmp_path):
     assert "Traceback" not in errors and process.returncode in (0, -2), errors
 
 
-def test_without_its_extra_the_command_says_what_to_install(run_dir, tmp_path):
+def test_without_its_dependencies_the_command_says_what_to_install(run_dir, tmp_path):
     """One line, and no traceback, from a Python that lacks uvicorn."""
     code = (
         "import sys; from importlib.machinery import PathFinder as P; find = P.find_spec\n"
         "P.find_spec = classmethod(lambda c, name, *a: None if name.partition('.')[0] == 'uvicorn' else find(name, *a))\n"
-        "from megatron_rl.viewer.command import main; sys.exit(main())"
+        "from megatron_rl_viewer.view_command import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", code, str(run_dir), "--cache", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == (
-        "megatron-rl view: uvicorn not installed; in the sources of megatron_rl: pip install '.[view]'\n"
-    )
+    assert done.stderr == ("megatron-rl view: uvicorn not installed; in a checkout: pip install ./viewer\n")
 
 
 @pytest.mark.parametrize(
@@ -341,6 +339,6 @@ def test_other_log_handlers_stay_open(run_dir, open_runs, monkeypatch):
 
 
 def test_no_torch_is_imported():
-    code = "import sys, megatron_rl.viewer.app, megatron_rl.viewer.export; print('torch' in sys.modules)"
+    code = "import sys, megatron_rl_viewer.app, megatron_rl_viewer.export; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-VIEWER, STATIC = ROOT / "viewer", ROOT / "megatron_rl/viewer/static"
+VIEWER, STATIC = ROOT / "viewer/web", ROOT / "viewer/megatron_rl_viewer/static"
 SOURCES = sorted(path for path in (VIEWER / "src").rglob("*") if path.is_file())
 COLORS = json.loads((VIEWER / "src/colors.json").read_text())
 TEXT, GRAPHICS = 4.5, 3.0
@@ -30,7 +30,7 @@ def sources_hash() -> str:
 
 def test_the_bundle_is_that_of_its_sources():
     built = (STATIC / "sources.sha256").read_text().strip()
-    assert built == sources_hash(), "viewer/ changed: run `make viewer` and commit megatron_rl/viewer/static"
+    assert built == sources_hash(), "viewer/ changed: run `make viewer` and commit viewer/megatron_rl_viewer/static"
 
 
 def test_the_bundle_is_complete_and_small():

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from megatron_rl.viewer import command
-from megatron_rl.viewer.export import ExportError, export, script_json
-from megatron_rl.viewer.query import Query
+from megatron_rl_viewer import view_command
+from megatron_rl_viewer.export import ExportError, export, script_json
+from megatron_rl_viewer.query import Query
 from tests.viewer_run import append, make_rollout, write_run
 
 
@@ -84,23 +84,23 @@ def test_what_cannot_be_exported(run_dir, open_runs, static, tmp_path):
 
 
 def test_the_command(run_dir, static, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("megatron_rl.viewer.app.STATIC", static)
+    monkeypatch.setattr("megatron_rl_viewer.app.STATIC", static)
     base = [str(run_dir), "--cache", str(tmp_path / "cache"), "--export", str(tmp_path / "out")]
-    assert command.main([*base, "--rollouts", "1/rollouts/Q0%2F0", "1/rollouts/Q0%2F1"]) == 0
+    assert view_command.main([*base, "--rollouts", "1/rollouts/Q0%2F0", "1/rollouts/Q0%2F1"]) == 0
     assert str(tmp_path / "out/index.html") in capsys.readouterr().out
     assert read(tmp_path / "out")["responses"]["runs/0/rollouts"]["total"] == 2
-    assert command.main([*base, "--search", "carry", "--limit", "2"]) == 0  # an earlier export may be written over
+    assert view_command.main([*base, "--search", "carry", "--limit", "2"]) == 0  # an earlier export may be written over
     assert read(tmp_path / "out")["responses"]["runs/0/rollouts"]["total"] == 2
-    assert command.main([*base]) == 0
-    assert read(tmp_path / "out")["responses"]["runs/0/rollouts"]["total"] == command.EXPORTED
+    assert view_command.main([*base]) == 0
+    assert read(tmp_path / "out")["responses"]["runs/0/rollouts"]["total"] == view_command.EXPORTED
     for wrong, message in (
         (["--filter", "x"], "not JSON"),
         (["--rollouts", "7"], "no such rollout"),
     ):
-        assert command.main([*base, *wrong]) == 2 and message in capsys.readouterr().err
+        assert view_command.main([*base, *wrong]) == 2 and message in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        command.main([*base, "--limit", "0"])
+        view_command.main([*base, "--limit", "0"])
     assert "must be a positive integer, got '0'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        command.main([str(run_dir), "--limit", "3"])
+        view_command.main([str(run_dir), "--limit", "3"])
     assert "--limit has no effect without --export DIR" in capsys.readouterr().err

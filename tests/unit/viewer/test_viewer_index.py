@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from megatron_rl.viewer import index as index_module
-from megatron_rl.viewer import query as query_module
-from megatron_rl.viewer import token_data
-from megatron_rl.viewer.answer import to_json
-from megatron_rl.viewer.command import main
-from megatron_rl.viewer.follow import Place, batch_of, new_lines
-from megatron_rl.viewer.query import Query, groups_page, rollouts_page
-from megatron_rl.viewer.run import NoRunError, Run, Runs
-from megatron_rl.viewer.shards import Shard, ShardError
+from megatron_rl_viewer import index as index_module
+from megatron_rl_viewer import query as query_module
+from megatron_rl_viewer import token_data
+from megatron_rl_viewer.answer import to_json
+from megatron_rl_viewer.follow import Place, batch_of, new_lines
+from megatron_rl_viewer.query import Query, groups_page, rollouts_page
+from megatron_rl_viewer.run import NoRunError, Run, Runs
+from megatron_rl_viewer.shards import Shard, ShardError
+from megatron_rl_viewer.view_command import main
 from tests.viewer_run import GROUP, PROMPTS, add_metrics, add_step, append, make_rollout, write_run
 
 STEP = PROMPTS * GROUP

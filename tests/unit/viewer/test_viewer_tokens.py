@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_rl.viewer import experts, token_data
-from megatron_rl.viewer.pieces import Pieces, shown_tokens
-from megatron_rl.viewer.run import Runs
+from megatron_rl_viewer import experts, token_data
+from megatron_rl_viewer.pieces import Pieces, shown_tokens
+from megatron_rl_viewer.run import Runs
 from tests.viewer_run import EXPERTS, GROUP, LAYERS, PROMPTS, TOP_K, VOCABULARY, write_run
 
 PER_TOKEN = {

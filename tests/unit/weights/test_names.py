@@ -16,14 +16,14 @@ from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
-from megatron_rl.tools.convert.conversion import meta_slots
-from megatron_rl.tools.convert.convert_hf import main
 from megatron_rl.weights.hf.files import CheckpointError
 from megatron_rl.weights.hf.load import load_hf
 from megatron_rl.weights.hf.mapping import local_parameters
 from megatron_rl.weights.names import NORMS, canonical, spellings
 from megatron_rl.weights.safe_load import SafeCheckpoint
 from megatron_rl.weights.torch_dist import check_keys, read_metadata
+from megatron_rl_tools.convert.conversion import meta_slots
+from megatron_rl_tools.convert.convert_hf import main
 from tests.dist.engines import make_engine
 from tests.families import FAMILIES, family_checkpoint
 from tests.tiny import random_checkpoint

@@ -1,0 +1,48 @@
+"""Reading the results of a run: one metric over its steps, its evaluations, its settings.
+
+A step is a number of finished steps: the policy that sampled step index s had finished s steps, and an evaluation after n
+steps is at n.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from megatron_rl.records import StepResult
+
+logger = logging.getLogger(__name__)
+
+Results: TypeAlias = Sequence[StepResult]
+
+
+def series(results: Results, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(finished steps, values) of the finite values of a metric."""
+    points = [(result.step + 1, result.metrics[name]) for result in results if name in result.metrics]
+    points = [(step, value) for step, value in points if math.isfinite(value)]
+    return np.array([step for step, _ in points]), np.array([value for _, value in points])
+
+
+def evaluations(results: Results) -> list[str]:
+    """Names of the avg@k metrics."""
+    return sorted({name for result in results for name in result.metrics if re.fullmatch(r"eval/.*/avg@\d+", name)})
+
+
+def read_settings(run_dir: Path) -> dict[str, object]:
+    """{"section.key": value} of the run's config.toml; {} where there is none, or none that can be read (a warning says so)."""
+    path = run_dir / "config.toml"
+    try:
+        sections = tomllib.loads(path.read_text())
+        return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, AttributeError) as error:
+        logger.warning("%s: not a configuration: %s", path, error)
+        return {}

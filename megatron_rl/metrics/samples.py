@@ -1,0 +1,72 @@
+"""The best and the worst of the last responses that a run recorded (rollouts*.jsonl)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+logger = logging.getLogger(__name__)
+
+Row: TypeAlias = dict
+"""A line of rollouts.jsonl."""
+
+NUM_SAMPLES = 8  # responses shown of each kind
+LAST_ROWS = 512  # of rollouts.jsonl that are read
+BLOCK_BYTES = 1 << 20
+
+
+def best_and_worst(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], str]:
+    """(title -> rows, which rows they were chosen from)."""
+    rows = [row for row in rows if not row.get("episode")]  # one sequence of an episode
+    scored = [row for row in rows if isinstance(row.get("reward"), int | float) and not math.isnan(row["reward"])]
+    if not scored:
+        return {}, ""
+    first, last = min(row["step"] for row in scored), max(row["step"] for row in scored)
+    ordered = sorted(scored, key=lambda row: -row["reward"])
+    best = one_per_prompt(ordered)
+    worst = [row for row in one_per_prompt(reversed(ordered)) if row["reward"] < best[0]["reward"]]
+    note = f"Of the last {len(scored)} responses (steps {first} to {last})."
+    return {"Best responses": best, "Worst responses": worst}, note
+
+
+def one_per_prompt(rows: Iterable[Row]) -> list[Row]:
+    chosen: dict[str, Row] = {}
+    for row in rows:
+        if len(chosen) < NUM_SAMPLES:
+            chosen.setdefault(row["prompt"], row)
+    return list(chosen.values())
+
+
+def last_rollouts(run_dir: Path) -> list[Row]:
+    """The last rows of every rollouts*.jsonl under `run_dir`; a warning counts broken lines."""
+    rows: list[Row] = []
+    for path in sorted(run_dir.rglob("rollouts*.jsonl")):
+        if not path.is_file():
+            continue
+        broken = 0
+        for line in last_lines(path, LAST_ROWS):
+            try:
+                row = json.loads(line)
+                rows.append({**row, "step": int(row["step"]), "prompt": str(row["prompt"]), "file": path.stem})
+            except (ValueError, KeyError, TypeError):
+                broken += 1
+        if broken:
+            logger.warning("%s: %d of the last %d lines are not rollouts", path, broken, LAST_ROWS)
+    return sorted(rows, key=lambda row: row["step"])[-LAST_ROWS:]
+
+
+def last_lines(path: Path, count: int) -> list[bytes]:
+    """The last `count` lines that are not empty, read from the end: the file may have millions."""
+    with open(path, "rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        found = b""
+        while start > 0 and found.count(b"\n") <= count:
+            size = min(BLOCK_BYTES, start)
+            start = file.seek(start - size)
+            found = file.read(size) + found
+    return [line for line in found.split(b"\n") if line.strip()][-count:]

@@ -1,1 +1,0 @@
-"""Command line tools; the scripts in tools/ start them."""

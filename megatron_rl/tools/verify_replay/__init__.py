@@ -1,2 +1,0 @@
-"""The parts of megatron_rl/tools/verify_replay/verify_replay.py: what is given, what is watched, what is compared,
-and what is broken on purpose."""

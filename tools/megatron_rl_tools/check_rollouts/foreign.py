@@ -1,0 +1,230 @@
+"""Rollouts that another trainer saved: the record that every format is read into, and the checks that only these need.
+
+The formats are in slime_dumps.py (slime, miles) and verl_dumps.py.  A mask of the response is 1 where a token carries loss;
+tokens that an environment wrote have mask 0, and these trainers record 0 as their log-prob.
+Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k; routes [S - 1, L, K], mask and log-probs [R].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.rollout.recorder import RecordedRollout
+from megatron_rl_tools.check_rollouts.rollout_checks import CHECKS, Dumped, Finding
+
+ROUTE_CHECKS = ("shape", "range", "dtype", "zero", "duplicate", "stuck", "copied", "alignment")
+TOKEN_CHECKS = ("length", "logprobs", *ROUTE_CHECKS, "versions", "loss_mask")
+FOREIGN_CHECKS = (*CHECKS, "loss_mask")
+OURS_ALONE = {
+    "turns": "the format does not mark turns",
+    "digest": "only rollouts of megatron-rl have a digest",
+    "episode": "only rollouts of megatron-rl have a digest",
+    "mask": "kept sets (top-p, top-k) of other trainers are not read",
+}
+LEAST_ZEROS = 20  # masked-out tokens with log-prob 0, to conclude that the trainer writes 0 for them
+LEAST_FRACTION = 0.9  # of the masked-out tokens that have log-prob 0, for the same
+
+
+@dataclass(frozen=True)
+class ForeignRollout(Dumped):
+    """loss_mask: int [R], or None; weight_versions: of the calls that sampled it, in order.
+
+    has_logprobs: else the log-probs are zeros.
+
+    dense: leading layers that were left out because their ids are 0 in every rollout of the file.
+    has_media: with images or sound, whose expert ids are not read.
+    """
+
+    loss_mask: np.ndarray | None = None
+    weight_versions: tuple[int, ...] = ()
+    has_logprobs: bool = True
+    dense: int = 0
+    has_media: bool = False
+
+
+Read = Callable[[Path, list[Finding]], Iterator[ForeignRollout]]
+"""One file -> its rollouts, and what is wrong with the file itself."""
+
+
+@dataclass(frozen=True)
+class ForeignDump:
+    """The files of a dump, in order.  text_only: they hold no token ids, so only the files themselves can be checked."""
+
+    format: str
+    files: tuple[Path, ...]
+    read: Read
+    notes: tuple[str, ...] = ()
+    text_only: bool = False
+
+
+def make_rollout(
+    path: Path,
+    index: int,
+    *,
+    step: int,
+    tokens: np.ndarray,
+    response_length: int,
+    logprobs: np.ndarray | None,
+    routes: np.ndarray | None,
+    mask: np.ndarray | None,
+    weight_versions: Sequence[int] = (),
+    dense: int = 0,
+    has_media: bool = False,
+) -> ForeignRollout:
+    """The record of rollout `index` of a file.
+
+    How many tokens each version sampled is not in the dumps: all are counted for the last one.
+    """
+    spans = [[version, 0] for version in weight_versions[:-1]]
+    record = RecordedRollout(
+        step=step,
+        id=f"{path.name}#{index}",
+        prompt_id="",
+        prompt="",
+        response="",
+        label="",
+        reward=None,
+        advantage=None,
+        prompt_length=len(tokens) - response_length,
+        response_length=response_length,
+        finish_reason="",
+        policy_versions=[*spans, [weight_versions[-1] if len(weight_versions) else 0, response_length]],
+    )
+    known = np.zeros(max(0, response_length), np.float32) if logprobs is None else logprobs
+    return ForeignRollout(
+        record,
+        tokens,
+        known,
+        routes,
+        loss_mask=mask,
+        weight_versions=tuple(weight_versions),
+        has_logprobs=logprobs is not None,
+        dense=dense,
+        has_media=has_media,
+    )
+
+
+def moe_layers(routes: np.ndarray, spec: ModelSpec | None, dense: int) -> np.ndarray:
+    """Routes [rows, L, K] of the MoE layers: slime, miles and verl keep the rows of dense layers, as zeros.
+
+    dense: leading layers to leave out where no model says which are dense.
+    """
+    if routes.ndim != 3:
+        return routes
+    if spec is None:
+        return routes[:, dense:]
+    return routes[:, list(spec.moe_layers)] if routes.shape[1] == spec.num_layers else routes
+
+
+def leading_zero_layers(routes: np.ndarray) -> int:
+    """The number of layers of [rows, L, K], from the first on, in which every id is 0; 0 where all layers are."""
+    if routes.ndim != 3 or routes.shape[2] < 2 or not routes.any():
+        return 0
+    return int(routes.any((0, 2)).argmax())
+
+
+@dataclass
+class ForeignChecks:
+    """Checks of masks and weight versions over the rollouts of a dump, which are added one by one."""
+
+    rollouts: int = 0
+    with_routes: int = 0
+    with_logprobs: int = 0
+    with_masks: int = 0
+    with_versions: int = 0
+    with_media: int = 0
+    dense: int = 0
+    out: int = 0  # masked-out tokens of rollouts with log-probs
+    out_zero: dict[int, int] = field(default_factory=lambda: dict.fromkeys((-1, 0, 1), 0))
+    sampled: list[tuple[str, int, int]] = field(default_factory=list)  # rollout, masked-out tokens with log-prob, first
+    seen: list[Finding] = field(default_factory=list)
+
+    def add(self, rollout: ForeignRollout) -> None:
+        where = f"step {rollout.record.step} {rollout.record.id}"
+        self.rollouts += 1
+        self.with_media += rollout.has_media
+        self.dense = max(self.dense, rollout.dense)
+        self.with_routes += rollout.routes is not None
+        self.with_logprobs += rollout.has_logprobs
+        self.with_masks += rollout.loss_mask is not None
+        self.with_versions += bool(rollout.weight_versions)
+        if any(after < before for before, after in pairwise(rollout.weight_versions)):
+            found = f"weight versions {list(rollout.weight_versions)}, must not decrease"
+            self.seen.append(Finding("versions", where, found, "its parts were joined in the wrong order"))
+        mask = rollout.loss_mask
+        if mask is not None and not self._reject(where, rollout, mask) and rollout.has_logprobs:
+            self._compare(where, mask != 0, rollout.logprobs == 0)
+
+    def _reject(self, where: str, rollout: ForeignRollout, mask: np.ndarray) -> bool:
+        size, tokens = rollout.record.response_length, len(rollout.tokens)
+        if len(mask) != size:
+            causes = {tokens: "a mask of all tokens: the prompt's part was kept", tokens - 1: "a mask of predictions"}
+            cause = causes.get(len(mask), "tokens were added or cut without their mask")
+            found = f"{len(mask)} entries for {size} response tokens"
+            self.seen.append(Finding("loss_mask", where, found, cause))
+            return True
+        if (bad := (mask != 0) & (mask != 1)).any():
+            found = f"entry {int(bad.argmax())} is {mask[bad][0]}, must be 0 or 1"
+            self.seen.append(Finding("loss_mask", where, found, "weights in place of a mask"))
+            return True
+        return len(rollout.logprobs) != size  # named by the check of lengths
+
+    def _compare(self, where: str, carries: np.ndarray, zero: np.ndarray) -> None:
+        """Count how many masked-out tokens have log-prob 0, and how many would if the mask began `shift` tokens later."""
+        out = np.flatnonzero(~carries)
+        self.out += len(out)
+        for shift in self.out_zero:
+            places = out + shift
+            places = places[(places >= 0) & (places < len(zero))]
+            self.out_zero[shift] += int(zero[places].sum())
+        sampled = out[~zero[out]]
+        if len(sampled):
+            self.sampled.append((where, len(sampled), int(sampled[0])))
+
+    def findings(self) -> Iterator[Finding]:
+        """Environment tokens have log-prob 0, so no shift of a correct mask covers more zeros than the mask itself does."""
+        yield from self.seen
+        best = max(self.out_zero, key=lambda shift: (self.out_zero[shift], shift == 0))
+        if best and self.out_zero[best] >= LEAST_ZEROS and self.out_zero[best] >= LEAST_FRACTION * self.out:
+            zeros = f"{self.out_zero[0]} have log-prob 0, {self.out_zero[best]} at shift {best:+d}"
+            found = f"of {self.out} masked-out tokens {zeros}"
+            cause = f"shifted by one: entry j is that of response token j {'+' if best > 0 else '-'} 1"
+            yield Finding("loss_mask", "dump", found, cause)
+        elif self.out_zero[0] >= LEAST_ZEROS and self.out_zero[0] >= LEAST_FRACTION * self.out:
+            for where, count, first in self.sampled:
+                found = f"{count} masked-out tokens have a log-prob, first response token {first}; others have 0"
+                yield Finding("loss_mask", where, found, "sampled tokens carry no loss: the mask is of another rollout")
+
+    def unchecked(self) -> dict[str, str]:
+        """Checks that the content of no rollout allows, and why."""
+        reasons: dict[str, str] = {}
+        if not self.with_routes:
+            reasons |= dict.fromkeys(ROUTE_CHECKS, "the dump has no expert ids")
+        if not self.with_logprobs:
+            reasons["logprobs"] = "the dump has no log-probs of the rollout"
+        if not self.with_masks:
+            reasons["loss_mask"] = "the dump has no mask"
+        if not self.with_versions:
+            reasons["versions"] = "the dump has no weight versions"
+        return reasons
+
+    def notes(self) -> Iterator[str]:
+        if self.with_media:
+            yield f"{self.with_media} rollouts have images or sound: their rows are not tokens, expert ids are not checked"
+        if self.dense:
+            yield f"the first {self.dense} layers are 0 in every rollout and taken as dense; --model checks it"
+        if self.with_masks and not self.with_logprobs:
+            yield "loss_mask: lengths and values only; which tokens were sampled is not known without log-probs"
+        elif self.out and self.out_zero[0] < LEAST_ZEROS:
+            zeros = f"{self.out_zero[0]} of {self.out} masked-out tokens have log-prob 0"
+            yield f"loss_mask: {zeros}, too few to check its borders"
+        elif self.with_masks and not self.out:
+            yield "loss_mask: no token is masked out, there are no borders to check"
+        if self.with_versions:
+            yield "versions: their order within a rollout only; the dump does not say what staleness is allowed"

@@ -1,0 +1,77 @@
+"""Which trainer saved these rollouts, from what the files hold."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl_tools.check_rollouts import slime_dumps, verl_dumps
+from megatron_rl_tools.check_rollouts.foreign import ForeignDump
+from megatron_rl_tools.check_rollouts.safe_load import load_tensors
+
+PICKLE, ZIP = b"\x80", b"PK\x03\x04"  # the first bytes of a bare pickle, and of torch.save
+
+
+def open_dump(path: Path, name: str | None, spec: ModelSpec | None) -> ForeignDump | None:
+    """The dump in a file or folder, of format `name` or of the one found; None for a run of megatron-rl.
+
+    Raises ValueError, naming the file, for one that no format has or that only foreign code could read.
+    """
+    if name == "megatron_rl" or (name is None and path.is_dir() and any(path.glob("rollouts*.jsonl"))):
+        return None
+    files, notes = dump_files(path)
+    if not files:
+        if name is None:
+            return None  # the message for a run without rollouts
+        raise ValueError(f"{path}: no .pt or .jsonl files, which a dump of {name} would be")
+    found = detect(files[0])
+    # slime and miles differ little: which of the two is the reader's to say
+    if name is not None and found != name and not {found, name} <= {"slime", "miles"}:
+        raise ValueError(f"{files[0]}: its content is of {found}, not {name}; leave --format out")
+    name = name or found
+    same = tuple(file for file in files if file.suffix == files[0].suffix)
+    if len(same) < len(files):
+        notes = (*notes, f"{len(files) - len(same)} files other than {files[0].suffix} are not read")
+    if name != "verl":
+        return ForeignDump(name, same, partial(slime_dumps.read_file, spec=spec), notes)
+    if files[0].suffix == ".jsonl":
+        return ForeignDump(name, same, verl_dumps.read_text, notes, text_only=True)
+    return ForeignDump(name, same, partial(verl_dumps.read_batch, spec=spec), notes)
+
+
+def dump_files(path: Path) -> tuple[list[Path], tuple[str, ...]]:
+    """(files in the order of their steps, notes).  Of a folder, evaluations are left out: nothing is trained on them."""
+    if path.is_file():
+        return [path], ()
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such file or folder")
+    files = sorted((file for file in path.iterdir() if file.suffix in (".pt", ".jsonl")), key=order)
+    evaluations = [file for file in files if "eval_" in file.name]
+    notes = (f"{len(evaluations)} evaluation files are not read; name one to check it",) if evaluations else ()
+    return [file for file in files if file not in evaluations], notes
+
+
+def order(file: Path) -> tuple[bool, int, str]:
+    return file.suffix != ".pt", verl_dumps.step_of(file), file.name
+
+
+def detect(file: Path) -> str:
+    """slime, miles or verl.  Raises ValueError where it is none of them."""
+    with open(file, "rb") as opened:
+        head = opened.read(4096)
+    if head.startswith(PICKLE):
+        what = "a pickled DataProto of verl" if b"verl" in head else "a bare pickle"
+        raise ValueError(
+            f"{file}: {what}, which only code in the file could rebuild; it is never run here. Save its tensors: "
+            f"{verl_dumps.EXPORT}"
+        )
+    if head.startswith(ZIP):
+        payload = load_tensors(file)
+        if verl_dumps.is_batch(payload):
+            return "verl"
+        if isinstance(payload, dict) and "samples" in payload:
+            return "miles" if slime_dumps.is_miles(payload) else "slime"
+    elif verl_dumps.is_text(head.partition(b"\n")[0].decode(errors="replace")) or file.suffix == ".jsonl":
+        return "verl"
+    raise ValueError(f"{file}: not a rollout dump of slime, miles or verl; see docs/guides/other_trainers.md")

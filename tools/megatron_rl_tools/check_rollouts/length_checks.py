@@ -1,0 +1,69 @@
+"""The checks of lengths and turns of saved rollouts: see check_rollouts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_rl_tools.check_rollouts.rollout_checks import Dumped
+
+Found = Iterator[tuple[str, str, str]]
+"""(check, found, cause)"""
+
+
+def check_turns(dumped: Dumped) -> Found:
+    """Spans of the environment lie between turns, in order, and the line has an entry per turn, or none."""
+    record, spans = dumped.record, dumped.environment
+    bounds = [record.prompt_length, *(place for span in spans for place in span), len(dumped.tokens)]
+    if any(start >= end for start, end in pairwise(bounds)):
+        rule = f"must lie in order between turns, after {bounds[0]} and before {bounds[-1]}"
+        yield "turns", f"spans of the environment {list(spans)}, {rule}", "a span was moved, or a turn lost"
+    for name, values in (("turn_rewards", record.turn_rewards), ("turn_ends", record.turn_ends)):
+        if values and len(values) != len(spans) + 1:
+            yield "turns", f"{len(values)} {name} for {len(spans) + 1} turns", "the line is of another rollout"
+
+
+def check_lengths(dumped: Dumped) -> Found:
+    record, size = dumped.record, len(dumped.tokens)
+    parts = [record.prompt_length, record.response_length, *filter(None, [record.environment_length])]
+    if size != sum(parts):
+        yield (
+            "length",
+            f"{size} tokens, must be prompt + response{' + environment' * (len(parts) > 2)} = {' + '.join(map(str, parts))}",
+            "the response was truncated, or extended, after it was recorded",
+        )
+    versions = sum(tokens for _, tokens in record.policy_versions)
+    if versions != record.response_length:
+        yield (
+            "length",
+            f"{versions} weight versions for {record.response_length} response tokens",
+            "the line was edited",
+        )
+    if (spans := sum(end - start for start, end in dumped.environment)) != record.environment_length:
+        yield (
+            "length",
+            f"{spans} tokens in spans of the environment, the line says {record.environment_length}",
+            "the line was edited, or the tensors are of another rollout",
+        )
+    if len(dumped.logprobs) != record.response_length:
+        yield (
+            "length",
+            f"{len(dumped.logprobs)} log-probs for {record.response_length} response tokens",
+            "log-probs of the prompt kept, or of the last token lost",
+        )
+    if dumped.routes is None or dumped.routes.ndim == 0 or len(dumped.routes) == size - 1:
+        return
+    causes = {
+        size: "offset by one: a row for the last token, which was never an input",
+        size - 2: "offset by one: the first or the last row is missing",
+        **dict.fromkeys(
+            (record.response_length, record.response_length - 1), "the prompt's rows are missing (prefix cache?)"
+        ),
+    }
+    yield (
+        "length",
+        f"{len(dumped.routes)} rows of expert ids, must be tokens - 1 = {size - 1}",
+        causes.get(len(dumped.routes), "rows were dropped or added (truncated payload, retraction)"),
+    )

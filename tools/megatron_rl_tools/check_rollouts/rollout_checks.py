@@ -1,0 +1,349 @@
+"""The checks of saved rollouts that run no model: see check_rollouts.py.
+
+Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, E experts; routes [S - 1, L, K].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.records import Rollout, episode_digest, routes_digest, spanned_versions
+from megatron_rl.rollout.recorder import RecordedRollout
+from megatron_rl_tools.check_rollouts.length_checks import Found, check_lengths, check_turns
+from megatron_rl_tools.check_rollouts.mask_checks import check_kept_sets
+from megatron_rl_tools.check_rollouts.rollout_copies import Copies
+
+CHECKS: tuple[str, ...] = (
+    "files", "length", "turns", "shape", "digest", "episode", "logprobs", "range", "dtype", "zero", "duplicate", "stuck",
+    "copied", "alignment", "versions", "mask",
+)  # fmt: skip
+STUCK_ROWS = 4  # consecutive equal rows, of more than one token, that are checked for chance
+LEAST_CHANCE = 1e-12
+"""A run of equal rows that is less likely (chance_of_run) is an error.  Low enough for the error of its independence assumption;
+far above the chance in a model of dozens of layers.  Models of a few layers do repeat rows."""
+LEAST_IDS = 1000  # to conclude anything from the largest id
+COMMON_TOKENS = 1 << 14  # token ids used for alignment: a tokenizer's low ids are its most frequent
+LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything about alignment
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """One sequence as read from disk; nothing about it is trusted.  missing and what follows: see records.Rollout; mask: sizes
+    and codes of its kept sets, None where not saved."""
+
+    record: RecordedRollout
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    routes: np.ndarray | None
+    missing: np.ndarray | None = None
+    digest: bytes | None = None
+    environment: tuple[tuple[int, int], ...] = ()
+    episode_digest: bytes | None = None
+    mask: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+
+    @property
+    def present(self) -> np.ndarray:
+        """bool [rows]: not declared as missing.  All True where the declaration itself is invalid."""
+        rows = 0 if self.routes is None else len(self.routes)
+        if self.missing is None or self.missing.dtype != bool or self.missing.shape != (rows,):
+            return np.ones(rows, bool)
+        return ~self.missing
+
+
+@dataclass(frozen=True)
+class Finding:
+    """check: which one failed; where: rollout or step; found: value and rule; cause: the usual one."""
+
+    check: str
+    where: str
+    found: str
+    cause: str
+
+
+def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
+    """Findings in one rollout alone."""
+    where = f"step {dumped.record.step} {dumped.record.id}"
+    found_in = (check_lengths(dumped), check_turns(dumped), check_logprobs(dumped), check_sets(dumped, spec))
+    for check, found, cause in chain.from_iterable(found_in):
+        yield Finding(check, where, found, cause)
+    routes = dumped.routes
+    if routes is None:
+        return
+    if routes.ndim != 3 or routes.dtype.kind not in "iu":
+        rule = "must be integers [rows, MoE layers, top-k]"
+        yield Finding("shape", where, f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}", "another format")
+        return
+    for check, found, cause in (
+        *check_shape(routes, spec),
+        *check_missing(dumped, routes),
+        *check_origin(dumped, routes),
+        *check_ids(routes, spec, dumped.present),
+        *check_stuck(dumped, routes),
+    ):
+        yield Finding(check, where, found, cause)
+
+
+def check_episode(dumps: Sequence[Dumped]) -> Iterator[Finding]:
+    """Whether these are the sequences of the episode that the last one ends."""
+    last = dumps[-1]
+    if len(dumps) == 1 and last.episode_digest is None:
+        return
+    recorded = "none" if last.episode_digest is None else last.episode_digest.hex()
+    sequences = [
+        Rollout(
+            id=dumped.record.id,
+            tokens=dumped.tokens,
+            prompt_length=dumped.record.prompt_length,
+            rollout_logprobs=dumped.logprobs,
+            routed_experts=None,
+            finish_reason="stop",
+            policy_versions=spanned_versions(dumped.record.policy_versions),
+            environment=dumped.environment,
+        )
+        for dumped in dumps
+    ]
+    if (found := episode_digest(sequences).hex()) != recorded:
+        yield Finding(
+            "episode",
+            f"step {last.record.step} {last.record.id}",
+            f"its {len(dumps)} sequences give {found}, recorded is {recorded}",
+            "a sequence was lost, swapped or repeated, or its prompt ends elsewhere: tokens are learned from twice or never",
+        )
+
+
+def check_logprobs(dumped: Dumped) -> Found:
+    bad = ~(np.isfinite(dumped.logprobs) & (dumped.logprobs <= 1e-3))
+    if bad.any():
+        at = int(bad.argmax())
+        yield "logprobs", f"log mu of response token {at} is {dumped.logprobs[at]}, must be finite and <= 0", "numerics"
+
+
+def check_sets(dumped: Dumped, spec: ModelSpec | None) -> Found:
+    vocab_size = None if spec is None else spec.vocab_size
+    found = check_kept_sets(dumped.record, dumped.tokens, dumped.environment, dumped.mask, vocab_size)
+    return (("mask", *each) for each in found)
+
+
+def check_shape(routes: np.ndarray, spec: ModelSpec | None) -> Found:
+    if spec is None:
+        return
+    layers, top_k = routes.shape[1:]
+    expected = (len(spec.moe_layers), spec.top_k)
+    if (layers, top_k) == expected:
+        return
+    if layers == spec.num_layers and top_k == spec.top_k:
+        cause = "dense layers are in the layer axis: keep the MoE layers only"
+    elif (top_k, layers) == expected:
+        cause = "layer and top-k axes are swapped"
+    elif layers * top_k == expected[0] * expected[1]:
+        cause = "the payload was reshaped with another number of layers and top-k: another model's configuration"
+    else:
+        cause = "another model"
+    yield "shape", f"{layers} layers x top-{top_k}, the model has {expected[0]} MoE layers x top-{expected[1]}", cause
+
+
+def check_missing(dumped: Dumped, routes: np.ndarray) -> Found:
+    missing = dumped.missing
+    if missing is not None and (missing.dtype != bool or missing.shape != (len(routes),)):
+        found = f"rows without a route are {missing.dtype} {list(missing.shape)}, must be bool [{len(routes)}]"
+        yield "shape", found, "rows were removed or added after they were recorded"
+
+
+def check_origin(dumped: Dumped, routes: np.ndarray) -> Found:
+    """Whether the routes still belong to the tokens.  The digest was computed when the payload was decoded."""
+    if dumped.digest is None:
+        yield (
+            "digest",
+            "none recorded, must be one per rollout with expert ids",
+            "saved by an older version, or edited",
+        )
+    elif dumped.digest != (found := routes_digest(dumped.tokens, routes, dumped.environment)):
+        yield (
+            "digest",
+            f"tokens and expert ids give {found.hex()}, recorded is {dumped.digest.hex()}",
+            "routes of another rollout, or tokens or rows edited or truncated after sampling",
+        )
+
+
+def check_ids(routes: np.ndarray, spec: ModelSpec | None, present: np.ndarray) -> Found:
+    """Range, then all-zero rows, then other duplicates: a row fails one check only.  Rows declared as missing are skipped."""
+    high = None if spec is None else spec.num_experts
+    outside = routes < 0 if high is None else (routes < 0) | (routes >= high)
+    outside &= present[:, None, None]
+    if outside.any():
+        row, layer, slot = np.unravel_index(outside.argmax(), routes.shape)
+        value = int(routes[row, layer, slot])
+        wrapped = value < 0
+        rule = "0 <= id" if high is None else f"0 <= id < {high}"
+        yield (
+            "dtype" if wrapped else "range",
+            f"{int(outside.sum())} ids outside, first at row {row}, MoE layer {layer}: {value}; must be {rule}",
+            f"wrapped through {routes.dtype}, or -1 for a missing row"
+            if wrapped
+            else "another model, or a wider wire type",
+        )
+    if high is not None and high > 256 and routes.dtype.itemsize == 1:
+        yield "dtype", f"{routes.dtype} cannot hold ids of {high} experts", "ids above 255 wrapped: store 16 bits"
+    zero = (routes == 0).all(-1) & present[:, None] if routes.shape[2] > 1 else np.zeros(routes.shape[:2], bool)
+    if zero.any():
+        yield "zero", *name_zeros(zero)
+    ordered = np.sort(routes, axis=-1)
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~zero & present[:, None]
+    if repeated.any():
+        row, layer = np.unravel_index(repeated.argmax(), repeated.shape)
+        yield (
+            "duplicate",
+            f"{int(repeated.sum())} rows repeat an id, first at row {row}, MoE layer {layer}: {routes[row, layer].tolist()}",
+            "bytes shifted or of another dtype; a token would lose gate weight",
+        )
+
+
+def name_zeros(zero: np.ndarray) -> tuple[str, str]:
+    """(found, cause) of all-zero rows [S - 1, L]: entire layers, the last rows, or some rows."""
+    layers = np.flatnonzero(zero.all(0))
+    if len(layers):
+        return (
+            f"MoE layers {layers.tolist()} are all zero",
+            "the server never wrote these layers (dense, or another rank's)",
+        )
+    rows = np.flatnonzero(zero.all(1))
+    if len(rows) and rows[-1] == len(zero) - 1 and len(rows) == len(zero) - rows[0]:
+        return f"rows {rows[0]} to the end are all zero", "zero-filled to the length: routes end before the tokens do"
+    return f"{int(zero.sum())} all-zero rows, first row {int(zero.any(1).argmax())}", "zero used for missing"
+
+
+def check_stuck(dumped: Dumped, routes: np.ndarray) -> Found:
+    """Runs of equal rows (as sets) whose tokens are not all the same; rows that repeat an id fail another check."""
+    ordered = np.sort(routes, axis=-1)
+    valid = (ordered[..., 1:] != ordered[..., :-1]).all((1, 2)) & dumped.present
+    same = np.append((ordered[1:] == ordered[:-1]).all((1, 2)), False)
+    start, longest = 0, (0, 0)
+    for end in (np.flatnonzero(~same) + 1).tolist():
+        if valid[start] and end - start > longest[1] and len(np.unique(dumped.tokens[start:end])) > 1:
+            longest = start, end - start
+        start = end
+    first, count = longest
+    if count >= STUCK_ROWS and len(same) * chance_of_run(ordered, first, count) < LEAST_CHANCE:
+        yield "stuck", f"rows {first} to {first + count - 1} are one row repeated", "a buffer that was not advanced"
+
+
+def chance_of_run(ordered: np.ndarray, first: int, count: int) -> float:
+    """The chance that rows of sorted ids [rows, L, K] repeat the row before `count` - 1 times: from how often each layer does so
+    elsewhere in the rollout (rule of succession), as if layers were independent.  Not from how often a layer makes the choice
+    at all: neighbouring rows are similar."""
+    repeats = (ordered[1:] == ordered[:-1]).all(-1)
+    elsewhere = np.delete(repeats, slice(first, first + count - 1), 0)
+    return float(((elsewhere.sum(0) + 1) / (len(elsewhere) + 2)).prod() ** (count - 1))
+
+
+@dataclass
+class Across:
+    """Checks over several rollouts, which are added one by one."""
+
+    spec: ModelSpec | None
+    budget: int = 0  # the run's rollout.max_staleness
+    shapes: dict[tuple[int, ...], str] = field(default_factory=dict)
+    copies: dict[tuple[int, ...], Copies] = field(default_factory=dict)  # by [L, K]
+    versions: dict[int, dict[int, int]] = field(default_factory=dict)  # step -> version -> rollouts with tokens of it
+    with_routes: dict[bool, int] = field(default_factory=dict)
+    highest: int = 0
+    num_ids: int = 0
+    alignment: dict[int, Alignment] = field(default_factory=lambda: {shift: Alignment() for shift in (-1, 0, 1)})
+
+    def add(self, dumped: Dumped) -> None:
+        record = dumped.record
+        counts = self.versions.setdefault(record.step, {})
+        for version in sorted({version for version, _ in record.policy_versions}):
+            counts[version] = counts.get(version, 0) + 1
+        routes = dumped.routes
+        self.with_routes[routes is not None] = self.with_routes.get(routes is not None, 0) + 1
+        if routes is None or routes.ndim != 3 or routes.dtype.kind not in "iu" or not routes.size:
+            return
+        name = f"step {record.step} {record.id}"
+        self.shapes.setdefault(routes.shape[1:], name)
+        self.highest, self.num_ids = max(self.highest, int(routes.max())), self.num_ids + routes.size
+        copies = self.copies.setdefault(routes.shape[1:], Copies(routes.shape[1]))
+        copies.add(name, dumped.tokens, routes, dumped.present)
+        for shift, alignment in self.alignment.items():
+            alignment.add(dumped, routes, shift)
+
+    def findings(self) -> Iterator[Finding]:
+        for copies in self.copies.values():
+            for name, other in copies.found():
+                found = f"expert ids equal those of {other}, the tokens differ"
+                yield Finding("copied", name, found, "another request's answer")
+        if len(self.shapes) > 1:
+            kinds = ", ".join(f"{list(shape)} ({name})" for shape, name in self.shapes.items())
+            yield Finding(
+                "shape", "dump", f"[layers, top-k] differ: {kinds}", "two models, or a payload reshaped wrongly"
+            )
+        if len(self.with_routes) > 1:
+            without = self.with_routes[False]
+            yield Finding(
+                "files", "dump", f"{without} rollouts have no expert ids, others do", "a server without the option"
+            )
+        if self.spec is not None and self.spec.num_experts > 256 > self.highest and self.num_ids >= LEAST_IDS:
+            found = f"no id above 255 among {self.num_ids}, the model has {self.spec.num_experts} experts"
+            yield Finding("dtype", "dump", found, "ids wrapped in an 8-bit type")
+        yield from self.check_versions()
+        scores = {shift: alignment.score() for shift, alignment in self.alignment.items()}
+        best = max(scores, key=lambda shift: scores[shift] or 0.0)
+        if None not in scores.values() and best != 0:
+            named = ", ".join(f"{value:.3f} at shift {shift:+d}" for shift, value in scores.items())
+            found = f"rows of equal tokens share experts best at shift {best:+d} ({named})"
+            yield Finding("alignment", "dump", found, shift_cause(best))
+
+    def check_versions(self) -> Iterator[Finding]:
+        newest, rule = -1, f", must be at most rollout.max_staleness = {self.budget} apart"
+        for step, counts in sorted(self.versions.items()):
+            if max(counts) - min(counts) > self.budget:
+                mix = ", ".join(f"version {version}: {n}" for version, n in sorted(counts.items()))
+                yield Finding(
+                    "versions", f"step {step}", f"mixed weight versions ({mix}){rule}", "sampled across a weight sync"
+                )
+            if min(counts) < newest - self.budget:
+                found = f"version {min(counts)} after version {newest}{rule}"
+                yield Finding("versions", f"step {step}", found, "a server kept, or returned to, old weights")
+            newest = max(newest, *counts)
+
+
+class Alignment:
+    """How many experts of the first MoE layer rows with the same response token share; tokens are taken `shift` rows later.
+
+    The first router depends mostly on the token, so agreement is largest where row j has token j's experts.  Prompts are left
+    out: the rollouts of a group share theirs, and equal contexts agree at any shift.
+    """
+
+    def __init__(self) -> None:
+        self.uses = np.zeros((0, 0), np.int64)  # [token, expert]
+        self.rows = np.zeros(0, np.int64)  # [token]
+
+    def add(self, dumped: Dumped, routes: np.ndarray, shift: int) -> None:
+        rows = np.arange(dumped.record.prompt_length + 1, min(len(routes), len(dumped.tokens) - 1))
+        rows = rows[dumped.present[rows]]
+        tokens, ids = dumped.tokens[rows + shift], routes[rows, 0].astype(np.int64)
+        good = (tokens >= 0) & (tokens < COMMON_TOKENS) & (ids >= 0).all(1)
+        tokens, ids = tokens[good], ids[good]
+        if not len(tokens):
+            return
+        missing = int(tokens.max()) + 1 - len(self.uses), int(ids.max()) + 1 - self.uses.shape[1]
+        grow_tokens, grow_ids = (max(0, n) for n in missing)
+        self.uses = np.pad(self.uses, ((0, grow_tokens), (0, grow_ids)))
+        self.rows = np.pad(self.rows, (0, grow_tokens))
+        np.add.at(self.uses, (tokens[:, None], ids), 1)
+        np.add.at(self.rows, tokens, 1)
+
+    def score(self) -> float | None:
+        """Mean number of experts that two rows of one token share; None with too few such pairs."""
+        pairs = int((self.rows * (self.rows - 1)).sum())
+        return int((self.uses * (self.uses - 1)).sum()) / pairs if pairs >= 2 * LEAST_PAIRS else None
+
+
+def shift_cause(shift: int) -> str:
+    """`shift`: row j has the experts of token j + shift."""
+    return f"shifted by one: row j has the experts of token j {'+' if shift > 0 else '-'} 1"

@@ -1,0 +1,94 @@
+"""Debug dumps of slime and miles: --save-debug-rollout-data PATH or --dump-details DIR, one .pt file per rollout step.
+
+A file is torch.save of {"rollout_id": step, "samples": [fields of a Sample, ...]}, in miles also "metadata".  Shapes are from
+slime 624b824 (slime/utils/types.py, slime/observability/rollout_data_utils.py) and miles 31f1ca9 (miles/utils/types.py,
+miles/ray/rollout/debug_data.py); field by field they are the same, but expert ids are a torch tensor in slime and an array in
+miles.  Both keep the rows of dense layers: int32 [S - 1, layers of the model, K].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, leading_zero_layers, make_rollout, moe_layers
+from megatron_rl_tools.check_rollouts.rollout_checks import Finding
+from megatron_rl_tools.check_rollouts.safe_load import as_array, load_tensors
+
+MEDIA = ("mm_vision_num_patches", "mm_audio_num_tokens")  # miles: a media token stands for several rows
+NEEDED = ("tokens", "response_length")
+
+
+def is_miles(payload: Mapping[str, object]) -> bool:
+    """miles writes "metadata" beside the samples, slime does not; both write the fields of their own Sample."""
+    samples = payload.get("samples")
+    first = samples[0] if isinstance(samples, list) and samples and isinstance(samples[0], dict) else {}
+    return "metadata" in payload or "rollout_indexer_topk" in first
+
+
+def read_file(path: Path, findings: list[Finding], spec: ModelSpec | None) -> Iterator[ForeignRollout]:
+    """The rollouts of one file; what is wrong with it goes to `findings`.  Raises ValueError where it cannot be loaded."""
+    payload = load_tensors(path)
+    samples = payload.get("samples") if isinstance(payload, dict) else None
+    if not isinstance(payload, dict) or not isinstance(samples, list):
+        raise ValueError(f'{path}: no "samples": not a debug rollout dump of slime or miles')
+    step = step_of(path, payload)
+    routes = [routes_of(sample) for sample in samples]
+    # the same for all rollouts: a layer that a server lost in one of them must stay visible
+    dense = min((leading_zero_layers(ids) for ids in routes if ids is not None and ids.size), default=0)
+    for index, (sample, ids) in enumerate(zip(samples, routes, strict=True)):
+        missing = [name for name in NEEDED if not isinstance(sample, dict) or name not in sample]
+        if missing:
+            where = f"step {step} {path.name}#{index}"
+            findings.append(Finding("files", where, f"the sample has no {missing}", "another version of the trainer"))
+            continue
+        yield make_rollout(
+            path,
+            index,
+            step=step,
+            tokens=as_array(sample["tokens"]).astype(np.int64),
+            response_length=int(sample["response_length"]),
+            logprobs=optional(sample, "rollout_log_probs"),
+            routes=None if ids is None else moe_layers(ids, spec, dense),
+            mask=optional(sample, "loss_mask"),
+            weight_versions=numbers(sample.get("weight_versions") or ()),
+            dense=dense if spec is None else 0,
+            has_media=has_media(sample),
+        )
+
+
+def step_of(path: Path, payload: Mapping[str, object]) -> int:
+    """The rollout id of a file, from 0.  Raises ValueError where it is not a number."""
+    step = payload.get("rollout_id")
+    if isinstance(step, str) and re.fullmatch(r"\d+", step):
+        step = int(step)
+    if not isinstance(step, int):
+        raise ValueError(f"{path}: rollout_id = {step!r}, must be a number")
+    return step
+
+
+def routes_of(sample: object) -> np.ndarray | None:
+    """None also where rows are not tokens: images and sounds take several rows for one token."""
+    if not isinstance(sample, dict) or has_media(sample):
+        return None
+    return optional(sample, "rollout_routed_experts")
+
+
+def has_media(sample: Mapping[str, object]) -> bool:
+    media = sample.get("multimodal_train_inputs")
+    return isinstance(media, dict) and any(name in media for name in MEDIA)
+
+
+def optional(sample: Mapping[str, object], name: str) -> np.ndarray | None:
+    value = sample.get(name)
+    return None if value is None else as_array(value)
+
+
+def numbers(versions: Sequence[object]) -> list[int]:
+    """Weight versions are text; SGLang's is "default" until the first push, which has no order: none are then known."""
+    texts = [str(version) for version in versions]
+    return [int(text) for text in texts] if all(re.fullmatch(r"\d+", text) for text in texts) else []

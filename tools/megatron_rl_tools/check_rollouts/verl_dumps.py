@@ -1,0 +1,167 @@
+"""What verl saves of its rollouts, as of verl b178a3c.
+
+1. trainer.rollout_data_dir: STEP.jsonl of input, output, gts, score, step and what the reward function added
+   (verl/trainer/ppo/ray_trainer.py).  Text only: neither token ids nor log-probs nor expert ids.
+2. A batch: DataProto.save_to_disk (verl/protocol.py) pickles the object, which only its own code could rebuild; it is refused.
+   `torch.save(data.batch.to_dict(), "STEP.pt")` saves the same tensors as plain data.  They are padded: prompts [B, P] at the
+   left, responses [B, R] at the right, routed_experts [B, P + R, L, K] with zeros where nothing was sent
+   (verl/experimental/agent_loop/agent_loop.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, leading_zero_layers, make_rollout, moe_layers
+from megatron_rl_tools.check_rollouts.rollout_checks import Finding
+from megatron_rl_tools.check_rollouts.safe_load import load_tensors
+
+LINE = ("input", "output", "gts", "score", "step")
+NEEDED = ("prompts", "responses", "attention_mask")
+EXPORT = 'in verl: torch.save(data.batch.to_dict(), "STEP.pt")'
+
+
+def is_batch(payload: object) -> bool:
+    """Whether these are the tensors of a DataProto's batch."""
+    return isinstance(payload, dict) and all(isinstance(payload.get(name), Tensor) for name in NEEDED)
+
+
+def is_text(line: str) -> bool:
+    """Whether this is a line of STEP.jsonl."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(fields, dict) and fields.keys() >= set(LINE)
+
+
+def read_text(path: Path, findings: list[Finding]) -> Iterator[ForeignRollout]:
+    """An empty rollout for every line; what is wrong with a line goes to `findings`."""
+    step = step_of(path)
+    for index, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        where = f"step {step} {path.name}#{index}"
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            findings.append(Finding("files", where, f"not JSON: {error}", "the file is truncated or damaged"))
+            continue
+        missing = [name for name in LINE if not isinstance(fields, dict) or name not in fields]
+        if missing:
+            findings.append(Finding("files", where, f"the line has no {missing}", "another file, or another version"))
+            continue
+        score = fields["score"]
+        if not isinstance(score, int | float) or not math.isfinite(score):
+            findings.append(
+                Finding("files", where, f"score is {score}, must be a finite number", "the reward function")
+            )
+        if fields["step"] != step:
+            findings.append(Finding("files", where, f"step {fields['step']} in {path.name}", "files of two runs mixed"))
+        nothing = np.zeros(0, np.int64)
+        yield make_rollout(
+            path, index, step=step, tokens=nothing, response_length=0, logprobs=None, routes=None, mask=None
+        )
+
+
+def read_batch(path: Path, findings: list[Finding], spec: ModelSpec | None) -> Iterator[ForeignRollout]:
+    """The sequences of a batch, without their padding.  Raises ValueError where the file is not one."""
+    payload = load_tensors(path)
+    if not is_batch(payload):
+        raise ValueError(f"{path}: no tensors {', '.join(NEEDED)}: not the batch of a DataProto; {EXPORT}")
+    assert isinstance(payload, dict)
+    batch = {name: value.numpy() for name, value in payload.items() if isinstance(value, Tensor)}
+    step = step_of(path)
+    routes = batch.get("routed_experts")
+    dense = 0 if routes is None or routes.ndim != 4 else leading_zero_layers(routes.reshape(-1, *routes.shape[2:]))
+    if bad := wrong_sizes(batch):
+        raise ValueError(f"{path}: {bad}")
+    for index in range(len(batch["prompts"])):
+        row = {name: values[index] for name, values in batch.items() if values.ndim and len(values) > index}
+        where = f"step {step} {path.name}#{index}"
+        found = list(check_padding(row))
+        findings += [Finding(check, where, text, cause) for check, text, cause in found]
+        if any(check == "length" for check, *_ in found):
+            continue  # where its tokens begin and end is not known
+        yield unpad(path, index, step, row, spec, dense)
+
+
+def wrong_sizes(batch: Mapping[str, np.ndarray]) -> str | None:
+    """What does not fit together in the shapes of the batch, or None."""
+    size, prompt, response = len(batch["prompts"]), batch["prompts"].shape[1], batch["responses"].shape[1]
+    expected = {
+        "responses": (size, response),
+        "attention_mask": (size, prompt + response),
+        "input_ids": (size, prompt + response),
+        "response_mask": (size, response),
+        "rollout_log_probs": (size, response),
+        "routed_experts": (size, prompt + response),
+    }
+    for name, shape in expected.items():
+        if name in batch and batch[name].shape[:2] != shape:
+            return f"{name} is {list(batch[name].shape)}, must begin with {list(shape)}"
+    return None
+
+
+def check_padding(row: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str, str]]:
+    """(check, found, cause) of one sequence: "length" where its tokens are not one run around the end of the prompt."""
+    width = len(row["prompts"])
+    attention = row["attention_mask"] != 0
+    prompt, response = attention[:width], attention[width:]
+    if (np.diff(prompt.astype(int)) < 0).any() or (np.diff(response.astype(int)) > 0).any():
+        yield (
+            "length",
+            "attention_mask has a hole, must be left padding, tokens, right padding",
+            "packed or moved tokens",
+        )
+        return
+    ids = row.get("input_ids")
+    if ids is not None and (ids != np.concatenate([row["prompts"], row["responses"]]))[attention].any():
+        yield "files", "input_ids are not prompts followed by responses", "the rows of two batches were joined"
+    mask = row.get("response_mask")
+    if mask is not None and mask[~response].any():
+        yield (
+            "loss_mask",
+            f"{int((mask[~response] != 0).sum())} entries on padding are not 0",
+            "the mask was shifted or padded with 1",
+        )
+    routes = row.get("routed_experts")
+    if routes is not None and routes[~attention].any():
+        count = int(routes[~attention].reshape(int((~attention).sum()), -1).any(1).sum())
+        yield "shape", f"{count} rows of expert ids lie on padding", "placed at another position than their tokens"
+
+
+def unpad(
+    path: Path, index: int, step: int, row: Mapping[str, np.ndarray], spec: ModelSpec | None, dense: int
+) -> ForeignRollout:
+    width = len(row["prompts"])
+    attention = row["attention_mask"] != 0
+    tokens = np.concatenate([row["prompts"], row["responses"]])[attention]
+    length = int(attention[width:].sum())
+    routes = row.get("routed_experts")
+    # an engine may send a row for the last token, which was never an input; verl fills it with 0 where not
+    known = None if routes is None else moe_layers(routes[attention][:-1], spec, dense)
+    mask, logprobs = row.get("response_mask"), row.get("rollout_log_probs")
+    return make_rollout(
+        path,
+        index,
+        step=step,
+        tokens=tokens.astype(np.int64),
+        response_length=length,
+        logprobs=None if logprobs is None else logprobs[:length],
+        routes=known,
+        mask=None if mask is None else mask[:length],
+        dense=dense if spec is None else 0,
+    )
+
+
+def step_of(path: Path) -> int:
+    """The number in the file's name; 0 where there is none."""
+    number = re.search(r"\d+", path.stem)
+    return int(number.group()) if number else 0

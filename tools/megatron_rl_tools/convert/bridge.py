@@ -1,0 +1,238 @@
+"""--backend bridge of convert_hf.py: Megatron-Bridge's own conversion, into the same torch_dist format and back.
+
+Megatron-Bridge fills (or reads) a model whose parameters have the names of TransformerEngine's layers.  It gets the complete
+model that the engine builds, in the layout of one rank, under those names; megatron-core itself writes and reads the checkpoint.
+So this takes the memory of the model, and its result can be compared with the own backend tensor by tensor.
+An architecture that only Bridge knows is built by Bridge itself, as for model.provider = bridge.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+
+from megatron_rl.config import ModelConfig, ParallelConfig
+from megatron_rl.distributed import Parallel
+from megatron_rl.distributed.cpu import check_no_gpu
+from megatron_rl.engine.bridge import (
+    TRANSFORMER_ENGINE,
+    BridgeProvider,
+    add_placeholder_transformer_engine,
+    check_installed,
+    first_line,
+)
+from megatron_rl.engine.model import make_model, make_transformer_config
+from megatron_rl.engine.provider import provider_of
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelSpec, load_hf_config
+from megatron_rl.weights.hf.files import CheckpointError, HFFiles, read_headers
+from megatron_rl.weights.hf.mapping import entries, local_parameters
+from megatron_rl.weights.names import spellings
+from megatron_rl.weights.safe_load import SafeCheckpoint
+from megatron_rl_tools.convert.conversion import Outcome, group_bytes, reset_peak, resident_peak
+from megatron_rl_tools.convert.conversion_files import Work, copy_companions, fingerprint, finish, open_place
+
+if TYPE_CHECKING:
+    from megatron.bridge import AutoBridge
+    from megatron.core.transformer import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The complete model on one rank, and how Bridge fills it from its HF checkpoint and writes it as one."""
+
+    spec: ModelSpec
+    chunk: GPTModel
+    fill: Callable[[], object]
+    write: Callable[[Path], object]
+    group_bytes: list[int]
+    num_tensors: int
+
+
+def bridge_hf_to_megatron(
+    hf: Path, out: Path, work: Work, *, dtype: torch.dtype | None, parallel: Parallel
+) -> Outcome | None:
+    """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.  One process."""
+    kept, make = dtype or stored_dtype(hf), maker(hf)
+    job = {"to": "megatron", "backend": "bridge", "from": fingerprint(hf), "dtype": str(kept)}
+    place = open_place(out, job, work)
+    if place is None:
+        return None
+    before, start = reset_peak(), time.monotonic()
+    model = make(hf, kept, parallel)
+    model.fill()
+    weights = place / "weights"  # core needs an empty directory
+    shutil.rmtree(weights, ignore_errors=True)
+    weights.mkdir()
+    dist_checkpointing.save(model.chunk.sharded_state_dict(), str(weights))
+    for file in list(weights.iterdir()):
+        file.rename(place / file.name)
+    weights.rmdir()
+    copy_companions(hf, place / "hf")
+    finish(place, out, job)
+    return outcome_of(model, before, start)
+
+
+def bridge_megatron_to_hf(
+    megatron: Path, config: Path, out: Path, work: Work, *, dtype: torch.dtype | None, parallel: Parallel
+) -> Outcome | None:
+    """Write the HF checkpoint of `megatron` at `out`; None where it exists already.  One process.
+
+    `config` must have weights: Megatron-Bridge takes the names of the tensors and of their files from there.
+    """
+    if not any(config.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{config}: has no safetensors, from which --backend bridge takes names; set --config to the original"
+        )
+    kept, make = dtype or stored_dtype(config), maker(config)
+    job = {
+        "to": "hf",
+        "backend": "bridge",
+        "from": fingerprint(megatron),
+        "config": fingerprint(config),
+        "dtype": str(kept),
+    }
+    place = open_place(out, job, work)
+    if place is None:
+        return None
+    before, start = reset_peak(), time.monotonic()
+    model = make(config, kept, parallel)
+    model.chunk.load_state_dict(SafeCheckpoint(megatron).load(model.chunk.sharded_state_dict(), converts=True))
+    model.write(place)
+    copy_companions(config, place, dtype)
+    finish(place, out, job)
+    return outcome_of(model, before, start)
+
+
+def outcome_of(model: Whole, before: int, start: float) -> Outcome:
+    seconds, peak = time.monotonic() - start, max(resident_peak() - before, 0)
+    return Outcome(model.num_tensors, sum(model.group_bytes), seconds, peak, max(model.group_bytes))
+
+
+def maker(hf: Path) -> Callable[[Path, torch.dtype, Parallel], Whole]:
+    """Who builds the model: this engine where its tables know the architecture, else Bridge.  Checks the files first."""
+    if provider_of(ModelConfig(path=hf, provider="auto")) == "bridge":
+        check_installed()
+        return model_of_bridge
+    spec = make_spec(load_hf_config(hf))
+    with HFFiles(hf) as files:
+        files.check(spec)
+    open_native(hf)
+    return model_of_engine
+
+
+def model_of_bridge(hf: Path, dtype: torch.dtype, parallel: Parallel) -> Whole:
+    """An architecture that only Bridge knows, with the parameters and names of engine.bridge."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("float32", "bfloat16"):
+        raise CheckpointError(f"--backend bridge: {hf} has {name} tensors; set --dtype to float32 or bfloat16")
+    config = ModelConfig.model_validate({"path": hf, "dtype": name, "layer_spec": "local", "provider": "bridge"})
+    provider = BridgeProvider(config, ParallelConfig(), parallel, {})
+    (chunk,) = provider.build()
+    headers = read_headers(hf).values()
+    return Whole(
+        provider.spec,
+        chunk,
+        lambda: provider.load([chunk]),
+        lambda place: provider.bridge.save_hf_weights([chunk], str(place), show_progress=False),
+        [torch.Size(header.shape).numel() * dtype.itemsize for header in headers],
+        len(headers),
+    )
+
+
+def model_of_engine(hf: Path, dtype: torch.dtype, parallel: Parallel) -> Whole:
+    """The model that the engine builds, under the names of TransformerEngine's layers."""
+    spec, bridge = make_spec(load_hf_config(hf)), open_native(hf)
+    chunk = build_model(hf, spec, dtype, parallel)
+    return Whole(
+        spec,
+        chunk,
+        lambda: bridge.load_hf_weights([renamed(chunk, spec, bridge)]),
+        lambda place: bridge.save_hf_weights([renamed(chunk, spec, bridge)], str(place), show_progress=False),
+        [group_bytes(entry, torch.float32 if entry.rule.float32 else dtype) for entry in entries(spec)],
+        sum(len(entry.hf) for entry in entries(spec)),
+    )
+
+
+def open_native(hf: Path) -> AutoBridge:
+    """Megatron-Bridge's bridge, in any version that supports this checkpoint; raises CheckpointError otherwise.
+
+    Only its tables are used here, so neither its layers nor its provider matter.
+    """
+    if importlib.util.find_spec("megatron.bridge") is None:
+        raise CheckpointError(
+            "--backend bridge: megatron.bridge is not installed here; install megatron-bridge, or use own"
+        )
+    if importlib.util.find_spec(TRANSFORMER_ENGINE) is None:
+        add_placeholder_transformer_engine()
+    from megatron.bridge import AutoBridge
+
+    try:
+        return AutoBridge.from_hf_pretrained(str(hf))
+    except ValueError as error:
+        raise CheckpointError(f"--backend bridge: {hf}: {first_line(error)}") from error
+
+
+def stored_dtype(hf: Path) -> torch.dtype:
+    """The one dtype of all tensors except biases that select experts."""
+    with HFFiles(hf) as files:
+        kinds = {files.read_rows(name, 0, 1).dtype for name in files.headers if not name.endswith("correction_bias")}
+    if len(kinds) != 1:
+        raise CheckpointError(f"--backend bridge: {hf} has tensors of several dtypes; set --dtype")
+    return kinds.pop()
+
+
+def build_model(hf: Path, spec: ModelSpec, dtype: torch.dtype, parallel: Parallel) -> GPTModel:
+    check_no_gpu()
+    model = ModelConfig(path=hf, dtype="float32", layer_spec="local")
+    core = make_transformer_config(spec, model, ParallelConfig(), torch.device("cpu"))
+    core.perform_initialization = False
+    core.params_dtype = dtype
+    (chunk,) = make_model(spec, model, core, parallel)
+    return chunk
+
+
+class Node(torch.nn.Module):
+    """A module of the renamed model.  On one rank every parameter is complete, so Bridge may treat all as replicated."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+
+
+def renamed(chunk: GPTModel, spec: ModelSpec, bridge: AutoBridge) -> GPTModel:
+    """A GPTModel, the class that Megatron-Bridge requires, that shares the parameters of `chunk` under Bridge's names."""
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+    AutoMapping.register_module_type(Node.__name__, "replicated")
+    registry = bridge._model_bridge.mapping_registry()
+    root = GPTModel.__new__(GPTModel)
+    torch.nn.Module.__init__(root)
+    root.config, root.share_embeddings_and_output_weights = chunk.config, spec.tie_embeddings
+    unknown = []
+    for canonical, parameter in local_parameters([chunk], spec, 0, 1).items():
+        name = next((name for name in spellings(canonical) if registry.megatron_to_hf_lookup(name) is not None), None)
+        if name is None:
+            unknown.append(canonical)
+            continue
+        *path, last = name.split(".")
+        node: torch.nn.Module = root
+        for part in path:
+            if part not in node._modules:
+                node.add_module(part, Node(chunk.config))
+            node = node._modules[part]  # type: ignore[assignment]
+        node.register_parameter(last, torch.nn.Parameter(parameter.detach(), requires_grad=False))
+    if unknown:
+        raise CheckpointError(
+            f"--backend bridge: Megatron-Bridge has no mapping for {', '.join(unknown[:3])} of {spec.architecture}"
+        )
+    return root

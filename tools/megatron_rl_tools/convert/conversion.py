@@ -1,0 +1,271 @@
+"""Convert an HF checkpoint into a torch_dist one and back, a unit of tensors at a time.
+
+A unit is a run of parameters that becomes one output file.  Units depend only on the model and the file size, so any number of
+ranks can share them, and a conversion that was stopped continues with the units that are not in its journal.  Journal and files
+are in a hidden directory beside the output, which is renamed when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_rl.checkpoint.folder import write_text
+from megatron_rl.config import ModelConfig, ParallelConfig
+from megatron_rl.distributed import Parallel
+from megatron_rl.engine.model import make_model, make_transformer_config
+from megatron_rl.metrics.console import clock
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import ModelSpec, load_hf_config
+from megatron_rl.weights.hf.files import CheckpointError, HFFiles, listed, write_index
+from megatron_rl.weights.hf.mapping import Entry, entries, shard_shape
+from megatron_rl.weights.torch_dist import Chunk, ChunkWriter, Slots, Stored, TorchDist, write_metadata
+from megatron_rl_tools.convert.conversion_files import (
+    Work,
+    barrier,
+    copy_companions,
+    files_of_rest,
+    fingerprint,
+    finish,
+    gather,
+    open_place,
+    shard_name,
+)
+from megatron_rl_tools.convert.conversion_sides import HFSide, MegatronSide, Side, checked, columns
+from megatron_rl_tools.convert.shard_writer import Piece, ShardWriter
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """num_bytes: of all tensors, on all ranks; peak_bytes: memory of this process above its level before the first tensor."""
+
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    peak_bytes: int
+    largest_group: int
+
+
+def hf_to_megatron(
+    hf: Path,
+    out: Path,
+    work: Work,
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+    trust_pickle: bool,
+    parallel: Parallel,
+) -> Outcome | None:
+    """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.  Collective."""
+    spec = make_spec(load_hf_config(hf))
+    with HFFiles(hf, trust_pickle=trust_pickle) as files:
+        files.check(spec)
+        slots, source = meta_slots(hf, spec, parallel), HFSide(files, spec)
+
+        def size(entry: Entry) -> int:
+            return group_bytes(entry, written_dtype(source, entry, dtype))
+
+        units = split_units(entries(spec), size, file_bytes)
+        job = {"to": "megatron", "from": fingerprint(hf), "dtype": str(dtype), "units": len(units)}
+        place = open_place(out, job, work)
+        if place is None:
+            return None
+
+        def convert(index: int, unit: Sequence[Entry], bad: set[str]) -> list[Stored]:
+            writer = ChunkWriter(place / f"__0_{index}.distcp")
+            for entry in unit:
+                kept = written_dtype(source, entry, dtype)
+                for chunk, first in slots.cut(entry.name, shard_shape(entry, 1)):
+                    rows = torch.Size(chunk.sizes).numel() // columns(entry)
+                    writer.write(chunk, kept, checked(source.parameter(entry, first, first + rows), kept, bad))
+            writer.close()
+            return writer.stored
+
+        outcome = run_units(units, convert, place, work, size)
+    if work.rank == 0:
+        write_metadata(place, read_journal(place, len(units)), slots.extra_states)
+        copy_companions(hf, place / "hf")
+        finish(place, out, job)
+    barrier()
+    return outcome
+
+
+def megatron_to_hf(
+    megatron: Path,
+    config: Path,
+    out: Path,
+    work: Work,
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+    parallel: Parallel,
+) -> Outcome | None:
+    """Write the HF checkpoint of `megatron` with the companions (config, tokenizer) of `config`; None where it exists already.
+
+    Tensors of `config` that are no part of the trained model (multi-token prediction) are copied unchanged.  Collective.
+    """
+    spec = make_spec(load_hf_config(config))
+    source = MegatronSide(TorchDist(megatron), meta_slots(config, spec, parallel), spec)
+    rest = files_of_rest(config, spec)
+
+    def pieces(entry: Entry) -> list[Piece]:
+        return [Piece(name, shape, written_dtype(source, entry, dtype)) for name, shape in entry.hf]
+
+    def size(entry: Entry) -> int:
+        return group_bytes(entry, written_dtype(source, entry, dtype))
+
+    units = split_units(entries(spec), size, file_bytes)
+    total = len(units) + bool(rest.names)
+    job = {
+        "to": "hf",
+        "from": fingerprint(megatron),
+        "config": fingerprint(config),
+        "dtype": str(dtype),
+        "units": total,
+    }
+    place = open_place(out, job, work)
+    if place is None:
+        return None
+
+    def convert(index: int, unit: Sequence[Entry], bad: set[str]) -> list[Stored]:
+        writer = ShardWriter(place / shard_name(index, total), [piece for entry in unit for piece in pieces(entry)])
+        for entry in unit:
+            for number, piece in enumerate(pieces(entry)):
+                writer.write(piece.name, checked(source.tensor(entry, number), piece.dtype, bad))
+        writer.close()
+        return []
+
+    outcome = run_units(units, convert, place, work, size)
+    if work.rank == 0:
+        rest.copy_to(place / shard_name(total - 1, total))
+        files = {
+            name: shard_name(i, total) for i, unit in enumerate(units) for entry in unit for name in entry.hf_names
+        }
+        files |= dict.fromkeys(rest.names, shard_name(total - 1, total))
+        write_index(place, files, sum(size(entry) for unit in units for entry in unit))
+        copy_companions(config, place, dtype)
+        finish(place, out, job)
+    barrier()
+    return outcome
+
+
+def verify(one: Side, other: Side, spec: ModelSpec, work: Work) -> tuple[int, list[str]]:
+    """(tensors compared, names of those that differ) between two checkpoints, both in the dtypes of `other`."""
+    different, count = set(), 0
+    for number, entry in enumerate(entries(spec)):
+        if number % work.world != work.rank:
+            continue
+        for index, name in enumerate(entry.hf_names):
+            count += 1
+            for (_, a), (_, b) in zip(one.tensor(entry, index), other.tensor(entry, index), strict=True):
+                if not torch.equal(a.to(b.dtype), b):
+                    different.add(name)
+    found = gather((count, different))
+    return sum(each[0] for each in found), sorted(name for each in found for name in each[1])
+
+
+def meta_slots(config: Path, spec: ModelSpec, parallel: Parallel) -> Slots:
+    """The parts of core's checkpoint of this model, from a model without memory in the layout of one rank."""
+    model = ModelConfig(path=config, dtype="float32")
+    core = make_transformer_config(spec, model, ParallelConfig(), torch.device("cpu"))
+    core.perform_initialization = False
+    with torch.device("meta"):
+        (chunk,) = make_model(spec, model, core, dataclasses.replace(parallel, device=torch.device("meta")))
+    return Slots(chunk)
+
+
+# Units ------------------------------------------------------------------------------------------------------------------
+
+
+def split_units(items: Iterable[Entry], size: Callable[[Entry], int], file_bytes: int) -> list[list[Entry]]:
+    """Runs of entries of at most `file_bytes`, or of one entry."""
+    units: list[list[Entry]] = []
+    left = 0
+    for entry in items:
+        needed = size(entry)
+        if not units or needed > left:
+            units.append([])
+            left = file_bytes
+        units[-1].append(entry)
+        left -= needed
+    return units
+
+
+def run_units(
+    units: Sequence[Sequence[Entry]],
+    convert: Callable[[int, Sequence[Entry], set[str]], list[Stored]],
+    place: Path,
+    work: Work,
+    size: Callable[[Entry], int],
+) -> Outcome:
+    """Convert this rank's units that are not in the journal.  Raises one CheckpointError that names every non-finite tensor."""
+    sizes = [sum(size(entry) for entry in unit) for unit in units]
+    before, start, bad = reset_peak(), time.monotonic(), set[str]()
+    for index, unit in enumerate(units):
+        journal = place / "journal" / f"{index:05d}.json"
+        if index % work.world != work.rank or journal.is_file():
+            continue
+        found = len(bad)
+        stored = convert(index, unit, bad)
+        if len(bad) == found:
+            # after the file is on the disk: the journal must not name a part of one
+            write_text(journal, json.dumps([dataclasses.astuple(item) for item in stored]))
+        done, total = (sum(part) / MIB for part in (sizes[: index + 1], sizes))
+        rate = done / max(time.monotonic() - start, 1e-9)
+        left = clock((total - done) / max(rate, 1e-9))
+        work.log(f"  {index + 1}/{len(units)} files, {done:.0f} of {total:.0f} MiB, {rate:.0f} MiB/s, {left} left")
+    bad = set[str]().union(*gather(bad))
+    if bad:
+        raise CheckpointError(
+            f"{listed('has values that are not finite', bad)}; the checkpoint is damaged; nothing was written"
+        )
+    every = [entry for unit in units for entry in unit]
+    tensors = sum(len(entry.hf) for entry in every)
+    largest = max(size(entry) for entry in every)
+    return Outcome(tensors, sum(sizes), time.monotonic() - start, max(resident_peak() - before, 0), largest)
+
+
+def read_journal(place: Path, num_units: int) -> Iterator[Stored]:
+    for index in range(num_units):
+        for chunk, *rest in json.loads((place / "journal" / f"{index:05d}.json").read_text()):
+            key, *shape = chunk
+            yield Stored(Chunk(key, *(tuple(each) for each in shape)), *rest)
+
+
+def group_bytes(entry: Entry, dtype: torch.dtype) -> int:
+    """Of the HF tensors that make up a parameter, in this dtype."""
+    return sum(torch.Size(shape).numel() for _, shape in entry.hf) * dtype.itemsize
+
+
+def written_dtype(source: Side, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
+    """Biases that select experts keep their dtype: rounded, they would select other experts."""
+    return source.dtype(entry) if dtype is None or entry.rule.float32 else dtype
+
+
+def reset_peak() -> int:
+    """Reset this process's peak of resident bytes; returns the resident bytes now, without what the C library can free."""
+    with contextlib.suppress(OSError, AttributeError):  # glibc keeps freed memory, which would hide later allocations
+        ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return resident_peak()
+
+
+def resident_peak() -> int:
+    """Peak of resident bytes since reset_peak(), mapped pages of the source included."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

@@ -1,0 +1,187 @@
+"""A configuration: parsing, start-up checks, BOS and EOS of its tokenizer, a call of its reward function."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rl.config import Config, ConfigError, RewardConfig, load_config
+from megatron_rl.data.rows import BrokenRow, parse_rows
+from megatron_rl.models.spec import ModelError, ModelSpec
+from megatron_rl.plan.dry_run import model_spec
+from megatron_rl.plan.grid import smallest_world
+from megatron_rl.plan.preflight import Json, check_files, read_json
+from megatron_rl_tools.doctor.check import Check, fail_if, warn_if
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+QUESTION, ANSWER = "1 + 1 = ?", "PROBE"
+VERIFIED = (
+    ("What is 1/2 + 1/4?", "It is \\boxed{\\frac{3}{4}}.", "0.75", 1.0),
+    ("What is 1 + 1?", "\\boxed{3}", "2", 0.0),
+)
+"""(prompt, response, label, reward by math-verify)"""
+
+
+def check_config(path: Path) -> tuple[Config | None, ModelSpec | None, list[Check]]:
+    """Whether `path` parses, its files exist, and its ports and keys are available here."""
+    try:
+        cfg = load_config(path, [])
+    except ConfigError as error:
+        return None, None, [Check("FAIL", "parse", "refused", str(error))]
+    fewest = smallest_world(cfg.parallel)
+    checks = [
+        Check("OK", "parse", f"{cfg.loss.name}, replay {cfg.replay.mode}, N = {cfg.run.num_mini_batches}"),
+        Check("OK", "ranks", f"start a multiple of {fewest}: tp x pp x cp and etp x ep x pp both divide it"),
+    ]
+    spec: ModelSpec | None = None
+    try:
+        spec = model_spec(cfg.model)
+        checks.append(Check("OK", "model.path", f"{cfg.model.path}, {spec.architecture}"))
+        for note in check_files(cfg, spec):
+            if note.startswith("model.path"):
+                checks.append(Check("WARN", "model.path", note, "copy the rest of the checkpoint there"))
+        checks.append(Check("OK", "files", "prompts, weights, functions and folders exist"))
+    except ModelError as error:
+        checks.append(
+            Check("FAIL", "model.path", str(error), "set it to an HF checkpoint directory of a supported model")
+        )
+    except ValueError as error:
+        checks += [failure(problem) for problem in str(error).splitlines()]
+    if cfg.rollout.port and not cfg.rollout.urls:
+        checks.append(check_port(cfg.rollout.host, cfg.rollout.port))
+    key = cfg.rollout.api_key_env
+    if key is not None and not os.environ.get(key):
+        checks.append(Check("FAIL", "rollout.api_key_env", f"{key} is unset or empty", f"export {key}=..."))
+    return cfg, spec, checks
+
+
+def failure(problem: str) -> Check:
+    """The check of a message "KEY = VALUE ...; remedy"."""
+    found, _, remedy = problem.rpartition("; ")
+    key = next((word for word in problem.removeprefix("no such file: ").split() if "." in word), "files")
+    return Check("FAIL", key, found or problem, remedy if found else "see --dry-run")
+
+
+def check_port(host: str, port: int) -> Check:
+    try:
+        with socket.create_server((host, port)):
+            return Check("OK", "rollout.port", f"{host}:{port} is free")
+    except OSError as error:
+        remedy = "use another port, or 0 for a free one"
+        return Check("FAIL", "rollout.port", f"{host}:{port}: {error.strerror}", remedy)
+
+
+# Tokenizer ----------------------------------------------------------------------------------------------------------
+
+
+def check_tokenizer(cfg: Config) -> list[Check]:
+    """BOS, EOS and vocabulary as a run uses them: prompts rendered by data.chat_template, responses ended by the EOS token."""
+    from megatron_rl.data.prompts import load_tokenizer  # imports transformers, which takes seconds
+
+    path = cfg.model.path
+    try:
+        tokenizer = load_tokenizer(path)
+    except ValueError as error:
+        return [Check("FAIL", "tokenizer", str(error), "copy it from the model's source")]
+    files = {name: read_json(path / name) for name in ("config.json", "generation_config.json")}
+    checks = [check_eos(tokenizer, files), check_bos(tokenizer, cfg)]
+    if cfg.data.chat_template and tokenizer.chat_template is not None:
+        checks.append(check_end_of_turn(tokenizer, cfg))
+    size = files["config.json"].get("vocab_size", 0)
+    found = f"{len(tokenizer):,} tokens, the model has {size:,}"
+    remedy = "the tokenizer is another model's: copy the right one to model.path"
+    return [*checks, fail_if(0 < size < len(tokenizer), "vocabulary", found, remedy)]
+
+
+def check_eos(tokenizer: PreTrainedTokenizerBase, files: dict[str, Json]) -> Check:
+    """A response ends with the tokenizer's EOS, which should be the EOS of the model's own files."""
+    eos = tokenizer.eos_token_id
+    pad = "" if tokenizer.pad_token is None else f", pad {tokenizer.pad_token!r}"
+    found = f"{tokenizer.eos_token!r} = {eos}{pad}"
+    for name, content in files.items():
+        theirs = content.get("eos_token_id")
+        ids = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
+        if ids and eos not in ids:
+            remedy = "a response would not end where the model ends it: correct eos_token in tokenizer_config.json"
+            return Check("FAIL", "EOS", f"{found}; {name}: {theirs}", remedy)
+        if len(ids) > 1:
+            more = [each for each in ids if each != eos]
+            remedy = "those end no response here: check that samples end"
+            return Check("WARN", "EOS", f"{found}; {name} has {more} too", remedy)
+    return Check("OK", "EOS", found)
+
+
+def check_bos(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> Check:
+    """Prompts are tokenised without special tokens: the template must write the BOS, once."""
+    bos = tokenizer.bos_token_id
+    ids = tokenizer(prompt_of(tokenizer, cfg), add_special_tokens=False)["input_ids"]
+    adds = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
+    if bos is not None and ids[:2] == [bos, bos]:
+        found = f"{tokenizer.bos_token!r} twice at the start of a prompt"
+        return Check("WARN", "BOS", found, "remove one from the template")
+    if adds and ids[:1] != [bos]:
+        found = f"{tokenizer.bos_token!r} starts texts of this tokenizer, but not prompts"
+        where = "the chat template" if cfg.data.chat_template else "data.template"
+        return Check("WARN", "BOS", found, f"write it at the start of {where}, if the model was trained with it")
+    found = "none" if bos is None else f"{tokenizer.bos_token!r}, {'once' if ids[:1] == [bos] else 'unused'}"
+    return Check("OK", "BOS", found)
+
+
+def prompt_of(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> str:
+    """A prompt as a run renders it."""
+    from megatron_rl.data.prompts import prompt_text
+
+    text = cfg.data.template.replace("{prompt}", QUESTION)
+    return prompt_text([{"role": "user", "content": text}], cfg.data, tokenizer)
+
+
+def check_end_of_turn(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> Check:
+    """The template's text after an answer is what the model was trained to end with; it should hold the EOS."""
+    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, **cfg.data.chat_template_kwargs)
+    ending = text.rpartition(ANSWER)[2]
+    is_other = bool(ending.strip()) and tokenizer.eos_token not in ending
+    found = f"the chat template ends an answer with {ending!r}, EOS is {tokenizer.eos_token!r}"
+    remedy = "responses may run to their limit: set eos_token to the one that ends a turn"
+    return warn_if(is_other, "end of a turn", found, remedy)
+
+
+# Reward -------------------------------------------------------------------------------------------------------------
+
+
+def check_reward(cfg: Config | None) -> Check:
+    """The reward function in its own worker process, as in a run; math-verify on known answers."""
+    from megatron_rl.reward.pool import RewardError, RewardPool
+
+    config = (cfg.reward if cfg else RewardConfig()).model_copy(update={"num_workers": 1, "on_error": "raise"})
+    name = f"reward.function = {config.function}"
+    items = list(VERIFIED) if cfg is None or config.function == "math" else rows_of(cfg)
+    start = time.monotonic()
+    try:
+        with RewardPool(config, hidden_env=cfg.rollout.api_key_env if cfg else None) as pool:
+            started = time.monotonic()
+            rewards = pool.score([item[:3] for item in items], shaped=False).tolist()
+    except (RewardError, OSError) as error:
+        return Check("FAIL", "reward", f"{name}: {error}", "fix the function; see docs/guides/reward.md")
+    seconds = f"{started - start:.1f} s to start, {time.monotonic() - started:.2f} s for {len(items)}"
+    if config.function != "math":
+        return Check("OK", "reward", f"{name}: labels as responses score {rewards}; {seconds}")
+    expected = [item[3] for item in items]
+    found = f"{name}: rewards of known answers {rewards}, expected {expected}; {seconds}"
+    return fail_if(rewards != expected, "reward", found, "pip install math-verify==0.9.0")
+
+
+def rows_of(cfg: Config) -> list[tuple[str, str, str, float]]:
+    """The first two rows of the training file, their labels as responses."""
+    found = []
+    for row in parse_rows(cfg.data.train, cfg.data):
+        if not isinstance(row, BrokenRow):
+            found.append((row.messages[-1]["content"], row.label, row.label, 0.0))
+        if len(found) == 2:
+            break
+    return found

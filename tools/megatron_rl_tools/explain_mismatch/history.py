@@ -1,0 +1,289 @@
+"""A trained run: at which step did the mismatch begin, and what else changed there?
+
+Reads metrics.jsonl, and of runs with saved tensors the two halves of every sequence: rollouts_STEP.safetensors (the server's) and
+trained_STEP.safetensors (the trainer's).  Shapes: S tokens, R sampled, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
+from megatron_rl.records import Rollout, StepResult
+from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
+from megatron_rl_tools.explain_mismatch import evidence as ev
+from megatron_rl_tools.explain_mismatch.evidence import Evidence
+from megatron_rl_tools.explain_mismatch.inputs import MOST_ROLLOUTS, single_sequence
+from megatron_rl_tools.explain_mismatch.ladder import EXACT_LIMIT
+from megatron_rl_tools.explain_mismatch.trainer_side import Half
+from megatron_rl_tools.explain_mismatch.verdicts import PROOF, SYMPTOM, Rule, Verdict, verdicts_of
+
+DIFFERENCE = "train/logratio_abs_mean"
+SHOWN = (
+    DIFFERENCE, "train/kl_mu_pi_k3", "routing/router_mismatch", "routing/replayed_mismatch", "routing/flipped_margin",
+    "routing/kept_margin", "rollout/staleness_mean",
+)  # fmt: skip
+"""Metrics that are compared before and after."""
+TIMES = 2.0
+SPREADS = 6.0
+LASTING = 3
+"""A beginning: this many steps in a row above EXACT_LIMIT nats, TIMES x the median before and SPREADS x its spread; with as
+many steps before."""
+
+NO_BEGINNING = "the difference of the two engines did not begin to grow at any step"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "routes_shifted", PROOF, ("routes.row_shift != 0",),
+        "{history.since}the server's routes are those of other rows: row j has the experts of "
+        "row j {routes.row_offset:+.0f}",
+        "rollout.urls", "a server that returns row j for the forward of token j",
+    ),
+    Rule(
+        "logprobs_shifted", PROOF, ("logprobs.shift != 0",),
+        "{history.since}the server's log-probs are those of other tokens, by {logprobs.offset:+.0f}",
+        "rollout.urls", "a server that returns each log-prob with its token",
+    ),
+    Rule(
+        "not_replayed", PROOF, ("after.routing/replayed_mismatch > 0",),
+        "{after.routing/replayed_mismatch:.2%} of the experts used in training are not the rollout's",
+        "replay.mode", "R3; check the layout with megatron-rl verify-replay",
+    ),
+    Rule(
+        "age", PROOF, ("after.rollout/staleness_mean > 0.5", "after.rollout/staleness_mean > 2 * "
+        "before.rollout/staleness_mean"),
+        "responses became older at step {history.began:.0f}: {before.rollout/staleness_mean:.2g} to "
+        "{after.rollout/staleness_mean:.2g} weight syncs between sampling and training",
+        "rollout.max_staleness",
+        "0, to see the engines alone",
+    ),
+    Rule(
+        "clear_flips", SYMPTOM,
+        ("history.began >= 1", "after.routing/flipped_margin > 0.5 * after.routing/kept_margin",
+        "ratio.routing/router_mismatch > 2"),
+        "routers disagree about clear choices from step {history.began:.0f} on "
+        "({after.routing/router_mismatch:.2%} of them, before {before.routing/router_mismatch:.2%}): the two "
+        "engines have other weights",
+        "rollout.verify_push",
+        "checksum: it names the tensor; or compare now with --url",
+    ),
+    Rule(
+        "rounding_grows", SYMPTOM, ("history.began >= 1", "ratio.routing/router_mismatch > 1.5"),
+        "log-ratios and close choices of routers grow together from step {history.began:.0f} on: precision, at "
+        "weights that became larger or sharper",
+        "rollout.dtype", "a more precise one; replay.mode = R3 takes the part of the routes away",
+    ),
+    Rule(
+        "began", SYMPTOM, ("history.began >= 1",),
+        "|log mu - log pi_old| began to grow at step {history.began:.0f}: {history.before:.2e} to "
+        "{history.after:.2e} nats; routers "
+        "agree as before", "rollout.temperature", "equal for requests and trainer; then compare precision and the "
+        "output head with --url",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class History:
+    """steps, differences: of DIFFERENCE; began: the first step that differs for good, None where none does."""
+
+    steps: np.ndarray
+    differences: np.ndarray
+    began: int | None
+    evidence: Evidence
+    verdicts: tuple[Verdict, ...]
+    events: tuple[str, ...] = ()
+    flips_by_layer: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def accuses(self) -> bool:
+        """A cause may be proven although no step is known: it was there from the first step on."""
+        return bool(self.verdicts) or self.began is not None
+
+    def lines(self) -> list[str]:
+        found = [
+            f"steps {int(self.steps[0])} to {int(self.steps[-1])}: {DIFFERENCE} {self.differences[0]:.2e} "
+            f"to {self.differences[-1]:.2e}"
+        ]
+        found += self.notes
+        if self.began is None:
+            found.append(NO_BEGINNING)
+        else:
+            found.append(
+                f"BEGAN at step {self.began}: {self.evidence['history.before']:.2e} before, "
+                f"{self.evidence['history.after']:.2e} after"
+            )
+        found += [f"  event {each}" for each in self.events]
+        for verdict in self.verdicts:
+            found += [f"CAUSE {verdict.name}: {verdict.cause}", f"  change {verdict.key}: {verdict.value}"]
+        return found
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "steps": self.steps.tolist(), "differences": self.differences.tolist(), "began": self.began,
+            "evidence": dict(self.evidence), "verdicts": [vars(each) for each in self.verdicts], "events": list(self.events),
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def read_history(folder: Path) -> History:
+    """Raises ValueError where the folder has no metrics of training steps."""
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{folder}: no {METRICS_FILE}; must be the folder of a run, or of a mini-batch in its batches/"
+        )
+    # NaN: no token of the step was counted
+    results = [each for each in read_metrics(path) if math.isfinite(each.metrics.get(DIFFERENCE, math.nan))]
+    if not results:
+        raise ValueError(f"{path}: no step has {DIFFERENCE}; the run must have finished a training step")
+    # counted from 1, as on the console and in rollouts.jsonl
+    steps = np.array([result.step + 1 for result in results])
+    differences = np.array([result.metrics[DIFFERENCE] for result in results], float)
+    at = beginning(differences)
+    found, began = Evidence(), None if at is None else int(steps[at])
+    found.add("history", since="" if began is None else f"from step {began} on ")
+    if at is not None:
+        found.add("history", began=float(steps[at]), before=median(differences[:at]), after=median(differences[at:]))
+        compare_metrics(found, results, at)
+    notes: list[str] = []
+    read_halves(
+        folder,
+        [int(step) for step in steps[at:]] if at is not None else [int(step) for step in steps[-3:]],
+        found,
+        notes,
+    )
+    flips = {
+        result.step + 1: result.per_layer["routing/flip_rate"]
+        for result in results
+        if "routing/flip_rate" in result.per_layer
+    }
+    events = () if began is None else tuple(events_near(folder, began))
+    return History(steps, differences, began, found, tuple(verdicts_of(found, RULES)), events, flips, tuple(notes))
+
+
+def beginning(values: np.ndarray) -> int | None:
+    """Index of the first value from which LASTING values in a row stand out of the LASTING or more before it."""
+    for at in range(LASTING, len(values) - LASTING + 1):
+        before, after = values[:at], values[at : at + LASTING]
+        spread = float(np.median(np.abs(before - np.median(before))))
+        limit = max(EXACT_LIMIT, TIMES * float(np.median(before)), float(np.median(before)) + SPREADS * spread)
+        if (after > limit).all():
+            return at
+    return None
+
+
+def median(values: np.ndarray) -> float:
+    return float(np.median(values)) if len(values) else math.nan
+
+
+def ratio(before: float, after: float) -> float:
+    """after / before; 1 where both are 0."""
+    if before == 0:
+        return math.inf if after > 0 else 1.0
+    return after / before
+
+
+def compare_metrics(found: Evidence, results: Sequence[StepResult], at: int) -> None:
+    for name in SHOWN:
+        before, after = (
+            median(np.array([each.metrics[name] for each in part if math.isfinite(each.metrics.get(name, math.nan))]))
+            for part in (results[:at], results[at:])
+        )
+        for prefix, value in (("before", before), ("after", after), ("ratio", ratio(before, after))):
+            if not math.isnan(value):
+                found.add(prefix, **{name: value})
+
+
+def events_near(folder: Path, step: int) -> list[str]:
+    """Lines of events.jsonl of this step and the one before, as text."""
+    try:
+        lines = (folder / "events.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:  # the last line of a run that was killed
+            continue
+        if event.get("step") in (step - 1, step):
+            found.append(f"step {event['step']}, {event.get('kind')}: {event.get('text', '')}")
+    return found
+
+
+def read_halves(folder: Path, steps: Sequence[int], found: Evidence, notes: list[str]) -> None:
+    """Evidence from both halves of the sequences of the first of these steps that has them."""
+    lines = trained_lines(folder)
+    for step in steps:
+        if step not in lines:
+            continue
+        try:
+            pairs = read_pairs(folder, step, lines[step])
+        except (SafetensorError, OSError) as error:
+            notes.append(f"step {step}: the trainer's half cannot be read: {error}")
+            return
+        if pairs:
+            rollouts, halves = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            notes.append(f"step {step}: {len(pairs)} sequences with the halves of both engines")
+            found.update(ev.route_evidence(rollouts, halves))
+            found.update(ev.logprob_evidence(rollouts, halves))
+            found.add("kl", live=ev.kl([r.rollout_logprobs for r in rollouts], [h.logprobs for h in halves]))
+        return
+
+
+class TrainedLine(TypedDict):
+    """Of a line of trained*.jsonl, what is read here."""
+
+    step: int
+    id: str
+    sampled_by: str
+    tensors: str | None
+    key: NotRequired[str]
+
+
+def trained_lines(folder: Path) -> dict[int, list[TrainedLine]]:
+    """Step -> the sequences whose trainer's half was saved, of all replicas; a cut last line is left out."""
+    found: dict[int, list[TrainedLine]] = {}
+    for path in sorted(folder.glob("trained*.jsonl")):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                line: TrainedLine = json.loads(text)
+            except ValueError:
+                continue
+            if line.get("tensors"):
+                found.setdefault(line["step"], []).append(line)
+    return found
+
+
+def read_pairs(folder: Path, step: int, lines: Sequence[TrainedLine]) -> list[tuple[Rollout, Half]]:
+    """(the server's half, the trainer's half); a group may be trained by another replica than the one that sampled it."""
+    ours = {name: load_file(folder / name) for name in {str(line["tensors"]) for line in lines}}
+    theirs: dict[str, tuple[dict[str, RecordedRollout], dict[str, np.ndarray]]] = {}
+    pairs = list[tuple[Rollout, Half]]()
+    for line in lines[:MOST_ROLLOUTS]:
+        name, source = line["id"], line["sampled_by"]
+        if source not in theirs:
+            records = {each.id: each for each in read_rollouts(folder / f"{source}.jsonl") if each.step == step}
+            theirs[source] = records, load_file(tensors_path(folder, step, source))
+        records, tensors = theirs[source]
+        trained = ours[str(line["tensors"])]
+        key = line.get("key", name)  # another one where two replicas sampled equal ids
+        old, own = trained.get(f"{key}:old_logprobs"), trained.get(f"{key}:own_experts")
+        if old is None or name not in records:
+            continue
+        rollout = single_sequence(records[name], tensors)
+        routes = np.zeros((len(rollout.tokens) - 1, 0, 0), np.int64) if own is None else own.astype(np.int64)
+        margin = trained.get(f"{key}:margin", np.zeros(routes.shape[:2]))
+        pairs.append((rollout, Half(old, routes, np.zeros(routes.shape[:2], np.float32), margin.astype(np.float32))))
+    return pairs

@@ -1,0 +1,168 @@
+"""The trainer's half: the project's engine on one rank, its log-probs, and what its routers choose by themselves.
+
+Shapes: S tokens of a sequence, R sampled, L MoE layers, K top-k, E experts; T packed rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.batch.split import make_mini_batch
+from megatron_rl.config import Config
+from megatron_rl.distributed import Parallel
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.model import moe_routers
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.records import MiniBatch, Rollout, Sample
+from megatron_rl_tools.verify_replay.routers import live_choice, selection_scores
+
+Edit = Callable[[Engine], AbstractContextManager[object]]
+"""A change of the trainer that lasts as long as the context."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """Of one sequence: log pi float32 [R] of the sampled tokens; routes int64 [S - 1, L, K], the routers' own choice given the
+    layers below; gap float32 [S - 1, L], by how much its lowest chosen score lies above the lowest of the server's experts (0
+    where both chose the same set); margin float32 [S - 1, L], the same above the best expert not chosen."""
+
+    logprobs: np.ndarray
+    routes: np.ndarray
+    gap: np.ndarray
+    margin: np.ndarray
+
+
+class TrainerSide:
+    """An engine of `cfg`, on this rank alone."""
+
+    def __init__(self, cfg: Config, parallel: Parallel) -> None:
+        self.cfg, self.parallel = cfg, parallel
+        self.engine = Engine(cfg, parallel, total_updates=1)
+        self.spec = self.engine.spec
+
+    def forward(self, rollouts: Sequence[Rollout], *, replay: bool, edit: Edit | None = None) -> list[Half]:
+        """Log-probs and routes of every sequence, in order.  replay: use the routes of the rollouts (R3)."""
+        engine = self.engine
+        samples = [Sample(rollout, 0.0) for rollout in rollouts]
+        with (edit or (lambda _: nullcontext()))(engine), RouterScores(engine) as scores:
+            batch = make_mini_batch(
+                samples,
+                max_tokens=self.cfg.run.max_tokens_per_micro_batch,
+                rule=engine.pack_rule,
+                dp_group=self.parallel.dp_group,
+            )
+            old = engine.old_logprobs(batch, MetricSums(), replay="R3" if replay else "none")
+        return self._halves(rollouts, batch, [values.cpu().numpy() for values in old.logprobs], scores)
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, tensor) of every parameter."""
+        for name, tensor in self.engine.export():
+            if tensor is not None:
+                yield name, tensor
+
+    def _halves(
+        self, rollouts: Sequence[Rollout], batch: MiniBatch, logprobs: Sequence[np.ndarray], scores: RouterScores
+    ) -> list[Half]:
+        found: dict[str, Half] = {}
+        by_id = {rollout.id: rollout for rollout in rollouts}
+        for number, (micro_batch, values) in enumerate(zip(batch.micro_batches, logprobs, strict=True)):
+            for name, start in zip(micro_batch.rollout_ids, micro_batch.cu_seqlens.tolist(), strict=False):
+                rollout = by_id[name]
+                rows = slice(start, start + len(rollout.tokens) - 1)
+                own = scores.of(number, rows, rollout.routed_experts)
+                found[name] = Half(values[start + rollout.sampled - 1].astype(np.float32), *own)
+        return [found[rollout.id] for rollout in rollouts]
+
+
+class RouterScores:
+    """Collects the scores by which every router selects, forward by forward."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.kind, self.top_k = engine.spec.router, engine.spec.top_k
+        self.routers = moe_routers(engine.chunks)
+        self.calls: list[list[torch.Tensor]] = [[] for _ in self.routers]
+        self.biases: list[torch.Tensor | None] = [router.expert_bias for _, router in self.routers]
+
+    def __enter__(self) -> RouterScores:
+        self.hooks = [
+            router.register_forward_hook(self._keep(number)) for number, (_, router) in enumerate(self.routers)
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _keep(self, number: int) -> Any:
+        def after(router: Any, inputs: tuple[torch.Tensor, ...], outputs: object) -> None:
+            with torch.no_grad():
+                logits = router.gating(inputs[0].detach())
+                self.calls[number].append(logits.view(-1, logits.shape[-1]).float().cpu())
+                self.biases[number] = (
+                    None if router.expert_bias is None else router.expert_bias.detach().float().cpu().clone()
+                )
+
+        return after
+
+    def of(self, micro_batch: int, rows: slice, served: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(routes, gap, margin) of these rows of a micro-batch; see Half."""
+        routes, gaps, margins = [], [], []
+        for layer, (calls, bias) in enumerate(zip(self.calls, self.biases, strict=True)):
+            logits = calls[micro_batch][rows]
+            scores = selection_scores(logits, self.kind, bias)
+            own = live_choice(logits, self.kind, bias, self.top_k)
+            lowest = scores.gather(1, own).amin(1)
+            margins.append(lowest - scores.scatter(1, own, -torch.inf).amax(1))
+            gap = torch.zeros(len(own))
+            if served is not None:
+                theirs = torch.from_numpy(served[:, layer].astype(np.int64))
+                same = (own[:, :, None] == theirs[:, None]).any(1).all(1)
+                gap = torch.where(same, 0.0, (lowest - scores.gather(1, theirs).amin(1)).clamp(min=0.0))
+            routes.append(own)
+            gaps.append(gap)
+        if not routes:
+            size = rows.stop - rows.start
+            return np.zeros((size, 0, 0), np.int64), np.zeros((size, 0), np.float32), np.zeros((size, 0), np.float32)
+        return (
+            torch.stack(routes, 1).numpy(),
+            torch.stack(gaps, 1).numpy().astype(np.float32),
+            torch.stack(margins, 1).numpy().astype(np.float32),
+        )
+
+
+@contextmanager
+def another_trainer(cfg: Config, parallel: Parallel, **model: object) -> Iterator[TrainerSide]:
+    """A trainer with other keys of [model]; its memory is free afterwards."""
+    side = TrainerSide(cfg.model_copy(update={"model": cfg.model.model_copy(update=model)}), parallel)
+    try:
+        yield side
+    finally:
+        del side
+        gc.collect()
+
+
+def with_routes(rollouts: Sequence[Rollout], routes: Sequence[np.ndarray]) -> list[Rollout]:
+    """The rollouts with these routes [S - 1, L, K]."""
+    return [
+        replace(rollout, routed_experts=ids, missing_routes=None, routes_digest=None)
+        for rollout, ids in zip(rollouts, routes, strict=True)
+    ]
+
+
+def linked_checkpoint(folder: Path, source: Path, config: Mapping[str, object]) -> Path:
+    """A folder with the tensors of `source` and another config.json, which a caller removes."""
+    folder.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file.resolve())
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+    return folder

@@ -1,0 +1,266 @@
+"""Tensor by tensor: does the server hold what the trainer exports, and if not, what does it hold?
+
+A server returns checksums, not values.  Of a tensor with another checksum the trainer's own values are changed in known ways
+until one has the server's: then the change is proven, not guessed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.weights.hf.files import HFFiles
+from megatron_rl.weights.hf.fp8 import dequantize_blocks, quantize_blocks
+from megatron_rl.weights.sync.checksums import HEX_DIGITS, PADDED, ROWS, WHOLE_ON_EVERY_RANK, ExportDigests
+from megatron_rl_tools.explain_mismatch.trainer_side import TrainerSide
+
+MOST_EXPLAINED = 6
+"""Served tensors that are searched for a known change."""
+CHANGED_FILE = "changed.safetensors"
+MOST_BYTES = 4 << 30
+"""Hashed while searching for two experts that changed places."""
+Parts = list[Tensor]
+"""The HF tensors of a served tensor, in its order, in the server's dtype."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """compared: served tensors with a checksum on both sides; wrong: those that differ, with the HF tensors in each.
+
+    changes: of a wrong one, the change that gives the server's checksum, such as "rounded to bfloat16"; relative: of a wrong one,
+    |server - trainer| / |trainer|, where the server's checkpoint is here and is what it holds; is_loaded: whether it is.
+    dtypes: of served tensors in another dtype than the server's own, or that only the trainer's dtype rounds.
+    unnamed: of those searched, without a known change.
+    replaced: HF tensors as the server must have them, of those with a known change.
+    """
+
+    compared: int = 0
+    wrong: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    changes: Mapping[str, str] = field(default_factory=dict)
+    relative: Mapping[str, float] = field(default_factory=dict)
+    is_loaded: bool = False
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    unnamed: int = 0
+    replaced: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def compare(
+    trainer: TrainerSide, ranks: Sequence[Mapping[str, str]], dtype: torch.dtype, loaded: Path | None
+) -> Comparison:
+    """ranks: checksums of the server's ranks; dtype: of the server; loaded: its checkpoint, where that is here."""
+    if not ranks:
+        return Comparison()
+    tensors = {name: tensor.detach().to("cpu") for name, tensor in trainer.export()}
+    ours = digests_of(tensors, dtype)
+    found = ours.digests()
+    known = {name for name in found if name in ranks[0] and (len(ranks) == 1 or WHOLE_ON_EVERY_RANK.search(name))}
+    wrong, dtypes = list[str](), dict[str, str]()
+    for name in sorted(known):
+        if all(rank.get(name) == found[name] for rank in ranks):
+            continue
+        parts = [tensors[part] for part in ours.parts[name]]
+        if dtype != torch.float32 and digest(name, parts, torch.float32) == ranks[0][name]:
+            dtypes[name] = "float32"  # routers and their biases, in some models
+        else:
+            wrong.append(name)
+    source, narrow = trainer.cfg.model.path, getattr(torch, trainer.cfg.model.dtype)
+    if wrong and narrow.itemsize < dtype.itemsize:
+        rounded = rounded_by_trainer(wrong, ranks[0], ours, tensors, source, dtype=dtype, narrow=narrow)
+        dtypes |= dict.fromkeys(rounded, trainer.cfg.model.dtype)
+        wrong = [name for name in wrong if name not in rounded]
+    changes, replaced = explain(wrong, ranks[0], ours, found, tensors, dtype)
+    relative = relative_differences(wrong, ranks[0], ours, tensors, dtype, loaded)
+    return Comparison(
+        compared=len(known),
+        wrong={name: ours.parts[name] for name in wrong},
+        changes=changes,
+        relative=relative,
+        is_loaded=bool(wrong) and len(relative) == len(wrong),
+        dtypes=dtypes,
+        unnamed=sum(name not in changes for name in searched(wrong, ranks[0], found)),
+        replaced=replaced,
+    )
+
+
+def rounded_by_trainer(
+    wrong: Sequence[str],
+    theirs: Mapping[str, str],
+    ours: ExportDigests,
+    tensors: Mapping[str, Tensor],
+    source: Path,
+    *,
+    dtype: torch.dtype,
+    narrow: torch.dtype,
+) -> set[str]:
+    """Those of which the server has the values of the trainer's checkpoint, and the trainer the same in `narrow`."""
+    found = set[str]()
+    with HFFiles(source) as files:
+        for name in wrong:
+            names = ours.parts[name]
+            if not all(part in files.headers for part in names):
+                continue
+            values = [files.read(part) for part in names]
+            mine = [tensors[part] for part in names]
+            is_rounded = all(torch.equal(v.to(narrow).to(own.dtype), own) for v, own in zip(values, mine, strict=True))
+            if is_rounded and digest(name, values, dtype) == theirs[name]:
+                found.add(name)
+    return found
+
+
+def digests_of(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> ExportDigests:
+    digests = ExportDigests(tensors)
+    for name, tensor in tensors.items():
+        digests.add(name, tensor.to(dtype))
+    return digests
+
+
+def digest(name: str, parts: Sequence[Tensor], dtype: torch.dtype) -> str:
+    """The checksum of a served tensor made of these parts."""
+    value = hashlib.sha256()
+    for part in parts:
+        part = part.to(dtype).contiguous()
+        value.update(part.reshape(-1).view(torch.uint8).numpy().data)
+        if name.endswith(PADDED):
+            value.update(bytes(-len(part) % ROWS * part[0].nbytes))
+    return value.hexdigest()[:HEX_DIGITS]
+
+
+# Known changes
+
+
+def fp8(tensor: Tensor) -> Tensor:
+    return dequantize_blocks(*quantize_blocks(tensor)) if tensor.dim() == 2 else tensor
+
+
+CHANGES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "rounded to bfloat16": lambda tensor: tensor.bfloat16(),
+    "rounded to float16": lambda tensor: tensor.half(),
+    "rounded to fp8 in blocks": fp8,
+    "zeros": torch.zeros_like,
+    "ones": torch.ones_like,
+    "transposed": lambda tensor: tensor.T if tensor.dim() == 2 else tensor,
+}
+"""Of every part of a served tensor alike."""
+
+
+def explain(
+    wrong: Sequence[str],
+    theirs: Mapping[str, str],
+    ours: ExportDigests,
+    found: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """(name -> change, HF tensors after it).  First those that hold another tensor of the trainer's: that costs nothing."""
+    owners = {value: name for name, value in found.items()}
+    changes, replaced = dict[str, str](), dict[str, Tensor]()
+    for name in wrong:
+        if theirs[name] in owners:
+            owner = owners[theirs[name]]
+            changes[name] = f"holds {owner}"
+            replaced |= {part: tensors[other] for part, other in zip(ours.parts[name], ours.parts[owner], strict=False)}
+    for name in searched(wrong, theirs, found):
+        parts = [tensors[part] for part in ours.parts[name]]
+        for change, changed in candidates(name, parts):
+            if digest(name, changed, dtype) == theirs[name]:
+                changes[name] = change
+                replaced |= dict(zip(ours.parts[name], changed, strict=True))
+                break
+    return changes, replaced
+
+
+def searched(wrong: Sequence[str], theirs: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """The wrong tensors that a known change is searched for."""
+    return [name for name in wrong if theirs[name] not in found.values()][:MOST_EXPLAINED]
+
+
+def candidates(name: str, parts: Parts) -> Iterator[tuple[str, Parts]]:
+    """(change, parts after it).  name: of the served tensor."""
+    for change, apply in CHANGES.items():
+        yield change, [apply(part) for part in parts]
+    if len(parts) < 4:
+        yield from ((f"parts {a} and {b} swapped", swapped(parts, a, b, 1)) for a, b in pairs(len(parts)))
+        return
+    each = 2 if name.endswith("w13_weight") else 1  # gate and up of every expert
+    experts = len(parts) // each
+    yield "experts rolled by one", parts[each:] + parts[:each]
+    yield "experts rolled by one", parts[-each:] + parts[:-each]
+    if each == 2:
+        yield "gate and up swapped", [parts[number ^ 1] for number in range(len(parts))]
+    budget = MOST_BYTES // max(1, sum(part.nbytes for part in parts))
+    for a, b in itertools.islice(pairs(experts), budget):
+        yield f"experts {a} and {b} swapped", swapped(parts, a, b, each)
+    for change, expert in itertools.product(("rounded to fp8 in blocks", "zeros"), range(min(experts, budget))):
+        own = range(expert * each, (expert + 1) * each)
+        yield (
+            f"expert {expert} {change}",
+            [CHANGES[change](part) if number in own else part for number, part in enumerate(parts)],
+        )
+
+
+def pairs(count: int) -> Iterator[tuple[int, int]]:
+    return itertools.combinations(range(count), 2)
+
+
+def swapped(parts: Parts, a: int, b: int, each: int) -> Parts:
+    order = list(range(len(parts)))
+    for number in range(each):
+        order[a * each + number], order[b * each + number] = b * each + number, a * each + number
+    return [parts[number] for number in order]
+
+
+def relative_differences(
+    wrong: Sequence[str],
+    theirs: Mapping[str, str],
+    ours: ExportDigests,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    loaded: Path | None,
+) -> dict[str, float]:
+    """Of the wrong tensors that the server holds as its checkpoint `loaded` has them."""
+    if loaded is None or not wrong:
+        return {}
+    relative = {}
+    with HFFiles(loaded) as files:
+        for name in wrong:
+            names = ours.parts[name]
+            if not all(part in files.headers for part in names):
+                continue
+            values = [files.read(part) for part in names]
+            if digest(name, values, dtype) != theirs[name]:
+                continue
+            pairs_of = [(tensors[part].double(), value.double()) for part, value in zip(names, values, strict=True)]
+            if all(mine.shape == value.shape for mine, value in pairs_of):
+                difference = sum(float((value - mine).square().sum()) for mine, value in pairs_of)
+                size = sum(float(mine.square().sum()) for mine, _ in pairs_of)
+                relative[name] = (difference / max(size, 1e-30)) ** 0.5
+    return relative
+
+
+def changed_checkpoint(folder: Path, source: Path, replaced: Mapping[str, Tensor]) -> Path:
+    """A checkpoint in `folder` that reads these tensors from a file of its own and all others from `source`."""
+    folder.mkdir(parents=True)
+    with HFFiles(source) as files:
+        shapes = {name: header.shape for name, header in files.headers.items()}
+        dtypes = {name: header.torch_dtype() for name, header in files.headers.items()}
+        places = {name: header.file.name for name, header in files.headers.items()}
+    for file in source.iterdir():
+        if not file.name.endswith(".index.json"):
+            (folder / file.name).symlink_to(file.resolve())
+    own = {
+        name: tensor.to(dtypes[name]).reshape(shapes[name]).contiguous().clone()
+        for name, tensor in replaced.items()
+        if name in places
+    }
+    save_file(own, folder / CHANGED_FILE, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": places | dict.fromkeys(own, CHANGED_FILE)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder

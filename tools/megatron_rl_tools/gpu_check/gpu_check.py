@@ -1,0 +1,75 @@
+"""The command `megatron-rl gpu-check`: runs the chosen steps and writes the page; options.py parses its arguments."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config.device_limits import Device
+from megatron_rl_tools.doctor.check_packages import installed_versions
+from megatron_rl_tools.gpu_check.options import parse
+from megatron_rl_tools.gpu_check.page import totals, write_results
+from megatron_rl_tools.gpu_check.runner import StepReport, run_job
+from megatron_rl_tools.gpu_check.steps import STEPS, Place, Step, job
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print(
+            "megatron-rl gpu-check: --device cuda: torch sees no GPU here; start it where the GPU is, or use --device cpu",
+            file=sys.stderr,
+        )
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    place = Place(args.device, args.out.resolve(), args.quick, args.server_python)
+    chosen = [step for step in STEPS if step.name in args.steps] if args.steps else list(STEPS)
+    reports = run_steps(chosen, place, machine(args.device))
+    print(f"{totals(reports)}: {args.out / 'report.md'}")
+    return 1 if any(report.outcome.verdict == "failed" for report in reports) else 0
+
+
+def run_steps(steps: Sequence[Step], place: Place, facts: dict[str, str]) -> list[StepReport]:
+    reports: list[StepReport] = []
+    for step in steps:
+        print(f"{step.name:<15}{step.purpose} At most {step.minutes:g} min ...", flush=True)
+        report = run_job(job(step, place), place.folder)
+        reports.append(report)
+        write_results(place.folder, facts, reports)
+        reason = f": {report.outcome.reason}" if report.outcome.reason else ""
+        print(f"{'':<15}{report.outcome.verdict} in {report.seconds:.0f} s{reason}", flush=True)
+    return reports
+
+
+def machine(device: Device) -> dict[str, str]:
+    """Hardware, versions and commit, for the page."""
+    facts = {"device": device, "host": platform.node(), "system": platform.platform()}
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "gpu": f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory / 2**30:.1f} GiB",
+            "cuda": str(torch.version.cuda),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+        }
+    facts |= installed_versions() | {"megatron_rl": metadata.version("megatron_rl")}
+    return facts | {"commit": output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")}
+
+
+def output(*command: str) -> str:
+    """What a command prints, or why there is nothing."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown ({error})"
+    return done.stdout.strip() if done.returncode == 0 else f"unknown ({done.stderr.strip()})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

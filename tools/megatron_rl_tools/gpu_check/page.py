@@ -1,0 +1,59 @@
+"""The results of gpu-check as one JSON file and one Markdown page.  Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_rl_tools.gpu_check.result import Figure
+from megatron_rl_tools.gpu_check.runner import StepReport
+
+SEND_BACK = "Send back the complete folder: this page, results.json, and log.txt of each step."
+
+
+def write_results(folder: Path, machine: Mapping[str, str], reports: Sequence[StepReport]) -> None:
+    """results.json and report.md in `folder`; called after every step, so that a run that is killed leaves them."""
+    everything = {"machine": dict(machine), "steps": [asdict(report) for report in reports]}
+    (folder / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
+    (folder / "report.md").write_text(page(machine, reports))
+
+
+def page(machine: Mapping[str, str], reports: Sequence[StepReport]) -> str:
+    lines = ["# gpu-check", "", totals(reports), "", SEND_BACK, "", "## Machine", ""]
+    lines += table(("what", "value"), machine.items())
+    lines += ["", "## Steps", ""]
+    rows = [(r.name, r.outcome.verdict, f"{r.seconds:.0f} s of {r.minutes:g} min", r.outcome.reason) for r in reports]
+    lines += table(("step", "verdict", "time", "reason"), rows)
+    for report in reports:
+        lines += ["", f"## {report.name}", "", report.purpose, ""]
+        lines += table(("figure", "value"), flat(report.outcome.figures)) if report.outcome.figures else ["No figures."]
+    return "\n".join(lines) + "\n"
+
+
+def totals(reports: Sequence[StepReport]) -> str:
+    counts = Counter(report.outcome.verdict for report in reports)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("passed", "failed", "not possible"))
+
+
+def table(head: Sequence[str], rows: object) -> list[str]:
+    assert not isinstance(rows, str)
+    cells = [head, ["---"] * len(head), *rows]  # type: ignore[misc]  # rows of text
+    return ["| " + " | ".join(escaped(str(cell)) for cell in row) + " |" for row in cells]
+
+
+def escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def flat(figures: Mapping[str, Figure], before: str = "") -> list[tuple[str, str]]:
+    """(dotted name, value) of nested figures; floats with four digits."""
+    rows: list[tuple[str, str]] = []
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            rows += flat(value, f"{before}{name}.")
+        else:
+            rows.append((f"{before}{name}", f"{value:.4g}" if isinstance(value, float) else str(value)))
+    return rows

@@ -1,0 +1,112 @@
+"""Steps on routing replay and checkpoints in bf16, with the layers of this device."""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+from megatron_rl.checkpoint.folder import latest_checkpoint
+from megatron_rl.distributed import make_parallel
+from megatron_rl.engine.engine import Engine
+from megatron_rl_tools.convert.convert_hf import convert
+from megatron_rl_tools.gpu_check.material import QWEN3_MOE, engine_of, make_batch, make_config, make_samples
+from megatron_rl_tools.gpu_check.memory import step
+from megatron_rl_tools.gpu_check.result import Figure, Findings, Outcome
+from megatron_rl_tools.gpu_check.steps import Place
+from megatron_rl_tools.verify_replay.inputs import make_given, write_random_checkpoint
+from megatron_rl_tools.verify_replay.passes import Proof
+from megatron_rl_tools.verify_replay.verify_replay import shape_of
+
+COMBINATIONS = [(mode, recompute) for mode in ("R3", "R2") for recompute in ("none", "full", "selective")]
+QUICK = [("R3", "none"), ("R3", "full"), ("R2", "selective")]
+SAVE_LIMIT = 1.1
+"""Peak of a save / memory before it."""
+
+
+def layouts(place: Place) -> Outcome:
+    """Each mode with each kind of recompute: experts that routers used, and gradients of a replayed live pass."""
+    findings = Findings()
+    path = place.folder / "model"
+    path.mkdir()
+    spec = write_random_checkpoint(QWEN3_MOE, path, dtype=torch.bfloat16)
+    fixed = {"lr": 0.0, "weight_decay": 0.0, "distributed": False, "clip_grad": 0.0}
+    for mode, recompute in QUICK if place.quick else COMBINATIONS:
+        cfg = make_config(
+            path, place.device, model={"recompute": recompute}, replay={"mode": mode, "measure": False}, optim=fixed
+        )
+        parallel = make_parallel(cfg.parallel, device=place.device, timeout_minutes=5)
+        try:
+            proof = Proof(cfg, parallel, make_given(shape_of(spec, parallel, 2)), spec)
+            checks, _ = proof.run_rounds()
+            checks.append(proof.replay_live()[0])
+        finally:
+            parallel.destroy()
+        findings.figures[f"{mode}, recompute {recompute}"] = {check.name: check.detail for check in checks}
+        for check in checks:
+            findings.check(check.passed, f"{mode}, recompute {recompute}: {check.name}: {check.detail}")
+    return findings.outcome
+
+
+def checkpoint(place: Place) -> Outcome:
+    """One update, saved; a new engine that loads it makes the same second update; the converter writes the same weights."""
+    findings = Findings()
+    path = place.folder / "model"
+    path.mkdir()
+    wider = {"hidden_size": 1024, "num_experts": 32, "moe_intermediate_size": 512}  # 0.2 G parameters
+    size = {} if place.quick or place.device == "cpu" else wider
+    spec = write_random_checkpoint(QWEN3_MOE | size, path, dtype=torch.bfloat16)
+    cfg = make_config(path, place.device, replay={"mode": "R3", "measure": False}, optim={"lr": 1e-3})
+    samples = make_samples(spec, (50, 90, 120))
+    with engine_of(cfg) as engine:
+        step(engine, make_batch(engine, samples), "R3")
+        saved = weights(engine)
+        findings.figures |= save(engine, place, findings)
+        step(engine, make_batch(engine, samples), "R3")
+        continued = weights(engine)
+    folder = latest_checkpoint(place.folder / "checkpoints")
+    assert folder is not None
+    with engine_of(cfg) as engine:
+        Checkpointer(engine, place.folder / "checkpoints").load(folder)
+        findings.check(same(weights(engine), saved), "the loaded weights are not the saved ones")
+        step(engine, make_batch(engine, samples), "R3")
+        resumed = weights(engine)
+    difference = max(float((resumed[name] - tensor).abs().max()) for name, tensor in continued.items())
+    findings.figures["largest difference after the second update"] = difference
+    if place.device == "cpu":  # on a GPU atomics add gradients in any order
+        findings.check(difference == 0, f"a resumed update differs from the continued one by {difference:.2g}")
+    convert(folder, place.folder / "hf", config=path)
+    written = {
+        name: tensor for file in (place.folder / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    findings.check(same(written, saved), "the converted HF checkpoint does not have the saved weights")
+    findings.figures["tensors converted"] = len(written)
+    return findings.outcome
+
+
+def save(engine: Engine, place: Place, findings: Findings) -> dict[str, Figure]:
+    on_gpu = place.device == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if on_gpu else 0
+    writer = Checkpointer(engine, place.folder / "checkpoints")
+    writer.save(Snapshot(1, {}))
+    writer.wait()
+    if not on_gpu:
+        findings.not_run.append("peak memory of a save: torch counts the memory of a GPU only")
+        return {}
+    ratio = torch.cuda.max_memory_allocated() / held
+    findings.check(ratio <= SAVE_LIMIT, f"a save needs {ratio:.2f} times the memory before it (limit {SAVE_LIMIT})")
+    return {"GiB before the save": held / 2**30, "peak of the save / before": ratio}
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    """HF name -> a copy on the host."""
+    return {name: tensor.cpu().clone() for name, tensor in engine.export() if tensor is not None}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        tensor.equal(other[name].to(tensor.dtype)) for name, tensor in one.items()
+    )

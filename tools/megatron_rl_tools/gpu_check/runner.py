@@ -1,0 +1,86 @@
+"""Run steps one after another, each a process with a time limit: a failing or hanging one does not stop the following ones.
+
+A step writes result.json (result.py) into its folder, and its output goes to log.txt there.  Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl_tools.gpu_check.result import Outcome, read_outcome
+
+LOG = "log.txt"
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step as a process.  minutes: its limit."""
+
+    name: str
+    purpose: str
+    minutes: float
+    command: Sequence[str]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished step."""
+
+    name: str
+    purpose: str
+    minutes: float
+    seconds: float
+    outcome: Outcome
+
+
+def run_job(job: Job, folder: Path) -> StepReport:
+    """Run the job in folder/name, which is emptied first.  Its processes have ended on return."""
+    place = folder / job.name
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    environ = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
+    start = time.monotonic()
+    with open(place / LOG, "wb") as log:
+        process = subprocess.Popen(
+            job.command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(60 * job.minutes)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:  # after Ctrl-C too: also its ranks and workers.  SGLang servers end with their parent
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return StepReport(job.name, job.purpose, job.minutes, time.monotonic() - start, judge(job, place, status))
+
+
+def judge(job: Job, place: Path, status: int | None) -> Outcome:
+    """status: of the process, None if it ran past its limit.  Figures that it wrote before are kept."""
+    found = read_outcome(place)
+    figures = found.figures if found else {}
+    if status is None:
+        return Outcome("failed", f"over its limit of {job.minutes:g} minutes; {last_line(place)}", figures)
+    if found is None or status != 0:
+        return Outcome("failed", f"exit status {status}: {last_line(place)}", figures)
+    return found
+
+
+def last_line(place: Path) -> str:
+    """The last line of the log that has text: of a traceback, the error."""
+    lines = (place / LOG).read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")[:500]

@@ -1,0 +1,81 @@
+"""Options of the commands that are one module: plan, replay-batch, make-tiny-model.  Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.options import positive
+from megatron_rl.plan.hardware import HARDWARE
+from megatron_rl_tools.tiny_tasks import TASKS
+
+PLAN = """Propose parallel layouts for a model and a number of GPUs, fastest first, by the computations of --dry-run.
+
+    megatron-rl plan --gpus 64 --model CHECKPOINT_DIR|NAME [--gpu h100] [--gpu-gib 80] [--reserve-gib 8] [--gpus-per-node 8]
+                         [--server-gpus 64] [--assume NAME=VALUE ...] [--top 8] [--config FILE.toml] [--section.key value ...]
+
+NAME: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2; of a checkpoint only config.json is read.  Without --config
+the step is that of the paper: 64 prompts x 16 responses of at most 32,768 tokens.  Memory and seconds are computed, not
+measured (docs/design/cost_model.md); --assume changes their assumptions.
+"""
+REPLAY_BATCH = (
+    "Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches; docs/guides/bad_step.md)."
+)
+MAKE_TINY_MODEL = (
+    "Makes a tiny Qwen3-MoE checkpoint that partly knows a task: a real model for a real RL run on any machine."
+)
+
+
+def parse_plan(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """The options of `megatron-rl plan`, and the overrides --section.key VALUE."""
+    parser = argparse.ArgumentParser(description=PLAN, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--gpus", type=positive, required=True, metavar="N", help="GPUs that train")
+    add("--model", required=True, help="checkpoint directory, or a name as above")
+    add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}; default: %(default)s")
+    add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU; default: that of --gpu")
+    add(
+        "--reserve-gib",
+        type=float,
+        default=8.0,
+        metavar="GIB",
+        help="for CUDA, nccl and fragments; default: %(default)g",
+    )
+    add("--gpus-per-node", type=positive, metavar="N", help="default: that of --gpu")
+    add("--server-gpus", type=positive, metavar="N", help="GPUs of all servers; default: as many as train")
+    add(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an assumption of the times (plan/hardware.py)",
+    )
+    add("--top", type=positive, default=8, metavar="N", help="layouts that are shown; default: %(default)s")
+    add("--config", type=Path, metavar="FILE", help="settings, as TOML: the step to plan for")
+    return parser.parse_known_args(argv)
+
+
+def parse_replay_batch(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="megatron-rl replay-batch", description=REPLAY_BATCH, allow_abbrev=False)
+    parser.add_argument("bundle", type=Path, help="a folder of RUN/batches")
+    parser.add_argument("--layout", help="such as tp=2,ep=2 (the rest 1); default: the saved one, or one rank")
+    parser.add_argument("--weights", type=Path, help="HF checkpoint of the policy, where the bundle has none")
+    parser.add_argument(
+        "--tokens", type=int, default=0, metavar="N", help="also show the N tokens with the largest loss"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--tolerance", type=float, help="relative, in another layout; default 1e-3, 5e-2 for bfloat16")
+    return parser.parse_args(argv)
+
+
+def parse_make_tiny_model(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=MAKE_TINY_MODEL)
+    parser.add_argument("out", type=Path, help="directory to write")
+    parser.add_argument("--task", default="sums", choices=TASKS)
+    for name, kind in (
+        ("seed", int), ("target_accuracy", float), ("hidden_size", int), ("num_layers", int), ("num_experts", int),
+        ("top_k", int), ("expert_size", int), ("num_heldout", int), ("max_steps", int),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS)
+    return parser.parse_args(argv)

@@ -1,0 +1,149 @@
+"""The command `megatron-rl plan`: proposes parallel layouts, fastest first; tools/options.py parses its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config import Config, RolloutConfig, load_config
+from megatron_rl.models.known import find_spec
+from megatron_rl.plan import grid
+from megatron_rl.plan.dry_run import gib
+from megatron_rl.plan.hardware import GIB, HARDWARE, find_hardware, read_assumptions
+from megatron_rl.plan.search import Candidate, Search
+from megatron_rl.plan.server_time import DecodeModel, ServerPlan, propose_servers
+from megatron_rl.plan.training_time import TrainingModel
+from megatron_rl_tools.options import parse_plan
+
+PAPER_STEP: dict[str, dict[str, object]] = {
+    "data": {"train": "unused.jsonl", "max_prompt_tokens": 2048},
+    "run": {"prompts_per_step": 64, "group_size": 16, "max_tokens_per_micro_batch": 36_864},
+    "rollout": {"max_response_tokens": 32_768},
+    "replay": {"mode": "R3"},
+    "model": {"layer_spec": "transformer_engine"},
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, overrides = parse_plan(argv)
+    try:
+        cfg = read_config(args, overrides)
+        spec = find_spec(args.model)
+        assumed = read_assumptions(args.assume)
+        hardware = find_hardware(args.gpu)
+        hardware = replace(hardware, per_node=args.gpus_per_node or hardware.per_node)
+        server_pool = propose_servers(spec, args.server_gpus or args.gpus, hardware, assumed)
+        cfg = with_servers(cfg, args, DecodeModel(spec, server_pool, hardware, assumed))
+    except ValueError as error:
+        print(f"megatron-rl plan: {error}", file=sys.stderr)
+        return 2
+    limit = (args.gpu_gib * GIB if args.gpu_gib else hardware.memory) - args.reserve_gib * GIB
+    trainer = TrainingModel(spec, cfg, args.gpus, hardware, assumed)
+    search = Search(trainer, limit)
+    found = search.found
+    rows = cfg.run.max_tokens_per_micro_batch
+    print(
+        f"{spec.architecture} on {args.gpus} x {hardware.name}, {rows:,} rows a micro-batch: {len(found)} layouts fit in "
+        f"{gib(int(limit))}"
+    )
+    if not found:
+        if search.refusals:
+            shown = {re.sub(r"\d+", "", text): text for text in reversed(search.refusals)}  # the first of each kind
+            print("\n".join(["refused, whatever the memory:", *reversed(shown.values())]), file=sys.stderr)
+        print(
+            "none fits: try more GPUs, a smaller run.max_tokens_per_micro_batch, model.fused_lm_head = true, or, since replicas "
+            "must divide the prompts, another run.prompts_per_step",
+            file=sys.stderr,
+        )
+        return 1
+    Console(width=140, highlight=False).print(table(found[: args.top], args.gpus))
+    print("\n".join(best_lines(trainer, found[0], server_pool)))
+    return 0
+
+
+def read_config(args: argparse.Namespace, overrides: list[str]) -> Config:
+    sections = {} if args.config else {name: dict(values) for name, values in PAPER_STEP.items()}
+    sections.setdefault("model", {})["path"] = str(args.model)
+    return load_config(args.config, overrides, sections)
+
+
+def with_servers(cfg: Config, args: argparse.Namespace, servers: DecodeModel) -> Config:
+    """`cfg` with the proposed servers, unless it names its own: on the trainer's GPUs, alternating with it, where they are those
+    of one node; else attached."""
+    rollout, num, size = cfg.rollout, servers.server_pool.num, servers.server_pool.devices
+    if rollout.urls or rollout.gpus or rollout.num_servers > 1 or rollout.weight_sync != "distributed":
+        return cfg
+    chosen: dict[str, object]
+    if is_shared(args, servers):
+        cached = int(servers.cached_tokens()) // 1024 * 1024
+        chosen = {
+            "num_servers": num,
+            "gpus": tuple(range(num * size)),
+            "weight_sync": "colocated",
+            "release_memory": True,
+        }
+        chosen |= {"max_server_restarts": 0, "max_total_tokens": max(cached, 1024)}
+    else:
+        chosen = {"urls": tuple(f"http://server{number}:30000" for number in range(num))}
+    return cfg.model_copy(update={"rollout": RolloutConfig.model_validate(rollout.model_dump() | chosen)})
+
+
+def is_shared(args: argparse.Namespace, servers: DecodeModel) -> bool:
+    """Whether rank 0 can start the servers on the trainer's GPUs: it starts them on its own host only."""
+    is_gpu = servers.hardware.name != HARDWARE["cpu"].name
+    return is_gpu and not args.server_gpus and args.gpus <= servers.hardware.per_node
+
+
+def server_options(cfg: Config, server_pool: ServerPlan, per_node: int) -> str:
+    """What the command line needs for the plan's servers."""
+    rollout = cfg.rollout
+    if rollout.urls:
+        is_one_node = server_pool.devices <= per_node
+        how = (
+            f"serve.sh with TP_SIZE={server_pool.devices}" if is_one_node else "SGLang's --nnodes: more than a node has"
+        )
+        return f"--rollout.urls and the addresses of {len(rollout.urls)} servers of {server_pool.devices} GPUs ({how})"
+    options = f"--rollout.num_servers {rollout.num_servers} --rollout.weight_sync {rollout.weight_sync}"
+    options += f" --rollout.gpus {' '.join(map(str, rollout.gpus))}" if rollout.gpus else ""
+    if rollout.release_memory:
+        options += " --rollout.release_memory --rollout.max_server_restarts 0"
+    return f"{options} --rollout.max_total_tokens {rollout.max_total_tokens}"
+
+
+def table(found: list[Candidate], gpus: int) -> Table:
+    kinds = ("weights", "gradients", "optimizer", "activations", "routes", "working", "total")
+    out = Table("tp", "cp", "pp", "ep", "etp", "dp", "recompute", *kinds, "old-logprob", "update", box=None)
+    for each in found:
+        p, used = each.cfg.parallel, each.memory
+        sizes = (p.tp, p.cp, p.pp, p.ep, p.expert_tp, grid.dp_size(p, gpus))
+        seconds = (f"{each.old_logprob.total:.1f} s", f"{each.update.total:.1f} s")
+        out.add_row(*map(str, sizes), each.cfg.model.recompute, *(gib(getattr(used, kind)) for kind in kinds), *seconds)
+    return out
+
+
+def best_lines(trainer: TrainingModel, best: Candidate, server_pool: ServerPlan) -> list[str]:
+    """The step of the first layout, and its settings."""
+    found = replace(trainer, cfg=best.cfg).step(server_pool)
+    p, sampling = best.cfg.parallel, found.rollout
+    sizes = (("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("ep", p.ep), ("etp", p.expert_tp))
+    stages = " ".join(map(str, ("", "--parallel.layers_per_stage", *p.layers_per_stage))) if p.layers_per_stage else ""
+    whose = "the trainer's, alternating with it" if best.cfg.rollout.release_memory else "others than the trainer's"
+    return [
+        f"first: {' '.join(f'--parallel.{name} {size}' for name, size in sizes)} "
+        f"--model.recompute {best.cfg.model.recompute}{stages}",
+        f"its step, computed: rollout {sampling.total:.0f} s, old-logprob {found.old_logprob.total:.1f} s, "
+        f"update {found.update.total:.1f} s, weight sync {found.weight_sync:.1f} s; {found.total:.0f} s in all",
+        f"servers: {server_pool.num} x {server_pool.devices} GPUs, {whose}; {sampling.slots:.0f} concurrent requests on each, "
+        f"{sampling.tail / sampling.total:.0%} of the rollout with idle slots",
+        f"their options: {server_options(best.cfg, server_pool, trainer.hardware.per_node)}",
+        f"an update, by part: {found.update.largest()}",
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,230 @@
+"""Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches; docs/guides/bad_step.md).
+
+    megatron-rl replay-batch runs/NAME/batches/step_000012_update_0                            # one rank, also without a GPU
+    torchrun --nproc_per_node 4 -m megatron_rl.cli replay-batch BUNDLE --layout tp=2,ep=2       # another layout
+In the layout and on the device that saved it every number must be equal in every bit; elsewhere loss and gradient norm within
+--tolerance.  Exit code: 0 they are, 1 they are not, 2 invalid arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.checkpoint.bundle import Bundle, Header, Results, read_header, results_of
+from megatron_rl.checkpoint.bundle_sequences import BundleError
+from megatron_rl.checkpoint.checkpointer import gather, layout_name
+from megatron_rl.config import Config, load_config
+from megatron_rl.data.prompts import load_tokenizer
+from megatron_rl.distributed import disable_tf32, make_parallel
+from megatron_rl.engine.engine import Engine, OldPass, UpdateTokens
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.records import MiniBatch
+from megatron_rl_tools.options import parse_replay_batch
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+LEAST_LOSS = 1e-2  # of mean-centred advantages: below it a difference is compared with this
+SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
+
+
+@dataclass(frozen=True, order=True)
+class TokenShare:
+    """A sampled token and what it adds to the loss."""
+
+    size: float
+    share: float = field(compare=False)
+    rollout: str = field(compare=False)
+    position: int = field(compare=False)
+    token: int = field(compare=False)
+    log_mu: float = field(compare=False)
+    log_old: float = field(compare=False)
+    log_pi: float = field(compare=False)
+    weight: float = field(compare=False)
+    advantage: float = field(compare=False)
+    state: str = field(compare=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_replay_batch(argv)
+    try:
+        header = read_header(args.bundle)
+        cfg = make_config(args, header)
+        if cfg.model.is_exact:
+            disable_tf32()
+        parallel = make_parallel(
+            cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes
+        )
+    except ValueError as error:
+        print(f"megatron-rl replay-batch: {error}", file=sys.stderr)
+        return 2
+    try:
+        try:
+            engine = Engine(cfg, parallel, total_updates=1)
+            bundle = Bundle(args.bundle, engine)
+            batch, old = bundle.load()
+        except ValueError as error:
+            print(f"megatron-rl replay-batch: {error}", file=sys.stderr)
+            return 2
+        results, tokens = compute(bundle, batch, old, args.tokens)
+        if parallel.rank == 0:
+            print("\n".join(describe(bundle, results, tolerance_of(args, cfg))))
+            if tokens:
+                print("\n".join(table(tokens, load_tokenizer(cfg.model.path))))
+        return 0 if is_reproduced(bundle, results, tolerance_of(args, cfg)) else 1
+    finally:
+        parallel.destroy()
+
+
+def make_config(args: argparse.Namespace, header: Header) -> Config:
+    """The run's, with these weights, layout and device.  Raises ValueError, naming the option."""
+    weights = args.weights or args.bundle / header["weights"]
+    if not weights.is_dir():
+        raise BundleError(
+            f"{args.bundle} has no weights, it needs those {header['weights']}; name an HF checkpoint of them with --weights"
+        )
+    values = {name: dict(keys) for name, keys in header["config"].items()}
+    values["model"]["path"] = str(weights)
+    values["run"]["device"] = args.device
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.layout is not None:
+        values["parallel"] = {**read_layout(args.layout)}
+    elif world == 1:
+        values["parallel"] = {}
+    elif world != header["ranks"]:
+        raise BundleError(
+            f"{args.bundle} was saved by {header['ranks']} ranks ({header['layout']}), there are {world}; "
+            f"start {header['ranks']}, or name a layout with --layout"
+        )
+    return load_config(None, [], values)
+
+
+def read_layout(text: str) -> dict[str, int]:
+    """tp=2,ep=2 as sizes.  Raises BundleError for anything else."""
+    sizes = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in SIZES or not size.isdecimal() or int(size) < 1:
+            raise BundleError(
+                f"--layout {text}: {part!r} must be one of {', '.join(SIZES)} with its size, such as tp=2"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+def compute(bundle: Bundle, batch: MiniBatch, old: OldPass, num_tokens: int) -> tuple[Results, list[TokenShare]]:
+    """The gradient of the mini-batch again, and the tokens that carry most of its loss.  Collective."""
+    engine = bundle.engine
+    sums, found = MetricSums(), list[TokenShare]()
+
+    def observe(tokens: UpdateTokens) -> None:
+        if num_tokens and engine.parallel.tp_rank == 0:
+            found[:] = heapq.nlargest(num_tokens, [*found, *shares(tokens)])
+
+    grad_norm = engine.compute_gradient(batch, old, sums, replay=bundle.replay, observe=observe)
+    metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
+    everyone = [token for part in gather(found) for token in part]
+    return results_of(engine, metrics, grad_norm), heapq.nlargest(num_tokens, everyone)
+
+
+def shares(tokens: UpdateTokens) -> list[TokenShare]:
+    """Every learned token of this rank's rows, with what it adds to the loss."""
+    found, loss, batch = [], tokens.loss, tokens.micro_batch
+    for row in loss.mask.nonzero().flatten().tolist():
+        if bool(loss.clipped_high[row] | loss.clipped_low[row]):
+            state = "clipped"
+        else:
+            state = "rejected" if bool(loss.rejected[row]) else ""
+        found.append(
+            TokenShare(
+                abs(float(tokens.shares[row])),
+                float(tokens.shares[row]),
+                batch.rollout_ids[int(batch.sequence_ids[row])],
+                int(batch.positions[row]) + 1,
+                int(batch.labels[row]),
+                float(batch.rollout_logprobs[row]),
+                float(tokens.old_logprobs[row]),
+                float(tokens.logprobs[row]),
+                float(loss.is_weight[row]),
+                float(batch.advantages[row]),
+                state,
+            )
+        )
+    return found
+
+
+# Results
+
+
+def tolerance_of(args: argparse.Namespace, cfg: Config) -> float:
+    return TOLERANCE[cfg.model.dtype] if args.tolerance is None else float(args.tolerance)
+
+
+def is_reproduced(bundle: Bundle, results: Results, tolerance: float) -> bool:
+    header = bundle.header
+    if bundle.is_exact:
+        return results.gradients == header["gradients"] and dict(results.metrics) == header["metrics"]
+    return is_near(results.loss, header["loss"], tolerance, LEAST_LOSS) and is_near(
+        results.grad_norm, header["grad_norm"], tolerance
+    )
+
+
+def is_near(found: float | None, saved: float | None, tolerance: float, least: float = 0.0) -> bool:
+    """Whether two numbers agree; None is one that is not finite."""
+    if found is None or saved is None:
+        return found is saved
+    return math.isclose(found, saved, rel_tol=tolerance, abs_tol=tolerance * least)
+
+
+def describe(bundle: Bundle, results: Results, tolerance: float) -> list[str]:
+    header, here = bundle.header, layout_name(bundle.engine)
+    exact = bundle.is_exact
+    other = "device" if bundle.is_same_layout else "layout"
+    rule = "every number must be equal in every bit" if exact else f"another {other}: within {tolerance:g}"
+    equal = sum(results.metrics.get(name) == value for name, value in header["metrics"].items())
+    others = {
+        name: abs(value - found) / max(abs(value), 1e-6)
+        for name, value in header["metrics"].items()
+        if value is not None and (found := results.metrics.get(name)) is not None and found != value
+    }
+    worst = max(others, key=lambda name: others[name], default="")
+    verdict = "equal on every rank" if results.gradients == header["gradients"] else "DIFFER"
+    return [
+        f"step {header['step'] + 1}, update {header['update']}, saved because: {header['reason']}",
+        f"saved as {header['layout']}, computed as {here}: {rule}",
+        line("loss", header["loss"], results.loss),
+        line("gradient norm", header["grad_norm"], results.grad_norm),
+        *([f"  gradients      {verdict}"] if exact else []),
+        f"  metrics         {equal} of {len(header['metrics'])} equal"
+        + (f"; furthest {worst}: {header['metrics'][worst]:.6g}, here {results.metrics[worst]:.6g}" if worst else ""),
+        "reproduced" if is_reproduced(bundle, results, tolerance) else "NOT reproduced",
+    ]
+
+
+def line(name: str, saved: float | None, found: float | None) -> str:
+    def shown(value: float | None) -> str:
+        return "not finite" if value is None else f"{value:.9g}"
+
+    return f"  {name:<14} {shown(saved)}, here {shown(found)}"
+
+
+def table(tokens: Sequence[TokenShare], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    rows = ["  loss        rollout            at  token                 log mu  log pi_old  log pi    pi/mu  advantage"]
+    for each in tokens:
+        text = ascii(tokenizer.decode([each.token]))  # a model's text: never control characters on a terminal
+        rows.append(
+            f"  {each.share:+.3e}  {each.rollout:<16} {each.position:>4}  {each.token:>6} {text:<14} {each.log_mu:>8.3f} "
+            f"{each.log_old:>9.3f} {each.log_pi:>8.3f} {each.weight:>9.3g} {each.advantage:>+9.3f} {each.state}".rstrip()
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The command `megatron-rl trace`: merges the ranks' files and prints where the time went; options.py parses its arguments."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megatron_rl.launch.trace_file import (
+    LAST,
+    TRACE_FOLDER,
+    merge,
+    read_rank,
+    read_ranks,
+    step_folder,
+    step_folder_name,
+    write,
+)
+from megatron_rl_tools.trace.gpu import gpu_events
+from megatron_rl_tools.trace.options import parse
+from megatron_rl_tools.trace.picture import draw
+from megatron_rl_tools.trace.summary import summarize
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 for a folder without traces."""
+    arguments = parse(argv)
+    try:
+        folder = find_folder(arguments.run, arguments.step)
+        ranks = [gpu_events(each, folder) for each in read_ranks(folder)]
+        events = merge(ranks)
+        out = arguments.out or folder.with_suffix(".json.gz")
+        write(out, events, {"run": arguments.run.resolve().name, "step": ranks[0].step + 1})
+        summary = summarize(events)
+        print("\n".join(summary.lines()))
+        if arguments.picture is not None:
+            draw(events, summary).savefig(arguments.picture, dpi=130)
+    except (ValueError, OSError) as error:
+        print(f"megatron-rl trace: {error}", file=sys.stderr)
+        return 2
+    print(f"{out}: open it in https://ui.perfetto.dev, which reads it in the browser, or in chrome://tracing")
+    return 0
+
+
+def find_folder(run: Path, step: int | None) -> Path:
+    """Raises ValueError where there is no trace of the step."""
+    found = sorted(path.parent for path in run.glob(f"{TRACE_FOLDER}/*/rank_00000.json.gz"))
+    if not found:
+        raise ValueError(f'{run}: no traces in {TRACE_FOLDER}/; run with --run.trace last, or "every N"')
+    if step is None:
+        return max(found, key=lambda folder: (folder / "rank_00000.json.gz").stat().st_mtime)
+    wanted = step_folder(run, step_folder_name(step - 1))
+    for folder in (wanted, step_folder(run, LAST)):
+        if folder in found and read_rank(folder / "rank_00000.json.gz").step == step - 1:
+            return folder
+    raise ValueError(f"{run}: step {step} was not traced; there are {', '.join(folder.name for folder in found)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""HTTP: what each path answers, and who may ask.
+
+Every request needs the token that the command printed: once as ?token=, then as a cookie.  Only GET; no other site may read an
+answer or frame the page; a response of a model travels as JSON, never as HTML.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from sqlite3 import Connection
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi import Query as Argument
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse
+
+from megatron_rl_viewer import experts, token_data
+from megatron_rl_viewer.answer import to_json
+from megatron_rl_viewer.query import Query, QueryError, groups_page, parse_filters, rollouts_page
+from megatron_rl_viewer.run import Run, Runs, differences
+
+STATIC = Path(__file__).parent / "static"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'; object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def create_app(runs: Runs, token: str, *, port: int = 0, static: Path = STATIC, follow: bool = True) -> FastAPI:
+    """The application; `follow` False leaves reading new lines to the caller (tests)."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if follow:
+            runs.start()
+        yield
+        if follow:
+            runs.stop()
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    guard(app, token, cookie=f"megatron_rl_view_{port}")  # cookies know no ports: two viewers must not share one
+    add_run_routes(app, runs)
+    add_rollout_routes(app, runs)
+    add_static_routes(app, static)
+    return app
+
+
+def guard(app: FastAPI, token: str, cookie: str) -> None:
+    """Refuse requests without the token with 401; set HEADERS on every answer, and JSON on every error."""
+
+    @app.middleware("http")
+    async def check(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        given = request.query_params.get("token")
+        if is_token(given, token):
+            place = "/" + request.scope["raw_path"].decode().lstrip("/")  # "//host" would lead elsewhere
+            rest = request.url.remove_query_params("token").query
+            response: Response = RedirectResponse(f"{place}?{rest}" if rest else place, status_code=303)
+            # lax: a link to the viewer that is clicked on another page works; that page can send GET alone, and read nothing
+            response.set_cookie(cookie, token, httponly=True, samesite="lax")
+        elif is_token(request.cookies.get(cookie), token):
+            response = await call_next(request)
+        else:
+            text = "401: open the URL that `megatron-rl view` printed, with its token\n"
+            response = PlainTextResponse(text, status_code=401)
+        response.headers.update(HEADERS)
+        return response
+
+    @app.exception_handler(QueryError)
+    async def refused(_: Request, error: QueryError) -> Response:
+        return answer({"detail": str(error)}, status=400)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        problems = [f"{each['loc'][-1]} = {each.get('input')}: {each['msg']}" for each in error.errors()]
+        return answer({"detail": "; ".join(problems)}, status=400)
+
+
+def is_token(given: str | None, token: str) -> bool:
+    return given is not None and secrets.compare_digest(given.encode(), token.encode())
+
+
+def answer(value: object, status: int = 200) -> Response:
+    return Response(to_json(value), status, media_type="application/json")
+
+
+def find(runs: Runs, number: int) -> Run:
+    if not 0 <= number < len(runs.runs):
+        raise HTTPException(404, f"no run {number}: there are {len(runs.runs)}")
+    return runs.runs[number]
+
+
+def add_run_routes(app: FastAPI, runs: Runs) -> None:
+    """Runs, their curves, events, settings and health."""
+
+    @app.get("/api/runs")
+    def all_runs() -> Response:
+        return answer([run.summary(number) for number, run in enumerate(runs.runs)])
+
+    @app.get("/api/runs/{number}/metrics")
+    def metrics(number: int, after: int = -1, names: str = "") -> Response:
+        run = find(runs, number)
+        run.read_small()
+        return answer(run.metrics.table(after, [name for name in names.split(",") if name]))
+
+    @app.get("/api/runs/{number}/events")
+    def events(number: int, after: int = -1) -> Response:
+        run = find(runs, number)
+        run.read_small()
+        return answer(run.events.since(after))
+
+    @app.get("/api/runs/{number}/config")
+    def config(number: int) -> Response:
+        run = find(runs, number)
+        return answer({"text": run.config_text, "values": run.config()[0]})
+
+    @app.get("/api/diff")
+    def diff(a: int, b: int) -> Response:
+        return answer(differences(find(runs, a).config()[0], find(runs, b).config()[0]))
+
+    @app.get("/api/runs/{number}/health")
+    def health(number: int) -> Response:
+        run = find(runs, number)
+        run.read_small()
+        return answer(run.health())
+
+
+def page_query(
+    offset: int = 0,
+    limit: int = 100,
+    sort: str = "step",
+    order: str = "desc",
+    q: str = "",
+    filters: Annotated[str, Argument(alias="filter")] = "",
+) -> Query:
+    return Query(offset, limit, sort, order, q, parse_filters(filters))
+
+
+PageQuery = Annotated[Query, Depends(page_query)]
+
+
+def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
+    """Tables of rollouts and groups, one rollout, experts."""
+
+    def table(number: int, query: Query, page: Callable[[Connection, Query], dict]) -> Response:
+        run = find(runs, number)
+        with closing(run.index.connect()) as connection:
+            found = page(connection, query)
+        return answer(found | {"indexing": run.index.progress})
+
+    @app.get("/api/runs/{number}/rollouts")
+    def rollouts(number: int, query: PageQuery) -> Response:
+        return table(number, query, rollouts_page)
+
+    @app.get("/api/runs/{number}/groups")
+    def groups(number: int, query: PageQuery) -> Response:
+        return table(number, query, groups_page)
+
+    @app.get("/api/runs/{number}/rollout/{key:path}")
+    def rollout(number: int, key: str) -> Response:
+        run = find(runs, number)
+        found = token_data.rollout(run, key)
+        if found is None:
+            indexing = run.indexing()
+            raise HTTPException(404, f"no rollout {key}" + (f": {indexing}; reload the page later" if indexing else ""))
+        return answer(found)
+
+    @app.get("/api/runs/{number}/experts")
+    def experts_of(number: int, step: str = "") -> Response:
+        run = find(runs, number)
+        run.read_small()
+        return answer(experts.summary(run, step))
+
+    @app.get("/api/runs/{number}/expert")
+    def expert(number: int, layer: Annotated[int, Argument(ge=0)], expert: Annotated[int, Argument(ge=0)]) -> Response:
+        run = find(runs, number)
+        run.read_small()
+        return answer(experts.over_steps(run, layer, expert))
+
+
+def add_static_routes(app: FastAPI, static: Path) -> None:
+    """The page and its files: those that are in `static`, nothing below or beside it."""
+
+    @app.get("/")
+    def index() -> Response:
+        if not (static / "index.html").is_file():
+            raise HTTPException(503, f"{static}: the page is not built; in a checkout: make viewer")
+        return FileResponse(static / "index.html")
+
+    @app.get("/static/{name}")
+    def file(name: str) -> Response:
+        known = {path.name: path for path in static.iterdir() if path.is_file()} if static.is_dir() else {}
+        if name not in known:
+            raise HTTPException(404, f"no file {name}")
+        return FileResponse(known[name])

@@ -1,0 +1,127 @@
+"""The metrics.jsonl and events.jsonl of a run in memory, followed while it runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+
+from megatron_rl.metrics.lines import MetricLines
+from megatron_rl_viewer.follow import Place, after, cut_line, is_rewritten, new_lines
+
+METRICS_FILE, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
+EVALUATION = "eval/"
+
+
+class MetricsFile:
+    """Steps as the files count them (finished steps, the first is 1).  A step that was written again: later values count.
+
+    revision grows whenever a step that was already there changed, so that who asked for later steps alone asks again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / METRICS_FILE
+        self.revision = 0
+        self._lock = Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._place, self._lines = Place(), MetricLines()
+        self._metrics: dict[int, dict[str, float]] = {}
+        self._per_layer: dict[int, dict[str, list[float]]] = {}
+        self.warnings: list[str] = []
+
+    def update(self) -> None:
+        with self._lock:
+            if is_rewritten(self.path, self._place):
+                self._clear()
+                self.revision += 1
+            for line in new_lines(self.path, self._place):
+                self._place = after(self._place, line)
+                if not line.data.strip():
+                    continue
+                try:
+                    step, _, metrics, per_layer = self._lines.parse(line.data)
+                except ValueError as error:
+                    self.warnings.append(f"{METRICS_FILE}:{line.number}: {error}")
+                    continue
+                self.revision += step in self._metrics
+                self._metrics[step] = self._metrics.get(step, {}) | metrics
+                self._per_layer[step] = self._per_layer.get(step, {}) | per_layer
+
+    @property
+    def all_warnings(self) -> list[str]:
+        cut = cut_line(self.path, self._place)
+        return [*self.warnings, *([cut] if cut else [])]
+
+    @property
+    def last_step(self) -> int:
+        with self._lock:  # another thread may add steps
+            return max((step for step, row in self._metrics.items() if is_training(row)), default=0)
+
+    @property
+    def num_layers(self) -> int:
+        with self._lock:
+            return max((len(values) for row in self._per_layer.values() for values in row.values()), default=0)
+
+    def table(self, after_step: int = -1, names: Sequence[str] = ()) -> dict:
+        """{"steps", "metrics", "per_layer", "evaluations"} of the steps > after_step; one value per step, NaN where none."""
+        with self._lock:
+            rows = {step: row for step, row in sorted(self._metrics.items()) if step > after_step}
+            per_layer = {step: self._per_layer[step] for step in rows}
+        trained = [step for step, row in rows.items() if is_training(row)]
+        evaluated = [step for step, row in rows.items() if any(name.startswith(EVALUATION) for name in row)]
+        known = sorted({name for row in rows.values() for name in row if not names or name in names})
+        layered = sorted({name for row in per_layer.values() for name in row if not names or name in names})
+
+        def columns(steps: Sequence[int], wanted: Sequence[str]) -> dict[str, list[float]]:
+            return {name: [rows[step].get(name, math.nan) for step in steps] for name in wanted}
+
+        return {
+            "steps": trained,
+            "metrics": columns(trained, [name for name in known if not name.startswith(EVALUATION)]),
+            "per_layer": {name: [per_layer[step].get(name, []) for step in trained] for name in layered},
+            "evaluations": {
+                "steps": evaluated,
+                "metrics": columns(evaluated, [name for name in known if name.startswith(EVALUATION)]),
+            },
+        }
+
+
+def is_training(row: dict[str, float]) -> bool:
+    """Not an evaluation alone."""
+    return any(not name.startswith(EVALUATION) for name in row)
+
+
+class EventsFile:
+    """events.jsonl: {"time", "step", "kind", "text", "seconds"?} per line, as trainer/events.py writes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / EVENTS_FILE
+        self._lock = Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._place = Place()
+        self.events: list[dict] = []
+        self.warnings: list[str] = []
+
+    def update(self) -> None:
+        with self._lock:
+            if is_rewritten(self.path, self._place):
+                self._clear()
+            for line in new_lines(self.path, self._place):
+                self._place = after(self._place, line)
+                try:
+                    event = json.loads(line.data)
+                    if not isinstance(event["step"], int) or not isinstance(event["kind"], str):
+                        raise TypeError("step must be an integer and kind a text")
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    self.warnings.append(f"{EVENTS_FILE}:{line.number}: not an event: {error!r}")
+                    continue
+                self.events.append(event)
+
+    def since(self, step: int) -> list[dict]:
+        return [event for event in self.events if event["step"] > step]

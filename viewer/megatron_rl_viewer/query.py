@@ -1,0 +1,233 @@
+"""Tables of rollouts and of groups from the index: pages of them, sorted, filtered, searched."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import unquote
+
+from megatron_rl_viewer.index import rollout_key
+
+MAX_LIMIT = 1000
+MAX_OFFSET = 2**53
+MAX_PARTS = 100  # conditions, words
+MAX_TEXT = 10_000  # characters; SQLite refuses a pattern of 50,000
+FEW = 5000  # rows that are sorted faster than an index of all is walked
+OPERATORS = {"=": "=", "!=": "!=", "<": "<", "<=": "<=", ">": ">", ">=": ">=", "contains": "LIKE"}
+
+
+class QueryError(ValueError):
+    """Arguments of a request that make no query; the message names the argument, the value and the rule."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text.encode("utf-8", "backslashreplace").decode())  # half a surrogate pair cannot be sent
+
+
+@dataclass(frozen=True)
+class Column:
+    """sql: what it is filtered and sorted by; None for texts that are searched instead."""
+
+    label: str
+    kind: Literal["number", "text", "share"]
+    sql: str | None
+
+
+ROLLOUT_COLUMNS = {
+    "step": Column("step", "number", "step"),
+    "id": Column("id", "text", "id"),
+    "prompt": Column("prompt", "text", None),
+    "response": Column("response", "text", None),
+    "reward": Column("reward", "number", "reward"),
+    "advantage": Column("advantage", "number", "advantage"),
+    "length": Column("tokens", "number", "length"),
+    "kl": Column("KL(mu, pi_old)", "number", "kl"),
+    "max_log_ratio": Column("largest log-ratio", "number", "max_log_ratio"),
+    "clipped_frac": Column("clipped", "share", "clipped_frac"),
+    "flip_frac": Column("flips", "share", "flip_frac"),
+    "finish_reason": Column("finish reason", "text", "finish_reason"),
+    "versions": Column("versions", "text", "version"),
+    "turns": Column("turns", "number", "turns"),
+    "has_tensors": Column("tensors", "number", "has_tensors"),
+}
+HIDDEN_FILTERS = {"group": Column("group", "text", "group_key"), "file": Column("file", "text", "file")}
+HIDDEN_GROUP_FILTERS = {"key": Column("key", "text", "key"), "file": Column("file", "text", "file")}
+GROUP_COLUMNS = {
+    "step": Column("step", "number", "step"),
+    "prompt": Column("prompt", "text", None),
+    "count": Column("responses", "number", "count"),
+    "reward_mean": Column("mean reward", "number", "reward_mean"),
+    "reward_min": Column("least reward", "number", "reward_min"),
+    "reward_max": Column("largest reward", "number", "reward_max"),
+    "length_mean": Column("mean tokens", "number", "length_mean"),
+    "kl": Column("KL(mu, pi_old)", "number", "kl"),
+    "flip_frac": Column("flips", "share", "flip_frac"),
+}
+FOUND = "number IN (SELECT rowid FROM search WHERE search MATCH ?)"
+
+
+@dataclass(frozen=True)
+class Query:
+    """One page.  filters: [{"column", "op", "value"}]; text: words that must all occur, each as the start of a word."""
+
+    offset: int = 0
+    limit: int = 100
+    sort: str = "step"
+    order: str = "desc"
+    text: str = ""
+    filters: Sequence[Mapping[str, object]] = ()
+
+
+def parse_filters(text: str) -> list[dict[str, object]]:
+    """The query argument `filter`."""
+    try:
+        filters = json.loads(text or "[]")
+    except (ValueError, RecursionError) as error:
+        raise QueryError(f"filter: not JSON: {error}") from error
+    if not isinstance(filters, list) or not all(isinstance(each, dict) for each in filters):
+        raise QueryError('filter: must be a list of {"column", "op", "value"}')
+    return filters
+
+
+def rollouts_page(connection: sqlite3.Connection, query: Query) -> dict:
+    """{"total", "columns", "rows"}; a row has its key and that of its group."""
+    where, values = conditions(query, {**ROLLOUT_COLUMNS, **HIDDEN_FILTERS}, FOUND)
+    total, numbers = page(connection, "rollouts", ROLLOUT_COLUMNS, query, where, values)
+    return {"total": total, "columns": described(ROLLOUT_COLUMNS), "rows": rollout_rows(connection, numbers)}
+
+
+def find_rollout(connection: sqlite3.Connection, key: str) -> sqlite3.Row | None:
+    """The row of a key, "STEP/FILE/ID" with the id encoded or not (a server decodes a path once); None where there is none."""
+    step, _, rest = key.partition("/")
+    file, _, name = rest.partition("/")
+    if not (step.isascii() and step.isdecimal() and len(step) < 10):
+        return None
+    find = "SELECT * FROM rollouts WHERE step = ? AND file = ? AND id = ?"
+    row = connection.execute(find, (int(step), file, unquote(name))).fetchone()
+    return row or connection.execute(find, (int(step), file, name)).fetchone()
+
+
+def rollout_rows(connection: sqlite3.Connection, numbers: Sequence[int]) -> list[dict[str, object]]:
+    """As a table shows them, in this order; without those that a rewritten step has replaced meanwhile."""
+    marks = ",".join("?" * len(numbers))
+    found = connection.execute(f"SELECT * FROM rollouts JOIN texts USING (number) WHERE number IN ({marks})", numbers)
+    by_number = {row["number"]: rollout_row(row) for row in found}
+    return [by_number[number] for number in numbers if number in by_number]
+
+
+def rollout_row(row: sqlite3.Row) -> dict[str, object]:
+    shown = {name: row[name] for name in ROLLOUT_COLUMNS} | {"has_tensors": bool(row["has_tensors"])}
+    key = rollout_key(row["step"], row["file"], row["id"])
+    return shown | {"key": key, "group": row["group_key"], "episode": row["episode"]}
+
+
+def groups_page(connection: sqlite3.Connection, query: Query) -> dict:
+    found = f"key IN (SELECT group_key FROM rollouts WHERE {FOUND})"
+    where, values = conditions(query, {**GROUP_COLUMNS, **HIDDEN_GROUP_FILTERS}, found)
+    total, numbers = page(connection, "groups", GROUP_COLUMNS, query, where, values)
+    marks = ",".join("?" * len(numbers))
+    rows = connection.execute(
+        f"SELECT groups.*, texts.prompt FROM groups LEFT JOIN texts ON texts.number = groups.first "
+        f"WHERE groups.number IN ({marks})",
+        numbers,
+    )
+    by_number = {row["number"]: {name: row[name] for name in ["key", *GROUP_COLUMNS]} for row in rows}
+    shown = [by_number[number] for number in numbers if number in by_number]
+    return {"total": total, "columns": described(GROUP_COLUMNS), "rows": shown}
+
+
+def described(columns: Mapping[str, Column]) -> list[dict[str, object]]:
+    return [
+        {"name": name, "label": column.label, "kind": column.kind, "filter": column.sql is not None}
+        for name, column in columns.items()
+    ]
+
+
+def page(
+    connection: sqlite3.Connection,
+    table: str,
+    columns: Mapping[str, Column],
+    query: Query,
+    where: str,
+    values: Sequence[object],
+) -> tuple[int, list[int]]:
+    """(rows that match, numbers of those of the page).  Each sort has an index, empty values come last."""
+    if not 0 <= query.offset <= MAX_OFFSET or not 0 < query.limit <= MAX_LIMIT:
+        raise QueryError(
+            f"offset = {query.offset}, limit = {query.limit}: must be >= 0, at most 2**53, and in 1..{MAX_LIMIT}"
+        )
+    if query.order not in ("asc", "desc"):
+        raise QueryError(f"order = {query.order}: must be asc or desc")
+    if query.sort not in columns or columns[query.sort].sql is None:
+        known = ", ".join(name for name, column in columns.items() if column.sql)
+        raise QueryError(f"sort = {query.sort}: must be one of {known}")
+    sql, order = columns[query.sort].sql, query.order.upper()
+    total = connection.execute(f"SELECT count(*) FROM {table} {where}", values).fetchone()[0]
+    plain = "+" if where and total <= FEW else ""  # SQLite uses no index for "+column"
+    rows = connection.execute(
+        f"SELECT number FROM {table} {where} ORDER BY {plain}{sql} {order} NULLS LAST, number {order} LIMIT ? OFFSET ?",
+        [*values, query.limit, query.offset],
+    )
+    return total, [row["number"] for row in rows]
+
+
+def conditions(query: Query, columns: Mapping[str, Column], found: str) -> tuple[str, list[object]]:
+    """(WHERE clause or "", its values).  Column names and operators come from our tables, values are always bound."""
+    clauses: list[str] = []
+    values: list[object] = []
+    if len(query.filters) > MAX_PARTS:
+        raise QueryError(f"filter: {len(query.filters)} conditions: must be at most {MAX_PARTS}")
+    for each in query.filters:
+        name, operator, value = each.get("column"), each.get("op"), each.get("value")
+        column = columns.get(name) if isinstance(name, str) else None
+        if column is None or column.sql is None:
+            known = ", ".join(name for name, column in columns.items() if column.sql)
+            raise QueryError(f"filter: column = {name}: must be one of {known}; texts are searched with q")
+        if not isinstance(operator, str) or operator not in OPERATORS:
+            raise QueryError(f"filter: op = {operator}: must be one of {', '.join(OPERATORS)}")
+        if not isinstance(value, str | int | float | bool):
+            raise QueryError(f"filter: value = {value} of {name}: must be a number or a text")
+        if operator == "contains":
+            escaped = re.sub(r"([%_\\])", r"\\\1", usable_text("filter", value))
+            clauses.append(f"{column.sql} LIKE ? ESCAPE '\\'")
+            values.append(f"%{escaped}%")
+        else:
+            plain = "" if operator == "=" else "+"  # for a range, one pass over the rows is faster than an index
+            clauses.append(f"{plain}{column.sql} {OPERATORS[operator]} ?")
+            values.append(filter_value(name, column, value))
+    if query.text.strip():
+        clauses.append(found)
+        values.append(search_words(query.text))
+    return ("WHERE " + " AND ".join(clauses) if clauses else ""), values
+
+
+def filter_value(name: object, column: Column, value: str | int | float | bool) -> str | float:
+    if column.kind == "text" and column.sql != "version":
+        return usable_text("filter", value)
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        raise QueryError(f"filter: value = {str(value)[:80]!r} of {name}: must be a number of at most 1e308") from None
+
+
+def usable_text(argument: str, value: object) -> str:
+    """As a text that SQLite takes."""
+    text = str(value)
+    if len(text) > MAX_TEXT or "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        shown = text[:80].encode("ascii", "backslashreplace").decode()
+        raise QueryError(f"{argument} = {shown!r}: must be at most {MAX_TEXT} characters of Unicode, without NUL")
+    return text
+
+
+def search_words(text: str) -> str:
+    """An FTS5 expression: every word of the text, as the start of a word.  A word between quotes is a phrase."""
+    words = [phrase or word for phrase, word in re.findall(r'"([^"]+)"|([^\s"]+)', usable_text("q", text))]
+    usable = [word for word in words if re.search(r"\w", word)]
+    if not usable:
+        raise QueryError(f"q = {text}: must have a letter or a digit: text is found by words")
+    if len(usable) > MAX_PARTS:
+        raise QueryError(f"q: {len(usable)} words: must be at most {MAX_PARTS} words")
+    return " AND ".join('"' + word.replace('"', '""') + '" *' for word in usable)

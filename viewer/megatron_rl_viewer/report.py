@@ -1,0 +1,248 @@
+"""report.html (one self-contained page) and report.png of a finished or running run, from the files it wrote."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from megatron_rl.config.redact import Redactor
+from megatron_rl.metrics.health import examine_results
+from megatron_rl.metrics.left_out import counts_of_run
+from megatron_rl.metrics.results import evaluations, read_settings, series
+from megatron_rl.metrics.samples import Row, best_and_worst, last_rollouts
+from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
+from megatron_rl.records import StepResult
+from megatron_rl_viewer.figure import draw_run
+from megatron_rl_viewer.report_style import STYLE
+
+logger = logging.getLogger(__name__)
+
+SHOWN_CHARACTERS = 1500
+SUMMARY = {
+    "rollout/reward_mean": "reward, training prompts",
+    "rollout/response_length_mean": "response tokens",
+    "rollout/turns_mean": "turns of an episode",
+    "rollout/environment_length_mean": "masked tokens, which an environment wrote, per episode",
+    "rollout/truncated_frac": "responses cut at the length limit",
+    "rollout/environment_seconds_mean": "seconds per episode outside sampling",
+    "train/entropy": "entropy (nats per token)",
+    "train/kl_mu_pi": "KL(mu, pi_old), k1",
+    "train/logratio_abs_mean": "mean abs(log mu - log pi_old)",
+    "logratio/train_infer_p99": "99 % of the tokens: abs(log pi_old - log mu) at most",
+    "logratio/staleness_p99": "99 % of the tokens: abs(log pi - log pi_old) at most",
+    "logratio/f2_frac": "F(2): tokens that the engines see with a probability over 2 x apart",
+    "first_order/total_median": "first-order approximation: what it leaves out, median response",
+    "first_order/total_p95": "the same, 95 % of the responses at most",
+    "train/ess": "effective sample size of the importance weights",
+    "train/nonfinite_frac": "tokens with a non-finite log-prob",
+    "optim/skipped_updates": "updates skipped for a non-finite gradient",
+    "rollout/zero_advantage_groups_frac": "prompts whose responses all score the same",
+    "routing/router_mismatch": "experts that differ, trainer alone",
+    "routing/replayed_mismatch": "experts that differ, used in training",
+    "routing/replaced_gate_mass": "gate weight of those experts, trainer alone",
+    "routing/flipped_margin": "k-th minus next score where they differ",
+    "routing/kept_margin": "the same where they agree",
+    "replay/missing_route_frac": "response tokens without a route",
+    "replay/prompt_missing_route_frac": "prompt tokens without a route",
+    "optim/grad_norm": "gradient norm",
+    "time/step": "seconds per step",
+}
+OWN_METRICS = {"reward/": "of the reward function, mean", "episode/": "of the rollout function or environment, mean"}
+"""Prefix of metrics whose names users choose."""
+SILENT_AT_ZERO = "replay/"  # metrics of errors: shown only where there were any
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write report.html and report.png into `run_dir` and return the page's path.
+
+    Needs metrics.jsonl (ValueError when it is missing or broken); rollouts.jsonl and config.toml are shown if present.
+    """
+    run_dir = Path(run_dir)
+    if not (run_dir / METRICS_FILE).is_file():
+        raise ValueError(f"{run_dir}: no {METRICS_FILE}; is this a run directory?")
+    results = read_metrics(run_dir / METRICS_FILE)
+    name = run_dir.resolve().name
+    picture = io.BytesIO()
+    draw_run(results, name).savefig(picture, format="png", dpi=110)
+    (run_dir / "report.png").write_bytes(picture.getvalue())
+    image = base64.b64encode(picture.getvalue()).decode()
+    parts = [
+        f"<h1>{html.escape(name)}</h1>",
+        headline(results),
+        *(f'<p class="big">{line}</p>' for line in accuracy_lines(results)),
+        health_list(results, read_settings(run_dir)),
+        left_out_table(results),
+        f'<h2>Curves</h2><div class="curves"><img alt="curves of the run" src="data:image/png;base64,{image}"></div>',
+        summary_table(results),
+        sample_tables(last_rollouts(run_dir), exported_rollouts(run_dir)),
+    ]
+    config = run_dir / "config.toml"
+    if config.is_file():
+        text = html.escape(config.read_text())
+        parts.append(f"<h2>Configuration</h2><details><summary>config.toml</summary><pre>{text}</pre></details>")
+    page = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(name)}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>"
+    )
+    path = run_dir / "report.html"
+    path.write_text(Redactor().text(page), encoding="utf-8")
+    return path
+
+
+def health_list(results: Sequence[StepResult], settings: Mapping[str, object]) -> str:
+    """What is wrong with the run, in words."""
+    items = []
+    for found in examine_results(results, settings):
+        advice = f"<p>Try: {html.escape(found.advice)}</p>" if found.advice else ""
+        name = f"<code>{found.metric}</code>, " if found.metric else ""
+        title = f"<b>{html.escape(found.title)}</b>{found.since}"
+        items.append(
+            f'<div class="finding {found.level}">{title}<p>{html.escape(found.text)}</p>{advice}'
+            f'<p class="note">{name}{found.guide}</p></div>'
+        )
+    return f"<h2>Health</h2>{''.join(items)}"
+
+
+def left_out_table(results: Sequence[StepResult]) -> str:
+    """Everything that was left out, replaced or repeated, of all steps (left_out.py)."""
+    rows = []
+    for count in counts_of_run(results):
+        entry = count.entry
+        # a tracker's class or an evaluation set may have any name
+        name = f"{html.escape(entry.label)}{entry.remark}"
+        text = f"{entry.text} {entry.advice}<br>" if entry.is_alarm else ""
+        note = f'<span class="note"><code>{html.escape(entry.metric)}</code>, {entry.guide}</span>'
+        rows.append([name, text + note, number(count.amount)])
+    title = "<h2>Left out, replaced or repeated</h2>"
+    if not rows:
+        return f'{title}<p class="note">Nothing.</p>'
+    return title + table(["", "", "count"], rows, numbers_from=2)
+
+
+def exported_rollouts(run_dir: Path) -> dict[str, str]:
+    """Key of a rollout -> its place in an export (megatron-rl view --export) that lies in the run's folder."""
+    links: dict[str, str] = {}
+    for path in sorted(run_dir.glob("*/data.js")):
+        try:
+            text = path.read_text(encoding="ascii")
+            responses = json.loads(text[text.index("{") : text.rindex("}") + 1])["responses"]
+            names = [run["name"] for run in responses["runs"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s: not an export of rollouts: %r", path, error)
+            continue
+        for place in responses:
+            _, _, rest = place.partition("runs/")
+            number, _, key = rest.partition("/rollout/")
+            if key and names[int(number)] == run_dir.resolve().name:
+                links[key] = f"{path.parent.name}/index.html#/run/{number}/rollout/{key}"
+    return links
+
+
+def headline(results: Sequence[StepResult]) -> str:
+    steps, _ = series(results, "rollout/reward_mean")
+    if not len(steps):
+        return '<p class="note">No training step is finished.</p>'
+    _, seconds = series(results, "time/step")
+    took = f", {seconds.sum() / 60:.1f} minutes" if len(seconds) else ""
+    return f'<p class="note">{steps[-1]} steps{took}; policy version {results[-1].policy_version}</p>'
+
+
+def accuracy_lines(results: Sequence[StepResult]) -> Iterator[str]:
+    """Before and after training, per evaluation set."""
+    for name in evaluations(results):
+        steps, values = series(results, name)
+        if len(steps) > 1:
+            label, before, after = html.escape(name.removeprefix("eval/")), values[0], values[-1]
+            yield f"{label}: {before:.3f} before training, <b>{after:.3f}</b> after {steps[-1]} steps"
+
+
+def summary_table(results: Sequence[StepResult]) -> str:
+    """First and last fifth of the run, for the metrics that matter."""
+    rows = []
+    for name, label in {**SUMMARY, **own_metrics(results)}.items():
+        _, values = series(results, name)
+        if len(values) and (values.any() or not name.startswith(SILENT_AT_ZERO)):
+            part = max(1, len(values) // 5)
+            shown = values[:part].mean(), values[-part:].mean(), values.min(), values.max()
+            # a program that an episode started may have chosen the name
+            rows.append([f"{label}<br><code>{html.escape(name)}</code>", *map(number, shown)])
+    head = ["", "first fifth", "last fifth", "minimum", "maximum"]
+    return f"<h2>Numbers</h2>{table(head, rows, numbers_from=1)}" if rows else ""
+
+
+def own_metrics(results: Sequence[StepResult]) -> dict[str, str]:
+    """Metrics of a user's functions -> label."""
+    names = sorted({name for result in results for name in result.metrics if not name.endswith("_total")})
+    return {name: label for name in names for prefix, label in OWN_METRICS.items() if name.startswith(prefix)}
+
+
+def sample_tables(rows: Sequence[Row], links: Mapping[str, str]) -> str:
+    """The best and the worst responses among the last rollouts, at most one per prompt; links: see exported_rollouts."""
+    tables, note = best_and_worst(rows)
+    note = f'<p class="note">{note}</p>'
+    return "".join(f"<h2>{title}</h2>{note}{sample_table(rows, links)}" for title, rows in tables.items() if rows)
+
+
+def sample_table(rows: Sequence[Row], links: Mapping[str, str]) -> str:
+    cells = [
+        [
+            text_cell(row["prompt"]),
+            text_cell(row["response"]),
+            text_cell(row["label"]),
+            f'<span class="{"good" if row["reward"] > 0 else "bad"}">{number(row["reward"])}</span>',
+            tokens_cell(row),
+            step_cell(row, links),
+        ]
+        for row in rows
+    ]
+    return table(["prompt", "response", "label", "reward", "tokens", "step"], cells, numbers_from=3)
+
+
+def step_cell(row: Row, links: Mapping[str, str]) -> str:
+    """The step; a link where an export shows the rollout token by token."""
+    link = links.get(f"{row['step']}/{row['file']}/{quote(str(row.get('id', '')), safe='')}")
+    return f'<a href="{html.escape(link)}">{row["step"]}</a>' if link else str(row["step"])
+
+
+def tokens_cell(row: Row) -> str:
+    """Response tokens; of an episode of several turns also the turns, their rewards and the environment's tokens."""
+    text = number(row.get("response_length", math.nan)) + (" (cut)" if row.get("finish_reason") == "length" else "")
+    if row.get("num_turns", 1) == 1:
+        return text
+    rewards = ", ".join(map(number, row.get("turn_rewards", ())))
+    environment = number(row.get("environment_length", 0))
+    turns = f"{number(row['num_turns'])} turns" + (f": {rewards}" if rewards else "")
+    return f"{text}<br>{turns}<br>{environment} of environment"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int) -> str:
+    """Cells are HTML; columns from `numbers_from` on are aligned to the right."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        left = "".join(f"<{tag}>{cell}</{tag}>" for cell in cells[:numbers_from])
+        right = "".join(f'<{tag} class="number">{cell}</{tag}>' for cell in cells[numbers_from:])
+        return f"<tr>{left}{right}</tr>"
+
+    return f"<table>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>"
+
+
+def text_cell(text: object) -> str:
+    shown = str(text)
+    if len(shown) > SHOWN_CHARACTERS:
+        shown = f"{shown[: SHOWN_CHARACTERS // 2]}\n[...]\n{shown[-SHOWN_CHARACTERS // 2 :]}"
+    return f"<pre>{html.escape(shown)}</pre>"
+
+
+def number(value: float) -> str:
+    value = float(value)
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.3g}"

@@ -1,0 +1,219 @@
+"""One run folder: its files, followed while they are written, and what is wrong with them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sqlite3
+import time
+import tomllib
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from threading import Event, Thread
+
+from megatron_rl.config.renamed import with_new_names
+from megatron_rl.metrics.health import examine
+from megatron_rl_viewer.index import Index, database_path, is_inside
+from megatron_rl_viewer.metrics import EventsFile, MetricsFile
+from megatron_rl_viewer.pieces import Pieces
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.toml"
+FOLLOW_SECONDS = 1.0
+LIVE_SECONDS = 300.0  # after the last write a run counts as ended
+
+
+class NoRunError(ValueError):
+    """A folder that is no run."""
+
+
+class Run:
+    """What the viewer knows of one run.  NoRunError unless the folder has a file of a run."""
+
+    def __init__(self, folder: Path, cache: Path, tokenizer: Path | None = None) -> None:
+        self.folder, self.tokenizer = folder, tokenizer
+        if not folder.is_dir():
+            raise NoRunError(
+                f"{folder}: no such folder; name a run directory, which holds config.toml and metrics.jsonl"
+            )
+        if not self._files():
+            raise NoRunError(
+                f"{folder}: no config.toml, metrics.jsonl or rollouts*.jsonl; name a run directory (run.dir/run.name)"
+            )
+        self.name = folder.resolve().name
+        self.metrics, self.events = MetricsFile(folder), EventsFile(folder)
+        self.index = Index(folder, database_path(folder, cache))
+        self._pieces: Pieces | None = None
+        self.problem: str | None = None  # why the index is not followed any more
+
+    def _files(self) -> list[Path]:
+        names = (CONFIG_FILE, "metrics.jsonl", "events.jsonl", "rollouts*.jsonl")
+        return [path for name in names for path in self.folder.glob(name) if is_inside(self.folder, path)]
+
+    def update(self, stop: Event | None = None) -> None:
+        """Read what was written since the last call."""
+        self.read_small()
+        try:
+            self.index.update(stop)
+            self.problem = None
+        except (OSError, sqlite3.Error) as error:
+            if self.problem is None:
+                logger.warning("%s: %s", self.index.path, error)
+            self.problem = f"{self.index.path.name}: the index cannot be written: {error}; set --cache DIR"
+
+    def read_small(self) -> None:
+        self.metrics.update()
+        self.events.update()
+
+    # Answers ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def config_text(self) -> str:
+        path = self.folder / CONFIG_FILE
+        return path.read_text(encoding="utf-8", errors="replace") if is_inside(self.folder, path) else ""
+
+    def config(self) -> tuple[dict[str, object], str | None]:
+        """({"section.key": value}, what is wrong with the file); former names of settings are replaced."""
+        try:
+            sections = with_new_names(tomllib.loads(self.config_text))
+        except (tomllib.TOMLDecodeError, AttributeError) as error:
+            return {}, f"{CONFIG_FILE}: cannot be read: {error}"
+        flat = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+        return flat, None if flat else f"{CONFIG_FILE}: not found"
+
+    def warnings(self) -> list[str]:
+        found = [
+            self.config()[1],
+            *self.metrics.all_warnings,
+            *self.events.warnings,
+            *self.index.warnings,
+            self.problem,
+        ]
+        return [each for each in found if each]
+
+    def is_live(self) -> bool:
+        """Whether it may still be written: not stopped, not at its last step, and changed lately."""
+        events = self.events.events
+        if events and events[-1]["kind"] == "stop":
+            return False
+        changed = max((path.stat().st_mtime for path in self._files() if path.name != CONFIG_FILE), default=0.0)
+        return self.metrics.last_step != self.num_steps and time.time() - changed < LIVE_SECONDS
+
+    @property
+    def num_steps(self) -> int | None:
+        value = self.config()[0].get("run.num_steps")
+        return value if isinstance(value, int) else None
+
+    def health(self) -> list[dict[str, str | int | None]]:
+        """What is wrong with the run, in words (metrics/health.py)."""
+        table = self.metrics.table()
+        evaluated, steps = table["evaluations"], table["steps"]
+        metrics = dict(table["metrics"])
+        for name, values in evaluated["metrics"].items():
+            of_step = dict(zip(evaluated["steps"], values, strict=True))
+            metrics[name] = [of_step.get(step, math.nan) for step in steps]
+        return [finding.to_json() for finding in examine(steps, metrics, self.config()[0])]
+
+    def indexing(self) -> str | None:
+        """Return what a page says while not all of the run is read; None once it is."""
+        share = self.index.progress
+        return None if share is None else f"this run is being indexed ({share:.0%})"
+
+    def not_saved(self) -> str | None:
+        """Why a response may have no tokens although nothing is damaged; None for a run that saved those of all."""
+        saved = self.config()[0].get("rollout.save_tensors", True)
+        shown = str(saved).lower()
+        return (
+            None
+            if saved is True
+            else f"this run did not save the tokens of this response (rollout.save_tensors = {shown})"
+        )
+
+    def model_folders(self) -> list[Path]:
+        """Where the run's model may be: its last HF checkpoint; model.path, which is relative to where training started."""
+        if self.tokenizer is not None:
+            return [self.tokenizer]
+        path = self.config()[0].get("model.path")
+        if not isinstance(path, str):
+            return [self.folder / "hf"]
+        above = self.folder.resolve().parents
+        return [
+            self.folder / "hf",
+            Path(path),
+            *([] if Path(path).is_absolute() else [folder / path for folder in above]),
+        ]
+
+    def pieces(self, missing: list[str]) -> Pieces | None:
+        """The tokenizer; None, said in `missing`, where there is none: then token ids are shown."""
+        if self._pieces is None:
+            problems = []
+            for folder in self.model_folders():
+                if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
+                    try:
+                        self._pieces = Pieces(folder)
+                        return self._pieces
+                    except ValueError as error:
+                        problems.append(str(error))
+            places = ", ".join(map(str, self.model_folders()[:2]))
+            problems = problems or [f"no tokenizer in {places} (--tokenizer DIR names another folder)"]
+            missing += [f"{problem}: token ids are shown" for problem in problems]
+        return self._pieces
+
+    def summary(self, number: int) -> dict[str, object]:
+        """One entry of /api/runs."""
+        self.read_small()
+        with closing(self.index.connect()) as connection:
+            has_tensors = connection.execute("SELECT 1 FROM shards WHERE error IS NULL LIMIT 1").fetchone() is not None
+            total = connection.execute("SELECT count(*) FROM rollouts").fetchone()[0]
+        return {
+            "id": number,
+            "name": self.name,
+            "path": str(self.folder.resolve()),
+            "steps": self.metrics.last_step,
+            "num_steps": self.num_steps,
+            "live": self.is_live(),
+            "has_tensors": has_tensors,
+            "rollouts": total,
+            "indexing": self.index.progress,
+            "revision": self.metrics.revision + self.index.revision,
+            "warnings": self.warnings(),
+        }
+
+
+def differences(a: Mapping[str, object], b: Mapping[str, object]) -> list[dict[str, object]]:
+    """Settings that differ; None where one has no such key."""
+    names = sorted(a.keys() | b.keys())
+    return [{"key": name, "a": a.get(name), "b": b.get(name)} for name in names if a.get(name) != b.get(name)]
+
+
+class Runs:
+    """The runs of one viewer, each followed by a thread of its own: indexing one must not stop the others."""
+
+    def __init__(self, folders: list[Path], cache: Path, tokenizer: Path | None = None) -> None:
+        self.runs = [Run(folder, cache, tokenizer) for folder in folders]
+        names = [run.name for run in self.runs]
+        for run in self.runs:
+            if names.count(run.name) > 1:
+                run.name = str(run.folder)
+        self._stop = Event()
+        self._threads = [Thread(target=self._follow, args=(run,), daemon=True) for run in self.runs]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _follow(self, run: Run) -> None:
+        try:
+            while not self._stop.is_set():
+                run.update(self._stop)
+                self._stop.wait(FOLLOW_SECONDS)
+        except BaseException as error:  # the thread ends with its traceback, and the page says why nothing new comes
+            run.problem = f"the run is not followed any more: {error!r}; start megatron-rl view again"
+            raise
