@@ -58,8 +58,11 @@ def test_no_pip_sees_the_constraints_of_the_base_image(build):
     assert status == 0 and len(installs) == 3
     assert all(call.endswith("PIP_CONSTRAINT=none") for call in installs)
     assert "-r requirements-sglang.txt" in installs[0]
-    assert "-c constraints.txt -r requirements.txt" in installs[1] and "--no-deps -e ." in installs[2]
-    assert any("image_packages.py --same" in call for call in calls) and "tools.doctor --build" in calls[-1]
+    assert (
+        "-c constraints.txt -r requirements.txt" in installs[1]
+        and "--no-deps -e . -e ./tools -e ./viewer" in installs[2]
+    )
+    assert any("image_packages.py --same" in call for call in calls) and "megatron_rl.cli doctor --build" in calls[-1]
 
 
 def test_another_nccl_for_the_servers(build):

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 import megatron_rl
 from megatron_rl.config.versions import PACKAGES, admits, package
-from tests.saved_run import write_run
+from tests.viewer_run import write_run
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"megatron_rl": ROOT, "megatron_rl_tools": ROOT / "tools", "megatron_rl_viewer": ROOT / "viewer"}
@@ -146,7 +146,10 @@ def requirements(names: Iterable[str]) -> set[str]:
 
 
 def environment(folder: Path, wheels: Iterable[Path], names: Iterable[str]) -> tuple[Path, int]:
-    """Make an environment with these wheels and links to the distributions `names` alone; returns (its bin, bytes of the latter)."""
+    """Make an environment with these wheels and links to the distributions `names` alone.
+
+    Returns (its folder bin, bytes of the distributions).
+    """
     venv.create(folder, with_pip=False)
     site, size = next(folder.glob("lib/python*/site-packages")), 0
     for name in names:

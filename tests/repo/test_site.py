@@ -73,7 +73,8 @@ def test_documents_that_sources_name_exist():
 
 
 def test_files_that_documents_name_exist():
-    places = (ROOT, ROOT / "megatron_rl", ROOT / "tests", ROOT / "tests/dist")
+    packages = (ROOT / "megatron_rl", ROOT / "tools/megatron_rl_tools", ROOT / "viewer/megatron_rl_viewer")
+    places = (ROOT, *packages, ROOT / "tests", ROOT / "tests/dist")
     missing = [
         f"{name(path)}:{number}: {file}"
         for path in PAGES
@@ -89,7 +90,7 @@ def test_modules_that_the_changelog_names_exist():
     text = (ROOT / "CHANGELOG.md").read_text()
     rows = re.findall(r"^\| `[\w/]+\.py` \| `([\w/]+\.py)` \|$", text, re.MULTILINE)
     assert len(rows) > 50
-    places = (ROOT / "megatron_rl", ROOT / "tools/megatron_rl_tools")
+    places = (ROOT / "megatron_rl", ROOT / "tools/megatron_rl_tools", ROOT / "viewer/megatron_rl_viewer")
     assert not [path for path in rows if not any((place / path).is_file() for place in places)]
 
 
