@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")])
+FOLDERS = ("*.md", "docs/**/*.md", "examples/*/README.md", "results/*.md")
+PAGES = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 SOURCES = sorted(
     path
     for folder in ("megatron_rl", "tools", "viewer", "tests", "examples", "benchmarks")
