@@ -83,7 +83,7 @@ def cases(root: Path, hf: Path, size: int, parallel: Parallel) -> dict[str, Call
 
 
 def bridge_cases(root: Path, hf: Path, parallel: Parallel) -> dict[str, Callable[[], Outcome | None]]:
-    from megatron_rl_tools.convert.bridge import bridge_hf_to_megatron, bridge_megatron_to_hf
+    from megatron_rl_tools.convert.bridge_backend import bridge_hf_to_megatron, bridge_megatron_to_hf
 
     return {
         f"{BRIDGE}HF -> torch_dist": lambda: bridge_hf_to_megatron(

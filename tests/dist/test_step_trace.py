@@ -9,8 +9,8 @@ import pytest
 
 from megatron_rl.launch.trace_file import merge, read_rank
 from megatron_rl.trainer.step_meter import TIMED
-from megatron_rl_tools.trace import trace as command
-from megatron_rl_tools.trace.summary import summarize
+from megatron_rl_tools.trace import merge_trace as command
+from megatron_rl_tools.trace.trace_summary import summarize
 from tests.dist.launch import run_ranks
 from tests.saved_run import make_material, sections
 from tests.unit.launch.test_trace import check_names, check_nesting

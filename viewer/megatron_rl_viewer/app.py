@@ -18,10 +18,10 @@ from fastapi import Query as Argument
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse
 
-from megatron_rl_viewer import experts, token_data
+from megatron_rl_viewer import expert_loads, token_data
 from megatron_rl_viewer.answer import to_json
 from megatron_rl_viewer.query import Query, QueryError, groups_page, parse_filters, rollouts_page
-from megatron_rl_viewer.run import Run, Runs, differences
+from megatron_rl_viewer.run_folder import Run, Runs, differences
 
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
@@ -176,13 +176,13 @@ def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
     def experts_of(number: int, step: str = "") -> Response:
         run = find(runs, number)
         run.read_small()
-        return answer(experts.summary(run, step))
+        return answer(expert_loads.summary(run, step))
 
     @app.get("/api/runs/{number}/expert")
     def expert(number: int, layer: Annotated[int, Argument(ge=0)], expert: Annotated[int, Argument(ge=0)]) -> Response:
         run = find(runs, number)
         run.read_small()
-        return answer(experts.over_steps(run, layer, expert))
+        return answer(expert_loads.over_steps(run, layer, expert))
 
 
 def add_static_routes(app: FastAPI, static: Path) -> None:

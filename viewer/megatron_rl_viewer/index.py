@@ -24,7 +24,7 @@ from threading import Event
 from urllib.parse import quote
 
 from megatron_rl_viewer.follow import Line, Place, after, batch_of, cut_line, is_rewritten, new_lines
-from megatron_rl_viewer.shards import Shard, ShardError, shard_files, shard_name
+from megatron_rl_viewer.tensor_files import Shard, ShardError, shard_files, shard_name
 
 VERSION = 1  # of the tables below: another one is built again
 BATCH = 5000  # lines per transaction

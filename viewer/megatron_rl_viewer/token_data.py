@@ -16,8 +16,8 @@ from megatron_rl_viewer.answer import packed
 from megatron_rl_viewer.index import rollout_key
 from megatron_rl_viewer.pieces import shown_tokens
 from megatron_rl_viewer.query import find_rollout
-from megatron_rl_viewer.run import Run
-from megatron_rl_viewer.shards import Shard, ShardError, shard_name
+from megatron_rl_viewer.run_folder import Run
+from megatron_rl_viewer.tensor_files import Shard, ShardError, shard_name
 
 CLIPPED_HIGH, CLIPPED_LOW, WEIGHT_MASK, REJECTED, NOT_FINITE, MISSING_ROUTE, LEFT_OUT = 1, 2, 8, 16, 32, 64, 128
 MASKED = WEIGHT_MASK | REJECTED | NOT_FINITE | MISSING_ROUTE | LEFT_OUT

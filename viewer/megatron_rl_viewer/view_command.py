@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.options import positive
 
 if TYPE_CHECKING:
-    from megatron_rl_viewer.run import Runs
+    from megatron_rl_viewer.run_folder import Runs
 
 BAD_ARGUMENTS = 2
 LOOPBACK = "127.0.0.1"
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return BAD_ARGUMENTS
     from megatron_rl_viewer.index import default_cache
-    from megatron_rl_viewer.run import NoRunError, Runs
+    from megatron_rl_viewer.run_folder import NoRunError, Runs
 
     try:
         runs = Runs(arguments.runs, arguments.cache or default_cache(), arguments.tokenizer)
@@ -93,7 +93,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def write_export(runs: Runs, arguments: argparse.Namespace) -> int:
     from megatron_rl_viewer.app import STATIC
-    from megatron_rl_viewer.export import ExportError, export
+    from megatron_rl_viewer.disk_copy import ExportError, export
     from megatron_rl_viewer.query import Query, QueryError, parse_filters
 
     is_query = not arguments.rollouts or arguments.filter or arguments.search

@@ -18,7 +18,7 @@ from megatron_rl_tools.explain_mismatch import history, weights
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.explain_mismatch import main
 from megatron_rl_tools.explain_mismatch.ladder import Explanation, Rung, shifted_back
-from megatron_rl_tools.explain_mismatch.page import write_page
+from megatron_rl_tools.explain_mismatch.mismatch_page import write_page
 from megatron_rl_tools.explain_mismatch.trainer_side import Half
 from megatron_rl_tools.explain_mismatch.verdicts import PROOF, RULES, TRIAL, fill, holds, verdicts_of
 

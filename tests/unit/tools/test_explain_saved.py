@@ -18,8 +18,8 @@ from megatron_rl.rollout.recorder import GroupChoice, Recorder
 from megatron_rl_tools.explain_mismatch import explain_mismatch, history, weights
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.explain_mismatch import main
-from megatron_rl_tools.explain_mismatch.inputs import read_run
 from megatron_rl_tools.explain_mismatch.ladder import NOT_ON_CPU, Explanation
+from megatron_rl_tools.explain_mismatch.token_inputs import read_run
 from megatron_rl_tools.explain_mismatch.verdicts import verdicts_of
 from tests.unit.tools.test_explain_mismatch import HEALTHY, make_run, sequences, with_routes
 

@@ -12,9 +12,9 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.plan.hardware import HARDWARE
-from megatron_rl_tools.gpu_check import gpu_check, material, servers, speed
+from megatron_rl_tools.gpu_check import gpu_check, material, server_steps, speed
 from megatron_rl_tools.gpu_check.result import Findings, Outcome
-from megatron_rl_tools.gpu_check.runner import Job, run_job
+from megatron_rl_tools.gpu_check.step_runner import Job, run_job
 from megatron_rl_tools.gpu_check.steps import PACKAGE, STEPS, Place, job
 
 WRITE = "import json, pathlib; pathlib.Path('{folder}/result.json').write_text(json.dumps({outcome!r}))"
@@ -140,14 +140,14 @@ def test_the_planners_row_of_a_gpu_is_found_by_its_name(monkeypatch, device, row
 
 def test_the_demo_on_a_gpu_leaves_memory_to_the_trainer_and_has_kernels_for_its_heads(tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr(servers, "sglang_version", lambda place: "0.5.21")
-    monkeypatch.setattr(servers, "make_tiny_moe", lambda model: None)
+    monkeypatch.setattr(server_steps, "sglang_version", lambda place: "0.5.21")
+    monkeypatch.setattr(server_steps, "make_tiny_moe", lambda model: None)
     monkeypatch.setattr(
-        servers.subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0)
+        server_steps.subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0)
     )
-    servers.demo(Place("cuda", tmp_path, False, Path(sys.executable)))
+    server_steps.demo(Place("cuda", tmp_path, False, Path(sys.executable)))
     overrides = commands[0][commands[0].index("--config") + 2 :]
-    cfg = load_config(servers.DEMO, overrides)
+    cfg = load_config(server_steps.DEMO, overrides)
     assert cfg.rollout.server_args == ("--mem-fraction-static", "0.4", "--attention-backend", "triton")
 
 

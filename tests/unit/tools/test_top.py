@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron_rl.launch.status import SCHEMA, STATUS_FILE, RankStatus, Status
 from megatron_rl_tools.top import top
 from megatron_rl_tools.top.render import render
-from megatron_rl_tools.top.servers import Load, ask
+from megatron_rl_tools.top.server_loads import Load, ask
 
 NOW = time.time()
 LOADS = [

@@ -7,10 +7,10 @@ import pytest
 
 from megatron_rl.launch.trace import Span
 from megatron_rl.launch.trace_file import Clock, gpu_path, merge, rank_path, read_rank, write_rank
-from megatron_rl_tools.trace import trace as command
+from megatron_rl_tools.trace import merge_trace as command
 from megatron_rl_tools.trace.gpu import FIRST_GPU, gpu_events
 from megatron_rl_tools.trace.picture import draw
-from megatron_rl_tools.trace.summary import covered, summarize
+from megatron_rl_tools.trace.trace_summary import covered, summarize
 
 S = 10**9
 URL = "http://10.0.0.1:30000"

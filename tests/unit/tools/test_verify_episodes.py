@@ -11,7 +11,7 @@ from megatron_rl_tools.verify_replay.episodes import (
     sampled_by,
     wrong_batch,
 )
-from megatron_rl_tools.verify_replay.inputs import Shape, make_given, routes_of
+from megatron_rl_tools.verify_replay.fingerprints import Shape, make_given, routes_of
 from megatron_rl_tools.verify_replay.options import EPISODE_FAULTS
 
 SHAPE = Shape(num_layers=2, num_experts=32, top_k=4, vocab_size=96, dp_size=2, cp_size=1, micro_batches=2, turns=3)

@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from megatron_rl_viewer.app import create_app
-from megatron_rl_viewer.run import Runs
+from megatron_rl_viewer.run_folder import Runs
 from megatron_rl_viewer.view_command import main, serve
 from tests.unit.viewer.conftest import TOKEN
 from tests.viewer_run import GROUP, LAYERS, PROMPTS, add_step, write_config, write_run
@@ -339,6 +339,6 @@ def test_other_log_handlers_stay_open(run_dir, open_runs, monkeypatch):
 
 
 def test_no_torch_is_imported():
-    code = "import sys, megatron_rl_viewer.app, megatron_rl_viewer.export; print('torch' in sys.modules)"
+    code = "import sys, megatron_rl_viewer.app, megatron_rl_viewer.disk_copy; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from megatron_rl_viewer import view_command
-from megatron_rl_viewer.export import ExportError, export, script_json
+from megatron_rl_viewer.disk_copy import ExportError, export, script_json
 from megatron_rl_viewer.query import Query
 from tests.viewer_run import append, make_rollout, write_run
 

@@ -16,8 +16,8 @@ from megatron_rl_viewer import token_data
 from megatron_rl_viewer.answer import to_json
 from megatron_rl_viewer.follow import Place, batch_of, new_lines
 from megatron_rl_viewer.query import Query, groups_page, rollouts_page
-from megatron_rl_viewer.run import NoRunError, Run, Runs
-from megatron_rl_viewer.shards import Shard, ShardError
+from megatron_rl_viewer.run_folder import NoRunError, Run, Runs
+from megatron_rl_viewer.tensor_files import Shard, ShardError
 from megatron_rl_viewer.view_command import main
 from tests.viewer_run import GROUP, PROMPTS, add_metrics, add_step, append, make_rollout, write_run
 

@@ -178,7 +178,7 @@ def config_of(megatron: Path, given: Path | None) -> Path:
 
 def convert_with_bridge(args: argparse.Namespace, work: Work, parallel: Parallel) -> Outcome | None:
     """Megatron-Bridge's conversion, where it is installed."""
-    from megatron_rl_tools.convert.bridge import bridge_hf_to_megatron, bridge_megatron_to_hf
+    from megatron_rl_tools.convert.bridge_backend import bridge_hf_to_megatron, bridge_megatron_to_hf
 
     if work.world > 1:
         raise CheckpointError(f"--backend bridge: started on {work.world} ranks; it works in one process")

@@ -22,11 +22,11 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.rollout.server.server_info import ServerError
 from megatron_rl_tools.explain_mismatch.history import History, read_history
-from megatron_rl_tools.explain_mismatch.inputs import Saved, make_prompts, read_bundle, read_run
 from megatron_rl_tools.explain_mismatch.ladder import Explanation, Ladder
+from megatron_rl_tools.explain_mismatch.mismatch_page import write_page
 from megatron_rl_tools.explain_mismatch.options import COMMAND, DTYPES, parse
-from megatron_rl_tools.explain_mismatch.page import write_page
 from megatron_rl_tools.explain_mismatch.server_side import ServerSide, connect
+from megatron_rl_tools.explain_mismatch.token_inputs import Saved, make_prompts, read_bundle, read_run
 from megatron_rl_tools.explain_mismatch.trainer_side import TrainerSide
 
 LONGEST, LEAST_LENGTH = 160, 4

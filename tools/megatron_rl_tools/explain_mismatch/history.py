@@ -22,8 +22,8 @@ from megatron_rl.records import Rollout, StepResult
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
 from megatron_rl_tools.explain_mismatch import evidence as ev
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
-from megatron_rl_tools.explain_mismatch.inputs import MOST_ROLLOUTS, single_sequence
 from megatron_rl_tools.explain_mismatch.ladder import EXACT_LIMIT
+from megatron_rl_tools.explain_mismatch.token_inputs import MOST_ROLLOUTS, single_sequence
 from megatron_rl_tools.explain_mismatch.trainer_side import Half
 from megatron_rl_tools.explain_mismatch.verdicts import PROOF, SYMPTOM, Rule, Verdict, verdicts_of
 

@@ -14,8 +14,8 @@ import torch
 from megatron_rl.config.device_limits import Device
 from megatron_rl_tools.doctor.check_packages import installed_versions
 from megatron_rl_tools.gpu_check.options import parse
-from megatron_rl_tools.gpu_check.page import totals, write_results
-from megatron_rl_tools.gpu_check.runner import StepReport, run_job
+from megatron_rl_tools.gpu_check.results_page import totals, write_results
+from megatron_rl_tools.gpu_check.step_runner import StepReport, run_job
 from megatron_rl_tools.gpu_check.steps import STEPS, Place, Step, job
 
 

@@ -24,7 +24,7 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import uses_transformer_engine
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch
-from megatron_rl_tools.verify_replay.inputs import make_sample, random_routes
+from megatron_rl_tools.verify_replay.fingerprints import make_sample, random_routes
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 256,

@@ -11,10 +11,10 @@ from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl_tools.convert.convert_hf import convert
 from megatron_rl_tools.gpu_check.material import QWEN3_MOE, engine_of, make_batch, make_config, make_samples
-from megatron_rl_tools.gpu_check.memory import step
+from megatron_rl_tools.gpu_check.memory_steps import step
 from megatron_rl_tools.gpu_check.result import Figure, Findings, Outcome
 from megatron_rl_tools.gpu_check.steps import Place
-from megatron_rl_tools.verify_replay.inputs import make_given, write_random_checkpoint
+from megatron_rl_tools.verify_replay.fingerprints import make_given, write_random_checkpoint
 from megatron_rl_tools.verify_replay.passes import Proof
 from megatron_rl_tools.verify_replay.verify_replay import shape_of
 

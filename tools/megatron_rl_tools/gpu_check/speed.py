@@ -22,7 +22,7 @@ from megatron_rl.records import MiniBatch
 from megatron_rl_tools.gpu_check.material import QWEN3_MOE, engine_of, make_batch, make_config, make_samples, uses_te
 from megatron_rl_tools.gpu_check.result import Figure, Findings, Outcome
 from megatron_rl_tools.gpu_check.steps import Place
-from megatron_rl_tools.verify_replay.inputs import write_random_checkpoint
+from megatron_rl_tools.verify_replay.fingerprints import write_random_checkpoint
 
 REPLAY_GOAL = 1.005
 REPLAY_LIMIT = 1.02

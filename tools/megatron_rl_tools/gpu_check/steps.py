@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_rl.config.device_limits import Device
 from megatron_rl_tools.gpu_check.result import NotPossible, Outcome
-from megatron_rl_tools.gpu_check.runner import Job
+from megatron_rl_tools.gpu_check.step_runner import Job
 
 PACKAGE = "megatron_rl_tools.gpu_check"
 
@@ -40,16 +40,16 @@ class Step:
 
 
 STEPS = (
-    Step("doctor", "Packages, GPUs, memory, disk.", 3, "environment:doctor"),
-    Step("verify-replay", "Routing replay in one rank, float32: R3 and R2.", 5, "environment:verify_replay"),
-    Step("host-syncs", "Host synchronisations of an update do not grow with layers (dispatcher aside).", 5, "memory:host_syncs"),
-    Step("memory", "Peak memory of an update against the dry run.", 10, "memory:peak"),
+    Step("doctor", "Packages, GPUs, memory, disk.", 3, "command_steps:doctor"),
+    Step("verify-replay", "Routing replay in one rank, float32: R3 and R2.", 5, "command_steps:verify_replay"),
+    Step("host-syncs", "Host synchronisations of an update do not grow with layers.", 5, "memory_steps:host_syncs"),
+    Step("memory", "Peak memory of an update against the dry run.", 10, "memory_steps:peak"),
     Step("logits", "bf16 log-probs, packed and padded, against transformers.", 10, "logits:against_transformers"),
     Step("permute-fusion", "Two identical passes give equal log-probs, bit by bit.", 5, "logits:identical_passes"),
     Step("replay", "R3 and R2 with each kind of recompute: used experts, gradients.", 10, "replay:layouts"),
     Step("checkpoint", "Update, save, resume, convert; peak memory of a save.", 10, "replay:checkpoint"),
-    Step("weight-sync", "Colocated weight sync into a real SGLang server.", 10, "servers:weight_sync"),
-    Step("demo", "The demo on this device, with a real SGLang server.", 20, "servers:demo"),
+    Step("weight-sync", "Colocated weight sync into a real SGLang server.", 10, "server_steps:weight_sync"),
+    Step("demo", "The demo on this device, with a real SGLang server.", 20, "server_steps:demo"),
     Step("speed", "Four Qwen3-30B layers: permute fusion, fused LM head, replay, tokens/s.", 20, "speed:speed"),
 )  # fmt: skip
 

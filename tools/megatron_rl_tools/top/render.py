@@ -12,7 +12,7 @@ from rich.text import Text
 from megatron_rl.launch.status import STATUS_SECONDS, RankStatus, Status, names
 from megatron_rl.metrics.console import clock
 from megatron_rl.metrics.step_line import short
-from megatron_rl_tools.top.servers import Load
+from megatron_rl_tools.top.server_loads import Load
 
 DEAD_SECONDS = 5 * STATUS_SECONDS
 """Age of status.json at which a run that has not ended counts as dead."""

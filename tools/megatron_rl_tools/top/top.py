@@ -13,7 +13,7 @@ from rich.live import Live
 from megatron_rl.launch.status import Status, read_status
 from megatron_rl_tools.top.options import parse
 from megatron_rl_tools.top.render import is_live, render
-from megatron_rl_tools.top.servers import ask_servers
+from megatron_rl_tools.top.server_loads import ask_servers
 
 
 def main(argv: list[str] | None = None) -> int:

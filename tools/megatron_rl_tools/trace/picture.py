@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from megatron_rl.launch.trace_file import RANKS, Event
 from megatron_rl_tools.trace.gpu import FIRST_GPU
-from megatron_rl_tools.trace.summary import Summary
+from megatron_rl_tools.trace.trace_summary import Summary
 from megatron_rl_viewer.figure import GREY, PURPLE, RED, STAGE_COLORS
 
 MOST_RANKS = 16

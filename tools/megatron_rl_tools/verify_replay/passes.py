@@ -25,7 +25,15 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch
 from megatron_rl_tools.verify_replay.episodes import wrong_batch
 from megatron_rl_tools.verify_replay.faults import FaultInjector, has_room
-from megatron_rl_tools.verify_replay.inputs import Given, Key, Owner, Route, logprob_keys, make_batch, owners_on_rank
+from megatron_rl_tools.verify_replay.fingerprints import (
+    Given,
+    Key,
+    Owner,
+    Route,
+    logprob_keys,
+    make_batch,
+    owners_on_rank,
+)
 from megatron_rl_tools.verify_replay.router_hooks import (
     Check,
     Expected,
@@ -38,7 +46,7 @@ from megatron_rl_tools.verify_replay.router_hooks import (
     gather_seen,
     name_rows,
 )
-from megatron_rl_tools.verify_replay.routers import set_expert_bias
+from megatron_rl_tools.verify_replay.router_kinds import set_expert_bias
 
 T = TypeVar("T")
 Rows = list[list[Owner]]

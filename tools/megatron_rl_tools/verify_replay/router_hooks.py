@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.models.spec import RouterKind
-from megatron_rl_tools.verify_replay.inputs import Key, Owner, Route
-from megatron_rl_tools.verify_replay.routers import gate_weights, live_choice
+from megatron_rl_tools.verify_replay.fingerprints import Key, Owner, Route
+from megatron_rl_tools.verify_replay.router_kinds import gate_weights, live_choice
 
 GATE_TOLERANCE = 1e-5
 Kind = Literal["forward", "recompute"]

@@ -27,7 +27,7 @@ from megatron_rl.distributed import Parallel, disable_tf32, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.known import KNOWN, is_known
 from megatron_rl.models.spec import ModelSpec, RouterKind, load_hf_config
-from megatron_rl_tools.verify_replay.inputs import (
+from megatron_rl_tools.verify_replay.fingerprints import (
     Given,
     Shape,
     make_given,
@@ -38,7 +38,7 @@ from megatron_rl_tools.verify_replay.inputs import (
 from megatron_rl_tools.verify_replay.options import EPISODE_FAULTS, FORMATS, SIZES, num_layers, parse
 from megatron_rl_tools.verify_replay.passes import Outcome, Proof
 from megatron_rl_tools.verify_replay.router_hooks import Check
-from megatron_rl_tools.verify_replay.routers import router_kind
+from megatron_rl_tools.verify_replay.router_kinds import router_kind
 
 LOGPROB_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-4  # of each tensor's largest element

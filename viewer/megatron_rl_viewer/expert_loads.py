@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl_viewer.query import QueryError
-from megatron_rl_viewer.run import Run
-from megatron_rl_viewer.shards import Shard, ShardError, shard_name
+from megatron_rl_viewer.run_folder import Run
+from megatron_rl_viewer.tensor_files import Shard, ShardError, shard_name
 
 MAX_STEPS = 32
 NUM_SWAPS = 50

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_rl_tools.gpu_check.result import Figure
-from megatron_rl_tools.gpu_check.runner import StepReport
+from megatron_rl_tools.gpu_check.step_runner import StepReport
 
 SEND_BACK = "Send back the complete folder: this page, results.json, and log.txt of each step."
 

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 from megatron_rl.config.redact import Redactor
-from megatron_rl_viewer import experts, token_data
+from megatron_rl_viewer import expert_loads, token_data
 from megatron_rl_viewer.answer import clean
 from megatron_rl_viewer.query import (
     GROUP_COLUMNS,
@@ -25,7 +25,7 @@ from megatron_rl_viewer.query import (
     rollout_rows,
     rollouts_page,
 )
-from megatron_rl_viewer.run import Run, Runs
+from megatron_rl_viewer.run_folder import Run, Runs
 
 SCHEMA = 1
 INDEX, DATA = "index.html", "data.js"
@@ -110,6 +110,6 @@ def answers(run: Run, rows: Sequence[dict]) -> dict[str, object]:
             "indexing": None,
         },
         "groups": {"total": len(groups), "columns": described(GROUP_COLUMNS), "rows": groups, "indexing": None},
-        "experts": experts.summary(run, f"{steps[0]}:{steps[-1]}" if steps else ""),
+        "experts": expert_loads.summary(run, f"{steps[0]}:{steps[-1]}" if steps else ""),
     }
     return found | {f"rollout/{key}": token_data.rollout(run, key) for key in keys}

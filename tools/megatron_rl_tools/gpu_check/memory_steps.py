@@ -18,7 +18,7 @@ from megatron_rl_tools.gpu_check.material import QWEN3_MOE, engine_of, make_batc
 from megatron_rl_tools.gpu_check.result import Findings, NotPossible, Outcome
 from megatron_rl_tools.gpu_check.speed import real_layers
 from megatron_rl_tools.gpu_check.steps import Place
-from megatron_rl_tools.verify_replay.inputs import write_random_checkpoint
+from megatron_rl_tools.verify_replay.fingerprints import write_random_checkpoint
 
 DISPATCHER = "/transformer/moe/"
 """megatron-core's experts and dispatcher copy token counts to the host: one synchronisation per layer, by design."""

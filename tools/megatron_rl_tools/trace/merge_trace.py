@@ -18,7 +18,7 @@ from megatron_rl.launch.trace_file import (
 from megatron_rl_tools.trace.gpu import gpu_events
 from megatron_rl_tools.trace.options import parse
 from megatron_rl_tools.trace.picture import draw
-from megatron_rl_tools.trace.summary import summarize
+from megatron_rl_tools.trace.trace_summary import summarize
 
 
 def main(argv: list[str] | None = None) -> int:

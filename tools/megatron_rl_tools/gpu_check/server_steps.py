@@ -23,7 +23,7 @@ from megatron_rl_tools.gpu_check.material import QWEN3_MOE, engine_of, make_conf
 from megatron_rl_tools.gpu_check.result import Findings, NotPossible, Outcome
 from megatron_rl_tools.gpu_check.steps import Place
 from megatron_rl_tools.make_tiny_moe import make_tiny_moe
-from megatron_rl_tools.verify_replay.inputs import write_random_checkpoint
+from megatron_rl_tools.verify_replay.fingerprints import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "examples" / "tiny_cpu" / "demo.toml"
