@@ -235,10 +235,10 @@ def check_consumed(ranks):
     Pads are dealt out to the experts in turn, expert-parallel rank by rank, and never follow the router.
     """
     from megatron_rl_tools.verify_replay import router_hooks
-    from megatron_rl_tools.verify_replay.fingerprints import routes_of
+    from megatron_rl_tools.verify_replay.fingerprints import fingerprint_routes
 
     rollouts = [sample.rollout for sample in make_samples()]
-    given = routes_of(rollouts)
+    given = fingerprint_routes(rollouts)
     assert len(set(given.values())) == len(given) == LAYERS * sum(length - 1 for length in LENGTHS)
     assert sorted({layer for result in ranks for layer in result["layers"]}) == list(range(LAYERS))
     again = {layer for result in ranks for layer in result["recomputed"]}
@@ -254,7 +254,7 @@ def check_consumed(ranks):
         seen = [
             row
             for rank, result in enumerate(ranks)
-            for row in router_hooks.name_rows(result["passes"][index], owners_of_rows(result, rollouts), rank)
+            for row in router_hooks.name_wrong_rows(result["passes"][index], owners_of_rows(result, rollouts), rank)
         ]
         for kind, layers in (("forward", range(LAYERS)), ("recompute", again if is_update else ())):
             rows = [row for row in seen if row.kind == kind]

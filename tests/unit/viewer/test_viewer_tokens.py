@@ -226,7 +226,9 @@ def test_the_trainers_tensors_are_found_by_their_key(tmp_path, open_runs):
     same = of_run(open_runs, write_run(tmp_path / "plain/run", steps=1, tokenizer=False))
     rollout = of_run(open_runs, folder)
     assert rollout["values"] == same["values"] and rollout["routes"] == same["routes"]
-    found, expected = (expert_loads.summary(open_runs(each).runs[0], "1") for each in (folder, tmp_path / "plain/run"))
+    found, expected = (
+        expert_loads.loads_of_steps(open_runs(each).runs[0], "1") for each in (folder, tmp_path / "plain/run")
+    )
     assert (found["trainer_load"] == expected["trainer_load"]).all() and found["swaps"] == expected["swaps"]
 
 
@@ -364,7 +366,7 @@ def test_the_load_of_one_expert_over_the_steps(client):
 def test_experts_without_the_trainers_half(tmp_path, open_runs):
     folder = write_run(tmp_path / "run", steps=2, tokenizer=False)
     (folder / "trained_000002.safetensors").write_bytes(b"damaged")
-    found = expert_loads.summary(open_runs(folder).runs[0], "2")
+    found = expert_loads.loads_of_steps(open_runs(folder).runs[0], "2")
     assert found["trainer_load"] is None and found["margin_histogram"] is None and found["swaps"] == []
     assert np.shape(found["server_load"]) == (LAYERS, EXPERTS)
     assert any(text.startswith("trained_000002.safetensors: damaged") for text in found["missing"])

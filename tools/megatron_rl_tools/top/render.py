@@ -25,7 +25,7 @@ COLORS = {"running": "green", "finished": "blue", "stopped": "yellow", "failed":
 def render(name: str, status: Status, loads: Sequence[Load], now: float, *, every_rank: bool) -> RenderableType:
     """now: Unix seconds.  every_rank: one row for each, however many there are."""
     age = max(0.0, now - status.time)
-    parts: list[RenderableType] = [headline(name, status, age), *map(Text, details(status))]
+    parts: list[RenderableType] = [top_headline(name, status, age), *map(Text, details(status))]
     if status.ranks:
         parts += [Text(), rank_table(status, age if is_live(status, age) else 0.0, every_rank)]
     if loads:
@@ -38,7 +38,7 @@ def is_live(status: Status, age: float) -> bool:
     return status.state == "running" and age <= DEAD_SECONDS
 
 
-def headline(name: str, status: Status, age: float) -> Text:
+def top_headline(name: str, status: Status, age: float) -> Text:
     """`demo  running  step 12/60 ...`, or since when there has been no heartbeat."""
     state: str = status.state if status.state != "running" or age <= DEAD_SECONDS else "no heartbeat"
     since = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(status.time))} ({clock(age)} ago)"
