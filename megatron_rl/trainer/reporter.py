@@ -19,8 +19,8 @@ from megatron_rl.metrics.samples import best_and_worst, last_rollouts
 from megatron_rl.metrics.sinks import METRICS_FILE, Sinks, read_metrics
 from megatron_rl.metrics.summary import summarize_run
 from megatron_rl.metrics.trackers.registry import Trackers
+from megatron_rl.metrics.trackers.run_versions import versions
 from megatron_rl.metrics.trackers.tracker import TrackedRun, Tracker
-from megatron_rl.metrics.trackers.versions import versions
 from megatron_rl.records import StepResult
 
 VIEWS = ("view", "top")
