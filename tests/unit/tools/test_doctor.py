@@ -356,7 +356,7 @@ def test_a_missing_rank_is_named():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tools.doctor", "--ranks", "--deadline", "6"]
+    command = [sys.executable, "-m", "megatron_rl.cli", "doctor", "--ranks", "--deadline", "6"]
     started = [
         subprocess.Popen(
             command, cwd=ROOT, env=env | {"RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
