@@ -56,8 +56,8 @@ class Trainer:
     tokens: TokenRecorder
     recording: Recording
     step_trace: StepTrace
-    first_step: int = 0
-    evaluated: int = -1
+    first_step: int
+    evaluated: int
 
     def listen(self, stop: StopSignal) -> None:
         """From here on a signal ends sampling, saves a checkpoint and stops the run."""

@@ -27,6 +27,7 @@ from megatron_rl.trainer import rollout_source
 from megatron_rl.trainer.rollout_source import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
 from tests.unit.batch.rollouts import make_rollout
+from tests.unit.trainer.recorded import Calls
 from tests.unit.trainer.test_events_of_a_step import events_of
 
 PROMPTS, GROUP = 2, 2
@@ -43,23 +44,6 @@ def make_group(name, rewards=None, *, version=3, missing=0):
         for r, v, f in zip(rollouts, versions, flags, strict=True)
     )
     return RolloutGroup(Prompt(name, "", (1, 2), "7"), rollouts, rewards)
-
-
-class Calls(list):
-    """calls.note(name): a function that records its arguments and returns `result`."""
-
-    def note(self, name, result=None):
-        def call(*args, **settings):
-            self.append((name, args, settings))
-            if isinstance(result, BaseException):
-                raise result
-            return result() if callable(result) else result
-
-        return call
-
-    @property
-    def names(self):
-        return [name for name, *_ in self]
 
 
 @pytest.fixture

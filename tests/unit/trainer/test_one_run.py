@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.manifest import read_manifest
 from megatron_rl.config import load_config
 from megatron_rl.rollout.saved import SavedSteps
+from megatron_rl.trainer import reporter
 from megatron_rl.trainer.recording import start_recording
 from tests.dist.test_resume import (
     RUN,
@@ -42,7 +43,8 @@ def group():
     dist.destroy_process_group()
 
 
-def test_a_stopped_run_ends_as_an_uninterrupted_one(group, tmp_path):
+def test_a_stopped_run_ends_as_an_uninterrupted_one(group, tmp_path, monkeypatch):
+    monkeypatch.setattr(reporter, "write_report", lambda folder: folder / "report.html")  # slow; tests/unit/metrics
     material = make_material(tmp_path, steps=2 * K, layers=1)
 
     def train(way, stop_at=None, **rollout):
