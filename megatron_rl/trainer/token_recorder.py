@@ -41,13 +41,11 @@ class Places:
 
     @classmethod
     def of(cls, wanted: Sequence[np.ndarray], rows: Rows, device: torch.device) -> Places:
-        """wanted: the packed rows of each chosen sequence; rows: those that this rank has, in its order."""
-        packed = np.concatenate([np.zeros(0, np.int64), *wanted])
-        held = indices(rows).numpy()
-        number = np.full(max(held.max(initial=-1), packed.max(initial=-1)) + 1, -1)
-        number[packed] = np.arange(len(packed))
-        mine = np.flatnonzero(number[held] >= 0)
-        return cls(torch.from_numpy(mine).to(device), number[held[mine]], len(packed))
+        """wanted: the packed rows of each chosen sequence, ascending; rows: those that this rank has, in its order."""
+        local = indices(rows).numpy()
+        packed = np.concatenate([local[:0], *wanted])
+        index = np.flatnonzero(np.isin(local, packed))
+        return cls(torch.from_numpy(index).to(device), np.searchsorted(packed, local[index]), len(packed))
 
 
 class Part:
@@ -195,7 +193,7 @@ class TokenRecorder:
             here = np.ix_(np.array(engine.layout.layers, np.int64), part.inputs.at)
             table.own_experts[here], table.margins[here] = ids, part.margins.cpu().numpy()
             table.flipped[here] = part.flipped.cpu().numpy()
-        if parallel.is_last_stage and parallel.tp_rank == 0:
+        if parallel.tp_rank == 0:  # the stages before the last have zeros
             table.values[:, part.sampled.at] = part.values.cpu().numpy()
         if parallel.replica_group.size() > 1:  # every byte is of one rank, the others add 0: this is a gather
             dist.reduce(torch.from_numpy(table.memory), parallel.replica_leader, group=parallel.replica_group)
@@ -207,7 +205,7 @@ class TokenRecorder:
         own = torch.cat([torch.cat([part.sums, part.maxima], dim=1)[:-1] for part in parts]).cpu()
         if parallel.tp_rank and not engine.layout.sequence_parallel:
             own.zero_()
-        if parallel.tp_rank or not parallel.is_last_stage:
+        if parallel.tp_rank:
             own[:, : NUM_SUMS - 2] = own[:, NUM_SUMS:] = 0
         group = parallel.replica_group
         if group.size() == 1:

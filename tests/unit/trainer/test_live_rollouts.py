@@ -94,7 +94,9 @@ def live(tmp_path):
             rank=0, dp_rank=0, dp_size=1, device=CPU, host_group=None, is_replica_leader=True, replica_leader=0,
             replica_group=dist.group.WORLD,
         )  # fmt: skip
-        console = SimpleNamespace(log=calls.note("log"), progress=lambda *args: nullcontext(calls.note("advance")))
+        console = SimpleNamespace(
+            log=calls.note("log"), progress=lambda *args: nullcontext((calls.note("advance"), args))
+        )
         prompts = PromptSource([Prompt(f"p{n}", "", (1, 2), "7") for n in range(9)], seed=0, shuffle=False)
         parts = (
             cfg,
@@ -186,7 +188,10 @@ def test_a_start_sends_the_weights_and_checks_parity_without_the_servers_memory(
 
     monkeypatch.setattr(rollout_source, "compare", compare)
     monkeypatch.setattr(rollout_source, "parity_limits", lambda cfg, dtype: f"limits of {dtype}")
+    stages = []
+    source.meter.watchdog = SimpleNamespace(enter=lambda stage, step: stages.append(stage))
     source.start(0)
+    assert stages == ["first weight sync and parity check", "rollout", "weight_sync"]
     assert calls.names == ["prepare_sync", "push", "generate", "release", "compare", "log", "check"]
     assert calls.pop(0) and calls[0][1] == (3,)
     assert calls[1][1:] == (
@@ -250,6 +255,17 @@ def test_complete_groups_are_scored_while_others_are_sampled(live):
     assert source.score([make_group("a")], for_training=True) == [] and len(calls) == 1
 
 
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_the_leader_alone_has_groups_and_every_rank_its_replicas_prompts(live, monkeypatch, is_leader):
+    source, calls = live()
+    monkeypatch.setattr(rollout_source, "share_groups", calls.note("share", ["shared"]))
+    source.leader = source.leader if is_leader else None
+    source.parallel.dp_rank, source.parallel.dp_size, source.parallel.replica_leader = 1, 2, 2
+    assert source.share(["a group"], ["a", "b", "c", "d"]) == ["shared"]
+    settings = {"group": dist.group.WORLD, "leader": 2}
+    assert calls == [("share", (["a group"] if is_leader else None, ["b", "d"]), settings)]
+
+
 def test_what_is_recorded_is_counted_and_never_older_than_allowed(live):
     source, calls = live(rollout={"max_staleness": 1})
     groups = [make_group("a", np.array([0.0, 1.0], np.float32), version=2)]
@@ -293,7 +309,8 @@ def test_an_evaluation_has_its_own_samples_and_no_training_rewards(live, monkeyp
     assert source.evaluate() == {"eval/a/avg@3": 2.0} and stages == ["weight_sync", "evaluate"]
     assert calls.names == ["push", "finish", "generate", "score"]
     _, args, settings = calls[2]
-    assert args == (["p0", "p1"], 3) and settings.pop("on_progress") is not None
+    assert args == (["p0", "p1"], 3)
+    assert settings.pop("on_progress")[1] == ("evaluation: sampling", 2, "prompts")
     assert settings == {
         "temperature": 0.2, "max_tokens": limit or 50, "stop_token_ids": [1], "id_prefix": "eval/",
     }  # fmt: skip
@@ -322,7 +339,7 @@ def test_a_finished_step_has_the_clients_totals_and_those_of_restarted_servers(l
 def test_a_checkpoint_holds_the_place_in_the_data_and_what_is_in_flight(live, tmp_path):
     source, calls = live()
     assert source.progress() == {"policy_version": 3, "prompts": {"epoch": 0}}
-    assert source.files() == {"is_step_done": True} and source.files(is_step_done=False) == {"is_step_done": False}
+    assert [source.files(is_step_done=done)["is_step_done"] for done in (True, False)] == [True, False]
     source.prompts.take(4)
     cursor = source.prompts.state_dict()
     other, calls = live()

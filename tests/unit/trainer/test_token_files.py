@@ -138,6 +138,20 @@ def test_flags_that_the_loss_does_not_know(tmp_path):
         assert found["b/0:flags"].tolist() == [128, 128 | 2, 128, 128 | 2]
 
 
+def test_flags_and_kinds_are_those_of_the_documentation(tmp_path):
+    """Files of other runs are read by these numbers and names."""
+    assert {flag.name: int(flag) for flag in Flag} == {
+        "CLIPPED_HIGH": 1, "CLIPPED_LOW": 2, "BOUNDED": 4, "WEIGHT_MASKED": 8, "REJECTED": 16, "NOT_FINITE": 32,
+        "MISSING_ROUTE": 64, "LEFT_OUT": 128,
+    }  # fmt: skip
+    text = (Path(__file__).parents[3] / "docs/reference/token_data.md").read_text()
+    rows = text.partition("## Kinds of the trainer's half")[2].partition("| flag |")[0].splitlines()
+    documented = {name for row in rows if "|" in row for name in re.findall("`([a-z_]+)`", row.split("|")[1])}
+    write(tmp_path, make_sequences(["a/0"]))
+    found = load_file(tmp_path / "trained_000007.safetensors")
+    assert {key.rpartition(":")[2] for key in found} == documented and len(documented) == 11
+
+
 def test_a_step_written_again_replaces_tensors_and_appends_lines(tmp_path):
     for step in (0, 1):
         write(tmp_path, make_sequences(["a/0"], step=step))

@@ -240,6 +240,7 @@ def test_what_is_done_every_n_steps_is_due_neither_at_the_start_nor_at_the_end(m
     assert [args[0] for args, settings in saved if settings == {"is_due": True}] == due
     step, progress, files = saved[0][0]
     assert (step, progress, files()) == (0, PROGRESS, {"name": "writer"}) and len(saved) == STEPS + 2
+    assert calls[-1] == ("rollouts.files", (), {"is_step_done": True})
     assert ("enter", ("checkpoint", -1), {}) in calls
 
 
