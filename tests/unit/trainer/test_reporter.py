@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.cli import COMMANDS
 from megatron_rl.config import dump_config, load_config, plain_values
 from megatron_rl.launch.status import SHOWN
 from megatron_rl.metrics.reduce import MetricSums
@@ -41,9 +40,14 @@ class Kept(Tracker):
 
 
 @pytest.fixture(autouse=True)
-def without_a_picture(monkeypatch):
-    """Of the report, which tests/unit/metrics/test_report.py draws."""
-    monkeypatch.setattr(module, "write_report", lambda folder: folder / "report.html")
+def installed(monkeypatch):
+    """The names of the installed commands and the writers of report pages, of which the first is used."""
+    names = ["train", "view", "top"]
+    pages = [lambda folder: folder / "report.html", lambda folder: folder / "another.html"]
+    writers = [SimpleNamespace(load=lambda page=page: page) for page in pages]
+    monkeypatch.setattr(module.commands, "installed", lambda: dict.fromkeys(names))
+    monkeypatch.setattr(module, "entry_points", lambda group: writers if group == "megatron_rl.report" else [])
+    return names, writers
 
 
 def config(folder, **track):
@@ -111,20 +115,17 @@ def test_a_step_is_in_the_file_on_the_console_in_the_status_and_in_the_trackers(
     assert [row["response"] for row in table] == ["2 ***"], "an environment may print the key"
 
 
-def test_by_default_trackers_get_samples_at_the_end_alone_and_none_where_there_are_none(tmp_path, rollouts):
+def test_by_default_trackers_get_samples_at_the_end_alone(tmp_path, rollouts):
     cfg = config(tmp_path, to=[f"{__name__}:Kept"])
+    rollouts(cfg)
     stack, reporter, *_ = tracked(cfg)
     reporter.status = None
     with stack:
         reporter.step(result(0), {})
         reporter.finish()
-        rollouts(cfg)
-        reporter.finish()
-    page = cfg.run_dir / "report.html"
     (tracker,) = MADE
-    assert [call[:2] for call in tracker.calls] == [
-        ("log", 1), ("report", page), ("samples", STEPS), ("report", page),
-    ]  # fmt: skip
+    expected = [("log", 1), ("samples", STEPS), ("report", cfg.run_dir / "report.html")]
+    assert [call[:2] for call in tracker.calls] == expected
 
 
 def test_an_evaluation_is_of_the_finished_steps(tmp_path):
@@ -142,12 +143,27 @@ def test_the_end_of_a_run_names_its_report_and_the_commands_that_show_it(tmp_pat
     with stack:
         reporter.step(result(0, **{"time/step": 7.5}), {})
         reporter.finish()
+    page = cfg.run_dir / "report.html"
     assert console.names == ["console.step", "console.log", "console.summary"]
-    assert console[1][1] == (f"report {cfg.run_dir / 'report.html'}",)
+    assert console[1][1] == (f"report {page}",)
     text, values = console[2][1]
     assert text.startswith("1 steps in 0:08") and values["steps"] == 1
-    for command in ("view", "top"):
-        assert f"megatron-rl {command} {cfg.run_dir}\n" in text and command in COMMANDS
+    assert text.endswith(f"look at\n  megatron-rl view {cfg.run_dir}\n  megatron-rl top {cfg.run_dir}\n  {page}")
+
+
+def test_without_the_viewer_the_end_of_a_run_says_how_to_install_it(tmp_path, installed):
+    for part in installed:
+        part.clear()
+    cfg = config(tmp_path, to=[f"{__name__}:Kept"])
+    stack, reporter, console, _ = tracked(cfg)
+    with stack:
+        reporter.finish()
+    assert console[0][1] == (
+        "no report page: megatron_rl_viewer is not installed; in a checkout: pip install ./viewer",
+    )
+    text, _ = console[1][1]
+    assert text.rstrip().endswith("look at")
+    assert MADE[0].calls == []
 
 
 def test_a_tracker_has_the_run_that_it_continues(tmp_path, monkeypatch):
