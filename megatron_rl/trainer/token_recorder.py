@@ -96,13 +96,14 @@ class Part:
             tokens.shares,
             flags(tokens),
         )
-        self.values = torch.stack([column.float() for column in columns])[:, self.sampled.index]
-        gap = torch.where(mask, tokens.old_logprobs.double() - batch.rollout_logprobs.double(), 0.0)
-        stale = torch.where(mask, tokens.logprobs.double() - tokens.old_logprobs.double(), 0.0)
+        self.values = torch.stack(columns)[:, self.sampled.index]
+        old_logprobs = tokens.old_logprobs.double()
+        gap = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0)
+        stale = torch.where(mask, tokens.logprobs - old_logprobs, 0.0)
         entropy = torch.where(mask, tokens.entropy, 0.0)
         k3 = torch.expm1(gap) - gap
         slots = self._slots(batch.sequence_ids)
-        summed = torch.stack([each.double() for each in (mask, -gap, k3, clipped, weight, entropy, tokens.shares)], 1)
+        summed = torch.stack([mask, -gap, k3, clipped, weight, entropy, tokens.shares], 1)
         self.sums[:, :-2].index_add_(0, slots, summed)
         largest = torch.stack([gap.abs(), stale.abs()], dim=1)
         self.maxima.scatter_reduce_(0, slots[:, None].expand(-1, NUM_MAXIMA), largest, "amax")

@@ -201,6 +201,10 @@ def test_a_start_sends_the_weights_and_checks_parity_without_the_servers_memory(
     )  # fmt: skip
     assert calls[3][1:] == ("engine", [(f"p{n}", [0.0, 0.0]) for n in range(8)]), "the probe is not scored"
     assert calls[4][1] == ("line limits of bfloat16",) and calls[5][1][0] == "limits of bfloat16"
+    source.inference.is_serving = False
+    start = len(calls)
+    source.start(0)
+    assert calls.names[start:][:3] == ["prepare_sync", "push", "generate"], "weights come first, whoever has the memory"
 
 
 def test_groups_of_equal_rewards_are_replaced_by_other_prompts(live):
@@ -241,6 +245,30 @@ def test_missing_routes_stop_the_step_after_its_last_draw(live, dynamic):
     else:
         with pytest.raises(ValueError, match="missing_route_budget"):
             source.sample(0)
+
+
+def test_one_missing_route_stops_a_step_before_its_last_draw(live):
+    source, _ = live(batch={"dynamic_sampling": True}, replay={"mode": "R3", "on_missing_route": "error"})
+    counts = MissingRouteCounts(response_rows=10, missing_response_rows=1)
+    source.scheduler.take = lambda *args: sampled(make_group("a", missing=1), gaps=counts)
+    source.scheduler.take_more = lambda *args: pytest.fail("nothing more is sampled")
+    with pytest.raises(ValueError, match="on_missing_route = error stops the run"):
+        source.sample(0)
+
+
+def test_all_replicas_have_their_rewards_before_any_goes_on(live, monkeypatch):
+    source, calls = live()
+    monkeypatch.setattr(dist, "barrier", calls.note("barrier"))
+    source.parallel.host_group = "host"
+    source.score([make_group("a")], for_training=True)
+    assert calls.names == ["score", "barrier"] and calls.named("barrier") == [(("host",), {})]
+
+
+def test_a_draw_that_asked_no_server_has_no_throughput(live):
+    source, _ = live()
+    source.scheduler.take = lambda *args: replace(sampled(make_group("a"), make_group("b")), call=None)
+    source.sample(0)
+    assert "rollout/tokens_per_second" not in metrics(source)
 
 
 def test_complete_groups_are_scored_while_others_are_sampled(live):

@@ -120,6 +120,7 @@ class Truth:
             table = each.table
             assert np.array_equal(table.values, self.values[:, predicts])
             layers = range(len(LAYERS)) if has_routes else []
+            assert table.own_experts.dtype == np.uint8
             assert np.array_equal(table.own_experts, self.ids[list(layers)][:, inputs])
             assert np.array_equal(table.margins, self.margins[list(layers)][:, inputs])
             assert np.array_equal(table.flipped, self.flips[list(layers)][:, inputs])
@@ -132,7 +133,7 @@ def recorder(tmp_path):
     keys = {"model": {"path": "m"}, "data": {"train": "d"}, "run": run, "rollout": {"save_tensors": 0.5}}
     cfg = load_config(None, [], keys)
 
-    def make(engine, parts):
+    def make(engine, parts, cfg=cfg):
         made, calls = TokenRecorder(cfg, engine, None), Calls()
         made.files = Recorded(calls, "files")
         made._parts = {1: parts[2:], 0: parts[:2]}
@@ -198,3 +199,15 @@ def test_routes_are_recorded_where_they_were_compared(recorder):
         part.add_tokens = seen.append
         observe(tokens := SimpleNamespace(index=0))
         assert seen == [tokens]
+
+
+def test_without_save_tensors_nothing_is_recorded(recorder):
+    cfg = load_config(None, [], {"model": {"path": "m"}, "data": {"train": "d"}})
+    engine = make_engine(0, 1, False, SimpleNamespace(size=lambda: 1), tp_size=1)
+    made, calls = recorder(engine, [], cfg)
+    made._parts = {}
+    with made.old_pass("a batch that is not looked at"):
+        pass
+    assert made.update("a batch", "its old pass") is None
+    made.finish(5)
+    assert calls == [] and made._parts == {}

@@ -127,8 +127,11 @@ def test_the_profile_replaces_the_file(traced):
     with trace:
         trace.begin(0)
         torch.ones(8) + 1
+        trace.begin(1)
+        assert ASKED == ["synchronize", "stop"] and gpu_path(folder, 0).read_bytes() != EARLIER
+        torch.ones(8) + 1
     trace.files.wait()
-    assert ASKED == ["synchronize", "stop"]
+    assert ASKED == ["synchronize", "stop"] * 2
     content = json.loads(gzip.decompress(gpu_path(folder, 0).read_bytes()))
     assert "aten::add" in {event.get("name") for event in content["traceEvents"]}
     assert sorted(path.name for path in folder.iterdir()) == ["gpu_00000.json.gz", "rank_00000.json.gz"]
