@@ -17,7 +17,7 @@ from tests.unit.trainer.test_events_of_a_step import events_of
 
 
 @pytest.mark.parametrize(
-    ("first_step", "begun"), [(0, ("start", 0, "")), (4, ("resume", 4, "after step 4"))], ids=["start", "resume"]
+    ("first_step", "first_event"), [(0, ("start", 0, "")), (4, ("resume", 4, "after step 4"))], ids=["start", "resume"]
 )
 @pytest.mark.parametrize(
     ("error", "reason"),
@@ -27,16 +27,16 @@ from tests.unit.trainer.test_events_of_a_step import events_of
         (KeyboardInterrupt(), "KeyboardInterrupt: "),
     ],
 )
-def test_a_run_says_where_it_starts_and_why_it_ends(tmp_path, first_step, begun, error, reason):
+def test_a_run_says_where_it_starts_and_why_it_ends(tmp_path, first_step, first_event, error, reason):
     path, meter = tmp_path / "events.jsonl", SimpleNamespace(step=first_step - 1)
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(type(error)) if error else ExitStack())
         with Recording(None, Events(path)).run(first_step, meter):
-            assert events_of(path) == [begun]
+            assert events_of(path) == [first_event]
             meter.step = 6
             if error:
                 raise error
-    assert events_of(path) == [begun, ("stop", 7, reason)]
+    assert events_of(path) == [first_event, ("stop", 7, reason)]
 
 
 def test_rollouts_of_a_replica_are_recorded_as_configured(tmp_path, monkeypatch):

@@ -70,8 +70,8 @@ def spans(trainer):
 def test_before_each_step_the_state_is_noted_that_a_signal_saves(made):
     trainer, calls = made()
     assert list(trainer.steps()) == [2, 3, 4, 5] and trainer.meter.step == 5
-    begun = [call for call in calls if call[0] != "rollouts.progress" and call[0] != "reporter.progress"]
-    assert begun[:3] == [
+    before_steps = [call for call in calls if call[0] != "rollouts.progress" and call[0] != "reporter.progress"]
+    assert before_steps[:3] == [
         ("enter", ("trace", 2), {}), ("step_trace.begin", (2,), {}), ("policy.begin", (2, PROGRESS), {}),
     ]  # fmt: skip
     assert calls.named("policy.begin")[-1] == ((5, PROGRESS), {})
