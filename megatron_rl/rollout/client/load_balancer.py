@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 FAILURES_TO_OPEN = 3
-COOLDOWN_SECONDS = 5.0
-MAX_COOLDOWN_SECONDS = 80.0
+COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = 5, 80  # integers: doubled without a limit, no float would hold it
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +85,7 @@ class LoadBalancer:
         server.failures += 1  # past the threshold every further one doubles the cooldown
         if not server.is_open:
             return False
-        doublings = server.failures - FAILURES_TO_OPEN
-        seconds = min(COOLDOWN_SECONDS * 2 ** min(doublings, 10), MAX_COOLDOWN_SECONDS)
+        seconds = min(COOLDOWN_SECONDS * 2 ** (server.failures - FAILURES_TO_OPEN), MAX_COOLDOWN_SECONDS)
         server.open_until = now + seconds
         if not was_open:
             text = "rollout server %s failed %d times in a row (%s): it gets no request for %g s"

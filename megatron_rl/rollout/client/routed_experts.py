@@ -143,8 +143,13 @@ def as_slice(indices: Sequence[int]) -> slice | list[int]:
     return slice(run.start, run.stop) if list(indices) == list(run) else list(indices)
 
 
+def encoded_length(num_bytes: int) -> int:
+    """Characters of the base64 of so many bytes."""
+    return (num_bytes + 2) // 3 * 4
+
+
 def check_length(payload: str | bytes | memoryview, num_bytes: int) -> None:
-    expected = (num_bytes + 2) // 3 * 4
+    expected = encoded_length(num_bytes)
     if len(payload) != expected:
         raise RoutedExpertsError(
             "wrong_size", f"{num_bytes} bytes are {expected} base64 characters, the payload has {len(payload)}"
