@@ -248,6 +248,5 @@ def among(tasks: Tasks) -> Iterator[None]:
 
 def this_task() -> asyncio.Task[None]:
     task = asyncio.current_task()
-    if task is None:
-        raise RuntimeError("called outside a task")
+    assert task is not None, "called outside a task"
     return task

@@ -206,7 +206,7 @@ def request_body(
     prefixes: Sequence[Sequence[int]],
     sampling: Sampling,
     want_routes: bool,
-    in_place: bool = False,
+    in_place: bool,
 ) -> dict[str, object]:
     """The /generate request.  Everything that shapes the distribution is stated: a server may have other defaults.
 

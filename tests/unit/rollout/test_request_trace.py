@@ -1,6 +1,7 @@
 """Spans of requests, turns, environments and rewards: the ones that happened, on the lanes of their server and episode."""
 
 import asyncio
+import json
 
 from megatron_rl.config import AgentConfig, RewardConfig, RolloutConfig
 from megatron_rl.launch.trace import Trace
@@ -64,6 +65,8 @@ def test_every_request_is_a_span_of_its_server():
         assert [each.name for each in parts] == wanted and {each.process for each in parts} == {url}
         assert span.start <= parts[0].start and parts[0].end <= parts[1].start and parts[-1].end <= span.end
         if span not in failed:
+            sent = [served[f"{rid}_{i}"] for i in range(2)]
+            assert parts[2].values["bytes"] == len(json.dumps(sent))
             assert span.values["tokens"] == sum(num_tokens(served[f"{rid}_{i}"]) for i in range(2)) > 0
 
 
