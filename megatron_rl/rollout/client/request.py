@@ -105,7 +105,7 @@ async def connections(cfg: RolloutConfig, tls: ssl.SSLContext) -> AsyncIterator[
     async with aiohttp.ClientSession(
         connector=pool,
         headers={"Accept-Encoding": "identity", "Content-Type": "application/json"} | auth_headers(cfg),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=cfg.connect_timeout_seconds),
+        timeout=aiohttp.ClientTimeout(sock_connect=cfg.connect_timeout_seconds),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
     ) as http:

@@ -57,7 +57,7 @@ def test_every_request_is_a_span_of_its_server():
     assert [span.values["error"] for span in failed] == ["RetryableError"] and failed[0].process == one.url
     for rid, (url, body) in bodies.items():
         span = requests[rid]
-        assert (span.process, span.thread) == (url, "request")
+        assert (span.process, span.thread, span.kind) == (url, "request", "request")
         assert span.values["prompt"] == prompts[tuple(body["input_ids"][0])]
         assert (span.values["samples"], span.values["turn"], span.values["prompt_tokens"]) == (2, 1, 3)
         parts = [each for each in spans if each.key == rid and each is not span]
