@@ -264,19 +264,15 @@ async def read(response: aiohttp.ClientResponse, max_bytes: int, idle_seconds: f
     """(status, content): see `post`."""
     async with response:
         content = Received(response.headers.get("Content-Length"), max_bytes)
-        while True:
+        while not response.content.at_eof():
             try:
                 async with asyncio.timeout(idle_seconds):
-                    chunk = await response.content.readany()
+                    content += await response.content.readany()
             except TimeoutError as error:  # the caller's own deadline comes as a cancellation
                 raise RetryableError("timeout", f"no byte for {idle_seconds:g} s after {len(content)}") from error
-            if not chunk:
-                return response.status, content.content()
-            content += chunk
             if len(content) > max_bytes:  # a broken server must not fill the host's memory
                 raise RetryableError("bad_body", f"more than {max_bytes} bytes")
-            if response.content.at_eof():
-                return response.status, content.content()
+        return response.status, content.content()
 
 
 def check_status(url: str, prompt: Prompt, status: int, content: memoryview) -> None:

@@ -80,6 +80,7 @@ def test_turns_and_environment_steps_are_on_the_lanes_of_their_episode(tmp_path)
     for name in names:
         own = sorted((span for span in spans if span.key == name), key=lambda span: span.start)
         assert [span.name for span in own] == ["episode", "constructor", "reset", "turn 1", "step", "turn 2", "step"]
+        assert [span.kind for span in own[:4]] == ["episode", "environment", "environment", "turn"]
         assert all(own[0].start <= span.start and span.end <= own[0].end for span in own)
         turns = [span.values["turn"] for span in spans if span.name == "request" and span.values["prompt"] == name]
         assert sorted(turns) == [1, 2]
