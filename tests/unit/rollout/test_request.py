@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import aiohttp
 import httpx
@@ -22,8 +23,10 @@ from megatron_rl.rollout.client.request import (
     connections,
     late_seconds,
     max_body_bytes,
+    request_body,
 )
 from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from tests.fake_server import SPEC, VERSION, FakeServer, send
 from tests.faults.samples import make_sample, random_routes
 from tests.unit.batch.rollouts import make_rollout
@@ -91,6 +94,25 @@ def test_the_longest_correct_answer_is_read_and_not_much_more(want_routes, trunc
     # of a token: its id and log-prob; base64 of 6 int32, which are 32 characters, and 4; 40 ids of a kept set
     of_token = 128 + (36 if want_routes else 0) + (0 if truncation is None else 40 * 12)
     assert most == copies * (size + longest) * of_token
+
+
+def test_a_body_states_all_that_shapes_the_distribution():
+    params = {"n": 1, "temperature": 0.7, "max_new_tokens": 6, "stop_token_ids": [1], **FULL_SOFTMAX}
+    body = {"rid": "r", "input_ids": [[3, 4, 5]] * 2, "sampling_params": params}
+    body |= {"return_logprob": True, "return_routed_experts": False}
+    sampling = Sampling(0.7, 6, (1,), 3)
+    assert request_body("r", PROMPT, [(), ()], sampling, False, False) == body
+    assert request_body("r", PROMPT, [(), ()], sampling, True, False) == body | {"return_routed_experts": True}
+    truncated, cut = Truncation(0.9, 40, 0.05), params | {"top_p": 0.9, "top_k": 40, "min_p": 0.05}
+    sampling = replace(sampling, truncation=truncated, first_row=4, run="a")
+    assert request_body("r", PROMPT, [(), (7, 8)], sampling, True, True) == body | {
+        "input_ids": [[3, 4, 5], [3, 4, 5, 7, 8]],
+        "sampling_params": [cut, cut | {"max_new_tokens": 4}],
+        "return_routed_experts": True,
+        "routed_experts_start_len": 4,
+        "return_sampling_mask": True,
+        "extra_key": "3@a",
+    }
 
 
 def test_an_answer_to_an_abort_at_the_deadline_has_a_tenth_of_it_at_most_half_a_minute():
