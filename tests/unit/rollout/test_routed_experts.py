@@ -236,6 +236,17 @@ def test_above_256_experts_ids_take_16_bits():
         decode(encode(ids), experts=256)
 
 
+def test_a_model_may_have_one_moe_layer():
+    ids = honest(layers=1)
+    assert (decode(encode(ids), layers=1) == ids).all()
+    assert (decode(encode(honest()), moe_layers=[4]) == honest()[:, [4]]).all()
+
+
+def test_an_error_without_a_place_names_none():
+    with pytest.raises(RoutedExpertsError, match="^routed_experts: wrong_size; rule: 3840 bytes are 5120 base64"):
+        decode("")
+
+
 def test_an_error_names_layer_row_and_value(monkeypatch):
     monkeypatch.setattr(routed_experts, "BLOCK_BYTES", 1000)
     with pytest.raises(RoutedExpertsError) as caught:
