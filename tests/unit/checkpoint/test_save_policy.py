@@ -138,6 +138,25 @@ def test_a_signal_saves_the_last_complete_state(checkpoint_policy, is_trained):
     assert "SIGUSR1" in (checkpoint_policy.checkpointer.folder / STOPPED).read_text()
 
 
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_the_stop_is_announced_when_the_save_with_the_files_of_this_rank_is_complete(checkpoint_policy, is_trained):
+    saver, announced, actions = checkpoint_policy.checkpointer, [], []
+    saver.wait = lambda: announced.append((saver.folder / STOPPED).exists())
+    stop = SimpleNamespace(name=None, hold=actions.append)
+    checkpoint_policy.listen(stop, "cancel")
+    assert actions == ["cancel"]
+    checkpoint_policy.begin(1, {})
+    stop.name = "SIGTERM"
+    with pytest.raises(StoppedBySignal):
+        if is_trained:
+            checkpoint_policy.end(1, {}, lambda: {"file": None}, is_due=False)
+        checkpoint_policy.stop_if_signalled(lambda: {"file": None})
+    assert [(snapshot.step, snapshot.files) for snapshot in saver.saved] == [(1, {"file": None})]
+    assert announced == [False]
+    text = "SIGTERM: stopped after step 1, which is saved; the same command continues from there\n"
+    assert (saver.folder / STOPPED).read_text() == text
+
+
 @pytest.mark.parametrize("has_files", [False, True])
 def test_a_saved_step_is_saved_again_if_rollouts_were_sampled_since(checkpoint_policy, has_files):
     files = {"rollouts_00000.safetensors": lambda path: None} if has_files else {}
