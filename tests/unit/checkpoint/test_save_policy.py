@@ -34,7 +34,7 @@ class Saves(SimpleNamespace):
         self.saved.append(snapshot)
 
     def load(self, path):
-        return Restored(path, 3, {"policy_version": 3, "prompts": {}, "totals": TOTALS}, [], [])
+        return Restored(path, 3, {"policy_version": 3, "prompts": {}, "totals": TOTALS}, ["  files"], [])
 
     def poll(self):
         pass
@@ -109,7 +109,7 @@ def test_a_save_is_an_event_and_begins_when_the_trainer_has_its_memory(tmp_path)
 def test_a_checkpoint_of_another_run_is_saved_again_in_this_one(checkpoint_policy, tmp_path, monkeypatch):
     saver = checkpoint_policy.checkpointer
     saver.cfg = CheckpointConfig(load=make_checkpoint(tmp_path / "other", 3))
-    assert checkpoint_policy.resume().lines == [f"resumed from {saver.cfg.load}: step 3"]
+    assert checkpoint_policy.resume().lines == [f"resumed from {saver.cfg.load}: step 3", "  files"]
     checkpoint_policy.save(3, {})
     (snapshot,) = saver.saved
     assert snapshot.progress == {"totals": NEW_TOTALS, "origin": str(saver.cfg.load.resolve())}
