@@ -154,6 +154,8 @@ def test_it_replaces_the_one_before_and_leaves_nothing_where_it_fails(saved, mon
         write_rank(*args)
         Path("/dev/full").write_text("x")
 
+    with pytest.raises(CheckpointError, match="rank 0: .*Not a directory"):
+        write(folder / "bundle.json/last", engine, batch, old, results)
     monkeypatch.setattr(bundle_module, "write_rank", on_a_full_disk)
     with pytest.raises(CheckpointError, match="rank 0: OSError.*No space"):
         write(folder, engine, batch, old, results)
@@ -194,6 +196,18 @@ def test_a_stage_without_logits_or_routers_loads_none(saved, monkeypatch):
         assert len(first.router.kept) == len(last.router.kept) > 0
         monkeypatch.setattr(engine, "layout", SimpleNamespace(layers=()))
         assert Bundle(folder, engine)._router_record([[], []], 2).kept == {}
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tp2"])
+def test_counts_are_those_of_the_header(saved, layout):
+    """Of all replicas."""
+    folder, engine, *_ = saved
+    header = json.loads((folder / "bundle.json").read_text())
+    changes = {"layout": layout, "update": 7, "num_responses": 99, "num_response_tokens": 999, "policy_version": 8}
+    (folder / "bundle.json").write_text(json.dumps(header | changes))
+    batch, _ = Bundle(folder, engine).load()
+    counts = [batch.index, batch.num_responses, batch.num_response_tokens, batch.policy_version]
+    assert counts == [7, 99, 999, 8]
 
 
 def test_what_belongs_to_routers_has_their_rows(saved):

@@ -14,9 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from megatron_rl.checkpoint import checkpointer
+from megatron_rl.checkpoint import checkpointer, writer
 from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
 from megatron_rl.checkpoint.folder import checkpoints, latest_checkpoint
 from megatron_rl.checkpoint.manifest import digest_files, manifest_text, read_manifest
@@ -132,6 +135,23 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(make, tmp_
     monkeypatch.setattr(os, "rename", check_all)
     saver.save(Snapshot(1, PROGRESS, files={"rollouts_00000.safetensors": lambda path: path.write_bytes(b"rollouts")}))
     assert named == ["step_000001"]
+
+
+def test_a_save_is_planned_once_and_again_where_its_parts_have_changed(make, tmp_path, monkeypatch):
+    planned, exchange = [], writer.determine_global_metadata
+    monkeypatch.setattr(writer, "determine_global_metadata", lambda state: planned.append(step) or exchange(state))
+    saver, _ = make()
+    for step in (1, 2, 3):
+        if step == 3:
+            saver._planner._parts = []
+        updates(saver.engine, [step])
+        saver.save(Snapshot(step, PROGRESS))
+    assert planned == [1, 3]
+    metadata = [(tmp_path / f"step_{step:06d}/.metadata").read_bytes() for step in (1, 2, 3)]
+    assert metadata[0] == metadata[1] == metadata[2]
+    part = ShardedTensor.from_rank_offsets("half", torch.zeros(2), (0, 0, 2))
+    with pytest.raises(CheckpointingException):
+        saver._planner.plan({"half": part}, tmp_path)
 
 
 def test_people_can_read_the_state_and_its_version_of_core_is_named(make, tmp_path, monkeypatch):

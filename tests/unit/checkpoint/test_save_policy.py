@@ -53,8 +53,8 @@ def checkpoint_policy(tmp_path):
 
 
 def test_the_value_of_a_checkpoint_is_measured_on_its_own_weights(checkpoint_policy):
-    checkpoint_policy.note(4, {"train/loss": 1.0})
     checkpoint_policy.note(4, {"eval/a/avg@1": 0.5})
+    checkpoint_policy.note(4, {"train/loss": 1.0})
     checkpoint_policy.save(4, {})
     checkpoint_policy.note(5, {"train/loss": 2.0})
     checkpoint_policy.save(5, {})
@@ -69,6 +69,7 @@ def test_the_value_of_a_checkpoint_is_measured_on_its_own_weights(checkpoint_pol
 
 
 def test_totals_continue_from_the_checkpoint(checkpoint_policy):
+    assert checkpoint_policy.resume() is None, "there is none"
     make_checkpoint(checkpoint_policy.checkpointer.folder, 3)
     assert checkpoint_policy.resume().lines[0].endswith("step_000003: step 3")
     metrics = {"rollout/retries_total": 2.0, "rollout/cancelled_groups_total": 2.0, "replay/missing_rows_total": 2.0}

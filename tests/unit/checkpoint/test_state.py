@@ -8,7 +8,14 @@ from megatron.core import tensor_parallel
 from safetensors.torch import load, save
 
 import megatron_rl.distributed  # noqa: F401  (CPU support first)
-from megatron_rl.checkpoint.state import adam_step, rng_state, set_adam_step, set_rng_state
+from megatron_rl.checkpoint.state import (
+    adam_step,
+    load_state,
+    rng_state,
+    set_adam_step,
+    set_rng_state,
+    sharded_state,
+)
 from tests.dist.test_checkpoint import all_rng
 
 
@@ -53,6 +60,14 @@ def test_adams_step_count_is_set_where_the_optimizer_counts():
     assert steps[0].data_ptr() != steps[1].data_ptr(), "Adam increments them in place"
     assert [(group["step"], type(group["step"])) for group in other.param_groups] == [(7, int)] * 3
     assert other.state == {"weight": {"exp_avg": 0}}
+
+
+def test_an_optimizer_without_parameters_saves_and_loads_nothing():
+    engine = engine_of(None)
+    engine.chunks = []
+    state = sharded_state(engine)
+    assert state == {"optimizer": {"0": {}}}
+    load_state(engine, state, adam_step=3.0)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_rl.checkpoint import writer
-from megatron_rl.checkpoint.writer import Shards, _Strategy, on_all_ranks, write_common
+from megatron_rl.checkpoint.writer import Planner, Shards, _Strategy, on_all_ranks, write_common
 from megatron_rl.weights.hf.files import load_plain
 from megatron_rl.weights.torch_dist import CONFIG
 
@@ -71,3 +71,11 @@ def test_a_plan_serves_again_where_it_does_on_every_rank(monkeypatch, others):
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     assert on_all_ranks(True) == all(others) and not on_all_ranks(False)
+
+
+def test_replicated_tensors_are_spread_where_there_are_several_ranks():
+    one, several = SimpleNamespace(size=lambda: 1), SimpleNamespace(size=lambda: 2)
+    assert isinstance(Planner(one)._strategy, _Strategy)
+    spread = Planner(several)._strategy
+    assert isinstance(spread.base_strategy, _Strategy)
+    assert spread.parallelization_group is several and spread.do_cache_distribution
