@@ -76,8 +76,9 @@ def test_totals_continue_from_the_checkpoint(checkpoint_policy):
     assert checkpoint_policy.add_previous_totals(metrics) == NEW_TOTALS
     totals = {"rollout/retries_total": 7.0, "rollout/cancelled_groups_total": 3.0}
     assert metrics == totals | {"replay/missing_rows_total": 2.0}, "former names are continued under the present ones"
-    more = {"rollout/retries_total": 4.0, "rollout/cancelled_groups_total": 2.0}
+    more = {"rollout/retries_total": 4.0, "rollout/cancelled_groups_total": 2.0, "reward/errors_total": 3.0}
     assert checkpoint_policy.add_previous_totals(more) == totals and more["rollout/retries_total"] == 9.0
+    assert more["reward/errors_total"] == 3.0, "not counted before"
     checkpoint_policy.save(3, {})
     assert not checkpoint_policy.checkpointer.saved, "the checkpoint it came from is there already"
     checkpoint_policy.save(4, {"x": 1})
