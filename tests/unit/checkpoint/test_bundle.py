@@ -85,7 +85,7 @@ def test_it_gives_loss_gradient_and_metrics_again(saved):
     again, old_again = bundle.load()
     sizes = ("index", "num_responses", "num_response_tokens", "policy_version")
     assert [getattr(again, name) for name in sizes] == [getattr(batch, name) for name in sizes]
-    ids = [[[sample.rollout.id for sample in part] for part in each.samples] for each in (again, batch)]
+    ids = [[[sample.rollout.id for sample in part] for part in loaded.samples] for loaded in (again, batch)]
     assert ids[0] == ids[1]
     assert compute(engine, again, old_again) == results and results.loss == results.metrics["train/loss"]
     text = (folder / "bundle.json").read_text()
@@ -285,7 +285,7 @@ def test_what_is_no_complete_bundle_is_named(saved):
 def test_the_digest_of_gradients_is_of_every_bit(saved):
     _, engine, *_ = saved
     content = hashlib.blake2b(digest_size=16)
-    for parameter in (each for model in engine.models for each in model.parameters()):
+    for parameter in (weight for model in engine.models for weight in model.parameters()):
         content.update(parameter.main_grad.numpy().tobytes())
     before = results_of(engine, {}, 1.0).gradients
     assert before == [content.hexdigest()]

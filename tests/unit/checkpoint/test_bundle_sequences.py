@@ -69,10 +69,10 @@ def test_the_rows_of_a_sequence_are_put_together_from_all_ranks(tmp_path):
         values = {"place": torch.tensor([replica, *layers])}
         for number in (0, 1) if replica == 0 else (0,):
             size = sizes[replica, number]
-            mine = torch.arange(size)[rows].clone()
-            values[f"{number}:model_rows"] = mine
+            numbers = torch.arange(size)[rows].clone()
+            values[f"{number}:model_rows"] = numbers
             values[f"{number}:router_rows"] = torch.arange(size - 1)  # all but the last, for this rank's layers
-            values[f"{number}:logprobs"] = 100.0 * replica + 50.0 * number + mine
+            values[f"{number}:logprobs"] = 100.0 * replica + 50.0 * number + numbers
             ids = torch.arange((size - 1) * K).view(size - 1, K) + 1
             values[f"{number}:router_ids"] = torch.stack([ids + 1000 * layer for layer in layers])
         save_file(values, tmp_path / rank_name(rank))

@@ -16,8 +16,8 @@ def test_the_tensors_of_a_file_have_no_gaps():
     """safetensors takes no others."""
     bucket, tensor = Bucket(torch.device("cpu")), torch.randn(7, 4).t()
     bucket.add("a", tensor, torch.bfloat16)
-    found = bucket.tensors()["a"]
-    assert found.is_contiguous() and not tensor.is_contiguous() and found.equal(tensor.bfloat16())
+    saved = bucket.tensors()["a"]
+    assert saved.is_contiguous() and not tensor.is_contiguous() and saved.equal(tensor.bfloat16())
 
 
 def test_a_broadcast_ends_when_a_server_fails_first():

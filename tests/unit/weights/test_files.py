@@ -55,8 +55,8 @@ def test_a_tensor_is_read_as_it_is_stored(tmp_path, kind):
         save_file(TENSORS, tmp_path / "model.safetensors")
     with HFFiles(tmp_path, trust_pickle=kind == "pickle") as files:
         for name, tensor in TENSORS.items():
-            found = files.read(name)
-            assert found.dtype == tensor.dtype and found.shape == tensor.shape and found.equal(tensor)
+            stored = files.read(name)
+            assert stored.dtype == tensor.dtype and stored.shape == tensor.shape and stored.equal(tensor)
         assert files.read_rows("matrix", 1, 3).equal(TENSORS["matrix"][1:3])
         assert files.read_rows("scalar", 0, 1).tolist() == [2.5]
 

@@ -36,9 +36,9 @@ def test_all_that_core_puts_into_metadata_is_read(tmp_path):
     )
     metadata.all_local_plans = [SavePlan([item], _StoragePrefix("__0_"))]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    found = read_metadata(tmp_path)
-    assert found == metadata and found.all_local_plans == metadata.all_local_plans
-    assert (found.planner_data, found.storage_meta) == (metadata.planner_data, metadata.storage_meta)
+    loaded = read_metadata(tmp_path)
+    assert loaded == metadata and loaded.all_local_plans == metadata.all_local_plans
+    assert (loaded.planner_data, loaded.storage_meta) == (metadata.planner_data, metadata.storage_meta)
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, OrderedDict, print])
