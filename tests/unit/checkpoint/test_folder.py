@@ -232,6 +232,13 @@ def test_a_folder_that_another_process_creates_meanwhile_is_taken(tmp_path, monk
     assert os.listdir(tmp_path / "runs") == ["name"]
 
 
+def test_another_folder_hides_no_checkpoint(tmp_path, monkeypatch):
+    """In whichever order the file system lists them."""
+    path = save(tmp_path, 1)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [tmp_path / "step_x", path, tmp_path / "step_1.old"])
+    assert [item.path for item in checkpoints(tmp_path)] == [path]
+
+
 def test_a_sync_leaves_no_file_open(tmp_path):
     before = os.listdir("/proc/self/fd")
     write_text(tmp_path / "file", "text")
