@@ -369,6 +369,7 @@ def test_a_bucket_is_the_tensors_bytes_end_to_end():
 # joins as an SGLang worker does and says so; receives a bucket and prints its sum where asked to, else just sits there
 PEER = """
 import json, sys, time
+from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper
