@@ -105,7 +105,7 @@ def gradient_digest(engine: Engine) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for model in engine.models:
         for parameter in model.parameters():
-            digest.update(parameter.main_grad.contiguous().view(torch.uint8).cpu().numpy().data)
+            digest.update(parameter.main_grad.view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
 
 
@@ -286,7 +286,8 @@ class Bundle:
             router=self._router_record([every[kind] for kind in OF_ROUTERS], len(parts)),
         )
         micro_batches = tuple(pack(samples, rows, mask_missing_routes=mask) for samples, rows in parts)
-        return MiniBatch(micro_batches, 1, 1, samples=tuple(samples for samples, _ in parts)), old
+        counts = self.header["num_responses"], self.header["num_response_tokens"]
+        return MiniBatch(micro_batches, *counts, samples=tuple(samples for samples, _ in parts)), old
 
     def _packed_again(self) -> tuple[MiniBatch, OldPass]:
         engine, parallel = self.engine, self.engine.parallel

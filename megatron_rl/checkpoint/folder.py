@@ -112,7 +112,7 @@ def choose(folder: Path, cfg: CheckpointConfig) -> str | None:
     """
     if not cfg.resume:
         return None
-    is_own = cfg.load is None or (folder.exists() and origin_of(folder) == origin(cfg))
+    is_own = cfg.load is None or origin_of(folder) == origin(cfg)
     if is_own and (latest := latest_checkpoint(folder)):
         return str(latest)
     if cfg.load is not None:

@@ -109,12 +109,15 @@ def damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None)
 
 def _digest_block(path: Path, start: int) -> bytes:
     digest, left = _blake2b(), BLOCK
-    # without a buffer, and not a block at once: on every thread of every rank that would be gigabytes per host
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        while left and (data := file.read(min(left, BUFFER))):
-            digest.update(data)
-            left -= len(data)
+    try:
+        # without a buffer, and not a block at once: on every thread of every rank that would be gigabytes per host
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            while left and (data := file.read(min(left, BUFFER))):
+                digest.update(data)
+                left -= len(data)
+    except OSError as error:  # an error of a read does not name the file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return digest.digest()
 
 

@@ -22,9 +22,9 @@ EMPTY = pickle.EMPTY_DICT + pickle.BINPUT + b"\0"
 
 
 def beginning(metadata: Metadata) -> bytes:
-    """All of the metadata but the places.  core's copy of all ranks' plans, half of the file, is left out: only core's own check
-    of a plan that it loads has a use for it."""
-    object_only = pickle.dumps(replace(metadata, storage_data=None), PROTOCOL).removesuffix(pickle.STOP)
+    """All of the metadata but the places, which core does not know yet.  Its copy of all ranks' plans, half of the file, is no
+    field and is left out: only core's own check of a plan that it loads has a use for it."""
+    object_only = pickle.dumps(replace(metadata), PROTOCOL).removesuffix(pickle.STOP)
     field = pickle.BINUNICODE + len(FIELD).to_bytes(4, "little") + FIELD
     return object_only + pickle.EMPTY_DICT + field + pickle.EMPTY_DICT
 

@@ -40,10 +40,10 @@ class CheckpointPolicy:
         self.checkpointer = checkpointer
         self._events = events or Events()
         self._before_save = before_save
-        self._saved_step = -1
+        self._saved_step: int | None = None
         self._stop: StopSignal | None = None
         self._start: Snapshot | None = None  # the state at the start of this step
-        self._measured: tuple[int, dict[str, float]] = (-1, {})  # a step, and its known metrics
+        self._measured: tuple[int | None, dict[str, float]] = (None, {})  # a step, and its known metrics
         self._totals: dict[str, float] = {}  # counts since the run's first start, as last reported
         self._carried: dict[str, float] = {}  # the part of them that earlier processes counted
 
@@ -134,7 +134,7 @@ class CheckpointPolicy:
     def _save_and_stop(self, name: str, snapshot: Snapshot) -> NoReturn:
         (has_files,) = all_reduce_ints([int(bool(snapshot.files))], dist.ReduceOp.MAX, dist.group.WORLD)
         if has_files:  # sampled since this step was saved, if it was: that checkpoint lacks them
-            self._saved_step = -1
+            self._saved_step = None
         self._save(snapshot)
         self.wait()
         text = f"{name}: stopped after step {snapshot.step}, which is saved; the same command continues from there"

@@ -133,11 +133,11 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> Iterator[float | Tensor]:
 def rng_state() -> dict[str, Tensor]:
     """Every random generator of this process: python, numpy, torch, cuda (where there is one), megatron-core's tracker."""
     version, numbers, gauss = random.getstate()
-    legacy = cast(tuple[str, NDArray[np.uint32], int, int, float], np.random.get_state(legacy=True))
+    legacy = cast(tuple[str, NDArray[np.uint32], int, int, float], np.random.get_state())
     name, keys, position, has_gauss, cached = legacy
     assert (version, name) == (3, "MT19937")
     state = {
-        "python/words": torch.tensor(numbers, dtype=torch.int64),
+        "python/words": torch.tensor(numbers),
         "python/gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "numpy/keys": torch.from_numpy(keys.astype(np.int64)),
         "numpy/position": torch.tensor([position, has_gauss]),

@@ -36,7 +36,7 @@ from tests.mutants.calls import Calls, Seconds, functions_of, note, relative
 from tests.mutants.source import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-MEMORY = 6 << 30  # bytes that a child may add to the address space: a mutant may ask for anything
+MEMORY = 16 << 30  # bytes of address space that a child may add, with its threads: a mutant may ask for anything
 PATIENCE, TIMES = 2.0, 5.0  # a test may take PATIENCE seconds of CPU time + TIMES x what it took unchanged
 WAITING = 10.0  # by the clock, so many times PATIENCE and what it took: it may sleep; on a busy machine in proportion
 IMPORT = Seconds(clock=30.0, cpu=30.0)  # what an import mutant's child may need for the import, unchanged

@@ -2,8 +2,8 @@
 
 Never mutated, because no test should check them: annotations, decorators, imports, type aliases, docstrings, assertions,
 `if TYPE_CHECKING`, `strict=` of zip, the arguments of errors and log lines, texts with spaces, arguments that set the device
-of a tensor.  Nor "a = None" and "f(None)": they crash wherever the line runs, and the forced conditions find branches that
-never run.
+of a tensor, names of threads and type variables, whether a thread is a daemon.
+Nor "a = None" and "f(None)": they crash wherever the line runs, and the forced conditions find branches that never run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from mutmut.mutation import mutators
 
 CONTEXT = 28  # characters of the line shown on either side of a change
 SILENT = {"print", "say", "log", "logger", "logging", "warnings"}
-PLACING = {"strict", "device", "non_blocking", "pin_memory"}
+PLACING = {"strict", "device", "non_blocking", "pin_memory", "thread_name_prefix"}
+OF_THREADS = {"name", "daemon"}
 OPPOSITES = {
     "max": "min", "amax": "amin", "maximum": "minimum", "any": "all", "all": "any", "argmax": "argmin", "ones": "zeros",
     "ones_like": "zeros_like", "zeros_like": "ones_like", "mean": "sum", "append": "appendleft", "popleft": "pop",
@@ -118,6 +119,12 @@ class Places(cst.CSTVisitor):
             if isinstance(node, kind):
                 for changed in operator(node):
                     self.add(node, changed)
+        if isinstance(node, cst.Call):
+            node.func.visit(self)
+            for argument in node.args:
+                if not is_silent(node, argument):
+                    argument.visit(self)
+            return False
         if isinstance(node, cst.If | cst.While | cst.IfExp) and m.matches(node.test, EQUALITY):
             for part in (node.body, node.orelse):
                 if part is not None:
@@ -170,17 +177,22 @@ def is_skipped(node: cst.CSTNode) -> bool:
         return True
     if isinstance(node, cst.If) and code_of(node.test) == "TYPE_CHECKING":
         return True
-    if isinstance(node, cst.Arg):
-        return node.keyword is not None and node.keyword.value in PLACING
     return isinstance(node, cst.Call) and bool(SILENT & set(code_of(node.func).split(".")))
 
 
+def is_silent(call: cst.Call, argument: cst.Arg) -> bool:
+    """An argument that no test should check."""
+    name = argument.keyword.value if argument.keyword is not None else ""
+    return name in PLACING or (name in OF_THREADS and code_of(call.func).endswith("Thread"))
+
+
 def is_type_alias(node: cst.CSTNode) -> bool:
-    """X = Callable[...], X = A | B, __all__."""
+    """X = Callable[...], X = A | B, X = TypeVar("X"), __all__."""
     if not isinstance(node, cst.Assign):
         return False
     union = m.BinaryOperation(operator=m.BitOr(), left=m.Name() | m.Attribute(), right=m.Name() | m.Attribute())
-    return m.matches(node.value, m.Subscript() | union) or code_of(node.targets[0].target) == "__all__"
+    variable = m.Call(func=m.Name("TypeVar"))
+    return m.matches(node.value, m.Subscript() | union | variable) or code_of(node.targets[0].target) == "__all__"
 
 
 def one_string(node: cst.SimpleString) -> Iterator[cst.CSTNode]:
@@ -191,7 +203,7 @@ def one_string(node: cst.SimpleString) -> Iterator[cst.CSTNode]:
 def without_argument(node: cst.Call) -> Iterator[cst.CSTNode]:
     """A keyword argument is left out."""
     for at, argument in enumerate(node.args):
-        if argument.keyword is not None and argument.keyword.value not in PLACING:
+        if argument.keyword is not None and not is_silent(node, argument):
             yield node.with_changes(args=[*node.args[:at], *node.args[at + 1 :]])
 
 

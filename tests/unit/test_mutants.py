@@ -61,6 +61,15 @@ def test_changes_are_made_where_a_test_can_check_them(file):
     assert all(mutant.text != SOURCE and compile(mutant.text, "x", "exec") for mutant in found)
 
 
+def test_names_of_threads_and_of_type_variables_are_for_people(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text('T = TypeVar("T")\nthreading.Thread(target=f, name="name", daemon=True)\ncall(name="name")\n')
+    changes = {'call(name="name") -> call()', 'call(name="name") -> call(name="XXnameXX")', 'call(name="name") -> pass'}
+    changes |= {'threading.Thread(target=f, name="name", daemon=True) -> threading.Thread(name="name", daemon=True)'}
+    changes |= {'threading.Thread(target=f, name="name", daemon=True) -> pass'}
+    assert {mutant.change for mutant in mutants_of(path)} == changes
+
+
 def test_equal_changes_have_names_of_their_own(tmp_path):
     path = tmp_path / "module.py"
     path.write_text("def f(x):\n    g(x)\n    g(x)\n")

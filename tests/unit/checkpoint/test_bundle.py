@@ -3,10 +3,12 @@
 Other layouts: tests/dist/test_saved_batches.py.
 """
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,8 +85,12 @@ def test_it_gives_loss_gradient_and_metrics_again(saved):
     again, old_again = bundle.load()
     sizes = ("index", "num_responses", "num_response_tokens", "policy_version")
     assert [getattr(again, name) for name in sizes] == [getattr(batch, name) for name in sizes]
+    ids = [[[sample.rollout.id for sample in part] for part in loaded.samples] for loaded in (again, batch)]
+    assert ids[0] == ids[1]
     assert compute(engine, again, old_again) == results and results.loss == results.metrics["train/loss"]
-    header = json.loads((folder / "bundle.json").read_text())
+    text = (folder / "bundle.json").read_text()
+    header = json.loads(text)
+    assert text == json.dumps(header, indent=1) + "\n", "people read it, too"
     assert (header["step"], header["update"], header["reason"]) == (3, 1, "a test")
     assert header["loss"] == results.loss and header["grad_norm"] == results.grad_norm
     assert header["metrics"] == results.metrics and header["gradients"] == results.gradients
@@ -135,18 +141,99 @@ def test_the_same_layout_has_the_same_stages_and_sequence_parallelism(saved):
 def test_it_replaces_the_one_before_and_leaves_nothing_where_it_fails(saved, monkeypatch):
     folder, engine, batch, old, results = saved
     (folder / "old").write_text("")
+    part = folder.parent / ".last.part"
+    part.mkdir()
+    (part / "of a write that was killed").write_text("")
     write(folder, engine, batch, old, replace(results, grad_norm=7.0))
-    assert read_header(folder)["grad_norm"] == 7.0 and not (folder / "old").exists()
+    assert read_header(folder)["grad_norm"] == 7.0
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"bundle.json", "replica_00000.safetensors", "rank_00000.safetensors"}
     write_rank = bundle_module.write_rank
 
     def on_a_full_disk(*args):
         write_rank(*args)
         Path("/dev/full").write_text("x")
 
+    with pytest.raises(CheckpointError, match="rank 0: .*Not a directory"):
+        write(folder / "bundle.json/last", engine, batch, old, results)
     monkeypatch.setattr(bundle_module, "write_rank", on_a_full_disk)
     with pytest.raises(CheckpointError, match="rank 0: OSError.*No space"):
         write(folder, engine, batch, old, results)
     assert read_header(folder)["grad_norm"] == 7.0 and [path.name for path in folder.parent.iterdir()] == ["last"]
+
+
+def test_each_rank_writes_its_part_and_rank_0_what_is_of_all(saved, tmp_path, monkeypatch):
+    folder, engine, batch, old, results = saved
+    monkeypatch.setattr(engine, "parallel", replace(engine.parallel, rank=1))
+    bundle_module.write_rank(tmp_path, engine, batch, old)
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["rank_00001.safetensors"], (
+        "not a replica's leader"
+    )
+    calls = []
+    bundle_module.on_rank_0(lambda: calls.append(0))
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    bundle_module.on_rank_0(lambda: calls.append(1))
+    assert calls == [0]
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(bundle_module, "write_rank", lambda *args: 1 / 0)
+    with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+        write(folder, engine, batch, old, results)
+    assert (folder.parent / ".last.part").exists(), "rank 0 removes it"
+
+
+def test_a_stage_without_logits_or_routers_loads_none(saved, monkeypatch):
+    folder, engine, *_ = saved
+    header = json.loads((folder / "bundle.json").read_text())
+    (folder / "bundle.json").write_text(json.dumps(header | {"layout": "tp2"}))
+    last = Bundle(folder, engine).load()[1]
+    parallel = replace(engine.parallel)
+    object.__setattr__(parallel, "pp_size", 2)
+    monkeypatch.setattr(engine, "parallel", parallel)
+    first = Bundle(folder, engine).load()[1]
+    assert last.logprobs and not first.logprobs and first.reference is None
+    assert (last.reference is None) == (engine.cfg.loss.kl_coef == 0)
+    if engine.cfg.loss.switches.router_shift:
+        assert len(first.router.kept) == len(last.router.kept) > 0
+        monkeypatch.setattr(engine, "layout", SimpleNamespace(layers=()))
+        assert Bundle(folder, engine)._router_record([[], []], 2).kept == {}
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tp2"])
+def test_counts_are_those_of_the_header(saved, layout):
+    """Of all replicas."""
+    folder, engine, *_ = saved
+    header = json.loads((folder / "bundle.json").read_text())
+    changes = {"layout": layout, "update": 7, "num_responses": 99, "num_response_tokens": 999, "policy_version": 8}
+    (folder / "bundle.json").write_text(json.dumps(header | changes))
+    batch, _ = Bundle(folder, engine).load()
+    counts = [batch.index, batch.num_responses, batch.num_response_tokens, batch.policy_version]
+    assert counts == [7, 99, 999, 8]
+
+
+def test_what_belongs_to_routers_has_their_rows(saved):
+    """Sequence-parallel ranks have other rows there."""
+    folder, *_ = saved
+    layout = SimpleNamespace(model_rows=lambda bounds: ("model", bounds), rows=lambda bounds: ("router", bounds))
+    bundle = Bundle(folder, SimpleNamespace(layout=layout))
+    kinds = ("logprobs", "reference", "flips", "recorded 3", "router_ids 3", "router_logprobs 3")
+    assert [bundle._rows(kind, 7) for kind in kinds] == [("model", 7)] * 3 + [("router", 7)] * 3
+
+
+def test_tokens_without_a_route_leave_the_loss_where_that_is_configured(saved, monkeypatch):
+    folder, engine, *_ = saved
+    packed = []
+
+    def pack(samples, rows, **how):
+        packed.append(how)
+        return pack_as_ever(samples, rows, **how)
+
+    pack_as_ever = bundle_module.pack
+    monkeypatch.setattr(bundle_module, "pack", pack)
+    for mask in (False, True):
+        monkeypatch.setattr(engine, "pack_rule", replace(engine.pack_rule, mask_missing_routes=mask))
+        packed.clear()
+        assert len(Bundle(folder, engine).load()[0].micro_batches) == len(packed)
+        assert packed == [{"mask_missing_routes": mask}] * len(packed)
 
 
 def test_what_is_no_complete_bundle_is_named(saved):
@@ -196,12 +283,26 @@ def test_what_is_no_complete_bundle_is_named(saved):
 
 
 def test_the_digest_of_gradients_is_of_every_bit(saved):
-    _, engine, *_, results = saved
+    _, engine, *_ = saved
+    content = hashlib.blake2b(digest_size=16)
+    for parameter in (weight for model in engine.models for weight in model.parameters()):
+        content.update(parameter.main_grad.numpy().tobytes())
+    before = results_of(engine, {}, 1.0).gradients
+    assert before == [content.hexdigest()]
     parameter = next(iter(engine.models[0].parameters()))
     parameter.main_grad.view(-1)[3] += torch.finfo(torch.float32).tiny
-    assert results_of(engine, {}, 1.0).gradients != results.gradients
+    assert results_of(engine, {}, 1.0).gradients != before
     assert results_of(engine, {"x": float("nan"), "a": 1.0}, float("inf")).metrics == {
         "a": 1.0,
         "x": None,
     }
     assert results_of(engine, {}, float("inf")).grad_norm is None
+
+
+def test_the_device_is_named_by_its_model(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"model of {device}")
+    names = [
+        bundle_module.device_name(SimpleNamespace(parallel=SimpleNamespace(device=torch.device(name))))
+        for name in ("cpu", "cuda:1")
+    ]
+    assert names == ["cpu", "model of cuda:1"]

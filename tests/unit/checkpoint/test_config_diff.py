@@ -70,6 +70,8 @@ def test_a_key_that_one_side_does_not_know_has_its_default_there():
         check_changes(older, config(), "here")
     del older["optim"]["gone"]
     assert check_changes(older, config(), "here") == []
+    required = {"model": {"path": "m"}, "data": {"train": "x.jsonl"}}
+    assert check_changes(required, config(), "here") == []
     with pytest.raises(ValueError, match=r"optim\.beta2: 0\.95 -> 0\.5"):
         check_changes(older, config(optim={"beta2": 0.5}), "here")
 

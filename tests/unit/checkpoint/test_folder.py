@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from megatron_rl.checkpoint.folder import (
     checkpoints,
     commit,
     latest_checkpoint,
+    make_folder,
     read_state,
     remove_leftovers,
     retire,
@@ -221,6 +223,26 @@ def test_a_save_begins_in_an_empty_folder(tmp_path):
     temporary = temporary_folder(tmp_path / "run/checkpoints", 3)
     (temporary / "a.distcp").write_text("of a save that could not be removed")
     assert temporary_folder(tmp_path / "run/checkpoints", 3) == temporary and not os.listdir(temporary)
+
+
+def test_a_folder_that_another_process_creates_meanwhile_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda self: self == tmp_path)
+    (tmp_path / "runs").mkdir()
+    make_folder(tmp_path / "runs/name")
+    assert os.listdir(tmp_path / "runs") == ["name"]
+
+
+def test_another_folder_hides_no_checkpoint(tmp_path, monkeypatch):
+    """In whichever order the file system lists them."""
+    path = save(tmp_path, 1)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [tmp_path / "step_x", path, tmp_path / "step_1.old"])
+    assert [item.path for item in checkpoints(tmp_path)] == [path]
+
+
+def test_a_sync_leaves_no_file_open(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    write_text(tmp_path / "file", "text")
+    assert os.listdir("/proc/self/fd") == before and (tmp_path / "file").read_text() == "text"
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "not JSON: "), ("[1]", "holds a list, must be a JSON object")])

@@ -3,13 +3,14 @@
 import errno
 import fcntl
 import os
+import re
 import signal
 import socket
 import time
 
 import pytest
 
-from megatron_rl.checkpoint.lock import LOCK, locked
+from megatron_rl.checkpoint.lock import locked
 from megatron_rl.config import load_config
 from tests.saved_run import make_material, sections
 
@@ -24,7 +25,8 @@ def test_a_second_run_is_refused_and_the_error_names_the_holder(tmp_path):
         with locked(tmp_path / "other"):
             pass
     with locked(tmp_path / "run"):
-        assert (tmp_path / "run" / LOCK).read_text().count("pid") == 1
+        text = (tmp_path / "run/run.lock").read_text()
+        assert re.fullmatch(rf"pid {os.getpid()} on {socket.gethostname()}, started [\d-]+ [\d:]+\n", text)
 
 
 def test_a_killed_run_leaves_no_lock(tmp_path):
@@ -54,6 +56,15 @@ def test_a_file_system_without_locks_is_logged(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fcntl, "flock", refuse)
     with locked(tmp_path):
         assert "no lock on this file system" in caplog.text
+
+
+def test_another_error_of_a_lock_is_raised(tmp_path, monkeypatch):
+    def refuse(file, operation):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="Input/output error"), locked(tmp_path):
+        pass
 
 
 def test_a_run_takes_the_lock_before_it_removes_what_another_is_writing(tmp_path):

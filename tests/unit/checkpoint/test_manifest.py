@@ -1,5 +1,8 @@
 """Any damage to a checkpoint's files is found and its file named."""
 
+import errno
+import hashlib
+import io
 import json
 import random
 
@@ -94,6 +97,50 @@ def test_the_digest_of_several_blocks_depends_on_their_order(tmp_path, monkeypat
         digests.add(digest_files(tmp_path, ["file"])["file"])
     (tmp_path / "file").write_bytes(b"")
     assert len(digests) == 3 and digest_files(tmp_path, ["file"])["file"].size == 0
+
+
+def test_the_digest_of_a_file_is_that_of_the_digests_of_its_blocks(tmp_path):
+    """Computed here from the definition, so that checkpoints of earlier versions remain valid: blocks of 64 MiB, 32 bytes."""
+
+    def blake2b(content):
+        return hashlib.blake2b(content, digest_size=32)
+
+    with open(tmp_path / "file", "wb") as file:
+        file.seek(2**26)  # a hole, which reads as zeros
+        file.write(b"end")
+    of_blocks = blake2b(bytes(2**26)).digest() + blake2b(b"end").digest()
+    expected = {"file": (2**26 + 3, blake2b(of_blocks).hexdigest())}
+    assert digest_files(tmp_path, ["file"]) == expected
+    line, digest, end = manifest_text(expected, {"step": 1}).split("\n")
+    assert json.loads(line) == {"files": {"file": list(expected["file"])}, "facts": {"step": 1}}
+    assert (digest, end) == (blake2b(line.encode()).hexdigest(), "")
+
+
+def test_every_damaged_file_has_a_line_that_describes_it(tmp_path, monkeypatch):
+    path = make_checkpoint(tmp_path)
+    manifest = read_manifest(path)
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        (path / name).unlink()
+    (path / "state.json").write_bytes(b"short")
+    (path / "common.pt").write_bytes(bytes(SIZES["common.pt"]))
+    changed = f"{path}/common.pt: its bytes are not those that were written (BLAKE2b differs)"
+    lines = [
+        f"{path}/__0_0.distcp: missing",
+        f"{path}/__1_0.distcp: missing",
+        f"{path}/state.json: 5 bytes, 5000 were written",
+    ]
+    assert damage(path, manifest) == [*lines, changed]
+    assert damage(path, manifest, ["common.pt", "metadata.json"]) == [changed]
+    assert damage(path, manifest, []) == []
+
+    class Broken(io.BytesIO):
+        def read(self, size):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(manifest_module, "open", lambda *args, **kwargs: Broken(), raising=False)
+    *named, unreadable = damage(path, manifest)
+    assert named == lines and unreadable.endswith(": Input/output error")
+    assert unreadable.split(":")[0] in {f"{path}/{name}" for name in SIZES}, "a failed read does not say which file"
 
 
 def test_a_changed_pointer_never_leads_to_another_checkpoint(tmp_path):

@@ -6,13 +6,20 @@ Other layouts: tests/dist/test_checkpoint.py.
 import errno
 import json
 import math
+import os
 import re
+import shutil
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from megatron_rl.checkpoint import checkpointer
+from megatron_rl.checkpoint import checkpointer, writer
 from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
 from megatron_rl.checkpoint.folder import checkpoints, latest_checkpoint
 from megatron_rl.checkpoint.manifest import digest_files, manifest_text, read_manifest
@@ -98,16 +105,84 @@ def test_a_save_numbers_itself_and_removes_what_no_rule_keeps(make, tmp_path):
     assert names - {"manifest.json"} == read_manifest(tmp_path / "step_000004").files.keys()
 
 
-def test_the_lines_of_a_load_say_what_was_loaded(make, tmp_path):
+def test_what_is_no_number_is_not_known_and_without_a_metric_none_is_the_best(make, tmp_path):
+    saver, _ = make(checkpoint={"keep_last": 2, "best_metric": "rollout/reward_mean", "async_save": True})
+    for step, value in ((1, 0.5), (2, math.nan), (3, math.inf)):
+        saver.save(Snapshot(step, PROGRESS, value=value))  # completes the one before
+    saver.wait()
+    assert [(item.step, item.value) for item in checkpoints(tmp_path)] == [(1, 0.5), (2, None), (3, None)]
+    saver, _ = make(checkpoint={"keep_last": 2})
+    saver.save(Snapshot(4, PROGRESS))
+    assert [item.step for item in checkpoints(tmp_path)] == [3, 4]
+
+
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(make, tmp_path, monkeypatch):
+    synced, named, fsync, rename = {}, [], os.fsync, os.rename
+
+    def note_sync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+        synced[path.name.removeprefix(".").removesuffix(".tmp")] = path.read_bytes() if path.is_file() else b""
+
+    def check_all(source, target):
+        files = {path.name.removeprefix("."): path.read_bytes() for path in Path(source).iterdir()}
+        assert {name: synced.get(name) for name in files} == files and len(files) == 9
+        named.append(Path(target).name)
+        rename(source, target)
+
+    saver, _ = make()
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "rename", check_all)
+    saver.save(Snapshot(1, PROGRESS, files={"rollouts_00000.safetensors": lambda path: path.write_bytes(b"rollouts")}))
+    assert named == ["step_000001"]
+
+
+def test_a_save_is_planned_once_and_again_where_its_parts_have_changed(make, tmp_path, monkeypatch):
+    planned, exchange = [], writer.determine_global_metadata
+    monkeypatch.setattr(writer, "determine_global_metadata", lambda state: planned.append(step) or exchange(state))
+    saver, _ = make()
+    for step in (1, 2, 3):
+        if step == 3:
+            saver._planner._parts = []
+        updates(saver.engine, [step])
+        saver.save(Snapshot(step, PROGRESS))
+    assert planned == [1, 3]
+    metadata = [(tmp_path / f"step_{step:06d}/.metadata").read_bytes() for step in (1, 2, 3)]
+    assert metadata[0] == metadata[1] == metadata[2]
+    part = ShardedTensor.from_rank_offsets("half", torch.zeros(2), (0, 0, 2))
+    with pytest.raises(CheckpointingException):
+        saver._planner.plan({"half": part}, tmp_path)
+
+
+def test_people_can_read_the_state_and_its_version_of_core_is_named(make, tmp_path, monkeypatch):
+    saver, _ = make()
+    saver.save(Snapshot(1, PROGRESS))
+    text = (tmp_path / "step_000001/state.json").read_text()
+    state = json.loads(text)
+    assert text == json.dumps(state, indent=1) + "\n" and state["megatron_core"] == checkpointer.core_version
+    assert len(saver.load(tmp_path / "step_000001").lines) == 2, "no setting differs"
+    suspected = []
+    monkeypatch.setattr(checkpointer, "SafeCheckpoint", lambda path, saved_by: suspected.append(saved_by) or 1 / 0)
+    for version in (state["megatron_core"], None):
+        rewrite_state(tmp_path / "step_000001", megatron_core=version)
+        with pytest.raises(CheckpointError, match="^rank 0: ZeroDivisionError"):
+            saver.load(tmp_path / "step_000001")
+    assert suspected == [state["megatron_core"], "(unknown)"]
+
+
+def test_the_lines_of_a_load_say_what_was_loaded(make, tmp_path, monkeypatch):
     saver, _ = make(optim=SCHEDULE)
     updates(saver.engine, [0, 1, 2])
     saver.save(Snapshot(3, PROGRESS))
     changed = SCHEDULE | {"lr": 0.5}
     loader, _ = make(optim=changed, checkpoint={"every": 3, "allow_changes": ["optim.lr"]})
+    clock = iter([100.0, 103.5])
+    monkeypatch.setattr(checkpointer, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     restored = loader.load(tmp_path / "step_000003")
     assert (restored.path, restored.step, restored.progress) == (tmp_path / "step_000003", 3, PROGRESS)
     files, state, differing = restored.lines
-    assert re.fullmatch(r"  7 files, \d+\.\d MiB, digests checked in \d+\.\d s", files)
+    assert re.fullmatch(r"  7 files, \d+\.\d MiB, digests checked in 3\.5 s", files)
+    monkeypatch.undo()
     assert state == (
         "  model and optimizer (3 updates by Adam, schedule at 4), saved as one rank on 1 ranks, now one rank; "
         "random generators of every rank"
@@ -200,12 +275,33 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_works(make, tmp_path,
     saver.wait()
     assert (tmp_path / "step_000002/rollouts_00000.safetensors").read_bytes() == b"rollouts"
     assert saver.load(latest_checkpoint(tmp_path)).step == 2
+    with pytest.raises(CheckpointError, match="^checkpoint of step 3 .*FileNotFoundError.*; it was removed"):
+        saver.save(Snapshot(3, PROGRESS, files={"file": lambda path: shutil.rmtree(path.parent)}))
+        saver.wait()
     (tmp_path / "file").write_text("")
     nowhere = Checkpointer(saver.engine, tmp_path / "file/checkpoints")
     with pytest.raises(
         CheckpointError, match=r"^checkpoint of step 1: .*file/checkpoints: .*Not a directory.*; nothing was"
     ):
         nowhere.save(Snapshot(1, PROGRESS))
+
+
+def test_a_save_that_cannot_begin_leaves_nothing(make, tmp_path, monkeypatch):
+    (tmp_path / ".step_000001.tmp").mkdir()
+    saver, _ = make()
+    assert not list(tmp_path.iterdir()), "left by a run that was killed"
+
+    def write_in_vain(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpointer, "write_text", write_in_vain)
+    with pytest.raises(CheckpointError) as caught:
+        saver.save(Snapshot(1, PROGRESS))
+    assert str(caught.value) == (
+        f"checkpoint of step 1: {tmp_path}: [Errno 28] No space left on device; nothing was written, older checkpoints are "
+        "complete"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_progress_of_a_save_is_that_of_the_files_of_this_rank(make, tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ class Saves(SimpleNamespace):
         self.saved.append(snapshot)
 
     def load(self, path):
-        return Restored(path, 3, {"policy_version": 3, "prompts": {}, "totals": TOTALS}, [], [])
+        return Restored(path, 3, {"policy_version": 3, "prompts": {}, "totals": TOTALS}, ["  files"], [])
 
     def poll(self):
         pass
@@ -53,8 +53,8 @@ def checkpoint_policy(tmp_path):
 
 
 def test_the_value_of_a_checkpoint_is_measured_on_its_own_weights(checkpoint_policy):
-    checkpoint_policy.note(4, {"train/loss": 1.0})
     checkpoint_policy.note(4, {"eval/a/avg@1": 0.5})
+    checkpoint_policy.note(4, {"train/loss": 1.0})
     checkpoint_policy.save(4, {})
     checkpoint_policy.note(5, {"train/loss": 2.0})
     checkpoint_policy.save(5, {})
@@ -69,14 +69,16 @@ def test_the_value_of_a_checkpoint_is_measured_on_its_own_weights(checkpoint_pol
 
 
 def test_totals_continue_from_the_checkpoint(checkpoint_policy):
+    assert checkpoint_policy.resume() is None, "there is none"
     make_checkpoint(checkpoint_policy.checkpointer.folder, 3)
     assert checkpoint_policy.resume().lines[0].endswith("step_000003: step 3")
     metrics = {"rollout/retries_total": 2.0, "rollout/cancelled_groups_total": 2.0, "replay/missing_rows_total": 2.0}
     assert checkpoint_policy.add_previous_totals(metrics) == NEW_TOTALS
     totals = {"rollout/retries_total": 7.0, "rollout/cancelled_groups_total": 3.0}
     assert metrics == totals | {"replay/missing_rows_total": 2.0}, "former names are continued under the present ones"
-    more = {"rollout/retries_total": 4.0, "rollout/cancelled_groups_total": 2.0}
+    more = {"rollout/retries_total": 4.0, "rollout/cancelled_groups_total": 2.0, "reward/errors_total": 3.0}
     assert checkpoint_policy.add_previous_totals(more) == totals and more["rollout/retries_total"] == 9.0
+    assert more["reward/errors_total"] == 3.0, "not counted before"
     checkpoint_policy.save(3, {})
     assert not checkpoint_policy.checkpointer.saved, "the checkpoint it came from is there already"
     checkpoint_policy.save(4, {"x": 1})
@@ -109,7 +111,7 @@ def test_a_save_is_an_event_and_begins_when_the_trainer_has_its_memory(tmp_path)
 def test_a_checkpoint_of_another_run_is_saved_again_in_this_one(checkpoint_policy, tmp_path, monkeypatch):
     saver = checkpoint_policy.checkpointer
     saver.cfg = CheckpointConfig(load=make_checkpoint(tmp_path / "other", 3))
-    assert checkpoint_policy.resume().lines == [f"resumed from {saver.cfg.load}: step 3"]
+    assert checkpoint_policy.resume().lines == [f"resumed from {saver.cfg.load}: step 3", "  files"]
     checkpoint_policy.save(3, {})
     (snapshot,) = saver.saved
     assert snapshot.progress == {"totals": NEW_TOTALS, "origin": str(saver.cfg.load.resolve())}
@@ -136,6 +138,25 @@ def test_a_signal_saves_the_last_complete_state(checkpoint_policy, is_trained):
     (snapshot,) = checkpoint_policy.checkpointer.saved
     assert (snapshot.step, snapshot.progress["at"]) == ((3, "end") if is_trained else (2, "begin"))
     assert "SIGUSR1" in (checkpoint_policy.checkpointer.folder / STOPPED).read_text()
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_the_stop_is_announced_when_the_save_with_the_files_of_this_rank_is_complete(checkpoint_policy, is_trained):
+    saver, announced, actions = checkpoint_policy.checkpointer, [], []
+    saver.wait = lambda: announced.append((saver.folder / STOPPED).exists())
+    stop = SimpleNamespace(name=None, hold=actions.append)
+    checkpoint_policy.listen(stop, "cancel")
+    assert actions == ["cancel"]
+    checkpoint_policy.begin(1, {})
+    stop.name = "SIGTERM"
+    with pytest.raises(StoppedBySignal):
+        if is_trained:
+            checkpoint_policy.end(1, {}, lambda: {"file": None}, is_due=False)
+        checkpoint_policy.stop_if_signalled(lambda: {"file": None})
+    assert [(snapshot.step, snapshot.files) for snapshot in saver.saved] == [(1, {"file": None})]
+    assert announced == [False]
+    text = "SIGTERM: stopped after step 1, which is saved; the same command continues from there\n"
+    assert (saver.folder / STOPPED).read_text() == text
 
 
 @pytest.mark.parametrize("has_files", [False, True])

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_rl.checkpoint import write_progress
-from megatron_rl.checkpoint.write_progress import MIB, show_writing
+from megatron_rl.checkpoint.write_progress import show_writing, size_of
+
+MIB = 2**20
 
 
 def test_the_bar_follows_the_sizes_of_all_files_and_ends_with_the_block(tmp_path, monkeypatch):
@@ -33,7 +35,7 @@ def test_the_bar_follows_the_sizes_of_all_files_and_ends_with_the_block(tmp_path
 
     files = [tmp_path / name for name in "ab"]
     before = threading.active_count()
-    with pytest.raises(KeyError), show_writing(progress, "checkpoint of step 3", files, 5 * MIB):
+    with pytest.raises(KeyError), show_writing(progress, "checkpoint of step 3", files, 5 * MIB + 7):
         assert threading.active_count() == before + 1
         grow("a", 2 * MIB, 2)
         grow("b", 3 * MIB // 2, 3)
@@ -41,4 +43,5 @@ def test_the_bar_follows_the_sizes_of_all_files_and_ends_with_the_block(tmp_path
         grow("b", 3 * MIB, 4)
         raise KeyError
     assert shown == [("checkpoint of step 3", 5, "MiB")] and sum(advanced) == 4 and min(advanced) == 0
-    assert threading.active_count() == before
+    assert threading.active_count() == before and all(type(count) is int for count in advanced)
+    assert size_of(tmp_path / "b") == 3 * MIB and size_of(tmp_path / "c") == 0

@@ -143,3 +143,11 @@ def test_a_server_without_checksums_is_logged(export, caplog):
     with caplog.at_level(logging.WARNING):
         assert Verifier().verify(servers([{}], status=404), export, 3) == 0
     assert "http://server:0: its weights are not verified: /weights_checker answered 404" in caplog.text
+
+
+def test_queries_of_latent_attention_keep_their_name():
+    """SGLang fuses them only with keys and values."""
+    name = "model.layers.0.self_attn.{}_proj.weight"
+    assert ExportDigests([name.format("q")]).parts == {name.format("q"): [name.format("q")]}
+    fused = {name.format("qkv"): [name.format(part) for part in "qkv"]}
+    assert ExportDigests([name.format(part) for part in "vqk"]).parts == fused

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.weights.hf.files import CheckpointError, HFFiles, is_left_out, outline, read_headers
+from megatron_rl.weights.hf.files import CheckpointError, HFFiles, is_finite, is_left_out, outline, read_headers
 from megatron_rl.weights.sync.push import expected_tensors
 
 
@@ -36,3 +36,34 @@ def test_of_a_tensor_in_two_files_the_index_names_one_or_it_is_refused(tmp_path)
         assert {name: header.file.name for name, header in read_headers(tmp_path).items()} == index["weight_map"]
         with HFFiles(tmp_path) as files:
             assert files.read("b").tolist() == [float(file == second)] * 2
+
+
+TENSORS = {"scalar": torch.tensor(2.5), "matrix": torch.arange(12.0).view(4, 3).bfloat16(), "empty": torch.zeros(0, 3)}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pickle"])
+def test_a_tensor_is_read_as_it_is_stored(tmp_path, kind):
+    """Pickles only where the caller trusts them."""
+    if kind == "pickle":
+        torch.save(TENSORS, tmp_path / "pytorch_model.bin")
+        text = (
+            r"only pickle weights \(pytorch_model\.bin\), which can run code; convert them to safetensors files first$"
+        )
+        with pytest.raises(CheckpointError, match=text):
+            HFFiles(tmp_path)
+    else:
+        save_file(TENSORS, tmp_path / "model.safetensors")
+    with HFFiles(tmp_path, trust_pickle=kind == "pickle") as files:
+        for name, tensor in TENSORS.items():
+            stored = files.read(name)
+            assert stored.dtype == tensor.dtype and stored.shape == tensor.shape and stored.equal(tensor)
+        assert files.read_rows("matrix", 1, 3).equal(TENSORS["matrix"][1:3])
+        assert files.read_rows("scalar", 0, 1).tolist() == [2.5]
+
+
+def test_one_value_that_is_not_finite_is_seen():
+    for value in (float("nan"), float("inf"), -float("inf")):
+        tensor = torch.ones(3, 4)
+        assert is_finite(tensor) and is_finite(tensor[:0])
+        tensor[1, 2] = value
+        assert not is_finite(tensor)

@@ -1,7 +1,10 @@
 """Files of an HF checkpoint: of the size asked for, over all ranks of a machine."""
 
+import json
+
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megatron_rl.distributed.ranks import Ranks
@@ -23,3 +26,17 @@ def test_ranks_of_a_machine_share_the_bytes_of_a_file(local_ranks, files, tmp_pa
     assert len(written) == files
     found = {name: tensor for file in written for name, tensor in load_file(file).items()}
     assert sorted(found) == sorted(tensors) and all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_a_small_checkpoint_is_one_file_in_the_format_of_transformers(tmp_path):
+    """transformers refuses a file without a format."""
+    (tmp_path / "source").mkdir()
+    stream = [HFTensor(name, (2,), torch.float32, 0, torch.ones(2)) for name in ("b", "a")]
+    write_hf_checkpoint(stream, tmp_path / "source", tmp_path / "runs/1/out", Ranks())
+    (file,) = (tmp_path / "runs/1/out").glob("*.safetensors")
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"} and set(opened.keys()) == {"a", "b"}
+    text = (file.parent / "model.safetensors.index.json").read_text()
+    index = json.loads(text)
+    assert index == {"metadata": {"total_size": 16}, "weight_map": {"a": file.name, "b": file.name}}
+    assert text == json.dumps(index, indent=2) + "\n", "as transformers writes it"
