@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.rollout.recorder import RecordedRollout
-from megatron_rl_tools.check_rollouts.rollout_checks import CHECKS, Dumped, Finding
+from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding, RecordedRollout
+from megatron_rl_tools.check_rollouts.model_sizes import Sizes
+from megatron_rl_tools.check_rollouts.rollout_checks import CHECKS
 
 ROUTE_CHECKS = ("shape", "range", "dtype", "zero", "duplicate", "stuck", "copied", "alignment")
 TOKEN_CHECKS = ("length", "logprobs", *ROUTE_CHECKS, "versions", "loss_mask")
@@ -110,16 +110,16 @@ def make_rollout(
     )
 
 
-def moe_layers(routes: np.ndarray, spec: ModelSpec | None, dense: int) -> np.ndarray:
+def moe_layers(routes: np.ndarray, sizes: Sizes | None, dense: int) -> np.ndarray:
     """Routes [rows, L, K] of the MoE layers: slime, miles and verl keep the rows of dense layers, as zeros.
 
     dense: leading layers to leave out where no model says which are dense.
     """
     if routes.ndim != 3:
         return routes
-    if spec is None:
+    if sizes is None:
         return routes[:, dense:]
-    return routes[:, list(spec.moe_layers)] if routes.shape[1] == spec.num_layers else routes
+    return routes[:, list(sizes.moe_layers)] if routes.shape[1] == sizes.num_layers else routes
 
 
 def leading_zero_layers(routes: np.ndarray) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.models.spec import ModelSpec
 from megatron_rl_tools.check_rollouts import slime_dumps, verl_dumps
 from megatron_rl_tools.check_rollouts.foreign import ForeignDump
-from megatron_rl_tools.check_rollouts.safe_load import load_tensors
+from megatron_rl_tools.check_rollouts.model_sizes import Sizes
+from megatron_rl_tools.check_rollouts.pt_files import load_tensors
 
 PICKLE, ZIP = b"\x80", b"PK\x03\x04"  # the first bytes of a bare pickle, and of torch.save
 
 
-def open_dump(path: Path, name: str | None, spec: ModelSpec | None) -> ForeignDump | None:
+def open_dump(path: Path, name: str | None, sizes: Sizes | None) -> ForeignDump | None:
     """The dump in a file or folder, of format `name` or of the one found; None for a run of megatron-rl.
 
     Raises ValueError, naming the file, for one that no format has or that only foreign code could read.
@@ -34,10 +34,10 @@ def open_dump(path: Path, name: str | None, spec: ModelSpec | None) -> ForeignDu
     if len(same) < len(files):
         notes = (*notes, f"{len(files) - len(same)} files other than {files[0].suffix} are not read")
     if name != "verl":
-        return ForeignDump(name, same, partial(slime_dumps.read_file, spec=spec), notes)
+        return ForeignDump(name, same, partial(slime_dumps.read_file, sizes=sizes), notes)
     if files[0].suffix == ".jsonl":
         return ForeignDump(name, same, verl_dumps.read_text, notes, text_only=True)
-    return ForeignDump(name, same, partial(verl_dumps.read_batch, spec=spec), notes)
+    return ForeignDump(name, same, partial(verl_dumps.read_batch, sizes=sizes), notes)
 
 
 def dump_files(path: Path) -> tuple[list[Path], tuple[str, ...]]:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_rl_tools.check_rollouts.rollout_checks import Dumped
-
-Found = Iterator[tuple[str, str, str]]
-"""(check, found, cause)"""
+from megatron_rl_tools.check_rollouts.dumped import Dumped, Found
 
 
 def check_turns(dumped: Dumped) -> Found:

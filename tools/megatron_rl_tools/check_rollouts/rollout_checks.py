@@ -11,11 +11,11 @@ from itertools import chain
 
 import numpy as np
 
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.records import Rollout, episode_digest, routes_digest, spanned_versions
-from megatron_rl.rollout.recorder import RecordedRollout
-from megatron_rl_tools.check_rollouts.length_checks import Found, check_lengths, check_turns
+from megatron_rl_tools.check_rollouts.digests import digest_of_episode, digest_of_routes
+from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding, Found
+from megatron_rl_tools.check_rollouts.length_checks import check_lengths, check_turns
 from megatron_rl_tools.check_rollouts.mask_checks import check_kept_sets
+from megatron_rl_tools.check_rollouts.model_sizes import Sizes
 from megatron_rl_tools.check_rollouts.rollout_copies import Copies
 
 CHECKS: tuple[str, ...] = (
@@ -31,44 +31,10 @@ COMMON_TOKENS = 1 << 14  # token ids used for alignment: a tokenizer's low ids a
 LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything about alignment
 
 
-@dataclass(frozen=True)
-class Dumped:
-    """One sequence as read from disk; nothing about it is trusted.  missing and what follows: see records.Rollout; mask: sizes
-    and codes of its kept sets, None where not saved."""
-
-    record: RecordedRollout
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    routes: np.ndarray | None
-    missing: np.ndarray | None = None
-    digest: bytes | None = None
-    environment: tuple[tuple[int, int], ...] = ()
-    episode_digest: bytes | None = None
-    mask: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
-
-    @property
-    def present(self) -> np.ndarray:
-        """bool [rows]: not declared as missing.  All True where the declaration itself is invalid."""
-        rows = 0 if self.routes is None else len(self.routes)
-        if self.missing is None or self.missing.dtype != bool or self.missing.shape != (rows,):
-            return np.ones(rows, bool)
-        return ~self.missing
-
-
-@dataclass(frozen=True)
-class Finding:
-    """check: which one failed; where: rollout or step; found: value and rule; cause: the usual one."""
-
-    check: str
-    where: str
-    found: str
-    cause: str
-
-
-def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
+def check_one(dumped: Dumped, sizes: Sizes | None) -> Iterator[Finding]:
     """Findings in one rollout alone."""
     where = f"step {dumped.record.step} {dumped.record.id}"
-    found_in = (check_lengths(dumped), check_turns(dumped), check_logprobs(dumped), check_sets(dumped, spec))
+    found_in = (check_lengths(dumped), check_turns(dumped), check_logprobs(dumped), check_sets(dumped, sizes))
     for check, found, cause in chain.from_iterable(found_in):
         yield Finding(check, where, found, cause)
     routes = dumped.routes
@@ -79,10 +45,10 @@ def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
         yield Finding("shape", where, f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}", "another format")
         return
     for check, found, cause in (
-        *check_shape(routes, spec),
+        *check_shape(routes, sizes),
         *check_missing(dumped, routes),
         *check_origin(dumped, routes),
-        *check_ids(routes, spec, dumped.present),
+        *check_ids(routes, sizes, dumped.present),
         *check_stuck(dumped, routes),
     ):
         yield Finding(check, where, found, cause)
@@ -94,20 +60,7 @@ def check_episode(dumps: Sequence[Dumped]) -> Iterator[Finding]:
     if len(dumps) == 1 and last.episode_digest is None:
         return
     recorded = "none" if last.episode_digest is None else last.episode_digest.hex()
-    sequences = [
-        Rollout(
-            id=dumped.record.id,
-            tokens=dumped.tokens,
-            prompt_length=dumped.record.prompt_length,
-            rollout_logprobs=dumped.logprobs,
-            routed_experts=None,
-            finish_reason="stop",
-            policy_versions=spanned_versions(dumped.record.policy_versions),
-            environment=dumped.environment,
-        )
-        for dumped in dumps
-    ]
-    if (found := episode_digest(sequences).hex()) != recorded:
+    if (found := digest_of_episode(dumps).hex()) != recorded:
         yield Finding(
             "episode",
             f"step {last.record.step} {last.record.id}",
@@ -123,20 +76,19 @@ def check_logprobs(dumped: Dumped) -> Found:
         yield "logprobs", f"log mu of response token {at} is {dumped.logprobs[at]}, must be finite and <= 0", "numerics"
 
 
-def check_sets(dumped: Dumped, spec: ModelSpec | None) -> Found:
-    vocab_size = None if spec is None else spec.vocab_size
-    found = check_kept_sets(dumped.record, dumped.tokens, dumped.environment, dumped.mask, vocab_size)
-    return (("mask", *each) for each in found)
+def check_sets(dumped: Dumped, sizes: Sizes | None) -> Found:
+    vocab_size = None if sizes is None else sizes.vocab_size
+    return (("mask", *finding) for finding in check_kept_sets(dumped, vocab_size))
 
 
-def check_shape(routes: np.ndarray, spec: ModelSpec | None) -> Found:
-    if spec is None:
+def check_shape(routes: np.ndarray, sizes: Sizes | None) -> Found:
+    if sizes is None:
         return
     layers, top_k = routes.shape[1:]
-    expected = (len(spec.moe_layers), spec.top_k)
+    expected = (len(sizes.moe_layers), sizes.top_k)
     if (layers, top_k) == expected:
         return
-    if layers == spec.num_layers and top_k == spec.top_k:
+    if layers == sizes.num_layers and top_k == sizes.top_k:
         cause = "dense layers are in the layer axis: keep the MoE layers only"
     elif (top_k, layers) == expected:
         cause = "layer and top-k axes are swapped"
@@ -162,7 +114,7 @@ def check_origin(dumped: Dumped, routes: np.ndarray) -> Found:
             "none recorded, must be one per rollout with expert ids",
             "saved by an older version, or edited",
         )
-    elif dumped.digest != (found := routes_digest(dumped.tokens, routes, dumped.environment)):
+    elif dumped.digest != (found := digest_of_routes(dumped.tokens, routes, dumped.environment)):
         yield (
             "digest",
             f"tokens and expert ids give {found.hex()}, recorded is {dumped.digest.hex()}",
@@ -170,9 +122,9 @@ def check_origin(dumped: Dumped, routes: np.ndarray) -> Found:
         )
 
 
-def check_ids(routes: np.ndarray, spec: ModelSpec | None, present: np.ndarray) -> Found:
+def check_ids(routes: np.ndarray, sizes: Sizes | None, present: np.ndarray) -> Found:
     """Range, then all-zero rows, then other duplicates: a row fails one check only.  Rows declared as missing are skipped."""
-    high = None if spec is None else spec.num_experts
+    high = None if sizes is None else sizes.num_experts
     outside = routes < 0 if high is None else (routes < 0) | (routes >= high)
     outside &= present[:, None, None]
     if outside.any():
@@ -245,7 +197,7 @@ def chance_of_run(ordered: np.ndarray, first: int, count: int) -> float:
 class Across:
     """Checks over several rollouts, which are added one by one."""
 
-    spec: ModelSpec | None
+    sizes: Sizes | None
     budget: int = 0  # the run's rollout.max_staleness
     shapes: dict[tuple[int, ...], str] = field(default_factory=dict)
     copies: dict[tuple[int, ...], Copies] = field(default_factory=dict)  # by [L, K]
@@ -287,8 +239,8 @@ class Across:
             yield Finding(
                 "files", "dump", f"{without} rollouts have no expert ids, others do", "a server without the option"
             )
-        if self.spec is not None and self.spec.num_experts > 256 > self.highest and self.num_ids >= LEAST_IDS:
-            found = f"no id above 255 among {self.num_ids}, the model has {self.spec.num_experts} experts"
+        if self.sizes is not None and self.sizes.num_experts > 256 > self.highest and self.num_ids >= LEAST_IDS:
+            found = f"no id above 255 among {self.num_ids}, the model has {self.sizes.num_experts} experts"
             yield Finding("dtype", "dump", found, "ids wrapped in an 8-bit type")
         yield from self.check_versions()
         scores = {shift: alignment.score() for shift, alignment in self.alignment.items()}

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl_tools.check_rollouts.dumped import Finding
 from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, leading_zero_layers, make_rollout, moe_layers
-from megatron_rl_tools.check_rollouts.rollout_checks import Finding
-from megatron_rl_tools.check_rollouts.safe_load import as_array, load_tensors
+from megatron_rl_tools.check_rollouts.model_sizes import Sizes
+from megatron_rl_tools.check_rollouts.pt_files import as_array, load_tensors
 
 MEDIA = ("mm_vision_num_patches", "mm_audio_num_tokens")  # miles: a media token stands for several rows
 NEEDED = ("tokens", "response_length")
@@ -30,7 +30,7 @@ def is_miles(payload: Mapping[str, object]) -> bool:
     return "metadata" in payload or "rollout_indexer_topk" in first
 
 
-def read_file(path: Path, findings: list[Finding], spec: ModelSpec | None) -> Iterator[ForeignRollout]:
+def read_file(path: Path, findings: list[Finding], sizes: Sizes | None) -> Iterator[ForeignRollout]:
     """The rollouts of one file; what is wrong with it goes to `findings`.  Raises ValueError where it cannot be loaded."""
     payload = load_tensors(path)
     samples = payload.get("samples") if isinstance(payload, dict) else None
@@ -53,10 +53,10 @@ def read_file(path: Path, findings: list[Finding], spec: ModelSpec | None) -> It
             tokens=as_array(sample["tokens"]).astype(np.int64),
             response_length=int(sample["response_length"]),
             logprobs=optional(sample, "rollout_log_probs"),
-            routes=None if ids is None else moe_layers(ids, spec, dense),
+            routes=None if ids is None else moe_layers(ids, sizes, dense),
             mask=optional(sample, "loss_mask"),
             weight_versions=numbers(sample.get("weight_versions") or ()),
-            dense=dense if spec is None else 0,
+            dense=dense if sizes is None else 0,
             has_media=has_media(sample),
         )
 

@@ -17,12 +17,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
-from megatron_rl.models.spec import ModelSpec
+from megatron_rl_tools.check_rollouts.dumped import Finding
 from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, leading_zero_layers, make_rollout, moe_layers
-from megatron_rl_tools.check_rollouts.rollout_checks import Finding
-from megatron_rl_tools.check_rollouts.safe_load import load_tensors
+from megatron_rl_tools.check_rollouts.model_sizes import Sizes
+from megatron_rl_tools.check_rollouts.pt_files import as_array, is_tensor, load_tensors
 
 LINE = ("input", "output", "gts", "score", "step")
 NEEDED = ("prompts", "responses", "attention_mask")
@@ -31,7 +30,7 @@ EXPORT = 'in verl: torch.save(data.batch.to_dict(), "STEP.pt")'
 
 def is_batch(payload: object) -> bool:
     """Whether these are the tensors of a DataProto's batch."""
-    return isinstance(payload, dict) and all(isinstance(payload.get(name), Tensor) for name in NEEDED)
+    return isinstance(payload, dict) and all(is_tensor(payload.get(name)) for name in NEEDED)
 
 
 def is_text(line: str) -> bool:
@@ -70,13 +69,13 @@ def read_text(path: Path, findings: list[Finding]) -> Iterator[ForeignRollout]:
         )
 
 
-def read_batch(path: Path, findings: list[Finding], spec: ModelSpec | None) -> Iterator[ForeignRollout]:
+def read_batch(path: Path, findings: list[Finding], sizes: Sizes | None) -> Iterator[ForeignRollout]:
     """The sequences of a batch, without their padding.  Raises ValueError where the file is not one."""
     payload = load_tensors(path)
     if not is_batch(payload):
         raise ValueError(f"{path}: no tensors {', '.join(NEEDED)}: not the batch of a DataProto; {EXPORT}")
     assert isinstance(payload, dict)
-    batch = {name: value.numpy() for name, value in payload.items() if isinstance(value, Tensor)}
+    batch = {name: as_array(value) for name, value in payload.items() if is_tensor(value)}
     step = step_of(path)
     routes = batch.get("routed_experts")
     dense = 0 if routes is None or routes.ndim != 4 else leading_zero_layers(routes.reshape(-1, *routes.shape[2:]))
@@ -89,7 +88,7 @@ def read_batch(path: Path, findings: list[Finding], spec: ModelSpec | None) -> I
         findings += [Finding(check, where, text, cause) for check, text, cause in found]
         if any(check == "length" for check, *_ in found):
             continue  # where its tokens begin and end is not known
-        yield unpad(path, index, step, row, spec, dense)
+        yield unpad(path, index, step, row, sizes, dense)
 
 
 def wrong_sizes(batch: Mapping[str, np.ndarray]) -> str | None:
@@ -138,7 +137,7 @@ def check_padding(row: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str, str
 
 
 def unpad(
-    path: Path, index: int, step: int, row: Mapping[str, np.ndarray], spec: ModelSpec | None, dense: int
+    path: Path, index: int, step: int, row: Mapping[str, np.ndarray], sizes: Sizes | None, dense: int
 ) -> ForeignRollout:
     width = len(row["prompts"])
     attention = row["attention_mask"] != 0
@@ -146,7 +145,7 @@ def unpad(
     length = int(attention[width:].sum())
     routes = row.get("routed_experts")
     # an engine may send a row for the last token, which was never an input; verl fills it with 0 where not
-    known = None if routes is None else moe_layers(routes[attention][:-1], spec, dense)
+    known = None if routes is None else moe_layers(routes[attention][:-1], sizes, dense)
     mask, logprobs = row.get("response_mask"), row.get("rollout_log_probs")
     return make_rollout(
         path,
@@ -157,7 +156,7 @@ def unpad(
         logprobs=None if logprobs is None else logprobs[:length],
         routes=known,
         mask=None if mask is None else mask[:length],
-        dense=dense if spec is None else 0,
+        dense=dense if sizes is None else 0,
     )
 
 

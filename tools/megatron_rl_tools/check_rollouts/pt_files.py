@@ -1,4 +1,7 @@
-"""Loads a .pt file without running anything in it: tensors, NumPy arrays and plain values, nothing else."""
+"""Loads a .pt file without running anything in it: tensors, NumPy arrays and plain values, nothing else.
+
+Nothing else of the checks needs torch, so it is imported when a file is loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
-import torch
-from torch import Tensor
 
 ARRAY_TYPES = (np.bool_, np.uint8, np.int8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64)
 Allowed = Callable[..., object] | tuple[Callable[..., object], str]
@@ -27,6 +28,10 @@ def allowed() -> list[Allowed]:
 def load_tensors(path: Path) -> object:
     """torch.load(weights_only=True).  Raises ValueError, naming file and classes, where the file needs more than that."""
     try:
+        import torch
+    except ImportError as error:
+        raise ValueError(f"{path}: .pt files are read by torch, which is missing: pip install torch") from error
+    try:
         with torch.serialization.safe_globals(allowed()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -41,6 +46,8 @@ def load_tensors(path: Path) -> object:
 
 def classes_of(path: Path) -> str:
     """Names of the classes that weights_only=True refuses."""
+    import torch
+
     try:
         with torch.serialization.safe_globals(allowed()):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
@@ -53,6 +60,14 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:200]
 
 
+def is_tensor(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
 def as_array(value: object) -> np.ndarray:
     """A tensor, an array or a list of numbers."""
-    return value.numpy() if isinstance(value, Tensor) else np.asarray(value)
+    import torch
+
+    return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
