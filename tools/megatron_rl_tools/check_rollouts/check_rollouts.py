@@ -11,13 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding
-from megatron_rl_tools.check_rollouts.foreign import (
-    FOREIGN_CHECKS,
-    OURS_ALONE,
-    TOKEN_CHECKS,
-    ForeignChecks,
-    ForeignDump,
-)
+from megatron_rl_tools.check_rollouts.foreign import FOREIGN_CHECKS, ForeignChecks, ForeignDump
 from megatron_rl_tools.check_rollouts.formats import open_dump
 from megatron_rl_tools.check_rollouts.model_sizes import Model, load_model
 from megatron_rl_tools.check_rollouts.options import parse
@@ -79,7 +73,7 @@ def check_run(
         episode.append(dumped)
         if not dumped.record.episode:
             name = dumped.record.id
-            findings += check_episode([each for each in episode if name in (each.record.id, each.record.episode)])
+            findings += check_episode([part for part in episode if name in (part.record.id, part.record.episode)])
             episode = []
         with_routes += dumped.routes is not None
         missing_rows += int((~dumped.present).sum())
@@ -103,12 +97,7 @@ def check_run(
 
 
 def check_dump(
-    dump: ForeignDump,
-    model: Model | None = None,
-    *,
-    step: int | None = None,
-    sample: int = 8,
-    seed: int = 0,
+    dump: ForeignDump, model: Model | None = None, *, step: int | None = None, sample: int = 8, seed: int = 0
 ) -> Report:
     """Check every rollout of another trainer's dump (of `step`, where given).  Raises ValueError where there are none."""
     sizes = None if model is None else model.sizes
@@ -126,10 +115,7 @@ def check_dump(
     # how stale rollouts may be is not in the dump: versions are compared within a rollout only
     findings += [finding for finding in across.findings() if finding.check != "versions"]
     findings += masks.findings()
-    unchecked = masks.unchecked()
-    if dump.text_only:
-        unchecked |= dict.fromkeys(TOKEN_CHECKS, "the files hold text only, no token ids")
-    unchecked |= OURS_ALONE
+    unchecked = masks.unchecked(text_only=dump.text_only)
     checks, canary = FOREIGN_CHECKS, None
     if model is not None:
         checks = (*checks, "canary")
@@ -155,11 +141,11 @@ def show(report: Report, console: Console) -> None:
         if check in report.unchecked:
             table.add_row(check, "[yellow]NOT CHECKED[/yellow]", "", report.unchecked[check], "")
             continue
-        found = [finding for finding in report.findings if finding.check == check]
-        if not found:
+        findings = [finding for finding in report.findings if finding.check == check]
+        if not findings:
             table.add_row(check, "[green]PASS[/green]", "", "", "")
-        for index, finding in enumerate(found[:SHOWN]):
-            head = (check, "[red]FAIL[/red]", str(len(found))) if index == 0 else ("", "", "")
+        for index, finding in enumerate(findings[:SHOWN]):
+            head = (check, "[red]FAIL[/red]", str(len(findings))) if index == 0 else ("", "", "")
             table.add_row(*head, f"{finding.where}: {finding.found}", finding.cause)
     console.print(table)
     if report.canary is not None:

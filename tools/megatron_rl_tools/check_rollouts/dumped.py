@@ -67,14 +67,6 @@ class Dumped:
             return np.ones(rows, bool)
         return ~self.missing
 
-    @property
-    def is_sampled(self) -> np.ndarray:
-        """bool [S]: the model sampled the token."""
-        is_sampled = np.arange(len(self.tokens)) >= self.record.prompt_length
-        for start, end in self.environment:
-            is_sampled[start:end] = False
-        return is_sampled
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -89,5 +81,5 @@ class Finding:
     """The usual cause."""
 
 
-Found = Iterator[tuple[str, str, str]]
-"""(check, found, cause)"""
+Problems = Iterator[tuple[str, str, str]]
+"""(check, found, cause): what is wrong with one sequence, see Finding."""

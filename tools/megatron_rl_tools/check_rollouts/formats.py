@@ -25,11 +25,11 @@ def open_dump(path: Path, name: str | None, sizes: Sizes | None) -> ForeignDump 
         if name is None:
             return None  # the message for a run without rollouts
         raise ValueError(f"{path}: no .pt or .jsonl files, which a dump of {name} would be")
-    found = detect(files[0])
+    content = detect(files[0])
     # slime and miles differ little: which of the two is the reader's to say
-    if name is not None and found != name and not {found, name} <= {"slime", "miles"}:
-        raise ValueError(f"{files[0]}: its content is of {found}, not {name}; leave --format out")
-    name = name or found
+    if name is not None and content != name and not {content, name} <= {"slime", "miles"}:
+        raise ValueError(f"{files[0]}: its content is of {content}, not {name}; leave --format out")
+    name = name or content
     same = tuple(file for file in files if file.suffix == files[0].suffix)
     if len(same) < len(files):
         notes = (*notes, f"{len(files) - len(same)} files other than {files[0].suffix} are not read")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from megatron_rl_tools.check_rollouts.dumped import Dumped, Found
+from megatron_rl_tools.check_rollouts.dumped import Dumped, Problems
 
 
-def check_turns(dumped: Dumped) -> Found:
+def check_turns(dumped: Dumped) -> Problems:
     """Spans of the environment lie between turns, in order, and the line has an entry per turn, or none."""
     record, spans = dumped.record, dumped.environment
     bounds = [record.prompt_length, *(place for span in spans for place in span), len(dumped.tokens)]
@@ -19,7 +19,7 @@ def check_turns(dumped: Dumped) -> Found:
             yield "turns", f"{len(values)} {name} for {len(spans) + 1} turns", "the line is of another rollout"
 
 
-def check_lengths(dumped: Dumped) -> Found:
+def check_lengths(dumped: Dumped) -> Problems:
     record, size = dumped.record, len(dumped.tokens)
     parts = [record.prompt_length, record.response_length, *filter(None, [record.environment_length])]
     if size != sum(parts):

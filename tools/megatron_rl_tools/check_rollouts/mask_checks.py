@@ -6,29 +6,30 @@ before, as LEB128 numbers (groups of 7 bits, the lowest first; all bytes of a nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from megatron_rl_tools.check_rollouts.dumped import Dumped
+from megatron_rl_tools.check_rollouts.dumped import Dumped, Problems
 
 
-def check_kept_sets(dumped: Dumped, vocab_size: int | None) -> Iterator[tuple[str, str]]:
-    """(found, cause) unless every sampled token is in its own set, of ids in the vocabulary."""
+def check_kept_sets(dumped: Dumped, vocab_size: int | None) -> Problems:
+    """A problem unless every sampled token is in its own set, of ids in the vocabulary."""
     sizes, codes = dumped.mask
     if sizes is None and codes is None:
         return
     if sizes is None or codes is None:
-        yield f"{'sizes' if sizes is None else 'codes'} are missing", "files of two runs mixed"
+        yield "mask", f"{'sizes' if sizes is None else 'codes'} are missing", "files of two runs mixed"
         return
+    is_sampled = np.arange(len(dumped.tokens)) >= dumped.record.prompt_length
+    for start, end in dumped.environment:
+        is_sampled[start:end] = False
     try:
-        ids = checked_ids(sizes, codes, dumped.tokens[dumped.is_sampled])
+        ids = checked_ids(sizes, codes, dumped.tokens[is_sampled])
     except ValueError as error:
         cause = "sets of another rollout or shifted by a token, or tokens edited after sampling"
-        yield f"rollout {dumped.record.id}: {error}", cause
+        yield "mask", f"rollout {dumped.record.id}: {error}", cause
         return
     if vocab_size is not None and len(ids) and ids.max() >= vocab_size:
-        yield f"kept id {ids.max()}, must be below the vocabulary {vocab_size}", "another model"
+        yield "mask", f"kept id {ids.max()}, must be below the vocabulary {vocab_size}", "another model"
 
 
 def checked_ids(sizes: np.ndarray, codes: np.ndarray, sampled: np.ndarray) -> np.ndarray:

@@ -18,11 +18,11 @@ Allowed = Callable[..., object] | tuple[Callable[..., object], str]
 
 def allowed() -> list[Allowed]:
     """What makes a NumPy array of numbers, under its names in NumPy 1 and 2."""
-    found: list[Allowed] = [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in ARRAY_TYPES}]
+    names: list[Allowed] = [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in ARRAY_TYPES}]
     for value, name in ((np.zeros(1), "_reconstruct"), (np.float64(0), "scalar")):
         function: Callable[..., object] = value.__reduce__()[0]  # type: ignore[assignment]  # typed as str
-        found += [(function, f"{module}.{name}") for module in ("numpy.core.multiarray", "numpy._core.multiarray")]
-    return found
+        names += [(function, f"{module}.{name}") for module in ("numpy.core.multiarray", "numpy._core.multiarray")]
+    return names
 
 
 def load_tensors(path: Path) -> object:

@@ -82,12 +82,11 @@ def compare(rows: Sequence[Compared]) -> CanaryResult:
     """Check rollout by rollout, then layer by layer over the rollouts that passed."""
     findings, passed = [], []
     for item in rows:
-        wrong = wrong_part(item)
-        if wrong is None:
+        if (wrong := wrong_part(item)) is None:
             passed.append(item)
         else:
-            first, found = wrong
-            findings.append(Finding("canary", item.name, found, cause_of(item, first, rows)))
+            first, text = wrong
+            findings.append(Finding("canary", item.name, text, cause_of(item, first, rows)))
     if passed:
         findings += check_layers(passed)
     by_shift = {shift: np.concatenate([at_shift(item, shift) for item in rows]).mean() for shift in SHIFTS}

@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 
 from megatron_rl_tools.check_rollouts.digests import digest_of_episode, digest_of_routes
-from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding, Found
+from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding, Problems
 from megatron_rl_tools.check_rollouts.length_checks import check_lengths, check_turns
 from megatron_rl_tools.check_rollouts.mask_checks import check_kept_sets
 from megatron_rl_tools.check_rollouts.model_sizes import Sizes
@@ -34,24 +34,25 @@ LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything abo
 def check_one(dumped: Dumped, sizes: Sizes | None) -> Iterator[Finding]:
     """Findings in one rollout alone."""
     where = f"step {dumped.record.step} {dumped.record.id}"
-    found_in = (check_lengths(dumped), check_turns(dumped), check_logprobs(dumped), check_sets(dumped, sizes))
-    for check, found, cause in chain.from_iterable(found_in):
-        yield Finding(check, where, found, cause)
+    vocab_size = None if sizes is None else sizes.vocab_size
+    of_tokens = chain(check_lengths(dumped), check_turns(dumped), check_logprobs(dumped))
+    for check, text, cause in chain(of_tokens, check_kept_sets(dumped, vocab_size), check_routes(dumped, sizes)):
+        yield Finding(check, where, text, cause)
+
+
+def check_routes(dumped: Dumped, sizes: Sizes | None) -> Problems:
     routes = dumped.routes
     if routes is None:
         return
     if routes.ndim != 3 or routes.dtype.kind not in "iu":
         rule = "must be integers [rows, MoE layers, top-k]"
-        yield Finding("shape", where, f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}", "another format")
+        yield "shape", f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}", "another format"
         return
-    for check, found, cause in (
-        *check_shape(routes, sizes),
-        *check_missing(dumped, routes),
-        *check_origin(dumped, routes),
-        *check_ids(routes, sizes, dumped.present),
-        *check_stuck(dumped, routes),
-    ):
-        yield Finding(check, where, found, cause)
+    yield from check_shape(routes, sizes)
+    yield from check_missing(dumped, routes)
+    yield from check_origin(dumped, routes)
+    yield from check_ids(routes, sizes, dumped.present)
+    yield from check_stuck(dumped, routes)
 
 
 def check_episode(dumps: Sequence[Dumped]) -> Iterator[Finding]:
@@ -60,28 +61,23 @@ def check_episode(dumps: Sequence[Dumped]) -> Iterator[Finding]:
     if len(dumps) == 1 and last.episode_digest is None:
         return
     recorded = "none" if last.episode_digest is None else last.episode_digest.hex()
-    if (found := digest_of_episode(dumps).hex()) != recorded:
+    if (digest := digest_of_episode(dumps).hex()) != recorded:
         yield Finding(
             "episode",
             f"step {last.record.step} {last.record.id}",
-            f"its {len(dumps)} sequences give {found}, recorded is {recorded}",
+            f"its {len(dumps)} sequences give {digest}, recorded is {recorded}",
             "a sequence was lost, swapped or repeated, or its prompt ends elsewhere: tokens are learned from twice or never",
         )
 
 
-def check_logprobs(dumped: Dumped) -> Found:
+def check_logprobs(dumped: Dumped) -> Problems:
     bad = ~(np.isfinite(dumped.logprobs) & (dumped.logprobs <= 1e-3))
     if bad.any():
         at = int(bad.argmax())
         yield "logprobs", f"log mu of response token {at} is {dumped.logprobs[at]}, must be finite and <= 0", "numerics"
 
 
-def check_sets(dumped: Dumped, sizes: Sizes | None) -> Found:
-    vocab_size = None if sizes is None else sizes.vocab_size
-    return (("mask", *finding) for finding in check_kept_sets(dumped, vocab_size))
-
-
-def check_shape(routes: np.ndarray, sizes: Sizes | None) -> Found:
+def check_shape(routes: np.ndarray, sizes: Sizes | None) -> Problems:
     if sizes is None:
         return
     layers, top_k = routes.shape[1:]
@@ -99,30 +95,24 @@ def check_shape(routes: np.ndarray, sizes: Sizes | None) -> Found:
     yield "shape", f"{layers} layers x top-{top_k}, the model has {expected[0]} MoE layers x top-{expected[1]}", cause
 
 
-def check_missing(dumped: Dumped, routes: np.ndarray) -> Found:
+def check_missing(dumped: Dumped, routes: np.ndarray) -> Problems:
     missing = dumped.missing
     if missing is not None and (missing.dtype != bool or missing.shape != (len(routes),)):
-        found = f"rows without a route are {missing.dtype} {list(missing.shape)}, must be bool [{len(routes)}]"
-        yield "shape", found, "rows were removed or added after they were recorded"
+        text = f"rows without a route are {missing.dtype} {list(missing.shape)}, must be bool [{len(routes)}]"
+        yield "shape", text, "rows were removed or added after they were recorded"
 
 
-def check_origin(dumped: Dumped, routes: np.ndarray) -> Found:
+def check_origin(dumped: Dumped, routes: np.ndarray) -> Problems:
     """Whether the routes still belong to the tokens.  The digest was computed when the payload was decoded."""
     if dumped.digest is None:
-        yield (
-            "digest",
-            "none recorded, must be one per rollout with expert ids",
-            "saved by an older version, or edited",
-        )
-    elif dumped.digest != (found := digest_of_routes(dumped.tokens, routes, dumped.environment)):
-        yield (
-            "digest",
-            f"tokens and expert ids give {found.hex()}, recorded is {dumped.digest.hex()}",
-            "routes of another rollout, or tokens or rows edited or truncated after sampling",
-        )
+        rule = "none recorded, must be one per rollout with expert ids"
+        yield "digest", rule, "saved by an older version, or edited"
+    elif dumped.digest != (digest := digest_of_routes(dumped.tokens, routes, dumped.environment)):
+        text = f"tokens and expert ids give {digest.hex()}, recorded is {dumped.digest.hex()}"
+        yield "digest", text, "routes of another rollout, or tokens or rows edited or truncated after sampling"
 
 
-def check_ids(routes: np.ndarray, sizes: Sizes | None, present: np.ndarray) -> Found:
+def check_ids(routes: np.ndarray, sizes: Sizes | None, present: np.ndarray) -> Problems:
     """Range, then all-zero rows, then other duplicates: a row fails one check only.  Rows declared as missing are skipped."""
     high = None if sizes is None else sizes.num_experts
     outside = routes < 0 if high is None else (routes < 0) | (routes >= high)
@@ -156,7 +146,7 @@ def check_ids(routes: np.ndarray, sizes: Sizes | None, present: np.ndarray) -> F
 
 
 def name_zeros(zero: np.ndarray) -> tuple[str, str]:
-    """(found, cause) of all-zero rows [S - 1, L]: entire layers, the last rows, or some rows."""
+    """(text, cause) of all-zero rows [S - 1, L]: entire layers, the last rows, or some rows."""
     layers = np.flatnonzero(zero.all(0))
     if len(layers):
         return (
@@ -169,7 +159,7 @@ def name_zeros(zero: np.ndarray) -> tuple[str, str]:
     return f"{int(zero.sum())} all-zero rows, first row {int(zero.any(1).argmax())}", "zero used for missing"
 
 
-def check_stuck(dumped: Dumped, routes: np.ndarray) -> Found:
+def check_stuck(dumped: Dumped, routes: np.ndarray) -> Problems:
     """Runs of equal rows (as sets) whose tokens are not all the same; rows that repeat an id fail another check."""
     ordered = np.sort(routes, axis=-1)
     valid = (ordered[..., 1:] != ordered[..., :-1]).all((1, 2)) & dumped.present
@@ -227,8 +217,8 @@ class Across:
     def findings(self) -> Iterator[Finding]:
         for copies in self.copies.values():
             for name, other in copies.found():
-                found = f"expert ids equal those of {other}, the tokens differ"
-                yield Finding("copied", name, found, "another request's answer")
+                text = f"expert ids equal those of {other}, the tokens differ"
+                yield Finding("copied", name, text, "another request's answer")
         if len(self.shapes) > 1:
             kinds = ", ".join(f"{list(shape)} ({name})" for shape, name in self.shapes.items())
             yield Finding(
@@ -240,15 +230,15 @@ class Across:
                 "files", "dump", f"{without} rollouts have no expert ids, others do", "a server without the option"
             )
         if self.sizes is not None and self.sizes.num_experts > 256 > self.highest and self.num_ids >= LEAST_IDS:
-            found = f"no id above 255 among {self.num_ids}, the model has {self.sizes.num_experts} experts"
-            yield Finding("dtype", "dump", found, "ids wrapped in an 8-bit type")
+            text = f"no id above 255 among {self.num_ids}, the model has {self.sizes.num_experts} experts"
+            yield Finding("dtype", "dump", text, "ids wrapped in an 8-bit type")
         yield from self.check_versions()
         scores = {shift: alignment.score() for shift, alignment in self.alignment.items()}
         best = max(scores, key=lambda shift: scores[shift] or 0.0)
         if None not in scores.values() and best != 0:
             named = ", ".join(f"{value:.3f} at shift {shift:+d}" for shift, value in scores.items())
-            found = f"rows of equal tokens share experts best at shift {best:+d} ({named})"
-            yield Finding("alignment", "dump", found, shift_cause(best))
+            text = f"rows of equal tokens share experts best at shift {best:+d} ({named})"
+            yield Finding("alignment", "dump", text, shift_cause(best))
 
     def check_versions(self) -> Iterator[Finding]:
         newest, rule = -1, f", must be at most rollout.max_staleness = {self.budget} apart"
@@ -259,8 +249,8 @@ class Across:
                     "versions", f"step {step}", f"mixed weight versions ({mix}){rule}", "sampled across a weight sync"
                 )
             if min(counts) < newest - self.budget:
-                found = f"version {min(counts)} after version {newest}{rule}"
-                yield Finding("versions", f"step {step}", found, "a server kept, or returned to, old weights")
+                text = f"version {min(counts)} after version {newest}{rule}"
+                yield Finding("versions", f"step {step}", text, "a server kept, or returned to, old weights")
             newest = max(newest, *counts)
 
 

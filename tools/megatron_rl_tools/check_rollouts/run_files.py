@@ -14,15 +14,8 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding, RecordedRollout, Spans
 
 KINDS = (
-    "tokens",
-    "logprobs",
-    "environment",
-    "routed_experts",
-    "missing_routes",
-    "routes_digest",
-    "mask_sizes",
-    "mask_codes",
-    "episode_digest",
+    *("tokens", "logprobs", "environment", "routed_experts", "missing_routes", "routes_digest"),
+    *("mask_sizes", "mask_codes", "episode_digest"),
 )
 """Tensors of a sequence."""
 Records = dict[tuple[Path, int], list[RecordedRollout]]

@@ -15,7 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl_tools.check_rollouts.dumped import Finding
-from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, leading_zero_layers, make_rollout, moe_layers
+from megatron_rl_tools.check_rollouts.foreign import (
+    ForeignRollout,
+    leading_zero_layers,
+    make_record,
+    moe_layers,
+    or_zeros,
+)
 from megatron_rl_tools.check_rollouts.model_sizes import Sizes
 from megatron_rl_tools.check_rollouts.pt_files import as_array, load_tensors
 
@@ -46,16 +52,16 @@ def read_file(path: Path, findings: list[Finding], sizes: Sizes | None) -> Itera
             where = f"step {step} {path.name}#{index}"
             findings.append(Finding("files", where, f"the sample has no {missing}", "another version of the trainer"))
             continue
-        yield make_rollout(
-            path,
-            index,
-            step=step,
-            tokens=as_array(sample["tokens"]).astype(np.int64),
-            response_length=int(sample["response_length"]),
-            logprobs=optional(sample, "rollout_log_probs"),
+        tokens, length = as_array(sample["tokens"]).astype(np.int64), int(sample["response_length"])
+        versions, logprobs = numbers(sample.get("weight_versions") or ()), optional(sample, "rollout_log_probs")
+        yield ForeignRollout(
+            make_record(path, index, step, tokens, length, versions),
+            tokens,
+            or_zeros(logprobs, length),
             routes=None if ids is None else moe_layers(ids, sizes, dense),
-            mask=optional(sample, "loss_mask"),
-            weight_versions=numbers(sample.get("weight_versions") or ()),
+            loss_mask=optional(sample, "loss_mask"),
+            weight_versions=versions,
+            has_logprobs=logprobs is not None,
             dense=dense if sizes is None else 0,
             has_media=has_media(sample),
         )

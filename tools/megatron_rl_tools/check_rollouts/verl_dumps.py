@@ -19,7 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl_tools.check_rollouts.dumped import Finding
-from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, leading_zero_layers, make_rollout, moe_layers
+from megatron_rl_tools.check_rollouts.foreign import (
+    ForeignRollout,
+    leading_zero_layers,
+    make_record,
+    moe_layers,
+    or_zeros,
+)
 from megatron_rl_tools.check_rollouts.model_sizes import Sizes
 from megatron_rl_tools.check_rollouts.pt_files import as_array, is_tensor, load_tensors
 
@@ -64,9 +70,8 @@ def read_text(path: Path, findings: list[Finding]) -> Iterator[ForeignRollout]:
         if fields["step"] != step:
             findings.append(Finding("files", where, f"step {fields['step']} in {path.name}", "files of two runs mixed"))
         nothing = np.zeros(0, np.int64)
-        yield make_rollout(
-            path, index, step=step, tokens=nothing, response_length=0, logprobs=None, routes=None, mask=None
-        )
+        record = make_record(path, index, step, nothing, 0)
+        yield ForeignRollout(record, nothing, or_zeros(None, 0), None, has_logprobs=False)
 
 
 def read_batch(path: Path, findings: list[Finding], sizes: Sizes | None) -> Iterator[ForeignRollout]:
@@ -84,9 +89,9 @@ def read_batch(path: Path, findings: list[Finding], sizes: Sizes | None) -> Iter
     for index in range(len(batch["prompts"])):
         row = {name: values[index] for name, values in batch.items() if values.ndim and len(values) > index}
         where = f"step {step} {path.name}#{index}"
-        found = list(check_padding(row))
-        findings += [Finding(check, where, text, cause) for check, text, cause in found]
-        if any(check == "length" for check, *_ in found):
+        problems = list(check_padding(row))
+        findings += [Finding(check, where, text, cause) for check, text, cause in problems]
+        if any(check == "length" for check, *_ in problems):
             continue  # where its tokens begin and end is not known
         yield unpad(path, index, step, row, sizes, dense)
 
@@ -141,21 +146,19 @@ def unpad(
 ) -> ForeignRollout:
     width = len(row["prompts"])
     attention = row["attention_mask"] != 0
-    tokens = np.concatenate([row["prompts"], row["responses"]])[attention]
+    tokens = np.concatenate([row["prompts"], row["responses"]])[attention].astype(np.int64)
     length = int(attention[width:].sum())
     routes = row.get("routed_experts")
     # an engine may send a row for the last token, which was never an input; verl fills it with 0 where not
     known = None if routes is None else moe_layers(routes[attention][:-1], sizes, dense)
     mask, logprobs = row.get("response_mask"), row.get("rollout_log_probs")
-    return make_rollout(
-        path,
-        index,
-        step=step,
-        tokens=tokens.astype(np.int64),
-        response_length=length,
-        logprobs=None if logprobs is None else logprobs[:length],
+    return ForeignRollout(
+        make_record(path, index, step, tokens, length),
+        tokens,
+        or_zeros(logprobs, length)[:length],
         routes=known,
-        mask=None if mask is None else mask[:length],
+        loss_mask=None if mask is None else mask[:length],
+        has_logprobs=logprobs is not None,
         dense=dense if sizes is None else 0,
     )
 
