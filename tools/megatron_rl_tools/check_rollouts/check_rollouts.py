@@ -13,17 +13,17 @@ from rich.table import Table
 from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding
 from megatron_rl_tools.check_rollouts.foreign import FOREIGN_CHECKS, ForeignChecks, ForeignDump
 from megatron_rl_tools.check_rollouts.formats import open_dump
-from megatron_rl_tools.check_rollouts.model_sizes import Model, load_model
+from megatron_rl_tools.check_rollouts.model_sizes import Model, open_model
 from megatron_rl_tools.check_rollouts.options import parse
 from megatron_rl_tools.check_rollouts.rollout_canary import run_canary
-from megatron_rl_tools.check_rollouts.rollout_checks import CHECKS, Across, check_episode, check_one
+from megatron_rl_tools.check_rollouts.rollout_checks import CHECKS, Across, check_episode_digest, check_one
 from megatron_rl_tools.check_rollouts.run_files import only_saved, read_dumps, read_records, staleness_budget
 
 SHOWN = 3  # findings per check in the table
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """The number of sequences read, and all findings.  unchecked: check -> why the dump's content does not allow it."""
 
     rollouts: int
@@ -44,7 +44,7 @@ class Report:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     try:
-        model = None if arguments.model is None else load_model(arguments.model, arguments.dtype)
+        model = None if arguments.model is None else open_model(arguments.model, arguments.dtype)
         which = {"step": arguments.step, "sample": arguments.sample, "seed": arguments.seed}
         dump = open_dump(arguments.run, arguments.format, None if model is None else model.sizes)
         report = check_run(arguments.run, model, **which) if dump is None else check_dump(dump, model, **which)
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def check_run(
     run: Path, model: Model | None = None, *, step: int | None = None, sample: int = 8, seed: int = 0
-) -> Report:
+) -> CheckReport:
     """Check every saved rollout of `run` (of `step`, where given).  Raises ValueError where there are none."""
     sizes = None if model is None else model.sizes
     records, note = only_saved(read_records(run, step), run)
@@ -73,7 +73,9 @@ def check_run(
         episode.append(dumped)
         if not dumped.record.episode:
             name = dumped.record.id
-            findings += check_episode([part for part in episode if name in (part.record.id, part.record.episode)])
+            findings += check_episode_digest(
+                [part for part in episode if name in (part.record.id, part.record.episode)]
+            )
             episode = []
         with_routes += dumped.routes is not None
         missing_rows += int((~dumped.present).sum())
@@ -93,12 +95,14 @@ def check_run(
         findings += result.findings
         canary = result.agreement
     notes = (*filter(None, [note]), *(model.notes if model else ()))
-    return Report(count, with_routes, missing_rows, checks, tuple(findings), canary, unchecked=unchecked, notes=notes)
+    return CheckReport(
+        count, with_routes, missing_rows, checks, tuple(findings), canary, unchecked=unchecked, notes=notes
+    )
 
 
 def check_dump(
     dump: ForeignDump, model: Model | None = None, *, step: int | None = None, sample: int = 8, seed: int = 0
-) -> Report:
+) -> CheckReport:
     """Check every rollout of another trainer's dump (of `step`, where given).  Raises ValueError where there are none."""
     sizes = None if model is None else model.sizes
     masks, across, findings = ForeignChecks(), Across(sizes), list[Finding]()
@@ -120,8 +124,7 @@ def check_dump(
     if model is not None:
         checks = (*checks, "canary")
         first = min(steps, default=0) if step is None else step
-        read = (rollout for file in dump.files for rollout in dump.read(file, []))
-        of_step = (rollout for rollout in read if rollout.record.step == first)
+        of_step = (it for file in dump.files for it in dump.read(file, []) if it.record.step == first)
         result = run_canary(model, of_step, sample=sample, seed=seed)
         if result.unchecked:
             unchecked["canary"] = unchecked.get("alignment", result.unchecked)
@@ -129,10 +132,10 @@ def check_dump(
         canary = result.agreement
     kept = tuple(finding for finding in findings if finding.check not in unchecked)
     notes = (*dump.notes, *masks.notes(), *(model.notes if model else ()))
-    return Report(masks.rollouts, masks.with_routes, 0, checks, kept, canary, dump.format, unchecked, notes)
+    return CheckReport(masks.rollouts, masks.with_routes, 0, checks, kept, canary, dump.format, unchecked, notes)
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: CheckReport, console: Console) -> None:
     missing = f"; {report.missing_rows} rows recorded as without a route" if report.missing_rows else ""
     of = "" if report.format == "megatron_rl" else f" of {report.format}"
     console.print(f"{report.rollouts} rollouts{of}, {report.with_routes} with expert ids{missing}")

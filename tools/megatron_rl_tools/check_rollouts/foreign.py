@@ -79,7 +79,7 @@ def or_zeros(logprobs: np.ndarray | None, response_length: int) -> np.ndarray:
     return np.zeros(max(0, response_length), np.float32) if logprobs is None else logprobs
 
 
-def moe_layers(routes: np.ndarray, sizes: Sizes | None, dense: int) -> np.ndarray:
+def without_dense(routes: np.ndarray, sizes: Sizes | None, dense: int) -> np.ndarray:
     """Routes [rows, L, K] of the MoE layers: slime, miles and verl keep the rows of dense layers, as zeros.
 
     dense: leading layers to leave out where no model says which are dense.
@@ -91,7 +91,7 @@ def moe_layers(routes: np.ndarray, sizes: Sizes | None, dense: int) -> np.ndarra
     return routes[:, list(sizes.moe_layers)] if routes.shape[1] == sizes.num_layers else routes
 
 
-def leading_zero_layers(routes: np.ndarray) -> int:
+def zero_layers(routes: np.ndarray) -> int:
     """The number of layers of [rows, L, K], from the first on, in which every id is 0; 0 where all layers are."""
     if routes.ndim != 3 or routes.shape[2] < 2 or not routes.any():
         return 0

@@ -36,7 +36,7 @@ def open_dump(path: Path, name: str | None, sizes: Sizes | None) -> ForeignDump 
     if name != "verl":
         return ForeignDump(name, same, partial(slime_dumps.read_file, sizes=sizes), notes)
     if files[0].suffix == ".jsonl":
-        return ForeignDump(name, same, verl_dumps.read_text, notes, text_only=True)
+        return ForeignDump(name, same, verl_dumps.read_generations, notes, text_only=True)
     return ForeignDump(name, same, partial(verl_dumps.read_batch, sizes=sizes), notes)
 
 
@@ -46,14 +46,14 @@ def dump_files(path: Path) -> tuple[list[Path], tuple[str, ...]]:
         return [path], ()
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
-    files = sorted((file for file in path.iterdir() if file.suffix in (".pt", ".jsonl")), key=order)
+    files = sorted((file for file in path.iterdir() if file.suffix in (".pt", ".jsonl")), key=by_step)
     evaluations = [file for file in files if "eval_" in file.name]
     notes = (f"{len(evaluations)} evaluation files are not read; name one to check it",) if evaluations else ()
     return [file for file in files if file not in evaluations], notes
 
 
-def order(file: Path) -> tuple[bool, int, str]:
-    return file.suffix != ".pt", verl_dumps.step_of(file), file.name
+def by_step(file: Path) -> tuple[bool, int, str]:
+    return file.suffix != ".pt", verl_dumps.number_in(file), file.name
 
 
 def detect(file: Path) -> str:

@@ -19,7 +19,7 @@ def check_turns(dumped: Dumped) -> Problems:
             yield "turns", f"{len(values)} {name} for {len(spans) + 1} turns", "the line is of another rollout"
 
 
-def check_lengths(dumped: Dumped) -> Problems:
+def check_token_counts(dumped: Dumped) -> Problems:
     record, size = dumped.record, len(dumped.tokens)
     parts = [record.prompt_length, record.response_length, *filter(None, [record.environment_length])]
     if size != sum(parts):

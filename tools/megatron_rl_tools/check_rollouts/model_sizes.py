@@ -46,7 +46,7 @@ class Model:
     notes: tuple[str, ...] = ()
 
 
-def load_model(path: Path, dtype: str) -> Model:
+def open_model(path: Path, dtype: str) -> Model:
     """Read the sizes of a checkpoint, and prepare its forward pass.
 
     Raises ValueError where config.json cannot be read, or where the trainer does not support the model.
@@ -56,7 +56,7 @@ def load_model(path: Path, dtype: str) -> Model:
         from megatron_rl_tools.check_rollouts.canary_forward import make_forward
 
         forward = make_forward(path, dtype)
-    config = load_config(path)
+    config = read_config_json(path)
     architecture = (config.get("architectures") or ["(none)"])[0]
     if architecture in FAMILIES and config.get("moe_layer_freq") in (None, 1):
         return Model(read_sizes(config, is_dense=architecture == DENSE), forward)
@@ -67,7 +67,7 @@ def load_model(path: Path, dtype: str) -> Model:
     return Model(None, forward, (note,))
 
 
-def load_config(path: Path) -> dict[str, Any]:
+def read_config_json(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     try:
         config = json.loads(file.read_text())
@@ -94,7 +94,7 @@ def read_sizes(config: Mapping[str, Any], *, is_dense: bool) -> Sizes:
 
 def need(config: Mapping[str, Any], *keys: str) -> int:
     """The value of the first of these keys that is there: names differ between transformers versions."""
-    for key in keys:
-        if config.get(key) is not None:
-            return int(config[key])
-    raise ValueError(f"config.json: key {' or '.join(keys)} is missing")
+    values = [int(config[key]) for key in keys if config.get(key) is not None]
+    if not values:
+        raise ValueError(f"config.json: key {' or '.join(keys)} is missing")
+    return values[0]

@@ -16,7 +16,7 @@ ARRAY_TYPES = (np.bool_, np.uint8, np.int8, np.int16, np.int32, np.int64, np.flo
 Allowed = Callable[..., object] | tuple[Callable[..., object], str]
 
 
-def allowed() -> list[Allowed]:
+def allowed_globals() -> list[Allowed]:
     """What makes a NumPy array of numbers, under its names in NumPy 1 and 2."""
     names: list[Allowed] = [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in ARRAY_TYPES}]
     for value, name in ((np.zeros(1), "_reconstruct"), (np.float64(0), "scalar")):
@@ -32,16 +32,16 @@ def load_tensors(path: Path) -> object:
     except ImportError as error:
         raise ValueError(f"{path}: .pt files are read by torch, which is missing: pip install torch") from error
     try:
-        with torch.serialization.safe_globals(allowed()):
+        with torch.serialization.safe_globals(allowed_globals()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path}: holds {classes_of(path) or 'objects that are not plain data'}, which only code in the file could "
             "rebuild; it is never run here. Save it without them: tensors, arrays, numbers, text, lists and dicts "
-            f"({first_line(error)})"
+            f"({brief(error)})"
         ) from error
     except (RuntimeError, OSError, EOFError, BadZipFile) as error:
-        raise ValueError(f"{path}: truncated or damaged ({first_line(error)})") from error
+        raise ValueError(f"{path}: truncated or damaged ({brief(error)})") from error
 
 
 def classes_of(path: Path) -> str:
@@ -49,14 +49,14 @@ def classes_of(path: Path) -> str:
     import torch
 
     try:
-        with torch.serialization.safe_globals(allowed()):
+        with torch.serialization.safe_globals(allowed_globals()):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     except (pickle.UnpicklingError, RuntimeError, ValueError, BadZipFile):  # not in torch's zip format
         return ""
     return "objects of " + ", ".join(sorted(names)) if names else ""
 
 
-def first_line(error: Exception) -> str:
+def brief(error: Exception) -> str:
     return str(error).partition("\n")[0][:200]
 
 
@@ -66,7 +66,7 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def as_array(value: object) -> np.ndarray:
+def to_numpy(value: object) -> np.ndarray:
     """A tensor, an array or a list of numbers."""
     import torch
 

@@ -75,10 +75,10 @@ def run_canary(model: Model, dumps: Iterable[Dumped], *, sample: int = 8, seed: 
         size = min(len(live), len(routes))
         name = f"step {dumped.record.step} {dumped.record.id}"
         rows.append(Compared(name, dumped.record.prompt_length, routes[:size].astype(np.int64), live[:size]))
-    return compare(rows)
+    return compare_rollouts(rows)
 
 
-def compare(rows: Sequence[Compared]) -> CanaryResult:
+def compare_rollouts(rows: Sequence[Compared]) -> CanaryResult:
     """Check rollout by rollout, then layer by layer over the rollouts that passed."""
     findings, passed = [], []
     for item in rows:

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_rl_tools.check_rollouts.digests import digest_of_episode, digest_of_routes
 from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding, Problems
-from megatron_rl_tools.check_rollouts.length_checks import check_lengths, check_turns
+from megatron_rl_tools.check_rollouts.length_checks import check_token_counts, check_turns
 from megatron_rl_tools.check_rollouts.mask_checks import check_kept_sets
 from megatron_rl_tools.check_rollouts.model_sizes import Sizes
 from megatron_rl_tools.check_rollouts.rollout_copies import Copies
@@ -35,12 +35,12 @@ def check_one(dumped: Dumped, sizes: Sizes | None) -> Iterator[Finding]:
     """Findings in one rollout alone."""
     where = f"step {dumped.record.step} {dumped.record.id}"
     vocab_size = None if sizes is None else sizes.vocab_size
-    of_tokens = chain(check_lengths(dumped), check_turns(dumped), check_logprobs(dumped))
-    for check, text, cause in chain(of_tokens, check_kept_sets(dumped, vocab_size), check_routes(dumped, sizes)):
+    of_tokens = chain(check_token_counts(dumped), check_turns(dumped), check_logprobs(dumped))
+    for check, text, cause in chain(of_tokens, check_kept_sets(dumped, vocab_size), check_expert_ids(dumped, sizes)):
         yield Finding(check, where, text, cause)
 
 
-def check_routes(dumped: Dumped, sizes: Sizes | None) -> Problems:
+def check_expert_ids(dumped: Dumped, sizes: Sizes | None) -> Problems:
     routes = dumped.routes
     if routes is None:
         return
@@ -50,12 +50,12 @@ def check_routes(dumped: Dumped, sizes: Sizes | None) -> Problems:
         return
     yield from check_shape(routes, sizes)
     yield from check_missing(dumped, routes)
-    yield from check_origin(dumped, routes)
+    yield from check_routes_digest(dumped, routes)
     yield from check_ids(routes, sizes, dumped.present)
     yield from check_stuck(dumped, routes)
 
 
-def check_episode(dumps: Sequence[Dumped]) -> Iterator[Finding]:
+def check_episode_digest(dumps: Sequence[Dumped]) -> Iterator[Finding]:
     """Whether these are the sequences of the episode that the last one ends."""
     last = dumps[-1]
     if len(dumps) == 1 and last.episode_digest is None:
@@ -102,7 +102,7 @@ def check_missing(dumped: Dumped, routes: np.ndarray) -> Problems:
         yield "shape", text, "rows were removed or added after they were recorded"
 
 
-def check_origin(dumped: Dumped, routes: np.ndarray) -> Problems:
+def check_routes_digest(dumped: Dumped, routes: np.ndarray) -> Problems:
     """Whether the routes still belong to the tokens.  The digest was computed when the payload was decoded."""
     if dumped.digest is None:
         rule = "none recorded, must be one per rollout with expert ids"

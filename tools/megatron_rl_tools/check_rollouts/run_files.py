@@ -32,7 +32,7 @@ def read_records(run: Path, step: int | None) -> Records:
     }
     if not records:
         raise ValueError(f"{run}: no rollouts{'' if step is None else f' of step {step}'}; is this a run directory?")
-    if not any(tensors_of(path, at).is_file() for path, at in records):
+    if not any(side_file(path, at).is_file() for path, at in records):
         raise ValueError(f"{run}: no side files; save them with rollout.save_tensors = true")
     return records
 
@@ -78,19 +78,19 @@ def are_versions(spans: object) -> bool:
     )
 
 
-def tensors_of(path: Path, step: int) -> Path:
+def side_file(path: Path, step: int) -> Path:
     """The file with the tensors of a step, beside its lines."""
     return path.with_name(f"{path.stem}_{step:06d}.safetensors")
 
 
 def only_saved(records: Records, run: Path) -> tuple[Records, str]:
     """Where rollout.save_tensors is a share: the lines of groups with tensors, and a note about the others, else ""."""
-    share = rollout_settings(run).get("save_tensors", True)
+    share = settings_of_run(run).get("save_tensors", True)
     if isinstance(share, bool) or share >= 1:
         return records, ""
     kept: Records = {}
     for (path, step), lines in records.items():
-        side = tensors_of(path, step)
+        side = side_file(path, step)
         if not side.is_file():  # the step's groups with tensors are those of other replicas
             continue
         try:
@@ -99,23 +99,23 @@ def only_saved(records: Records, run: Path) -> tuple[Records, str]:
         except (SafetensorError, OSError):
             kept[path, step] = lines  # `read_dumps` reports it
             continue
-        saved = {group_of(record) for record in lines if f"{record.id}:tokens" in names}
-        kept[path, step] = [record for record in lines if group_of(record) in saved]
+        saved = {group_id(record) for record in lines if f"{record.id}:tokens" in names}
+        kept[path, step] = [record for record in lines if group_id(record) in saved]
     counts = [sum(map(len, lines.values())) for lines in (kept, records)]
     note = f"rollout.save_tensors = {share}: {counts[0]} of {counts[1]} sequences have tensors, only these are checked"
     return kept, note
 
 
-def group_of(record: RecordedRollout) -> str:
+def group_id(record: RecordedRollout) -> str:
     return (record.episode or record.id).rpartition("/")[0]
 
 
 def staleness_budget(run: Path) -> int:
     """rollout.max_staleness of the run; 0 where its config.toml is missing or older than the key."""
-    return int(rollout_settings(run).get("max_staleness", 0))
+    return int(settings_of_run(run).get("max_staleness", 0))
 
 
-def rollout_settings(run: Path) -> dict[str, Any]:
+def settings_of_run(run: Path) -> dict[str, Any]:
     """[rollout] of the run's config.toml; {} where there is none."""
     path = run / "config.toml"
     settings: dict[str, Any] = tomllib.loads(path.read_text()).get("rollout", {}) if path.is_file() else {}
@@ -125,7 +125,7 @@ def rollout_settings(run: Path) -> dict[str, Any]:
 def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
     """One rollout at a time; adds what is missing in the files to `findings`."""
     for (path, step), lines in sorted(records.items(), key=lambda item: item[0]):
-        side = tensors_of(path, step)
+        side = side_file(path, step)
         if not side.is_file():
             missing_file = f"{side.name} is missing"
             findings.append(Finding("files", f"step {step}", missing_file, "the step was interrupted, or not saved"))
@@ -158,11 +158,11 @@ def to_dumped(record: RecordedRollout, tensors: dict[str, np.ndarray]) -> Dumped
         tensors.get("routed_experts"),
         tensors.get("missing_routes"),
         tensors["routes_digest"].tobytes() if "routes_digest" in tensors else None,
-        to_spans(tensors.get("environment")),
+        as_spans(tensors.get("environment")),
         tensors["episode_digest"].tobytes() if "episode_digest" in tensors else None,
         (tensors.get("mask_sizes"), tensors.get("mask_codes")),
     )
 
 
-def to_spans(environment: np.ndarray | None) -> Spans:
+def as_spans(environment: np.ndarray | None) -> Spans:
     return () if environment is None else tuple((int(start), int(end)) for start, end in environment)

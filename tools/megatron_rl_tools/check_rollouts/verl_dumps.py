@@ -19,15 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl_tools.check_rollouts.dumped import Finding
-from megatron_rl_tools.check_rollouts.foreign import (
-    ForeignRollout,
-    leading_zero_layers,
-    make_record,
-    moe_layers,
-    or_zeros,
-)
+from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, make_record, or_zeros, without_dense, zero_layers
 from megatron_rl_tools.check_rollouts.model_sizes import Sizes
-from megatron_rl_tools.check_rollouts.pt_files import as_array, is_tensor, load_tensors
+from megatron_rl_tools.check_rollouts.pt_files import is_tensor, load_tensors, to_numpy
 
 LINE = ("input", "output", "gts", "score", "step")
 NEEDED = ("prompts", "responses", "attention_mask")
@@ -48,9 +42,9 @@ def is_text(line: str) -> bool:
     return isinstance(fields, dict) and fields.keys() >= set(LINE)
 
 
-def read_text(path: Path, findings: list[Finding]) -> Iterator[ForeignRollout]:
+def read_generations(path: Path, findings: list[Finding]) -> Iterator[ForeignRollout]:
     """An empty rollout for every line; what is wrong with a line goes to `findings`."""
-    step = step_of(path)
+    step = number_in(path)
     for index, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
         where = f"step {step} {path.name}#{index}"
         try:
@@ -80,10 +74,10 @@ def read_batch(path: Path, findings: list[Finding], sizes: Sizes | None) -> Iter
     if not is_batch(payload):
         raise ValueError(f"{path}: no tensors {', '.join(NEEDED)}: not the batch of a DataProto; {EXPORT}")
     assert isinstance(payload, dict)
-    batch = {name: as_array(value) for name, value in payload.items() if is_tensor(value)}
-    step = step_of(path)
+    batch = {name: to_numpy(value) for name, value in payload.items() if is_tensor(value)}
+    step = number_in(path)
     routes = batch.get("routed_experts")
-    dense = 0 if routes is None or routes.ndim != 4 else leading_zero_layers(routes.reshape(-1, *routes.shape[2:]))
+    dense = 0 if routes is None or routes.ndim != 4 else zero_layers(routes.reshape(-1, *routes.shape[2:]))
     if bad := wrong_sizes(batch):
         raise ValueError(f"{path}: {bad}")
     for index in range(len(batch["prompts"])):
@@ -150,7 +144,7 @@ def unpad(
     length = int(attention[width:].sum())
     routes = row.get("routed_experts")
     # an engine may send a row for the last token, which was never an input; verl fills it with 0 where not
-    known = None if routes is None else moe_layers(routes[attention][:-1], sizes, dense)
+    known = None if routes is None else without_dense(routes[attention][:-1], sizes, dense)
     mask, logprobs = row.get("response_mask"), row.get("rollout_log_probs")
     return ForeignRollout(
         make_record(path, index, step, tokens, length),
@@ -163,7 +157,7 @@ def unpad(
     )
 
 
-def step_of(path: Path) -> int:
+def number_in(path: Path) -> int:
     """The number in the file's name; 0 where there is none."""
     number = re.search(r"\d+", path.stem)
     return int(number.group()) if number else 0
