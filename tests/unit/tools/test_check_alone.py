@@ -1,4 +1,7 @@
-"""check-rollouts reads files, digests, kept sets and model sizes itself: it agrees with the trainer, and runs without it."""
+"""check-rollouts reads files, digests, kept sets and model sizes itself.
+
+It agrees with the trainer, and runs without it.
+"""
 
 import json
 import sys
@@ -49,7 +52,7 @@ def with_missing(rollout):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A run with turns, kept sets, missing routes, episodes of several sequences, 16-bit ids and no routes at all."""
+    """A run with turns, kept sets, missing routes, episodes of several sequences, and 16-bit ids."""
     folder, rng = tmp_path_factory.mktemp("run"), np.random.default_rng(0)
     turns = make_given(Shape(2, 32, 4, 96, dp_size=1, cp_size=1, micro_batches=2, turns=3)).rollouts(0)
     kinds = {
@@ -168,8 +171,9 @@ LINE = {
 }
 LINE |= {"prompt_length": 2, "response_length": 3, "finish_reason": "stop"}
 WRONG = [
-    {}, {"policy_versions": 3}, {"policy_versions": [[0]]}, {"policy_versions": [[0, 0]]}, {"policy_versions": [[0, True]]},
-    {"policy_versions": [[0, 3, 1]]}, {"policy_versions": [[0.5, 3]]}, {"policy_versions": [[0, 3]], "surprise": 1},
+    {}, {"policy_versions": 3}, {"policy_versions": [[0]]}, {"policy_versions": [[0, 0]]},
+    {"policy_versions": [[0, True]]}, {"policy_versions": [[0, 3, 1]]}, {"policy_versions": [[0.5, 3]]},
+    {"policy_versions": [[0, 3]], "surprise": 1},
 ]  # fmt: skip
 
 

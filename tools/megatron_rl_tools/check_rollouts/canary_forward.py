@@ -1,4 +1,4 @@
-"""The canary's forward pass: the trainer's model on saved tokens.  The one file of the checks that needs megatron_rl."""
+"""The trainer's forward pass on saved tokens; no other file of the checks needs megatron_rl."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from megatron_rl.weights.hf.load import load_hf
 
 
 def make_forward(path: Path, dtype: str) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
-    """Raises ModelError for a checkpoint that the trainer does not support; its weights are loaded when it is called."""
+    """Return the forward pass of a checkpoint, which loads the weights when it is called.
+
+    Raises ModelError for a model that the trainer does not support.
+    """
     model = ModelConfig.model_validate({"path": path, "dtype": dtype})
     return partial(live_routes, model, make_spec(load_hf_config(path)))
 
 
 def live_routes(cfg: ModelConfig, spec: ModelSpec, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """int64 [S - 1, L, K] of every sequence: what the model's routers choose, one sequence per micro-batch."""
+    """Return the experts int64 [S - 1, L, K] that the model chooses in every sequence."""
     layout = ParallelConfig()
     if cfg.is_exact:
         disable_tf32()

@@ -1,4 +1,4 @@
-"""The command `megatron-rl check-rollouts`: reads the rollouts of a run or a dump and checks them; options.py parses."""
+"""The command check-rollouts: it reads the rollouts of a run or a dump, and checks them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ SHOWN = 3  # findings per check in the table
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The number of sequences read, and all findings.  unchecked: check -> why the dump's content does not allow it."""
+    """What the checks of a run or a dump gave."""
 
     rollouts: int
+    """Sequences that were read."""
     with_routes: int
     missing_rows: int
+    """Rows declared to have no route."""
     checks: tuple[str, ...]
     findings: tuple[Finding, ...]
     canary: dict[str, float] | None
     format: str = "megatron_rl"
     unchecked: dict[str, str] = field(default_factory=dict)
+    """Check -> why it was not made."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -61,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 def check_run(
     run: Path, model: Model | None = None, *, step: int | None = None, sample: int = 8, seed: int = 0
 ) -> CheckReport:
-    """Check every saved rollout of `run` (of `step`, where given).  Raises ValueError where there are none."""
+    """Check every saved rollout of a run, or of one step.  Raises ValueError if there are none."""
     sizes = None if model is None else model.sizes
     records, note = only_saved(read_records(run, step), run)
     across = Across(sizes, staleness_budget(run))
@@ -73,9 +76,8 @@ def check_run(
         episode.append(dumped)
         if not dumped.record.episode:
             name = dumped.record.id
-            findings += check_episode_digest(
-                [part for part in episode if name in (part.record.id, part.record.episode)]
-            )
+            parts = [part for part in episode if name in (part.record.id, part.record.episode)]
+            findings += check_episode_digest(parts)
             episode = []
         with_routes += dumped.routes is not None
         missing_rows += int((~dumped.present).sum())
@@ -95,15 +97,14 @@ def check_run(
         findings += result.findings
         canary = result.agreement
     notes = (*filter(None, [note]), *(model.notes if model else ()))
-    return CheckReport(
-        count, with_routes, missing_rows, checks, tuple(findings), canary, unchecked=unchecked, notes=notes
-    )
+    counts = count, with_routes, missing_rows
+    return CheckReport(*counts, checks, tuple(findings), canary, unchecked=unchecked, notes=notes)
 
 
 def check_dump(
     dump: ForeignDump, model: Model | None = None, *, step: int | None = None, sample: int = 8, seed: int = 0
 ) -> CheckReport:
-    """Check every rollout of another trainer's dump (of `step`, where given).  Raises ValueError where there are none."""
+    """Check every rollout of another trainer's dump, or of one step.  Raises ValueError if none."""
     sizes = None if model is None else model.sizes
     masks, across, findings = ForeignChecks(), Across(sizes), list[Finding]()
     steps: set[int] = set()

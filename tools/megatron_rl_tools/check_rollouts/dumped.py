@@ -16,7 +16,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """One line of rollouts.jsonl: docs/reference/token_data.md and api.md."""
+    """One line of rollouts.jsonl: see docs/reference/token_data.md."""
 
     step: int
     id: str
@@ -61,7 +61,7 @@ class Dumped:
 
     @property
     def present(self) -> np.ndarray:
-        """bool [rows]: not declared as missing.  All True where the declaration itself is invalid."""
+        """bool [rows]: the route is not declared as missing; all True if the declaration is invalid."""
         rows = 0 if self.routes is None else len(self.routes)
         if self.missing is None or self.missing.dtype != bool or self.missing.shape != (rows,):
             return np.ones(rows, bool)

@@ -1,7 +1,9 @@
 """The check of saved kept sets (rollout.top_p, top_k, min_p): see check_rollouts.py.
 
-Sizes uint16 [R]; codes uint8: the ids of set after set, ascending, the first as it is, every other as its distance from the one
-before, as LEB128 numbers (groups of 7 bits, the lowest first; all bytes of a number but its last have the top bit set).
+sizes  uint16 [R], ids of each set
+codes  uint8 [bytes], the ids of set after set, ascending: the first as it is, every other as its
+       distance from the one before, as LEB128 numbers (groups of 7 bits, the lowest first; all
+       bytes of a number but its last have the top bit set)
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def check_kept_sets(dumped: Dumped, vocab_size: int | None) -> Problems:
 
 
 def checked_ids(sizes: np.ndarray, codes: np.ndarray, sampled: np.ndarray) -> np.ndarray:
-    """The ids int64 [N] of the sets of the tokens `sampled` [R].  Raises ValueError for a token outside its own set."""
+    """Return the ids int64 [N] of all sets.  Raises ValueError for a token outside its set."""
     if len(sizes) != len(sampled):
         raise ValueError(f"{len(sizes)} kept sets for {len(sampled)} sampled tokens")
     ids, starts = decode_sets(sizes, codes)
@@ -45,14 +47,17 @@ def checked_ids(sizes: np.ndarray, codes: np.ndarray, sampled: np.ndarray) -> np
         kept = ids[starts[at] :][: sizes[at]]
         shown = f"{kept[:8].tolist()}{' ...' if len(kept) > 8 else ''}"
         raise ValueError(
-            f"sampled token {at} of {len(sampled)} is {int(sampled[at])}, not in its kept set of {len(kept)} ids {shown}: "
-            "the set is another token's, or tokens were edited after sampling"
+            f"sampled token {at} of {len(sampled)} is {int(sampled[at])}, not in its kept set of "
+            f"{len(kept)} ids {shown}: the set is another token's, or tokens were edited after sampling"
         )
     return ids
 
 
 def decode_sets(sizes: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int64 [N], place int64 [R] of each set's first).  Raises ValueError where codes and sizes do not fit."""
+    """Return the ids int64 [N] of all sets, and the place int64 [R] of the first one of every set.
+
+    Raises ValueError if codes and sizes do not belong together.
+    """
     is_last = codes < 128
     starts = np.flatnonzero(np.append(True, is_last[:-1]))[: len(codes)]  # of numbers
     lengths = np.diff(starts, append=len(codes))
@@ -62,7 +67,8 @@ def decode_sets(sizes: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.nd
     groups = (codes & np.uint8(127)).astype(np.int64) << (7 * place)
     steps = np.add.reduceat(groups, starts) if len(codes) else groups
     if len(steps) != int(sizes.sum()) or not sizes.all():
-        raise ValueError(f"kept sets: {len(steps)} ids are encoded for {len(sizes)} sets of {int(sizes.sum())} in all")
+        total = int(sizes.sum())
+        raise ValueError(f"kept sets: {len(steps)} ids are encoded for {len(sizes)} sets of {total} in all")
     first = np.cumsum(sizes, dtype=np.int64) - sizes
     totals = np.cumsum(steps)
     return totals - np.repeat(totals[first] - steps[first], sizes), first

@@ -1,4 +1,4 @@
-"""What --model adds to the checks: the model's sizes, and its forward pass where the trainer is installed."""
+"""The model of --model: its sizes, and its forward pass where the trainer is installed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 DENSE = "Qwen3ForCausalLM"
 FAMILIES = (
-    "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Glm4MoeForCausalLM",
-    "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", DENSE,
+    "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM",
+    "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", DENSE,
 )  # fmt: skip
 """Architectures whose config.json `read_sizes` can read: those that megatron_rl trains."""
 NEEDS_TRAINER = "needs megatron_rl; in a checkout: pip install ."
@@ -49,7 +49,7 @@ class Model:
 def open_model(path: Path, dtype: str) -> Model:
     """Read the sizes of a checkpoint, and prepare its forward pass.
 
-    Raises ValueError where config.json cannot be read, or where the trainer does not support the model.
+    Raises ValueError if config.json cannot be read, or if the trainer does not support the model.
     """
     forward = None
     if find_spec("megatron_rl") is not None:
@@ -61,8 +61,8 @@ def open_model(path: Path, dtype: str) -> Model:
     if architecture in FAMILIES and config.get("moe_layer_freq") in (None, 1):
         return Model(read_sizes(config, is_dense=architecture == DENSE), forward)
     note = (
-        f"--model: which layers of {architecture} have experts is not known; 4 checks run without the model's "
-        "sizes: shape, range, dtype, mask"
+        f"--model: which layers of {architecture} have experts is not known; 4 checks run without "
+        "the model's sizes: shape, range, dtype, mask"
     )
     return Model(None, forward, (note,))
 
@@ -81,7 +81,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def read_sizes(config: Mapping[str, Any], *, is_dense: bool) -> Sizes:
-    """The sizes of one of FAMILIES.  Raises ValueError for a missing key."""
+    """Read the sizes of one of FAMILIES.  Raises ValueError for a missing key."""
     layers, vocab_size = need(config, "num_hidden_layers"), need(config, "vocab_size")
     if is_dense:
         return Sizes(layers, (), 0, 0, vocab_size)
@@ -93,7 +93,7 @@ def read_sizes(config: Mapping[str, Any], *, is_dense: bool) -> Sizes:
 
 
 def need(config: Mapping[str, Any], *keys: str) -> int:
-    """The value of the first of these keys that is there: names differ between transformers versions."""
+    """Return the value of the first of these keys that is set: transformers renames them."""
     values = [int(config[key]) for key in keys if config.get(key) is not None]
     if not values:
         raise ValueError(f"config.json: key {' or '.join(keys)} is missing")

@@ -62,12 +62,10 @@ def check_episode_digest(dumps: Sequence[Dumped]) -> Iterator[Finding]:
         return
     recorded = "none" if last.episode_digest is None else last.episode_digest.hex()
     if (digest := digest_of_episode(dumps).hex()) != recorded:
-        yield Finding(
-            "episode",
-            f"step {last.record.step} {last.record.id}",
-            f"its {len(dumps)} sequences give {digest}, recorded is {recorded}",
-            "a sequence was lost, swapped or repeated, or its prompt ends elsewhere: tokens are learned from twice or never",
-        )
+        where = f"step {last.record.step} {last.record.id}"
+        text = f"its {len(dumps)} sequences give {digest}, recorded is {recorded}"
+        cause = "a sequence was lost, swapped or repeated, or its prompt ends elsewhere"
+        yield Finding("episode", where, text, f"{cause}: tokens are learned from twice or never")
 
 
 def check_logprobs(dumped: Dumped) -> Problems:

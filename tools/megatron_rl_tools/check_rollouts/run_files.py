@@ -1,4 +1,4 @@
-"""Reads the rollouts of a run of megatron-rl: rollouts*.jsonl and their tensors, as docs/reference/token_data.md has them."""
+"""Reads the rollouts of a run of megatron-rl: its files are in docs/reference/token_data.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Records = dict[tuple[Path, int], list[RecordedRollout]]
 
 
 def read_records(run: Path, step: int | None) -> Records:
-    """The lines of every step, or of `step`.  Raises ValueError where there are none, or none with tensors."""
+    """Read the lines of every step, or of one.  Raises ValueError if there are none, or no tensors."""
     records = {
         (path, at): lines
         for path in sorted(run.glob("rollouts*.jsonl"))
@@ -31,17 +31,18 @@ def read_records(run: Path, step: int | None) -> Records:
         if step is None or at == step
     }
     if not records:
-        raise ValueError(f"{run}: no rollouts{'' if step is None else f' of step {step}'}; is this a run directory?")
+        of_step = "" if step is None else f" of step {step}"
+        raise ValueError(f"{run}: no rollouts{of_step}; is this a run directory?")
     if not any(side_file(path, at).is_file() for path, at in records):
         raise ValueError(f"{run}: no side files; save them with rollout.save_tensors = true")
     return records
 
 
 def read_steps(path: Path) -> dict[int, list[RecordedRollout]]:
-    """The lines of every step.
+    """Read the lines of every step.
 
-    Runs of older versions may have an episode twice, where a resumed run wrote its step again: the last counts.  Left out are
-    lines whose episode does not follow them, as the run was killed while it wrote.
+    Runs of older versions may have an episode twice, as a resumed run wrote its step again: the last
+    one counts.  Lines whose episode does not follow them are left out: the run was killed there.
     """
     steps: dict[int, dict[str, list[RecordedRollout]]] = {}
     lines: list[RecordedRollout] = []
@@ -56,7 +57,7 @@ def read_steps(path: Path) -> dict[int, list[RecordedRollout]]:
 
 
 def read_lines(path: Path) -> Iterator[RecordedRollout]:
-    """Raises ValueError, with file and line number, for a line that is not a record."""
+    """Yield the lines.  Raises ValueError, with file and line number, for one that is no record."""
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -79,12 +80,12 @@ def are_versions(spans: object) -> bool:
 
 
 def side_file(path: Path, step: int) -> Path:
-    """The file with the tensors of a step, beside its lines."""
+    """Return the file with the tensors of a step, beside its lines."""
     return path.with_name(f"{path.stem}_{step:06d}.safetensors")
 
 
 def only_saved(records: Records, run: Path) -> tuple[Records, str]:
-    """Where rollout.save_tensors is a share: the lines of groups with tensors, and a note about the others, else ""."""
+    """Return the lines of groups with tensors, and a note where rollout.save_tensors is a share."""
     share = settings_of_run(run).get("save_tensors", True)
     if isinstance(share, bool) or share >= 1:
         return records, ""
@@ -101,9 +102,9 @@ def only_saved(records: Records, run: Path) -> tuple[Records, str]:
             continue
         saved = {group_id(record) for record in lines if f"{record.id}:tokens" in names}
         kept[path, step] = [record for record in lines if group_id(record) in saved]
-    counts = [sum(map(len, lines.values())) for lines in (kept, records)]
-    note = f"rollout.save_tensors = {share}: {counts[0]} of {counts[1]} sequences have tensors, only these are checked"
-    return kept, note
+    some, all_ = (sum(map(len, lines.values())) for lines in (kept, records))
+    counts = f"{some} of {all_} sequences have tensors, only these are checked"
+    return kept, f"rollout.save_tensors = {share}: {counts}"
 
 
 def group_id(record: RecordedRollout) -> str:
@@ -111,19 +112,19 @@ def group_id(record: RecordedRollout) -> str:
 
 
 def staleness_budget(run: Path) -> int:
-    """rollout.max_staleness of the run; 0 where its config.toml is missing or older than the key."""
+    """Return rollout.max_staleness; 0 where config.toml is missing or older than the key."""
     return int(settings_of_run(run).get("max_staleness", 0))
 
 
 def settings_of_run(run: Path) -> dict[str, Any]:
-    """[rollout] of the run's config.toml; {} where there is none."""
+    """Return [rollout] of the run's config.toml; {} where there is none."""
     path = run / "config.toml"
     settings: dict[str, Any] = tomllib.loads(path.read_text()).get("rollout", {}) if path.is_file() else {}
     return settings
 
 
 def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
-    """One rollout at a time; adds what is missing in the files to `findings`."""
+    """Yield one sequence at a time; add what is missing in the files to `findings`."""
     for (path, step), lines in sorted(records.items(), key=lambda item: item[0]):
         side = side_file(path, step)
         if not side.is_file():
@@ -133,9 +134,8 @@ def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
         try:
             file = safe_open(side, framework="numpy")
         except (SafetensorError, OSError) as error:
-            findings.append(
-                Finding("files", f"step {step}", f"{side.name}: {error}", "the file is truncated or damaged")
-            )
+            damage = f"{side.name}: {error}"
+            findings.append(Finding("files", f"step {step}", damage, "the file is truncated or damaged"))
             continue
         names = set(file.keys())
         known = {f"{record.id}:{kind}" for record in lines for kind in KINDS}
