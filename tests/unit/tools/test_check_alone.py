@@ -117,6 +117,24 @@ def test_both_decode_the_same_kept_sets(written):
         assert np.array_equal(ids, SamplingMask(sizes, codes).ids()) and starts[0] == 0
 
 
+DAMAGED = {
+    "a number of six bytes": ([1], [*[128] * 5, 1]),
+    "no last byte": ([1], [129]),
+    "an empty set": ([2, 0], [1, 1]),
+    "no codes": ([1], []),
+    "no sets": ([], [1]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_both_refuse_damaged_kept_sets_in_the_same_words(damage):
+    sizes, codes = (np.array(values, kind) for values, kind in zip(DAMAGED[damage], (np.uint16, np.uint8), strict=True))
+    with pytest.raises(ValueError) as expected:
+        SamplingMask(sizes, codes).ids()
+    with pytest.raises(ValueError, match=f"^kept sets: {expected.value}$"):
+        decode_sets(sizes, codes)
+
+
 INTEGERS = st.sampled_from([np.uint8, np.int16, np.int32, np.int64])
 
 
