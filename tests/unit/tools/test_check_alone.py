@@ -30,7 +30,7 @@ from megatron_rl_tools.check_rollouts.dumped import RecordedRollout
 from megatron_rl_tools.check_rollouts.mask_checks import decode_sets
 from megatron_rl_tools.check_rollouts.model_sizes import FAMILIES, open_model
 from megatron_rl_tools.check_rollouts.run_files import KINDS, read_dumps, read_records, read_steps
-from megatron_rl_tools.verify_replay.inputs import Shape, make_given
+from megatron_rl_tools.verify_replay.fingerprints import Shape, make_given
 from tests.families import COMMON
 from tests.families import FAMILIES as CHECKPOINTS
 from tests.unit.batch.rollouts import make_rollout, make_tree
@@ -212,6 +212,7 @@ def test_both_keep_the_last_of_an_episode_and_leave_out_a_cut_one(tmp_path):
     names = [
         ("0/0/0", "0/0"),
         ("0/0", ""),
+        ("9/0/0", "9/0"),  # cut
         ("0/1", ""),
         ("0/0/0", "0/0"),
         ("0/0/1", "0/0"),
@@ -225,7 +226,7 @@ def test_both_keep_the_last_of_an_episode_and_leave_out_a_cut_one(tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     expected = [line for part in recorder.read_episodes(path)[1].values() for line in part]
     assert [vars(line) for line in read_steps(path)[1]] == [vars(line) for line in expected]
-    assert [line.policy_versions[0][0] for line in expected] == [2, 3, 4, 5]
+    assert [line.policy_versions[0][0] for line in expected] == [3, 4, 5, 6]
 
 
 def configs():
