@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 
 from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.checkpoint.manifest import damage, read_manifest
-from megatron_rl.config import ModelConfig
 from megatron_rl.rollout.recorder import read_rollouts, read_tensors
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run
+from megatron_rl_tools.check_rollouts.model_sizes import open_model
 from tests.e2e.test_train import make_material, metrics_of, start, wait_for
 
 FUNCTION = ("--agent.function", "examples.agents.two_attempts:rollout", "--rollout.max_response_tokens", "24")
@@ -50,7 +50,7 @@ def test_a_run_of_two_attempts(tmp_path):
         assert tokens[first:end].tolist() == tokens[: record.prompt_length].tolist()  # the question again
         assert len(tokens) == record.prompt_length + record.response_length + record.environment_length
         assert record.reward in (0.0, 0.5)
-    report = check_run(run, ModelConfig(path=material / "moe"), step=1)
+    report = check_run(run, open_model(material / "moe", "bfloat16"), step=1)
     assert not report.findings, report.findings
 
 
@@ -118,7 +118,7 @@ def test_episodes_in_flight_continue_after_a_signal(tmp_path):
             assert not found or any(whole[: len(tokens)] == tokens for whole in found), f"{id_} was sampled again"
             number += bool(found)
     assert number
-    assert check_run(run, ModelConfig(path=material / "moe"), step=done + 1).findings == ()
+    assert check_run(run, open_model(material / "moe", "bfloat16"), step=done + 1).findings == ()
     steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
     assert (
         all(row["routing/replayed_mismatch"] == 0 for row in steps) and len({row["step"] for row in steps}) == done + 2

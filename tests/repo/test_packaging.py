@@ -1,6 +1,7 @@
 """What `pip install .` gives: dependencies that cover the imports and admit the pins, a wheel of megatron_rl alone, the API."""
 
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -14,14 +15,21 @@ from importlib.metadata import distribution, packages_distributions
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from safetensors.numpy import load_file, save_file
 
 import megatron_rl
 from megatron_rl.config.versions import PACKAGES, admits, package
-from tests.viewer_run import write_run
+from megatron_rl.models.known import KNOWN
+from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.rollout.recorder import Recorder
+from tests.unit.batch.rollouts import make_tree
+from tests.unit.tools.test_foreign_dumps import every, save_batch, save_samples
+from tests.viewer_run import EXPERTS, LAYERS, TOP_K, write_run
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"megatron_rl": ROOT, "megatron_rl_tools": ROOT / "tools", "megatron_rl_viewer": ROOT / "viewer"}
@@ -37,6 +45,8 @@ OPTIONAL = {"sglang", "transformer_engine", "apex", "modelopt", "wandb", "mlflow
 """Imported only where they are installed, see config/versions.py."""
 OF_ANOTHER = {"pydantic_core": "pydantic"}
 """Imported, and installed by what is declared."""
+SIZES = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+"""Keys of config.json for the model of `write_run`."""
 
 
 def pins(file: str) -> dict[str, set[str]]:
@@ -196,9 +206,74 @@ def test_the_viewer_beside_the_trainer_reads_a_run(wheels, tmp_path):
     assert done.returncode == 0 and (tmp_path / "out/static/app.js").is_file(), done.stderr
 
 
-def test_the_tools_alone_are_small_and_say_what_they_need(wheels, tmp_path):
+@pytest.fixture(scope="module")
+def tools_alone(wheels, tmp_path_factory) -> tuple[Path, int]:
     names = requirements(need.name for need in NEEDS["megatron_rl_tools"])
-    here, size = environment(tmp_path / "env", [wheels["megatron_rl_tools"]], names)
+    return environment(tmp_path_factory.mktemp("alone") / "env", [wheels["megatron_rl_tools"]], names)
+
+
+def write_dumps(folder: Path) -> list[Path]:
+    """Two runs with findings, one of episodes; a text dump of verl, and .pt dumps of verl and slime."""
+    broken = write_run(folder / "broken", steps=1)
+    file = next(broken.glob("rollouts_*.safetensors"))
+    tensors = load_file(file)
+    next(values for name, values in tensors.items() if name.endswith(":tokens"))[-1] += 1
+    save_file(tensors, file)
+    trees = tuple(make_tree(f"p/{k}", seed=k) for k in range(3))
+    group = RolloutGroup(Prompt("p", "", (1, 2, 3), ""), trees, np.zeros(3, np.float32))
+    Recorder(folder / "episodes", save_tensors=True).record(1, [group])
+    (folder / "text").mkdir()
+    line = {"input": "1+1?", "output": "2", "gts": "2", "score": 1.0, "step": 5}
+    (folder / "text/5.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line | {"step": 4}) + "\n")
+    late = every("rollout_routed_experts", lambda routes: routes.roll(1, 0))
+    slime = save_samples(folder / "slime", change=late)
+    return [folder / "episodes", broken, folder / "text", save_batch(folder / "verl"), slime]
+
+
+def check_with_everything(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """check-rollouts in this environment, which has the trainer."""
+    start = "import sys; from megatron_rl_tools.commands import check_rollouts; sys.exit(check_rollouts())"
+    folders = ":".join(map(str, FOLDERS.values()))
+    command = [sys.executable, "-c", start, *arguments]
+    env = {"PATH": "", "PYTHONPATH": folders}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_check_rollouts_needs_no_trainer(wheels, tools_alone, tmp_path):
+    """What the tools declare is enough for every dump but .pt files, which need torch.
+
+    The output is that of the trainer's environment, byte for byte.
+    """
+    names = requirements(["torch", *(need.name for need in NEEDS["megatron_rl_tools"])])
+    (alone, _), (with_torch, _) = tools_alone, environment(tmp_path / "env", [wheels["megatron_rl_tools"]], names)
+    assert not names & {"megatron-core", "transformers", "pydantic"}
+    dumps = write_dumps(tmp_path)
+    statuses = []
+    for dump in dumps:
+        expected = check_with_everything(str(dump))
+        has_pt = any(dump.glob("*.pt"))
+        done = call(with_torch if has_pt else alone, "check-rollouts", str(dump))
+        assert (done.returncode, done.stdout, done.stderr) == (expected.returncode, expected.stdout, expected.stderr)
+        statuses.append(done.returncode)
+        if has_pt:
+            done = call(alone, "check-rollouts", str(dump))
+            assert done.returncode == 2 and not done.stdout
+            assert done.stderr.endswith("5.pt: .pt files are read by torch, which is missing: pip install torch\n")
+    assert statuses == [1, 1, 1, 0, 1]
+
+
+def test_the_canary_alone_says_that_it_needs_the_trainer(tools_alone, tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-30b-a3b"] | SIZES))
+    done = call(tools_alone[0], "check-rollouts", str(run), "--model", str(tmp_path), "--json")
+    report, plain = json.loads(done.stdout), json.loads(check_with_everything(str(run), "--json").stdout)
+    assert report["unchecked"] == {"canary": "needs megatron_rl; in a checkout: pip install ."}
+    assert report["checks"] == [*plain["checks"], "canary"] and report["findings"] == plain["findings"]
+    assert done.returncode == (1 if plain["findings"] else 0)
+
+
+def test_the_tools_alone_are_small_and_say_what_they_need(tools_alone):
+    here, size = tools_alone
     assert size < 200e6
     start = (
         "import sys; from megatron_rl_tools.commands import *; sys.argv = ['convert', '--help']; sys.exit(convert())"

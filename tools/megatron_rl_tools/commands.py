@@ -34,7 +34,7 @@ def start(options: str, target: str, *needs: str) -> int:
 
 def check_rollouts() -> int:
     """Check the saved rollouts of a run, of verl and slime too."""
-    return start("check_rollouts.options:parse", "check_rollouts.check_rollouts:main", "megatron_rl")
+    return start("check_rollouts.options:parse", "check_rollouts.check_rollouts:main")
 
 
 def convert() -> int:

@@ -26,7 +26,8 @@ from megatron_rl.rollout.client.response import SampleDropped, join_rollouts, pa
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.recorder import RecordedRollout
 from megatron_rl.sampling_mask import SamplingMask, join_masks, kept_tokens
-from megatron_rl_tools.check_rollouts.rollout_checks import Dumped, check_one
+from megatron_rl_tools.check_rollouts.dumped import Dumped
+from megatron_rl_tools.check_rollouts.rollout_checks import check_one
 from tests.fake_server import FakeServer
 from tests.faults.samples import SPEC, VERSION, honest_sample
 from tests.unit.batch.rollouts import make_rollout

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megatron_rl.config import ModelConfig
-from megatron_rl.models.families import make_spec
-from megatron_rl.models.spec import load_hf_config
 from megatron_rl.records import routes_digest
-from megatron_rl.rollout.recorder import RecordedRollout
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run, main
-from megatron_rl_tools.check_rollouts.rollout_checks import Across, Dumped, check_one
+from megatron_rl_tools.check_rollouts.dumped import Dumped, RecordedRollout
+from megatron_rl_tools.check_rollouts.model_sizes import open_model
+from megatron_rl_tools.check_rollouts.rollout_checks import Across, check_one
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
@@ -272,13 +270,13 @@ def test_a_model_that_does_not_match_the_ids_is_named(tmp_path, experts, change,
     config = random_checkpoint(
         tmp_path, num_experts=experts, num_experts_per_tok=3, num_hidden_layers=3, mlp_only_layers=[0]
     )
-    spec = make_spec(load_hf_config(config))
+    sizes = open_model(config, "float32").sizes
     rng = np.random.default_rng(0)
     routes = np.argsort(rng.random((300, 2, 16)), axis=-1)[..., :3].astype(np.uint8)
     item = dumped_with(change(routes), rng.integers(2, 60, 301))
-    across = Across(spec)
+    across = Across(sizes)
     across.add(item)
-    found = [f"{f.check}: {f.found}; {f.cause}" for f in [*check_one(item, spec), *across.findings()]]
+    found = [f"{f.check}: {f.found}; {f.cause}" for f in [*check_one(item, sizes), *across.findings()]]
     assert any(re.search(message, text) for text in found), found
 
 
@@ -314,7 +312,7 @@ def canary_findings(folders, checkpoint):
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    model = ModelConfig(path=checkpoint, dtype="float32")
+    model = open_model(checkpoint, "float32")
     results = {}
     for name, folder in folders.items():
         report = check_run(folder, model, sample=9)

@@ -25,7 +25,7 @@ def own_sequences(checkpoint, count=6):
     from megatron_rl.config import ModelConfig
     from megatron_rl.models.families import make_spec
     from megatron_rl.models.spec import load_hf_config
-    from megatron_rl_tools.check_rollouts.rollout_canary import live_routes
+    from megatron_rl_tools.check_rollouts.canary_forward import live_routes
 
     rng = np.random.default_rng(0)
     tokens = [rng.integers(2, 40, PROMPT + RESPONSE) for _ in range(count)]

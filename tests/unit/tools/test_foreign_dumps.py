@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl_tools.check_rollouts.check_rollouts import main
+from megatron_rl_tools.check_rollouts.check_rollouts import check_dump, main
+from megatron_rl_tools.check_rollouts.formats import open_dump
+from megatron_rl_tools.check_rollouts.model_sizes import Model, open_model
 from tests.tiny import random_checkpoint
 
 ROLLOUTS, PROMPT, RESPONSE, LAYERS, DENSE, EXPERTS, TOP_K = 8, 10, 80, 4, 1, 16, 4
@@ -292,14 +294,9 @@ def test_the_model_says_which_layers_are_dense(tmp_path, capsys):
     """With --model an MoE layer that is 0 everywhere is an error.  (The canary then has nothing that fits the model.)"""
     sizes = dict(num_experts=EXPERTS, num_experts_per_tok=TOP_K, num_hidden_layers=LAYERS)
     model = random_checkpoint(tmp_path / "model", **sizes)
-    from megatron_rl.models.families import make_spec
-    from megatron_rl.models.spec import load_hf_config
-    from megatron_rl_tools.check_rollouts.check_rollouts import check_dump
-    from megatron_rl_tools.check_rollouts.formats import open_dump
-
-    spec = make_spec(load_hf_config(model))
-    dump = open_dump(save_samples(tmp_path / "dump"), None, spec)
-    findings = check_dump(dump, None, spec).findings
+    sizes = open_model(model, "float32").sizes
+    dump = open_dump(save_samples(tmp_path / "dump"), None, sizes)
+    findings = check_dump(dump, Model(sizes)).findings
     assert {(each.check, each.found) for each in findings} == {("zero", "MoE layers [0] are all zero")}
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.rollout.recorder import RecordedRollout
-from megatron_rl_tools.check_rollouts.rollout_checks import CHECKS, Dumped, Finding
+from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding, RecordedRollout
+from megatron_rl_tools.check_rollouts.model_sizes import Sizes
+from megatron_rl_tools.check_rollouts.rollout_checks import CHECKS
 
 ROUTE_CHECKS = ("shape", "range", "dtype", "zero", "duplicate", "stuck", "copied", "alignment")
 TOKEN_CHECKS = ("length", "logprobs", *ROUTE_CHECKS, "versions", "loss_mask")
@@ -33,19 +33,18 @@ LEAST_FRACTION = 0.9  # of the masked-out tokens that have log-prob 0, for the s
 
 @dataclass(frozen=True)
 class ForeignRollout(Dumped):
-    """loss_mask: int [R], or None; weight_versions: of the calls that sampled it, in order.
-
-    has_logprobs: else the log-probs are zeros.
-
-    dense: leading layers that were left out because their ids are 0 in every rollout of the file.
-    has_media: with images or sound, whose expert ids are not read.
-    """
+    """A sequence that another trainer saved."""
 
     loss_mask: np.ndarray | None = None
-    weight_versions: tuple[int, ...] = ()
+    """int [R]: 1 where a token carries loss."""
+    weight_versions: Sequence[int] = ()
+    """Versions of the calls that sampled it, in order."""
     has_logprobs: bool = True
+    """False: the log-probs are zeros in place of none."""
     dense: int = 0
+    """Leading layers that were left out, as their ids are 0 in every rollout of the file."""
     has_media: bool = False
+    """With images or sound: its expert ids are not read."""
 
 
 Read = Callable[[Path, list[Finding]], Iterator[ForeignRollout]]
@@ -63,66 +62,36 @@ class ForeignDump:
     text_only: bool = False
 
 
-def make_rollout(
-    path: Path,
-    index: int,
-    *,
-    step: int,
-    tokens: np.ndarray,
-    response_length: int,
-    logprobs: np.ndarray | None,
-    routes: np.ndarray | None,
-    mask: np.ndarray | None,
-    weight_versions: Sequence[int] = (),
-    dense: int = 0,
-    has_media: bool = False,
-) -> ForeignRollout:
-    """The record of rollout `index` of a file.
+def make_record(
+    path: Path, index: int, step: int, tokens: np.ndarray, response_length: int, versions: Sequence[int] = ()
+) -> RecordedRollout:
+    """Return the line of rollout `index` of a file.
 
     How many tokens each version sampled is not in the dumps: all are counted for the last one.
     """
-    spans = [[version, 0] for version in weight_versions[:-1]]
-    record = RecordedRollout(
-        step=step,
-        id=f"{path.name}#{index}",
-        prompt_id="",
-        prompt="",
-        response="",
-        label="",
-        reward=None,
-        advantage=None,
-        prompt_length=len(tokens) - response_length,
-        response_length=response_length,
-        finish_reason="",
-        policy_versions=[*spans, [weight_versions[-1] if len(weight_versions) else 0, response_length]],
-    )
-    known = np.zeros(max(0, response_length), np.float32) if logprobs is None else logprobs
-    return ForeignRollout(
-        record,
-        tokens,
-        known,
-        routes,
-        loss_mask=mask,
-        weight_versions=tuple(weight_versions),
-        has_logprobs=logprobs is not None,
-        dense=dense,
-        has_media=has_media,
-    )
+    *others, last = versions or [0]
+    spans = [*([version, 0] for version in others), [last, response_length]]
+    lengths = len(tokens) - response_length, response_length
+    return RecordedRollout(step, f"{path.name}#{index}", "", "", "", "", None, None, *lengths, "", spans)
 
 
-def moe_layers(routes: np.ndarray, spec: ModelSpec | None, dense: int) -> np.ndarray:
+def or_zeros(logprobs: np.ndarray | None, response_length: int) -> np.ndarray:
+    return np.zeros(max(0, response_length), np.float32) if logprobs is None else logprobs
+
+
+def without_dense(routes: np.ndarray, sizes: Sizes | None, dense: int) -> np.ndarray:
     """Routes [rows, L, K] of the MoE layers: slime, miles and verl keep the rows of dense layers, as zeros.
 
     dense: leading layers to leave out where no model says which are dense.
     """
     if routes.ndim != 3:
         return routes
-    if spec is None:
+    if sizes is None:
         return routes[:, dense:]
-    return routes[:, list(spec.moe_layers)] if routes.shape[1] == spec.num_layers else routes
+    return routes[:, list(sizes.moe_layers)] if routes.shape[1] == sizes.num_layers else routes
 
 
-def leading_zero_layers(routes: np.ndarray) -> int:
+def zero_layers(routes: np.ndarray) -> int:
     """The number of layers of [rows, L, K], from the first on, in which every id is 0; 0 where all layers are."""
     if routes.ndim != 3 or routes.shape[2] < 2 or not routes.any():
         return 0
@@ -155,8 +124,8 @@ class ForeignChecks:
         self.with_masks += rollout.loss_mask is not None
         self.with_versions += bool(rollout.weight_versions)
         if any(after < before for before, after in pairwise(rollout.weight_versions)):
-            found = f"weight versions {list(rollout.weight_versions)}, must not decrease"
-            self.seen.append(Finding("versions", where, found, "its parts were joined in the wrong order"))
+            text = f"weight versions {list(rollout.weight_versions)}, must not decrease"
+            self.seen.append(Finding("versions", where, text, "its parts were joined in the wrong order"))
         mask = rollout.loss_mask
         if mask is not None and not self._reject(where, rollout, mask) and rollout.has_logprobs:
             self._compare(where, mask != 0, rollout.logprobs == 0)
@@ -166,12 +135,12 @@ class ForeignChecks:
         if len(mask) != size:
             causes = {tokens: "a mask of all tokens: the prompt's part was kept", tokens - 1: "a mask of predictions"}
             cause = causes.get(len(mask), "tokens were added or cut without their mask")
-            found = f"{len(mask)} entries for {size} response tokens"
-            self.seen.append(Finding("loss_mask", where, found, cause))
+            text = f"{len(mask)} entries for {size} response tokens"
+            self.seen.append(Finding("loss_mask", where, text, cause))
             return True
         if (bad := (mask != 0) & (mask != 1)).any():
-            found = f"entry {int(bad.argmax())} is {mask[bad][0]}, must be 0 or 1"
-            self.seen.append(Finding("loss_mask", where, found, "weights in place of a mask"))
+            text = f"entry {int(bad.argmax())} is {mask[bad][0]}, must be 0 or 1"
+            self.seen.append(Finding("loss_mask", where, text, "weights in place of a mask"))
             return True
         return len(rollout.logprobs) != size  # named by the check of lengths
 
@@ -193,15 +162,15 @@ class ForeignChecks:
         best = max(self.out_zero, key=lambda shift: (self.out_zero[shift], shift == 0))
         if best and self.out_zero[best] >= LEAST_ZEROS and self.out_zero[best] >= LEAST_FRACTION * self.out:
             zeros = f"{self.out_zero[0]} have log-prob 0, {self.out_zero[best]} at shift {best:+d}"
-            found = f"of {self.out} masked-out tokens {zeros}"
+            text = f"of {self.out} masked-out tokens {zeros}"
             cause = f"shifted by one: entry j is that of response token j {'+' if best > 0 else '-'} 1"
-            yield Finding("loss_mask", "dump", found, cause)
+            yield Finding("loss_mask", "dump", text, cause)
         elif self.out_zero[0] >= LEAST_ZEROS and self.out_zero[0] >= LEAST_FRACTION * self.out:
             for where, count, first in self.sampled:
-                found = f"{count} masked-out tokens have a log-prob, first response token {first}; others have 0"
-                yield Finding("loss_mask", where, found, "sampled tokens carry no loss: the mask is of another rollout")
+                text = f"{count} masked-out tokens have a log-prob, first response token {first}; others have 0"
+                yield Finding("loss_mask", where, text, "sampled tokens carry no loss: the mask is of another rollout")
 
-    def unchecked(self) -> dict[str, str]:
+    def unchecked(self, *, text_only: bool) -> dict[str, str]:
         """Checks that the content of no rollout allows, and why."""
         reasons: dict[str, str] = {}
         if not self.with_routes:
@@ -212,7 +181,9 @@ class ForeignChecks:
             reasons["loss_mask"] = "the dump has no mask"
         if not self.with_versions:
             reasons["versions"] = "the dump has no weight versions"
-        return reasons
+        if text_only:
+            reasons |= dict.fromkeys(TOKEN_CHECKS, "the files hold text only, no token ids")
+        return reasons | OURS_ALONE
 
     def notes(self) -> Iterator[str]:
         if self.with_media:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.models.spec import ModelSpec
 from megatron_rl_tools.check_rollouts import slime_dumps, verl_dumps
 from megatron_rl_tools.check_rollouts.foreign import ForeignDump
-from megatron_rl_tools.check_rollouts.safe_load import load_tensors
+from megatron_rl_tools.check_rollouts.model_sizes import Sizes
+from megatron_rl_tools.check_rollouts.pt_files import load_tensors
 
 PICKLE, ZIP = b"\x80", b"PK\x03\x04"  # the first bytes of a bare pickle, and of torch.save
 
 
-def open_dump(path: Path, name: str | None, spec: ModelSpec | None) -> ForeignDump | None:
+def open_dump(path: Path, name: str | None, sizes: Sizes | None) -> ForeignDump | None:
     """The dump in a file or folder, of format `name` or of the one found; None for a run of megatron-rl.
 
     Raises ValueError, naming the file, for one that no format has or that only foreign code could read.
@@ -25,19 +25,19 @@ def open_dump(path: Path, name: str | None, spec: ModelSpec | None) -> ForeignDu
         if name is None:
             return None  # the message for a run without rollouts
         raise ValueError(f"{path}: no .pt or .jsonl files, which a dump of {name} would be")
-    found = detect(files[0])
+    content = detect(files[0])
     # slime and miles differ little: which of the two is the reader's to say
-    if name is not None and found != name and not {found, name} <= {"slime", "miles"}:
-        raise ValueError(f"{files[0]}: its content is of {found}, not {name}; leave --format out")
-    name = name or found
+    if name is not None and content != name and not {content, name} <= {"slime", "miles"}:
+        raise ValueError(f"{files[0]}: its content is of {content}, not {name}; leave --format out")
+    name = name or content
     same = tuple(file for file in files if file.suffix == files[0].suffix)
     if len(same) < len(files):
         notes = (*notes, f"{len(files) - len(same)} files other than {files[0].suffix} are not read")
     if name != "verl":
-        return ForeignDump(name, same, partial(slime_dumps.read_file, spec=spec), notes)
+        return ForeignDump(name, same, partial(slime_dumps.read_file, sizes=sizes), notes)
     if files[0].suffix == ".jsonl":
-        return ForeignDump(name, same, verl_dumps.read_text, notes, text_only=True)
-    return ForeignDump(name, same, partial(verl_dumps.read_batch, spec=spec), notes)
+        return ForeignDump(name, same, verl_dumps.read_generations, notes, text_only=True)
+    return ForeignDump(name, same, partial(verl_dumps.read_batch, sizes=sizes), notes)
 
 
 def dump_files(path: Path) -> tuple[list[Path], tuple[str, ...]]:
@@ -46,14 +46,14 @@ def dump_files(path: Path) -> tuple[list[Path], tuple[str, ...]]:
         return [path], ()
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
-    files = sorted((file for file in path.iterdir() if file.suffix in (".pt", ".jsonl")), key=order)
+    files = sorted((file for file in path.iterdir() if file.suffix in (".pt", ".jsonl")), key=by_step)
     evaluations = [file for file in files if "eval_" in file.name]
     notes = (f"{len(evaluations)} evaluation files are not read; name one to check it",) if evaluations else ()
     return [file for file in files if file not in evaluations], notes
 
 
-def order(file: Path) -> tuple[bool, int, str]:
-    return file.suffix != ".pt", verl_dumps.step_of(file), file.name
+def by_step(file: Path) -> tuple[bool, int, str]:
+    return file.suffix != ".pt", verl_dumps.number_in(file), file.name
 
 
 def detect(file: Path) -> str:

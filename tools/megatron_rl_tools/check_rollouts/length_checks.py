@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_rl_tools.check_rollouts.rollout_checks import Dumped
-
-Found = Iterator[tuple[str, str, str]]
-"""(check, found, cause)"""
+from megatron_rl_tools.check_rollouts.dumped import Dumped, Problems
 
 
-def check_turns(dumped: Dumped) -> Found:
+def check_turns(dumped: Dumped) -> Problems:
     """Spans of the environment lie between turns, in order, and the line has an entry per turn, or none."""
     record, spans = dumped.record, dumped.environment
     bounds = [record.prompt_length, *(place for span in spans for place in span), len(dumped.tokens)]
@@ -25,7 +19,7 @@ def check_turns(dumped: Dumped) -> Found:
             yield "turns", f"{len(values)} {name} for {len(spans) + 1} turns", "the line is of another rollout"
 
 
-def check_lengths(dumped: Dumped) -> Found:
+def check_token_counts(dumped: Dumped) -> Problems:
     record, size = dumped.record, len(dumped.tokens)
     parts = [record.prompt_length, record.response_length, *filter(None, [record.environment_length])]
     if size != sum(parts):

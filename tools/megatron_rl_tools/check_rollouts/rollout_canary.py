@@ -7,25 +7,15 @@ Shapes: S tokens of a rollout, L MoE layers, K top-k; live and recorded routes [
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from megatron_rl.batch.pack import Sample, pack
-from megatron_rl.config import ModelConfig, ParallelConfig
-from megatron_rl.distributed import disable_tf32, make_parallel
-from megatron_rl.engine.forward import run_schedule
-from megatron_rl.engine.model import make_model, make_transformer_config, moe_routers
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.records import PackedBatch, Rollout
-from megatron_rl.replay.manager import ReplayManager, Routes
-from megatron_rl.weights.hf.load import load_hf
-from megatron_rl_tools.check_rollouts.rollout_checks import Dumped, Finding, shift_cause
+from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding
+from megatron_rl_tools.check_rollouts.model_sizes import NEEDS_TRAINER, Model, Sizes
+from megatron_rl_tools.check_rollouts.rollout_checks import shift_cause
 
 LEAST_AGREEMENT = 0.7
 LEAST_ROWS = 8  # of both prompt and response, to check them separately
@@ -35,10 +25,13 @@ SHIFTS = (-1, 0, 1)
 
 @dataclass(frozen=True)
 class CanaryResult:
-    """agreement: over all sampled rows and layers, by shift ("-1", "0", "+1")."""
+    """What the comparison with the model gave."""
 
-    agreement: dict[str, float]
+    agreement: dict[str, float] | None
+    """Over all sampled rows and layers, by shift ("-1", "0", "+1")."""
     findings: list[Finding]
+    unchecked: str = ""
+    """Why nothing was compared."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ class Compared:
     live: np.ndarray
 
 
-def usable_rollouts(dumps: Iterable[Dumped], spec: ModelSpec) -> list[tuple[Dumped, np.ndarray]]:
+def usable_rollouts(dumps: Iterable[Dumped], sizes: Sizes) -> list[tuple[Dumped, np.ndarray]]:
     """The rollouts that the canary can compare with the model, and their routes.
 
     Left out are those whose arrays do not have the model's shape (the other checks name them), with rows without a route, or
@@ -60,46 +53,40 @@ def usable_rollouts(dumps: Iterable[Dumped], spec: ModelSpec) -> list[tuple[Dump
     return [
         (d, d.routes)
         for d in dumps
-        if d.routes is not None and d.routes.ndim == 3 and d.routes.shape[1:] == (len(spec.moe_layers), spec.top_k)
+        if d.routes is not None and d.routes.ndim == 3 and d.routes.shape[1:] == (len(sizes.moe_layers), sizes.top_k)
         if d.present.all() and len(d.tokens) > 1 and len({version for version, _ in d.record.policy_versions}) == 1
-        if d.tokens.min() >= 0 and d.tokens.max() < spec.vocab_size
+        if d.tokens.min() >= 0 and d.tokens.max() < sizes.vocab_size
     ]
 
 
-def needs(spec: ModelSpec) -> str:
-    """What to say where no rollout is usable."""
-    return (
-        f"the canary needs rollouts of one weight version, with expert ids of {len(spec.moe_layers)} MoE layers x "
-        f"top-{spec.top_k} for every token; there are none"
-    )
-
-
-def run_canary(
-    model: ModelConfig, usable: Sequence[tuple[Dumped, np.ndarray]], spec: ModelSpec, *, sample: int = 8, seed: int = 0
-) -> CanaryResult:
-    """Compare up to `sample` of the usable rollouts with `model`, on one rank.  Raises ValueError where there are none."""
+def run_canary(model: Model, dumps: Iterable[Dumped], *, sample: int = 8, seed: int = 0) -> CanaryResult:
+    """Compare up to `sample` of the usable rollouts with the model."""
+    if model.forward is None or model.sizes is None:
+        return CanaryResult(None, [], NEEDS_TRAINER)
+    usable = usable_rollouts(dumps, model.sizes)
     if not usable:
-        raise ValueError(needs(spec))
+        shape = f"{len(model.sizes.moe_layers)} MoE layers x top-{model.sizes.top_k}"
+        needs = f"the canary needs rollouts of one weight version, with expert ids of {shape} for every token"
+        return CanaryResult(None, [], f"{needs}; there are none")
     order = np.random.default_rng(seed).permutation(len(usable))[:sample]
     chosen = [usable[index] for index in sorted(order)]
     rows = []
-    for (dumped, routes), live in zip(chosen, live_routes(model, spec, [d.tokens for d, _ in chosen]), strict=True):
+    for (dumped, routes), live in zip(chosen, model.forward([d.tokens for d, _ in chosen]), strict=True):
         size = min(len(live), len(routes))
         name = f"step {dumped.record.step} {dumped.record.id}"
         rows.append(Compared(name, dumped.record.prompt_length, routes[:size].astype(np.int64), live[:size]))
-    return compare(rows)
+    return compare_rollouts(rows)
 
 
-def compare(rows: Sequence[Compared]) -> CanaryResult:
+def compare_rollouts(rows: Sequence[Compared]) -> CanaryResult:
     """Check rollout by rollout, then layer by layer over the rollouts that passed."""
     findings, passed = [], []
     for item in rows:
-        wrong = wrong_part(item)
-        if wrong is None:
+        if (wrong := wrong_part(item)) is None:
             passed.append(item)
         else:
-            first, found = wrong
-            findings.append(Finding("canary", item.name, found, cause_of(item, first, rows)))
+            first, text = wrong
+            findings.append(Finding("canary", item.name, text, cause_of(item, first, rows)))
     if passed:
         findings += check_layers(passed)
     by_shift = {shift: np.concatenate([at_shift(item, shift) for item in rows]).mean() for shift in SHIFTS}
@@ -185,40 +172,3 @@ def at_shift(item: Compared, shift: int) -> np.ndarray:
 def agreement(live: np.ndarray, recorded: np.ndarray) -> np.ndarray:
     """[n, L]: the fraction of the model's K experts that are in the recorded row."""
     return (live[..., :, None] == recorded[..., None, :]).any(-1).mean(-1)
-
-
-def live_routes(cfg: ModelConfig, spec: ModelSpec, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """int64 [S - 1, L, K] of every sequence: what the model's routers choose, one sequence per micro-batch."""
-    layout = ParallelConfig()
-    if cfg.is_exact:
-        disable_tf32()
-    parallel = make_parallel(layout)
-    try:
-        chunks = make_model(spec, cfg, make_transformer_config(spec, cfg, layout, parallel.device), parallel)
-        load_hf(chunks, cfg.path, spec, parallel)
-        for chunk in chunks:
-            chunk.eval()
-        routers = [(spec.moe_layers.index(layer), router) for layer, router in moe_routers(chunks)]
-        manager = ReplayManager(routers, num_experts=spec.num_experts)
-        batches = [on_device(pack([Sample(bare_rollout(row), 0.0)]), parallel.device) for row in tokens]
-        routes = [Routes() for _ in batches]
-        with torch.no_grad():
-            report = run_schedule(chunks, manager, batches, routes, zero_loss, training=False, record=True)
-        return [ids[:, :-1].transpose(0, 1).long().cpu().numpy() for ids in report.recorded or ()]
-    finally:
-        parallel.destroy()
-
-
-def zero_loss(index: int, batch: PackedBatch, logits: Tensor) -> Tensor:
-    return torch.zeros((), device=logits.device)
-
-
-def bare_rollout(tokens: np.ndarray) -> Rollout:
-    """A forward needs only the tokens."""
-    nothing = np.zeros(len(tokens) - 1, np.float32)
-    return Rollout("canary", tokens, 1, nothing, None, "stop", nothing.astype(np.int32))
-
-
-def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    moved: Mapping[str, Any] = {name: v.to(device) for name, v in vars(batch).items() if isinstance(v, Tensor)}
-    return replace(batch, **moved)

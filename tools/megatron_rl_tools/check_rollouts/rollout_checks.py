@@ -11,11 +11,11 @@ from itertools import chain
 
 import numpy as np
 
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl.records import Rollout, episode_digest, routes_digest, spanned_versions
-from megatron_rl.rollout.recorder import RecordedRollout
-from megatron_rl_tools.check_rollouts.length_checks import Found, check_lengths, check_turns
+from megatron_rl_tools.check_rollouts.digests import digest_of_episode, digest_of_routes
+from megatron_rl_tools.check_rollouts.dumped import Dumped, Finding, Problems
+from megatron_rl_tools.check_rollouts.length_checks import check_token_counts, check_turns
 from megatron_rl_tools.check_rollouts.mask_checks import check_kept_sets
+from megatron_rl_tools.check_rollouts.model_sizes import Sizes
 from megatron_rl_tools.check_rollouts.rollout_copies import Copies
 
 CHECKS: tuple[str, ...] = (
@@ -31,112 +31,58 @@ COMMON_TOKENS = 1 << 14  # token ids used for alignment: a tokenizer's low ids a
 LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything about alignment
 
 
-@dataclass(frozen=True)
-class Dumped:
-    """One sequence as read from disk; nothing about it is trusted.  missing and what follows: see records.Rollout; mask: sizes
-    and codes of its kept sets, None where not saved."""
-
-    record: RecordedRollout
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    routes: np.ndarray | None
-    missing: np.ndarray | None = None
-    digest: bytes | None = None
-    environment: tuple[tuple[int, int], ...] = ()
-    episode_digest: bytes | None = None
-    mask: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
-
-    @property
-    def present(self) -> np.ndarray:
-        """bool [rows]: not declared as missing.  All True where the declaration itself is invalid."""
-        rows = 0 if self.routes is None else len(self.routes)
-        if self.missing is None or self.missing.dtype != bool or self.missing.shape != (rows,):
-            return np.ones(rows, bool)
-        return ~self.missing
-
-
-@dataclass(frozen=True)
-class Finding:
-    """check: which one failed; where: rollout or step; found: value and rule; cause: the usual one."""
-
-    check: str
-    where: str
-    found: str
-    cause: str
-
-
-def check_one(dumped: Dumped, spec: ModelSpec | None) -> Iterator[Finding]:
+def check_one(dumped: Dumped, sizes: Sizes | None) -> Iterator[Finding]:
     """Findings in one rollout alone."""
     where = f"step {dumped.record.step} {dumped.record.id}"
-    found_in = (check_lengths(dumped), check_turns(dumped), check_logprobs(dumped), check_sets(dumped, spec))
-    for check, found, cause in chain.from_iterable(found_in):
-        yield Finding(check, where, found, cause)
+    vocab_size = None if sizes is None else sizes.vocab_size
+    of_tokens = chain(check_token_counts(dumped), check_turns(dumped), check_logprobs(dumped))
+    for check, text, cause in chain(of_tokens, check_kept_sets(dumped, vocab_size), check_expert_ids(dumped, sizes)):
+        yield Finding(check, where, text, cause)
+
+
+def check_expert_ids(dumped: Dumped, sizes: Sizes | None) -> Problems:
     routes = dumped.routes
     if routes is None:
         return
     if routes.ndim != 3 or routes.dtype.kind not in "iu":
         rule = "must be integers [rows, MoE layers, top-k]"
-        yield Finding("shape", where, f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}", "another format")
+        yield "shape", f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}", "another format"
         return
-    for check, found, cause in (
-        *check_shape(routes, spec),
-        *check_missing(dumped, routes),
-        *check_origin(dumped, routes),
-        *check_ids(routes, spec, dumped.present),
-        *check_stuck(dumped, routes),
-    ):
-        yield Finding(check, where, found, cause)
+    yield from check_shape(routes, sizes)
+    yield from check_missing(dumped, routes)
+    yield from check_routes_digest(dumped, routes)
+    yield from check_ids(routes, sizes, dumped.present)
+    yield from check_stuck(dumped, routes)
 
 
-def check_episode(dumps: Sequence[Dumped]) -> Iterator[Finding]:
+def check_episode_digest(dumps: Sequence[Dumped]) -> Iterator[Finding]:
     """Whether these are the sequences of the episode that the last one ends."""
     last = dumps[-1]
     if len(dumps) == 1 and last.episode_digest is None:
         return
     recorded = "none" if last.episode_digest is None else last.episode_digest.hex()
-    sequences = [
-        Rollout(
-            id=dumped.record.id,
-            tokens=dumped.tokens,
-            prompt_length=dumped.record.prompt_length,
-            rollout_logprobs=dumped.logprobs,
-            routed_experts=None,
-            finish_reason="stop",
-            policy_versions=spanned_versions(dumped.record.policy_versions),
-            environment=dumped.environment,
-        )
-        for dumped in dumps
-    ]
-    if (found := episode_digest(sequences).hex()) != recorded:
-        yield Finding(
-            "episode",
-            f"step {last.record.step} {last.record.id}",
-            f"its {len(dumps)} sequences give {found}, recorded is {recorded}",
-            "a sequence was lost, swapped or repeated, or its prompt ends elsewhere: tokens are learned from twice or never",
-        )
+    if (digest := digest_of_episode(dumps).hex()) != recorded:
+        where = f"step {last.record.step} {last.record.id}"
+        text = f"its {len(dumps)} sequences give {digest}, recorded is {recorded}"
+        cause = "a sequence was lost, swapped or repeated, or its prompt ends elsewhere"
+        yield Finding("episode", where, text, f"{cause}: tokens are learned from twice or never")
 
 
-def check_logprobs(dumped: Dumped) -> Found:
+def check_logprobs(dumped: Dumped) -> Problems:
     bad = ~(np.isfinite(dumped.logprobs) & (dumped.logprobs <= 1e-3))
     if bad.any():
         at = int(bad.argmax())
         yield "logprobs", f"log mu of response token {at} is {dumped.logprobs[at]}, must be finite and <= 0", "numerics"
 
 
-def check_sets(dumped: Dumped, spec: ModelSpec | None) -> Found:
-    vocab_size = None if spec is None else spec.vocab_size
-    found = check_kept_sets(dumped.record, dumped.tokens, dumped.environment, dumped.mask, vocab_size)
-    return (("mask", *each) for each in found)
-
-
-def check_shape(routes: np.ndarray, spec: ModelSpec | None) -> Found:
-    if spec is None:
+def check_shape(routes: np.ndarray, sizes: Sizes | None) -> Problems:
+    if sizes is None:
         return
     layers, top_k = routes.shape[1:]
-    expected = (len(spec.moe_layers), spec.top_k)
+    expected = (len(sizes.moe_layers), sizes.top_k)
     if (layers, top_k) == expected:
         return
-    if layers == spec.num_layers and top_k == spec.top_k:
+    if layers == sizes.num_layers and top_k == sizes.top_k:
         cause = "dense layers are in the layer axis: keep the MoE layers only"
     elif (top_k, layers) == expected:
         cause = "layer and top-k axes are swapped"
@@ -147,32 +93,26 @@ def check_shape(routes: np.ndarray, spec: ModelSpec | None) -> Found:
     yield "shape", f"{layers} layers x top-{top_k}, the model has {expected[0]} MoE layers x top-{expected[1]}", cause
 
 
-def check_missing(dumped: Dumped, routes: np.ndarray) -> Found:
+def check_missing(dumped: Dumped, routes: np.ndarray) -> Problems:
     missing = dumped.missing
     if missing is not None and (missing.dtype != bool or missing.shape != (len(routes),)):
-        found = f"rows without a route are {missing.dtype} {list(missing.shape)}, must be bool [{len(routes)}]"
-        yield "shape", found, "rows were removed or added after they were recorded"
+        text = f"rows without a route are {missing.dtype} {list(missing.shape)}, must be bool [{len(routes)}]"
+        yield "shape", text, "rows were removed or added after they were recorded"
 
 
-def check_origin(dumped: Dumped, routes: np.ndarray) -> Found:
+def check_routes_digest(dumped: Dumped, routes: np.ndarray) -> Problems:
     """Whether the routes still belong to the tokens.  The digest was computed when the payload was decoded."""
     if dumped.digest is None:
-        yield (
-            "digest",
-            "none recorded, must be one per rollout with expert ids",
-            "saved by an older version, or edited",
-        )
-    elif dumped.digest != (found := routes_digest(dumped.tokens, routes, dumped.environment)):
-        yield (
-            "digest",
-            f"tokens and expert ids give {found.hex()}, recorded is {dumped.digest.hex()}",
-            "routes of another rollout, or tokens or rows edited or truncated after sampling",
-        )
+        rule = "none recorded, must be one per rollout with expert ids"
+        yield "digest", rule, "saved by an older version, or edited"
+    elif dumped.digest != (digest := digest_of_routes(dumped.tokens, routes, dumped.environment)):
+        text = f"tokens and expert ids give {digest.hex()}, recorded is {dumped.digest.hex()}"
+        yield "digest", text, "routes of another rollout, or tokens or rows edited or truncated after sampling"
 
 
-def check_ids(routes: np.ndarray, spec: ModelSpec | None, present: np.ndarray) -> Found:
+def check_ids(routes: np.ndarray, sizes: Sizes | None, present: np.ndarray) -> Problems:
     """Range, then all-zero rows, then other duplicates: a row fails one check only.  Rows declared as missing are skipped."""
-    high = None if spec is None else spec.num_experts
+    high = None if sizes is None else sizes.num_experts
     outside = routes < 0 if high is None else (routes < 0) | (routes >= high)
     outside &= present[:, None, None]
     if outside.any():
@@ -204,7 +144,7 @@ def check_ids(routes: np.ndarray, spec: ModelSpec | None, present: np.ndarray) -
 
 
 def name_zeros(zero: np.ndarray) -> tuple[str, str]:
-    """(found, cause) of all-zero rows [S - 1, L]: entire layers, the last rows, or some rows."""
+    """(text, cause) of all-zero rows [S - 1, L]: entire layers, the last rows, or some rows."""
     layers = np.flatnonzero(zero.all(0))
     if len(layers):
         return (
@@ -217,7 +157,7 @@ def name_zeros(zero: np.ndarray) -> tuple[str, str]:
     return f"{int(zero.sum())} all-zero rows, first row {int(zero.any(1).argmax())}", "zero used for missing"
 
 
-def check_stuck(dumped: Dumped, routes: np.ndarray) -> Found:
+def check_stuck(dumped: Dumped, routes: np.ndarray) -> Problems:
     """Runs of equal rows (as sets) whose tokens are not all the same; rows that repeat an id fail another check."""
     ordered = np.sort(routes, axis=-1)
     valid = (ordered[..., 1:] != ordered[..., :-1]).all((1, 2)) & dumped.present
@@ -245,7 +185,7 @@ def chance_of_run(ordered: np.ndarray, first: int, count: int) -> float:
 class Across:
     """Checks over several rollouts, which are added one by one."""
 
-    spec: ModelSpec | None
+    sizes: Sizes | None
     budget: int = 0  # the run's rollout.max_staleness
     shapes: dict[tuple[int, ...], str] = field(default_factory=dict)
     copies: dict[tuple[int, ...], Copies] = field(default_factory=dict)  # by [L, K]
@@ -275,8 +215,8 @@ class Across:
     def findings(self) -> Iterator[Finding]:
         for copies in self.copies.values():
             for name, other in copies.found():
-                found = f"expert ids equal those of {other}, the tokens differ"
-                yield Finding("copied", name, found, "another request's answer")
+                text = f"expert ids equal those of {other}, the tokens differ"
+                yield Finding("copied", name, text, "another request's answer")
         if len(self.shapes) > 1:
             kinds = ", ".join(f"{list(shape)} ({name})" for shape, name in self.shapes.items())
             yield Finding(
@@ -287,16 +227,16 @@ class Across:
             yield Finding(
                 "files", "dump", f"{without} rollouts have no expert ids, others do", "a server without the option"
             )
-        if self.spec is not None and self.spec.num_experts > 256 > self.highest and self.num_ids >= LEAST_IDS:
-            found = f"no id above 255 among {self.num_ids}, the model has {self.spec.num_experts} experts"
-            yield Finding("dtype", "dump", found, "ids wrapped in an 8-bit type")
+        if self.sizes is not None and self.sizes.num_experts > 256 > self.highest and self.num_ids >= LEAST_IDS:
+            text = f"no id above 255 among {self.num_ids}, the model has {self.sizes.num_experts} experts"
+            yield Finding("dtype", "dump", text, "ids wrapped in an 8-bit type")
         yield from self.check_versions()
         scores = {shift: alignment.score() for shift, alignment in self.alignment.items()}
         best = max(scores, key=lambda shift: scores[shift] or 0.0)
         if None not in scores.values() and best != 0:
             named = ", ".join(f"{value:.3f} at shift {shift:+d}" for shift, value in scores.items())
-            found = f"rows of equal tokens share experts best at shift {best:+d} ({named})"
-            yield Finding("alignment", "dump", found, shift_cause(best))
+            text = f"rows of equal tokens share experts best at shift {best:+d} ({named})"
+            yield Finding("alignment", "dump", text, shift_cause(best))
 
     def check_versions(self) -> Iterator[Finding]:
         newest, rule = -1, f", must be at most rollout.max_staleness = {self.budget} apart"
@@ -307,8 +247,8 @@ class Across:
                     "versions", f"step {step}", f"mixed weight versions ({mix}){rule}", "sampled across a weight sync"
                 )
             if min(counts) < newest - self.budget:
-                found = f"version {min(counts)} after version {newest}{rule}"
-                yield Finding("versions", f"step {step}", found, "a server kept, or returned to, old weights")
+                text = f"version {min(counts)} after version {newest}{rule}"
+                yield Finding("versions", f"step {step}", text, "a server kept, or returned to, old weights")
             newest = max(newest, *counts)
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, leading_zero_layers, make_rollout, moe_layers
-from megatron_rl_tools.check_rollouts.rollout_checks import Finding
-from megatron_rl_tools.check_rollouts.safe_load import as_array, load_tensors
+from megatron_rl_tools.check_rollouts.dumped import Finding
+from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, make_record, or_zeros, without_dense, zero_layers
+from megatron_rl_tools.check_rollouts.model_sizes import Sizes
+from megatron_rl_tools.check_rollouts.pt_files import load_tensors, to_numpy
 
 MEDIA = ("mm_vision_num_patches", "mm_audio_num_tokens")  # miles: a media token stands for several rows
 NEEDED = ("tokens", "response_length")
@@ -30,38 +30,38 @@ def is_miles(payload: Mapping[str, object]) -> bool:
     return "metadata" in payload or "rollout_indexer_topk" in first
 
 
-def read_file(path: Path, findings: list[Finding], spec: ModelSpec | None) -> Iterator[ForeignRollout]:
+def read_file(path: Path, findings: list[Finding], sizes: Sizes | None) -> Iterator[ForeignRollout]:
     """The rollouts of one file; what is wrong with it goes to `findings`.  Raises ValueError where it cannot be loaded."""
     payload = load_tensors(path)
     samples = payload.get("samples") if isinstance(payload, dict) else None
     if not isinstance(payload, dict) or not isinstance(samples, list):
         raise ValueError(f'{path}: no "samples": not a debug rollout dump of slime or miles')
-    step = step_of(path, payload)
-    routes = [routes_of(sample) for sample in samples]
+    step = rollout_id(path, payload)
+    routes = [routes_in(sample) for sample in samples]
     # the same for all rollouts: a layer that a server lost in one of them must stay visible
-    dense = min((leading_zero_layers(ids) for ids in routes if ids is not None and ids.size), default=0)
+    dense = min((zero_layers(ids) for ids in routes if ids is not None and ids.size), default=0)
     for index, (sample, ids) in enumerate(zip(samples, routes, strict=True)):
         missing = [name for name in NEEDED if not isinstance(sample, dict) or name not in sample]
         if missing:
             where = f"step {step} {path.name}#{index}"
             findings.append(Finding("files", where, f"the sample has no {missing}", "another version of the trainer"))
             continue
-        yield make_rollout(
-            path,
-            index,
-            step=step,
-            tokens=as_array(sample["tokens"]).astype(np.int64),
-            response_length=int(sample["response_length"]),
-            logprobs=optional(sample, "rollout_log_probs"),
-            routes=None if ids is None else moe_layers(ids, spec, dense),
-            mask=optional(sample, "loss_mask"),
-            weight_versions=numbers(sample.get("weight_versions") or ()),
-            dense=dense if spec is None else 0,
+        tokens, length = to_numpy(sample["tokens"]).astype(np.int64), int(sample["response_length"])
+        versions, logprobs = numbers(sample.get("weight_versions") or ()), optional(sample, "rollout_log_probs")
+        yield ForeignRollout(
+            make_record(path, index, step, tokens, length, versions),
+            tokens,
+            or_zeros(logprobs, length),
+            routes=None if ids is None else without_dense(ids, sizes, dense),
+            loss_mask=optional(sample, "loss_mask"),
+            weight_versions=versions,
+            has_logprobs=logprobs is not None,
+            dense=dense if sizes is None else 0,
             has_media=has_media(sample),
         )
 
 
-def step_of(path: Path, payload: Mapping[str, object]) -> int:
+def rollout_id(path: Path, payload: Mapping[str, object]) -> int:
     """The rollout id of a file, from 0.  Raises ValueError where it is not a number."""
     step = payload.get("rollout_id")
     if isinstance(step, str) and re.fullmatch(r"\d+", step):
@@ -71,7 +71,7 @@ def step_of(path: Path, payload: Mapping[str, object]) -> int:
     return step
 
 
-def routes_of(sample: object) -> np.ndarray | None:
+def routes_in(sample: object) -> np.ndarray | None:
     """None also where rows are not tokens: images and sounds take several rows for one token."""
     if not isinstance(sample, dict) or has_media(sample):
         return None
@@ -85,7 +85,7 @@ def has_media(sample: Mapping[str, object]) -> bool:
 
 def optional(sample: Mapping[str, object], name: str) -> np.ndarray | None:
     value = sample.get(name)
-    return None if value is None else as_array(value)
+    return None if value is None else to_numpy(value)
 
 
 def numbers(versions: Sequence[object]) -> list[int]:

@@ -17,12 +17,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
-from megatron_rl.models.spec import ModelSpec
-from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, leading_zero_layers, make_rollout, moe_layers
-from megatron_rl_tools.check_rollouts.rollout_checks import Finding
-from megatron_rl_tools.check_rollouts.safe_load import load_tensors
+from megatron_rl_tools.check_rollouts.dumped import Finding
+from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, make_record, or_zeros, without_dense, zero_layers
+from megatron_rl_tools.check_rollouts.model_sizes import Sizes
+from megatron_rl_tools.check_rollouts.pt_files import is_tensor, load_tensors, to_numpy
 
 LINE = ("input", "output", "gts", "score", "step")
 NEEDED = ("prompts", "responses", "attention_mask")
@@ -31,7 +30,7 @@ EXPORT = 'in verl: torch.save(data.batch.to_dict(), "STEP.pt")'
 
 def is_batch(payload: object) -> bool:
     """Whether these are the tensors of a DataProto's batch."""
-    return isinstance(payload, dict) and all(isinstance(payload.get(name), Tensor) for name in NEEDED)
+    return isinstance(payload, dict) and all(is_tensor(payload.get(name)) for name in NEEDED)
 
 
 def is_text(line: str) -> bool:
@@ -43,9 +42,9 @@ def is_text(line: str) -> bool:
     return isinstance(fields, dict) and fields.keys() >= set(LINE)
 
 
-def read_text(path: Path, findings: list[Finding]) -> Iterator[ForeignRollout]:
+def read_generations(path: Path, findings: list[Finding]) -> Iterator[ForeignRollout]:
     """An empty rollout for every line; what is wrong with a line goes to `findings`."""
-    step = step_of(path)
+    step = number_in(path)
     for index, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
         where = f"step {step} {path.name}#{index}"
         try:
@@ -65,31 +64,30 @@ def read_text(path: Path, findings: list[Finding]) -> Iterator[ForeignRollout]:
         if fields["step"] != step:
             findings.append(Finding("files", where, f"step {fields['step']} in {path.name}", "files of two runs mixed"))
         nothing = np.zeros(0, np.int64)
-        yield make_rollout(
-            path, index, step=step, tokens=nothing, response_length=0, logprobs=None, routes=None, mask=None
-        )
+        record = make_record(path, index, step, nothing, 0)
+        yield ForeignRollout(record, nothing, or_zeros(None, 0), None, has_logprobs=False)
 
 
-def read_batch(path: Path, findings: list[Finding], spec: ModelSpec | None) -> Iterator[ForeignRollout]:
+def read_batch(path: Path, findings: list[Finding], sizes: Sizes | None) -> Iterator[ForeignRollout]:
     """The sequences of a batch, without their padding.  Raises ValueError where the file is not one."""
     payload = load_tensors(path)
     if not is_batch(payload):
         raise ValueError(f"{path}: no tensors {', '.join(NEEDED)}: not the batch of a DataProto; {EXPORT}")
     assert isinstance(payload, dict)
-    batch = {name: value.numpy() for name, value in payload.items() if isinstance(value, Tensor)}
-    step = step_of(path)
+    batch = {name: to_numpy(value) for name, value in payload.items() if is_tensor(value)}
+    step = number_in(path)
     routes = batch.get("routed_experts")
-    dense = 0 if routes is None or routes.ndim != 4 else leading_zero_layers(routes.reshape(-1, *routes.shape[2:]))
+    dense = 0 if routes is None or routes.ndim != 4 else zero_layers(routes.reshape(-1, *routes.shape[2:]))
     if bad := wrong_sizes(batch):
         raise ValueError(f"{path}: {bad}")
     for index in range(len(batch["prompts"])):
         row = {name: values[index] for name, values in batch.items() if values.ndim and len(values) > index}
         where = f"step {step} {path.name}#{index}"
-        found = list(check_padding(row))
-        findings += [Finding(check, where, text, cause) for check, text, cause in found]
-        if any(check == "length" for check, *_ in found):
+        problems = list(check_padding(row))
+        findings += [Finding(check, where, text, cause) for check, text, cause in problems]
+        if any(check == "length" for check, *_ in problems):
             continue  # where its tokens begin and end is not known
-        yield unpad(path, index, step, row, spec, dense)
+        yield unpad(path, index, step, row, sizes, dense)
 
 
 def wrong_sizes(batch: Mapping[str, np.ndarray]) -> str | None:
@@ -138,30 +136,28 @@ def check_padding(row: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str, str
 
 
 def unpad(
-    path: Path, index: int, step: int, row: Mapping[str, np.ndarray], spec: ModelSpec | None, dense: int
+    path: Path, index: int, step: int, row: Mapping[str, np.ndarray], sizes: Sizes | None, dense: int
 ) -> ForeignRollout:
     width = len(row["prompts"])
     attention = row["attention_mask"] != 0
-    tokens = np.concatenate([row["prompts"], row["responses"]])[attention]
+    tokens = np.concatenate([row["prompts"], row["responses"]])[attention].astype(np.int64)
     length = int(attention[width:].sum())
     routes = row.get("routed_experts")
     # an engine may send a row for the last token, which was never an input; verl fills it with 0 where not
-    known = None if routes is None else moe_layers(routes[attention][:-1], spec, dense)
+    known = None if routes is None else without_dense(routes[attention][:-1], sizes, dense)
     mask, logprobs = row.get("response_mask"), row.get("rollout_log_probs")
-    return make_rollout(
-        path,
-        index,
-        step=step,
-        tokens=tokens.astype(np.int64),
-        response_length=length,
-        logprobs=None if logprobs is None else logprobs[:length],
+    return ForeignRollout(
+        make_record(path, index, step, tokens, length),
+        tokens,
+        or_zeros(logprobs, length)[:length],
         routes=known,
-        mask=None if mask is None else mask[:length],
-        dense=dense if spec is None else 0,
+        loss_mask=None if mask is None else mask[:length],
+        has_logprobs=logprobs is not None,
+        dense=dense if sizes is None else 0,
     )
 
 
-def step_of(path: Path) -> int:
+def number_in(path: Path) -> int:
     """The number in the file's name; 0 where there is none."""
     number = re.search(r"\d+", path.stem)
     return int(number.group()) if number else 0

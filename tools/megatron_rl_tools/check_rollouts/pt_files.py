@@ -1,4 +1,7 @@
-"""Loads a .pt file without running anything in it: tensors, NumPy arrays and plain values, nothing else."""
+"""Loads a .pt file without running anything in it: tensors, NumPy arrays and plain values, nothing else.
+
+Nothing else of the checks needs torch, so it is imported when a file is loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,51 +11,63 @@ from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
-import torch
-from torch import Tensor
 
 ARRAY_TYPES = (np.bool_, np.uint8, np.int8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64)
 Allowed = Callable[..., object] | tuple[Callable[..., object], str]
 
 
-def allowed() -> list[Allowed]:
+def allowed_globals() -> list[Allowed]:
     """What makes a NumPy array of numbers, under its names in NumPy 1 and 2."""
-    found: list[Allowed] = [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in ARRAY_TYPES}]
+    names: list[Allowed] = [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in ARRAY_TYPES}]
     for value, name in ((np.zeros(1), "_reconstruct"), (np.float64(0), "scalar")):
         function: Callable[..., object] = value.__reduce__()[0]  # type: ignore[assignment]  # typed as str
-        found += [(function, f"{module}.{name}") for module in ("numpy.core.multiarray", "numpy._core.multiarray")]
-    return found
+        names += [(function, f"{module}.{name}") for module in ("numpy.core.multiarray", "numpy._core.multiarray")]
+    return names
 
 
 def load_tensors(path: Path) -> object:
     """torch.load(weights_only=True).  Raises ValueError, naming file and classes, where the file needs more than that."""
     try:
-        with torch.serialization.safe_globals(allowed()):
+        import torch
+    except ImportError as error:
+        raise ValueError(f"{path}: .pt files are read by torch, which is missing: pip install torch") from error
+    try:
+        with torch.serialization.safe_globals(allowed_globals()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path}: holds {classes_of(path) or 'objects that are not plain data'}, which only code in the file could "
             "rebuild; it is never run here. Save it without them: tensors, arrays, numbers, text, lists and dicts "
-            f"({first_line(error)})"
+            f"({brief(error)})"
         ) from error
     except (RuntimeError, OSError, EOFError, BadZipFile) as error:
-        raise ValueError(f"{path}: truncated or damaged ({first_line(error)})") from error
+        raise ValueError(f"{path}: truncated or damaged ({brief(error)})") from error
 
 
 def classes_of(path: Path) -> str:
     """Names of the classes that weights_only=True refuses."""
+    import torch
+
     try:
-        with torch.serialization.safe_globals(allowed()):
+        with torch.serialization.safe_globals(allowed_globals()):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     except (pickle.UnpicklingError, RuntimeError, ValueError, BadZipFile):  # not in torch's zip format
         return ""
     return "objects of " + ", ".join(sorted(names)) if names else ""
 
 
-def first_line(error: Exception) -> str:
+def brief(error: Exception) -> str:
     return str(error).partition("\n")[0][:200]
 
 
-def as_array(value: object) -> np.ndarray:
+def is_tensor(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def to_numpy(value: object) -> np.ndarray:
     """A tensor, an array or a list of numbers."""
-    return value.numpy() if isinstance(value, Tensor) else np.asarray(value)
+    import torch
+
+    return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
