@@ -105,7 +105,7 @@ def code_version() -> str:
 
 
 def pages() -> Iterator[Path]:
-    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md"):
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "results/*.md"):
         yield from sorted(ROOT.glob(pattern))
 
 

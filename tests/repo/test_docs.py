@@ -20,7 +20,7 @@ from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.counters import RolloutCounters
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+PAGES = [page for folder in ("", "docs/**/", "examples/**/", "results/") for page in ROOT.glob(f"{folder}*.md")]
 TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it names what was there before
 KEYS = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields}
 GROUPS = "rollout|reward|train|logratio|first_order|replay|routing|optim|time|perf|track|eval"

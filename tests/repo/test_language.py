@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")])
+PAGES = sorted(
+    page for folder in ("", "docs/**/", "examples/*/READ", "results/") for page in ROOT.glob(f"{folder}*.md")
+)
 SOURCES = sorted(
     path
     for folder in ("megatron_rl", "tools", "viewer", "tests", "examples", "benchmarks")
