@@ -82,13 +82,13 @@ def short_type(text: str) -> str:
 
 
 def linked(text: str) -> str:
-    """Documents that the text names, as links from this page."""
-    text = " ".join(text.split())
-    return re.sub(
-        r"\bdocs/([\w/]*?(\w+))\.md(#[\w-]+)?",
-        lambda match: f"[{match[2].replace('_', ' ')}](../{match[1]}.md{match[3] or ''})",
-        text,
-    )
+    """Documents that the text names, as links from this page, named by their anchor or else by their file."""
+
+    def link(match: re.Match[str]) -> str:
+        label = re.sub("[_-]", " ", match[3] or match[2])
+        return f"[{label}](../{match[1]}.md{'#' * bool(match[3])}{match[3] or ''})"
+
+    return re.sub(r"\bdocs/([\w/]*?(\w+))\.md(?:#([\w-]+))?", link, " ".join(text.split()))
 
 
 def wrapped(text: str, indent: str = "") -> str:
