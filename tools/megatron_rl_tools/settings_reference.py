@@ -9,7 +9,6 @@ import inspect
 import re
 import sys
 import textwrap
-from itertools import groupby
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -30,7 +29,7 @@ num_steps = 100
 ```
 
 The command line overrides the file: `--run.num_steps 100`. `megatron-rl settings run.num_steps`
-explains a setting. An unknown key is refused with the nearest one, a renamed key with its new name.
+explains a setting, also the switches of the loss. An unknown key is refused with the nearest one, a renamed key with its new name.
 
 Written by `python -m megatron_rl_tools.settings_reference`.
 """
@@ -56,23 +55,26 @@ def page() -> str:
 
 
 def section_text(section: str) -> str:
-    """One section: its summary, then its settings; neighbours with the same meaning are one entry."""
+    """One section: its summary, then its settings."""
     fields = SECTIONS[section].model_fields
     blocks = [f"## {section}", wrapped(linked(summary(section)))]
-    if not fields:  # an open section: its docstring says which names it takes
+    if fields:
+        blocks.append("\n".join(wrapped(entry(section, *item), "  ") for item in fields.items()))
+    else:  # an open section: its docstring says which names it takes
         blocks += [wrapped(linked(text)) for text in (inspect.getdoc(SECTIONS[section]) or "").split("\n\n")[1:]]
-    entries = []
-    for text, keys in groupby(fields, lambda key: meaning(section, key)):
-        names = "; ".join(key_text(section, key, fields[key]) for key in keys)
-        entries.append(wrapped(f"- {names}: {linked(text)}", "  "))
-    return "\n\n".join([*blocks, *(["\n".join(entries)] if entries else [])]) + "\n"
+    return "\n\n".join(blocks) + "\n"
 
 
-def key_text(section: str, key: str, field: FieldInfo) -> str:
-    """A key with its default, its type and its limits."""
+def entry(section: str, key: str, field: FieldInfo) -> str:
+    """A setting with default, type, limits and meaning.
+
+    The meaning is left out for a switch of the loss, which the page that its section names explains by its equation.
+    """
     default = "" if field.is_required() or field.get_default(call_default_factory=True) is None else default_text(field)
-    name = f"**`{section}.{key} = {default}`**" if default else f"**`{section}.{key}`**"
-    return f"{name} {'required, ' * field.is_required()}{short_type(type_text(schemas(section)[key]))}"
+    name = f"{section}.{key} = {default}" if default else f"{section}.{key}"
+    required = "required, " if field.is_required() else ""
+    text = f": {linked(meaning(section, key))}" if "description" in schemas(section)[key] else ""
+    return f"- **`{name}`** {required}{short_type(type_text(schemas(section)[key]))}{text}"
 
 
 def short_type(text: str) -> str:
