@@ -29,7 +29,8 @@ num_steps = 100
 ```
 
 The command line overrides the file: `--run.num_steps 100`. `megatron-rl settings run.num_steps`
-explains a setting, also the switches of the loss. An unknown key is refused with the nearest one, a renamed key with its new name.
+explains a setting, also a switch of the loss. An unknown key is refused with the nearest one, a
+renamed key with its new name.
 
 Written by `python -m megatron_rl_tools.settings_reference`.
 """
