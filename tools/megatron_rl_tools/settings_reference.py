@@ -20,8 +20,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/reference/settings.md"
 WIDTH = 100
 HEAD = """# Settings
 
-`key = default`, type and limits, meaning. A key without a default is not set; a number is finite
-unless `inf` is named. In a TOML file `run.num_steps` is
+`key = default` (type, if the default does not show it; limits): meaning. A key without a default is
+not set. A number is finite unless `inf` is named. In a TOML file `run.num_steps` is
 
 ```toml
 [run]
@@ -34,6 +34,7 @@ renamed key with its new name.
 
 Written by `python -m megatron_rl_tools.settings_reference`.
 """
+SIMPLE = "integer|number|boolean|text|path"
 SHORTER = (  # of a type's text
     (r"\btrue or false\b", "boolean"),
     (r'"(\w+)" or (?=")', r'"\1", '),
@@ -71,11 +72,16 @@ def entry(section: str, key: str, field: FieldInfo) -> str:
 
     The meaning is left out for a switch of the loss, which the page that its section names explains by its equation.
     """
-    default = "" if field.is_required() or field.get_default(call_default_factory=True) is None else default_text(field)
-    name = f"{section}.{key} = {default}" if default else f"{section}.{key}"
-    required = "required, " if field.is_required() else ""
-    text = f": {linked(meaning(section, key))}" if "description" in schemas(section)[key] else ""
-    return f"- **`{name}`** {required}{short_type(type_text(schemas(section)[key]))}{text}"
+    schema, is_set = schemas(section)[key], field.get_default(call_default_factory=True) is not None
+    kind = short_type(type_text(schema))
+    if field.is_required():
+        name, kind = f"{section}.{key}", f"required, {kind}"
+    elif is_set:  # the default shows the type
+        name, kind = f"{section}.{key} = {default_text(field)}", re.sub(rf"^({SIMPLE})(, | |$)(?!or )", "", kind)
+    else:
+        name = f"{section}.{key}"
+    text = f": {linked(meaning(section, key))}" if "description" in schema else ""
+    return f"- **`{name}`**{f' ({kind})' if kind else ''}{text}"
 
 
 def short_type(text: str) -> str:
