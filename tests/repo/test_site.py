@@ -66,7 +66,7 @@ def test_documents_that_sources_name_exist():
         f"{name(path)}: {document}"
         for path in SOURCES
         if path != Path(__file__).resolve()
-        for document in re.findall(r"\b(?:docs|(?<!/)results)/[\w/]+\.md\b", path.read_text())
+        for document in re.findall(r"\b(?:docs|(?<![/\"])results)/[\w/]+\.md\b", path.read_text())
         if not (ROOT / document).is_file()
     ]
     assert not missing
