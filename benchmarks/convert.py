@@ -5,7 +5,7 @@
 Makes a Qwen3-MoE checkpoint of random bf16 weights (real proportions, fewer layers and experts).  Then, alternating: copies the
 same number of bytes in memory, writes them as plain files, converts to torch_dist, converts back.  The time includes fsync of
 each output.  The source was just written, so it is read from the page cache if it fits there.
---bridge, with an interpreter that has megatron-bridge (docs/guides/conversion.md): Megatron-Bridge converts the same files in
+--bridge, with an interpreter that has megatron-bridge (docs/guides/checkpoints.md): Megatron-Bridge converts the same files in
 the same rounds, and the ratios are printed.
 """
 

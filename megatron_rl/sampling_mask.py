@@ -28,7 +28,7 @@ class SamplingMask:
     codes  uint8 [bytes], the ids of set after set, ascending: the first as it is, every other as its distance from the one
            before, in groups of 7 bits with the lowest first; all bytes of a number but its last have the top bit set (LEB128)
 
-    A set of n ids takes 2 bytes and 1 to 3 bytes an id: docs/guides/sampling.md, Bytes.
+    A set of n ids takes 2 bytes and 1 to 3 bytes an id: results/sampling.md.
     """
 
     sizes: np.ndarray

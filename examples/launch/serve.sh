@@ -3,7 +3,7 @@
 #
 #   SGLANG_API_KEY=... [SERVER_GPUS=4,5,6,7] bash examples/launch/serve.sh MODEL_DIRECTORY [SGLang options ...]
 #
-# Paths are relative to where it is started.  Variables and exit statuses: docs/guides/several_nodes.md.
+# Paths are relative to where it is started.  Variables and exit statuses: docs/guides/launch.md.
 set -euo pipefail
 ROOT="$(cd "$(dirname "$0")/../.." && pwd)"
 

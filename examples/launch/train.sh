@@ -5,7 +5,7 @@
 #   bash examples/launch/train.sh CONFIG.toml [--resume] [--section.key value ...]
 #
 # Paths, those in CONFIG.toml too, are relative to where it is started.  Variables, exit statuses and restarts:
-# docs/guides/several_nodes.md.
+# docs/guides/launch.md.
 set -euo pipefail
 ROOT="$(cd "$(dirname "$0")/../.." && pwd)"
 

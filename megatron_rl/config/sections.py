@@ -65,7 +65,7 @@ class DataConfig(Section):
     train: Path
     """jsonl or parquet with one prompt per row."""
     prompt_key: str = "auto"
-    """Where in a row the prompt is: a key, or a path like extra_info.question; auto: the first known (docs/guides/data.md)."""
+    """The prompt's key in a row, or a path like extra_info.question; auto: the first known (docs/guides/data_and_reward.md)."""
     label_key: str = "auto"
     """As prompt_key, for the label: e.g. reward_model.ground_truth, or answers.0 for the first of a list."""
     template: str = "{prompt}"
@@ -152,7 +152,7 @@ class LossConfig(Section):
     """The policy loss: a preset, and overrides of its switches (docs/concepts/formulation.md)."""
 
     name: str = "minirl"
-    """A preset, or `package.module:function` (docs/guides/loss.md)."""
+    """A preset, or `package.module:function` (docs/guides/algorithms.md)."""
     weight: presets.Ratio | None = None
     weight_level: presets.Level | None = None
     weight_mode: presets.WeightMode | None = None

@@ -2,8 +2,8 @@
 
 Names and values as /server_info of SGLang 0.5.21 and 0.5.23 spells them; an option of the command line is the name with
 dashes.  A setting that is not here touches none of the three beyond rounding, which the parity check measures
-(tests/unit/config/settings_without_effect.txt has all of them).  docs/guides/servers.md repeats the
-table, and a test compares both.
+(tests/unit/config/settings_without_effect.txt has all of them).  docs/guides/servers.md lists the
+names by verdict, and a test compares both.
 
 proven: shown by transformers on real servers, on the CPU.  refused: known to be wrong.  unproven: neither;
 rollout.allow_unproven names what the user accepts.

@@ -16,7 +16,7 @@ OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class TrackConfig(Section):
-    """Where metrics are sent, beside metrics.jsonl (docs/guides/trackers.md)."""
+    """Where metrics are sent, beside metrics.jsonl (docs/guides/look_at_a_run.md)."""
 
     to: tuple[str, ...] = ("tensorboard",)
     """Trackers: tensorboard, wandb, mlflow, trackio, or package.module:Class of your own; none = only metrics.jsonl."""

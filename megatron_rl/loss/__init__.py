@@ -1,4 +1,7 @@
-"""Policy losses on plain tensors: no Megatron, no SGLang.  `policy_loss` then `aggregate`; docs/guides/loss.md has an example."""
+"""Policy losses on plain tensors: no Megatron, no SGLang.  Call `policy_loss`, then `aggregate`.
+
+An example is in docs/guides/algorithms.md.
+"""
 
 from megatron_rl.config import LossConfig
 from megatron_rl.config.loss_presets import PRESETS, LossSpec

@@ -1,4 +1,4 @@
-"""The health of a run, in words: the rules of docs/guides/collapse.md as one table (RULES), and what was left out, replaced
+"""The health of a run, in words: the rules of docs/guides/trouble.md as one table (RULES), and what was left out, replaced
 or repeated in the last steps (left_out.py).
 
 A rule compares the median of the last WINDOW steps, because single steps are noise, with a limit or with the run's own course.
@@ -26,7 +26,7 @@ BACK = 10  # steps between two values that show a sudden change
 RECENT = 20  # steps for which something that must never happen is shown
 
 Level = Literal["ok", "watch", "bad"]
-COLLAPSE, MISMATCH = "docs/guides/collapse.md", "docs/guides/mismatch.md"
+COLLAPSE, MISMATCH = "docs/guides/trouble.md", "docs/guides/mismatch.md"
 FIRST, SPLIT, CLIPPING = (
     f"{COLLAPSE}#read-these-first",
     f"{COLLAPSE}#the-split-logratio",

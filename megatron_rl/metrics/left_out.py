@@ -81,7 +81,7 @@ class Count:
         return self.entry.line.format(percent=100 * self.value) or f"{self.entry.label} {self.amount:.0f}"
 
 
-REWARD, DATA = "docs/guides/reward.md#what-a-failed-response-gets", "docs/guides/data.md#broken-rows"
+REWARD, DATA = "docs/guides/data_and_reward.md#what-a-failed-response-gets", "docs/guides/data_and_reward.md#broken-rows"
 FAULTS, LENGTHS = (
     "docs/design/architecture.md#what-the-client-does",
     "docs/guides/sampling.md#what-favours-short-responses",
@@ -95,8 +95,8 @@ TOOLS, KNOWN = (
     "docs/guides/agents.md#routes-that-are-known-are-not-sent-again",
 )
 SERVER_DIES, ROUTES = "docs/guides/servers.md#a-server-dies", "docs/concepts/routing_replay.md#tokens-without-a-route"
-CLIPPING, BATCH = "docs/guides/collapse.md#clipping-truncation-sample-size", "docs/guides/collapse.md#the-batch"
-FIRST, SHAPING = "docs/guides/collapse.md#read-these-first", "docs/guides/reward.md#shaping"
+CLIPPING, BATCH = "docs/guides/trouble.md#clipping-truncation-sample-size", "docs/guides/trouble.md#the-batch"
+FIRST, SHAPING = "docs/guides/trouble.md#read-these-first", "docs/guides/data_and_reward.md#shaping"
 FILES = "docs/reference/token_data.md#size-and-cost"
 
 
@@ -296,11 +296,11 @@ LEFT_OUT = (
         "The log names the first: free space in run.dir.",
     ),
     LeftOut(
-        "run/unsaved_batches_total", "unsaved mini-batches", "watch", "docs/guides/bad_step.md#what-a-bundle-holds",
+        "run/unsaved_batches_total", "unsaved mini-batches", "watch", "docs/guides/mismatch.md#what-a-bundle-holds",
         "Mini-batches that should have been saved could not be written.", "Free space in run.dir.",
     ),
     LeftOut(
-        "track/NAME_failures_total", "failures of NAME", "watch", "docs/guides/trackers.md#a-tracker-that-fails",
+        "track/NAME_failures_total", "failures of NAME", "watch", "docs/guides/look_at_a_run.md#a-tracker-that-fails",
         "The tracker failed or did not keep up: it lacks values, metrics.jsonl has all.",
         "The log has the first failure.",
     ),

@@ -1,7 +1,7 @@
 """config.json -> ModelSpec, one reader per model family.  Names of tensors: weights/hf/rules.py.
 
 A reader covers every key that changes what the model computes: it goes into the spec, or must have a value for which this
-engine computes the same as transformers (`only`).  docs/guides/conversion.md: how each family was checked.
+engine computes the same as transformers (`only`).  docs/guides/checkpoints.md: how each family was checked.
 """
 
 from __future__ import annotations

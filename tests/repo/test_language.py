@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    page for folder in ("", "docs/**/", "examples/*/READ", "results/") for page in ROOT.glob(f"{folder}*.md")
-)
+FOLDERS = ("*.md", "docs/**/*.md", "examples/*/README.md", "results/*.md")
+PAGES = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 SOURCES = sorted(
     path
     for folder in ("megatron_rl", "tools", "viewer", "tests", "examples", "benchmarks")

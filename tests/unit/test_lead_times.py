@@ -138,8 +138,8 @@ def test_the_committed_tables_are_those_of_the_committed_cells(name, tmp_path, m
 
 
 def test_documents_quote_what_the_cells_give():
-    """collapse.md's table of the best rules, and the differences that decide the hypotheses of paper_long."""
-    guide = (EXAMPLES.parent / "docs/guides/collapse.md").read_text()
+    """The table of the best rules in results/lead_times.md, and the differences that decide the hypotheses of paper_long."""
+    guide = (EXAMPLES.parent / "results/lead_times.md").read_text()
     quoted = [line.strip("| ").split(" | ") for line in guide.splitlines() if line.startswith("|")]
     for column, name in enumerate(NAMES, 1):
         text = (EXAMPLES / name / "results/lead_times.md").read_text().replace("/", " of ")

@@ -20,7 +20,7 @@ the step is that of the paper: 64 prompts x 16 responses of at most 32,768 token
 measured (docs/design/cost_model.md); --assume changes their assumptions.
 """
 REPLAY_BATCH = (
-    "Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches; docs/guides/bad_step.md)."
+    "Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches; docs/guides/mismatch.md)."
 )
 MAKE_TINY_MODEL = (
     "Makes a tiny Qwen3-MoE checkpoint that partly knows a task: a real model for a real RL run on any machine."

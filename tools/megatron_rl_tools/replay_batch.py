@@ -1,4 +1,4 @@
-"""Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches; docs/guides/bad_step.md).
+"""Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches; docs/guides/mismatch.md).
 
     megatron-rl replay-batch runs/NAME/batches/step_000012_update_0                            # one rank, also without a GPU
     torchrun --nproc_per_node 4 -m megatron_rl.cli replay-batch BUNDLE --layout tp=2,ep=2       # another layout

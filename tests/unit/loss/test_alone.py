@@ -22,7 +22,7 @@ def run_without_engines(code):
 
 
 def test_the_example_of_the_documentation_runs_without_megatron_or_sglang():
-    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/loss.md").read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/algorithms.md").read_text(), re.DOTALL)
     assert len(code.splitlines()) <= 11
     done = run_without_engines(code)
     assert done.returncode == 0, done.stderr

@@ -264,8 +264,8 @@ def test_versions_and_revisions(tmp_path):
 
 
 def test_the_example_of_the_guide(tmp_path, monkeypatch):
-    """docs/guides/trackers.md: a tracker of one's own in ten lines."""
-    page = (ROOT / "docs/guides/trackers.md").read_text()
+    """docs/guides/look_at_a_run.md: a tracker of one's own in ten lines."""
+    page = (ROOT / "docs/guides/look_at_a_run.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
     (tmp_path / "my_tracker.py").write_text(code)

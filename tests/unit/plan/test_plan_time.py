@@ -252,9 +252,8 @@ def test_the_planner_ranks_by_seconds_and_refuses_bad_arguments(capsys):
     assert "a server takes 64; give --server-gpus 64 or more" in capsys.readouterr().err
 
 
-GUIDE = re.findall(
-    r"^```\n\$ megatron-rl plan (.+)\n((?:.+\n)+)```", (ROOT / "docs/guides/layout.md").read_text(), re.MULTILINE
-)
+PAGES = "".join((ROOT / page).read_text() for page in ("docs/guides/layout.md", "results/plans.md"))
+GUIDE = re.findall(r"^```\n\$ megatron-rl plan (.+)\n((?:.+\n)+)```", PAGES, re.MULTILINE)
 
 
 def test_the_layout_guide_plans_every_known_model():

@@ -1,7 +1,7 @@
 """Megatron-Bridge and the own converter agree on every tensor, in both directions; what Bridge does not support is refused.
 
 BRIDGE_PYTHON (environment): an interpreter that can import megatron.bridge and this project's requirements
-(docs/guides/conversion.md);
+(docs/guides/checkpoints.md);
 without it, or megatron.bridge beside the project, these tests are skipped.
 """
 

@@ -44,7 +44,7 @@ def test_an_episode_changed_after_sampling_breaks_its_digest(tmp_path, fault):
 
 @pytest.mark.parametrize("fault", EPISODE_FAULTS)
 def test_an_episode_joined_wrongly_is_not_seen_without_a_server(tmp_path, fault):
-    """The limit that docs/guides/verify_replay.md states: the digest is made after the fault."""
+    """The limit that docs/guides/mismatch.md states: the digest is made after the fault."""
     assert "digest" not in {check for check, _ in findings(tmp_path, fault=fault, sealed=True)}
 
 

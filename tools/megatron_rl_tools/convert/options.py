@@ -7,7 +7,7 @@
 
 One process converts for any layout: a torch_dist checkpoint loads in every tp, pp, ep.  Under torchrun the ranks share the
 files.  A stopped conversion continues where it was; a complete one is not repeated.  A checkpoint of a run is torch_dist, too:
-megatron-to-hf and info read its model part.  See docs/guides/conversion.md.
+megatron-to-hf and info read its model part.  See docs/guides/checkpoints.md.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def check_reward(cfg: Config | None) -> Check:
             started = time.monotonic()
             rewards = pool.score([item[:3] for item in items], shaped=False).tolist()
     except (RewardError, OSError) as error:
-        return Check("FAIL", "reward", f"{name}: {error}", "fix the function; see docs/guides/reward.md")
+        return Check("FAIL", "reward", f"{name}: {error}", "fix the function; see docs/guides/data_and_reward.md")
     seconds = f"{started - start:.1f} s to start, {time.monotonic() - started:.2f} s for {len(items)}"
     if config.function != "math":
         return Check("OK", "reward", f"{name}: labels as responses score {rewards}; {seconds}")

@@ -4,7 +4,7 @@
     megatron-rl explain-mismatch RUN_DIR            # when it began, and why, from saved rollouts
     megatron-rl explain-mismatch RUN_DIR/batches/step_000012_update_0
 Ends with a verdict: cause, evidence, its share of KL(mu, pi_old), what to change.  Exit code: 0 healthy, 1 a cause was named, 2
-invalid arguments.  docs/guides/explain_mismatch.md reads the output line by line.
+invalid arguments.  docs/guides/mismatch.md reads the output line by line.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ RULES: tuple[Rule, ...] = (
         "unexplained", SYMPTOM, (MISMATCH,),
         "log mu and log pi differ by {diff.live:.1e} nats (limit {limit.diff:.1e}), and nothing that was tried "
         "removes it. Unproven settings of the server: {server.unusual}",
-        "rollout.server_args", "without these, one after the other; see docs/guides/explain_mismatch.md",
+        "rollout.server_args", "without these, one after the other; see docs/guides/mismatch.md",
     ),
 )  # fmt: skip
 

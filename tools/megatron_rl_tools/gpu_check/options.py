@@ -4,7 +4,7 @@
 
 Each step is a process with a limit of minutes and ends with a verdict: passed, failed, or not possible here.  A failed step does
 not stop the following ones.  Results: DIR/report.md, DIR/results.json, and a log of each step.
-Exit status 0: no step failed; 1: one did; 2: invalid arguments.  docs/guides/first_gpu_run.md
+Exit status 0: no step failed; 1: one did; 2: invalid arguments.  docs/guides/launch.md
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 (a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once each, in every pass;
 (b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;
 (c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which packs its sequences.
-Exit code: 0 all passed, 1 something failed, 2 invalid arguments.  docs/guides/verify_replay.md reads the output line by line.
+Exit code: 0 all passed, 1 something failed, 2 invalid arguments.  docs/guides/mismatch.md reads the output line by line.
 """
 
 from __future__ import annotations
