@@ -81,7 +81,10 @@ class Count:
         return self.entry.line.format(percent=100 * self.value) or f"{self.entry.label} {self.amount:.0f}"
 
 
-REWARD, DATA = "docs/guides/data_and_reward.md#what-a-failed-response-gets", "docs/guides/data_and_reward.md#broken-rows"
+REWARD, DATA = (
+    "docs/guides/data_and_reward.md#what-a-failed-response-gets",
+    "docs/guides/data_and_reward.md#broken-rows",
+)
 FAULTS, LENGTHS = (
     "docs/design/architecture.md#what-the-client-does",
     "docs/guides/sampling.md#what-favours-short-responses",
