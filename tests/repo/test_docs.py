@@ -109,7 +109,7 @@ def mentioned_by(source: str) -> set[str]:
 
 def sources() -> list[str]:
     """Not renamed.py: its names are those of before."""
-    others = {"config/renamed.py", "viewer/export.py"}  # former names; addresses of pages
+    others = {"config/renamed.py"}  # former names
     package = ROOT / "megatron_rl"
     return [path.read_text() for path in package.rglob("*.py") if path.relative_to(package).as_posix() not in others]
 
