@@ -28,12 +28,12 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.weights.hf.mapping import entries
-from megatron_rl_tools.convert.conversion import MIB, Outcome, hf_to_megatron, megatron_to_hf
-from megatron_rl_tools.convert.conversion_files import Work
+from megatron_rl_tools.convert.conversion import MIB, Conversion, hf_to_megatron, megatron_to_hf
+from megatron_rl_tools.convert.conversion_files import FileWork
 from megatron_rl_tools.convert.shard_writer import Piece, ShardWriter
 
 FILE_BYTES = 256 * MIB
-WORK = Work(0, 1, lambda _: None)
+WORK = FileWork(0, 1, lambda _: None)
 BRIDGE = "Megatron-Bridge, "
 
 
@@ -51,7 +51,7 @@ def main() -> None:
         )
         rates: dict[str, list[float]] = {}
         work: dict[str, list[float]] = {}
-        peaks: dict[str, Outcome] = {}
+        peaks: dict[str, Conversion] = {}
         for _ in range(args.repeats):
             runs = cases(root, hf, size, parallel) | (bridge_cases(root, hf, parallel) if args.bridge else {})
             for name, run in runs.items():
@@ -69,7 +69,7 @@ def main() -> None:
         shutil.rmtree(root)
 
 
-def cases(root: Path, hf: Path, size: int, parallel: Parallel) -> dict[str, Callable[[], Outcome | None]]:
+def cases(root: Path, hf: Path, size: int, parallel: Parallel) -> dict[str, Callable[[], Conversion | None]]:
     return {
         "memcpy": lambda: copy_memory(size),
         "disk write": lambda: write_plain(root / "plain", size),
@@ -82,8 +82,8 @@ def cases(root: Path, hf: Path, size: int, parallel: Parallel) -> dict[str, Call
     }
 
 
-def bridge_cases(root: Path, hf: Path, parallel: Parallel) -> dict[str, Callable[[], Outcome | None]]:
-    from megatron_rl_tools.convert.bridge import bridge_hf_to_megatron, bridge_megatron_to_hf
+def bridge_cases(root: Path, hf: Path, parallel: Parallel) -> dict[str, Callable[[], Conversion | None]]:
+    from megatron_rl_tools.convert.bridge_backend import bridge_hf_to_megatron, bridge_megatron_to_hf
 
     return {
         f"{BRIDGE}HF -> torch_dist": lambda: bridge_hf_to_megatron(
@@ -95,7 +95,7 @@ def bridge_cases(root: Path, hf: Path, parallel: Parallel) -> dict[str, Callable
     }
 
 
-def report(rates: dict[str, list[float]], work: dict[str, list[float]], peaks: dict[str, Outcome]) -> None:
+def report(rates: dict[str, list[float]], work: dict[str, list[float]], peaks: dict[str, Conversion]) -> None:
     disk = statistics.median(rates["disk write"])
     print(
         "| what | MiB/s, median (least - most) | of the disk's rate | CPU s per GiB | peak memory, MiB | largest group, MiB |"

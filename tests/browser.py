@@ -45,7 +45,7 @@ def serve_runs(folders: list[Path], cache: Path) -> Iterator[str]:
     import uvicorn
 
     from megatron_rl_viewer.app import create_app
-    from megatron_rl_viewer.run import Runs
+    from megatron_rl_viewer.run_folder import Runs
 
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(Runs(folders, cache), TOKEN, port=listener.getsockname()[1])

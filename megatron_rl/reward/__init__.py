@@ -3,7 +3,7 @@
 What a reward function imports: `from megatron_rl.reward import Episode, LabelError, Score`.
 """
 
-from megatron_rl.reward.episode import Episode, EpisodeTurn, Score
 from megatron_rl.reward.failures import LabelError
+from megatron_rl.reward.scored_response import Episode, EpisodeTurn, Score
 
 __all__ = ["Episode", "EpisodeTurn", "LabelError", "Score"]

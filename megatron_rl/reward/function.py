@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from megatron_rl.reward.episode import Episode, Score
 from megatron_rl.reward.failures import Failure, LabelError, Reply, Scored
+from megatron_rl.reward.scored_response import Episode, Score
 
 FRAMES = 3
 MAX_METRICS = 64  # of a response

@@ -22,9 +22,9 @@ import numpy as np
 
 from megatron_rl.config import RewardConfig
 from megatron_rl.launch.trace import OFF
-from megatron_rl.reward.episode import Episode
 from megatron_rl.reward.failures import KINDS, Failure, Reply
 from megatron_rl.reward.function import Form
+from megatron_rl.reward.scored_response import Episode
 from megatron_rl.reward.worker_process import RewardError, Worker, WorkerLost, frames
 
 __all__ = ["RewardError", "RewardPool", "Rewarded"]

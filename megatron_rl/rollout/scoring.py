@@ -9,8 +9,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.reward.episode import Episode, EpisodeTurn
 from megatron_rl.reward.pool import Rewarded, RewardPool
+from megatron_rl.reward.scored_response import Episode, EpisodeTurn
 
 
 def score_groups(

@@ -139,6 +139,7 @@ def join_job(cfg: Config, stack: ExitStack) -> Parallel:
     stack.callback(parallel.destroy)
     from_rank_0(lambda: check_trackers(cfg.track))
     from_rank_0(lambda: stack.enter_context(locked(cfg.run_dir)))
+    cfg.run_dir.mkdir(parents=True, exist_ok=True)  # also on a machine that does not share it
     return parallel
 
 
@@ -202,7 +203,6 @@ def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) ->
 
 def make_status(cfg: Config) -> StatusWriter:
     """Keeps status.json, on rank 0."""
-    cfg.run_dir.mkdir(parents=True, exist_ok=True)
     return StatusWriter(cfg.run_dir, cfg.run.num_steps, api_key_env=cfg.rollout.api_key_env, stopped=(StoppedBySignal,))
 
 
@@ -210,7 +210,6 @@ def make_watchdog(
     cfg: Config, parallel: Parallel, lines: LogLines | None = None, status: StatusWriter | None = None
 ) -> Watchdog:
     """Names the rank that the others wait for.  Its stage limit is shorter than that of collectives, which name no rank."""
-    cfg.run_dir.mkdir(parents=True, exist_ok=True)
     watchdog = Watchdog(
         parallel.store(),
         parallel.rank,

@@ -19,8 +19,8 @@ from megatron_rl.metrics.samples import best_and_worst, last_rollouts
 from megatron_rl.metrics.sinks import METRICS_FILE, Sinks, read_metrics
 from megatron_rl.metrics.summary import summarize_run
 from megatron_rl.metrics.trackers.registry import Trackers
+from megatron_rl.metrics.trackers.run_versions import versions
 from megatron_rl.metrics.trackers.tracker import TrackedRun, Tracker
-from megatron_rl.metrics.trackers.versions import versions
 from megatron_rl.records import StepResult
 
 VIEWS = ("view", "top")
@@ -58,7 +58,7 @@ class Reporter:
         self.console.step(result, self.cfg.run.num_steps, totals)
         every, finished = self.cfg.track.samples_every, result.step + 1
         if every and finished % every == 0:
-            self._track_samples(finished)
+            self.sinks.track(partial(send_samples, cfg=self.cfg, step=finished))
         if self.status is not None:
             shown = {name: result.metrics[name] for name in SHOWN if name in result.metrics}
             seconds = result.metrics.get("time/step", 0.0)
@@ -74,9 +74,9 @@ class Reporter:
         """The report, the trackers' last tables, and the summary."""
         if self.sinks is None:
             return
-        run_dir, num_steps = self.cfg.run_dir, self.cfg.run.num_steps
+        run_dir = self.cfg.run_dir
         page = self._write_page()
-        self._track_samples(num_steps)
+        self.sinks.track(partial(send_samples, cfg=self.cfg, step=self.cfg.run.num_steps))
         if page is not None:
             self.sinks.track(lambda tracker: tracker.report(page))
         views = [name for name in VIEWS if name in commands.installed()]
@@ -93,14 +93,12 @@ class Reporter:
         self.console.log("no report page: megatron_rl_viewer is not installed; in a checkout: pip install ./viewer")
         return None
 
-    def _track_samples(self, step: int) -> None:
-        """Read and sent on the trackers' threads."""
-        if self.sinks is not None:
-            self.sinks.track(partial(send_samples, cfg=self.cfg, step=step))
-
 
 def send_samples(tracker: Tracker, *, cfg: Config, step: int) -> None:
-    """The best and the worst of the last recorded responses, without secrets that an environment may have printed."""
+    """The best and the worst of the last recorded responses, without secrets that an environment may have printed.
+
+    Called on the trackers' threads.
+    """
     tables, _ = best_and_worst(last_rollouts(cfg.run_dir))
     if tables:
         tracker.samples(step, Redactor((cfg.rollout.api_key_env,)).tree(tables))
@@ -110,11 +108,10 @@ def make_sinks(
     cfg: Config,
     stack: ExitStack,
     log: Callable[[str], None],
-    ids: Mapping[str, str] | None = None,
-    first_step: int = 0,
+    ids: Mapping[str, str],
+    first_step: int,
 ) -> Sinks:
     """config.toml, metrics.jsonl and the trackers, whose runs continue those of `ids` (Trackers) after `first_step` steps."""
-    cfg.run_dir.mkdir(parents=True, exist_ok=True)
     (cfg.run_dir / "config.toml").write_text(dump_config(cfg))
     track, trackers = cfg.track, None
     if track.to:

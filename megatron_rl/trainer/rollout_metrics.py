@@ -121,7 +121,7 @@ def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
 
 
 def count_seconds(sums: MetricSums, name: str, found: Sequence[float], parallel: Parallel) -> None:
-    seconds = torch.tensor(found, dtype=torch.float64, device=parallel.device)
+    seconds = torch.tensor(found, device=parallel.device)
     everything = torch.ones_like(seconds, dtype=torch.bool), torch.zeros_like(seconds, dtype=torch.int64)
     sums.add_histogram(name, tabulate(seconds, *everything, 1))
 

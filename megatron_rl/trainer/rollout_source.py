@@ -97,7 +97,7 @@ class RolloutSource(Protocol):
         """The step is trained and reported."""
         return
 
-    def files(self, *, is_step_done: bool = True) -> Files:
+    def files(self, *, is_step_done: bool) -> Files:
         """Extra files of this rank in a checkpoint: name -> writer."""
         return {}
 
@@ -232,7 +232,7 @@ class LiveRollouts(RolloutSource):
     def progress(self) -> dict[str, Any]:
         return {"policy_version": self.policy_version, "prompts": self.scheduler.prompts_state()}
 
-    def files(self, *, is_step_done: bool = True) -> Files:
+    def files(self, *, is_step_done: bool) -> Files:
         return self.scheduler.files(is_step_done=is_step_done)
 
     def restore(self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]) -> list[str]:

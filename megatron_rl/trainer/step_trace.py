@@ -44,8 +44,6 @@ class StepTrace:
     def begin(self, step: int) -> None:
         """End the step before, and trace this one if it is due.  Collective then."""
         self.end()
-        if not self.trace.is_on:
-            return
         self.trace.take()  # between traced steps: not needed
         if not self.cfg.run.traces(step):
             return

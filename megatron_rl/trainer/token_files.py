@@ -123,7 +123,7 @@ class TokenFiles:
         if self.mask_missing_routes and rollout.missing_routes is not None:
             known[rollout.missing_routes[rollout.sampled - 1]] = Flag.MISSING_ROUTE
         if not sample.in_loss:
-            known += np.uint8(Flag.LEFT_OUT)
+            known |= np.uint8(Flag.LEFT_OUT)
         return known
 
 

@@ -41,13 +41,11 @@ class Places:
 
     @classmethod
     def of(cls, wanted: Sequence[np.ndarray], rows: Rows, device: torch.device) -> Places:
-        """wanted: the packed rows of each chosen sequence; rows: those that this rank has, in its order."""
-        packed = np.concatenate([np.zeros(0, np.int64), *wanted])
-        held = indices(rows).numpy()
-        number = np.full(max(held.max(initial=-1), packed.max(initial=-1)) + 1, -1)
-        number[packed] = np.arange(len(packed))
-        mine = np.flatnonzero(number[held] >= 0)
-        return cls(torch.from_numpy(mine).to(device), number[held[mine]], len(packed))
+        """wanted: the packed rows of each chosen sequence, ascending; rows: those that this rank has, in its order."""
+        local = indices(rows).numpy()
+        packed = np.concatenate([local[:0], *wanted])
+        index = np.flatnonzero(np.isin(local, packed))
+        return cls(torch.from_numpy(index).to(device), np.searchsorted(packed, local[index]), len(packed))
 
 
 class Part:
@@ -98,13 +96,14 @@ class Part:
             tokens.shares,
             flags(tokens),
         )
-        self.values = torch.stack([column.float() for column in columns])[:, self.sampled.index]
-        gap = torch.where(mask, tokens.old_logprobs.double() - batch.rollout_logprobs.double(), 0.0)
-        stale = torch.where(mask, tokens.logprobs.double() - tokens.old_logprobs.double(), 0.0)
+        self.values = torch.stack(columns)[:, self.sampled.index]
+        old_logprobs = tokens.old_logprobs.double()
+        gap = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0)
+        stale = torch.where(mask, tokens.logprobs - old_logprobs, 0.0)
         entropy = torch.where(mask, tokens.entropy, 0.0)
         k3 = torch.expm1(gap) - gap
         slots = self._slots(batch.sequence_ids)
-        summed = torch.stack([each.double() for each in (mask, -gap, k3, clipped, weight, entropy, tokens.shares)], 1)
+        summed = torch.stack([mask, -gap, k3, clipped, weight, entropy, tokens.shares], 1)
         self.sums[:, :-2].index_add_(0, slots, summed)
         largest = torch.stack([gap.abs(), stale.abs()], dim=1)
         self.maxima.scatter_reduce_(0, slots[:, None].expand(-1, NUM_MAXIMA), largest, "amax")
@@ -195,7 +194,7 @@ class TokenRecorder:
             here = np.ix_(np.array(engine.layout.layers, np.int64), part.inputs.at)
             table.own_experts[here], table.margins[here] = ids, part.margins.cpu().numpy()
             table.flipped[here] = part.flipped.cpu().numpy()
-        if parallel.is_last_stage and parallel.tp_rank == 0:
+        if parallel.tp_rank == 0:  # the stages before the last have zeros
             table.values[:, part.sampled.at] = part.values.cpu().numpy()
         if parallel.replica_group.size() > 1:  # every byte is of one rank, the others add 0: this is a gather
             dist.reduce(torch.from_numpy(table.memory), parallel.replica_leader, group=parallel.replica_group)
@@ -207,7 +206,7 @@ class TokenRecorder:
         own = torch.cat([torch.cat([part.sums, part.maxima], dim=1)[:-1] for part in parts]).cpu()
         if parallel.tp_rank and not engine.layout.sequence_parallel:
             own.zero_()
-        if parallel.tp_rank or not parallel.is_last_stage:
+        if parallel.tp_rank:
             own[:, : NUM_SUMS - 2] = own[:, NUM_SUMS:] = 0
         group = parallel.replica_group
         if group.size() == 1:

@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
@@ -56,8 +57,8 @@ class Trainer:
     tokens: TokenRecorder
     recording: Recording
     step_trace: StepTrace
-    first_step: int = 0
-    evaluated: int = -1
+    first_step: int
+    evaluated: int
 
     def listen(self, stop: StopSignal) -> None:
         """From here on a signal ends sampling, saves a checkpoint and stops the run."""
@@ -197,7 +198,8 @@ class Trainer:
         """A checkpoint after `step` finished steps, if due or if a signal came: the latter raises StoppedBySignal."""
         with self.meter.between_steps("checkpoint"):
             is_due = is_last or self.is_due(step, self.cfg.checkpoint.every)
-            self.checkpoint_policy.end(step, self._progress(), self.rollouts.files, is_due=is_due)
+            files = partial(self.rollouts.files, is_step_done=True)
+            self.checkpoint_policy.end(step, self._progress(), files, is_due=is_due)
 
     def _progress(self) -> Progress:
         """What a checkpoint keeps beside the engine."""

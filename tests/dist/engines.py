@@ -9,7 +9,7 @@ from megatron_rl.config import load_config
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.sampling_mask import SamplingMask
-from megatron_rl_tools.verify_replay.inputs import make_sample
+from megatron_rl_tools.verify_replay.fingerprints import make_sample
 
 
 def make_engine(

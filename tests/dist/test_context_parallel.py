@@ -31,7 +31,7 @@ def compare_with_one_rank(group):
     import torch
 
     from megatron_rl.engine.attention import make_plan, packed_attention, padded_attention
-    from megatron_rl_tools.verify_replay.inputs import rows_on_rank
+    from megatron_rl_tools.verify_replay.fingerprints import rows_on_rank
 
     size = group.size()
     torch.manual_seed(0)

@@ -48,7 +48,7 @@ def sampled(checkpoint, temperature):
 def explain_all(folder):
     """Name of the case -> (verdict, cause, share)."""
     from megatron_rl.distributed import make_parallel
-    from megatron_rl_tools.explain_mismatch.explain_mismatch import make_config
+    from megatron_rl_tools.explain_mismatch.explain_mismatch import explain_config
     from megatron_rl_tools.explain_mismatch.ladder import Ladder
     from megatron_rl_tools.explain_mismatch.trainer_side import TrainerSide
     from tests.mismatch import faults
@@ -69,7 +69,7 @@ def explain_all(folder):
         temperature = 0.7 if name == "temperature" else 1.0
         model = trainers.get(name, served.checkpoint)
         args = SimpleNamespace(model=model, device="cpu", dtype="float32", config=None, temperature=temperature)
-        cfg = make_config(args, longest=100)
+        cfg = explain_config(args, longest=100)
         parallel = make_parallel(cfg.parallel, device="cpu", timeout_minutes=5)
         rollouts = shifted if name == "routes of the row before" else good
         ladder = Ladder(TrainerSide(cfg, parallel), rollouts, is_refereed=name == "healthy", log=lambda line: None)

@@ -84,7 +84,7 @@ def run_engines(cases, layouts):
 
     from megatron_rl.batch.split import make_mini_batch
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl_tools.verify_replay.inputs import rows_on_rank
+    from megatron_rl_tools.verify_replay.fingerprints import rows_on_rank
     from tests.dist.engines import make_engine
 
     dist.init_process_group("gloo")

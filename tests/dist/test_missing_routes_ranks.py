@@ -167,12 +167,12 @@ def test_masked_tokens_leave_the_loss_and_not_its_denominators(runs, world, inde
 
 def every_row(result, seen):
     """((MoE layer, rollout, position) or None for a pad, consumed, live, masked) of every row of every router call."""
-    from megatron_rl_tools.verify_replay.router_hooks import name_rows
+    from megatron_rl_tools.verify_replay.router_hooks import name_wrong_rows
 
     owners = owners_of_rows(result, [sample.rollout for sample in samples_with_gaps()])
     for calls, masks in result["passes"]:
         seen["recompute"] = seen.get("recompute", 0) + sum(call.kind == "recompute" for call in calls)
-        rows = name_rows(calls, owners, rank=0)
+        rows = name_wrong_rows(calls, owners, rank=0)
         for row, masked in zip(rows, itertools.chain(*masks), strict=True):
             yield (None if row.who is None else (row.layer, *row.who)), row.consumed, row.live, masked
 

@@ -59,7 +59,7 @@ HAS_PADS = {"cp", "batch_format"}  # these layouts pad sequences here, whatever 
 
 def make_samples():
     """Sequences of 5 to 12 tokens; every (token, layer) of the batch has its own set of experts."""
-    from megatron_rl_tools.verify_replay.inputs import make_sample, random_routes
+    from megatron_rl_tools.verify_replay.fingerprints import make_sample, random_routes
 
     rng, used = np.random.default_rng(0), set()
     return [
@@ -84,7 +84,7 @@ def run_layouts(checkpoints, layouts, mode):
     from megatron_rl.engine import model as engine_model
     from megatron_rl.engine.engine import Engine
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl_tools.verify_replay.inputs import rows_on_rank
+    from megatron_rl_tools.verify_replay.fingerprints import rows_on_rank
     from megatron_rl_tools.verify_replay.passes import recomputed_layers
     from megatron_rl_tools.verify_replay.router_hooks import Watch
 
@@ -235,10 +235,10 @@ def check_consumed(ranks):
     Pads are dealt out to the experts in turn, expert-parallel rank by rank, and never follow the router.
     """
     from megatron_rl_tools.verify_replay import router_hooks
-    from megatron_rl_tools.verify_replay.inputs import routes_of
+    from megatron_rl_tools.verify_replay.fingerprints import fingerprint_routes
 
     rollouts = [sample.rollout for sample in make_samples()]
-    given = routes_of(rollouts)
+    given = fingerprint_routes(rollouts)
     assert len(set(given.values())) == len(given) == LAYERS * sum(length - 1 for length in LENGTHS)
     assert sorted({layer for result in ranks for layer in result["layers"]}) == list(range(LAYERS))
     again = {layer for result in ranks for layer in result["recomputed"]}
@@ -254,7 +254,7 @@ def check_consumed(ranks):
         seen = [
             row
             for rank, result in enumerate(ranks)
-            for row in router_hooks.name_rows(result["passes"][index], owners_of_rows(result, rollouts), rank)
+            for row in router_hooks.name_wrong_rows(result["passes"][index], owners_of_rows(result, rollouts), rank)
         ]
         for kind, layers in (("forward", range(LAYERS)), ("recompute", again if is_update else ())):
             rows = [row for row in seen if row.kind == kind]
@@ -272,7 +272,7 @@ def check_consumed(ranks):
 
 def owners_of_rows(result, rollouts):
     """Who must be in each row of a rank's routers, by micro-batch."""
-    from megatron_rl_tools.verify_replay.inputs import owners_on_rank
+    from megatron_rl_tools.verify_replay.fingerprints import owners_on_rank
 
     by_id = {rollout.id: rollout for rollout in rollouts}
     return [
@@ -282,7 +282,7 @@ def owners_of_rows(result, rollouts):
 
 def check_pads(result, rollouts):
     """In packed order, pads use the experts in turn; how many pads all calls had."""
-    from megatron_rl_tools.verify_replay.inputs import rows_on_rank
+    from megatron_rl_tools.verify_replay.fingerprints import rows_on_rank
 
     owners, num_pads = owners_of_rows(result, rollouts), 0
     for call in itertools.chain(*result["passes"]):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl_tools.verify_replay.options import KINDS
-from megatron_rl_tools.verify_replay.routers import (
+from megatron_rl_tools.verify_replay.router_kinds import (
     gate_weights,
     live_choice,
     router_kind,
@@ -49,7 +49,7 @@ def test_every_kind_of_router_is_replayed_exactly(world):
 def spec_of(path, kind):
     from megatron_rl.models.families import make_spec
     from megatron_rl.models.spec import load_hf_config
-    from megatron_rl_tools.verify_replay.routers import router_kind
+    from megatron_rl_tools.verify_replay.router_kinds import router_kind
 
     spec = make_spec(load_hf_config(path))
     return dataclasses.replace(spec, router=router_kind(kind, num_experts=EXPERTS, top_k=TOP_K))
@@ -61,7 +61,7 @@ def run_kinds(path, kinds):
 
     from megatron_rl.engine.model import moe_routers
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl_tools.verify_replay.routers import set_expert_bias
+    from megatron_rl_tools.verify_replay.router_kinds import set_expert_bias
     from tests.dist.engines import make_engine, random_batch
 
     dist.init_process_group("gloo")

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_rl.launch.trace_file import merge, read_rank
 from megatron_rl.trainer.step_meter import TIMED
-from megatron_rl_tools.trace import trace as command
-from megatron_rl_tools.trace.summary import summarize
+from megatron_rl_tools.trace import merge_trace as command
+from megatron_rl_tools.trace.trace_summary import summarize_trace
 from tests.dist.launch import run_ranks
 from tests.saved_run import make_material, sections
 from tests.unit.launch.test_trace import check_names, check_nesting
@@ -69,7 +69,7 @@ def test_each_rank_writes_the_steps_that_are_due(run):
 def test_the_stages_are_those_of_the_metrics_and_their_seconds_agree(run):
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for step in (2, 4):
-        summary = summarize(merge(read_step(run, step)))
+        summary = summarize_trace(merge(read_step(run, step)))
         measured = next(row for row in metrics if row["step"] == step)
         of_rank_0 = summary.ranks[0]
         assert of_rank_0.step == pytest.approx(measured["time/step"], abs=1e-5)

@@ -172,7 +172,7 @@ def test_under_torchrun_a_fault_on_one_rank_ends_the_job_with_an_error():
 @pytest.mark.slow
 def test_a_users_configuration_is_proven_with_a_cut_down_model(tmp_path):
     """48 layers, 128 experts, top-8 as in the TOML's checkpoint; its pp and recompute are taken over."""
-    from megatron_rl_tools.verify_replay.inputs import small_config
+    from megatron_rl_tools.verify_replay.fingerprints import small_config
 
     hf = small_config(num_layers=48, num_experts=128, top_k=8, first_k_dense=3, tp=1, etp=1)
     (tmp_path / "model").mkdir()

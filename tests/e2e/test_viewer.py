@@ -558,10 +558,10 @@ def test_the_load_of_an_expert_over_the_steps(page, address):
 
 
 def test_an_export_opens_from_disk(browser, folders, tmp_path):
-    from megatron_rl_viewer.export import export
-    from megatron_rl_viewer.run import Runs
+    from megatron_rl_viewer.disk_copy import write_copy
+    from megatron_rl_viewer.run_folder import Runs
 
-    index = export(
+    index = write_copy(
         Runs(folders[:1], tmp_path / "cache"),
         tmp_path / "export",
         STATIC,

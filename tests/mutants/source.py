@@ -1,8 +1,9 @@
 """The mutants of one source file: mutmut's operators and a few for tensor code, at every place that a test can check.
 
 Never mutated, because no test should check them: annotations, decorators, imports, type aliases, docstrings, assertions,
-`strict=` of zip, the arguments of errors and log lines, texts with spaces, arguments that set the device of a tensor.
-Nor "a = None" and "f(None)": they crash wherever the line runs, and the forced conditions find branches that never run.
+`if TYPE_CHECKING`, `strict=` of zip, the arguments of errors and log lines, texts with spaces, arguments that set the device
+of a tensor.  Nor "a = None" and "f(None)": they crash wherever the line runs, and the forced conditions find branches that
+never run.
 """
 
 from __future__ import annotations
@@ -166,6 +167,8 @@ def is_skipped(node: cst.CSTNode) -> bool:
     if isinstance(node, NEVER):
         return True
     if isinstance(node, cst.Expr) and isinstance(node.value, cst.SimpleString | cst.ConcatenatedString):
+        return True
+    if isinstance(node, cst.If) and code_of(node.test) == "TYPE_CHECKING":
         return True
     if isinstance(node, cst.Arg):
         return node.keyword is not None and node.keyword.value in PLACING

@@ -17,7 +17,9 @@ from tests.mutants.session import exchange_code
 from tests.mutants.source import Mutant, mutants_of
 
 SOURCE = '''"""Docstring 1."""
-from typing import Callable
+from typing import TYPE_CHECKING, Callable
+if TYPE_CHECKING:
+    import os
 LIMIT = 20
 Draw = Callable[[int], int]
 
@@ -53,7 +55,7 @@ def file(tmp_path):
 
 
 def test_changes_are_made_where_a_test_can_check_them(file):
-    """None in docstrings, annotations, assertions, errors, log lines, imports, aliases and strict=."""
+    """None in docstrings, annotations, assertions, errors, log lines, imports, aliases, TYPE_CHECKING and strict=."""
     found = mutants_of(file)
     assert sorted((mutant.where, mutant.change) for mutant in found) == sorted(CHANGES)
     assert all(mutant.text != SOURCE and compile(mutant.text, "x", "exec") for mutant in found)

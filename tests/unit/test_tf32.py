@@ -67,5 +67,5 @@ def test_verify_replay_computes_a_transformer_engine_recipe_with_local_layers(tm
     recipe.write_text(f'[model]\npath = "{model}"\nlayer_spec = "transformer_engine"\n[data]\ntrain = "x"\n')
     args = verify_replay.parse(["--model", str(recipe)])
     with ExitStack() as stack:
-        cfg, _ = verify_replay.make_config(args, verify_replay.parallel_sizes(args), None, stack)
+        cfg, _ = verify_replay.proof_config(args, verify_replay.parallel_sizes(args), None, stack)
     assert (cfg.model.dtype, cfg.model.layer_spec) == ("float32", "local")

@@ -86,7 +86,7 @@ def top() -> int:
 
 def trace() -> int:
     """Show where a traced step spent its time, for Perfetto."""
-    return start("trace.options:parse", "trace.trace:main", "megatron_rl", "megatron_rl_viewer")
+    return start("trace.options:parse", "trace.merge_trace:main", "megatron_rl", "megatron_rl_viewer")
 
 
 def verify_replay() -> int:

@@ -96,7 +96,7 @@ def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **setti
     recipe = Settings(task=task, **({**TASKS[task].settings, **settings} if task in TASKS else settings))
     log = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     if is_made(out, recipe):
-        log(f"{out}: up to date (seed {recipe.seed}, sampled accuracy {read_manifest(out)['heldout_accuracy']:.3f})")
+        log(f"{out}: up to date (seed {recipe.seed}, sampled accuracy {read_recipe(out)['heldout_accuracy']:.3f})")
         return out
     started = time.perf_counter()
     train, heldout = TASKS[task].make(recipe.seed, recipe.num_heldout)
@@ -108,9 +108,9 @@ def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **setti
         log(f"tiny MoE: {num_parameters / 1e6:.2f} M parameters, {recipe.num_layers} layers x {recipe.num_experts} "
             f"experts, top-{recipe.top_k}; cold start on {len(train)} {task}, seed {recipe.seed}")  # fmt: skip
         free = TASKS[task].free
-        stages = [(first, encode(examples, free)) for first, examples in TASKS[task].stages(train)]
-        steps = cold_start(model, stages, encode(train[: recipe.num_probes], free), recipe, log)
-        accuracy = sampled_accuracy(model, encode(heldout, free))
+        stages = [(first, encode_text(examples, free)) for first, examples in TASKS[task].stages(train)]
+        steps = cold_start(model, stages, encode_text(train[: recipe.num_probes], free), recipe, log)
+        accuracy = sampled_accuracy(model, encode_text(heldout, free))
     manifest = {
         "settings": asdict(recipe), "digest": recipe.digest, "steps": steps, "parameters": num_parameters,
         "heldout_accuracy": round(accuracy, 6),
@@ -131,17 +131,17 @@ def is_made(out: Path, recipe: Settings) -> bool:
         return False
     if not (out / MANIFEST).is_file():
         raise FileExistsError(f"{out} exists and has no {MANIFEST}: not written by this tool; choose another directory")
-    return read_manifest(out).get("digest") == recipe.digest
+    return read_recipe(out).get("digest") == recipe.digest
 
 
-def read_manifest(out: Path) -> dict:
+def read_recipe(out: Path) -> dict:
     return json.loads((out / MANIFEST).read_text())
 
 
 # Data ---------------------------------------------------------------------------------------------------------------
 
 
-def encode(examples: Examples, free: str = "") -> Data:
+def encode_text(examples: Examples, free: str = "") -> Data:
     """The transcripts' tokens: prompt, turns with their eos, what answers them, pads.  free: characters not to be judged."""
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     rows, masks = [], []

@@ -32,7 +32,7 @@ PAPER_STEP: dict[str, dict[str, object]] = {
 def main(argv: list[str] | None = None) -> int:
     args, overrides = parse_plan(argv)
     try:
-        cfg = read_config(args, overrides)
+        cfg = read_step_config(args, overrides)
         spec = find_spec(args.model)
         assumed = read_assumptions(args.assume)
         hardware = find_hardware(args.gpu)
@@ -61,12 +61,12 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    Console(width=140, highlight=False).print(table(found[: args.top], args.gpus))
+    Console(width=140, highlight=False).print(layout_table(found[: args.top], args.gpus))
     print("\n".join(best_lines(trainer, found[0], server_pool)))
     return 0
 
 
-def read_config(args: argparse.Namespace, overrides: list[str]) -> Config:
+def read_step_config(args: argparse.Namespace, overrides: list[str]) -> Config:
     sections = {} if args.config else {name: dict(values) for name, values in PAPER_STEP.items()}
     sections.setdefault("model", {})["path"] = str(args.model)
     return load_config(args.config, overrides, sections)
@@ -115,7 +115,7 @@ def server_options(cfg: Config, server_pool: ServerPlan, per_node: int) -> str:
     return f"{options} --rollout.max_total_tokens {rollout.max_total_tokens}"
 
 
-def table(found: list[Candidate], gpus: int) -> Table:
+def layout_table(found: list[Candidate], gpus: int) -> Table:
     kinds = ("weights", "gradients", "optimizer", "activations", "routes", "working", "total")
     out = Table("tp", "cp", "pp", "ep", "etp", "dp", "recompute", *kinds, "old-logprob", "update", box=None)
     for each in found:

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_replay_batch(argv)
     try:
         header = read_header(args.bundle)
-        cfg = make_config(args, header)
+        cfg = batch_config(args, header)
         if cfg.model.is_exact:
             disable_tf32()
         parallel = make_parallel(
@@ -75,15 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         results, tokens = compute(bundle, batch, old, args.tokens)
         if parallel.rank == 0:
-            print("\n".join(describe(bundle, results, tolerance_of(args, cfg))))
+            print("\n".join(describe_batch(bundle, results, tolerance_of(args, cfg))))
             if tokens:
-                print("\n".join(table(tokens, load_tokenizer(cfg.model.path))))
+                print("\n".join(markdown_table(tokens, load_tokenizer(cfg.model.path))))
         return 0 if is_reproduced(bundle, results, tolerance_of(args, cfg)) else 1
     finally:
         parallel.destroy()
 
 
-def make_config(args: argparse.Namespace, header: Header) -> Config:
+def batch_config(args: argparse.Namespace, header: Header) -> Config:
     """The run's, with these weights, layout and device.  Raises ValueError, naming the option."""
     weights = args.weights or args.bundle / header["weights"]
     if not weights.is_dir():
@@ -126,7 +126,7 @@ def compute(bundle: Bundle, batch: MiniBatch, old: OldPass, num_tokens: int) -> 
 
     def observe(tokens: UpdateTokens) -> None:
         if num_tokens and engine.parallel.tp_rank == 0:
-            found[:] = heapq.nlargest(num_tokens, [*found, *shares(tokens)])
+            found[:] = heapq.nlargest(num_tokens, [*found, *layer_shares(tokens)])
 
     grad_norm = engine.compute_gradient(batch, old, sums, replay=bundle.replay, observe=observe)
     metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
@@ -134,7 +134,7 @@ def compute(bundle: Bundle, batch: MiniBatch, old: OldPass, num_tokens: int) -> 
     return results_of(engine, metrics, grad_norm), heapq.nlargest(num_tokens, everyone)
 
 
-def shares(tokens: UpdateTokens) -> list[TokenShare]:
+def layer_shares(tokens: UpdateTokens) -> list[TokenShare]:
     """Every learned token of this rank's rows, with what it adds to the loss."""
     found, loss, batch = [], tokens.loss, tokens.micro_batch
     for row in loss.mask.nonzero().flatten().tolist():
@@ -183,7 +183,7 @@ def is_near(found: float | None, saved: float | None, tolerance: float, least: f
     return math.isclose(found, saved, rel_tol=tolerance, abs_tol=tolerance * least)
 
 
-def describe(bundle: Bundle, results: Results, tolerance: float) -> list[str]:
+def describe_batch(bundle: Bundle, results: Results, tolerance: float) -> list[str]:
     header, here = bundle.header, layout_name(bundle.engine)
     exact = bundle.is_exact
     other = "device" if bundle.is_same_layout else "layout"
@@ -199,8 +199,8 @@ def describe(bundle: Bundle, results: Results, tolerance: float) -> list[str]:
     return [
         f"step {header['step'] + 1}, update {header['update']}, saved because: {header['reason']}",
         f"saved as {header['layout']}, computed as {here}: {rule}",
-        line("loss", header["loss"], results.loss),
-        line("gradient norm", header["grad_norm"], results.grad_norm),
+        metric_line("loss", header["loss"], results.loss),
+        metric_line("gradient norm", header["grad_norm"], results.grad_norm),
         *([f"  gradients      {verdict}"] if exact else []),
         f"  metrics         {equal} of {len(header['metrics'])} equal"
         + (f"; furthest {worst}: {header['metrics'][worst]:.6g}, here {results.metrics[worst]:.6g}" if worst else ""),
@@ -208,14 +208,14 @@ def describe(bundle: Bundle, results: Results, tolerance: float) -> list[str]:
     ]
 
 
-def line(name: str, saved: float | None, found: float | None) -> str:
+def metric_line(name: str, saved: float | None, found: float | None) -> str:
     def shown(value: float | None) -> str:
         return "not finite" if value is None else f"{value:.9g}"
 
     return f"  {name:<14} {shown(saved)}, here {shown(found)}"
 
 
-def table(tokens: Sequence[TokenShare], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def markdown_table(tokens: Sequence[TokenShare], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     rows = ["  loss        rollout            at  token                 log mu  log pi_old  log pi    pi/mu  advantage"]
     for each in tokens:
         text = ascii(tokenizer.decode([each.token]))  # a model's text: never control characters on a terminal

@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 
-def to_json(value: object) -> str:
+def answer_json(value: object) -> str:
     return json.dumps(clean(value), allow_nan=False, separators=(",", ":"))  # ASCII: half a surrogate pair stays JSON
 
 

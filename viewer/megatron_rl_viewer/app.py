@@ -18,10 +18,10 @@ from fastapi import Query as Argument
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse
 
-from megatron_rl_viewer import experts, token_data
-from megatron_rl_viewer.answer import to_json
+from megatron_rl_viewer import expert_loads, token_data
+from megatron_rl_viewer.answer import answer_json
 from megatron_rl_viewer.query import Query, QueryError, groups_page, parse_filters, rollouts_page
-from megatron_rl_viewer.run import Run, Runs, differences
+from megatron_rl_viewer.run_folder import Run, Runs, setting_differences
 
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
@@ -88,7 +88,7 @@ def is_token(given: str | None, token: str) -> bool:
 
 
 def answer(value: object, status: int = 200) -> Response:
-    return Response(to_json(value), status, media_type="application/json")
+    return Response(answer_json(value), status, media_type="application/json")
 
 
 def find(runs: Runs, number: int) -> Run:
@@ -123,7 +123,7 @@ def add_run_routes(app: FastAPI, runs: Runs) -> None:
 
     @app.get("/api/diff")
     def diff(a: int, b: int) -> Response:
-        return answer(differences(find(runs, a).config()[0], find(runs, b).config()[0]))
+        return answer(setting_differences(find(runs, a).config()[0], find(runs, b).config()[0]))
 
     @app.get("/api/runs/{number}/health")
     def health(number: int) -> Response:
@@ -176,13 +176,13 @@ def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
     def experts_of(number: int, step: str = "") -> Response:
         run = find(runs, number)
         run.read_small()
-        return answer(experts.summary(run, step))
+        return answer(expert_loads.loads_of_steps(run, step))
 
     @app.get("/api/runs/{number}/expert")
     def expert(number: int, layer: Annotated[int, Argument(ge=0)], expert: Annotated[int, Argument(ge=0)]) -> Response:
         run = find(runs, number)
         run.read_small()
-        return answer(experts.over_steps(run, layer, expert))
+        return answer(expert_loads.over_steps(run, layer, expert))
 
 
 def add_static_routes(app: FastAPI, static: Path) -> None:

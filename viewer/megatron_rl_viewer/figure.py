@@ -36,7 +36,7 @@ def draw_run(results: Results, title: str) -> Figure:
     figure, axes = make_grid(len(panels) // 2, 2, title)
     for axis, (name, draw) in zip(axes, panels.items(), strict=True):
         draw(axis, results)
-        finish(axis, name)
+        finish_panel(axis, name)
     return figure
 
 
@@ -56,7 +56,7 @@ def draw_comparison(runs: Mapping[str, Results], title: str) -> Figure:
                     axis.plot(*series(results, evaluation), "o", color=color, markeredgecolor="white", markersize=7)
         if metric.startswith("routing/"):
             as_percent(axis)
-        finish(axis, label)
+        finish_panel(axis, label)
     return figure
 
 
@@ -269,7 +269,7 @@ def as_percent(axis: Axes) -> None:
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
 
 
-def finish(axis: Axes, title: str) -> None:
+def finish_panel(axis: Axes, title: str) -> None:
     """Title, legend and, where nothing was measured, a note."""
     axis.set_title(title, loc="left", fontsize=11, color="#23272e")
     if not axis.lines and not axis.collections and not axis.patches:

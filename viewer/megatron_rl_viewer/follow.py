@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """How far a file was read: bytes, lines; and length and digest of the last line, which tell a rewritten file."""
 
     offset: int = 0
@@ -31,23 +31,23 @@ class Line:
         return self.offset + len(self.data)
 
 
-def is_rewritten(path: Path, place: Place) -> bool:
+def is_rewritten(path: Path, place: FilePlace) -> bool:
     """Whether the file no longer holds what was read: it is gone, shorter, or another line ends there."""
     if place.offset == 0:
         return False
     try:
         with open(path, "rb") as file:
             file.seek(place.offset - place.last_length)
-            return digest(file.read(place.last_length)) != place.last_digest
+            return digest_of_lines(file.read(place.last_length)) != place.last_digest
     except FileNotFoundError:
         return True
 
 
-def digest(data: bytes) -> bytes:
+def digest_of_lines(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def new_lines(path: Path, place: Place) -> Iterator[Line]:
+def new_lines(path: Path, place: FilePlace) -> Iterator[Line]:
     """The complete lines after `place`; an incomplete last one is left for later.  None where there is no such file."""
     try:
         file = open(path, "rb")  # noqa: SIM115  closed below: the generator outlives this block
@@ -73,12 +73,12 @@ def batch_of(lines: Iterator[Line], count: int, size: int) -> list[Line]:
     return found
 
 
-def after(place: Place, line: Line) -> Place:
+def after(place: FilePlace, line: Line) -> FilePlace:
     """The place after `line`, which was read at or after `place`."""
-    return Place(line.end, line.number, len(line.data), digest(line.data))
+    return FilePlace(line.end, line.number, len(line.data), digest_of_lines(line.data))
 
 
-def cut_line(path: Path, place: Place) -> str | None:
+def cut_line(path: Path, place: FilePlace) -> str | None:
     """A warning where bytes without a newline follow, as a killed writer leaves them."""
     size = path.stat().st_size if path.is_file() else 0
     return f"{path.name}:{place.lines + 1}: cut line" if size > place.offset else None

@@ -23,8 +23,8 @@ from tempfile import TemporaryDirectory
 from threading import Event
 from urllib.parse import quote
 
-from megatron_rl_viewer.follow import Line, Place, after, batch_of, cut_line, is_rewritten, new_lines
-from megatron_rl_viewer.shards import Shard, ShardError, shard_files, shard_name
+from megatron_rl_viewer.follow import FilePlace, Line, after, batch_of, cut_line, is_rewritten, new_lines
+from megatron_rl_viewer.tensor_files import ShardError, TensorFile, shard_files, tensor_file_name
 
 VERSION = 1  # of the tables below: another one is built again
 BATCH = 5000  # lines per transaction
@@ -158,11 +158,11 @@ class Index:
             )
             self.revision += 1
 
-    def _place(self, connection: sqlite3.Connection, name: str) -> Place:
+    def _place(self, connection: sqlite3.Connection, name: str) -> FilePlace:
         row = connection.execute(
             "SELECT offset, lines, last_length, last_digest FROM files WHERE name = ?", (name,)
         ).fetchone()
-        return Place(*row) if row else Place()
+        return FilePlace(*row) if row else FilePlace()
 
     def _share_read(self, connection: sqlite3.Connection) -> float:
         paths = [*self._jsonl("rollouts"), *self._jsonl("trained")]
@@ -204,7 +204,7 @@ class Index:
             texts.clear()
 
         seen = self._ids(connection, last_step, path.stem)
-        for fields, row in self._parsed(connection, path, lines, "a rollout", rollout_row):
+        for fields, row in self._parsed(connection, path, lines, "a rollout", index_row):
             step, name = fields["step"], fields["id"]
             # an attempt writes its rows of a step at once: what stands there from before is of one that was abandoned
             if step != last_step or name in seen:
@@ -214,10 +214,10 @@ class Index:
             seen.add(name)
             number += 1
             rows.append((number, path.stem, *row))
-            texts.append((number, text_of(fields["prompt"]), text_of(fields["response"])))
+            texts.append((number, searched_text(fields["prompt"]), searched_text(fields["response"])))
             steps.add(step)
         flush()
-        again = [(shard_name(path.stem, step),) for step in steps]  # they may have been read before these lines
+        again = [(tensor_file_name(path.stem, step),) for step in steps]  # they may have been read before these lines
         connection.executemany("DELETE FROM shards WHERE name = ?", again)
         self._finish_steps(connection, steps)
         return last_step
@@ -282,7 +282,7 @@ class Index:
         count = connection.execute("SELECT count(*) FROM warnings WHERE file = ?", (file,)).fetchone()[0]
         if count < MAX_WARNINGS:
             text = text if count < MAX_WARNINGS - 1 else f"{text}; further lines are not named"
-            connection.execute("INSERT INTO warnings VALUES (?,?)", (file, text_of(text)))
+            connection.execute("INSERT INTO warnings VALUES (?,?)", (file, searched_text(text)))
 
     def _finish_steps(self, connection: sqlite3.Connection, steps: set[int]) -> None:
         """What depends on all rows of a step: the trainer's numbers, the groups."""
@@ -305,7 +305,7 @@ class Index:
                 continue
             error = None
             try:
-                ids = Shard(self.folder, name).ids
+                ids = TensorFile(self.folder, name).ids
             except ShardError as problem:
                 error, ids = str(problem), []
             self._set_shard(connection, name, ids, (*entry, error))
@@ -342,7 +342,7 @@ ToRow = Callable[[str, Line, dict], tuple]
 """(stem of the file, line, its fields) -> values of a row; ValueError, KeyError or TypeError for another kind of line."""
 
 
-def rollout_row(file: str, line: Line, fields: dict) -> tuple:
+def index_row(file: str, line: Line, fields: dict) -> tuple:
     """Values of ROW after number and file.  A line of an older version names one policy_version for the entire response."""
     step, name, length = integer(fields, "step"), text(fields, "id"), integer(fields, "response_length")
     integer(fields, "prompt_length", 0)
@@ -390,7 +390,7 @@ def number_or_none(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else None
 
 
-def text_of(value: object) -> str:
+def searched_text(value: object) -> str:
     """A prompt may be a list of messages.  Half a surrogate pair is no text that SQLite stores."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 
 from megatron_rl.metrics.lines import MetricLines
-from megatron_rl_viewer.follow import Place, after, cut_line, is_rewritten, new_lines
+from megatron_rl_viewer.follow import FilePlace, after, cut_line, is_rewritten, new_lines
 
 METRICS_FILE, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
 EVALUATION = "eval/"
@@ -28,7 +28,7 @@ class MetricsFile:
         self._clear()
 
     def _clear(self) -> None:
-        self._place, self._lines = Place(), MetricLines()
+        self._place, self._lines = FilePlace(), MetricLines()
         self._metrics: dict[int, dict[str, float]] = {}
         self._per_layer: dict[int, dict[str, list[float]]] = {}
         self.warnings: list[str] = []
@@ -104,7 +104,7 @@ class EventsFile:
         self._clear()
 
     def _clear(self) -> None:
-        self._place = Place()
+        self._place = FilePlace()
         self.events: list[dict] = []
         self.warnings: list[str] = []
 

@@ -17,9 +17,9 @@ class Pieces:
     """Token id -> bytes.  ValueError, naming the folder, where it holds no tokenizer that can be read."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer = load(folder)
+        self.tokenizer = load_tokenizer(folder)
         model = json.loads(self.tokenizer.to_str())
-        parts = {part.get("type") for key in ("decoder", "pre_tokenizer") for part in flat(model.get(key))}
+        parts = {part.get("type") for key in ("decoder", "pre_tokenizer") for part in flat_pieces(model.get(key))}
         self.is_byte_level = "ByteLevel" in parts
         self.has_marks = bool(parts & {"Metaspace", "ByteFallback"}) or '"\\u2581"' in json.dumps(model.get("decoder"))
         self.added = {token["id"]: token["content"] for token in model.get("added_tokens", [])}
@@ -38,15 +38,15 @@ class Pieces:
         return (text.replace("\u2581", " ") if self.has_marks else text).encode()
 
 
-def flat(part: dict | None) -> list[dict]:
+def flat_pieces(part: dict | None) -> list[dict]:
     """A part of a tokenizer.json and the parts in it."""
     if not part:
         return []
     inner = [*part.get("decoders", ()), *part.get("pretokenizers", ())]
-    return [part, *(each for one in inner for each in flat(one))]
+    return [part, *(each for one in inner for each in flat_pieces(one))]
 
 
-def load(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path) -> Tokenizer:
     """From local files only."""
     path = folder / "tokenizer.json"
     try:
@@ -73,10 +73,10 @@ def byte_of_letter() -> dict[str, int]:
 
 def shown_tokens(ids: Sequence[int], pieces: Pieces | None) -> list[dict[str, object]]:
     """[{"text", "id"}], with "bytes" where the token alone is no UTF-8 text; <ID> without a tokenizer."""
-    return [{"id": token, **shown(token, pieces.piece(token) if pieces else None)} for token in ids]
+    return [{"id": token, **shown_text(token, pieces.piece(token) if pieces else None)} for token in ids]
 
 
-def shown(token: int, piece: bytes | None) -> dict[str, object]:
+def shown_text(token: int, piece: bytes | None) -> dict[str, object]:
     if piece is None:
         return {"text": f"<{token}>"}
     try:

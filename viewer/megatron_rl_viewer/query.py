@@ -95,8 +95,8 @@ def parse_filters(text: str) -> list[dict[str, object]]:
 def rollouts_page(connection: sqlite3.Connection, query: Query) -> dict:
     """{"total", "columns", "rows"}; a row has its key and that of its group."""
     where, values = conditions(query, {**ROLLOUT_COLUMNS, **HIDDEN_FILTERS}, FOUND)
-    total, numbers = page(connection, "rollouts", ROLLOUT_COLUMNS, query, where, values)
-    return {"total": total, "columns": described(ROLLOUT_COLUMNS), "rows": rollout_rows(connection, numbers)}
+    total, numbers = page_of(connection, "rollouts", ROLLOUT_COLUMNS, query, where, values)
+    return {"total": total, "columns": describe_query(ROLLOUT_COLUMNS), "rows": rollout_rows(connection, numbers)}
 
 
 def find_rollout(connection: sqlite3.Connection, key: str) -> sqlite3.Row | None:
@@ -127,7 +127,7 @@ def rollout_row(row: sqlite3.Row) -> dict[str, object]:
 def groups_page(connection: sqlite3.Connection, query: Query) -> dict:
     found = f"key IN (SELECT group_key FROM rollouts WHERE {FOUND})"
     where, values = conditions(query, {**GROUP_COLUMNS, **HIDDEN_GROUP_FILTERS}, found)
-    total, numbers = page(connection, "groups", GROUP_COLUMNS, query, where, values)
+    total, numbers = page_of(connection, "groups", GROUP_COLUMNS, query, where, values)
     marks = ",".join("?" * len(numbers))
     rows = connection.execute(
         f"SELECT groups.*, texts.prompt FROM groups LEFT JOIN texts ON texts.number = groups.first "
@@ -136,17 +136,17 @@ def groups_page(connection: sqlite3.Connection, query: Query) -> dict:
     )
     by_number = {row["number"]: {name: row[name] for name in ["key", *GROUP_COLUMNS]} for row in rows}
     shown = [by_number[number] for number in numbers if number in by_number]
-    return {"total": total, "columns": described(GROUP_COLUMNS), "rows": shown}
+    return {"total": total, "columns": describe_query(GROUP_COLUMNS), "rows": shown}
 
 
-def described(columns: Mapping[str, Column]) -> list[dict[str, object]]:
+def describe_query(columns: Mapping[str, Column]) -> list[dict[str, object]]:
     return [
         {"name": name, "label": column.label, "kind": column.kind, "filter": column.sql is not None}
         for name, column in columns.items()
     ]
 
 
-def page(
+def page_of(
     connection: sqlite3.Connection,
     table: str,
     columns: Mapping[str, Column],

@@ -75,7 +75,7 @@ def write_report(run_dir: Path) -> Path:
     image = base64.b64encode(picture.getvalue()).decode()
     parts = [
         f"<h1>{html.escape(name)}</h1>",
-        headline(results),
+        report_headline(results),
         *(f'<p class="big">{line}</p>' for line in accuracy_lines(results)),
         health_list(results, read_settings(run_dir)),
         left_out_table(results),
@@ -124,7 +124,7 @@ def left_out_table(results: Sequence[StepResult]) -> str:
     title = "<h2>Left out, replaced or repeated</h2>"
     if not rows:
         return f'{title}<p class="note">Nothing.</p>'
-    return title + table(["", "", "count"], rows, numbers_from=2)
+    return title + html_table(["", "", "count"], rows, numbers_from=2)
 
 
 def exported_rollouts(run_dir: Path) -> dict[str, str]:
@@ -146,7 +146,7 @@ def exported_rollouts(run_dir: Path) -> dict[str, str]:
     return links
 
 
-def headline(results: Sequence[StepResult]) -> str:
+def report_headline(results: Sequence[StepResult]) -> str:
     steps, _ = series(results, "rollout/reward_mean")
     if not len(steps):
         return '<p class="note">No training step is finished.</p>'
@@ -167,7 +167,7 @@ def accuracy_lines(results: Sequence[StepResult]) -> Iterator[str]:
 def summary_table(results: Sequence[StepResult]) -> str:
     """First and last fifth of the run, for the metrics that matter."""
     rows = []
-    for name, label in {**SUMMARY, **own_metrics(results)}.items():
+    for name, label in {**SUMMARY, **users_metrics(results)}.items():
         _, values = series(results, name)
         if len(values) and (values.any() or not name.startswith(SILENT_AT_ZERO)):
             part = max(1, len(values) // 5)
@@ -175,10 +175,10 @@ def summary_table(results: Sequence[StepResult]) -> str:
             # a program that an episode started may have chosen the name
             rows.append([f"{label}<br><code>{html.escape(name)}</code>", *map(number, shown)])
     head = ["", "first fifth", "last fifth", "minimum", "maximum"]
-    return f"<h2>Numbers</h2>{table(head, rows, numbers_from=1)}" if rows else ""
+    return f"<h2>Numbers</h2>{html_table(head, rows, numbers_from=1)}" if rows else ""
 
 
-def own_metrics(results: Sequence[StepResult]) -> dict[str, str]:
+def users_metrics(results: Sequence[StepResult]) -> dict[str, str]:
     """Metrics of a user's functions -> label."""
     names = sorted({name for result in results for name in result.metrics if not name.endswith("_total")})
     return {name: label for name in names for prefix, label in OWN_METRICS.items() if name.startswith(prefix)}
@@ -203,7 +203,7 @@ def sample_table(rows: Sequence[Row], links: Mapping[str, str]) -> str:
         ]
         for row in rows
     ]
-    return table(["prompt", "response", "label", "reward", "tokens", "step"], cells, numbers_from=3)
+    return html_table(["prompt", "response", "label", "reward", "tokens", "step"], cells, numbers_from=3)
 
 
 def step_cell(row: Row, links: Mapping[str, str]) -> str:
@@ -223,7 +223,7 @@ def tokens_cell(row: Row) -> str:
     return f"{text}<br>{turns}<br>{environment} of environment"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int) -> str:
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int) -> str:
     """Cells are HTML; columns from `numbers_from` on are aligned to the right."""
 
     def line(tag: str, cells: Sequence[str]) -> str:

@@ -23,12 +23,12 @@ def main(argv: list[str] | None = None) -> None:
         if len(arguments.runs) == 1:
             print(write_report(arguments.runs[0]))
         else:
-            print(compare(arguments.runs, arguments.out))
+            print(draw_runs(arguments.runs, arguments.out))
     except (ValueError, OSError) as error:
         raise SystemExit(f"megatron-rl report: {error}") from error
 
 
-def compare(runs: list[Path], out: Path) -> Path:
+def draw_runs(runs: list[Path], out: Path) -> Path:
     """Draw the runs, named by their directories, into `out`."""
     from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
     from megatron_rl_viewer.figure import draw_comparison

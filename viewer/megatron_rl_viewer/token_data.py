@@ -16,8 +16,8 @@ from megatron_rl_viewer.answer import packed
 from megatron_rl_viewer.index import rollout_key
 from megatron_rl_viewer.pieces import shown_tokens
 from megatron_rl_viewer.query import find_rollout
-from megatron_rl_viewer.run import Run
-from megatron_rl_viewer.shards import Shard, ShardError, shard_name
+from megatron_rl_viewer.run_folder import Run
+from megatron_rl_viewer.tensor_files import ShardError, TensorFile, tensor_file_name
 
 CLIPPED_HIGH, CLIPPED_LOW, WEIGHT_MASK, REJECTED, NOT_FINITE, MISSING_ROUTE, LEFT_OUT = 1, 2, 8, 16, 32, 64, 128
 MASKED = WEIGHT_MASK | REJECTED | NOT_FINITE | MISSING_ROUTE | LEFT_OUT
@@ -66,14 +66,14 @@ def rollout(run: Run, key: str) -> dict | None:
     }
     if data.tokens is None:
         return answer
-    spans = spans_of(
+    spans = text_spans(
         len(data.tokens),
         meta.get("prompt_length", 0),
         data.fitting(data.server("environment"), "environment", (None, 2)),
     )
     sampled = np.flatnonzero(spans == "model")
     data.check_trainer(len(sampled))
-    routes = Routes(data, len(data.tokens) - 1)
+    routes = TokenRoutes(data, len(data.tokens) - 1)
     values = token_values(data, sampled, meta, routes)
     tokens = shown_tokens(data.tokens.tolist(), run.pieces(missing))
     for place, (token, span) in enumerate(zip(tokens, spans.tolist(), strict=True)):
@@ -103,12 +103,12 @@ class Tensors:
     ) -> None:
         self.name, self.missing = name, missing
         shard = trained.get("tensors")
-        self._server: Shard | None = None
-        if (reason := run.not_saved()) and shard is None and not has_tensors(run, shard_name(file, step), name):
+        self._server: TensorFile | None = None
+        if (reason := run.not_saved()) and shard is None and not has_tensors(run, tensor_file_name(file, step), name):
             notes.append(reason)
             self._trainer, self.tokens = None, None
             return
-        self._server = self._open(run, shard_name(file, step))
+        self._server = self._open(run, tensor_file_name(file, step))
         self._trainer = self._open(run, shard) if isinstance(shard, str) else None
         self._key = str(trained.get("key", name))  # of its tensors: ids of two replicas' rollouts may be equal
         self.tokens = self.fitting(self.server("tokens"), "tokens", (None,))
@@ -126,9 +126,9 @@ class Tensors:
         elif self._trainer is None and shard is None:
             missing.append(f"trained.jsonl: {name} has no tensors (rollout.save_tensors saves a share of the groups)")
 
-    def _open(self, run: Run, name: str) -> Shard | None:
+    def _open(self, run: Run, name: str) -> TensorFile | None:
         try:
-            return Shard(run.folder, name)
+            return TensorFile(run.folder, name)
         except ShardError as error:
             self.missing.append(str(error))
             return None
@@ -146,7 +146,7 @@ class Tensors:
             self.missing.append(f"{self.name}: the trainer's half is of another response: none of it is shown")
             self._trainer = None
 
-    def _get(self, shard: Shard | None, name: str, kind: str) -> Array | None:
+    def _get(self, shard: TensorFile | None, name: str, kind: str) -> Array | None:
         try:
             return shard.get(name, kind) if shard else None
         except ShardError as error:
@@ -166,12 +166,12 @@ class Tensors:
 def has_tensors(run: Run, shard: str, name: str) -> bool:
     """Return True where a rollout has tensors in this file, or may have had: it exists and cannot be read."""
     try:
-        return name in Shard(run.folder, shard).ids
+        return name in TensorFile(run.folder, shard).ids
     except ShardError:
         return (run.folder / shard).exists()
 
 
-def spans_of(length: int, prompt_length: int, environment: Array | None) -> Array:
+def text_spans(length: int, prompt_length: int, environment: Array | None) -> Array:
     """[S] of "prompt", "model", "environment"."""
     spans = np.full(length, "model", dtype="<U11")
     spans[:prompt_length] = "prompt"
@@ -180,7 +180,7 @@ def spans_of(length: int, prompt_length: int, environment: Array | None) -> Arra
     return spans
 
 
-def token_values(data: Tensors, sampled: Array, meta: dict, routes: Routes) -> dict[str, list]:
+def token_values(data: Tensors, sampled: Array, meta: dict, routes: TokenRoutes) -> dict[str, list]:
     """Name -> S values."""
     length = len(data.tokens) if data.tokens is not None else 0
     found: dict[str, Array | None] = {"log_mu": data.fitting(data.server("logprobs"), "logprobs", sampled.shape)}
@@ -192,7 +192,7 @@ def token_values(data: Tensors, sampled: Array, meta: dict, routes: Routes) -> d
     advantage = data.trainer("advantage")
     value = float(advantage.ravel()[0]) if advantage is not None and advantage.size else meta.get("advantage")
     found["advantage"] = None if value is None else np.full(sampled.shape, value, np.float64)
-    found["version"] = versions(meta, len(sampled))
+    found["version"] = version_spans(meta, len(sampled))
     found["clipped"] = None if found["flags"] is None else clipped(found["flags"])
     values = {name: spread(array, sampled, length) for name, array in found.items() if array is not None}
     if routes.flips is not None:
@@ -214,7 +214,7 @@ def clipped(flags: Array) -> Array:
     return np.select(conditions, [1, 2, 3], 0)
 
 
-def versions(meta: dict, sampled: int) -> Array | None:
+def version_spans(meta: dict, sampled: int) -> Array | None:
     """[R], from [[version, tokens], ...] of the line; None where these are not its tokens.  A line of an older version names one
     policy_version for the entire response."""
     spans = meta.get("policy_versions") or [[meta.get("policy_version"), sampled]]
@@ -224,7 +224,7 @@ def versions(meta: dict, sampled: int) -> Array | None:
     return np.repeat([version for version, _ in spans], counts)
 
 
-class Routes:
+class TokenRoutes:
     """Experts of both engines, [S - 1, L, K], and where they differ, bool [S - 1, L]."""
 
     def __init__(self, data: Tensors, rows: int) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.options import positive
 
 if TYPE_CHECKING:
-    from megatron_rl_viewer.run import Runs
+    from megatron_rl_viewer.run_folder import Runs
 
 BAD_ARGUMENTS = 2
 LOOPBACK = "127.0.0.1"
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return BAD_ARGUMENTS
     from megatron_rl_viewer.index import default_cache
-    from megatron_rl_viewer.run import NoRunError, Runs
+    from megatron_rl_viewer.run_folder import NoRunError, Runs
 
     try:
         runs = Runs(arguments.runs, arguments.cache or default_cache(), arguments.tokenizer)
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         return BAD_ARGUMENTS
     if arguments.export is not None:
         return write_export(runs, arguments)
-    return serve(runs, arguments.host, arguments.port)
+    return serve_pages(runs, arguments.host, arguments.port)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -93,7 +93,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def write_export(runs: Runs, arguments: argparse.Namespace) -> int:
     from megatron_rl_viewer.app import STATIC
-    from megatron_rl_viewer.export import ExportError, export
+    from megatron_rl_viewer.disk_copy import ExportError, write_copy
     from megatron_rl_viewer.query import Query, QueryError, parse_filters
 
     is_query = not arguments.rollouts or arguments.filter or arguments.search
@@ -102,7 +102,7 @@ def write_export(runs: Runs, arguments: argparse.Namespace) -> int:
         query = (
             Query(limit=arguments.limit or EXPORTED, text=arguments.search or "", filters=filters) if is_query else None
         )
-        page = export(runs, arguments.export, STATIC, keys=arguments.rollouts, query=query)
+        page = write_copy(runs, arguments.export, STATIC, keys=arguments.rollouts, query=query)
     except (ExportError, QueryError, OSError) as error:
         print(f"megatron-rl view: {error}", file=sys.stderr)
         return BAD_ARGUMENTS
@@ -111,13 +111,13 @@ def write_export(runs: Runs, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def serve(runs: Runs, host: str, port: int | None) -> int:
+def serve_pages(runs: Runs, host: str, port: int | None) -> int:
     import uvicorn
 
     from megatron_rl_viewer.app import create_app
 
     try:
-        listener = listen(host, port)
+        listener = bind_socket(host, port)
     except OSError as error:
         print(f"megatron-rl view: {host}:{port}: {error.strerror}; set another --port or --host", file=sys.stderr)
         return BAD_ARGUMENTS
@@ -147,7 +147,7 @@ def is_loopback(listener: socket.socket) -> bool:
     return ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def listen(host: str, port: int | None) -> socket.socket:
+def bind_socket(host: str, port: int | None) -> socket.socket:
     """A listening socket; without a port PORT, or a free one if that is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in (port,) if port is not None else (PORT, 0):

@@ -350,4 +350,4 @@ class EpisodeCall:
             except EpisodeStopped:
                 raise session.stopped_by or GroupCancelled from None
             rollout = session.finish().rollout
-        return replace(rollout, id=name, finish_reason="stop", reward=math.nan, metrics={})
+        return replace(rollout, finish_reason="stop", reward=math.nan, metrics={})

@@ -60,7 +60,7 @@ class Request:
     group: PartialGroup
     sampling: Sampling
     indexes: list[int]
-    timer: Alarm | None = None
+    timer: Alarm = field(init=False)
     cut_by: Literal["", "deadline", "age"] = ""
 
     @property
@@ -216,8 +216,7 @@ class Call:
         """Abort a request by itself, again and again until it is answered: an abort may be lost."""
         request.cut_by = request.cut_by or why
         self.abort(request)
-        if request.timer is not None:  # of the deadline
-            request.timer.cancel()
+        request.timer.cancel()  # of the deadline
         request.timer = self.clock.alarm(ABORT_SECONDS, lambda: self.cut(request, why))
 
     def abort(self, request: Request) -> None:
@@ -249,6 +248,5 @@ def among(tasks: Tasks) -> Iterator[None]:
 
 def this_task() -> asyncio.Task[None]:
     task = asyncio.current_task()
-    if task is None:
-        raise RuntimeError("called outside a task")
+    assert task is not None, "called outside a task"
     return task

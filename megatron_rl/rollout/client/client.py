@@ -246,7 +246,7 @@ class RolloutClient:
     async def _sample_group(self, call: Call, group: PartialGroup) -> None:
         """Send requests until all samples are there.  Raises RolloutError when the retries are spent, GroupCancelled."""
         group.troubles, tries = [], 1 + self.cfg.max_retries
-        for attempt in range(1, tries + 1):
+        for attempt in itertools.count(1):
             try:
                 with among(call.busy):
                     return await self._fill(call, group)

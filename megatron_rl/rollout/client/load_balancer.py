@@ -7,13 +7,13 @@ doubles with every further failure; then one request may try it, whose success c
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 FAILURES_TO_OPEN = 3
-COOLDOWN_SECONDS = 5.0
-MAX_COOLDOWN_SECONDS = 80.0
+COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = 5, 80  # integers: doubled without a limit, no float would hold it
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class LoadBalancer:
         if not urls:
             raise ValueError("RolloutClient needs at least one server URL (rollout.urls, or a server of its own)")
         known = {server.url: server for server in self.servers}
-        self.servers = [known.get(url) or ServerState(url) for url in (url.rstrip("/") for url in urls)]
+        self.servers = [known.get(url) or ServerState(url) for url in (url.removesuffix("/") for url in urls)]
 
     def pick(self, avoid: Collection[str] = (), prefer: str = "") -> ServerState:
         """The server for a request; `avoid`: URLs that failed this group before, taken only where there is no other; `prefer`:
@@ -56,12 +56,11 @@ class LoadBalancer:
         """
         now = self.clock()
 
-        def order(server: ServerState) -> tuple[bool, float, bool, bool, int]:
+        def order(server: ServerState) -> tuple[float, bool, bool, int]:
             # an open circuit is tried by one request at a time
             closed = not server.is_open or (now >= server.open_until and server.requests == 0)
             return (
-                not closed,
-                0.0 if closed else server.open_until,
+                -math.inf if closed else server.open_until,
                 server.url in avoid,
                 server.url != prefer,
                 server.tokens,
@@ -76,7 +75,7 @@ class LoadBalancer:
     def succeeded(self, server: ServerState) -> None:
         if server.is_open:
             logger.warning("rollout server %s answers again", server.url)
-        server.failures, server.open_until = 0, 0.0
+        server.failures = 0
 
     def failed(self, server: ServerState, why: str) -> bool:
         """Count a failure; True where it opened the circuit, which is logged with the server's name."""
@@ -86,8 +85,7 @@ class LoadBalancer:
         server.failures += 1  # past the threshold every further one doubles the cooldown
         if not server.is_open:
             return False
-        doublings = server.failures - FAILURES_TO_OPEN
-        seconds = min(COOLDOWN_SECONDS * 2 ** min(doublings, 10), MAX_COOLDOWN_SECONDS)
+        seconds = min(COOLDOWN_SECONDS * 2 ** (server.failures - FAILURES_TO_OPEN), MAX_COOLDOWN_SECONDS)
         server.open_until = now + seconds
         if not was_open:
             text = "rollout server %s failed %d times in a row (%s): it gets no request for %g s"

@@ -105,7 +105,7 @@ async def connections(cfg: RolloutConfig, tls: ssl.SSLContext) -> AsyncIterator[
     async with aiohttp.ClientSession(
         connector=pool,
         headers={"Accept-Encoding": "identity", "Content-Type": "application/json"} | auth_headers(cfg),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=cfg.connect_timeout_seconds),
+        timeout=aiohttp.ClientTimeout(sock_connect=cfg.connect_timeout_seconds),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
     ) as http:
@@ -206,7 +206,7 @@ def request_body(
     prefixes: Sequence[Sequence[int]],
     sampling: Sampling,
     want_routes: bool,
-    in_place: bool = False,
+    in_place: bool,
 ) -> dict[str, object]:
     """The /generate request.  Everything that shapes the distribution is stated: a server may have other defaults.
 
@@ -264,19 +264,15 @@ async def read(response: aiohttp.ClientResponse, max_bytes: int, idle_seconds: f
     """(status, content): see `post`."""
     async with response:
         content = Received(response.headers.get("Content-Length"), max_bytes)
-        while True:
+        while not response.content.at_eof():
             try:
                 async with asyncio.timeout(idle_seconds):
-                    chunk = await response.content.readany()
+                    content += await response.content.readany()
             except TimeoutError as error:  # the caller's own deadline comes as a cancellation
                 raise RetryableError("timeout", f"no byte for {idle_seconds:g} s after {len(content)}") from error
-            if not chunk:
-                return response.status, content.content()
-            content += chunk
             if len(content) > max_bytes:  # a broken server must not fill the host's memory
                 raise RetryableError("bad_body", f"more than {max_bytes} bytes")
-            if response.content.at_eof():
-                return response.status, content.content()
+        return response.status, content.content()
 
 
 def check_status(url: str, prompt: Prompt, status: int, content: memoryview) -> None:

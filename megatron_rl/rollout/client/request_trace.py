@@ -27,16 +27,12 @@ class RequestTrace:
 
     def request(self, group: PartialGroup) -> AbstractContextManager[dict[str, object]]:
         """From when it is sent until its answer is read."""
-        if not self.trace.is_on:
-            return self.span("request")
         turn = 1 if group.known is None else 1 + group.known.num_turns
         tokens = len(group.prompt.token_ids)
         return self.span("request", prompt=group.prompt.id, turn=turn, samples=len(group.missing), prompt_tokens=tokens)
 
     def answered(self, values: dict[str, object], samples: Sequence[object]) -> None:
         """Add the response tokens to `values` of `request`, and the longest of SERVER_SECONDS, where servers send them."""
-        if not self.trace.is_on:
-            return
         values["tokens"] = sum(map(num_tokens, samples))
         for name in SERVER_SECONDS:
             found = [

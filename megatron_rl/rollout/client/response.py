@@ -26,8 +26,8 @@ import numpy as np
 
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import FinishReason, Prompt, Rollout, check_digest
-from megatron_rl.rollout.client.counters import meta_info
-from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, decode_routed_experts
+from megatron_rl.rollout.client.counters import meta_info, num_tokens
+from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, decode_routed_experts, encoded_length
 from megatron_rl.sampling_mask import SamplingMask, check_mask, join_masks
 from megatron_rl.weights.version import version_name
 
@@ -81,7 +81,7 @@ def parse_sample(
     fields, meta = parse_fields(sample, sample_id)
     finish_reason = parse_finish_reason(meta, may_be_cut=may_be_cut)  # cheap checks first: decoding routes takes long
     spans = parse_spans(meta, policy_version, max(policy_version, newest_version), run)
-    given = np.asarray(prompt.token_ids, dtype=np.int64) if prefix is None else prefix.tokens
+    given = np.asarray(prompt.token_ids) if prefix is None else prefix.tokens
     check_input(meta, len(given))
     limit = max_tokens - (0 if prefix is None else prefix.response_length)
     response = parse_tokens(fields, meta, spec.vocab_size, limit)
@@ -118,8 +118,7 @@ def check_all_rows(rollout_id: str, missing: np.ndarray | None) -> None:
 
 def is_small(sample: object, prompt: Prompt, spec: ModelSizes, want_routes: bool) -> bool:
     """Whether a thread to read the sample would cost more than reading it."""
-    response = sample.get("output_ids") if isinstance(sample, dict) else None
-    tokens = len(prompt.token_ids) + (len(response) if isinstance(response, list) else 0)
+    tokens = len(prompt.token_ids) + num_tokens(sample)
     return tokens * (1 + spec.num_layers * spec.top_k * want_routes) < SMALL_VALUES
 
 
@@ -146,18 +145,11 @@ def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
     for part in (prefix, more):
         if part.routed_experts is not None:
             check_digest(part.id, part.tokens, part.routed_experts, part.routes_digest, part.environment)
-    joined = more.routed_experts
-    if joined is not None:
+    routes, missing = more.routed_experts, more.missing_routes
+    if routes is not None:
         if prefix.routed_experts is None:
             raise ValueError(f"rollout {prefix.id}: its continuation has routes, its prefix has none")
-        layer_major = joined.transpose(1, 0, 2).copy()  # rollouts share no memory: `more` stays unchanged
-        layer_major[:, :rows] = prefix.routed_experts.transpose(1, 0, 2)
-        joined = layer_major.transpose(1, 0, 2)
-    missing = np.zeros(len(more.tokens) - 1, bool)
-    if prefix.missing_routes is not None:
-        missing[:rows] = prefix.missing_routes
-    if more.missing_routes is not None:
-        missing[rows:] = more.missing_routes[rows:]
+        routes, missing = after_known(prefix, rows, routes[rows:], None if missing is None else missing[rows:])
     masks = [part.sampling_mask for part in (prefix, more) if part.sampling_mask is not None]
     if len(masks) == 1:
         raise ValueError(f"rollout {prefix.id}: kept sets of only one of prefix and continuation")
@@ -169,8 +161,8 @@ def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
         turns=(*prefix.turns, *more.turns),
         rollout_logprobs=np.concatenate([prefix.rollout_logprobs, more.rollout_logprobs]),
         policy_versions=np.concatenate([prefix.policy_versions, more.policy_versions]),
-        routed_experts=joined,
-        missing_routes=missing if missing.any() else None,
+        routed_experts=routes,
+        missing_routes=missing,
         sampling_mask=join_masks(masks) if masks else None,
         routes_digest=None,  # of the joined routes: made again
     )
@@ -232,23 +224,23 @@ def parse_tokens(
 ) -> np.ndarray:
     """int64 [R] with 1 <= R <= max_tokens and every id in the vocabulary."""
     tokens = as_array(sample.get("output_ids"), "bad_tokens", "output_ids", int)
-    if tokens.ndim != 1 or tokens.dtype.kind != "i" or not 1 <= len(tokens) <= max_tokens:
-        shape = list(tokens.shape)
-        raise SampleDropped("bad_tokens", f"output_ids: {tokens.dtype} {shape}, expected 1..{max_tokens} integers")
+    if tokens.dtype.kind != "i" or not 1 <= len(tokens) <= max_tokens:
+        count = len(tokens)
+        raise SampleDropped("bad_tokens", f"output_ids: {tokens.dtype} [{count}], expected 1..{max_tokens} integers")
     if meta.get("completion_tokens", len(tokens)) != len(tokens):
         raise SampleDropped("bad_tokens", f"{len(tokens)} output_ids, completion_tokens = {meta['completion_tokens']}")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise SampleDropped("bad_tokens", f"ids {tokens.min()}..{tokens.max()}, vocabulary of {vocab_size}")
-    return tokens.astype(np.int64)
+    return tokens
 
 
 def parse_logprobs(meta: Mapping[str, object], response: np.ndarray) -> np.ndarray:
     """float32 [R] from [log-prob, token id, text] entries: one for each token, of that token, finite and <= 0."""
-    entries = meta.get("output_token_logprobs")
-    if not isinstance(entries, list) or not set(map(type, entries)) <= {list} or min(map(len, entries), default=2) < 2:
-        raise SampleDropped("bad_logprobs", "output_token_logprobs: expected a list of [log-prob, id, text]")
-    logprobs = as_array([entry[0] for entry in entries], "bad_logprobs", "output_token_logprobs", int, float)
-    ids = as_array([entry[1] for entry in entries], "bad_logprobs", "output_token_logprobs", int)
+    name, entries = "output_token_logprobs", meta.get("output_token_logprobs")
+    if not isinstance(entries, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in entries):
+        raise SampleDropped("bad_logprobs", f"{name}: expected a list of [log-prob, id, text]")
+    logprobs = as_array([entry[0] for entry in entries], "bad_logprobs", name, int, float)
+    ids = as_array([entry[1] for entry in entries], "bad_logprobs", name, int)
     if not np.array_equal(ids, response):
         detail = f"log-probs of {ids.size} tokens that are not the {len(response)} output_ids"
         raise SampleDropped("bad_logprobs", detail)
@@ -277,7 +269,7 @@ def parse_mask(
     )
     if len(logprobs) != len(response):
         raise SampleDropped("bad_mask", f"{len(logprobs)} log-probs over kept sets for {len(response)} tokens")
-    if ids.dtype.kind != "i" or (ids.size and ids.max() >= vocab_size):
+    if ids.dtype.kind != "i" or ids.max(initial=0) >= vocab_size:
         raise SampleDropped("bad_mask", f"{name}: ids up to {ids.max(initial=0)}, vocabulary of {vocab_size}")
     try:
         mask = SamplingMask.of(sizes, ids)
@@ -325,7 +317,7 @@ def after_retraction(
     """
     if meta.get("num_retractions") in (None, 0):
         return ids, missing
-    ids, flags = ids.copy(), np.zeros(len(ids), bool) if missing is None else missing.copy()
+    flags = np.zeros(len(ids), bool) if missing is None else missing
     ids[first_row:], flags[first_row:] = 0, True
     return ids, flags
 
@@ -333,21 +325,22 @@ def after_retraction(
 def after_known(
     known: Rollout, first_row: int, ids: np.ndarray, missing: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Routes and missing rows of a sequence: those of `known` up to `first_row`, then these."""
-    before = known.routed_experts
-    assert before is not None, "rows are known only where there are routes"
-    layer_major = np.concatenate([part.transpose(1, 0, 2) for part in (before[:first_row], ids)], axis=1)
-    flags = np.zeros(first_row + len(ids), bool)
-    if known.missing_routes is not None:
-        flags[:first_row] = known.missing_routes[:first_row]
-    if missing is not None:
-        flags[first_row:] = missing
-    return layer_major.transpose(1, 0, 2), flags if flags.any() else None
+    """Routes, layer-major in memory of their own, and missing rows of a sequence: of `known` up to `first_row`, then these."""
+    assert known.routed_experts is not None, "rows are known only where there are routes"
+    before = known.routed_experts[:first_row]
+    layer_major = np.concatenate([part.transpose(1, 0, 2) for part in (before, ids)], axis=1)
+    flags = np.concatenate(
+        [
+            np.zeros(len(rows), bool) if lost is None else lost[: len(rows)]
+            for rows, lost in ((before, known.missing_routes), (ids, missing))
+        ]
+    )
+    return np.ascontiguousarray(layer_major).transpose(1, 0, 2), flags if flags.any() else None
 
 
 def payload_length(num_rows: int, spec: ModelSizes) -> int:
     """Characters of the base64 of so many rows."""
-    return (num_rows * spec.num_layers * spec.top_k * 4 + 2) // 3 * 4
+    return encoded_length(num_rows * spec.num_layers * spec.top_k * 4)
 
 
 def sends_all_rows(sample: object, rollout: Rollout, spec: ModelSizes) -> bool:

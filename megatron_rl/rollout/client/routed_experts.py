@@ -90,7 +90,7 @@ def checked_block(
     num_experts: int,
 ) -> np.ndarray:
     """The ids [n, L, K] of the rows from `start`, with 0 in those noted in `missing`.  Raises RoutedExpertsError."""
-    if ids.size and ids.view(np.uint32).max() >= num_experts:  # a negative id is a huge unsigned one
+    if ids.view(np.uint32).max() >= num_experts:  # a negative id is a huge unsigned one
         ids = note_missing(ids, missing, start, -1)
         if ids.view(np.uint32).max() >= num_experts:
             raise_out_of_range(ids, start, moe_layers, num_experts)
@@ -132,19 +132,24 @@ class DistinctCheck:
         return not found
 
     def _matches(self, lanes: np.ndarray, shift: int) -> bool:
-        count = max(0, len(lanes) - shift)
+        count = len(lanes) - shift
         np.equal(lanes[shift:], lanes[:count], out=self.equal[:count])
         return self.flags.find(1, 0, count) >= 0  # several times faster than any()
 
 
 def as_slice(indices: Sequence[int]) -> slice | list[int]:
     """A slice where the indices are consecutive, which selects without a copy."""
-    run = range(indices[0], indices[0] + len(indices)) if len(indices) else range(0)
+    run = range(indices[0], indices[0] + len(indices))
     return slice(run.start, run.stop) if list(indices) == list(run) else list(indices)
 
 
+def encoded_length(num_bytes: int) -> int:
+    """Characters of the base64 of so many bytes."""
+    return (num_bytes + 2) // 3 * 4
+
+
 def check_length(payload: str | bytes | memoryview, num_bytes: int) -> None:
-    expected = (num_bytes + 2) // 3 * 4
+    expected = encoded_length(num_bytes)
     if len(payload) != expected:
         raise RoutedExpertsError(
             "wrong_size", f"{num_bytes} bytes are {expected} base64 characters, the payload has {len(payload)}"

@@ -18,8 +18,8 @@ from megatron_rl.metrics.sinks import Sinks, read_metrics
 from megatron_rl.metrics.trackers import TrackedRun, Tracker, background
 from megatron_rl.metrics.trackers.background import BackgroundTracker
 from megatron_rl.metrics.trackers.registry import IDS_FILE, Trackers, check_trackers
+from megatron_rl.metrics.trackers.run_versions import git_revision, versions
 from megatron_rl.metrics.trackers.to_tensorboard import TensorBoard, line
-from megatron_rl.metrics.trackers.versions import git_revision, versions
 from megatron_rl.records import StepResult
 
 ROOT = Path(__file__).resolve().parents[3]

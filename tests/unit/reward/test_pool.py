@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from megatron_rl.config import RewardConfig
-from megatron_rl.reward.episode import Episode
 from megatron_rl.reward.pool import RewardError, RewardPool
+from megatron_rl.reward.scored_response import Episode
 from tests.fake_server import wait_for
 from tests.unit.reward.functions import LEFT_RUNNING
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from examples.agents.guess import Guess
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step, Turn
 from megatron_rl.rollout.agents import chat as chat_module
-from megatron_rl.rollout.agents.chat import MAX_DEPTH, Chat, ToolCall, is_deep
+from megatron_rl.rollout.agents.chat import MAX_DEPTH, Chat, KnownTexts, ToolCall, is_deep, text_of
 from megatron_rl.rollout.agents.conversation import chained
 from megatron_rl.rollout.agents.tools import Tools
 from tests.words import qwen_tokenizer, word_tokenizer
@@ -153,6 +154,39 @@ def test_the_game_says_where_the_number_is():
     assert [answer.observation for answer in answers] == ["+6+7=", "=6+7=", ""]
     assert answers[-1] == Step(reward=1 / 3, done=True, metrics={"guesses": 3, "numbers": 1.0})
     assert game.step(Turn("x", (), "stop")).done
+
+
+def test_arguments_are_shown_as_they_were_written():
+    assert ToolCall("id", "echo", {"text": "\u00e9"}, "").arguments_json == '{"text": "\u00e9"}'
+
+
+@pytest.mark.parametrize("content", [["x"], [{"type": "text", "text": "x"}, "x"], [{"type": "image_url"}], 3])
+def test_content_is_text_or_parts_of_text(content):
+    with pytest.raises(ValueError, match="must be text or a list of text parts"):
+        text_of(content)
+    assert text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab" and text_of(None) == ""
+
+
+def test_special_tokens_do_not_count_towards_a_text(qwen):
+    """A text of as many tokens as the longest sequence has is given to the format whole."""
+    chat, message = Chat("qwen3", qwen, longest=10), {"role": "user", "content": "x" * 200}
+    chat._tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [0] * (10 + add_special_tokens))
+    assert chat._shortened(message) is message
+
+
+def test_known_texts_are_encoded_as_the_tokenizer_encodes_them(qwen):
+    known, places = KnownTexts(qwen), {"add_special_tokens": False, "return_offsets_mapping": True}
+    for text, named in (("a", places), ("a", {}), ("a" * 99, places), (["a", "b"], places)):
+        for _ in range(2):
+            assert dict(known(text, **named)) == dict(qwen(text, **named))
+
+
+@pytest.mark.parametrize("function", [{"name": ""}, {"name": 5}, {}, "multiply"])
+def test_a_tool_without_a_name_is_refused(function):
+    with pytest.raises(ValueError, match="tools: .* must be"):
+        Tools([{"type": "function", "function": function}])
+    with pytest.raises(ValueError, match="tools: 'multiply' must be a function, or the schema of one"):
+        Tools(["multiply"])
 
 
 def test_arguments_nested_deeper_than_tools_recurse_are_found():

@@ -538,6 +538,11 @@ class Fails(Echo):
         raise TimeoutError("the environment's own")
 
 
+class WithoutTurn(Echo):
+    def step(self):
+        return Step(done=True)
+
+
 class NeedsArguments(Echo):
     def __init__(self, size):
         pass
@@ -592,7 +597,8 @@ def test_rewards_before_a_full_context_count():
 def test_an_environment_must_have_reset_and_step():
     with pytest.raises(ValueError, match=r"agent.environment = .* must be a class with .*missing: .'reset', 'step'."):
         load_function(AgentConfig(environment=f"{__name__}:NoPool"))
-    with pytest.raises(ValueError, match="must be made without arguments"):
-        load_function(AgentConfig(environment=f"{__name__}:NeedsArguments"))
+    for name in ("NeedsArguments", "WithoutTurn"):
+        with pytest.raises(ValueError, match="must be made without arguments, and have reset"):
+            load_function(AgentConfig(environment=f"{__name__}:{name}"))
     with pytest.raises(ValueError, match="must be one of them"):
         AgentConfig(function="a:b", environment="a:B")

@@ -216,6 +216,12 @@ async def after_the_end(session, prompt):
     await session.branch([3]).generate()
 
 
+async def observes_after_the_end(session, prompt):
+    await session.generate()
+    session.finish()
+    session.observe([40])
+
+
 @pytest.mark.parametrize(
     "function, why",
     [
@@ -224,6 +230,7 @@ async def after_the_end(session, prompt):
         ("outside", "branched from token id 64, the model's vocabulary has 64"),
         ("too_long", "starts with 20 tokens: must be fewer than 20, the longest sequence that CACHE allows"),
         ("after_the_end", "the episode is finished"),
+        ("observes_after_the_end", "the episode is finished"),
     ],
 )
 def test_a_branch_that_cannot_be_is_named(function, why):
@@ -246,6 +253,7 @@ async def until_full(session, prompt):
         ({"max_episode_tokens": 3 * TURN + 2}, 64, 2),
         ({"max_episode_tokens": 3 * TURN + 4}, 64, 2),
         ({}, 2 * TURN + 2, 2),
+        ({"max_episode_tokens": 500}, 2 * TURN + 2, 2),
         ({"sequence_limit": (2 + 2 * TURN + 2, "CACHE")}, 64, 2),
     ],
 )

@@ -12,6 +12,7 @@ LOOK = 0.05  # seconds in which an alarm of the fake clock has looked several ti
 
 def test_a_paused_clock_stands_still_and_then_continues(clock):
     clock.advance(5)
+    assert clock() == 5
     for pause in (7, 2):
         before = clock()
         with pytest.raises(KeyError), clock.paused():
@@ -66,7 +67,7 @@ def test_an_alarm_of_the_machines_clock_waits_for_the_end_of_a_pause():
     assert called[0] >= 0.05
 
 
-def test_a_timeout_of_the_clock_ends_what_takes_longer_and_nothing_else(clock):
+def test_a_timeout_of_the_clock_ends_what_takes_longer_and_nothing_else(clock, caplog):
     async def waits(seconds: float, machine_seconds: float) -> None:
         async with clock.timeout(5):
             clock.advance(seconds)
@@ -77,3 +78,4 @@ def test_a_timeout_of_the_clock_ends_what_takes_longer_and_nothing_else(clock):
     asyncio.run(waits(4.9, LOOK))
     with pytest.raises(TimeoutError):
         asyncio.run(waits(5, 60))
+    assert not caplog.messages, "its alarm went off after its end"

@@ -10,15 +10,16 @@ import httpx
 import pytest
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.client.request import Body, abort, connections, post
-from tests.fake_server import FakeServer
+from megatron_rl.rollout.client import request as request_module
+from megatron_rl.rollout.client.request import Body, RetryableError, abort, connections, post
+from tests.fake_server import FakeServer, send
 
 TLS = httpx.create_ssl_context(trust_env=False)
 REQUEST = {"rid": "r", "input_ids": [[3, 4]], "return_routed_experts": False}
 
 
-async def ask(http, url, body=REQUEST, idle_seconds=5.0):
-    status, content = await post(http, url, Body(body, idle_seconds), 1 << 20, idle_seconds)
+async def ask(http, url, body=REQUEST, idle_seconds=5.0, max_bytes=1 << 20):
+    status, content = await post(http, url, Body(body, idle_seconds), max_bytes, idle_seconds)
     return status, bytes(content)
 
 
@@ -65,6 +66,19 @@ def test_a_server_that_does_not_read_a_request_is_left_after_the_idle_timeout():
         held[0][0].close()
 
 
+def test_an_answer_is_read_up_to_its_largest_size():
+    async def request():
+        async with connections(RolloutConfig(), TLS) as http:
+            size = len((await ask(http, server.url))[1])
+            assert await ask(http, server.url, max_bytes=size) == (200, b"A" * 100_000)
+            with pytest.raises(RetryableError, match=f"bad_body: more than {size - 1} bytes"):
+                await ask(http, server.url, max_bytes=size - 1)
+
+    with FakeServer("ok") as server:
+        server.behave = lambda handler, behaviour, body: send(handler, 200, b"A" * 100_000)
+        asyncio.run(request())
+
+
 def test_a_redirect_is_not_followed():
     """It would send the servers' key to another host."""
 
@@ -90,3 +104,16 @@ def test_a_redirect_is_not_followed():
 
     url = ""
     assert asyncio.run(both()) == (302, False)
+
+
+def test_an_abort_that_no_server_answers_is_not_confirmed(monkeypatch):
+    monkeypatch.setattr(request_module, "ABORT_SECONDS", 0.05)
+
+    async def aborts():
+        async with connections(RolloutConfig(), TLS) as http:
+            return [await abort(http, url, "r", 2) for url in urls]
+
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
+        urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (silent, closed)]
+        closed.close()
+        assert asyncio.run(aborts()) == [False, False]

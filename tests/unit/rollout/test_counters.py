@@ -121,6 +121,7 @@ def test_what_happens_twice_is_counted_twice(scenario, clock, monkeypatch):
             counts.append(client.counters.totals() | {name: counted[name] for name in COUNTED})
         stats = client.take_stats()
     once, twice = counts
+    assert not once.keys() & {f"rollout/{name}_total" for name in (*COUNTED, "failures", "dropped")}
     assert {name: once[f"rollout/{name}_total"] for name in least} == least
     assert (once["aborts"] > 0) == (scenario in (cancelled, cut_and_resumed, lost, late))
     assert once["aborts_failed"] == (once["aborts"] if scenario is lost else 0)

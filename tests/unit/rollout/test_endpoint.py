@@ -18,8 +18,10 @@ from openai import APIConnectionError, APIStatusError, AsyncOpenAI, Authenticati
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.config.rollout import Truncation
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents import ToolError
-from megatron_rl.rollout.agents.completions import ApiError, read_request
+from megatron_rl.rollout.agents import ToolError, Turn
+from megatron_rl.rollout.agents.chat import Reply
+from megatron_rl.rollout.agents.command import Program
+from megatron_rl.rollout.agents.completions import ApiError, chunks, read_request
 from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
@@ -426,7 +428,7 @@ async def asks_for_what_is_refused(session, prompt):
             broken = await http.post(f"{client.base_url}chat/completions", content=b"{", headers=headers)
             assert broken.status_code == 400 and "not JSON" in broken.json()["error"]["message"]
         stopped = await client.chat.completions.create(
-            model="m", messages=[USER], stop="K", max_completion_tokens=3, **NEUTRAL
+            model="m", messages=[USER], stop="<|im_start|>", max_completion_tokens=3, **NEUTRAL
         )
         assert stopped.choices[0].finish_reason == "length" and stopped.usage.completion_tokens == 3
         left_over.append(client.with_options(max_retries=0))
@@ -441,7 +443,7 @@ def test_what_would_change_the_sampling_is_refused_by_name():
         rollout, _ = sample(server, asks_for_what_is_refused)
         assert len(server.requests) == 1 and rollout.response_length == 3
         stops = server.requests[0]["sampling_params"]["stop_token_ids"]
-        assert TOKENIZER.encode("K")[0] in stops and TOKENIZER.eos_token_id in stops
+        assert {*TOKENIZER.encode("<|im_start|>"), TOKENIZER.eos_token_id} <= {*stops}
     base_url = left_over.pop().base_url
     with pytest.raises(httpx.ConnectError):  # nothing listens after the episodes
         httpx.get(f"{base_url}models")
@@ -499,7 +501,8 @@ async def shortens_its_history(session, prompt):
 
 def test_a_full_context_is_named_and_truncates_only_where_nothing_follows():
     with FakeServer("ok", source=chat_sample) as server:
-        assert sample(server, fills_its_context)[0].finish_reason == "length"
+        rollout, counters = sample(server, fills_its_context)
+        assert (rollout.finish_reason, counters.unread_turns, counters.unread_tokens) == ("length", 0, 0)
         assert sample(server, shortens_its_history)[0].finish_reason == "stop"
 
 
@@ -595,6 +598,32 @@ def test_a_program_gets_no_secrets_and_may_leave_the_reward_to_the_run(monkeypat
 def test_a_program_that_fails_is_a_failed_episode(code, why):
     with pytest.raises(RolloutError, match=f"(?s)agent.command = .*{why}"):
         run_command(sys.executable, "-c", CURL + code)
+
+
+def test_a_program_that_fails_with_a_full_context_is_truncated():
+    code = CURL + 'request.data = json.dumps({"messages": [{"role": "user", "content": "x" * 3000}]}).encode()'
+    code += "\nurllib.request.urlopen(request)"
+    assert run_command(sys.executable, "-c", code).finish_reason == "length"
+
+
+def test_the_end_of_a_programs_outputs_is_noted():
+    """Else every program would be waited for in vain, for seconds."""
+    program = Program()
+    program.process_exited()
+    assert program.has_exited.is_set() and not program.has_closed.is_set()
+    program.connection_lost(None)
+    assert program.has_closed.is_set()
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_a_stream_tells_its_tokens_only_where_it_is_asked_to(include_usage):
+    turn = Turn("OK", (5, 6), "stop", num_prompt_tokens=3, read=lambda: Reply("OK", None, ()))
+    body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": include_usage}}
+    message, end, *usage = chunks(read_request(body, 1.0), [turn], [[]])
+    delta = {"role": "assistant", "content": "OK"}
+    assert message["choices"] == [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}]
+    assert end["choices"] == [{"index": 0, "delta": {}, "finish_reason": "stop", "logprobs": None}]
+    assert [chunk["usage"]["total_tokens"] for chunk in usage] == [5] * include_usage
 
 
 def test_a_program_ends_with_all_that_it_started(tmp_path):

@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import threading
+from contextlib import asynccontextmanager, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -11,10 +13,11 @@ import pytest
 
 from megatron_rl.config import AgentConfig, Config, DataConfig, ModelConfig, RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents import EpisodeError, Turn
+from megatron_rl.rollout.agents import EpisodeError, Turn, environment_process
 from megatron_rl.rollout.agents.chat import Reply, ToolCall
+from megatron_rl.rollout.agents.environment import EnvironmentRollout
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
-from megatron_rl.rollout.agents.runner import EpisodeRunner
+from megatron_rl.rollout.agents.runner import EpisodeRunner, check_agent, make_runner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.sessions import measure
@@ -151,6 +154,69 @@ def test_the_end_of_an_episode_does_not_wait_for_an_import():
         assert wait_for(lambda: not psutil.Process(processes.pid).children(), 60)
     finally:
         processes.close()
+
+
+def test_a_process_that_takes_too_long_to_start_is_ended(monkeypatch):
+    workers, start = [], environment_process.start_worker
+    monkeypatch.setattr(environment_process, "start_worker", lambda *args: workers.append(start(*args)) or workers[-1])
+    monkeypatch.setattr(environment_process, "START_SECONDS", 0.01)
+    processes = EnvironmentProcesses("tests.faults.environments:Asked")
+    with pytest.raises(TimeoutError):
+        processes.start()
+    assert workers[0][0].returncode is not None and processes.pid == 0
+
+
+def test_of_a_start_that_failed_or_was_cancelled_nothing_is_ended():
+    async def call():
+        ended, processes = [], EnvironmentProcesses("tests.faults.environments:Asked")
+        processes._end = ended.append
+        futures = [asyncio.get_running_loop().create_future() for _ in range(3)]
+        futures[0].set_exception(EpisodeError("it cannot be imported"))
+        futures[1].cancel()
+        futures[2].set_result(7)
+        for future in futures:
+            processes._end_unused(future)
+        return ended
+
+    assert asyncio.run(call()) == [7]
+
+
+class Slow:
+    """Of EnvironmentProcesses and its environment, what a constructor that hangs needs."""
+
+    @asynccontextmanager
+    async def episode(self):
+        yield self
+
+    async def constructor(self):
+        await asyncio.sleep(60)
+
+
+def test_a_constructor_that_hangs_is_named():
+    cfg = AgentConfig(environment="tests.faults.environments:Asked", step_timeout_seconds=0.05)
+    rollout = EnvironmentRollout(None, cfg, Slow())
+    session = SimpleNamespace(span=lambda *_: nullcontext())
+    with pytest.raises(EpisodeError, match="^constructor took longer than agent.step_timeout_seconds = 0.05$"):
+        asyncio.run(rollout(session, PROMPTS[0]))
+
+
+def test_a_runs_processes_get_its_limit_and_not_its_key(monkeypatch):
+    def run(**agent):
+        cfg = {"model": ModelConfig(path="."), "data": DataConfig(train="x"), "agent": AgentConfig(**agent)}
+        return make_runner(Config(rollout=RolloutConfig(api_key_env="SECRET_KEY"), **cfg), word_tokenizer(), 64)
+
+    monkeypatch.setattr(EnvironmentProcesses, "start", lambda self: None)
+    environment = {"environment": "tests.faults.environments:Asked"}
+    assert run() is None and run(**environment).processes is None
+    processes = run(**environment, isolation="process", process_memory_gib=1.5).processes
+    assert (processes.name, processes.memory_bytes) == (environment["environment"], 3 * 2**29)
+    assert processes.hidden_env == "SECRET_KEY"
+
+
+def test_a_function_without_messages_needs_no_format():
+    check_agent(AgentConfig(function=f"{__name__}:counts"), word_tokenizer())
+    with pytest.raises(ValueError, match="agent.renderer = 'qwen3'"):
+        check_agent(AgentConfig(function=f"{__name__}:counts", renderer="qwen3"), word_tokenizer())
 
 
 def test_a_class_that_cannot_be_imported_is_named():

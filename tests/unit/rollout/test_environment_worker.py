@@ -179,6 +179,7 @@ def test_a_thread_that_ends_after_its_time_disturbs_nothing():
         asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(in_thread(ends.wait, 60), 0.1)
+        assert [thread.daemon for thread in threading.enumerate() if thread.name == "in_thread"] == [True]
         ends.set()
         assert await asyncio.to_thread(wait_for, lambda: "in_thread" not in [t.name for t in threading.enumerate()], 60)
         await asyncio.sleep(0.05)

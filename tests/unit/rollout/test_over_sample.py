@@ -39,6 +39,7 @@ def test_the_groups_complete_first_are_kept_and_the_others_aborted_and_counted()
     assert stats.tokens == 4 * 2 * 5 and stats.seconds > 0 and len(stats.request_seconds) == 6
     assert stats.prompt_tokens == 12 * 3 and stats.cached_tokens == 12 * 2, "the fake server finds all but the last"
     assert generate(client, keep=0) == [] and client.take_stats().tokens == 0
+    assert counters.cancelled_groups == 2, "nothing was to be sampled"
 
 
 def test_groups_that_wait_for_a_slot_are_never_requested():

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
+import aiohttp
 import httpx
 import numpy as np
 import pytest
@@ -21,24 +23,28 @@ from megatron_rl.rollout.client.request import (
     connections,
     late_seconds,
     max_body_bytes,
+    request_body,
 )
+from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from tests.fake_server import SPEC, VERSION, FakeServer, send
 from tests.faults.samples import make_sample, random_routes
+from tests.unit.batch.rollouts import make_rollout
 
 PROMPT = Prompt("q", "", (3, 4, 5), "")
 
 
 def test_only_statuses_that_may_change_are_tried_again():
-    retried, refused = [], []
+    retried, refused, start = [], [], "\ufffd" + "x" * 499  # the first 500 bytes of the answer
     for status in range(200, 600):
         try:
             check_status("http://a", PROMPT, status, memoryview(b"\xff" + b"x" * 600 + b"end"))
         except RetryableError as error:
-            assert error.reason == f"http_{status}" and f"http_{status}: \ufffdxx" in str(error)
+            assert (error.reason, str(error)) == (f"http_{status}", f"http_{status}: {start}")
             retried.append(status)
         except RolloutError as error:
-            assert f"server http://a refused prompt 'q' with status {status}: \ufffdxx" in str(error)
-            assert len(str(error)) < 600 and ("rollout.api_key_env" in str(error)) == (status in (401, 403))
+            hint = "; check rollout.api_key_env" if status in (401, 403) else ""
+            assert str(error) == f"server http://a refused prompt 'q' with status {status}: {start}{hint}"
             refused.append(status)
     assert retried == [408, 425, 429, *range(500, 600)] and {*range(200, 600)} - {*retried, *refused} == {200}
 
@@ -85,6 +91,28 @@ def test_the_longest_correct_answer_is_read_and_not_much_more(want_routes, trunc
     answer = len(json.dumps([sample] * copies))
     most = max_body_bytes(Prompt("q", "", (3,) * size, ""), copies, sampling, SPEC, want_routes)
     assert answer <= most <= 3 * answer
+    # of a token: its id and log-prob; base64 of 6 int32, which are 32 characters, and 4; 40 ids of a kept set
+    of_token = 128 + (36 if want_routes else 0) + (0 if truncation is None else 40 * 12)
+    assert most == copies * (size + longest) * of_token
+
+
+def test_a_body_states_all_that_shapes_the_distribution():
+    params = {"n": 1, "temperature": 0.7, "max_new_tokens": 6, "stop_token_ids": [1], **FULL_SOFTMAX}
+    body = {"rid": "r", "input_ids": [[3, 4, 5]] * 2, "sampling_params": params}
+    body |= {"return_logprob": True, "return_routed_experts": False}
+    sampling = Sampling(0.7, 6, (1,), 3)
+    assert request_body("r", PROMPT, [(), ()], sampling, False, False) == body
+    assert request_body("r", PROMPT, [(), ()], sampling, True, False) == body | {"return_routed_experts": True}
+    truncated, cut = Truncation(0.9, 40, 0.05), params | {"top_p": 0.9, "top_k": 40, "min_p": 0.05}
+    sampling = replace(sampling, truncation=truncated, first_row=4, run="a")
+    assert request_body("r", PROMPT, [(), (7, 8)], sampling, True, True) == body | {
+        "input_ids": [[3, 4, 5], [3, 4, 5, 7, 8]],
+        "sampling_params": [cut, cut | {"max_new_tokens": 4}],
+        "return_routed_experts": True,
+        "routed_experts_start_len": 4,
+        "return_sampling_mask": True,
+        "extra_key": "3@a",
+    }
 
 
 def test_an_answer_to_an_abort_at_the_deadline_has_a_tenth_of_it_at_most_half_a_minute():
@@ -108,6 +136,23 @@ def test_a_prompt_is_prefilled_once_where_its_copies_would_compute_1024_tokens_a
     for prefill in server.prefills:
         assert prefill["input_ids"] == [[3] * size] and prefill["sampling_params"]["max_new_tokens"] == 0
         assert prefill["return_logprob"] is False and "routed_experts_start_len" not in prefill
+
+
+def test_a_prefill_asks_for_no_routes_of_known_rows():
+    """It is of the prompt alone, which may be shorter than what is known."""
+    known = make_rollout("q", 3, 597)
+    prompt = Prompt("q", "", (*known.tokens.tolist(), 7, 8), "")
+    with FakeServer("ok") as server:
+        client_of(server).fill([PartialGroup(prompt, 3, known=known)], Sampling(1.0, 8, (), VERSION))
+    (body,), (prefill,) = server.requests, server.prefills
+    assert body["routed_experts_start_len"] == 599 and "routed_experts_start_len" not in prefill
+
+
+@pytest.mark.parametrize(("fault", "what"), [("too_few", "3 samples"), ("too_many", "5 samples"), ("object", "a dict")])
+def test_another_number_of_samples_is_named(fault, what):
+    with FakeServer(fault) as server:
+        with pytest.raises(RolloutError, match=f": bad_body: {what} for 4 copies of a prompt$"):
+            client_of(server, max_retries=0).fill([PartialGroup(PROMPT, 4)], Sampling(1.0, 8, (), VERSION))
 
 
 def test_a_prefill_that_fails_is_tried_again_like_its_request():
@@ -145,10 +190,12 @@ def test_connections_have_no_limit_no_total_deadline_and_end_before_a_servers():
                 pool.limit,
                 pool._keepalive_timeout,
                 pool._ssl,
+                type(http.cookie_jar),
+                http.auto_decompress,
             )
 
     tls = httpx.create_ssl_context(trust_env=False)
-    assert asyncio.run(look()) == (None, 7.0, None, 0, 4.0, tls)
+    assert asyncio.run(look()) == (None, 7.0, None, 0, 4.0, tls, aiohttp.DummyCookieJar, False)
     with FakeServer("ok") as server:
         client_of(server).generate(
             [PROMPT], 1, temperature=1.0, max_tokens=8, stop_token_ids=(), policy_version=VERSION

@@ -1,6 +1,7 @@
 """Spans of requests, turns, environments and rewards: the ones that happened, on the lanes of their server and episode."""
 
 import asyncio
+import json
 
 from megatron_rl.config import AgentConfig, RewardConfig, RolloutConfig
 from megatron_rl.launch.trace import Trace
@@ -56,7 +57,7 @@ def test_every_request_is_a_span_of_its_server():
     assert [span.values["error"] for span in failed] == ["RetryableError"] and failed[0].process == one.url
     for rid, (url, body) in bodies.items():
         span = requests[rid]
-        assert (span.process, span.thread) == (url, "request")
+        assert (span.process, span.thread, span.kind) == (url, "request", "request")
         assert span.values["prompt"] == prompts[tuple(body["input_ids"][0])]
         assert (span.values["samples"], span.values["turn"], span.values["prompt_tokens"]) == (2, 1, 3)
         parts = [each for each in spans if each.key == rid and each is not span]
@@ -64,6 +65,8 @@ def test_every_request_is_a_span_of_its_server():
         assert [each.name for each in parts] == wanted and {each.process for each in parts} == {url}
         assert span.start <= parts[0].start and parts[0].end <= parts[1].start and parts[-1].end <= span.end
         if span not in failed:
+            sent = [served[f"{rid}_{i}"] for i in range(2)]
+            assert parts[2].values["bytes"] == len(json.dumps(sent))
             assert span.values["tokens"] == sum(num_tokens(served[f"{rid}_{i}"]) for i in range(2)) > 0
 
 
@@ -77,6 +80,7 @@ def test_turns_and_environment_steps_are_on_the_lanes_of_their_episode(tmp_path)
     for name in names:
         own = sorted((span for span in spans if span.key == name), key=lambda span: span.start)
         assert [span.name for span in own] == ["episode", "constructor", "reset", "turn 1", "step", "turn 2", "step"]
+        assert [span.kind for span in own[:4]] == ["episode", "environment", "environment", "turn"]
         assert all(own[0].start <= span.start and span.end <= own[0].end for span in own)
         turns = [span.values["turn"] for span in spans if span.name == "request" and span.values["prompt"] == name]
         assert sorted(turns) == [1, 2]

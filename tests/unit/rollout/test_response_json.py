@@ -50,6 +50,7 @@ def test_a_correct_answer_is_parsed_once_and_routes_are_not_copied(separators, m
     for sample in sent:
         sets = {"output_token_sampling_mask": [[7, 8]] * 9, "output_token_sampling_logprobs": [-0.5] * 9}
         sample["meta_info"] |= sets
+        sample["text"] = 'what follows routes may have a \\ and a "'
     content = bytearray(json.dumps(sent, separators=separators).encode())
     found = body.parse_in_pieces(content)
     assert plain(found) == sent
@@ -96,6 +97,13 @@ def test_a_long_answer_is_parsed_in_short_pieces(monkeypatch):
     monkeypatch.setattr(body, "orjson", SimpleNamespace(loads=loads))
     assert plain(parse_body(content)) == [sample] * 4
     assert max(sizes) < 1.1 * body.PIECE_BYTES and len(content) > 16 * 10**6
+
+
+def test_a_body_of_the_length_that_was_announced_is_not_moved():
+    received = body.Received("70000", 10**6)
+    begin = received.memory
+    received += bytes(70000)
+    assert received.memory is begin and len(received) == 70000
 
 
 @pytest.mark.parametrize("expected", [None, "0", "nonsense", "70000", "200000", "99999999999999"])

@@ -117,6 +117,7 @@ MALFORMED = {  # every class of a fuzz of peers' decoders that structure can sho
     "id that wraps to a legal uint8": ("out_of_range", edited(set_at((5, 1, 2), 259))),
     "smallest int32": ("out_of_range", edited(set_at((0, 0, 0), -(2**31)))),
     "duplicate": ("duplicate", edited(copy_column)),
+    "duplicate at the start": ("duplicate", edited(lambda ids: set_at((0, 0, 1), ids[0, 0, 0])(ids))),
     "all-equal row": ("duplicate", edited(set_at((7, 4), 3))),
     "all-equal row in every layer": ("duplicate", edited(set_at(7, 3))),
     "zero row in one layer": ("duplicate", edited(set_at((7, 4), 0))),
@@ -235,6 +236,17 @@ def test_above_256_experts_ids_take_16_bits():
         decode(encode(ids), experts=256)
 
 
+def test_a_model_may_have_one_moe_layer():
+    ids = honest(layers=1)
+    assert (decode(encode(ids), layers=1) == ids).all()
+    assert (decode(encode(honest()), moe_layers=[4]) == honest()[:, [4]]).all()
+
+
+def test_an_error_without_a_place_names_none():
+    with pytest.raises(RoutedExpertsError, match="^routed_experts: wrong_size; rule: 3840 bytes are 5120 base64"):
+        decode("")
+
+
 def test_an_error_names_layer_row_and_value(monkeypatch):
     monkeypatch.setattr(routed_experts, "BLOCK_BYTES", 1000)
     with pytest.raises(RoutedExpertsError) as caught:
@@ -245,8 +257,11 @@ def test_an_error_names_layer_row_and_value(monkeypatch):
         decode(MALFORMED["duplicate"][1])
     assert (caught.value.layer, caught.value.row) == (2, 17)
     assert caught.value.value == honest()[17, 2, 0]
-    with pytest.raises(RoutedExpertsError, match="layer 2, row 0: 0; .*never wrote this one"):
+    rule = "the K experts of a token are distinct; all zero here but not in the row's other layers"
+    with pytest.raises(RoutedExpertsError, match=f"layer 2, row 0: 0; rule: {rule}: the server never wrote this one"):
         decode(MALFORMED["zero layer"][1])
+    with pytest.raises(RoutedExpertsError, match="at layer 1, row 5: 32; rule: 0 <= id < 32$"):
+        decode(MALFORMED["id = E"][1])
     with pytest.raises(RoutedExpertsError, match="layer 4, row 7: 5; rule: the K experts of a token are distinct$"):
         decode(edited(set_at((7, 4), [0, 5, 5, 1])))
 

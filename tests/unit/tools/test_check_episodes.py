@@ -9,7 +9,7 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.recorder import Recorder
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run
 from megatron_rl_tools.verify_replay.episodes import break_episode
-from megatron_rl_tools.verify_replay.inputs import Shape, make_given
+from megatron_rl_tools.verify_replay.fingerprints import Shape, make_given
 from megatron_rl_tools.verify_replay.options import EPISODE_FAULTS
 
 NAME = "0.0.0.1"

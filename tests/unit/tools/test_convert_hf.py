@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 
-import megatron_rl
 from benchmarks.convert import cases, make_checkpoint
 from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
 from megatron_rl.config import ModelConfig, ParallelConfig
@@ -26,6 +25,7 @@ from megatron_rl.weights.hf.mapping import local_parameters
 from megatron_rl.weights.sync.push import expected_tensors
 from megatron_rl.weights.torch_dist import ChunkWriter, read_metadata
 from megatron_rl_tools.convert import conversion_sides
+from megatron_rl_tools.convert.convert_hf import convert as convert_hf
 from megatron_rl_tools.convert.convert_hf import main
 from tests.dist.engines import make_engine
 from tests.families import FAMILIES, family_checkpoint
@@ -295,10 +295,10 @@ def test_memory_is_that_of_a_few_blocks_not_of_a_tensor(tmp_path: Path) -> None:
 
 
 def test_the_api_converts_in_both_directions(hf: Path, tmp_path: Path) -> None:
-    megatron_rl.convert(hf, tmp_path / "megatron")
-    megatron_rl.convert(tmp_path / "megatron", tmp_path / "back", config=hf)
+    convert_hf(hf, tmp_path / "megatron")
+    convert_hf(tmp_path / "megatron", tmp_path / "back", config=hf)
     assert_same(read(hf), read(tmp_path / "back"))
     with pytest.raises(CheckpointError, match="none: no such directory"):
-        megatron_rl.convert(tmp_path / "none", tmp_path / "out")
+        convert_hf(tmp_path / "none", tmp_path / "out")
     with pytest.raises(ValueError, match="dtype = 'int8': must be one of keep, float32"):
-        megatron_rl.convert(hf, tmp_path / "out", dtype="int8")
+        convert_hf(hf, tmp_path / "out", dtype="int8")

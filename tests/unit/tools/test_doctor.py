@@ -142,7 +142,7 @@ def test_missing_gpus_fail_unless_an_image_is_built(monkeypatch):
     for built_for, count, required, building, status in cases:
         monkeypatch.setattr(torch.version, "cuda", built_for)
         monkeypatch.setattr(machine, "count_gpus", lambda count=count: count)
-        assert only(machine.check_gpus(required=required, building=building)).status == status
+        assert only(machine.check_visible_gpus(required=required, building=building)).status == status
 
 
 def test_gpus_used_by_other_programs():
@@ -207,7 +207,7 @@ def test_flags_are_read_from_definitions():
 
 
 def test_good_configuration_passes(demo):
-    cfg, spec, checks = model.check_config(demo)
+    cfg, spec, checks = model.check_model_config(demo)
     assert cfg is not None and spec is not None
     assert set(statuses(checks).values()) == {"OK"}
 
@@ -215,7 +215,7 @@ def test_good_configuration_passes(demo):
 def test_bad_configuration_fails_with_the_configurations_own_message(tmp_path):
     path = tmp_path / "bad.toml"
     path.write_text("[optin]\nlr = 1")
-    cfg, _, checks = model.check_config(path)
+    cfg, _, checks = model.check_model_config(path)
     assert cfg is None
     assert [check.status for check in checks] == ["FAIL"]
     assert "did you mean 'optim'" in checks[0].remedy
@@ -225,16 +225,16 @@ def test_port_in_use(demo):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         demo.write_text(demo.read_text().replace("[rollout]", f"[rollout]\nport = {port}"))
-        assert statuses(model.check_config(demo)[2])["rollout.port"] == "FAIL"
-    assert statuses(model.check_config(demo)[2])["rollout.port"] == "OK"
+        assert statuses(model.check_model_config(demo)[2])["rollout.port"] == "FAIL"
+    assert statuses(model.check_model_config(demo)[2])["rollout.port"] == "OK"
 
 
 def test_missing_api_key(demo, monkeypatch):
     demo.write_text(demo.read_text().replace("[rollout]", '[rollout]\napi_key_env = "DOCTOR_TEST_KEY"'))
     monkeypatch.delenv("DOCTOR_TEST_KEY", raising=False)
-    assert statuses(model.check_config(demo)[2])["rollout.api_key_env"] == "FAIL"
+    assert statuses(model.check_model_config(demo)[2])["rollout.api_key_env"] == "FAIL"
     monkeypatch.setenv("DOCTOR_TEST_KEY", "secret")
-    assert "rollout.api_key_env" not in statuses(model.check_config(demo)[2])
+    assert "rollout.api_key_env" not in statuses(model.check_model_config(demo)[2])
 
 
 PLAIN = "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}</s>{% endif %}{% endfor %}"
@@ -356,7 +356,7 @@ def test_a_missing_rank_is_named():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tools.doctor", "--ranks", "--deadline", "6"]
+    command = [sys.executable, "-m", "megatron_rl.cli", "doctor", "--ranks", "--deadline", "6"]
     started = [
         subprocess.Popen(
             command, cwd=ROOT, env=env | {"RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

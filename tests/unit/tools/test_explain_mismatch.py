@@ -18,9 +18,9 @@ from megatron_rl_tools.explain_mismatch import history, weights
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.explain_mismatch import main
 from megatron_rl_tools.explain_mismatch.ladder import Explanation, Rung, shifted_back
-from megatron_rl_tools.explain_mismatch.page import write_page
+from megatron_rl_tools.explain_mismatch.mismatch_page import write_page
 from megatron_rl_tools.explain_mismatch.trainer_side import Half
-from megatron_rl_tools.explain_mismatch.verdicts import PROOF, RULES, TRIAL, fill, holds, verdicts_of
+from megatron_rl_tools.explain_mismatch.verdicts import PROOF, RULES, TRIAL, fill_text, holds, verdicts_of
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 HEALTHY = {
@@ -183,7 +183,7 @@ def test_conditions():
     found = Evidence({"a.b": 2.0, "c": 1.0, "text": "x"})
     assert holds("a.b > c", found) and holds("a.b <= 2 * c", found) and not holds("a.b < 1.5 * c", found)
     assert not holds("missing > 0", found) and not holds("a.b > missing", found) and not holds("text > 0", found)
-    assert fill("{a.b:.1f} {text} {missing:.2e}", found) == "2.0 x not measured"
+    assert fill_text("{a.b:.1f} {text} {missing:.2e}", found) == "2.0 x not measured"
 
 
 def test_levels_are_in_use():
@@ -226,23 +226,26 @@ def test_a_known_change_is_proven_by_its_checksum(change):
         f"{prefix}.{expert}.{part}_proj.weight": torch.randn(32, 32, generator=generator)
         for expert in range(4) for part in ("gate", "up")
     }  # fmt: skip
-    ours = weights.digests_of(tensors, torch.float32)
+    ours = weights.digests_of_model(tensors, torch.float32)
     found = ours.digests()
     parts = [tensors[name] for name in ours.parts[served]]
-    theirs = {served: weights.digest(served, CHANGED[change](parts), torch.float32)}
-    assert weights.digest(served, parts, torch.float32) == found[served]
-    changes, replaced = weights.explain([served], theirs, ours, found, tensors, torch.float32)
+    theirs = {served: weights.digest_of_tensor(served, CHANGED[change](parts), torch.float32)}
+    assert weights.digest_of_tensor(served, parts, torch.float32) == found[served]
+    changes, replaced = weights.explain_weights([served], theirs, ours, found, tensors, torch.float32)
     assert changes == {served: change}
-    assert weights.digest(served, [replaced[name] for name in ours.parts[served]], torch.float32) == theirs[served]
-    assert weights.explain([served], {served: "0" * 16}, ours, found, tensors, torch.float32) == ({}, {})
+    assert (
+        weights.digest_of_tensor(served, [replaced[name] for name in ours.parts[served]], torch.float32)
+        == theirs[served]
+    )
+    assert weights.explain_weights([served], {served: "0" * 16}, ours, found, tensors, torch.float32) == ({}, {})
 
 
 def test_a_tensor_in_another_place_is_named():
     tensors = {"lm_head.weight": torch.ones(64, 4), "model.embed_tokens.weight": torch.zeros(64, 4)}
-    ours = weights.digests_of(tensors, torch.float32)
+    ours = weights.digests_of_model(tensors, torch.float32)
     found = ours.digests()
     theirs = {"lm_head.weight": found["model.embed_tokens.weight"]}
-    changes, replaced = weights.explain(["lm_head.weight"], theirs, ours, found, tensors, torch.float32)
+    changes, replaced = weights.explain_weights(["lm_head.weight"], theirs, ours, found, tensors, torch.float32)
     assert changes == {"lm_head.weight": "holds model.embed_tokens.weight"} and not replaced["lm_head.weight"].any()
 
 
@@ -262,9 +265,9 @@ def make_run(folder: Path, differences: list[float], **metrics: list[float]) -> 
 
 def test_the_first_step_that_differs_for_good_is_the_beginning():
     noise = [1.0, 1.1, 0.9, 1.0, 5.0, 1.0, 1.05]  # one outlier is none
-    assert history.beginning(np.array(noise)) is None
-    assert history.beginning(np.array([*noise, 4.0, 5.0, 6.0, 6.0])) == 7
-    assert history.beginning(np.array([1.0])) is None
+    assert history.since_when(np.array(noise)) is None
+    assert history.since_when(np.array([*noise, 4.0, 5.0, 6.0, 6.0])) == 7
+    assert history.since_when(np.array([1.0])) is None
 
 
 def test_a_run_says_when_and_what(tmp_path):

@@ -18,8 +18,8 @@ from megatron_rl.rollout.recorder import GroupChoice, Recorder
 from megatron_rl_tools.explain_mismatch import explain_mismatch, history, weights
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.explain_mismatch import main
-from megatron_rl_tools.explain_mismatch.inputs import read_run
 from megatron_rl_tools.explain_mismatch.ladder import NOT_ON_CPU, Explanation
+from megatron_rl_tools.explain_mismatch.token_inputs import read_run
 from megatron_rl_tools.explain_mismatch.verdicts import verdicts_of
 from tests.unit.tools.test_explain_mismatch import HEALTHY, make_run, sequences, with_routes
 
@@ -121,7 +121,7 @@ def test_the_trainers_half_is_found_by_its_key(tmp_path):
     ],
 )
 def test_a_beginning_is_above_rounding_and_lasts(values, began):
-    assert history.beginning(np.array(values)) == began
+    assert history.since_when(np.array(values)) == began
 
 
 def test_flips_that_stay_zero_do_not_grow(tmp_path):
@@ -200,20 +200,20 @@ def test_wrong_routes_differ_clearly_more_than_own_ones():
 def test_limits_are_of_the_cpu():
     found = Evidence(HEALTHY | {"limit.note": NOT_ON_CPU.format("cuda")})
     explanation = Explanation(found, (), ())
-    assert "not on cuda" in explain_mismatch.describe(explanation)[-1]
-    assert "HEALTHY" in explain_mismatch.describe(explanation)[-2]
+    assert "not on cuda" in explain_mismatch.describe_inputs(explanation)[-1]
+    assert "HEALTHY" in explain_mismatch.describe_inputs(explanation)[-2]
 
 
 def test_what_only_the_trainers_dtype_rounds_is_not_another_version(tmp_path):
     generator = torch.Generator().manual_seed(0)
     values = {f"model.layers.{n}.input_layernorm.weight": torch.randn(64, generator=generator) for n in range(3)}
     save_torch(values, tmp_path / "model.safetensors")
-    theirs = weights.digests_of(values, torch.float32).digests()
+    theirs = weights.digests_of_model(values, torch.float32).digests()
     exported = {name: value.bfloat16() for name, value in values.items()}
     model = Namespace(path=tmp_path, dtype="bfloat16")
     trainer = Namespace(export=lambda: iter(exported.items()), cfg=Namespace(model=model))
-    found = weights.compare(trainer, [theirs], torch.float32, tmp_path)
+    found = weights.compare_weights(trainer, [theirs], torch.float32, tmp_path)
     assert found.compared == 3 and not found.wrong and set(found.dtypes) == set(values)
     exported["model.layers.1.input_layernorm.weight"] += 1
-    found = weights.compare(trainer, [theirs], torch.float32, tmp_path)
+    found = weights.compare_weights(trainer, [theirs], torch.float32, tmp_path)
     assert set(found.wrong) == {"model.layers.1.input_layernorm.weight"}

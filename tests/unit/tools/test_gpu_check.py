@@ -12,10 +12,10 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.plan.hardware import HARDWARE
-from megatron_rl_tools.gpu_check import gpu_check, material, servers, speed
-from megatron_rl_tools.gpu_check.result import Findings, Outcome
-from megatron_rl_tools.gpu_check.runner import Job, run_job
-from megatron_rl_tools.gpu_check.steps import PACKAGE, STEPS, Place, job
+from megatron_rl_tools.gpu_check import gpu_check, material, server_steps, speed
+from megatron_rl_tools.gpu_check.result import Findings, StepOutcome
+from megatron_rl_tools.gpu_check.step_runner import StepJob, run_job
+from megatron_rl_tools.gpu_check.steps import PACKAGE, STEPS, StepPlace, job
 
 WRITE = "import json, pathlib; pathlib.Path('{folder}/result.json').write_text(json.dumps({outcome!r}))"
 PASSED = {"verdict": "passed", "reason": "", "figures": {"tokens/s": 12.5}}
@@ -24,22 +24,22 @@ PASSED = {"verdict": "passed", "reason": "", "figures": {"tokens/s": 12.5}}
 def run(tmp_path, code: str, *, outcome: dict | None = None):
     """The outcome of a step whose process writes `outcome`, then runs `code`."""
     first = WRITE.format(folder=tmp_path / "step", outcome=outcome) + "\n" if outcome else ""
-    return run_job(Job("step", "a test", 1.0, [sys.executable, "-c", first + code]), tmp_path)
+    return run_job(StepJob("step", "a test", 1.0, [sys.executable, "-c", first + code]), tmp_path)
 
 
 def test_the_result_of_a_step_is_what_it_wrote(tmp_path):
     report = run(tmp_path, "print('details')", outcome=PASSED)
-    assert report.outcome == Outcome(**PASSED)
+    assert report.outcome == StepOutcome(**PASSED)
     assert (tmp_path / "step" / "log.txt").read_text() == "details\n"
     not_possible = {"verdict": "not possible", "reason": "needs a GPU", "figures": {}}
-    assert run(tmp_path, "", outcome=not_possible).outcome == Outcome(**not_possible)
+    assert run(tmp_path, "", outcome=not_possible).outcome == StepOutcome(**not_possible)
 
 
 def test_a_step_over_its_limit_ends_with_its_children_and_keeps_its_figures(tmp_path):
     place, alive = tmp_path / "step", tmp_path / "alive"
     child = f"while true; do date +%s%N >{alive}; sleep 0.02; done & echo loading; sleep 60"
     code = f"printf '%s' '{json.dumps(PASSED)}' >{place}/result.json; {child}"
-    report = run_job(Job("step", "a test", 0.03, ["bash", "-c", code]), tmp_path)
+    report = run_job(StepJob("step", "a test", 0.03, ["bash", "-c", code]), tmp_path)
     assert report.outcome.verdict == "failed" and report.outcome.reason == "over its limit of 0.03 minutes; loading"
     assert report.outcome.figures == PASSED["figures"] and report.seconds < 30
     stopped_at = alive.read_text()
@@ -56,17 +56,17 @@ def test_a_step_over_its_limit_ends_with_its_children_and_keeps_its_figures(tmp_
     ],
 )
 def test_a_step_that_ends_without_a_result_failed(tmp_path, code, reason):
-    assert run(tmp_path, code).outcome == Outcome("failed", reason)
+    assert run(tmp_path, code).outcome == StepOutcome("failed", reason)
 
 
 def test_a_step_that_crashes_after_its_result_failed(tmp_path):
     outcome = run(tmp_path, "raise SystemExit('the watchdog ended it')", outcome=PASSED).outcome
-    assert outcome == Outcome("failed", "exit status 1: the watchdog ended it", PASSED["figures"])
+    assert outcome == StepOutcome("failed", "exit status 1: the watchdog ended it", PASSED["figures"])
 
 
 def test_an_old_result_is_not_read_again(tmp_path):
     run(tmp_path, "", outcome=PASSED)
-    assert run(tmp_path, "").outcome == Outcome("failed", "exit status 0: no output")
+    assert run(tmp_path, "").outcome == StepOutcome("failed", "exit status 0: no output")
 
 
 def test_steps_do_not_inherit_the_variables_of_torchrun(tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_failed_step_does_not_stop_the_next_ones(tmp_path, monkeypatch, capsys
     def fake(step, place):
         outcome = PASSED if step.name == "speed" else {**PASSED, "verdict": "not possible", "reason": "no | TE"}
         code = WRITE.format(folder=place.folder / step.name, outcome=outcome) + "\n" + codes[step.name]
-        return Job(step.name, step.purpose, step.minutes, [sys.executable, "-c", code])
+        return StepJob(step.name, step.purpose, step.minutes, [sys.executable, "-c", code])
 
     monkeypatch.setattr(gpu_check, "job", fake)
     arguments = ["--device", "cpu", "--out", str(tmp_path), "--steps", "speed", "logits", "doctor"]
@@ -101,9 +101,9 @@ def test_a_failed_step_does_not_stop_the_next_ones(tmp_path, monkeypatch, capsys
 def test_findings_name_what_failed_and_what_did_not_run():
     findings = Findings(not_run=["needs TransformerEngine"])
     findings.check(True, "unused")
-    assert findings.outcome == Outcome("passed", "needs TransformerEngine")
+    assert findings.outcome == StepOutcome("passed", "needs TransformerEngine")
     findings.check(False, "0.3 nats (limit 0.1)")
-    assert findings.outcome == Outcome("failed", "0.3 nats (limit 0.1); needs TransformerEngine")
+    assert findings.outcome == StepOutcome("failed", "0.3 nats (limit 0.1); needs TransformerEngine")
 
 
 def test_every_step_has_a_function_and_a_limit(tmp_path):
@@ -111,7 +111,7 @@ def test_every_step_has_a_function_and_a_limit(tmp_path):
     for step in STEPS:
         module, _, function = step.target.partition(":")
         assert callable(getattr(import_module(f"{PACKAGE}.{module}"), function))
-        command = job(step, Place("cpu", tmp_path, True, sys.executable)).command
+        command = job(step, StepPlace("cpu", tmp_path, True, sys.executable)).command
         assert command[1:4] == ["-m", f"{PACKAGE}.steps", step.name] and command[-1] == "--quick"
         assert command[command.index("--folder") + 1] == str(tmp_path / step.name)
 
@@ -140,14 +140,14 @@ def test_the_planners_row_of_a_gpu_is_found_by_its_name(monkeypatch, device, row
 
 def test_the_demo_on_a_gpu_leaves_memory_to_the_trainer_and_has_kernels_for_its_heads(tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr(servers, "sglang_version", lambda place: "0.5.21")
-    monkeypatch.setattr(servers, "make_tiny_moe", lambda model: None)
+    monkeypatch.setattr(server_steps, "sglang_version", lambda place: "0.5.21")
+    monkeypatch.setattr(server_steps, "make_tiny_moe", lambda model: None)
     monkeypatch.setattr(
-        servers.subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0)
+        server_steps.subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0)
     )
-    servers.demo(Place("cuda", tmp_path, False, Path(sys.executable)))
+    server_steps.demo(StepPlace("cuda", tmp_path, False, Path(sys.executable)))
     overrides = commands[0][commands[0].index("--config") + 2 :]
-    cfg = load_config(servers.DEMO, overrides)
+    cfg = load_config(server_steps.DEMO, overrides)
     assert cfg.rollout.server_args == ("--mem-fraction-static", "0.4", "--attention-backend", "triton")
 
 
@@ -164,7 +164,7 @@ def test_no_engine_is_left_where_the_speed_of_one_is_measured(tmp_path, monkeypa
     monkeypatch.setattr(material, "make_parallel", lambda *_, **__: SimpleNamespace(destroy=lambda: None))
     measured = []
     monkeypatch.setattr(speed, "measure", lambda *_: measured.append([each for each in alive if each() is not None]))
-    speed.speed(Place("cpu", tmp_path, False, Path(sys.executable)))
+    speed.speed(StepPlace("cpu", tmp_path, False, Path(sys.executable)))
     assert measured and not any(measured)
 
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
 from examples.paper_long.reward import ledger
 from examples.tools_cpu.calculator import ERROR, calculate
-from megatron_rl_tools.make_tiny_moe import EOS, VOCABULARY, encode, make_tiny_moe, read_manifest, sampled_accuracy
+from megatron_rl_tools.make_tiny_moe import EOS, VOCABULARY, encode_text, make_tiny_moe, read_recipe, sampled_accuracy
 from megatron_rl_tools.tiny_tasks import TASKS, Example
 
 QUICK = {"skill": 0.01, "decay_steps": 10, "target_accuracy": 0.004}  # stops long before it can add
@@ -44,10 +44,10 @@ def test_it_is_an_hf_checkpoint_as_described_in_its_manifest(checkpoint):
     )
     assert tokenizer.vocab_size == model.config.vocab_size and tokenizer.eos_token_id == model.config.eos_token_id
     assert tokenizer.decode(tokenizer("12+34= 46")["input_ids"]) == "12+34= 46"
-    assert tokenizer("12+34=")["input_ids"] == encode([sum_of(12, 34)]).tokens[0, :6].tolist()
+    assert tokenizer("12+34=")["input_ids"] == encode_text([sum_of(12, 34)]).tokens[0, :6].tolist()
     pairs = [tuple(map(int, row["prompt"][:-1].split("+"))) for row in rows(checkpoint / "heldout.jsonl")]
-    accuracy = sampled_accuracy(model, encode([sum_of(*pair) for pair in pairs]))
-    assert accuracy == pytest.approx(read_manifest(checkpoint)["heldout_accuracy"], abs=1e-5)
+    accuracy = sampled_accuracy(model, encode_text([sum_of(*pair) for pair in pairs]))
+    assert accuracy == pytest.approx(read_recipe(checkpoint)["heldout_accuracy"], abs=1e-5)
     assert accuracy == pytest.approx(0.004, rel=0.5)
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in checkpoint.iterdir())
 
@@ -63,7 +63,7 @@ def test_sampled_accuracy_is_the_frequency_of_correct_samples(checkpoint):
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint)
     with torch.no_grad():  # a sharper head, so that a few thousand samples include enough correct answers
         model.lm_head.weight.mul_(4.0)
-    data = encode([sum_of(10, 10)])
+    data = encode_text([sum_of(10, 10)])
     tokens, expected = data.tokens, sampled_accuracy(model, data)
     samples = model.generate(
         tokens[:, :6].repeat(4000, 1), do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=3
@@ -137,15 +137,15 @@ def test_a_ledger_is_written_out_item_by_item_and_ends_in_its_sum():
 
 
 def test_free_choices_are_learned_but_not_judged():
-    data = encode([Example("a1=", "01", ("a1:01!=01",))], free="!?")
+    data = encode_text([Example("a1=", "01", ("a1:01!=01",))], free="!?")
     (tokens,) = data.tokens.tolist()
     free = [place for place in range(len(tokens)) if data.is_models[0, place] and not data.is_judged[0, place]]
     assert [VOCABULARY[tokens[place]] for place in free] == ["!"]
-    assert encode([sum_of(12, 34)]).is_judged.equal(encode([sum_of(12, 34)]).is_models)
+    assert encode_text([sum_of(12, 34)]).is_judged.equal(encode_text([sum_of(12, 34)]).is_models)
 
 
 def test_only_what_the_model_writes_is_learned_from():
-    data = encode([Example("1*2=", "2", ("[1*2]", "2"), ("=2 ",)), Example("7=", "7", ("7",))])
+    data = encode_text([Example("1*2=", "2", ("[1*2]", "2"), ("=2 ",)), Example("7=", "7", ("7",))])
     text = [[VOCABULARY[token] for token in row] for row in data.tokens.tolist()]
     assert text[0] == [*"1*2=[1*2]", EOS, *"=2 2", EOS]
     written = [

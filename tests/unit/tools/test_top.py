@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron_rl.launch.status import SCHEMA, STATUS_FILE, RankStatus, Status
 from megatron_rl_tools.top import top
 from megatron_rl_tools.top.render import render
-from megatron_rl_tools.top.servers import Load, ask
+from megatron_rl_tools.top.server_loads import Load, ask_load
 
 NOW = time.time()
 LOADS = [
@@ -97,11 +97,11 @@ def test_servers_that_answer_otherwise(status, body, problem):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        assert ask(f"http://127.0.0.1:{server.server_port}", {}).problem == problem
+        assert ask_load(f"http://127.0.0.1:{server.server_port}", {}).problem == problem
     finally:
         server.shutdown()
         server.server_close()
-    assert "does not answer from here" in ask(f"http://127.0.0.1:{server.server_port}", {}).problem
+    assert "does not answer from here" in ask_load(f"http://127.0.0.1:{server.server_port}", {}).problem
 
 
 def test_a_folder_does_not_choose_which_secret_is_sent(tmp_path, monkeypatch, capsys):

@@ -7,10 +7,10 @@ import pytest
 
 from megatron_rl.launch.trace import Span
 from megatron_rl.launch.trace_file import Clock, gpu_path, merge, rank_path, read_rank, write_rank
-from megatron_rl_tools.trace import trace as command
+from megatron_rl_tools.trace import merge_trace as command
 from megatron_rl_tools.trace.gpu import FIRST_GPU, gpu_events
 from megatron_rl_tools.trace.picture import draw
-from megatron_rl_tools.trace.summary import covered, summarize
+from megatron_rl_tools.trace.trace_summary import covered, summarize_trace
 
 S = 10**9
 URL = "http://10.0.0.1:30000"
@@ -51,7 +51,7 @@ def ranks(tmp_path):
 
 
 def test_the_numbers_of_a_step(ranks):
-    found = summarize(merge(ranks))
+    found = summarize_trace(merge(ranks))
     first, second = found.ranks
     assert found.step == 3 and found.seconds == pytest.approx(10)
     assert first.stages == pytest.approx({"rollout": 2, "update": 7, "other": 1})
@@ -75,7 +75,7 @@ def test_overlapping_samplings_count_once():
 
 def test_a_run_that_stopped_in_the_step_says_so(tmp_path):
     with pytest.raises(ValueError, match="the run stopped in it"):
-        summarize(merge([write(tmp_path, 0, [stage("update", 0, 1)])]))
+        summarize_trace(merge([write(tmp_path, 0, [stage("update", 0, 1)])]))
 
 
 def test_kernels_are_on_the_clock_of_their_rank(ranks, tmp_path):
@@ -93,7 +93,7 @@ def test_kernels_are_on_the_clock_of_their_rank(ranks, tmp_path):
     }
     assert names == {("process_name", FIRST_GPU + 1): "rank 1 (h): GPU", ("thread_name", FIRST_GPU + 1): "stream 7"}
     events = merge([first, second])
-    assert [row.get_text() for row in draw(events, summarize(events)).axes[0].texts] == [
+    assert [row.get_text() for row in draw(events, summarize_trace(events)).axes[0].texts] == [
         "rank 0", "collectives", "sampling thread", "rank 1", "collectives", "rank 1 (h): GPU",
         "10.0.0.1:30000: 1",
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from megatron_rl_tools.verify_replay.episodes import (
     sampled_by,
     wrong_batch,
 )
-from megatron_rl_tools.verify_replay.inputs import Shape, make_given, routes_of
+from megatron_rl_tools.verify_replay.fingerprints import Shape, fingerprint_routes, make_given
 from megatron_rl_tools.verify_replay.options import EPISODE_FAULTS
 
 SHAPE = Shape(num_layers=2, num_experts=32, top_k=4, vocab_size=96, dp_size=2, cp_size=1, micro_batches=2, turns=3)
@@ -30,7 +30,7 @@ def test_joined_turns_are_those_of_the_definition(given):
     """Also where a server computed a turn's input again: those routes are all others."""
     assert given.is_unique and len(given.requests) == 2 * 2 * 2 * 2
     for index in (0, 1):
-        assert given.routes(index) == routes_of(given.rollouts(index))
+        assert given.routes(index) == fingerprint_routes(given.rollouts(index))
         assert wrong_batch(given.requests, mini_batch(given, index), 0) is None
     cached, computed = (given.requests[f"0.0.0.{i}"] for i in (0, 1))
     assert np.array_equal(cached[2].routes[: len(cached[1].routes)], cached[1].routes)
@@ -57,7 +57,7 @@ def test_every_fault_changes_what_is_checked(given, fault):
     found = wrong_batch(wrong.requests, mini_batch(wrong, 0), 0)
     if fault == "forward":  # its tokens are right: the routers show it
         assert found is None
-        right, routes = wrong.routes(0), routes_of(wrong.rollouts(0))
+        right, routes = wrong.routes(0), fingerprint_routes(wrong.rollouts(0))
         others = [key for key in right if right[key] != routes[key]]
         assert others and all(routes[key] in wrong.forwards(0) for key in others)
     else:

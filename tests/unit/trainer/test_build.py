@@ -58,7 +58,7 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
     assert hidden == ["KEY_OF_THE_SERVERS"] * 2
 
 
-def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(monkeypatch):
+def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(monkeypatch, tmp_path):
     """NCCL would refuse them at the first weight sync."""
     from megatron_rl.models.families import make_spec
     from megatron_rl.models.known import KNOWN
@@ -66,7 +66,7 @@ def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(mon
     from megatron_rl.plan.refusals import Machine
     from megatron_rl.trainer import build
 
-    sections = {"model": {"path": "x"}, "data": {"train": "x"}}
+    sections = {"model": {"path": "x"}, "data": {"train": "x"}, "run": {"dir": str(tmp_path)}}
     rank_0 = SimpleNamespace(device=torch.device("cuda"), rank=0, world_size=4, destroy=lambda: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -27,6 +27,7 @@ from megatron_rl.trainer import rollout_source
 from megatron_rl.trainer.rollout_source import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
 from tests.unit.batch.rollouts import make_rollout
+from tests.unit.trainer.recorded import Calls
 from tests.unit.trainer.test_events_of_a_step import events_of
 
 PROMPTS, GROUP = 2, 2
@@ -43,23 +44,6 @@ def make_group(name, rewards=None, *, version=3, missing=0):
         for r, v, f in zip(rollouts, versions, flags, strict=True)
     )
     return RolloutGroup(Prompt(name, "", (1, 2), "7"), rollouts, rewards)
-
-
-class Calls(list):
-    """calls.note(name): a function that records its arguments and returns `result`."""
-
-    def note(self, name, result=None):
-        def call(*args, **settings):
-            self.append((name, args, settings))
-            if isinstance(result, BaseException):
-                raise result
-            return result() if callable(result) else result
-
-        return call
-
-    @property
-    def names(self):
-        return [name for name, *_ in self]
 
 
 @pytest.fixture
@@ -110,7 +94,9 @@ def live(tmp_path):
             rank=0, dp_rank=0, dp_size=1, device=CPU, host_group=None, is_replica_leader=True, replica_leader=0,
             replica_group=dist.group.WORLD,
         )  # fmt: skip
-        console = SimpleNamespace(log=calls.note("log"), progress=lambda *args: nullcontext(calls.note("advance")))
+        console = SimpleNamespace(
+            log=calls.note("log"), progress=lambda *args: nullcontext((calls.note("advance"), args))
+        )
         prompts = PromptSource([Prompt(f"p{n}", "", (1, 2), "7") for n in range(9)], seed=0, shuffle=False)
         parts = (
             cfg,
@@ -202,7 +188,10 @@ def test_a_start_sends_the_weights_and_checks_parity_without_the_servers_memory(
 
     monkeypatch.setattr(rollout_source, "compare", compare)
     monkeypatch.setattr(rollout_source, "parity_limits", lambda cfg, dtype: f"limits of {dtype}")
+    stages = []
+    source.meter.watchdog = SimpleNamespace(enter=lambda stage, step: stages.append(stage))
     source.start(0)
+    assert stages == ["first weight sync and parity check", "rollout", "weight_sync"]
     assert calls.names == ["prepare_sync", "push", "generate", "release", "compare", "log", "check"]
     assert calls.pop(0) and calls[0][1] == (3,)
     assert calls[1][1:] == (
@@ -212,6 +201,10 @@ def test_a_start_sends_the_weights_and_checks_parity_without_the_servers_memory(
     )  # fmt: skip
     assert calls[3][1:] == ("engine", [(f"p{n}", [0.0, 0.0]) for n in range(8)]), "the probe is not scored"
     assert calls[4][1] == ("line limits of bfloat16",) and calls[5][1][0] == "limits of bfloat16"
+    source.inference.is_serving = False
+    start = len(calls)
+    source.start(0)
+    assert calls.names[start:][:3] == ["prepare_sync", "push", "generate"], "weights come first, whoever has the memory"
 
 
 def test_groups_of_equal_rewards_are_replaced_by_other_prompts(live):
@@ -254,6 +247,30 @@ def test_missing_routes_stop_the_step_after_its_last_draw(live, dynamic):
             source.sample(0)
 
 
+def test_one_missing_route_stops_a_step_before_its_last_draw(live):
+    source, _ = live(batch={"dynamic_sampling": True}, replay={"mode": "R3", "on_missing_route": "error"})
+    counts = MissingRouteCounts(response_rows=10, missing_response_rows=1)
+    source.scheduler.take = lambda *args: sampled(make_group("a", missing=1), gaps=counts)
+    source.scheduler.take_more = lambda *args: pytest.fail("nothing more is sampled")
+    with pytest.raises(ValueError, match="on_missing_route = error stops the run"):
+        source.sample(0)
+
+
+def test_all_replicas_have_their_rewards_before_any_goes_on(live, monkeypatch):
+    source, calls = live()
+    monkeypatch.setattr(dist, "barrier", calls.note("barrier"))
+    source.parallel.host_group = "host"
+    source.score([make_group("a")], for_training=True)
+    assert calls.names == ["score", "barrier"] and calls.named("barrier") == [(("host",), {})]
+
+
+def test_a_draw_that_asked_no_server_has_no_throughput(live):
+    source, _ = live()
+    source.scheduler.take = lambda *args: replace(sampled(make_group("a"), make_group("b")), call=None)
+    source.sample(0)
+    assert "rollout/tokens_per_second" not in metrics(source)
+
+
 def test_complete_groups_are_scored_while_others_are_sampled(live):
     source, calls = live(rewards=[0.0, 1.0])
     waiting = [SimpleNamespace(closed=lambda: make_group("a"), scored=None)]
@@ -264,6 +281,17 @@ def test_complete_groups_are_scored_while_others_are_sampled(live):
     source.leader = None
     source.score_ready(waiting)
     assert source.score([make_group("a")], for_training=True) == [] and len(calls) == 1
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_the_leader_alone_has_groups_and_every_rank_its_replicas_prompts(live, monkeypatch, is_leader):
+    source, calls = live()
+    monkeypatch.setattr(rollout_source, "share_groups", calls.note("share", ["shared"]))
+    source.leader = source.leader if is_leader else None
+    source.parallel.dp_rank, source.parallel.dp_size, source.parallel.replica_leader = 1, 2, 2
+    assert source.share(["a group"], ["a", "b", "c", "d"]) == ["shared"]
+    settings = {"group": dist.group.WORLD, "leader": 2}
+    assert calls == [("share", (["a group"] if is_leader else None, ["b", "d"]), settings)]
 
 
 def test_what_is_recorded_is_counted_and_never_older_than_allowed(live):
@@ -309,7 +337,8 @@ def test_an_evaluation_has_its_own_samples_and_no_training_rewards(live, monkeyp
     assert source.evaluate() == {"eval/a/avg@3": 2.0} and stages == ["weight_sync", "evaluate"]
     assert calls.names == ["push", "finish", "generate", "score"]
     _, args, settings = calls[2]
-    assert args == (["p0", "p1"], 3) and settings.pop("on_progress") is not None
+    assert args == (["p0", "p1"], 3)
+    assert settings.pop("on_progress")[1] == ("evaluation: sampling", 2, "prompts")
     assert settings == {
         "temperature": 0.2, "max_tokens": limit or 50, "stop_token_ids": [1], "id_prefix": "eval/",
     }  # fmt: skip
@@ -338,7 +367,7 @@ def test_a_finished_step_has_the_clients_totals_and_those_of_restarted_servers(l
 def test_a_checkpoint_holds_the_place_in_the_data_and_what_is_in_flight(live, tmp_path):
     source, calls = live()
     assert source.progress() == {"policy_version": 3, "prompts": {"epoch": 0}}
-    assert source.files() == {"is_step_done": True} and source.files(is_step_done=False) == {"is_step_done": False}
+    assert [source.files(is_step_done=done)["is_step_done"] for done in (True, False)] == [True, False]
     source.prompts.take(4)
     cursor = source.prompts.state_dict()
     other, calls = live()

@@ -3,12 +3,8 @@
 The same in other layouts: tests/dist/test_resume.py and test_token_data.py.
 """
 
-import json
-import time
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.manifest import read_manifest
 from megatron_rl.config import load_config
 from megatron_rl.rollout.saved import SavedSteps
-from megatron_rl.trainer.recording import start_recording
+from megatron_rl.trainer import reporter
 from tests.dist.test_resume import (
     RUN,
     K,
@@ -42,7 +38,8 @@ def group():
     dist.destroy_process_group()
 
 
-def test_a_stopped_run_ends_as_an_uninterrupted_one(group, tmp_path):
+def test_a_stopped_run_ends_as_an_uninterrupted_one(group, tmp_path, monkeypatch):
+    monkeypatch.setattr(reporter, "entry_points", lambda group: [])  # no report page, which takes longer than the run
     material = make_material(tmp_path, steps=2 * K, layers=1)
 
     def train(way, stop_at=None, **rollout):
@@ -90,17 +87,3 @@ def test_missing_routes_of_saved_rollouts_stop_the_run(group, tmp_path):
     ):
         patch.setattr(SavedSteps, "groups", without_a_route)
         train_here(load_config(None, [], keys), material / "live")
-
-
-def test_a_recording_ends_when_its_files_are_written(tmp_path):
-    cfg = load_config(None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"dir": str(tmp_path)}})
-    cfg.run_dir.mkdir(parents=True, exist_ok=True)
-    for rank in (0, 1):
-        with ExitStack() as stack:
-            recording = start_recording(cfg, SimpleNamespace(rank=rank), stack)
-            recording.files.later(tmp_path / "file", lambda: time.sleep(0.1))
-            recording.files.later(tmp_path / "file", (tmp_path / f"file{rank}").touch)
-            recording.events.add("start", rank, "")
-        assert (tmp_path / f"file{rank}").exists()
-    (event,) = (cfg.run_dir / "events.jsonl").read_text().splitlines()
-    assert json.loads(event)["step"] == 0, "of rank 0 alone"

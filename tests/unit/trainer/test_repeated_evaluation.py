@@ -3,10 +3,13 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from megatron_rl.metrics.events import Events
 from megatron_rl.trainer.build import resume
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
+from tests.unit.trainer.recorded import Calls, Recorded
 
 EVERY, STEPS = 2, 5
 
@@ -54,3 +57,19 @@ def test_a_resumed_run_repeats_no_evaluation():
         trainer.evaluate(trainer.first_step)
         assert not done
     assert resume(SimpleNamespace(resume=lambda: None), None, None) == (0, -1, {})
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_trackers_continue_their_runs_from_a_checkpoint_of_the_same_run_alone(tmp_path, is_ours):
+    progress = {"trackers": {"wandb": "id"}, "evaluated": 2}
+    checkpoint = SimpleNamespace(progress=progress, step=4, path=tmp_path / "step", accepted=["a"], lines=["a line"])
+    checkpointer = SimpleNamespace(folder=tmp_path if is_ours else tmp_path / "another")
+    policy, calls = SimpleNamespace(resume=lambda: checkpoint, checkpointer=checkpointer), Calls()
+    source, console = Recorded(calls, "source", restore=["another line"]), Recorded(calls, "console")
+    assert resume(policy, source, console) == (4, 2, {"wandb": "id"} if is_ours else {})
+    assert calls == [
+        ("source.restore", (progress, tmp_path / "step", ["a"]), {}), ("console.log", ("a line",), {}),
+        ("console.log", ("another line",), {}),
+    ]  # fmt: skip
+    checkpoint.progress = {}
+    assert resume(policy, source, console) == (4, 4, {}), "older checkpoints hold neither"

@@ -13,6 +13,8 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.missing_routes import MissingRouteCounts
 from megatron_rl.sampling_mask import SamplingMask
+from megatron_rl.trainer import rollout_metrics
+from megatron_rl.trainer.missing_routes import MissingRoutes
 from megatron_rl.trainer.rollout_metrics import (
     count_call,
     count_discarded,
@@ -20,6 +22,7 @@ from megatron_rl.trainer.rollout_metrics import (
     count_missing_rows,
     count_step,
     derived,
+    peak_memory_gib,
 )
 from tests.unit.batch.rollouts import make_rollout, make_tree
 
@@ -129,6 +132,9 @@ def test_a_step_is_counted_once_per_replica_with_its_episodes(groups, agent):
         "episode/calls": (6 + 6 + 9 + 0.5) / 4,
     }
     assert {name: found[name] for name in expected if name in found} == (pytest.approx(expected) if agent else {})
+    stopped = base | {"replay": {"mode": "R3", "on_missing_route": "error"}} | sections
+    count_step(load_config(None, [], stopped), SimpleNamespace(is_replica_leader=True), sums := MetricSums(), groups, 7)
+    assert "replay/masked_tokens_total" not in reduced(sums)
 
 
 def test_missing_rows_of_all_draws():
@@ -176,3 +182,24 @@ def test_training_speed_is_of_the_stages_that_train():
     assert found["perf/train_tokens_per_second"] == 200 and "perf/step_tokens" not in found
     assert "perf/train_tokens_per_second" not in derived({"perf/step_tokens": 600.0})
     assert derived(times | {"time/update": 0.0})["perf/train_tokens_per_second"] == 600
+
+
+def test_memory_is_in_gib_since_the_step_before_on_gpus(monkeypatch):
+    reset = []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 29)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    device = torch.device("cuda", 0)
+    assert peak_memory_gib(device) == 1.5 and reset == [device]
+    usage = SimpleNamespace(ru_maxrss=5 << 19)  # KiB
+    monkeypatch.setattr(rollout_metrics.resource, "getrusage", lambda who: usage)
+    assert peak_memory_gib(torch.device("cpu")) == 2.5 and reset == [device]
+
+
+def test_without_replay_no_route_is_missing():
+    """And nothing is asked of the other ranks: there is no process group here."""
+    cfg = load_config(
+        None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "replay": {"mode": "none", "measure": False}}
+    )
+    missing = MissingRoutes(cfg, SimpleNamespace(sums=MetricSums()))
+    missing.check([], MissingRouteCounts(missing_response_rows=3, response_rows=9))
+    assert reduced(missing.meter.sums) == {} and missing.counts == MissingRouteCounts()

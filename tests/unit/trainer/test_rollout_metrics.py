@@ -102,15 +102,18 @@ def test_rewards_that_are_not_known_have_no_spread():
         ([(1, 1), (0, 0)], "mean", 1, 0), ([(1, 1), (0, 0)], "batch_whitened", 0, 0), ([(0, 0), (0, 0)], "mean", 1, 1),
         ([(1, 1), (0, 1)], "mean", 0, 0), ([(-1, 1), (0, 0)], "mean", 0, 0), ([(np.nan, 0), (0, 0)], "mean", 1, 1),
         ([(np.nan, np.nan), (np.nan, np.nan)], "mean", 1, None),
+        ([(0, 0.5, 1), (0, 0)], "mean", 0, 0),  # the advantage of the second response is 0
     ],
 )  # fmt: skip
 def test_a_step_that_taught_nothing_and_one_whose_rewards_are_all_0(rewards, kind, taught_nothing, is_zero):
     """From the advantages: whitened over the batch, groups of equal rewards teach, too."""
     groups = [
         RolloutGroup(
-            Prompt(f"p{k}", "", (1,), ""), (make_rollout(f"p{k}/0", 3, 5), make_rollout(f"p{k}/1", 3, 4)), both
+            Prompt(f"p{k}", "", (1,), ""),
+            tuple(make_rollout(f"p{k}/{n}", 3, 5 - n) for n in range(len(every))),
+            np.array(every, np.float32),
         )
-        for k, both in enumerate(np.array(rewards, np.float32))
+        for k, every in enumerate(rewards)
     ]
     sums = MetricSums()
     count_groups(sums, with_advantages(groups, kind), version=4)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_rl.launch.trace import Trace
 from megatron_rl.trainer import step_meter
 from megatron_rl.trainer.step_meter import StepMeter
 
@@ -68,3 +69,13 @@ def test_sums_are_taken_once():
     sums.add_total("rollout/retries_total", 2)
     assert meter.step == -1, "what happens before the first step is of step 0, counted from 1"
     assert meter.take_sums() is sums and meter.sums is not sums and meter.take_sums() is not sums
+
+
+def test_spans_of_a_step_are_nested_and_the_step_is_on_a_thread_of_its_own(clock):
+    meter = StepMeter(trace=Trace(is_on=True))
+    meter.step = 6
+    with meter.time("update"), meter.part("gradient"):
+        clock(1)
+    meter.take_times()
+    spans = [(span.name, span.kind, span.thread) for span in meter.trace.take()]
+    assert spans == [("gradient", "part", "main"), ("update", "stage", "main"), ("step 7", "step", "step")]

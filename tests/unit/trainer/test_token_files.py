@@ -109,6 +109,7 @@ def test_every_sequence_has_a_line_and_means_have_a_denominator(tmp_path):
         "entropy_mean": 2.0, "max_log_ratio": 0.75, "max_staleness": 0.5, "flip_frac": 0.25, "loss": -3.0,
     }  # fmt: skip
     assert second["tensors"] is None and second["kl"] is second["flip_frac"] is second["max_log_ratio"] is None
+    assert second["max_staleness"] is None
 
 
 def test_equal_ids_of_two_replicas_keep_their_tensors(tmp_path):
@@ -136,6 +137,24 @@ def test_flags_that_the_loss_does_not_know(tmp_path):
         second = Flag.CLIPPED_LOW | (Flag.MISSING_ROUTE if masked else 0)
         assert found["a/0:flags"].tolist() == [0, second, 0, Flag.CLIPPED_LOW]
         assert found["b/0:flags"].tolist() == [128, 128 | 2, 128, 128 | 2]
+    left_out = [replace(given[0], sample=replace(given[0].sample, in_loss=False)), *given[1:]]
+    write(tmp_path, left_out, mask_missing_routes=True)
+    written = load_file(tmp_path / "trained_000007.safetensors")["a/0:flags"]
+    assert written.tolist() == [128, 128 | 64 | 2, 128, 128 | 2]
+
+
+def test_flags_and_kinds_are_those_of_the_documentation(tmp_path):
+    """Files of other runs are read by these numbers and names."""
+    assert {flag.name: int(flag) for flag in Flag} == {
+        "CLIPPED_HIGH": 1, "CLIPPED_LOW": 2, "BOUNDED": 4, "WEIGHT_MASKED": 8, "REJECTED": 16, "NOT_FINITE": 32,
+        "MISSING_ROUTE": 64, "LEFT_OUT": 128,
+    }  # fmt: skip
+    text = (Path(__file__).parents[3] / "docs/reference/token_data.md").read_text()
+    rows = text.partition("## Kinds of the trainer's half")[2].partition("| flag |")[0].splitlines()
+    documented = {name for row in rows if "|" in row for name in re.findall("`([a-z_]+)`", row.split("|")[1])}
+    write(tmp_path, make_sequences(["a/0"]))
+    found = load_file(tmp_path / "trained_000007.safetensors")
+    assert {key.rpartition(":")[2] for key in found} == documented and len(documented) == 11
 
 
 def test_a_step_written_again_replaces_tensors_and_appends_lines(tmp_path):

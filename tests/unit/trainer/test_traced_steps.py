@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import shutil
+import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +13,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.config import load_config
+from megatron_rl.launch.trace import Span
 from megatron_rl.launch.trace_file import gpu_path, rank_path, read_rank
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.trainer import step_trace
 from megatron_rl.trainer.step_trace import StepTrace
+from tests.unit.trainer.recorded import Calls
 
 EARLIER = b"the profile of an earlier run"
 
@@ -41,6 +46,64 @@ ASKED: list[str] = []
 
 
 @pytest.fixture
+def made(tmp_path):
+    """made(**settings of run): a StepTrace on the CPU, of rank 1 of 3."""
+    calls, files = Calls(), FileWriter()
+
+    def make(**run):
+        keys = {"model": {"path": "m"}, "data": {"train": "d"}, "rollout": {"api_key_env": "KEY_OF_THE_SERVERS"}}
+        cfg = load_config(None, [], keys | {"run": {"dir": str(tmp_path), "name": "run"} | run})
+        parallel = SimpleNamespace(rank=1, world_size=3, host_group="host", device=torch.device("cpu"))
+        return StepTrace(cfg, parallel, files), calls
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "barrier", calls.note("barrier"))
+        patch.setattr(step_trace, "profile", None)
+        patch.setenv("KEY_OF_THE_SERVERS", "s3cr3t-Va1ue.9")
+        yield make
+    files.close()
+
+
+def test_a_traced_step_begins_together_and_its_file_has_no_span_of_others_and_no_secret(made, tmp_path):
+    trace, calls = made(trace="every 2")
+    with trace:
+        for step in range(4):
+            trace.begin(step)
+            trace.trace.add(Span(f"s3cr3t-Va1ue.9 {step}", "stage", 1, 2))
+    trace.files.wait()
+    assert calls == [("barrier", ("host",), {})] * 4, "late ranks, then all, in each traced step"
+    folders = sorted(path.name for path in (tmp_path / "run/trace").iterdir())
+    assert folders == ["step_000002", "step_000004"]
+    for step, folder in zip((1, 3), folders, strict=True):
+        found = read_rank(rank_path(tmp_path / "run/trace" / folder, 1))
+        assert (found.rank, found.world_size, found.step) == (1, 3, step)
+        names = [event["name"] for event in found.events if event.get("ph") == "X"]
+        assert names == [f"*** {step}"]
+        clock = found.clock
+        assert clock.host and abs(clock.unix / 1e9 - time.time()) < 600
+        assert abs(clock.synchronized - time.monotonic_ns()) < 600 * 10**9
+
+
+def test_an_untraced_run_writes_nothing(made, tmp_path):
+    trace, calls = made(trace="off")
+    with trace:
+        trace.begin(0)
+        trace.trace.add(Span("a", "stage", 1, 2))
+    trace.files.wait()
+    assert not calls and not (tmp_path / "run").exists() and not trace.trace.take()
+
+
+def test_collectives_are_traced_in_traced_steps_alone(made):
+    trace, _ = made(trace="every 2")
+    all_reduce, seen = dist.all_reduce, []
+    with trace:
+        for step in range(3):
+            trace.begin(step)
+            seen.append(dist.all_reduce is all_reduce)
+    assert seen == [True, False, True] and dist.all_reduce is all_reduce
+
+
+@pytest.fixture
 def traced(tmp_path, monkeypatch):
     """-> a run's StepTrace on a machine with a GPU, and the folder of its step 1, with an EARLIER profile."""
     ASKED.clear()
@@ -64,11 +127,27 @@ def test_the_profile_replaces_the_file(traced):
     with trace:
         trace.begin(0)
         torch.ones(8) + 1
+        trace.begin(1)
+        assert ASKED == ["synchronize", "stop"] and gpu_path(folder, 0).read_bytes() != EARLIER
+        torch.ones(8) + 1
     trace.files.wait()
-    assert ASKED == ["synchronize", "stop"]
+    assert ASKED == ["synchronize", "stop"] * 2
     content = json.loads(gzip.decompress(gpu_path(folder, 0).read_bytes()))
     assert "aten::add" in {event.get("name") for event in content["traceEvents"]}
     assert sorted(path.name for path in folder.iterdir()) == ["gpu_00000.json.gz", "rank_00000.json.gz"]
+
+
+def test_the_first_profile_of_a_run_needs_no_folder_and_an_error_no_earlier_profile(traced):
+    trace, folder = traced
+    for error in (None, ValueError("a bad step")):
+        shutil.rmtree(folder.parent)
+        with pytest.raises(ValueError) if error else nullcontext(), trace:
+            trace.begin(0)
+            if error:
+                raise error
+        trace.files.wait()
+        assert gpu_path(folder, 0).exists() == (error is None) and trace.files.failed == 0
+    profile.stop(trace._profile)
 
 
 def test_a_part_of_a_profile_is_not_left_under_its_name(traced, monkeypatch):

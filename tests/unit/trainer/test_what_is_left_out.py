@@ -28,7 +28,7 @@ from megatron_rl.trainer.rollout_metrics import count_missing_rows
 from megatron_rl.trainer.rollout_source import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl_viewer.run import Run
+from megatron_rl_viewer.run_folder import Run
 from tests.unit.batch.rollouts import make_rollout
 
 WORDS = ["yes", "no", "raise"]

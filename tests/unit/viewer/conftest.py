@@ -4,7 +4,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from megatron_rl_viewer.app import create_app
-from megatron_rl_viewer.run import Runs
+from megatron_rl_viewer.run_folder import Runs
 from tests.viewer_run import write_run
 
 TOKEN = "the-token"

@@ -12,8 +12,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from megatron_rl_viewer.app import create_app
-from megatron_rl_viewer.run import Runs
-from megatron_rl_viewer.view_command import main, serve
+from megatron_rl_viewer.run_folder import Runs
+from megatron_rl_viewer.view_command import main, serve_pages
 from tests.unit.viewer.conftest import TOKEN
 from tests.viewer_run import GROUP, LAYERS, PROMPTS, add_step, write_config, write_run
 
@@ -323,7 +323,7 @@ def test_without_its_dependencies_the_command_says_what_to_install(run_dir, tmp_
 )  # fmt: skip
 def test_the_address_that_is_printed(run_dir, open_runs, monkeypatch, capsys, host, url, warns):
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: sockets[0].close())
-    code, shown = serve(open_runs(run_dir), host, 0), capsys.readouterr()
+    code, shown = serve_pages(open_runs(run_dir), host, 0), capsys.readouterr()
     if ":" in host and code:
         pytest.skip(f"no IPv6 here: {shown.err}")
     assert f"open http://{url}:" in shown.out and ("warning" in shown.err) is warns
@@ -334,11 +334,11 @@ def test_other_log_handlers_stay_open(run_dir, open_runs, monkeypatch):
     closed = []
     handler = logging.NullHandler()
     monkeypatch.setattr(handler, "close", lambda: closed.append(handler))
-    serve(open_runs(run_dir), "127.0.0.1", 0)
+    serve_pages(open_runs(run_dir), "127.0.0.1", 0)
     assert not closed
 
 
 def test_no_torch_is_imported():
-    code = "import sys, megatron_rl_viewer.app, megatron_rl_viewer.export; print('torch' in sys.modules)"
+    code = "import sys, megatron_rl_viewer.app, megatron_rl_viewer.disk_copy; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

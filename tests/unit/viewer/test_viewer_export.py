@@ -6,7 +6,7 @@ import re
 import pytest
 
 from megatron_rl_viewer import view_command
-from megatron_rl_viewer.export import ExportError, export, script_json
+from megatron_rl_viewer.disk_copy import ExportError, script_json, write_copy
 from megatron_rl_viewer.query import Query
 from tests.viewer_run import append, make_rollout, write_run
 
@@ -20,7 +20,7 @@ def read(folder):
 def test_the_copy_holds_what_the_server_answers(run_dir, open_runs, client_of, static, tmp_path):
     runs = open_runs(run_dir)
     keys = ["2/rollouts/Q0%2F1", "5/rollouts.dp1/Q3%2F0"]
-    page = export(runs, tmp_path / "out", static, keys=keys)
+    page = write_copy(runs, tmp_path / "out", static, keys=keys)
     content, client = read(tmp_path / "out"), client_of(runs)
     responses = content["responses"]
     assert content["schema"] == 1 and page.read_text() == (static / "index.html").read_text()
@@ -37,7 +37,7 @@ def test_the_copy_holds_what_the_server_answers(run_dir, open_runs, client_of, s
 
 def test_rollouts_of_a_query(run_dir, open_runs, static, tmp_path):
     filters = [{"column": "reward", "op": "<", "value": 0.5}]
-    export(open_runs(run_dir), tmp_path / "out", static, query=Query(limit=3, filters=filters))
+    write_copy(open_runs(run_dir), tmp_path / "out", static, query=Query(limit=3, filters=filters))
     responses = read(tmp_path / "out")["responses"]
     rows = responses["runs/0/rollouts"]["rows"]
     assert len(rows) == 3 and all(row["reward"] < 0.5 for row in rows)
@@ -50,7 +50,7 @@ HOSTILE = "</script><script>alert(1)</script><!--<script>\u2028 & \u4f60 \\u003c
 def test_a_models_text_cannot_leave_its_string(tmp_path, open_runs, static):
     folder = write_run(tmp_path / "run", steps=1, tokenizer=False)
     append(folder / "rollouts.jsonl", [make_rollout(2, "Q0/0", "trained", "rollouts")[0] | {"response": HOSTILE}])
-    export(open_runs(folder), tmp_path / "out", static, keys=["2/rollouts/Q0%2F0"])
+    write_copy(open_runs(folder), tmp_path / "out", static, keys=["2/rollouts/Q0%2F0"])
     text = (tmp_path / "out/data.js").read_text(encoding="ascii")
     assert not re.search(r"[<>&]", text)
     rollout = read(tmp_path / "out")["responses"]["runs/0/rollout/2/rollouts/Q0%2F0"]
@@ -63,7 +63,7 @@ def test_secrets_stay_here(tmp_path, open_runs, static, monkeypatch):
     folder = write_run(tmp_path / "run", steps=1, tokenizer=False)
     config = folder / "config.toml"
     config.write_text(config.read_text() + '\n[extra]\nnote = "a-secret-value"\n')
-    export(open_runs(folder), tmp_path / "out", static, keys=["1/rollouts/Q0%2F0"])
+    write_copy(open_runs(folder), tmp_path / "out", static, keys=["1/rollouts/Q0%2F0"])
     assert (
         "a-secret-value" not in (tmp_path / "out/data.js").read_text()
         and "***" in (tmp_path / "out/data.js").read_text()
@@ -73,13 +73,13 @@ def test_secrets_stay_here(tmp_path, open_runs, static, monkeypatch):
 def test_what_cannot_be_exported(run_dir, open_runs, static, tmp_path):
     runs = open_runs(run_dir)
     with pytest.raises(ExportError, match="no such rollout"):
-        export(runs, tmp_path / "out", static, keys=["9/rollouts/x"])
+        write_copy(runs, tmp_path / "out", static, keys=["9/rollouts/x"])
     with pytest.raises(ExportError, match="not built"):
-        export(runs, tmp_path / "out", tmp_path, keys=["1/rollouts/Q0%2F0"])
+        write_copy(runs, tmp_path / "out", tmp_path, keys=["1/rollouts/Q0%2F0"])
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
     with pytest.raises(ExportError, match="new or empty folder"):
-        export(runs, tmp_path / "full", static, keys=["1/rollouts/Q0%2F0"])
+        write_copy(runs, tmp_path / "full", static, keys=["1/rollouts/Q0%2F0"])
     assert not (tmp_path / "out").exists() and [*(tmp_path / "full").iterdir()] == [tmp_path / "full/notes.txt"]
 
 

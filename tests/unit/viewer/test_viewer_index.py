@@ -13,11 +13,11 @@ from safetensors.numpy import save_file
 from megatron_rl_viewer import index as index_module
 from megatron_rl_viewer import query as query_module
 from megatron_rl_viewer import token_data
-from megatron_rl_viewer.answer import to_json
-from megatron_rl_viewer.follow import Place, batch_of, new_lines
+from megatron_rl_viewer.answer import answer_json
+from megatron_rl_viewer.follow import FilePlace, batch_of, new_lines
 from megatron_rl_viewer.query import Query, groups_page, rollouts_page
-from megatron_rl_viewer.run import NoRunError, Run, Runs
-from megatron_rl_viewer.shards import Shard, ShardError
+from megatron_rl_viewer.run_folder import NoRunError, Run, Runs
+from megatron_rl_viewer.tensor_files import ShardError, TensorFile
 from megatron_rl_viewer.view_command import main
 from tests.viewer_run import GROUP, PROMPTS, add_metrics, add_step, append, make_rollout, write_run
 
@@ -270,8 +270,8 @@ def test_any_value_of_any_field_is_shown_or_named(run_dir, opened):
     (last,) = [row for row in table(run)["rows"] if row["step"] == 7]
     assert last["id"] == "last/0" and last["kl"] is not None and run.warnings() and run.problem is None
     for row in table(run)["rows"]:
-        to_json(token_data.rollout(run, row["key"]))
-    to_json([run.summary(0), run.metrics.table(), run.health(), run.events.since(0)])
+        answer_json(token_data.rollout(run, row["key"]))
+    answer_json([run.summary(0), run.metrics.table(), run.health(), run.events.since(0)])
 
 
 def test_numbers_that_are_not_finite_and_texts_that_are_no_unicode(run_dir, opened):
@@ -286,7 +286,7 @@ def test_numbers_that_are_not_finite_and_texts_that_are_no_unicode(run_dir, open
 
 
 def test_a_batch_ends_at_its_bytes_and_every_line_is_read(run_dir, opened, monkeypatch):
-    lines = list(new_lines(run_dir / "rollouts.jsonl", Place()))
+    lines = list(new_lines(run_dir / "rollouts.jsonl", FilePlace()))
     size = len(lines[0].data) + len(lines[1].data)
     assert batch_of(iter(lines), 5000, size) == lines[:2] and batch_of(iter(lines), 5, 2**30) == lines[:5]
     batches = []
@@ -380,7 +380,7 @@ def test_links_that_leave_the_run_are_not_followed(run_dir, tmp_path, opened):
     assert table(opened())["total"] == 3 * STEP
     for name in ("rollouts_000009.safetensors", "../outside.safetensors", "/etc/passwd", "metrics.jsonl"):
         with pytest.raises(ShardError, match="not a file of the run"):
-            Shard(run_dir, name)
+            TensorFile(run_dir, name)
 
 
 def test_a_run_of_version_0_1(tmp_path, run_dir):
@@ -477,7 +477,7 @@ def test_tensors_that_were_deleted_or_stay_damaged(run_dir, opened, monkeypatch)
     run = opened()
     (run_dir / "rollouts_000002.safetensors").unlink()
     read = []
-    monkeypatch.setattr(index_module, "Shard", lambda folder, name: read.append(name) or Shard(folder, name))
+    monkeypatch.setattr(index_module, "TensorFile", lambda folder, name: read.append(name) or TensorFile(folder, name))
     run.update()
     assert read == [], "a file that did not change is not read again"
     assert {row["step"]: row["has_tensors"] for row in table(run)["rows"]} == {1: False, 2: False, 3: True}
@@ -506,7 +506,7 @@ def test_any_damage_of_a_header_is_a_shard_error(run_dir, at, bytes_):
     content = path.read_bytes()
     path.write_bytes(content[:at] + bytes_ + (content[at + len(bytes_) :] if bytes_ else b""))
     with pytest.raises(ShardError, match=r"^rollouts_000001.safetensors: "):
-        shard = Shard(run_dir, path.name)
+        shard = TensorFile(run_dir, path.name)
         for name in shard.ids:
             shard.get(name, "tokens")
 
@@ -517,7 +517,7 @@ def test_a_shard_holds_what_safetensors_wrote(run_dir):
         for number, dtype in enumerate(["?", "u1", "i1", "u2", "i2", "i4", "i8", "f2", "f4", "f8"])
     }
     save_file(arrays, run_dir / "rollouts_000001.safetensors")
-    shard = Shard(run_dir, "rollouts_000001.safetensors")
+    shard = TensorFile(run_dir, "rollouts_000001.safetensors")
     assert shard.ids == ["Q0/0"] and shard.get("Q0/0", "x") is None
     for name, array in arrays.items():
         found = shard.get("Q0/0", name.rpartition(":")[2])

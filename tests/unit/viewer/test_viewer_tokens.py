@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_rl_viewer import experts, token_data
+from megatron_rl_viewer import expert_loads, token_data
 from megatron_rl_viewer.pieces import Pieces, shown_tokens
-from megatron_rl_viewer.run import Runs
+from megatron_rl_viewer.run_folder import Runs
 from tests.viewer_run import EXPERTS, GROUP, LAYERS, PROMPTS, TOP_K, VOCABULARY, write_run
 
 PER_TOKEN = {
@@ -226,7 +226,9 @@ def test_the_trainers_tensors_are_found_by_their_key(tmp_path, open_runs):
     same = of_run(open_runs, write_run(tmp_path / "plain/run", steps=1, tokenizer=False))
     rollout = of_run(open_runs, folder)
     assert rollout["values"] == same["values"] and rollout["routes"] == same["routes"]
-    found, expected = (experts.summary(open_runs(each).runs[0], "1") for each in (folder, tmp_path / "plain/run"))
+    found, expected = (
+        expert_loads.loads_of_steps(open_runs(each).runs[0], "1") for each in (folder, tmp_path / "plain/run")
+    )
     assert (found["trainer_load"] == expected["trainer_load"]).all() and found["swaps"] == expected["swaps"]
 
 
@@ -329,7 +331,7 @@ def test_loads_flips_and_swaps_are_those_of_a_loop_over_tokens(client, tensors):
     assert sum(found["margin_histogram"]["kept"]) == pairs * LAYERS - flips.sum()
     listed = {(each["layer"], each["from"], each["to"]): each["count"] for each in found["swaps"]}
     assert all(swaps[key] == count for key, count in listed.items())
-    assert sorted(listed.values(), reverse=True) == sorted(swaps.values(), reverse=True)[: experts.NUM_SWAPS]
+    assert sorted(listed.values(), reverse=True) == sorted(swaps.values(), reverse=True)[: expert_loads.NUM_SWAPS]
     over = found["flips_by_layer_over_steps"]
     assert over["steps"] == [1, 2, 3, 4, 5, 6] and np.shape(over["values"]) == (6, LAYERS)
 
@@ -342,8 +344,8 @@ def test_the_steps_that_are_read(client, wanted, steps):
 
 
 def test_many_steps_are_read_at_intervals():
-    chosen = experts.chosen_steps(range(1, 1001), "1:1000")
-    assert len(chosen) == experts.MAX_STEPS and chosen[0] == 1 and chosen[-1] == 1000
+    chosen = expert_loads.chosen_steps(range(1, 1001), "1:1000")
+    assert len(chosen) == expert_loads.MAX_STEPS and chosen[0] == 1 and chosen[-1] == 1000
 
 
 def test_the_load_of_one_expert_over_the_steps(client):
@@ -364,7 +366,7 @@ def test_the_load_of_one_expert_over_the_steps(client):
 def test_experts_without_the_trainers_half(tmp_path, open_runs):
     folder = write_run(tmp_path / "run", steps=2, tokenizer=False)
     (folder / "trained_000002.safetensors").write_bytes(b"damaged")
-    found = experts.summary(open_runs(folder).runs[0], "2")
+    found = expert_loads.loads_of_steps(open_runs(folder).runs[0], "2")
     assert found["trainer_load"] is None and found["margin_histogram"] is None and found["swaps"] == []
     assert np.shape(found["server_load"]) == (LAYERS, EXPERTS)
     assert any(text.startswith("trained_000002.safetensors: damaged") for text in found["missing"])

@@ -30,24 +30,24 @@ from megatron_rl.weights.hf.files import CheckpointError, HFFiles, listed, write
 from megatron_rl.weights.hf.mapping import Entry, entries, shard_shape
 from megatron_rl.weights.torch_dist import Chunk, ChunkWriter, Slots, Stored, TorchDist, write_metadata
 from megatron_rl_tools.convert.conversion_files import (
-    Work,
+    FileWork,
     barrier,
     copy_companions,
     files_of_rest,
     fingerprint,
-    finish,
-    gather,
+    finish_files,
+    gather_digests,
     open_place,
     shard_name,
 )
-from megatron_rl_tools.convert.conversion_sides import HFSide, MegatronSide, Side, checked, columns
+from megatron_rl_tools.convert.conversion_sides import HFSide, MegatronSide, Side, checked_shape, columns
 from megatron_rl_tools.convert.shard_writer import Piece, ShardWriter
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Conversion:
     """num_bytes: of all tensors, on all ranks; peak_bytes: memory of this process above its level before the first tensor."""
 
     num_tensors: int
@@ -60,13 +60,13 @@ class Outcome:
 def hf_to_megatron(
     hf: Path,
     out: Path,
-    work: Work,
+    work: FileWork,
     *,
     dtype: torch.dtype | None,
     file_bytes: int,
     trust_pickle: bool,
     parallel: Parallel,
-) -> Outcome | None:
+) -> Conversion | None:
     """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.  Collective."""
     spec = make_spec(load_hf_config(hf))
     with HFFiles(hf, trust_pickle=trust_pickle) as files:
@@ -88,7 +88,7 @@ def hf_to_megatron(
                 kept = written_dtype(source, entry, dtype)
                 for chunk, first in slots.cut(entry.name, shard_shape(entry, 1)):
                     rows = torch.Size(chunk.sizes).numel() // columns(entry)
-                    writer.write(chunk, kept, checked(source.parameter(entry, first, first + rows), kept, bad))
+                    writer.write(chunk, kept, checked_shape(source.parameter(entry, first, first + rows), kept, bad))
             writer.close()
             return writer.stored
 
@@ -96,7 +96,7 @@ def hf_to_megatron(
     if work.rank == 0:
         write_metadata(place, read_journal(place, len(units)), slots.extra_states)
         copy_companions(hf, place / "hf")
-        finish(place, out, job)
+        finish_files(place, out, job)
     barrier()
     return outcome
 
@@ -105,12 +105,12 @@ def megatron_to_hf(
     megatron: Path,
     config: Path,
     out: Path,
-    work: Work,
+    work: FileWork,
     *,
     dtype: torch.dtype | None,
     file_bytes: int,
     parallel: Parallel,
-) -> Outcome | None:
+) -> Conversion | None:
     """Write the HF checkpoint of `megatron` with the companions (config, tokenizer) of `config`; None where it exists already.
 
     Tensors of `config` that are no part of the trained model (multi-token prediction) are copied unchanged.  Collective.
@@ -142,7 +142,7 @@ def megatron_to_hf(
         writer = ShardWriter(place / shard_name(index, total), [piece for entry in unit for piece in pieces(entry)])
         for entry in unit:
             for number, piece in enumerate(pieces(entry)):
-                writer.write(piece.name, checked(source.tensor(entry, number), piece.dtype, bad))
+                writer.write(piece.name, checked_shape(source.tensor(entry, number), piece.dtype, bad))
         writer.close()
         return []
 
@@ -155,12 +155,12 @@ def megatron_to_hf(
         files |= dict.fromkeys(rest.names, shard_name(total - 1, total))
         write_index(place, files, sum(size(entry) for unit in units for entry in unit))
         copy_companions(config, place, dtype)
-        finish(place, out, job)
+        finish_files(place, out, job)
     barrier()
     return outcome
 
 
-def verify(one: Side, other: Side, spec: ModelSpec, work: Work) -> tuple[int, list[str]]:
+def verify(one: Side, other: Side, spec: ModelSpec, work: FileWork) -> tuple[int, list[str]]:
     """(tensors compared, names of those that differ) between two checkpoints, both in the dtypes of `other`."""
     different, count = set(), 0
     for number, entry in enumerate(entries(spec)):
@@ -171,7 +171,7 @@ def verify(one: Side, other: Side, spec: ModelSpec, work: Work) -> tuple[int, li
             for (_, a), (_, b) in zip(one.tensor(entry, index), other.tensor(entry, index), strict=True):
                 if not torch.equal(a.to(b.dtype), b):
                     different.add(name)
-    found = gather((count, different))
+    found = gather_digests((count, different))
     return sum(each[0] for each in found), sorted(name for each in found for name in each[1])
 
 
@@ -206,9 +206,9 @@ def run_units(
     units: Sequence[Sequence[Entry]],
     convert: Callable[[int, Sequence[Entry], set[str]], list[Stored]],
     place: Path,
-    work: Work,
+    work: FileWork,
     size: Callable[[Entry], int],
-) -> Outcome:
+) -> Conversion:
     """Convert this rank's units that are not in the journal.  Raises one CheckpointError that names every non-finite tensor."""
     sizes = [sum(size(entry) for entry in unit) for unit in units]
     before, start, bad = reset_peak(), time.monotonic(), set[str]()
@@ -225,7 +225,7 @@ def run_units(
         rate = done / max(time.monotonic() - start, 1e-9)
         left = clock((total - done) / max(rate, 1e-9))
         work.log(f"  {index + 1}/{len(units)} files, {done:.0f} of {total:.0f} MiB, {rate:.0f} MiB/s, {left} left")
-    bad = set[str]().union(*gather(bad))
+    bad = set[str]().union(*gather_digests(bad))
     if bad:
         raise CheckpointError(
             f"{listed('has values that are not finite', bad)}; the checkpoint is damaged; nothing was written"
@@ -233,7 +233,7 @@ def run_units(
     every = [entry for unit in units for entry in unit]
     tensors = sum(len(entry.hf) for entry in every)
     largest = max(size(entry) for entry in every)
-    return Outcome(tensors, sum(sizes), time.monotonic() - start, max(resident_peak() - before, 0), largest)
+    return Conversion(tensors, sum(sizes), time.monotonic() - start, max(resident_peak() - before, 0), largest)
 
 
 def read_journal(place: Path, num_units: int) -> Iterator[Stored]:

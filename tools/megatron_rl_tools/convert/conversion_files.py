@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Work:
+class FileWork:
     """This process's share of the work.  log: prints a line, on rank 0 only."""
 
     rank: int
@@ -61,7 +61,7 @@ def files_of_rest(config: Path, spec: ModelSpec) -> Rest:
     return Rest(config, names)
 
 
-def open_place(out: Path, job: Job, work: Work) -> Path | None:
+def open_place(out: Path, job: Job, work: FileWork) -> Path | None:
     """The hidden directory for the output, with what an earlier try of the same job left in it; None if `out` is complete.
 
     Raises CheckpointError where `out` exists and is of another job.
@@ -78,13 +78,13 @@ def open_place(out: Path, job: Job, work: Work) -> Path | None:
             shutil.rmtree(place, ignore_errors=True)
             (place / "journal").mkdir(parents=True)
             write_text(place / MANIFEST, json.dumps(job))
-    found = gather(found)[0]
+    found = gather_digests(found)[0]
     if found == "other":
         raise CheckpointError(f"--out {out}: has other content; choose a new directory, or remove it")
     return None if found == "done" else place
 
 
-def finish(place: Path, out: Path, job: Job) -> None:
+def finish_files(place: Path, out: Path, job: Job) -> None:
     """Make `place` the output, complete and flushed to the disk."""
     shutil.rmtree(place / "journal")
     for file in place.rglob("*"):
@@ -124,7 +124,7 @@ def fingerprint(folder: Path) -> list[list[str | int]]:
     return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
-def gather(value: T) -> list[T]:
+def gather_digests(value: T) -> list[T]:
     """Every rank's value, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
@@ -134,4 +134,4 @@ def gather(value: T) -> list[T]:
 
 
 def barrier() -> None:
-    gather(None)
+    gather_digests(None)

@@ -124,7 +124,7 @@ def columns(entry: Entry) -> int:
     return torch.Size(entry.hf[0][1][1:]).numel()
 
 
-def checked(named: Iterable[Named], dtype: torch.dtype, bad: set[str]) -> Iterator[torch.Tensor]:
+def checked_shape(named: Iterable[Named], dtype: torch.dtype, bad: set[str]) -> Iterator[torch.Tensor]:
     """The blocks in this dtype; names of tensors with a value that is not finite go to `bad`."""
     for name, block in named:
         if not is_finite(block):

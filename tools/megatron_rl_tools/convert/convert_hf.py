@@ -19,7 +19,15 @@ from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles
 from megatron_rl.weights.hf.mapping import entries
 from megatron_rl.weights.torch_dist import TorchDist
-from megatron_rl_tools.convert.conversion import MIB, Outcome, Work, hf_to_megatron, megatron_to_hf, meta_slots, verify
+from megatron_rl_tools.convert.conversion import (
+    MIB,
+    Conversion,
+    FileWork,
+    hf_to_megatron,
+    megatron_to_hf,
+    meta_slots,
+    verify,
+)
 from megatron_rl_tools.convert.conversion_sides import HFSide, MegatronSide, Side
 from megatron_rl_tools.convert.options import DTYPES, parse
 
@@ -54,9 +62,9 @@ def with_ranks(args: argparse.Namespace) -> int:
     """Run a conversion on this process, or on torchrun's ranks."""
     parallel = make_parallel(ParallelConfig(), device="cpu")
     rank = parallel.rank
-    work = Work(rank, parallel.world_size, lambda text: print(text, flush=True) if rank == 0 else None)
+    work = FileWork(rank, parallel.world_size, lambda text: print(text, flush=True) if rank == 0 else None)
     try:
-        return run(args, work, parallel)
+        return run_command(args, work, parallel)
     finally:
         parallel.destroy()
 
@@ -70,27 +78,27 @@ def guarded(command: Callable[[], int]) -> int:
         return 2
 
 
-def run(args: argparse.Namespace, work: Work, parallel: Parallel) -> int:
+def run_command(args: argparse.Namespace, work: FileWork, parallel: Parallel) -> int:
     if args.command == "verify":
-        return compare(args, work, parallel)
+        return compare_checkpoints(args, work, parallel)
     file_bytes = int(args.file_gb * 1e9)
     if args.backend == "bridge":
         outcome = convert_with_bridge(args, work, parallel)
     elif args.command == "hf-to-megatron":
         outcome = hf_to_megatron(
-            args.hf, args.out, work, dtype=dtype_of(args), file_bytes=file_bytes, trust_pickle=args.trust_pickle,
+            args.hf, args.out, work, dtype=stored_dtype(args), file_bytes=file_bytes, trust_pickle=args.trust_pickle,
             parallel=parallel,
         )  # fmt: skip
     else:
         config = config_of(args.megatron, args.config)
         outcome = megatron_to_hf(
-            args.megatron, config, args.out, work, dtype=dtype_of(args), file_bytes=file_bytes, parallel=parallel
+            args.megatron, config, args.out, work, dtype=stored_dtype(args), file_bytes=file_bytes, parallel=parallel
         )
-    work.log(f"{args.out} exists already: nothing to do" if outcome is None else summary(args.out, outcome))
+    work.log(f"{args.out} exists already: nothing to do" if outcome is None else summary_line(args.out, outcome))
     return 0
 
 
-def summary(out: Path, outcome: Outcome) -> str:
+def summary_line(out: Path, outcome: Conversion) -> str:
     rate = outcome.num_bytes / MIB / max(outcome.seconds, 1e-9)
     return (
         f"wrote {out}: {outcome.num_tensors} tensors, {outcome.num_bytes / MIB:.0f} MiB in {outcome.seconds:.1f} s ({rate:.0f} "
@@ -99,7 +107,7 @@ def summary(out: Path, outcome: Outcome) -> str:
     )
 
 
-def compare(args: argparse.Namespace, work: Work, parallel: Parallel) -> int:
+def compare_checkpoints(args: argparse.Namespace, work: FileWork, parallel: Parallel) -> int:
     """Exit status 0 if every tensor of the two checkpoints is the same, else 1."""
     config = args.config or next((path for path in args.dirs if is_hf(path)), None) or config_of(args.dirs[0], None)
     spec = make_spec(load_hf_config(config))
@@ -151,7 +159,7 @@ def info(path: Path, config: Path | None) -> int:
     return 0
 
 
-def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
+def stored_dtype(args: argparse.Namespace) -> torch.dtype | None:
     """The dtype of the tensors that are written; None: as stored."""
     return None if args.dtype == "keep" else getattr(torch, args.dtype)
 
@@ -176,13 +184,13 @@ def config_of(megatron: Path, given: Path | None) -> Path:
     raise CheckpointError(f"{megatron}: has no hf/config.json; set --config to the original HF directory")
 
 
-def convert_with_bridge(args: argparse.Namespace, work: Work, parallel: Parallel) -> Outcome | None:
+def convert_with_bridge(args: argparse.Namespace, work: FileWork, parallel: Parallel) -> Conversion | None:
     """Megatron-Bridge's conversion, where it is installed."""
-    from megatron_rl_tools.convert.bridge import bridge_hf_to_megatron, bridge_megatron_to_hf
+    from megatron_rl_tools.convert.bridge_backend import bridge_hf_to_megatron, bridge_megatron_to_hf
 
     if work.world > 1:
         raise CheckpointError(f"--backend bridge: started on {work.world} ranks; it works in one process")
-    dtype = dtype_of(args)
+    dtype = stored_dtype(args)
     if args.command == "hf-to-megatron":
         return bridge_hf_to_megatron(args.hf, args.out, work, dtype=dtype, parallel=parallel)
     config = config_of(args.megatron, args.config)

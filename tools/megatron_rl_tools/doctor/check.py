@@ -32,7 +32,7 @@ def fail_if(is_broken: bool, name: str, found: str, remedy: str) -> Check:
     return Check("FAIL", name, found, remedy) if is_broken else Check("OK", name, found)
 
 
-def line(check: Check) -> Text:
+def check_line(check: Check) -> Text:
     """The check as two lines of a terminal, one line if it is OK."""
     text = Text.assemble("  ", (f"{check.status:<5}", STYLES[check.status]), f"{check.name:<31}", check.found)
     if check.remedy:

@@ -141,7 +141,7 @@ def check_tf32() -> list[Check]:
     return [Check("WARN", "TF32", f"{name} = 1", remedy) for name in names if os.environ.get(name) == "1"]
 
 
-def check_gpus(*, required: bool, building: bool) -> list[Check]:
+def check_visible_gpus(*, required: bool, building: bool) -> list[Check]:
     """What torch sees.  No GPU is a FAIL if one is `required` or the driver has one, but not while an image is built."""
     try:
         import torch

@@ -27,7 +27,7 @@ VERIFIED = (
 """(prompt, response, label, reward by math-verify)"""
 
 
-def check_config(path: Path) -> tuple[Config | None, ModelSpec | None, list[Check]]:
+def check_model_config(path: Path) -> tuple[Config | None, ModelSpec | None, list[Check]]:
     """Whether `path` parses, its files exist, and its ports and keys are available here."""
     try:
         cfg = load_config(path, [])
@@ -51,7 +51,7 @@ def check_config(path: Path) -> tuple[Config | None, ModelSpec | None, list[Chec
             Check("FAIL", "model.path", str(error), "set it to an HF checkpoint directory of a supported model")
         )
     except ValueError as error:
-        checks += [failure(problem) for problem in str(error).splitlines()]
+        checks += [failed_check(problem) for problem in str(error).splitlines()]
     if cfg.rollout.port and not cfg.rollout.urls:
         checks.append(check_port(cfg.rollout.host, cfg.rollout.port))
     key = cfg.rollout.api_key_env
@@ -60,7 +60,7 @@ def check_config(path: Path) -> tuple[Config | None, ModelSpec | None, list[Chec
     return cfg, spec, checks
 
 
-def failure(problem: str) -> Check:
+def failed_check(problem: str) -> Check:
     """The check of a message "KEY = VALUE ...; remedy"."""
     found, _, remedy = problem.rpartition("; ")
     key = next((word for word in problem.removeprefix("no such file: ").split() if "." in word), "files")
@@ -160,7 +160,7 @@ def check_reward(cfg: Config | None) -> Check:
 
     config = (cfg.reward if cfg else RewardConfig()).model_copy(update={"num_workers": 1, "on_error": "raise"})
     name = f"reward.function = {config.function}"
-    items = list(VERIFIED) if cfg is None or config.function == "math" else rows_of(cfg)
+    items = list(VERIFIED) if cfg is None or config.function == "math" else rows_of_data(cfg)
     start = time.monotonic()
     try:
         with RewardPool(config, hidden_env=cfg.rollout.api_key_env if cfg else None) as pool:
@@ -176,7 +176,7 @@ def check_reward(cfg: Config | None) -> Check:
     return fail_if(rewards != expected, "reward", found, "pip install math-verify==0.9.0")
 
 
-def rows_of(cfg: Config) -> list[tuple[str, str, str, float]]:
+def rows_of_data(cfg: Config) -> list[tuple[str, str, str, float]]:
     """The first two rows of the training file, their labels as responses."""
     found = []
     for row in parse_rows(cfg.data.train, cfg.data):

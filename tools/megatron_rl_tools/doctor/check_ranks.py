@@ -66,7 +66,7 @@ def check_ranks(deadline: float) -> list[Check]:
         elif store.get("roll_call") == b"incomplete":  # waits for rank 0, which reports the missing ranks
             return []
     except dist.DistError as error:
-        found = f"rank {rank} cannot reach the store of rank 0 at {address}:{port}: {first_line(error)}"
+        found = f"rank {rank} cannot reach the store of rank 0 at {address}:{port}: {first_line_of(error)}"
         remedy = "does that address belong to rank 0, and does a firewall block the port?"
         return [Check("FAIL", "roll call", found, remedy)]
     if missing:
@@ -83,18 +83,18 @@ def check_ranks(deadline: float) -> list[Check]:
             own = dist.PrefixStore(backend, store)
             dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=patience)
             device = torch.device("cuda" if backend == "nccl" else "cpu")
-            checks += measure(backend, device, rank, hosts(store, world))
+            checks += measure_ranks(backend, device, rank, hosts(store, world))
             dist.destroy_process_group()
     except (RuntimeError, dist.DistError) as error:
         remedy = (
             "the roll call worked, so the address is right: see GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO"
         )
-        return [Check("FAIL", f"rank {rank}", first_line(error), remedy)]
+        return [Check("FAIL", f"rank {rank}", first_line_of(error), remedy)]
     roll_call(store, rank, world, deadline, "done")  # rank 0 has the store: it leaves last
     return checks if rank == 0 else []
 
 
-def first_line(error: BaseException) -> str:
+def first_line_of(error: BaseException) -> str:
     return str(error).partition("\n")[0][:300]
 
 
@@ -115,7 +115,7 @@ def hosts(store: Store, world: int) -> list[str]:
     return [store.get(f"here/{rank}").decode() for rank in range(world)]
 
 
-def measure(backend: str, device: torch.device, rank: int, names: list[str]) -> list[Check]:
+def measure_ranks(backend: str, device: torch.device, rank: int, names: list[str]) -> list[Check]:
     """All-reduce over all ranks, then rank 0 with each other rank.  Collective; `names`: hosts of the ranks."""
     world = len(names)
     small, large = all_reduce_seconds(device, 1), all_reduce_seconds(device, PAYLOAD)

@@ -32,11 +32,11 @@ def check_url(url: str, api_key_env: str | None, *, needs_routes: bool) -> list[
         Check("OK", "model", f"{info.model_path} in {info.dtype}, weight version {info.weight_version}"),
         check_clock(url),
         (fail_if if needs_routes else warn_if)(not info.routed_experts, "routed experts", found, remedy),
-        *check_settings(info.settings, needs_routes=needs_routes),
+        *check_server_settings(info.settings, needs_routes=needs_routes),
     ]
 
 
-def check_settings(settings: Values, *, needs_routes: bool) -> Iterator[Check]:
+def check_server_settings(settings: Values, *, needs_routes: bool) -> Iterator[Check]:
     """Settings that a run refuses, or refuses unless rollout.allow_unproven names them."""
     for setting, value in unusual(settings, needs_routes=needs_routes):
         if setting.name != "version" and (kind := verdict(setting, value)) != "proven":

@@ -13,9 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from megatron_rl_tools.doctor.check import STYLES, Check, line
-from megatron_rl_tools.doctor.check_machine import check_gpus, check_machine
-from megatron_rl_tools.doctor.check_model import check_config, check_reward, check_tokenizer
+from megatron_rl_tools.doctor.check import STYLES, Check, check_line
+from megatron_rl_tools.doctor.check_machine import check_machine, check_visible_gpus
+from megatron_rl_tools.doctor.check_model import check_model_config, check_reward, check_tokenizer
 from megatron_rl_tools.doctor.check_packages import check_packages, check_server_flags, installed_versions
 from megatron_rl_tools.doctor.check_ranks import check_local_ranks, check_ranks
 from megatron_rl_tools.doctor.check_servers import check_url
@@ -30,14 +30,14 @@ def main(argv: list[str] | None = None) -> int:
     is_other_rank = arguments.ranks and os.environ.get("RANK", "0") != "0"  # rank 0 reports, others only their failures
     console = Console(highlight=False, soft_wrap=True)
     counts, sections = dict.fromkeys(STYLES, 0), []
-    for title, checks in examine_ranks(arguments.deadline) if arguments.ranks else examine(arguments):
+    for title, checks in examine_ranks(arguments.deadline) if arguments.ranks else examine_machine(arguments):
         for check in checks:
             counts[check.status] += 1
         sections.append({"title": title, "checks": [asdict(check) for check in checks]})
         if not arguments.json and (checks or not is_other_rank):
             console.print(Text(f"\n{title}", style="bold"))
             for check in checks:
-                console.print(line(check))
+                console.print(check_line(check))
     if arguments.json:
         print(json.dumps({"sections": sections, "counts": counts}, indent=1))
     elif not is_other_rank:
@@ -53,11 +53,11 @@ def examine_ranks(deadline: float) -> Sections:
         yield "Ranks (two, on this machine)", check_local_ranks(deadline)
 
 
-def examine(arguments: argparse.Namespace) -> Sections:
+def examine_machine(arguments: argparse.Namespace) -> Sections:
     """Yield (section title, checks), cheap ones first."""
     yield "Machine", check_machine()
-    cfg, spec, checks = check_config(arguments.config) if arguments.config else (None, None, [])
-    gpus = check_gpus(required=cfg is not None and cfg.run.device == "cuda", building=arguments.build)
+    cfg, spec, checks = check_model_config(arguments.config) if arguments.config else (None, None, [])
+    gpus = check_visible_gpus(required=cfg is not None and cfg.run.device == "cuda", building=arguments.build)
     yield "GPUs", gpus
     yield "Packages", check_packages(installed_versions(), has_gpu=len(gpus) > 1 or arguments.build)
     yield "SGLang options", check_server_flags()

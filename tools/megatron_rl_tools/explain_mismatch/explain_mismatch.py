@@ -22,11 +22,11 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.rollout.server.server_info import ServerError
 from megatron_rl_tools.explain_mismatch.history import History, read_history
-from megatron_rl_tools.explain_mismatch.inputs import Saved, make_prompts, read_bundle, read_run
 from megatron_rl_tools.explain_mismatch.ladder import Explanation, Ladder
+from megatron_rl_tools.explain_mismatch.mismatch_page import write_page
 from megatron_rl_tools.explain_mismatch.options import COMMAND, DTYPES, parse
-from megatron_rl_tools.explain_mismatch.page import write_page
-from megatron_rl_tools.explain_mismatch.server_side import ServerSide, connect
+from megatron_rl_tools.explain_mismatch.server_side import ServerSide, connect_to_server
+from megatron_rl_tools.explain_mismatch.token_inputs import Saved, make_prompts, read_bundle, read_run
 from megatron_rl_tools.explain_mismatch.trainer_side import TrainerSide
 
 LONGEST, LEAST_LENGTH = 160, 4
@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(as_json(explanation, history), indent=1))
     else:
-        print("\n".join([*(history.lines() if history else ()), *(describe(explanation) if explanation else ())]))
+        print(
+            "\n".join([*(history.lines() if history else ()), *(describe_inputs(explanation) if explanation else ())])
+        )
         print(f"page: {page}")
     if problem:
         return 2
@@ -82,11 +84,11 @@ def describe_error(error: Exception) -> str:
 
 def of_server(args: argparse.Namespace) -> Explanation:
     """Raises ValueError and ServerError, which name the option and what to do."""
-    check_options(args)
+    check_arguments(args)
     spec = make_spec(load_hf_config(args.model))
-    check_lengths(args, spec.max_positions)
-    cfg = make_config(args, longest=args.longest + args.response + 1)
-    server = connect(args.url, cfg.rollout, spec, want_routes=bool(spec.moe_layers) and not args.no_routes)
+    check_max_tokens(args, spec.max_positions)
+    cfg = explain_config(args, longest=args.longest + args.response + 1)
+    server = connect_to_server(args.url, cfg.rollout, spec, want_routes=bool(spec.moe_layers) and not args.no_routes)
     cfg = with_dtype(cfg, args, server.facts.info.dtype)
     try:
         prompts = make_prompts(args.prompts, args.longest, spec.vocab_size, server.facts, seed=args.seed)
@@ -98,7 +100,7 @@ def of_server(args: argparse.Namespace) -> Explanation:
         server.close()
 
 
-def check_options(args: argparse.Namespace) -> None:
+def check_arguments(args: argparse.Namespace) -> None:
     if args.url is None or args.model is None:
         raise ValueError(
             "needs RUN_DIR, or --url and --model: a server alone does not say what the trainer computes; name the "
@@ -112,7 +114,7 @@ def check_options(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {value}: must be at least {least}; leave it out for the default")
 
 
-def check_lengths(args: argparse.Namespace, max_positions: int) -> None:
+def check_max_tokens(args: argparse.Namespace, max_positions: int) -> None:
     """Set the default of --longest; ValueError where prompt and response are longer than the model's positions."""
     most = max_positions - args.response - RESERVED
     if most < LEAST_LENGTH or (args.longest or 0) > most:
@@ -130,7 +132,7 @@ def with_dtype(cfg: Config, args: argparse.Namespace, served: str) -> Config:
     return cfg.model_copy(update={"model": cfg.model.model_copy(update={"dtype": served})})
 
 
-def make_config(args: argparse.Namespace, *, longest: int, base: Config | None = None) -> Config:
+def explain_config(args: argparse.Namespace, *, longest: int, base: Config | None = None) -> Config:
     """The trainer's: one rank, no measuring of its own, the settings of --config or of the run."""
     sections: dict[str, dict[str, object]] = {
         "model": {"path": str(args.model)},
@@ -179,7 +181,7 @@ def of_folder(args: argparse.Namespace) -> Explanation | None:
 
 def of_run(args: argparse.Namespace, base: Config, longest: int) -> Config:
     args.model = args.model or base.model.path
-    return make_config(args, longest=longest, base=base)
+    return explain_config(args, longest=longest, base=base)
 
 
 def climb(
@@ -210,7 +212,7 @@ def climb(
 # Output
 
 
-def describe(explanation: Explanation) -> list[str]:
+def describe_inputs(explanation: Explanation) -> list[str]:
     found = explanation.evidence
     lines = ["rung                      KL(mu, pi)   mean |log mu - log pi|   taken off"]
     for rung in explanation.rungs:

@@ -22,10 +22,10 @@ from megatron_rl.records import Rollout, StepResult
 from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
 from megatron_rl_tools.explain_mismatch import evidence as ev
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
-from megatron_rl_tools.explain_mismatch.inputs import MOST_ROLLOUTS, single_sequence
 from megatron_rl_tools.explain_mismatch.ladder import EXACT_LIMIT
+from megatron_rl_tools.explain_mismatch.token_inputs import MOST_ROLLOUTS, single_sequence
 from megatron_rl_tools.explain_mismatch.trainer_side import Half
-from megatron_rl_tools.explain_mismatch.verdicts import PROOF, SYMPTOM, Rule, Verdict, verdicts_of
+from megatron_rl_tools.explain_mismatch.verdicts import PROOF, SYMPTOM, Verdict, VerdictRule, verdicts_of
 
 DIFFERENCE = "train/logratio_abs_mean"
 SHOWN = (
@@ -41,24 +41,24 @@ many steps before."""
 
 NO_BEGINNING = "the difference of the two engines did not begin to grow at any step"
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[VerdictRule, ...] = (
+    VerdictRule(
         "routes_shifted", PROOF, ("routes.row_shift != 0",),
         "{history.since}the server's routes are those of other rows: row j has the experts of "
         "row j {routes.row_offset:+.0f}",
         "rollout.urls", "a server that returns row j for the forward of token j",
     ),
-    Rule(
+    VerdictRule(
         "logprobs_shifted", PROOF, ("logprobs.shift != 0",),
         "{history.since}the server's log-probs are those of other tokens, by {logprobs.offset:+.0f}",
         "rollout.urls", "a server that returns each log-prob with its token",
     ),
-    Rule(
+    VerdictRule(
         "not_replayed", PROOF, ("after.routing/replayed_mismatch > 0",),
         "{after.routing/replayed_mismatch:.2%} of the experts used in training are not the rollout's",
         "replay.mode", "R3; check the layout with megatron-rl verify-replay",
     ),
-    Rule(
+    VerdictRule(
         "age", PROOF, ("after.rollout/staleness_mean > 0.5", "after.rollout/staleness_mean > 2 * "
         "before.rollout/staleness_mean"),
         "responses became older at step {history.began:.0f}: {before.rollout/staleness_mean:.2g} to "
@@ -66,7 +66,7 @@ RULES: tuple[Rule, ...] = (
         "rollout.max_staleness",
         "0, to see the engines alone",
     ),
-    Rule(
+    VerdictRule(
         "clear_flips", SYMPTOM,
         ("history.began >= 1", "after.routing/flipped_margin > 0.5 * after.routing/kept_margin",
         "ratio.routing/router_mismatch > 2"),
@@ -76,13 +76,13 @@ RULES: tuple[Rule, ...] = (
         "rollout.verify_push",
         "checksum: it names the tensor; or compare now with --url",
     ),
-    Rule(
+    VerdictRule(
         "rounding_grows", SYMPTOM, ("history.began >= 1", "ratio.routing/router_mismatch > 1.5"),
         "log-ratios and close choices of routers grow together from step {history.began:.0f} on: precision, at "
         "weights that became larger or sharper",
         "rollout.dtype", "a more precise one; replay.mode = R3 takes the part of the routes away",
     ),
-    Rule(
+    VerdictRule(
         "began", SYMPTOM, ("history.began >= 1",),
         "|log mu - log pi_old| began to grow at step {history.began:.0f}: {history.before:.2e} to "
         "{history.after:.2e} nats; routers "
@@ -150,7 +150,7 @@ def read_history(folder: Path) -> History:
     # counted from 1, as on the console and in rollouts.jsonl
     steps = np.array([result.step + 1 for result in results])
     differences = np.array([result.metrics[DIFFERENCE] for result in results], float)
-    at = beginning(differences)
+    at = since_when(differences)
     found, began = Evidence(), None if at is None else int(steps[at])
     found.add("history", since="" if began is None else f"from step {began} on ")
     if at is not None:
@@ -172,7 +172,7 @@ def read_history(folder: Path) -> History:
     return History(steps, differences, began, found, tuple(verdicts_of(found, RULES)), events, flips, tuple(notes))
 
 
-def beginning(values: np.ndarray) -> int | None:
+def since_when(values: np.ndarray) -> int | None:
     """Index of the first value from which LASTING values in a row stand out of the LASTING or more before it."""
     for at in range(LASTING, len(values) - LASTING + 1):
         before, after = values[:at], values[at : at + LASTING]

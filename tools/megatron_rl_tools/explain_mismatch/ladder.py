@@ -176,7 +176,7 @@ class Ladder:
             self.compare_fresh(self.fresh, live)
         self.log("comparing checksums of the weights")
         dtype = getattr(torch, self.server_dtype)
-        found = weights.compare(self.trainer, self.server.checksums(), dtype, facts.weights_path)
+        found = weights.compare_weights(self.trainer, self.server.checksums(), dtype, facts.weights_path)
         self.found.update(weight_evidence(found))
         self.replaced = found.replaced
 

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
-from megatron_rl_tools.explain_mismatch.server_side import Facts
+from megatron_rl_tools.explain_mismatch.server_side import ServerFacts
 from megatron_rl_tools.explain_mismatch.weights import Comparison
 
 SAME_CONFIG = (
@@ -21,7 +21,7 @@ SAME_CONFIG = (
 """Keys of config.json that change what is computed."""
 
 
-def config_evidence(path: Path, facts: Facts) -> Evidence:
+def config_evidence(path: Path, facts: ServerFacts) -> Evidence:
     """Keys of config.json that change what is computed and differ; nothing where the server's cannot be read here."""
     found = Evidence()
     if not facts.config:

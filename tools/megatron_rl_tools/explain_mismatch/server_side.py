@@ -35,7 +35,7 @@ REQUEST_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class Facts:
+class ServerFacts:
     """What the server reports.
 
     config: the config.json that it computes, with its overrides; {} where its checkpoint cannot be read here.  weights_path: the
@@ -128,7 +128,7 @@ class ServerSide:
         answer = self.http.post("/weights_checker", json={"action": "checksum", "selector": "target"})
         return [rank["checksums"] for rank in answer.json().get("ranks") or []] if answer.status_code == 200 else []
 
-    def _read_facts(self, info: ServerInfo) -> Facts:
+    def _read_facts(self, info: ServerInfo) -> ServerFacts:
         server = ask(self.http, "GET", "/server_info")
         model = ask(self.http, "GET", "/model_info")
         config = read_config(Path(info.model_path))
@@ -141,7 +141,7 @@ class ServerSide:
             if verdict(each, value) != "proven"
         ]
         chunk = server.get("chunked_prefill_size")
-        return Facts(
+        return ServerFacts(
             info=info,
             device=str(server.get("device")),
             config=config,
@@ -195,7 +195,7 @@ class ServerSide:
         return rows[:length] if rows.ndim == 2 and len(rows) >= length else None
 
 
-def connect(url: str, rollout: RolloutConfig, spec: ModelSpec, *, want_routes: bool) -> ServerSide:
+def connect_to_server(url: str, rollout: RolloutConfig, spec: ModelSpec, *, want_routes: bool) -> ServerSide:
     """Raises ServerError, with what to do, where no SGLang server of this model answers at `url`."""
     try:
         return ServerSide(url, rollout, spec, want_routes=want_routes)

@@ -23,7 +23,7 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, Rollout, Sample
-from megatron_rl_tools.verify_replay.routers import live_choice, selection_scores
+from megatron_rl_tools.verify_replay.router_kinds import live_choice, selection_scores
 
 Edit = Callable[[Engine], AbstractContextManager[object]]
 """A change of the trainer that lasts as long as the context."""

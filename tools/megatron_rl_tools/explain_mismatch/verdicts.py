@@ -24,7 +24,7 @@ SYMPTOM: Level = 3
 
 
 @dataclass(frozen=True)
-class Rule:
+class VerdictRule:
     """when: all must hold.  text: with {NAME} of the evidence.  key, value: what to change.  before, after: "
     "names of the KL with
     the cause and without it; the share of the KL that it explains is 1 - after / before."""
@@ -56,29 +56,29 @@ TRIED = "diff.base > limit.diff"
 GONE = 0.2
 """A trial that leaves less than this part of the difference has found the cause."""
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[VerdictRule, ...] = (
     # the answer itself
-    Rule(
+    VerdictRule(
         "routes_shifted", PROOF, ("routes.row_shift != 0",),
         "the server's routes are those of other rows: row j has the experts of row j {routes.row_offset:+.0f}; "
         "shifted back {routes.row_shift_overlap:.1%} of the experts agree, as they are {routes.overlap:.1%}",
         "rollout.urls", "a server that returns row j for the forward of token j; look for what edits its answers",
         "kl.replay", "kl.routes_mended",
     ),
-    Rule(
+    VerdictRule(
         "routes_layers_shifted", PROOF, ("routes.layer_shift != 0", "routes.row_shift == 0"),
         "the server's routes are in another order of layers: rolled by {routes.layer_shift:.0f} layers "
         "{routes.layer_shift_overlap:.1%} of the experts agree, as they are {routes.overlap:.1%}",
         "rollout.urls", "a server version whose routes have the decoder's layers in order",
         "kl.replay", "kl.routes_mended",
     ),
-    Rule(
+    VerdictRule(
         "routes_of_another_request", PROOF, ("routes.foreign > 0",),
         "{routes.foreign:.0%} of the responses carry the routes of another response",
         "rollout.urls", "the servers' own addresses: what is between mixes up answers",
         "kl.replay", "kl.live",
     ),
-    Rule(
+    VerdictRule(
         "routes_wrong", PROOF,
         ("diff.live <= limit.diff", "diff.replay > limit.diff", "diff.replay > 2 * diff.live", "routes.row_shift == 0",
          "routes.layer_shift == 0", "routes.foreign == 0"),
@@ -87,14 +87,14 @@ RULES: tuple[Rule, ...] = (
         "rollout.urls", "the servers' own addresses; look for what mixes up answers, and at unproven settings of the server",
         "kl.replay", "kl.live",
     ),
-    Rule(
+    VerdictRule(
         "logprobs_shifted", PROOF, ("logprobs.shift != 0", MISMATCH),
         "the server's log-probs are those of other tokens: entry i is that of token i {logprobs.offset:+.0f}; "
         "shifted back the mean difference is {logprobs.shift_diff:.1e}, as they are {diff.live:.1e}",
         "rollout.urls", "a server that returns each log-prob with its token; look for what edits its answers",
         after="kl.logprobs_shifted",
     ),
-    Rule(
+    VerdictRule(
         "stale_cache", PROOF, ("cache.differ > 0.01",),
         "the server's prefix cache is of other weights: computed again without it, {cache.differ:.1%} of what it "
         "returned for the same tokens differs",
@@ -102,75 +102,75 @@ RULES: tuple[Rule, ...] = (
         after="kl.fresh",
     ),
     # weights
-    Rule(
+    VerdictRule(
         "bias_missing", PROOF, ("weights.bias_zero >= 1",),
         "the expert bias is zero on one side: {weights.names}",
         "model.path", "a checkpoint with e_score_correction_bias; look at the server's log for tensors that it skipped",
         after="kl.their_weights",
     ),
-    Rule(
+    VerdictRule(
         "router_rounded", PROOF, ("weights.router_rounded >= 1",),
         "the server's routers are rounded: {weights.names}",
         "rollout.quantize_keep", "the routers' names; if the server rounds them itself, its dtype option",
         after="kl.their_weights",
     ),
-    Rule(
+    VerdictRule(
         "quantised", PROOF, ("weights.quantised >= 1",),
         "the server holds quantised tensors: {weights.names}",
         "rollout.quantize", "fp8 where that is meant; else start the server without quantisation",
         after="kl.their_weights",
     ),
-    Rule(
+    VerdictRule(
         "experts_swapped", PROOF, ("weights.swapped >= 1",),
         "experts or parts of tensors are in another order on the server: {weights.names}",
         "model.path", "load the checkpoint again on the server; look for a converter that orders experts otherwise",
         after="kl.their_weights",
     ),
-    Rule(
+    VerdictRule(
         "tensor_moved", PROOF, ("weights.moved >= 1",),
         "a tensor of the server holds the values of another one: {weights.names}",
         "tie_word_embeddings", "equal on both sides; if another tensor moved, look at the converter's names",
         after="kl.their_weights",
     ),
-    Rule(
+    VerdictRule(
         "weights_changed", PROOF, ("weights.changed >= 1",),
         "tensors of the server are changed in a known way: {weights.names}",
         "model.path", "the same on the server: load it again",
         after="kl.their_weights",
     ),
-    Rule(
+    VerdictRule(
         "stale_weights", PROOF, ("weights.share > 0.5", "weights.unnamed > 0", "weights.relative < 0.3"),
         "the server holds another version of the same weights: {weights.wrong:.0f} of {weights.compared:.0f} "
         "tensors differ, by {weights.relative:.1%} of their size (weight version {server.weight_version})",
         "rollout.weight_sync", "let it reach this server: send the weights again, or start it on this checkpoint",
         after="kl.their_weights",
     ),
-    Rule(
+    VerdictRule(
         "other_checkpoint", PROOF, ("weights.share > 0.5", "weights.unnamed > 0", "weights.relative >= 0.3"),
         "the server holds another checkpoint: {weights.wrong:.0f} of {weights.compared:.0f} tensors differ, by "
         "{weights.relative:.0%} of their size",
         "model.path", "the checkpoint that the server was started with",
         after="kl.their_weights",
     ),
-    Rule(
+    VerdictRule(
         "other_weights", PROOF, ("weights.share > 0.5", "weights.unnamed > 0", "weights.is_loaded == 0"),
         "the server holds other weights: {weights.wrong:.0f} of {weights.compared:.0f} tensors differ; an earlier "
         "version, or another checkpoint (weight version {server.weight_version})",
         "model.path", "the checkpoint that the server has, or send the weights again",
     ),
-    Rule(
+    VerdictRule(
         "wrong_tensor", PROOF, ("weights.unnamed >= 1", "weights.share <= 0.5"),
         "{weights.wrong:.0f} of {weights.compared:.0f} tensors differ: {weights.names}",
         "model.path", "load these tensors again on the server; look for errors in its log",
         after="kl.their_weights",
     ),
     # settings
-    Rule(
+    VerdictRule(
         "config_differs", PROOF, ("config.differ >= 1",),
         "the server computes with another config.json: {config.text}", "{config.first}", "equal on both sides",
         after="kl.their_config",
     ),
-    Rule(
+    VerdictRule(
         "precision", PROOF, ("dtype.differ == 1",
         "diff.worst > limit.exact", "diff.worst <= limit.diff"),
         "rounding: the trainer computes in {dtype.trainer}, the server in {dtype.server}; transformers' own "
@@ -179,7 +179,7 @@ RULES: tuple[Rule, ...] = (
         after="kl.exact",
     ),
     # what a trial removed
-    Rule(
+    VerdictRule(
         "temperature", TRIAL, (TRIED, f"trial.temperature.diff < {GONE} * diff.base"),
         "the server's log-probs are of temperature {trial.temperature.value:.3g}, the trainer's of "
         "{sampling.temperature:.3g}",
@@ -187,69 +187,69 @@ RULES: tuple[Rule, ...] = (
         "{trial.temperature.value:.3g}; or mend what changes the requests, or SGLANG_RETURN_ORIGINAL_LOGPROB",
         after="trial.temperature.kl",
     ),
-    Rule(
+    VerdictRule(
         "rope_theta", TRIAL, (TRIED, f"trial.rope_theta.diff < {GONE} * diff.base"),
         "the server computes rotary embeddings with rope_theta = {trial.rope_theta.value:g}, the trainer with "
         "{model.rope_theta:g}",
         "rope_theta", "{trial.rope_theta.value:g} in the config.json that is wrong",
         after="trial.rope_theta.kl",
     ),
-    Rule(
+    VerdictRule(
         "norm_eps", TRIAL, (TRIED, f"trial.norm_eps.diff < {GONE} * diff.base"),
         "the server's norms have rms_norm_eps = {trial.norm_eps.value:g}, the trainer's {model.rms_eps:g}",
         "rms_norm_eps", "{trial.norm_eps.value:g} in the config.json that is wrong",
         after="trial.norm_eps.kl",
     ),
-    Rule(
+    VerdictRule(
         "gate_normalisation", TRIAL, (TRIED, f"trial.gate_normalisation.diff < {GONE} * diff.base"),
         "gate weights are normalised on one side only (norm_topk_prob)", "norm_topk_prob", "equal in both config.json",
         after="trial.gate_normalisation.kl",
     ),
-    Rule(
+    VerdictRule(
         "gate_factor", TRIAL, (TRIED, f"trial.gate_factor.diff < {GONE} * diff.base"),
         "the server's gate weights are scaled by {trial.gate_factor.value:.3g}, the trainer's by "
         "{model.scaling_factor:.3g}",
         "routed_scaling_factor", "{trial.gate_factor.value:.3g} in the config.json that is wrong",
         after="trial.gate_factor.kl",
     ),
-    Rule(
+    VerdictRule(
         "bias_not_used", TRIAL, ("trial.no_bias.overlap > 0.99", "routes.overlap < 0.95"),
         "the server selects experts without the expert bias: {trial.no_bias.overlap:.1%} of the experts agree "
         "without it, {routes.overlap:.1%} with it",
         "e_score_correction_bias", "load it on the server",
         after="trial.no_bias.kl",
     ),
-    Rule(
+    VerdictRule(
         "router_rounded_trial", TRIAL, (TRIED, f"trial.rounded_router.diff < {GONE} * diff.base"),
         "the server's routers compute with weights rounded to bfloat16", "rollout.quantize_keep", "the routers' names",
         after="trial.rounded_router.kl",
     ),
-    Rule(
+    VerdictRule(
         "trainer_engine", TRIAL, (MISMATCH, "referee.server <= limit.diff", "referee.trainer > limit.diff"),
         "the trainer does not compute its own checkpoint: transformers agrees with the server to "
         "{referee.server:.1e} nats, with the trainer to {referee.trainer:.1e}",
         "model.layer_spec", "local, and compare again; report it with the model's config.json",
     ),
     # symptoms
-    Rule(
+    VerdictRule(
         "output_head", SYMPTOM, (MISMATCH, "hidden.diff < 1e-3", "floor.diff == 0"),
         "the hidden states after the last norm agree to {hidden.diff:.1e}, the log-probs do not: the output head, "
         "or what is done with the logits",
         "tie_word_embeddings", "equal on both sides; compare lm_head.weight",
     ),
-    Rule(
+    VerdictRule(
         "nothing_in_common", SYMPTOM, (MISMATCH, "routes.overlap <= 1.1 * routes.others_overlap"),
         "the server's experts agree with the trainer's ({routes.overlap:.1%}) no more than with those of other responses "
         "({routes.others_overlap:.1%}): another model, or answers to other requests",
         "model.path", "the checkpoint of the server; then compare again",
     ),
-    Rule(
+    VerdictRule(
         "after_the_routers", SYMPTOM, (MISMATCH, "flips.share == 0", "diff.worst > 100 * limit.diff"),
         "every router of every layer agrees, the log-probs differ by {diff.worst:.1e} nats: the experts of the last layer, the "
         "last norm, the output head, or what is done with the logits",
         "tie_word_embeddings", "equal on both sides; compare lm_head.weight and the sampling settings",
     ),
-    Rule(
+    VerdictRule(
         "only_routes", SYMPTOM, (MISMATCH, "diff.replay <= limit.diff", "flips.clear > 0"),
         "with the server's routes both engines agree ({diff.replay:.1e} nats): only the choice of experts differs, "
         "first in MoE layer {flips.first_layer:.0f}, by up to {flips.first_gap:.2g} where margins are "
@@ -258,7 +258,7 @@ RULES: tuple[Rule, ...] = (
         "replay.mode", "R3, and find the router tensor that differs",
         after="kl.replay",
     ),
-    Rule(
+    VerdictRule(
         "layer", SYMPTOM, (MISMATCH, "flips.first_layer >= 0"),
         "they part before the router of MoE layer {flips.first_layer:.0f}: below it no router disagrees clearly; "
         "there by up to {flips.first_gap:.2g} where margins are {flips.first_margin:.2g}. Suspects: that layer's "
@@ -267,7 +267,7 @@ RULES: tuple[Rule, ...] = (
         "model.path", "one checkpoint on both sides: compare the tensors of these modules, then leave out such settings",
         after="kl.replay",
     ),
-    Rule(
+    VerdictRule(
         "unexplained", SYMPTOM, (MISMATCH,),
         "log mu and log pi differ by {diff.live:.1e} nats (limit {limit.diff:.1e}), and nothing that was tried "
         "removes it. Unproven settings of the server: {server.unusual}",
@@ -276,7 +276,7 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def verdicts_of(evidence: Evidence, rules: Sequence[Rule] = RULES) -> list[Verdict]:
+def verdicts_of(evidence: Evidence, rules: Sequence[VerdictRule] = RULES) -> list[Verdict]:
     """The verdicts of the first level that has one, the largest share first; [] where the pair is healthy."""
     for level in (PROOF, TRIAL, SYMPTOM):
         found = [rule for rule in rules if rule.level == level and all(holds(each, evidence) for each in rule.when)]
@@ -286,10 +286,10 @@ def verdicts_of(evidence: Evidence, rules: Sequence[Rule] = RULES) -> list[Verdi
             verdicts = [
                 Verdict(
                     rule.name,
-                    fill(rule.text, evidence),
+                    fill_text(rule.text, evidence),
                     share(rule, evidence),
-                    fill(rule.key, evidence),
-                    fill(rule.value, evidence),
+                    fill_text(rule.key, evidence),
+                    fill_text(rule.value, evidence),
                 )
                 for rule in found
             ]
@@ -308,14 +308,14 @@ def holds(condition: str, evidence: Evidence) -> bool:
     return left is not None and limit is not None and OPERATORS[sign](left, factor * limit)
 
 
-def share(rule: Rule, evidence: Evidence) -> float | None:
+def share(rule: VerdictRule, evidence: Evidence) -> float | None:
     before, after = evidence.number(rule.before), evidence.number(rule.after)
     if before is None or after is None or before <= 0:
         return None
     return min(1.0, max(0.0, 1 - after / before))
 
 
-def fill(text: str, evidence: Evidence) -> str:
+def fill_text(text: str, evidence: Evidence) -> str:
     """The text with the values of {NAME} and {NAME:FORMAT}."""
 
     def value_of(found: re.Match[str]) -> str:

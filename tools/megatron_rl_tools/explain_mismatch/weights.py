@@ -52,14 +52,14 @@ class Comparison:
     replaced: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def compare(
+def compare_weights(
     trainer: TrainerSide, ranks: Sequence[Mapping[str, str]], dtype: torch.dtype, loaded: Path | None
 ) -> Comparison:
     """ranks: checksums of the server's ranks; dtype: of the server; loaded: its checkpoint, where that is here."""
     if not ranks:
         return Comparison()
     tensors = {name: tensor.detach().to("cpu") for name, tensor in trainer.export()}
-    ours = digests_of(tensors, dtype)
+    ours = digests_of_model(tensors, dtype)
     found = ours.digests()
     known = {name for name in found if name in ranks[0] and (len(ranks) == 1 or WHOLE_ON_EVERY_RANK.search(name))}
     wrong, dtypes = list[str](), dict[str, str]()
@@ -67,7 +67,7 @@ def compare(
         if all(rank.get(name) == found[name] for rank in ranks):
             continue
         parts = [tensors[part] for part in ours.parts[name]]
-        if dtype != torch.float32 and digest(name, parts, torch.float32) == ranks[0][name]:
+        if dtype != torch.float32 and digest_of_tensor(name, parts, torch.float32) == ranks[0][name]:
             dtypes[name] = "float32"  # routers and their biases, in some models
         else:
             wrong.append(name)
@@ -76,7 +76,7 @@ def compare(
         rounded = rounded_by_trainer(wrong, ranks[0], ours, tensors, source, dtype=dtype, narrow=narrow)
         dtypes |= dict.fromkeys(rounded, trainer.cfg.model.dtype)
         wrong = [name for name in wrong if name not in rounded]
-    changes, replaced = explain(wrong, ranks[0], ours, found, tensors, dtype)
+    changes, replaced = explain_weights(wrong, ranks[0], ours, found, tensors, dtype)
     relative = relative_differences(wrong, ranks[0], ours, tensors, dtype, loaded)
     return Comparison(
         compared=len(known),
@@ -110,19 +110,19 @@ def rounded_by_trainer(
             values = [files.read(part) for part in names]
             mine = [tensors[part] for part in names]
             is_rounded = all(torch.equal(v.to(narrow).to(own.dtype), own) for v, own in zip(values, mine, strict=True))
-            if is_rounded and digest(name, values, dtype) == theirs[name]:
+            if is_rounded and digest_of_tensor(name, values, dtype) == theirs[name]:
                 found.add(name)
     return found
 
 
-def digests_of(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> ExportDigests:
+def digests_of_model(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> ExportDigests:
     digests = ExportDigests(tensors)
     for name, tensor in tensors.items():
         digests.add(name, tensor.to(dtype))
     return digests
 
 
-def digest(name: str, parts: Sequence[Tensor], dtype: torch.dtype) -> str:
+def digest_of_tensor(name: str, parts: Sequence[Tensor], dtype: torch.dtype) -> str:
     """The checksum of a served tensor made of these parts."""
     value = hashlib.sha256()
     for part in parts:
@@ -151,7 +151,7 @@ CHANGES: Mapping[str, Callable[[Tensor], Tensor]] = {
 """Of every part of a served tensor alike."""
 
 
-def explain(
+def explain_weights(
     wrong: Sequence[str],
     theirs: Mapping[str, str],
     ours: ExportDigests,
@@ -170,7 +170,7 @@ def explain(
     for name in searched(wrong, theirs, found):
         parts = [tensors[part] for part in ours.parts[name]]
         for change, changed in candidates(name, parts):
-            if digest(name, changed, dtype) == theirs[name]:
+            if digest_of_tensor(name, changed, dtype) == theirs[name]:
                 changes[name] = change
                 replaced |= dict(zip(ours.parts[name], changed, strict=True))
                 break
@@ -235,7 +235,7 @@ def relative_differences(
             if not all(part in files.headers for part in names):
                 continue
             values = [files.read(part) for part in names]
-            if digest(name, values, dtype) != theirs[name]:
+            if digest_of_tensor(name, values, dtype) != theirs[name]:
                 continue
             pairs_of = [(tensors[part].double(), value.double()) for part, value in zip(names, values, strict=True)]
             if all(mine.shape == value.shape for mine, value in pairs_of):

@@ -14,9 +14,9 @@ import torch
 from megatron_rl.config.device_limits import Device
 from megatron_rl_tools.doctor.check_packages import installed_versions
 from megatron_rl_tools.gpu_check.options import parse
-from megatron_rl_tools.gpu_check.page import totals, write_results
-from megatron_rl_tools.gpu_check.runner import StepReport, run_job
-from megatron_rl_tools.gpu_check.steps import STEPS, Place, Step, job
+from megatron_rl_tools.gpu_check.results_page import totals, write_results
+from megatron_rl_tools.gpu_check.step_runner import StepReport, run_job
+from megatron_rl_tools.gpu_check.steps import STEPS, CheckStep, StepPlace, job
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,14 +28,14 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    place = Place(args.device, args.out.resolve(), args.quick, args.server_python)
+    place = StepPlace(args.device, args.out.resolve(), args.quick, args.server_python)
     chosen = [step for step in STEPS if step.name in args.steps] if args.steps else list(STEPS)
     reports = run_steps(chosen, place, machine(args.device))
     print(f"{totals(reports)}: {args.out / 'report.md'}")
     return 1 if any(report.outcome.verdict == "failed" for report in reports) else 0
 
 
-def run_steps(steps: Sequence[Step], place: Place, facts: dict[str, str]) -> list[StepReport]:
+def run_steps(steps: Sequence[CheckStep], place: StepPlace, facts: dict[str, str]) -> list[StepReport]:
     reports: list[StepReport] = []
     for step in steps:
         print(f"{step.name:<15}{step.purpose} At most {step.minutes:g} min ...", flush=True)

@@ -21,15 +21,15 @@ from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl_tools.gpu_check.material import (
     QWEN3_MOE,
     SMALL,
+    check_batch,
+    check_samples,
+    check_step_config,
     engine_of,
-    make_batch,
-    make_config,
-    make_samples,
     uses_te,
 )
-from megatron_rl_tools.gpu_check.result import Figure, Findings, Outcome
-from megatron_rl_tools.gpu_check.steps import Place
-from megatron_rl_tools.verify_replay.inputs import logprob_keys, write_random_checkpoint
+from megatron_rl_tools.gpu_check.result import Figure, Findings, StepOutcome
+from megatron_rl_tools.gpu_check.steps import StepPlace
+from megatron_rl_tools.verify_replay.fingerprints import logprob_keys, write_random_checkpoint
 
 LENGTHS = (37, 64, 150, 201)
 LIMIT = 2.0
@@ -38,7 +38,7 @@ Logprobs = dict[tuple[str, int], float]
 """(rollout, position) -> log-prob of the next token."""
 
 
-def against_transformers(place: Place) -> Outcome:
+def against_transformers(place: StepPlace) -> StepOutcome:
     """The trainer replays the experts that transformers chooses in float32, so that a difference is not a changed choice."""
     disable_tf32()
     findings = Findings()
@@ -46,15 +46,15 @@ def against_transformers(place: Place) -> Outcome:
         path = place.folder / family
         path.mkdir()
         spec = write_random_checkpoint(settings, path, dtype=torch.bfloat16)
-        samples = make_samples(spec, LENGTHS)
+        samples = check_samples(spec, LENGTHS)
         exact, routes = transformers_logprobs(path, samples, torch.float32, place.device)
         rounded, _ = transformers_logprobs(path, samples, torch.bfloat16, place.device)
         limit = LIMIT * mean_difference(rounded, exact)
         figures: dict[str, Figure] = {"transformers bf16 against float32": limit / LIMIT}
         for form in ("thd", "bshd"):
             mode = "R3" if spec.moe_layers else "none"
-            cfg = make_config(path, place.device, model={"batch_format": form}, replay={"mode": mode})
-            ours, layers = trainer_logprobs(cfg, with_routes(samples, routes))
+            cfg = check_step_config(path, place.device, model={"batch_format": form}, replay={"mode": mode})
+            ours, layers = trainer_logprobs(cfg, pass_with_routes(samples, routes))
             difference = mean_difference(ours, exact)
             figures[form] = {"against float32": difference, "layers": layers}
             findings.check(
@@ -64,19 +64,19 @@ def against_transformers(place: Place) -> Outcome:
     return findings.outcome
 
 
-def identical_passes(place: Place) -> Outcome:
+def identical_passes(place: StepPlace) -> StepOutcome:
     findings = Findings()
     path = place.folder / "model"
     path.mkdir()
     spec = write_random_checkpoint(QWEN3_MOE | {"num_experts_per_tok": 8}, path, dtype=torch.bfloat16)
-    samples = make_samples(spec, LENGTHS * (1 if place.quick else 8))
-    has_te = uses_te(make_config(path, place.device))
+    samples = check_samples(spec, LENGTHS * (1 if place.quick else 8))
+    has_te = uses_te(check_step_config(path, place.device))
     for is_fused in (False, True):
         if is_fused and not has_te:
             findings.not_run.append("moe_permute_fusion = true needs TransformerEngine on a GPU")
             continue
-        with engine_of(make_config(path, place.device, megatron={"moe_permute_fusion": is_fused})) as engine:
-            batch = make_batch(engine, samples)
+        with engine_of(check_step_config(path, place.device, megatron={"moe_permute_fusion": is_fused})) as engine:
+            batch = check_batch(engine, samples)
             first, second = (
                 torch.cat(engine.old_logprobs(batch, MetricSums(), replay="none").logprobs) for _ in range(2)
             )
@@ -105,7 +105,7 @@ def trainer_logprobs(cfg: Config, samples: Sequence[Sample]) -> tuple[Logprobs, 
 
 def logprobs_by_position(engine: Engine, samples: Sequence[Sample]) -> Logprobs:
     rollouts = {sample.rollout.id: sample.rollout for sample in samples}
-    batch = make_batch(engine, samples)
+    batch = check_batch(engine, samples)
     passed = engine.old_logprobs(batch, MetricSums(), replay=engine.cfg.replay.mode)
     found: Logprobs = {}
     for micro_batch, values in zip(batch.micro_batches, passed.logprobs, strict=True):
@@ -114,7 +114,7 @@ def logprobs_by_position(engine: Engine, samples: Sequence[Sample]) -> Logprobs:
     return found
 
 
-def with_routes(samples: Sequence[Sample], routes: Mapping[str, np.ndarray]) -> list[Sample]:
+def pass_with_routes(samples: Sequence[Sample], routes: Mapping[str, np.ndarray]) -> list[Sample]:
     """The samples with these experts, uint8 [S - 1, L, K]; unchanged for a dense model, which has none."""
     if not routes:
         return list(samples)

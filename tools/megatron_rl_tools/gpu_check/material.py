@@ -24,7 +24,7 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import uses_transformer_engine
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch
-from megatron_rl_tools.verify_replay.inputs import make_sample, random_routes
+from megatron_rl_tools.verify_replay.fingerprints import make_sample, random_routes
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 256,
@@ -46,7 +46,7 @@ SMALL: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "qwen3": QWEN3, "dee
 """Family -> config.json.  Widths are multiples of what TransformerEngine's kernels need."""
 
 
-def make_config(path: Path, device: Device, **sections: Mapping[str, object]) -> Config:
+def check_step_config(path: Path, device: Device, **sections: Mapping[str, object]) -> Config:
     """bf16, no replay, a small learning rate; `sections` override."""
     base: dict[str, dict[str, object]] = {
         "model": {"path": str(path), "dtype": "bfloat16"},
@@ -73,7 +73,7 @@ def engine_of(cfg: Config) -> Iterator[Engine]:
         parallel.destroy()
 
 
-def make_samples(spec: ModelSpec, lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
+def check_samples(spec: ModelSpec, lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
     """Random sequences of these lengths S, each with random routes where the model has experts."""
     rng = np.random.default_rng(seed)
     if not spec.moe_layers:
@@ -88,7 +88,7 @@ def make_samples(spec: ModelSpec, lengths: Sequence[int], *, seed: int = 0) -> l
     ]
 
 
-def make_batch(engine: Engine, samples: Sequence[Sample]) -> MiniBatch:
+def check_batch(engine: Engine, samples: Sequence[Sample]) -> MiniBatch:
     cfg = engine.cfg
     return make_mini_batch(
         list(samples),

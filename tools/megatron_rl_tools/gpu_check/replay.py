@@ -10,11 +10,11 @@ from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl_tools.convert.convert_hf import convert
-from megatron_rl_tools.gpu_check.material import QWEN3_MOE, engine_of, make_batch, make_config, make_samples
-from megatron_rl_tools.gpu_check.memory import step
-from megatron_rl_tools.gpu_check.result import Figure, Findings, Outcome
-from megatron_rl_tools.gpu_check.steps import Place
-from megatron_rl_tools.verify_replay.inputs import make_given, write_random_checkpoint
+from megatron_rl_tools.gpu_check.material import QWEN3_MOE, check_batch, check_samples, check_step_config, engine_of
+from megatron_rl_tools.gpu_check.memory_steps import step
+from megatron_rl_tools.gpu_check.result import Figure, Findings, StepOutcome
+from megatron_rl_tools.gpu_check.steps import StepPlace
+from megatron_rl_tools.verify_replay.fingerprints import make_given, write_random_checkpoint
 from megatron_rl_tools.verify_replay.passes import Proof
 from megatron_rl_tools.verify_replay.verify_replay import shape_of
 
@@ -24,7 +24,7 @@ SAVE_LIMIT = 1.1
 """Peak of a save / memory before it."""
 
 
-def layouts(place: Place) -> Outcome:
+def replay_layouts(place: StepPlace) -> StepOutcome:
     """Each mode with each kind of recompute: experts that routers used, and gradients of a replayed live pass."""
     findings = Findings()
     path = place.folder / "model"
@@ -32,7 +32,7 @@ def layouts(place: Place) -> Outcome:
     spec = write_random_checkpoint(QWEN3_MOE, path, dtype=torch.bfloat16)
     fixed = {"lr": 0.0, "weight_decay": 0.0, "distributed": False, "clip_grad": 0.0}
     for mode, recompute in QUICK if place.quick else COMBINATIONS:
-        cfg = make_config(
+        cfg = check_step_config(
             path, place.device, model={"recompute": recompute}, replay={"mode": mode, "measure": False}, optim=fixed
         )
         parallel = make_parallel(cfg.parallel, device=place.device, timeout_minutes=5)
@@ -48,7 +48,7 @@ def layouts(place: Place) -> Outcome:
     return findings.outcome
 
 
-def checkpoint(place: Place) -> Outcome:
+def checkpoint(place: StepPlace) -> StepOutcome:
     """One update, saved; a new engine that loads it makes the same second update; the converter writes the same weights."""
     findings = Findings()
     path = place.folder / "model"
@@ -56,20 +56,20 @@ def checkpoint(place: Place) -> Outcome:
     wider = {"hidden_size": 1024, "num_experts": 32, "moe_intermediate_size": 512}  # 0.2 G parameters
     size = {} if place.quick or place.device == "cpu" else wider
     spec = write_random_checkpoint(QWEN3_MOE | size, path, dtype=torch.bfloat16)
-    cfg = make_config(path, place.device, replay={"mode": "R3", "measure": False}, optim={"lr": 1e-3})
-    samples = make_samples(spec, (50, 90, 120))
+    cfg = check_step_config(path, place.device, replay={"mode": "R3", "measure": False}, optim={"lr": 1e-3})
+    samples = check_samples(spec, (50, 90, 120))
     with engine_of(cfg) as engine:
-        step(engine, make_batch(engine, samples), "R3")
+        step(engine, check_batch(engine, samples), "R3")
         saved = weights(engine)
         findings.figures |= save(engine, place, findings)
-        step(engine, make_batch(engine, samples), "R3")
+        step(engine, check_batch(engine, samples), "R3")
         continued = weights(engine)
     folder = latest_checkpoint(place.folder / "checkpoints")
     assert folder is not None
     with engine_of(cfg) as engine:
         Checkpointer(engine, place.folder / "checkpoints").load(folder)
-        findings.check(same(weights(engine), saved), "the loaded weights are not the saved ones")
-        step(engine, make_batch(engine, samples), "R3")
+        findings.check(assert_same(weights(engine), saved), "the loaded weights are not the saved ones")
+        step(engine, check_batch(engine, samples), "R3")
         resumed = weights(engine)
     difference = max(float((resumed[name] - tensor).abs().max()) for name, tensor in continued.items())
     findings.figures["largest difference after the second update"] = difference
@@ -79,12 +79,12 @@ def checkpoint(place: Place) -> Outcome:
     written = {
         name: tensor for file in (place.folder / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
     }
-    findings.check(same(written, saved), "the converted HF checkpoint does not have the saved weights")
+    findings.check(assert_same(written, saved), "the converted HF checkpoint does not have the saved weights")
     findings.figures["tensors converted"] = len(written)
     return findings.outcome
 
 
-def save(engine: Engine, place: Place, findings: Findings) -> dict[str, Figure]:
+def save(engine: Engine, place: StepPlace, findings: Findings) -> dict[str, Figure]:
     on_gpu = place.device == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
@@ -106,7 +106,7 @@ def weights(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu().clone() for name, tensor in engine.export() if tensor is not None}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         tensor.equal(other[name].to(tensor.dtype)) for name, tensor in one.items()
     )

@@ -31,13 +31,13 @@ class Findings:
             self.problems.append(problem)
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> StepOutcome:
         verdict: Verdict = "failed" if self.problems else "passed"
-        return Outcome(verdict, "; ".join([*self.problems, *self.not_run]), self.figures)
+        return StepOutcome(verdict, "; ".join([*self.problems, *self.not_run]), self.figures)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """reason: why a step failed or is not possible, or which part of it did not run."""
 
     verdict: Verdict
@@ -48,7 +48,7 @@ class Outcome:
         (folder / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-def read_outcome(folder: Path) -> Outcome | None:
+def read_outcome(folder: Path) -> StepOutcome | None:
     """What the step in `folder` wrote, None if it wrote nothing."""
     file = folder / FILE
-    return Outcome(**json.loads(file.read_text())) if file.is_file() else None
+    return StepOutcome(**json.loads(file.read_text())) if file.is_file() else None

@@ -19,10 +19,17 @@ from megatron_rl.plan.hardware import HARDWARE, Assumptions, Hardware
 from megatron_rl.plan.memory import rank_memory
 from megatron_rl.plan.training_time import Tokens, TrainingModel
 from megatron_rl.records import MiniBatch
-from megatron_rl_tools.gpu_check.material import QWEN3_MOE, engine_of, make_batch, make_config, make_samples, uses_te
-from megatron_rl_tools.gpu_check.result import Figure, Findings, Outcome
-from megatron_rl_tools.gpu_check.steps import Place
-from megatron_rl_tools.verify_replay.inputs import write_random_checkpoint
+from megatron_rl_tools.gpu_check.material import (
+    QWEN3_MOE,
+    check_batch,
+    check_samples,
+    check_step_config,
+    engine_of,
+    uses_te,
+)
+from megatron_rl_tools.gpu_check.result import Figure, Findings, StepOutcome
+from megatron_rl_tools.gpu_check.steps import StepPlace
+from megatron_rl_tools.verify_replay.fingerprints import write_random_checkpoint
 
 REPLAY_GOAL = 1.005
 REPLAY_LIMIT = 1.02
@@ -44,7 +51,7 @@ class Seconds(NamedTuple):
         return self.old_logprob + self.update
 
 
-def real_layers(place: Place, layers: int) -> tuple[Path, ModelSpec]:
+def real_layers(place: StepPlace, layers: int) -> tuple[Path, ModelSpec]:
     """A random checkpoint with this many layers of Qwen3-30B-A3B; on a CPU, of a model a thousand times smaller."""
     path = place.folder / "model"
     path.mkdir()
@@ -52,19 +59,19 @@ def real_layers(place: Place, layers: int) -> tuple[Path, ModelSpec]:
     return path, write_random_checkpoint({**config, "num_hidden_layers": layers}, path, dtype=torch.bfloat16)
 
 
-def speed(place: Place) -> Outcome:
+def speed(place: StepPlace) -> StepOutcome:
     findings = Findings()
     path, spec = real_layers(place, 4)
     sizes = (9216, 36_864) if place.device == "cuda" else (512, 1024)
     rows = sizes[:1] if place.quick else sizes
-    has_te = uses_te(make_config(path, place.device))
+    has_te = uses_te(check_step_config(path, place.device))
     variants = [Variant("as shipped", has_te), Variant("fused LM head", has_te, True)]
     if has_te:
         variants.append(Variant("permute fusion off", False))
     else:
         findings.not_run.append("permute fusion needs TransformerEngine on a GPU")
     for count, variant in itertools.product(rows, variants):
-        cfg = make_config(
+        cfg = check_step_config(
             path, place.device, model={"recompute": "full", "fused_lm_head": variant.fused_lm_head},
             run={"max_tokens_per_micro_batch": count}, megatron={"moe_permute_fusion": variant.permute_fusion},
         )  # fmt: skip
@@ -82,7 +89,7 @@ def measure(cfg: Config, findings: Findings, name: str) -> dict[str, Figure]:
     count = cfg.run.max_tokens_per_micro_batch
     length = min(4608, count // 2)
     with engine_of(cfg) as engine:
-        batch = make_batch(engine, make_samples(engine.spec, [length] * (count // length)))
+        batch = check_batch(engine, check_samples(engine.spec, [length] * (count // length)))
         without, with_replay = times(engine, batch, ("none", "R3"))
         spec = engine.spec
     ratio = with_replay.total / without.total

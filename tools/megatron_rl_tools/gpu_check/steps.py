@@ -13,14 +13,14 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_rl.config.device_limits import Device
-from megatron_rl_tools.gpu_check.result import NotPossible, Outcome
-from megatron_rl_tools.gpu_check.runner import Job
+from megatron_rl_tools.gpu_check.result import NotPossible, StepOutcome
+from megatron_rl_tools.gpu_check.step_runner import StepJob
 
 PACKAGE = "megatron_rl_tools.gpu_check"
 
 
 @dataclass(frozen=True)
-class Place:
+class StepPlace:
     """Where and how a step runs.  folder: its own; server_python: an interpreter that has SGLang."""
 
     device: Device
@@ -30,7 +30,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Step:
+class CheckStep:
     """target: module:function in this package; minutes: limit."""
 
     name: str
@@ -40,25 +40,25 @@ class Step:
 
 
 STEPS = (
-    Step("doctor", "Packages, GPUs, memory, disk.", 3, "environment:doctor"),
-    Step("verify-replay", "Routing replay in one rank, float32: R3 and R2.", 5, "environment:verify_replay"),
-    Step("host-syncs", "Host synchronisations of an update do not grow with layers (dispatcher aside).", 5, "memory:host_syncs"),
-    Step("memory", "Peak memory of an update against the dry run.", 10, "memory:peak"),
-    Step("logits", "bf16 log-probs, packed and padded, against transformers.", 10, "logits:against_transformers"),
-    Step("permute-fusion", "Two identical passes give equal log-probs, bit by bit.", 5, "logits:identical_passes"),
-    Step("replay", "R3 and R2 with each kind of recompute: used experts, gradients.", 10, "replay:layouts"),
-    Step("checkpoint", "Update, save, resume, convert; peak memory of a save.", 10, "replay:checkpoint"),
-    Step("weight-sync", "Colocated weight sync into a real SGLang server.", 10, "servers:weight_sync"),
-    Step("demo", "The demo on this device, with a real SGLang server.", 20, "servers:demo"),
-    Step("speed", "Four Qwen3-30B layers: permute fusion, fused LM head, replay, tokens/s.", 20, "speed:speed"),
+    CheckStep("doctor", "Packages, GPUs, memory, disk.", 3, "command_steps:doctor"),
+    CheckStep("verify-replay", "Routing replay in one rank, float32: R3 and R2.", 5, "command_steps:verify_replay"),
+    CheckStep("host-syncs", "Host synchronisations of an update do not grow with layers.", 5, "memory_steps:host_syncs"),
+    CheckStep("memory", "Peak memory of an update against the dry run.", 10, "memory_steps:peak"),
+    CheckStep("logits", "bf16 log-probs, packed and padded, against transformers.", 10, "logits:against_transformers"),
+    CheckStep("permute-fusion", "Two identical passes give equal log-probs, bit by bit.", 5, "logits:identical_passes"),
+    CheckStep("replay", "R3 and R2 with each kind of recompute: used experts, gradients.", 10, "replay:replay_layouts"),
+    CheckStep("checkpoint", "Update, save, resume, convert; peak memory of a save.", 10, "replay:checkpoint"),
+    CheckStep("weight-sync", "Colocated weight sync into a real SGLang server.", 10, "server_steps:weight_sync"),
+    CheckStep("demo", "The demo on this device, with a real SGLang server.", 20, "server_steps:demo"),
+    CheckStep("speed", "Four Qwen3-30B layers: permute fusion, fused LM head, replay, tokens/s.", 20, "speed:speed"),
 )  # fmt: skip
 
 
-def job(step: Step, place: Place) -> Job:
+def job(step: CheckStep, place: StepPlace) -> StepJob:
     """The process of a step; `place.folder` is that of all steps."""
     command = [sys.executable, "-m", f"{PACKAGE}.steps", step.name, "--device", place.device]
     command += ["--folder", str(place.folder / step.name), "--server-python", str(place.server_python)]
-    return Job(step.name, step.purpose, step.minutes, command + ["--quick"] * place.quick)
+    return StepJob(step.name, step.purpose, step.minutes, command + ["--quick"] * place.quick)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,12 +70,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--server-python", type=Path, default=Path(sys.executable))
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args(argv)
-    place = Place(args.device, args.folder, args.quick, args.server_python)
+    place = StepPlace(args.device, args.folder, args.quick, args.server_python)
     module, _, function = next(step.target for step in STEPS if step.name == args.name).partition(":")
     try:
         outcome = getattr(import_module(f"{PACKAGE}.{module}"), function)(place)
     except NotPossible as error:
-        outcome = Outcome("not possible", str(error))
+        outcome = StepOutcome("not possible", str(error))
     outcome.write(args.folder)
     return 0
 

@@ -19,10 +19,10 @@ import torch
 from megatron_rl.config import DataConfig
 from megatron_rl.data.prompts import load_prompts, load_tokenizer
 from megatron_rl.weights.hf.files import CheckpointError, read_headers
-from megatron_rl_tools.convert.conversion_files import Work, copy_companions, fingerprint, finish, open_place
+from megatron_rl_tools.convert.conversion_files import FileWork, copy_companions, fingerprint, finish_files, open_place
 
 
-def export(args: argparse.Namespace) -> int:
+def export_model(args: argparse.Namespace) -> int:
     """Exit status.  Raises CheckpointError for an unknown recipe, or one that needs --prompts."""
     mtq, export_hf_checkpoint = import_modelopt()
     recipe = find_recipe(mtq, args.recipe)
@@ -32,7 +32,7 @@ def export(args: argparse.Namespace) -> int:
         )
     prompts = [str(args.prompts), args.prompts.stat().st_mtime_ns, args.samples] if args.prompts else None
     job = {"command": "modelopt", "source": fingerprint(args.dir), "recipe": args.recipe, "prompts": prompts}
-    place = open_place(args.out, job, Work(0, 1, print))
+    place = open_place(args.out, job, FileWork(0, 1, print))
     if place is None:
         print(f"{args.out} exists already: nothing to do")
         return 0
@@ -46,7 +46,7 @@ def export(args: argparse.Namespace) -> int:
     copy_companions(args.dir, place)
     (place / "config.json").write_text(exported)
     headers = read_headers(place)
-    finish(place, args.out, job)
+    finish_files(place, args.out, job)
     dtypes = Counter(header.dtype for header in headers.values())
     print(f"wrote {args.out}: {args.recipe}, " + ", ".join(f"{dtypes[each]} tensors {each}" for each in sorted(dtypes)))
     return 0

@@ -17,9 +17,16 @@ from torch import Tensor
 from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.weights.hf.files import CheckpointError, Header, HFFiles, write_index
 from megatron_rl.weights.hf.fp8 import BLOCK, QuantizeError, dequantize_blocks, quantize_blocks, scales_shape
-from megatron_rl_tools.convert.conversion_files import Job, Work, copy_companions, fingerprint, finish, open_place
+from megatron_rl_tools.convert.conversion_files import (
+    FileWork,
+    Job,
+    copy_companions,
+    fingerprint,
+    finish_files,
+    open_place,
+)
 from megatron_rl_tools.convert.shard_writer import Piece, ShardWriter
-from megatron_rl_tools.quantize.modelopt_export import export
+from megatron_rl_tools.quantize.modelopt_export import export_model
 from megatron_rl_tools.quantize.options import parse
 
 SCALE = "_scale_inv"  # of the weight of that name
@@ -34,13 +41,13 @@ T = TypeVar("T")
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
-        return {"blocks": blocks, "dequantize": dequantize, "modelopt": export}[args.command](args)
+        return {"blocks": weight_blocks, "dequantize": dequantize, "modelopt": export_model}[args.command](args)
     except (CheckpointError, ModelError, QuantizeError, OSError) as error:
         print(f"quantize_hf: {error}", file=sys.stderr)
         return 2
 
 
-def blocks(args: argparse.Namespace) -> int:
+def weight_blocks(args: argparse.Namespace) -> int:
     """Quantise every matrix whose name matches none of --keep."""
     hf = load_hf_config(args.dir)
     if "quantization_config" in hf:
@@ -51,11 +58,11 @@ def blocks(args: argparse.Namespace) -> int:
         def becomes(name: str, header: Header) -> list[Piece]:
             if len(header.shape) < 2 or name in kept:
                 return [as_stored(header)]
-            shape = named(name, lambda: scales_shape(header.shape))
+            shape = names_of_weights(name, lambda: scales_shape(header.shape))
             return [Piece(name, header.shape, torch.float8_e4m3fn), Piece(name + SCALE, shape, torch.float32)]
 
         def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-            values, scales = named(name, lambda: quantize_blocks(tensor))
+            values, scales = names_of_weights(name, lambda: quantize_blocks(tensor))
             yield name, values
             yield name + SCALE, scales
 
@@ -70,7 +77,7 @@ def blocks(args: argparse.Namespace) -> int:
         return rewrite(args, files, plan, change, lambda config: {**config, "quantization_config": quantization})
 
 
-def named(name: str, work: Callable[[], T]) -> T:
+def names_of_weights(name: str, work: Callable[[], T]) -> T:
     """work(); its QuantizeError names the tensor."""
     try:
         return work()
@@ -131,7 +138,7 @@ def rewrite(
         "keep": list(getattr(args, "keep", ())),
         "dtype": str(dtype),
     }
-    place = open_place(args.out, job, Work(0, 1, print))
+    place = open_place(args.out, job, FileWork(0, 1, print))
     if place is None:
         print(f"{args.out} exists already: nothing to do")
         return 0
@@ -147,7 +154,7 @@ def rewrite(
     (place / "config.json").write_text(json.dumps(new_config(config), indent=2) + "\n")
     size = sum(piece.nbytes for pieces in plan.values() for piece in pieces)
     write_index(place, {piece.name: file for file, names in shards.items() for n in names for piece in plan[n]}, size)
-    finish(place, args.out, job)
+    finish_files(place, args.out, job)
     before = sum(as_stored(header).nbytes for header in files.headers.values())
     print(f"wrote {args.out}: {before / 2**20:.1f} -> {size / 2**20:.1f} MiB")
     return 0

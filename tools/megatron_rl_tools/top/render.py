@@ -12,7 +12,7 @@ from rich.text import Text
 from megatron_rl.launch.status import STATUS_SECONDS, RankStatus, Status, names
 from megatron_rl.metrics.console import clock
 from megatron_rl.metrics.step_line import short
-from megatron_rl_tools.top.servers import Load
+from megatron_rl_tools.top.server_loads import Load
 
 DEAD_SECONDS = 5 * STATUS_SECONDS
 """Age of status.json at which a run that has not ended counts as dead."""
@@ -25,7 +25,7 @@ COLORS = {"running": "green", "finished": "blue", "stopped": "yellow", "failed":
 def render(name: str, status: Status, loads: Sequence[Load], now: float, *, every_rank: bool) -> RenderableType:
     """now: Unix seconds.  every_rank: one row for each, however many there are."""
     age = max(0.0, now - status.time)
-    parts: list[RenderableType] = [headline(name, status, age), *map(Text, details(status))]
+    parts: list[RenderableType] = [top_headline(name, status, age), *map(Text, details(status))]
     if status.ranks:
         parts += [Text(), rank_table(status, age if is_live(status, age) else 0.0, every_rank)]
     if loads:
@@ -38,7 +38,7 @@ def is_live(status: Status, age: float) -> bool:
     return status.state == "running" and age <= DEAD_SECONDS
 
 
-def headline(name: str, status: Status, age: float) -> Text:
+def top_headline(name: str, status: Status, age: float) -> Text:
     """`demo  running  step 12/60 ...`, or since when there has been no heartbeat."""
     state: str = status.state if status.state != "running" or age <= DEAD_SECONDS else "no heartbeat"
     since = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(status.time))} ({clock(age)} ago)"

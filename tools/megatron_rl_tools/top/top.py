@@ -13,7 +13,7 @@ from rich.live import Live
 from megatron_rl.launch.status import Status, read_status
 from megatron_rl_tools.top.options import parse
 from megatron_rl_tools.top.render import is_live, render
-from megatron_rl_tools.top.servers import ask_servers
+from megatron_rl_tools.top.server_loads import ask_servers
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def follow(arguments: argparse.Namespace, console: Console) -> None:
     with Live(console=console, auto_refresh=False) as live:
         while True:
             status = read_status(arguments.run)
-            live.update(shown(arguments, status), refresh=True)
+            live.update(shown_lines(arguments, status), refresh=True)
             if status.state != "running":
                 return
             time.sleep(arguments.seconds)
@@ -49,10 +49,10 @@ def follow(arguments: argparse.Namespace, console: Console) -> None:
 
 def look(arguments: argparse.Namespace) -> RenderableType:
     """Raises ValueError where there is no status."""
-    return shown(arguments, read_status(arguments.run))
+    return shown_lines(arguments, read_status(arguments.run))
 
 
-def shown(arguments: argparse.Namespace, status: Status) -> RenderableType:
+def shown_lines(arguments: argparse.Namespace, status: Status) -> RenderableType:
     now = time.time()
     loads = ask_servers(status.servers, arguments.api_key_env) if is_live(status, now - status.time) else []
     return render(arguments.run.resolve().name, status, loads, now, every_rank=arguments.every_rank)

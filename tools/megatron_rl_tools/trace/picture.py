@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from megatron_rl.launch.trace_file import RANKS, Event
 from megatron_rl_tools.trace.gpu import FIRST_GPU
-from megatron_rl_tools.trace.summary import Summary
+from megatron_rl_tools.trace.trace_summary import TraceSummary
 from megatron_rl_viewer.figure import GREY, PURPLE, RED, STAGE_COLORS
 
 MOST_RANKS = 16
@@ -22,13 +22,13 @@ OUTSIDE = {"evaluate": "#efe3b4", "checkpoint": PURPLE}
 """Stages between steps."""
 
 
-def draw(events: Sequence[Event], summary: Summary) -> Figure:
+def draw(events: Sequence[Event], summary: TraceSummary) -> Figure:
     """One row per thread of the first MOST_RANKS ranks, and one per server with its largest number of requests at a time;
     seconds from the beginning of the step."""
     (first, *_) = [event for event in events if event["ph"] == "X" and event["cat"] == "step" and event["pid"] < RANKS]
     spans = [event for event in events if event["ph"] == "X"]
     start, length = first["ts"], first["dur"] / 1e6
-    rows = rows_of(spans, names_of(events))
+    rows = picture_rows(spans, names_of(events))
     figure = Figure(figsize=(WIDTH_INCHES, 1.3 + ROW_INCHES * len(rows)), layout="constrained")
     axis = figure.add_subplot()
     for number, (name, kind, found) in enumerate(rows):
@@ -58,7 +58,7 @@ def draw(events: Sequence[Event], summary: Summary) -> Figure:
     return figure
 
 
-def rows_of(spans: Sequence[Event], names: dict[int, str]) -> list[tuple[str, str, list[Event]]]:
+def picture_rows(spans: Sequence[Event], names: dict[int, str]) -> list[tuple[str, str, list[Event]]]:
     """(label, kind, spans) of every row."""
     rows = []
     ranks = sorted({each["pid"] for each in spans if each["pid"] < RANKS})[:MOST_RANKS]

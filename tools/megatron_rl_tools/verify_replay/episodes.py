@@ -26,7 +26,7 @@ LEAST = 2  # tokens of a turn, and of what an environment answers
 
 
 @dataclass(frozen=True)
-class Request:
+class TurnRequest:
     """tokens int64 [S_k], of which those from `first` on were sampled; logprobs float32 [R_k]; routes [S_k - 1, L, K].
 
     is_cached: rows of the request before it are repeated.
@@ -57,16 +57,16 @@ def make_request(
     first: int,
     routes: np.ndarray,
     vocab_size: int,
-    before: Request | None = None,
-) -> Request:
+    before: TurnRequest | None = None,
+) -> TurnRequest:
     """before: the request whose prefix is in the server's cache."""
     if before is not None:
         routes[: len(before.routes)] = before.routes
     logprobs = -math.log(vocab_size) + 0.3 * rng.standard_normal(len(tokens) - first)
-    return Request(tokens, first, logprobs.astype(np.float32), routes, before is not None)
+    return TurnRequest(tokens, first, logprobs.astype(np.float32), routes, before is not None)
 
 
-def join(name: str, requests: Sequence[Request]) -> Rollout:
+def join(name: str, requests: Sequence[TurnRequest]) -> Rollout:
     """The episode as the program's own code makes it, turn by turn."""
     turns = [
         Rollout(
@@ -86,7 +86,7 @@ def join(name: str, requests: Sequence[Request]) -> Rollout:
 # What must become of it ----------------------------------------------------------------------------------------------
 
 
-def sampled_by(requests: Sequence[Request], position: int) -> int | None:
+def sampled_by(requests: Sequence[TurnRequest], position: int) -> int | None:
     """The request that sampled the token at `position`, or None."""
     for number, request in enumerate(requests):
         if request.first <= position < len(request.tokens):
@@ -94,7 +94,7 @@ def sampled_by(requests: Sequence[Request], position: int) -> int | None:
     return None
 
 
-def forward_of(requests: Sequence[Request], position: int) -> int:
+def forward_of(requests: Sequence[TurnRequest], position: int) -> int:
     """The request whose forward the row at `position` must have its route from."""
     number = sampled_by(requests, position + 1)
     if number is not None:
@@ -102,14 +102,16 @@ def forward_of(requests: Sequence[Request], position: int) -> int:
     return next(number for number, request in enumerate(requests) if position < len(request.routes))
 
 
-def expected_routes(name: str, requests: Sequence[Request]) -> Iterator[tuple[tuple[str, int, int], tuple[int, ...]]]:
+def expected_routes(
+    name: str, requests: Sequence[TurnRequest]
+) -> Iterator[tuple[tuple[str, int, int], tuple[int, ...]]]:
     """((rollout, position, MoE layer), route) of every row."""
     for position in range(len(requests[-1].tokens) - 1):
         for layer, ids in enumerate(requests[forward_of(requests, position)].routes[position].tolist()):
             yield (name, position, layer), tuple(sorted(ids))
 
 
-def other_forwards(name: str, requests: Sequence[Request]) -> Iterator[tuple[tuple[int, ...], str]]:
+def other_forwards(name: str, requests: Sequence[TurnRequest]) -> Iterator[tuple[tuple[int, ...], str]]:
     """(route, text) of every row that another request's forward has, for hints."""
     for number, request in enumerate(requests):
         for position, layers in enumerate(request.routes.tolist()):
@@ -123,7 +125,7 @@ def other_forwards(name: str, requests: Sequence[Request]) -> Iterator[tuple[tup
 
 
 def wrong_row(
-    requests: Sequence[Request], tokens: Sequence[int], is_learned: Sequence[bool], logprobs: Sequence[float]
+    requests: Sequence[TurnRequest], tokens: Sequence[int], is_learned: Sequence[bool], logprobs: Sequence[float]
 ) -> tuple[str, str] | None:
     """(hint, finding) of the first packed row of an episode that is not as its requests were; the rows of one sequence."""
     truth = requests[-1].tokens.tolist()
@@ -147,7 +149,9 @@ def wrong_row(
     return None
 
 
-def wrong_batch(requests: Mapping[str, Sequence[Request]], batch: MiniBatch, replica: int) -> tuple[str, str] | None:
+def wrong_batch(
+    requests: Mapping[str, Sequence[TurnRequest]], batch: MiniBatch, replica: int
+) -> tuple[str, str] | None:
     """The first of wrong_row in a replica's mini-batch, or a wrong denominator."""
     for number, micro_batch in enumerate(batch.micro_batches):
         bounds = micro_batch.cu_seqlens.tolist()
@@ -163,7 +167,7 @@ def wrong_batch(requests: Mapping[str, Sequence[Request]], batch: MiniBatch, rep
 # Faults --------------------------------------------------------------------------------------------------------------
 
 
-def break_episode(fault: str, rollout: Rollout, requests: Sequence[Request]) -> Rollout:
+def break_episode(fault: str, rollout: Rollout, requests: Sequence[TurnRequest]) -> Rollout:
     """The episode as a bug would have joined it, with a digest of its own: no later check of the program can see it."""
     tokens, environment = rollout.tokens.copy(), rollout.environment
     routes = None if rollout.routed_experts is None else rollout.routed_experts.copy()
@@ -199,5 +203,5 @@ def break_episode(fault: str, rollout: Rollout, requests: Sequence[Request]) -> 
     )
 
 
-def broken(sample: Sample, requests: Sequence[Request], fault: str) -> Sample:
+def broken(sample: Sample, requests: Sequence[TurnRequest], fault: str) -> Sample:
     return replace(sample, rollout=break_episode(fault, sample.rollout, requests))

@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--first-k-dense", type=int, metavar="N", default=0)
     for name in SIZES:
         add(f"--{name}", type=int, help="default: the TOML's, else " + ("tp" if name == "etp" else "1"))
-    add("--layers-per-stage", type=stages, metavar="2,2,3", help="layers of each of pp x vp stages; default: equal")
+    add("--layers-per-stage", type=stages_of, metavar="2,2,3", help="layers of each of pp x vp stages; default: equal")
     add(
         "--micro-batches",
         type=int,
@@ -81,11 +81,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--timeout-minutes", type=float, default=5.0, metavar="M")
     add("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args(arguments)
-    check(parser, args)
+    check_options_of_proof(parser, args)
     return args
 
 
-def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_options_of_proof(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with an error for arguments that exclude one another."""
     if args.micro_batches < 1:
         parser.error(f"--micro-batches {args.micro_batches}: at least 1")
@@ -108,7 +108,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--topk {args.top_k}: must be in 1..{args.experts - 1}, below --experts")
 
 
-def stages(text: str) -> tuple[int, ...]:
+def stages_of(text: str) -> tuple[int, ...]:
     """ "2,2,3" -> (2, 2, 3)."""
     return tuple(int(count) for count in text.split(","))
 

@@ -25,10 +25,18 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch
 from megatron_rl_tools.verify_replay.episodes import wrong_batch
 from megatron_rl_tools.verify_replay.faults import FaultInjector, has_room
-from megatron_rl_tools.verify_replay.inputs import Given, Key, Owner, Route, logprob_keys, make_batch, owners_on_rank
+from megatron_rl_tools.verify_replay.fingerprints import (
+    Given,
+    Key,
+    Owner,
+    Route,
+    logprob_keys,
+    make_batch,
+    owners_on_rank,
+)
 from megatron_rl_tools.verify_replay.router_hooks import (
-    Check,
     Expected,
+    RouteCheck,
     Seen,
     Watch,
     check_consumed,
@@ -36,16 +44,16 @@ from megatron_rl_tools.verify_replay.router_hooks import (
     check_live_rows,
     check_pads,
     gather_seen,
-    name_rows,
+    name_wrong_rows,
 )
-from megatron_rl_tools.verify_replay.routers import set_expert_bias
+from megatron_rl_tools.verify_replay.router_kinds import set_expert_bias
 
 T = TypeVar("T")
 Rows = list[list[Owner]]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PassOutcome:
     """Results of a run with known routes, for comparison with another layout.
 
     logprobs: (rollout, position) -> log pi_old; gradients: HF name -> float32 tensor, on rank 0 only.
@@ -74,7 +82,7 @@ class Proof:
         self.watch = Watch(self.routers, spec.top_k, spec.router)
         self.fault = self._make_fault(fault) if fault else None
 
-    def run_rounds(self) -> tuple[list[Check], dict[Key, Route]]:
+    def run_rounds(self) -> tuple[list[RouteCheck], dict[Key, Route]]:
         """(a): both rounds.  Returns the checks and the routes that the last round must have used."""
         seen: dict[tuple[str, int], list[Seen]] = {}  # (pass, round) -> rows of all ranks
         expected: list[Expected] = []
@@ -97,7 +105,7 @@ class Proof:
             expected.append(Expected(given, earlier, self.given.places(index), self.given.forwards(index)))
         return [*self.check_episodes(), *self._check(seen, expected)], given
 
-    def check_episodes(self) -> list[Check]:
+    def check_episodes(self) -> list[RouteCheck]:
         """(a): the packed tokens, the mask and the log-probs of episodes of several turns are those of their requests."""
         requests = self.given.requests
         if not requests:
@@ -108,13 +116,13 @@ class Proof:
         everywhere = [wrong for wrongs in self._gather(found) for wrong in wrongs]
         if everywhere:
             hint, detail = everywhere[0]
-            return [Check("(a) tokens and mask", False, detail, hint)]
+            return [RouteCheck("(a) tokens and mask", False, detail, hint)]
         turns = sum(len(own) for own in requests.values())
         cached = sum(request.is_cached for own in requests.values() for request in own)
         detail = f"{len(requests)} episodes, {turns} requests, {cached} of them with a prefix in the cache"
-        return [Check("(a) tokens and mask", True, detail)]
+        return [RouteCheck("(a) tokens and mask", True, detail)]
 
-    def replay_live(self) -> tuple[Check, OldPass, float]:
+    def replay_live(self) -> tuple[RouteCheck, OldPass, float]:
         """(b): record a live pass, train on it live and again with the record: equal loss, equal gradients, bit by bit.
 
         Leaves the gradients of the replayed update in place.
@@ -135,7 +143,7 @@ class Proof:
         detail += "; gradients equal in every bit" if worst == 0 else f"; gradients differ by up to {worst:.3g}"
         if noise:
             detail += f" (this device's own noise between two live passes: {noise:.3g})"
-        return Check("(b) replay of a live pass", passed, detail), old, loss
+        return RouteCheck("(b) replay of a live pass", passed, detail), old, loss
 
     def known_routes(self, routes: dict[Key, Route]) -> tuple[OldPass, float]:
         """One old-logprob pass and update of the last round with these routes (R3); leaves the gradients in place."""
@@ -145,7 +153,7 @@ class Proof:
         self.watch.take()
         return old, loss
 
-    def outcome(self, old: OldPass, loss: float) -> Outcome:
+    def outcome(self, old: OldPass, loss: float) -> PassOutcome:
         """Results of the last update, gathered.  Collective, and final: overwrites the weights with their gradients."""
         for model in self.engine.models:
             for parameter in model.parameters():
@@ -162,7 +170,7 @@ class Proof:
                         mine[who] = value
         everyone: list[dict[tuple[str, int], float]] = [{}] * self.parallel.world_size
         dist.all_gather_object(everyone, mine)
-        return Outcome(loss, {key: value for part in everyone for key, value in part.items()}, gradients)
+        return PassOutcome(loss, {key: value for part in everyone for key, value in part.items()}, gradients)
 
     def gradients(self) -> list[Tensor]:
         return [p.main_grad.clone() for model in self.engine.models for p in model.parameters()]
@@ -172,7 +180,7 @@ class Proof:
         replicas = self.given.samples[index]
         if routes is not None:
             replicas = tuple(
-                tuple(tuple(with_routes(sample, routes) for sample in micro_batch) for micro_batch in replica)
+                tuple(tuple(batch_with_routes(sample, routes) for sample in micro_batch) for micro_batch in replica)
                 for replica in replicas
             )
         place = self.parallel
@@ -214,7 +222,7 @@ class Proof:
         return sums.reduce(dist.group.WORLD, self.parallel.device)["train/loss"]
 
     def _take(self, rows: Rows) -> list[Seen]:
-        return gather_seen(name_rows(self.watch.take(), rows, self.parallel.rank))
+        return gather_seen(name_wrong_rows(self.watch.take(), rows, self.parallel.rank))
 
     def _difference(self, others: list[Tensor]) -> float:
         """Largest absolute difference of the gradients now from `others`, over the job; NaN counts as infinite."""
@@ -225,7 +233,7 @@ class Proof:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return float(worst)
 
-    def _check(self, seen: dict[tuple[str, int], list[Seen]], expected: list[Expected]) -> list[Check]:
+    def _check(self, seen: dict[tuple[str, int], list[Seen]], expected: list[Expected]) -> list[RouteCheck]:
         """One check per pass, over all rounds: the first that fails, or the last."""
         spec = self.engine.spec
         everything = range(len(spec.moe_layers))
@@ -295,7 +303,7 @@ def recomputed_layers(engine: Engine) -> list[int]:
     ]
 
 
-def first_failure(checks: Iterable[Check]) -> Check:
+def first_failure(checks: Iterable[RouteCheck]) -> RouteCheck:
     """The first check that failed, or the last of all."""
     for check in checks:
         if not check.passed:
@@ -303,7 +311,7 @@ def first_failure(checks: Iterable[Check]) -> Check:
     return check
 
 
-def with_routes(sample: Sample, routes: dict[Key, Route]) -> Sample:
+def batch_with_routes(sample: Sample, routes: dict[Key, Route]) -> Sample:
     """The sample with these routes in place of its own."""
     experts = sample.rollout.routed_experts
     assert experts is not None

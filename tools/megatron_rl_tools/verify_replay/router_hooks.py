@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.models.spec import RouterKind
-from megatron_rl_tools.verify_replay.inputs import Key, Owner, Route
-from megatron_rl_tools.verify_replay.routers import gate_weights, live_choice
+from megatron_rl_tools.verify_replay.fingerprints import Key, Owner, Route
+from megatron_rl_tools.verify_replay.router_kinds import gate_weights, live_choice
 
 GATE_TOLERANCE = 1e-5
 Kind = Literal["forward", "recompute"]
 
 
-class Call(NamedTuple):
+class RouterCall(NamedTuple):
     """One router call: the n-th of this kind of its layer since the last take(), which is its micro-batch."""
 
     layer: int
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Check:
+class RouteCheck:
     """One line of the result.  hint: which kind of fault it looks like."""
 
     name: str
@@ -65,11 +65,11 @@ class Watch:
         self.top_k = top_k
         self.kind = kind
         self.gate_error = 0.0
-        self._calls: list[Call] = []
+        self._calls: list[RouterCall] = []
         self._counts: Counter[tuple[int, Kind]] = Counter()
         self._hooks = [router.register_forward_hook(self._hook(layer)) for layer, router in routers]
 
-    def take(self) -> list[Call]:
+    def take(self) -> list[RouterCall]:
         """The calls since the last take, and forget them."""
         calls, self._calls = self._calls, []
         self._counts.clear()
@@ -95,7 +95,9 @@ class Watch:
                 consumed[row].append(expert)
             number = self._counts[layer, kind]
             self._counts[layer, kind] += 1
-            self._calls.append(Call(layer, kind, number, list(map(tuple, consumed)), list(map(tuple, live.tolist()))))
+            self._calls.append(
+                RouterCall(layer, kind, number, list(map(tuple, consumed)), list(map(tuple, live.tolist())))
+            )
             if any(len(row) < self.top_k for row in consumed):
                 return probs, filled(routing_map, self.top_k)
             return None
@@ -112,7 +114,7 @@ def filled(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
     return torch.zeros_like(routing_map).scatter(1, chosen, True)
 
 
-def name_rows(calls: Sequence[Call], rows: Sequence[Sequence[Owner]], rank: int) -> list[Seen]:
+def name_wrong_rows(calls: Sequence[RouterCall], rows: Sequence[Sequence[Owner]], rank: int) -> list[Seen]:
     """Give every row of every call its owner; rows[micro-batch] says who must be where.
 
     Raises RuntimeError where a router saw another number of rows or of micro-batches than the layout has.
@@ -160,7 +162,7 @@ class Expected:
 
 def check_consumed(
     name: str, seen: Sequence[Seen], expected: Expected, top_k: int, layers: Container[int] | None = None
-) -> Check:
+) -> RouteCheck:
     """Every given (rollout, position, layer) was consumed exactly once, and by its owner.  layers: these only."""
     given = expected.given
     if layers is not None:
@@ -181,7 +183,7 @@ def check_consumed(
         pads = {row.consumed for row in seen if row.who is None}
         votes = Counter(name_fault(*each, expected, pads, top_k) for each in wrong)
         (rollout, position), first = min(wrong, key=lambda each: (each[0], each[1].layer))
-        return Check(
+        return RouteCheck(
             name,
             False,
             f"{len(wrong)} of {len(given)} wrong; first: rollout {rollout}, position {position}, MoE layer "
@@ -192,14 +194,16 @@ def check_consumed(
     missing = [key for key in given if counts[key] != 1]
     if missing:
         rollout, position, layer = missing[0]
-        return Check(
+        return RouteCheck(
             name,
             False,
             f"{len(missing)} of {len(given)} not consumed exactly once; first: rollout {rollout}, position "
             f"{position}, MoE layer {layer}: {counts[missing[0]]} times",
         )
     share = num_live / max(len(given), 1)
-    return Check(name, True, f"{len(counts)} routes consumed once each; the router alone would agree on {share:.1%}")
+    return RouteCheck(
+        name, True, f"{len(counts)} routes consumed once each; the router alone would agree on {share:.1%}"
+    )
 
 
 def name_fault(who: tuple[str, int], row: Seen, expected: Expected, pads: set[Route], top_k: int) -> str:
@@ -232,27 +236,27 @@ def name_fault(who: tuple[str, int], row: Seen, expected: Expected, pads: set[Ro
     return "unknown: ids that no token was given"
 
 
-def check_gates(name: str, error: float, kind: RouterKind) -> Check:
+def check_gates(name: str, error: float, kind: RouterKind) -> RouteCheck:
     """Gate weights are those of the live scores at the consumed experts, so routers get the gradient of their own scores."""
     limit = GATE_TOLERANCE * (kind.scaling_factor or 1.0)
-    return Check(name, error <= limit, f"largest difference {error:.2g} from the live scores' (limit {limit:.1g})")
+    return RouteCheck(name, error <= limit, f"largest difference {error:.2g} from the live scores' (limit {limit:.1g})")
 
 
-def check_live_rows(name: str, seen: Sequence[Seen], expected: Expected) -> Check:
+def check_live_rows(name: str, seen: Sequence[Seen], expected: Expected) -> RouteCheck:
     """Rows without a route, the last tokens of sequences, follow the router."""
     rows = [(row.who, row) for row in seen if row.who is not None and (*row.who, row.layer) not in expected.given]
     for (rollout, position), row in rows:
         if row.consumed != row.live:
-            return Check(
+            return RouteCheck(
                 name,
                 False,
                 f"rollout {rollout}, position {position}, MoE layer {row.layer}: the router chose {list(row.live)}, "
                 f"consumed {list(row.consumed)} (rank {row.rank})",
             )
-    return Check(name, True, f"{len(rows)} rows without a route followed the router")
+    return RouteCheck(name, True, f"{len(rows)} rows without a route followed the router")
 
 
-def check_pads(name: str, seen: Sequence[Seen], top_k: int, num_experts: int, ep_size: int) -> Check:
+def check_pads(name: str, seen: Sequence[Seen], top_k: int, num_experts: int, ep_size: int) -> RouteCheck:
     """Pads use K distinct experts each, spread evenly over the expert-parallel ranks: loads differ by one at most."""
     calls: dict[tuple[int, int, int, Kind], list[Seen]] = {}
     for row in seen:
@@ -264,16 +268,16 @@ def check_pads(name: str, seen: Sequence[Seen], top_k: int, num_experts: int, ep
         for row in rows:
             if len(row.consumed) != top_k:
                 hint = "duplicate: an id occurs twice in a row"
-                return Check(name, False, f"{place}: pad row {row.row} consumed {list(row.consumed)}", hint)
+                return RouteCheck(name, False, f"{place}: pad row {row.row} consumed {list(row.consumed)}", hint)
         experts = Counter(expert for row in rows for expert in row.consumed)
         ranks = Counter(expert // per_rank for expert in experts.elements())
         for what, loads, size in (("experts", experts, num_experts), ("expert ranks", ranks, ep_size)):
             if max(loads.values()) - min(loads[i] for i in range(size)) > 1:
-                return Check(
+                return RouteCheck(
                     name,
                     False,
                     f"{place}: {len(rows)} pads load {what} unevenly, {loads.most_common(1)[0]} (id, rows)",
                     "pad: pads crowd on the same experts",
                 )
     total = sum(len(rows) for rows in calls.values())
-    return Check(name, True, f"{total} pad rows, distinct experts, loads within one row of each other")
+    return RouteCheck(name, True, f"{total} pad rows, distinct experts, loads within one row of each other")

@@ -27,7 +27,7 @@ from megatron_rl.distributed import Parallel, disable_tf32, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.known import KNOWN, is_known
 from megatron_rl.models.spec import ModelSpec, RouterKind, load_hf_config
-from megatron_rl_tools.verify_replay.inputs import (
+from megatron_rl_tools.verify_replay.fingerprints import (
     Given,
     Shape,
     make_given,
@@ -36,20 +36,20 @@ from megatron_rl_tools.verify_replay.inputs import (
     write_random_checkpoint,
 )
 from megatron_rl_tools.verify_replay.options import EPISODE_FAULTS, FORMATS, SIZES, num_layers, parse
-from megatron_rl_tools.verify_replay.passes import Outcome, Proof
-from megatron_rl_tools.verify_replay.router_hooks import Check
-from megatron_rl_tools.verify_replay.routers import router_kind
+from megatron_rl_tools.verify_replay.passes import PassOutcome, Proof
+from megatron_rl_tools.verify_replay.router_hooks import RouteCheck
+from megatron_rl_tools.verify_replay.router_kinds import router_kind
 
 LOGPROB_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-4  # of each tensor's largest element
 
 
 @dataclass
-class Report:
+class ProofReport:
     """What is printed.  `hint` is the likeliest fault, from the first failed check that has one."""
 
     setup: list[str] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[RouteCheck] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(module).setLevel(logging.ERROR)
     disable_tf32()  # (c) compares in float32; before CUDA starts
     started = time.perf_counter()
-    report = Report()
+    report = ProofReport()
     is_first = os.environ.get("RANK", "0") == "0"
     parallel = None
     with ExitStack() as stack:
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sizes = parallel_sizes(args)
             check_micro_batches(args.micro_batches, sizes)
             parallel = make_parallel(sizes, device=args.device, timeout_minutes=args.timeout_minutes)
-            cfg, spec = make_config(args, sizes, parallel, stack)
+            cfg, spec = proof_config(args, sizes, parallel, stack)
             given = make_given(shape_of(spec, parallel, args.micro_batches, args.turns), seed=args.seed)
             in_episode = args.fault in EPISODE_FAULTS
             used = given.broken(args.fault) if in_episode else given
@@ -91,11 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if parallel is not None:
                 parallel.destroy()
             return 2
-        report.setup = describe(args, cfg, spec, parallel, given)
+        report.setup = describe_proof(args, cfg, spec, parallel, given)
         try:
             run_checks(report, proof, cfg, given, compare=not args.no_reference)
         except Exception as error:  # its peers would wait for this rank: print here, torchrun ends them
-            report.checks.append(Check(f"rank {parallel.rank}", False, f"{type(error).__name__}: {error}"))
+            report.checks.append(RouteCheck(f"rank {parallel.rank}", False, f"{type(error).__name__}: {error}"))
             if not args.json:
                 traceback.print_exc()
             is_first = True
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.passed else 1
 
 
-def run_checks(report: Report, proof: Proof, cfg: Config, given: Given, *, compare: bool) -> None:
+def run_checks(report: ProofReport, proof: Proof, cfg: Config, given: Given, *, compare: bool) -> None:
     """All checks, in order, into `report.checks`.  Ends with torch.distributed shut down where make_parallel started it."""
     parallel = proof.parallel
     checks, routes = proof.run_rounds()
@@ -128,7 +128,7 @@ def run_checks(report: Report, proof: Proof, cfg: Config, given: Given, *, compa
         report.checks += compare_outcomes(outcome, one_rank(cfg, spec, given, routes, device))
 
 
-def one_rank(cfg: Config, spec: ModelSpec, given: Given, routes: dict[Any, Any], device: torch.device) -> Outcome:
+def one_rank(cfg: Config, spec: ModelSpec, given: Given, routes: dict[Any, Any], device: torch.device) -> PassOutcome:
     """The same sequences and routes in one process that holds the whole model."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -145,7 +145,7 @@ def one_rank(cfg: Config, spec: ModelSpec, given: Given, routes: dict[Any, Any],
         dist.destroy_process_group()
 
 
-def compare_outcomes(ours: Outcome, reference: Outcome) -> list[Check]:
+def compare_outcomes(ours: PassOutcome, reference: PassOutcome) -> list[RouteCheck]:
     """(c): largest differences, with where they are."""
     checks = []
     if ours.logprobs.keys() == reference.logprobs.keys():
@@ -153,24 +153,26 @@ def compare_outcomes(ours: Outcome, reference: Outcome) -> list[Check]:
         detail = (
             f"largest difference {worst:.2g} at rollout {who[0]}, position {who[1]} (limit {LOGPROB_TOLERANCE:.0e})"
         )
-        checks.append(Check("(c) log-probs, one rank", worst <= LOGPROB_TOLERANCE, detail))
+        checks.append(RouteCheck("(c) log-probs, one rank", worst <= LOGPROB_TOLERANCE, detail))
     else:
         odd = sorted(ours.logprobs.keys() ^ reference.logprobs.keys())
-        checks.append(Check("(c) log-probs, one rank", False, f"{len(odd)} tokens on one side only, first {odd[0]}"))
+        checks.append(
+            RouteCheck("(c) log-probs, one rank", False, f"{len(odd)} tokens on one side only, first {odd[0]}")
+        )
     difference = abs(ours.loss - reference.loss)
     limit = LOGPROB_TOLERANCE * max(1.0, abs(reference.loss))
     detail = f"{ours.loss:.7g}, one rank {reference.loss:.7g} (limit {limit:.1g})"
-    checks.append(Check("(c) loss, one rank", difference <= limit, detail))
+    checks.append(RouteCheck("(c) loss, one rank", difference <= limit, detail))
     checks.append(compare_gradients(ours.gradients, reference.gradients))
     return checks
 
 
-def compare_gradients(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> Check:
+def compare_gradients(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> RouteCheck:
     """Each HF tensor against its own largest element, but no finer than 1e-4 of the largest anywhere (rounding noise)."""
     name = "(c) gradients, one rank"
     if ours.keys() != reference.keys():
         odd = sorted(ours.keys() ^ reference.keys())
-        return Check(name, False, f"{len(odd)} tensors on one side only, first {odd[0]}")
+        return RouteCheck(name, False, f"{len(odd)} tensors on one side only, first {odd[0]}")
     floor = 1e-4 * max(float(tensor.abs().max()) for tensor in reference.values())
     ratios = {
         key: float(((ours[key] - tensor).abs().max() / max(float(tensor.abs().max()), floor)).nan_to_num(nan=torch.inf))
@@ -181,7 +183,7 @@ def compare_gradients(ours: dict[str, torch.Tensor], reference: dict[str, torch.
     detail = f"largest relative difference {ratios[worst]:.2g} in {worst} (limit {GRADIENT_TOLERANCE:.0e})"
     if wrong:
         detail = f"{wrong} of {len(ratios)} tensors differ; {detail}"
-    return Check(name, not wrong, detail)
+    return RouteCheck(name, not wrong, detail)
 
 
 def parallel_sizes(args: argparse.Namespace) -> ParallelConfig:
@@ -201,7 +203,7 @@ def check_micro_batches(count: int, sizes: ParallelConfig) -> None:
         )
 
 
-def make_config(
+def proof_config(
     args: argparse.Namespace, sizes: ParallelConfig, parallel: Parallel, stack: ExitStack
 ) -> tuple[Config, ModelSpec]:
     """The engine's configuration: float32, lr 0, and the model of the flags, or a random one that this host writes."""
@@ -262,7 +264,9 @@ def shape_of(spec: ModelSpec, parallel: Parallel, micro_batches: int, turns: int
     )
 
 
-def describe(args: argparse.Namespace, cfg: Config, spec: ModelSpec, parallel: Parallel, given: Given) -> list[str]:
+def describe_proof(
+    args: argparse.Namespace, cfg: Config, spec: ModelSpec, parallel: Parallel, given: Given
+) -> list[str]:
     dense = spec.num_layers - len(spec.moe_layers)
     tokens = sum(len(rollout.tokens) for rollout in given.rollouts(-1))
     sizes = " ".join(
@@ -294,7 +298,7 @@ def describe_router(kind: RouterKind) -> str:
     return ", ".join(parts)
 
 
-def print_table(report: Report) -> None:
+def print_table(report: ProofReport) -> None:
     print("\n".join(report.setup))
     width = max(len(check.name) for check in report.checks)
     for check in report.checks:
@@ -307,7 +311,7 @@ def print_table(report: Report) -> None:
     )
 
 
-def print_json(report: Report) -> None:
+def print_json(report: ProofReport) -> None:
     values = {"passed": report.passed, "hint": report.hint, "seconds": round(report.seconds, 2), "setup": report.setup}
     print(json.dumps({**values, "checks": [asdict(check) for check in report.checks]}, indent=2))
 

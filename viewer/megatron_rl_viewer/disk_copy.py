@@ -13,19 +13,19 @@ from contextlib import closing
 from pathlib import Path
 
 from megatron_rl.config.redact import Redactor
-from megatron_rl_viewer import experts, token_data
+from megatron_rl_viewer import expert_loads, token_data
 from megatron_rl_viewer.answer import clean
 from megatron_rl_viewer.query import (
     GROUP_COLUMNS,
     ROLLOUT_COLUMNS,
     Query,
-    described,
+    describe_query,
     find_rollout,
     groups_page,
     rollout_rows,
     rollouts_page,
 )
-from megatron_rl_viewer.run import Run, Runs
+from megatron_rl_viewer.run_folder import Run, Runs
 
 SCHEMA = 1
 INDEX, DATA = "index.html", "data.js"
@@ -35,7 +35,7 @@ class ExportError(ValueError):
     """An export that cannot be made; the message names the argument and the fix."""
 
 
-def export(runs: Runs, folder: Path, static: Path, *, keys: Sequence[str] = (), query: Query | None = None) -> Path:
+def write_copy(runs: Runs, folder: Path, static: Path, *, keys: Sequence[str] = (), query: Query | None = None) -> Path:
     """Write the copy and return its index.html.
 
     keys: rollouts by their keys, each of the first run that has it; query: the rollouts of every run that it finds.
@@ -46,13 +46,13 @@ def export(runs: Runs, folder: Path, static: Path, *, keys: Sequence[str] = (), 
         raise ExportError(f"--export {folder}: must be a new or empty folder, or an earlier export; name another one")
     for run in runs.runs:
         run.update()
-    chosen = [rows_of(run, query) if query else [] for run in runs.runs]
+    chosen = [rows_found(run, query) if query else [] for run in runs.runs]
     for key in keys:
         place, row = find_in(runs, key)
         chosen[place].append(row)
-    responses: dict[str, object] = {"runs": [summary(run, number) for number, run in enumerate(runs.runs)]}
+    responses: dict[str, object] = {"runs": [run_summary(run, number) for number, run in enumerate(runs.runs)]}
     for number, (run, rows) in enumerate(zip(runs.runs, chosen, strict=True)):
-        for path, value in answers(run, rows).items():
+        for path, value in answers_of_run(run, rows).items():
             responses[f"runs/{number}/{path}"] = value
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copytree(static, folder / "static", dirs_exist_ok=True, ignore=shutil.ignore_patterns(INDEX))
@@ -69,7 +69,7 @@ def script_json(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def rows_of(run: Run, query: Query) -> list[dict]:
+def rows_found(run: Run, query: Query) -> list[dict]:
     with closing(run.index.connect()) as connection:
         return rollouts_page(connection, query)["rows"]
 
@@ -84,12 +84,12 @@ def find_in(runs: Runs, key: str) -> tuple[int, dict]:
     raise ExportError(f"--rollouts {key}: no such rollout; a key is STEP/FILE/ID as in the viewer's address")
 
 
-def summary(run: Run, number: int) -> dict[str, object]:
+def run_summary(run: Run, number: int) -> dict[str, object]:
     """Without the place of the run on this machine: an export is sent to others."""
     return run.summary(number) | {"path": run.name, "live": False, "indexing": None}
 
 
-def answers(run: Run, rows: Sequence[dict]) -> dict[str, object]:
+def answers_of_run(run: Run, rows: Sequence[dict]) -> dict[str, object]:
     """Path below runs/N/ -> JSON."""
     keys = list(dict.fromkeys(str(row["key"]) for row in rows))
     by_key = {row["key"]: row for row in rows}
@@ -105,11 +105,11 @@ def answers(run: Run, rows: Sequence[dict]) -> dict[str, object]:
         "health": run.health(),
         "rollouts": {
             "total": len(keys),
-            "columns": described(ROLLOUT_COLUMNS),
+            "columns": describe_query(ROLLOUT_COLUMNS),
             "rows": [by_key[key] for key in keys],
             "indexing": None,
         },
-        "groups": {"total": len(groups), "columns": described(GROUP_COLUMNS), "rows": groups, "indexing": None},
-        "experts": experts.summary(run, f"{steps[0]}:{steps[-1]}" if steps else ""),
+        "groups": {"total": len(groups), "columns": describe_query(GROUP_COLUMNS), "rows": groups, "indexing": None},
+        "experts": expert_loads.loads_of_steps(run, f"{steps[0]}:{steps[-1]}" if steps else ""),
     }
     return found | {f"rollout/{key}": token_data.rollout(run, key) for key in keys}

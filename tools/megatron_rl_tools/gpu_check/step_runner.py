@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl_tools.gpu_check.result import Outcome, read_outcome
+from megatron_rl_tools.gpu_check.result import StepOutcome, read_outcome
 
 LOG = "log.txt"
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class Job:
+class StepJob:
     """One step as a process.  minutes: its limit."""
 
     name: str
@@ -39,10 +39,10 @@ class StepReport:
     purpose: str
     minutes: float
     seconds: float
-    outcome: Outcome
+    outcome: StepOutcome
 
 
-def run_job(job: Job, folder: Path) -> StepReport:
+def run_job(job: StepJob, folder: Path) -> StepReport:
     """Run the job in folder/name, which is emptied first.  Its processes have ended on return."""
     place = folder / job.name
     shutil.rmtree(place, ignore_errors=True)
@@ -69,14 +69,14 @@ def run_job(job: Job, folder: Path) -> StepReport:
     return StepReport(job.name, job.purpose, job.minutes, time.monotonic() - start, judge(job, place, status))
 
 
-def judge(job: Job, place: Path, status: int | None) -> Outcome:
+def judge(job: StepJob, place: Path, status: int | None) -> StepOutcome:
     """status: of the process, None if it ran past its limit.  Figures that it wrote before are kept."""
     found = read_outcome(place)
     figures = found.figures if found else {}
     if status is None:
-        return Outcome("failed", f"over its limit of {job.minutes:g} minutes; {last_line(place)}", figures)
+        return StepOutcome("failed", f"over its limit of {job.minutes:g} minutes; {last_line(place)}", figures)
     if found is None or status != 0:
-        return Outcome("failed", f"exit status {status}: {last_line(place)}", figures)
+        return StepOutcome("failed", f"exit status {status}: {last_line(place)}", figures)
     return found
 
 

@@ -26,7 +26,7 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class Summary:
+class TraceSummary:
     """step: its number, from 1."""
 
     step: int
@@ -63,8 +63,10 @@ class Summary:
             seconds = {each.rank: each.stages.get(stage, 0.0) for each in self.ranks}
             waits = {each.rank: each.waits.get(stage, 0.0) for each in self.ranks}
             mean = fmean(seconds.values())
-            longest, most = (named(of_rank, max(of_rank, key=of_rank.__getitem__)) for of_rank in (seconds, waits))
-            least = named(waits, min(waits, key=waits.__getitem__))
+            longest, most = (
+                stage_names(of_rank, max(of_rank, key=of_rank.__getitem__)) for of_rank in (seconds, waits)
+            )
+            least = stage_names(waits, min(waits, key=waits.__getitem__))
             yield (f"{stage:<12}{mean:>9.3f}{mean / self.seconds:>7.1%}{longest:>18}   {'':>15} {most:>17}{least:>18}")
         yield (
             f"sampling {self.sampling:.2f} s, training {self.training:.2f} s: the longer one is {self.of_ideal:.2f} of the "
@@ -73,11 +75,11 @@ class Summary:
         yield "The rank with the least time in collectives is the one that the others wait for."
 
 
-def named(of_rank: Mapping[int, float], rank: int) -> str:
+def stage_names(of_rank: Mapping[int, float], rank: int) -> str:
     return f"{of_rank[rank]:.3f} (rank {rank})"
 
 
-def summarize(events: Sequence[Event]) -> Summary:
+def summarize_trace(events: Sequence[Event]) -> TraceSummary:
     """Of a merged trace.  Raises ValueError where the step did not end."""
     of_rank: dict[int, list[Event]] = {}
     for event in events:
@@ -89,7 +91,7 @@ def summarize(events: Sequence[Event]) -> Summary:
     steps = {event["name"] for found in of_rank.values() for event in found if event["cat"] == "step"}
     if len(steps) != 1:
         raise ValueError(f"the trace holds the steps {sorted(steps)}, must be one: the run stopped in it")
-    return Summary(int(steps.pop().split()[1]), [times_of(rank, found) for rank, found in sorted(of_rank.items())])
+    return TraceSummary(int(steps.pop().split()[1]), [times_of(rank, found) for rank, found in sorted(of_rank.items())])
 
 
 def times_of(rank: int, events: Sequence[Event]) -> RankTimes:
@@ -97,21 +99,21 @@ def times_of(rank: int, events: Sequence[Event]) -> RankTimes:
     start, end = step["ts"], step["ts"] + step["dur"]
     stages: dict[str, float] = {}
     waits: dict[str, float] = {}
-    of_stage = [event for event in events if event["cat"] == "stage" and overlap(event, start, end) > 0]
+    of_stage = [event for event in events if event["cat"] == "stage" and overlap_seconds(event, start, end) > 0]
     collectives = [event for event in events if event["cat"] == "collective"]
     for event in of_stage:
         name, until = event["name"], event["ts"] + event["dur"]
-        stages[name] = stages.get(name, 0.0) + overlap(event, start, end) / 1e6
-        inside = sum(overlap(each, max(event["ts"], start), min(until, end)) for each in collectives)
+        stages[name] = stages.get(name, 0.0) + overlap_seconds(event, start, end) / 1e6
+        inside = sum(overlap_seconds(each, max(event["ts"], start), min(until, end)) for each in collectives)
         waits[name] = waits.get(name, 0.0) + inside / 1e6
     seconds = step["dur"] / 1e6
     stages[OTHER] = seconds - sum(stages.values())
-    waits[OTHER] = sum(overlap(each, start, end) for each in collectives) / 1e6 - sum(waits.values())
+    waits[OTHER] = sum(overlap_seconds(each, start, end) for each in collectives) / 1e6 - sum(waits.values())
     sampling = covered((max(e["ts"], start), min(e["ts"] + e["dur"], end)) for e in events if e["cat"] in SAMPLING)
     return RankTimes(rank, seconds, stages, waits, sampling / 1e6)
 
 
-def overlap(event: Event, start: float, end: float) -> float:
+def overlap_seconds(event: Event, start: float, end: float) -> float:
     """Microseconds of `event` between the two."""
     return max(0.0, min(event["ts"] + event["dur"], end) - max(event["ts"], start))
 

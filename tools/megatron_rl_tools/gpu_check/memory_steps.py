@@ -14,11 +14,11 @@ from megatron_rl.engine.engine import Engine, ReplayMode
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.plan.memory import rank_memory
 from megatron_rl.records import MiniBatch
-from megatron_rl_tools.gpu_check.material import QWEN3_MOE, engine_of, make_batch, make_config, make_samples
-from megatron_rl_tools.gpu_check.result import Findings, NotPossible, Outcome
+from megatron_rl_tools.gpu_check.material import QWEN3_MOE, check_batch, check_samples, check_step_config, engine_of
+from megatron_rl_tools.gpu_check.result import Findings, NotPossible, StepOutcome
 from megatron_rl_tools.gpu_check.speed import real_layers
-from megatron_rl_tools.gpu_check.steps import Place
-from megatron_rl_tools.verify_replay.inputs import write_random_checkpoint
+from megatron_rl_tools.gpu_check.steps import StepPlace
+from megatron_rl_tools.verify_replay.fingerprints import write_random_checkpoint
 
 DISPATCHER = "/transformer/moe/"
 """megatron-core's experts and dispatcher copy token counts to the host: one synchronisation per layer, by design."""
@@ -26,7 +26,7 @@ PEAK_LIMIT = 1.1
 """Measured / computed peak."""
 
 
-def host_syncs(place: Place) -> Outcome:
+def host_syncs(place: StepPlace) -> StepOutcome:
     if place.device == "cpu":
         raise NotPossible("torch.cuda.set_sync_debug_mode needs a GPU")
     findings = Findings()
@@ -41,13 +41,13 @@ def host_syncs(place: Place) -> Outcome:
     return findings.outcome
 
 
-def syncs_of_update(place: Place, layers: int) -> Counter[str]:
+def syncs_of_update(place: StepPlace, layers: int) -> Counter[str]:
     """file:line -> synchronisations of one old-logprob pass and update under R3."""
     path = place.folder / f"layers{layers}"
     path.mkdir()
     spec = write_random_checkpoint(QWEN3_MOE | {"num_hidden_layers": layers}, path, dtype=torch.bfloat16)
-    with engine_of(make_config(path, place.device, replay={"mode": "R3", "measure": True})) as engine:
-        batch = make_batch(engine, make_samples(spec, (100, 200)))
+    with engine_of(check_step_config(path, place.device, replay={"mode": "R3", "measure": True})) as engine:
+        batch = check_batch(engine, check_samples(spec, (100, 200)))
         step(engine, batch, "R3")  # caches and the optimizer's state
         torch.cuda.synchronize()
         with warnings.catch_warnings(record=True) as found:
@@ -63,14 +63,16 @@ def syncs_of_update(place: Place, layers: int) -> Counter[str]:
     return Counter(f"{each.filename}:{each.lineno}" for each in found if "synchroniz" in str(each.message))
 
 
-def peak(place: Place) -> Outcome:
+def peak(place: StepPlace) -> StepOutcome:
     if place.device == "cpu":
         raise NotPossible("torch counts the memory of a GPU only")
     findings = Findings()
     path, spec = real_layers(place, 2)
     for recompute in ("none", "full") if place.quick else ("none", "selective", "full"):
         rows = 4096 if place.quick else 9216
-        cfg = make_config(path, place.device, model={"recompute": recompute}, run={"max_tokens_per_micro_batch": rows})
+        cfg = check_step_config(
+            path, place.device, model={"recompute": recompute}, run={"max_tokens_per_micro_batch": rows}
+        )
         computed = rank_memory(spec, cfg, 1, 0)
         total = torch.cuda.get_device_properties(0).total_memory
         if computed.total > 0.95 * total:
@@ -96,7 +98,7 @@ def measured_peak(cfg: Config) -> int:
     before = torch.cuda.memory_allocated()
     with engine_of(cfg) as engine:
         rows = cfg.run.max_tokens_per_micro_batch
-        batch = make_batch(engine, make_samples(engine.spec, (rows // 2, rows // 2)))
+        batch = check_batch(engine, check_samples(engine.spec, (rows // 2, rows // 2)))
         step(engine, batch, "none")
         torch.cuda.reset_peak_memory_stats()
         step(engine, batch, "none")

@@ -19,11 +19,11 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.weights.sync.push import WeightPusher
-from megatron_rl_tools.gpu_check.material import QWEN3_MOE, engine_of, make_config
-from megatron_rl_tools.gpu_check.result import Findings, NotPossible, Outcome
-from megatron_rl_tools.gpu_check.steps import Place
+from megatron_rl_tools.gpu_check.material import QWEN3_MOE, check_step_config, engine_of
+from megatron_rl_tools.gpu_check.result import Findings, NotPossible, StepOutcome
+from megatron_rl_tools.gpu_check.steps import StepPlace
 from megatron_rl_tools.make_tiny_moe import make_tiny_moe
-from megatron_rl_tools.verify_replay.inputs import write_random_checkpoint
+from megatron_rl_tools.verify_replay.fingerprints import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "examples" / "tiny_cpu" / "demo.toml"
@@ -34,7 +34,7 @@ SMALL_HEADS = ("--attention-backend", "triton")
 PROMPTS, SAMPLES, RESPONSE = 8, 4, 32
 
 
-def weight_sync(place: Place) -> Outcome:
+def weight_sync(place: StepPlace) -> StepOutcome:
     """A server starts with other weights than the trainer's: the parity check must fail before the sync, and pass after it."""
     version, findings = sglang_version(place), Findings()
     paths = [place.folder / "served", place.folder / "trained"]
@@ -42,7 +42,9 @@ def weight_sync(place: Place) -> Outcome:
         path.mkdir()
         write_random_checkpoint(QWEN3_MOE, path, seed=seed, dtype=torch.bfloat16)
     served, trained = paths
-    cfg = make_config(trained, place.device, rollout=rollout_settings(place), replay={"mode": "none", "measure": True})
+    cfg = check_step_config(
+        trained, place.device, rollout=server_rollout_settings(place), replay={"mode": "none", "measure": True}
+    )
     log = place.folder / "server.log"
     with launch_server(served, cfg.rollout, device=place.device, log_path=log, seed=0, want_routes=True) as server:
         with engine_of(cfg) as engine:
@@ -86,7 +88,7 @@ def passes(found: ParityReport, cfg: Config) -> bool:
     return True
 
 
-def demo(place: Place) -> Outcome:
+def demo(place: StepPlace) -> StepOutcome:
     """One rank; its server on the same device."""
     sglang_version(place)
     if not DEMO.is_file():
@@ -127,7 +129,7 @@ def demo(place: Place) -> Outcome:
     return findings.outcome
 
 
-def rollout_settings(place: Place) -> dict[str, object]:
+def server_rollout_settings(place: StepPlace) -> dict[str, object]:
     args = SHARED_GPU if place.device == "cuda" else ()
     return {
         "dtype": "bfloat16", "max_total_tokens": 8192, "max_running_requests": 32, "weight_sync": "colocated",
@@ -135,7 +137,7 @@ def rollout_settings(place: Place) -> dict[str, object]:
     }  # fmt: skip
 
 
-def sglang_version(place: Place) -> str:
+def sglang_version(place: StepPlace) -> str:
     """Of the servers' environment.  Raises NotPossible where SGLang is not installed in it."""
     command = [str(place.server_python), "-c", "from importlib.metadata import version; print(version('sglang'))"]
     done = subprocess.run(command, capture_output=True, text=True)

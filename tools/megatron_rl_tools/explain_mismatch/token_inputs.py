@@ -20,7 +20,7 @@ from megatron_rl.records import Rollout
 from megatron_rl.rollout.recorder import RecordedRollout, read_tensors, replica_file, tensors_path, to_rollout
 from megatron_rl.rollout.saved import read_replicas
 from megatron_rl.rollout.server.process import server_dtype
-from megatron_rl_tools.explain_mismatch.server_side import Facts
+from megatron_rl_tools.explain_mismatch.server_side import ServerFacts
 
 MakeConfig = Callable[[Config, int], Config]
 """(the run's configuration, longest sequence) -> the trainer's."""
@@ -38,7 +38,7 @@ class Saved:
     server_dtype: str
 
 
-def make_prompts(count: int, longest: int, vocab_size: int, facts: Facts, *, seed: int) -> list[list[int]]:
+def make_prompts(count: int, longest: int, vocab_size: int, facts: ServerFacts, *, seed: int) -> list[list[int]]:
     """Random ids; lengths from 4 to `longest`, some at and around the borders of pages and prefill chunks.
 
     The same seed gives the same prompts: a second call finds them in the prefix cache, and shows whether it is stale.
@@ -64,16 +64,16 @@ def read_run(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved
     base = run_config(folder)
     replicas = read_replicas(folder)
     first = min((step for _, steps in replicas for step in steps), default=0)
-    parts = [sequences_of(path, first, steps.get(first, [])) for path, steps in replicas]
+    parts = [saved_sequences(path, first, steps.get(first, [])) for path, steps in replicas]
     saved = [rollout for row in itertools.zip_longest(*parts) for rollout in row if rollout is not None]
     fresh = [rollout for rollout in saved if not rollout.policy_versions.any()]
     if not saved or (not fresh and model is None):
         return None  # the latter: a resumed run, whose weights are not known
     rollouts = (fresh or saved)[:MOST_ROLLOUTS]
-    return Saved(base.model.path, make_config(base, longest(rollouts)), rollouts, dtype_of(base, model))
+    return Saved(base.model.path, make_config(base, longest(rollouts)), rollouts, dtype_of_engine(base, model))
 
 
-def sequences_of(path: Path, step: int, records: Sequence[RecordedRollout]) -> list[Rollout]:
+def saved_sequences(path: Path, step: int, records: Sequence[RecordedRollout]) -> list[Rollout]:
     """Those of a replica's `step` that have tensors; path: its rollouts*.jsonl.
 
     Two replicas may have the same ids: those of other replicas than the first become ID@FILE.
@@ -113,14 +113,14 @@ def read_bundle(folder: Path, make_config: MakeConfig, model: Path | None) -> Sa
     samples = SavedSequences(folder, header["replicas"], header["ranks"]).samples(with_record=False)
     rollouts = [replace(sample.rollout, earlier=(), episode_digest=None) for sample in samples[:MOST_ROLLOUTS]]
     base = base.model_copy(update={"model": base.model.model_copy(update={"path": weights})})
-    return Saved(weights, make_config(base, longest(rollouts)), rollouts, dtype_of(base))
+    return Saved(weights, make_config(base, longest(rollouts)), rollouts, dtype_of_engine(base))
 
 
 def longest(rollouts: Sequence[Rollout]) -> int:
     return max(len(rollout.tokens) for rollout in rollouts)
 
 
-def dtype_of(cfg: Config, model: Path | None = None) -> str:
+def dtype_of_engine(cfg: Config, model: Path | None = None) -> str:
     """Of the servers of a run, as far as its configuration says."""
     if cfg.rollout.dtype != "auto":
         return cfg.rollout.dtype

@@ -29,7 +29,7 @@ class ShardError(ValueError):
     """A file of tensors that cannot be read; the message begins with its name."""
 
 
-def shard_name(stem: str, step: int) -> str:
+def tensor_file_name(stem: str, step: int) -> str:
     return f"{stem}_{step:06d}.safetensors"
 
 
@@ -42,7 +42,7 @@ def shard_files(folder: Path) -> Iterator[tuple[str, int, int]]:
                 yield entry.name, stat.st_size, stat.st_mtime_ns
 
 
-class Shard:
+class TensorFile:
     """A file of tensors.  Raises ShardError, naming the file, for one that is missing, damaged, or of another schema.
 
     A name is one of the run's own files: no path, and no link to elsewhere.

@@ -39,10 +39,10 @@ def ask_servers(urls: Sequence[str], api_key_env: str | None) -> list[Load]:
     key = os.environ.get(api_key_env or "", "")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with ThreadPoolExecutor(min(16, len(urls))) as pool:
-        return list(pool.map(partial(ask, headers=headers), urls))
+        return list(pool.map(partial(ask_load, headers=headers), urls))
 
 
-def ask(url: str, headers: dict[str, str]) -> Load:
+def ask_load(url: str, headers: dict[str, str]) -> Load:
     """From /v1/loads, which does not interrupt the server's scheduler."""
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False) as http:
@@ -57,9 +57,9 @@ def ask(url: str, headers: dict[str, str]) -> Load:
     return Load(
         url,
         version=str(version),
-        tokens_per_second=total(loads, "gen_throughput"),
-        running=round(total(loads, "num_running_reqs")),
-        waiting=round(total(loads, "num_waiting_reqs")),
+        tokens_per_second=total_load(loads, "gen_throughput"),
+        running=round(total_load(loads, "num_running_reqs")),
+        waiting=round(total_load(loads, "num_waiting_reqs")),
         kv_used=max((float(load.get("token_usage", 0.0)) for load in loads), default=0.0),
         memory=sum(
             float(load["memory"][part])
@@ -70,5 +70,5 @@ def ask(url: str, headers: dict[str, str]) -> Load:
     )
 
 
-def total(loads: Sequence[dict[str, Any]], name: str) -> float:
+def total_load(loads: Sequence[dict[str, Any]], name: str) -> float:
     return sum(float(load.get(name, 0)) for load in loads)

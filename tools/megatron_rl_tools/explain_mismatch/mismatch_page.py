@@ -15,7 +15,7 @@ from megatron_rl_tools.explain_mismatch.history import DIFFERENCE, NO_BEGINNING,
 from megatron_rl_tools.explain_mismatch.ladder import Explanation
 from megatron_rl_tools.explain_mismatch.verdicts import Verdict
 from megatron_rl_viewer.figure import BLUE, GREY, ORANGE, RED
-from megatron_rl_viewer.report import STYLE, table
+from megatron_rl_viewer.report import STYLE, html_table
 
 MORE_STYLE = """
 .verdict { border-left: 4px solid #c43d4b; background: #f6f7f9; padding: .7em 1em; margin: 1em 0; }
@@ -66,7 +66,7 @@ def explanation_parts(explanation: Explanation) -> Iterator[str]:
         ]
         for rung in explanation.rungs
     ]
-    yield table(["rung", "", "KL(mu, pi)", "mean abs(log-ratio)", "taken off"], rows, numbers_from=2)
+    yield html_table(["rung", "", "KL(mu, pi)", "mean abs(log-ratio)", "taken off"], rows, numbers_from=2)
     yield picture(ladder_figure(explanation), "KL on every rung")
     if explanation.layers:
         yield "<h2>Routers, layer by layer</h2>"
@@ -81,7 +81,7 @@ def explanation_parts(explanation: Explanation) -> Iterator[str]:
         [f"<code>{html.escape(name)}</code>", html.escape(value if isinstance(value, str) else f"{value:.6g}")]
         for name, value in sorted(found.items())
     ]
-    yield f"<h2>Evidence</h2>{table(['', ''], cells, numbers_from=2)}"
+    yield f"<h2>Evidence</h2>{html_table(['', ''], cells, numbers_from=2)}"
 
 
 def history_parts(history: History) -> Iterator[str]:

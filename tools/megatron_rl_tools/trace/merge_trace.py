@@ -18,7 +18,7 @@ from megatron_rl.launch.trace_file import (
 from megatron_rl_tools.trace.gpu import gpu_events
 from megatron_rl_tools.trace.options import parse
 from megatron_rl_tools.trace.picture import draw
-from megatron_rl_tools.trace.summary import summarize
+from megatron_rl_tools.trace.trace_summary import summarize_trace
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         events = merge(ranks)
         out = arguments.out or folder.with_suffix(".json.gz")
         write(out, events, {"run": arguments.run.resolve().name, "step": ranks[0].step + 1})
-        summary = summarize(events)
+        summary = summarize_trace(events)
         print("\n".join(summary.lines()))
         if arguments.picture is not None:
             draw(events, summary).savefig(arguments.picture, dpi=130)

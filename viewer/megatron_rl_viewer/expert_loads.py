@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl_viewer.query import QueryError
-from megatron_rl_viewer.run import Run
-from megatron_rl_viewer.shards import Shard, ShardError, shard_name
+from megatron_rl_viewer.run_folder import Run
+from megatron_rl_viewer.tensor_files import ShardError, TensorFile, tensor_file_name
 
 MAX_STEPS = 32
 NUM_SWAPS = 50
@@ -47,7 +47,7 @@ class Counts:
     missing: tuple[str, ...] = ()
 
 
-def summary(run: Run, wanted: str) -> dict[str, object]:
+def loads_of_steps(run: Run, wanted: str) -> dict[str, object]:
     """The answer to /experts; wanted: "", "STEP" or "FIRST:LAST"."""
     shards = saved_steps(run)
     steps = chosen_steps(sorted(shards), wanted)
@@ -64,15 +64,15 @@ def summary(run: Run, wanted: str) -> dict[str, object]:
         return NOTHING | {
             "steps": steps, "flips_by_layer_over_steps": over_steps, "missing": missing, "notes": notes,
         }  # fmt: skip
-    server, trainer = total([each.server for each in same]), total([each.trainer for each in same])
-    differing, pairs = total([each.differing for each in same]), total([each.pairs for each in same])
-    margins = total([each.margins for each in same])
+    server, trainer = total_counts([each.server for each in same]), total_counts([each.trainer for each in same])
+    differing, pairs = total_counts([each.differing for each in same]), total_counts([each.pairs for each in same])
+    margins = total_counts([each.margins for each in same])
     return {
         "steps": steps,
         "layers": layers,
         "experts": server.shape[1],
-        "server_load": shares(server),
-        "trainer_load": shares(trainer) if trainer.any() else None,
+        "server_load": shares_of(server),
+        "trainer_load": shares_of(trainer) if trainer.any() else None,
         "flips_by_layer": differing / np.maximum(pairs, 1) if pairs.any() else None,
         "flips_by_layer_over_steps": over_steps,
         "margin_histogram": {"edges": EDGES, "kept": margins[0], "flipped": margins[1]} if margins.any() else None,
@@ -133,11 +133,11 @@ def chosen_steps(steps: Sequence[int], wanted: str) -> list[int]:
 
 def count(run: Run, step: int, stem: str, num_experts: int) -> Counts:
     """Of one file; remembered as long as neither it nor the trainer's files change."""
-    server = shard_name(stem, step)
+    server = tensor_file_name(stem, step)
     trained = trained_places(run, step, stem)
     paths = [run.folder / name for name in (server, *sorted({name for _, name, _ in trained}))]
     stamps = tuple((path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else (0, 0) for path in paths)
-    return counted(run.folder, server, trained, stamps, num_experts)
+    return counted_experts(run.folder, server, trained, stamps, num_experts)
 
 
 Places = tuple[tuple[str, str, str], ...]
@@ -155,13 +155,13 @@ def trained_places(run: Run, step: int, stem: str) -> Places:
 
 
 @lru_cache(maxsize=256)
-def counted(folder: Path, server: str, trained: Places, stamps: tuple, num_experts: int) -> Counts:
+def counted_experts(folder: Path, server: str, trained: Places, stamps: tuple, num_experts: int) -> Counts:
     """Counts of all rollouts of the file `server`.  `stamps` tell changed files apart."""
     missing: list[str] = []
-    shards: dict[str, Shard] = {}
+    shards: dict[str, TensorFile] = {}
     for name in dict.fromkeys([server, *(name for _, name, _ in trained)]):
         try:
-            shards[name] = Shard(folder, name)
+            shards[name] = TensorFile(folder, name)
         except ShardError as error:
             missing.append(str(error))
     places = {rollout: (shards[name], key) for rollout, name, key in trained if name in shards}
@@ -180,14 +180,16 @@ def counted(folder: Path, server: str, trained: Places, stamps: tuple, num_exper
         return Counts(
             none, none, none[:, :0], none[:, :0], np.zeros((2, len(EDGES) - 1), np.int64), none, tuple(missing)
         )
-    sums = {name: total([getattr(each, name) for each in same]) for name in COUNTED}
+    sums = {name: total_counts([getattr(each, name) for each in same]) for name in COUNTED}
     return Counts(**sums, swaps=np.concatenate([each.swaps for each in same], axis=1), missing=tuple(missing))
 
 
 COUNTED = ("server", "trainer", "differing", "pairs", "margins")
 
 
-def count_rollout(half: Shard, name: str, trained: tuple[Shard, str] | None, num_experts: int) -> Counts | None:
+def count_rollout(
+    half: TensorFile, name: str, trained: tuple[TensorFile, str] | None, num_experts: int
+) -> Counts | None:
     """Counts of one rollout; None where it has no routes."""
     server = half.get(name, "routed_experts")
     if server is None or server.ndim != 3:
@@ -249,14 +251,14 @@ def largest_swaps(swaps: np.ndarray) -> list[dict[str, int]]:
     return [dict(zip(columns, map(int, row), strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def total(parts: Sequence[np.ndarray]) -> np.ndarray:
+def total_counts(parts: Sequence[np.ndarray]) -> np.ndarray:
     """The sum; loads of a smaller number of experts (that number is not always known) are filled up with 0."""
     width = max(part.shape[-1] for part in parts)
     padded = [np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, width - part.shape[-1])]) for part in parts]
     return np.sum(padded, axis=0)
 
 
-def shares(load: np.ndarray) -> np.ndarray:
+def shares_of(load: np.ndarray) -> np.ndarray:
     """Share of the choices of each layer, [L, E]."""
     return load / np.maximum(load.sum(1, keepdims=True), 1)
 

@@ -182,7 +182,7 @@ class Run:
         }
 
 
-def differences(a: Mapping[str, object], b: Mapping[str, object]) -> list[dict[str, object]]:
+def setting_differences(a: Mapping[str, object], b: Mapping[str, object]) -> list[dict[str, object]]:
     """Settings that differ; None where one has no such key."""
     names = sorted(a.keys() | b.keys())
     return [{"key": name, "a": a.get(name), "b": b.get(name)} for name in names if a.get(name) != b.get(name)]

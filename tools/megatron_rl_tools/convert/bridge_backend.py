@@ -38,8 +38,8 @@ from megatron_rl.weights.hf.files import CheckpointError, HFFiles, read_headers
 from megatron_rl.weights.hf.mapping import entries, local_parameters
 from megatron_rl.weights.names import spellings
 from megatron_rl.weights.safe_load import SafeCheckpoint
-from megatron_rl_tools.convert.conversion import Outcome, group_bytes, reset_peak, resident_peak
-from megatron_rl_tools.convert.conversion_files import Work, copy_companions, fingerprint, finish, open_place
+from megatron_rl_tools.convert.conversion import Conversion, group_bytes, reset_peak, resident_peak
+from megatron_rl_tools.convert.conversion_files import FileWork, copy_companions, fingerprint, finish_files, open_place
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -59,8 +59,8 @@ class Whole:
 
 
 def bridge_hf_to_megatron(
-    hf: Path, out: Path, work: Work, *, dtype: torch.dtype | None, parallel: Parallel
-) -> Outcome | None:
+    hf: Path, out: Path, work: FileWork, *, dtype: torch.dtype | None, parallel: Parallel
+) -> Conversion | None:
     """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.  One process."""
     kept, make = dtype or stored_dtype(hf), maker(hf)
     job = {"to": "megatron", "backend": "bridge", "from": fingerprint(hf), "dtype": str(kept)}
@@ -78,13 +78,13 @@ def bridge_hf_to_megatron(
         file.rename(place / file.name)
     weights.rmdir()
     copy_companions(hf, place / "hf")
-    finish(place, out, job)
+    finish_files(place, out, job)
     return outcome_of(model, before, start)
 
 
 def bridge_megatron_to_hf(
-    megatron: Path, config: Path, out: Path, work: Work, *, dtype: torch.dtype | None, parallel: Parallel
-) -> Outcome | None:
+    megatron: Path, config: Path, out: Path, work: FileWork, *, dtype: torch.dtype | None, parallel: Parallel
+) -> Conversion | None:
     """Write the HF checkpoint of `megatron` at `out`; None where it exists already.  One process.
 
     `config` must have weights: Megatron-Bridge takes the names of the tensors and of their files from there.
@@ -109,13 +109,13 @@ def bridge_megatron_to_hf(
     model.chunk.load_state_dict(SafeCheckpoint(megatron).load(model.chunk.sharded_state_dict(), converts=True))
     model.write(place)
     copy_companions(config, place, dtype)
-    finish(place, out, job)
+    finish_files(place, out, job)
     return outcome_of(model, before, start)
 
 
-def outcome_of(model: Whole, before: int, start: float) -> Outcome:
+def outcome_of(model: Whole, before: int, start: float) -> Conversion:
     seconds, peak = time.monotonic() - start, max(resident_peak() - before, 0)
-    return Outcome(model.num_tensors, sum(model.group_bytes), seconds, peak, max(model.group_bytes))
+    return Conversion(model.num_tensors, sum(model.group_bytes), seconds, peak, max(model.group_bytes))
 
 
 def maker(hf: Path) -> Callable[[Path, torch.dtype, Parallel], Whole]:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_rl_tools.gpu_check.result import Figure
-from megatron_rl_tools.gpu_check.runner import StepReport
+from megatron_rl_tools.gpu_check.step_runner import StepReport
 
 SEND_BACK = "Send back the complete folder: this page, results.json, and log.txt of each step."
 
@@ -18,18 +18,22 @@ def write_results(folder: Path, machine: Mapping[str, str], reports: Sequence[St
     """results.json and report.md in `folder`; called after every step, so that a run that is killed leaves them."""
     everything = {"machine": dict(machine), "steps": [asdict(report) for report in reports]}
     (folder / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
-    (folder / "report.md").write_text(page(machine, reports))
+    (folder / "report.md").write_text(results_page(machine, reports))
 
 
-def page(machine: Mapping[str, str], reports: Sequence[StepReport]) -> str:
+def results_page(machine: Mapping[str, str], reports: Sequence[StepReport]) -> str:
     lines = ["# gpu-check", "", totals(reports), "", SEND_BACK, "", "## Machine", ""]
-    lines += table(("what", "value"), machine.items())
+    lines += markdown_lines(("what", "value"), machine.items())
     lines += ["", "## Steps", ""]
     rows = [(r.name, r.outcome.verdict, f"{r.seconds:.0f} s of {r.minutes:g} min", r.outcome.reason) for r in reports]
-    lines += table(("step", "verdict", "time", "reason"), rows)
+    lines += markdown_lines(("step", "verdict", "time", "reason"), rows)
     for report in reports:
         lines += ["", f"## {report.name}", "", report.purpose, ""]
-        lines += table(("figure", "value"), flat(report.outcome.figures)) if report.outcome.figures else ["No figures."]
+        lines += (
+            markdown_lines(("figure", "value"), flat_figures(report.outcome.figures))
+            if report.outcome.figures
+            else ["No figures."]
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -38,7 +42,7 @@ def totals(reports: Sequence[StepReport]) -> str:
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("passed", "failed", "not possible"))
 
 
-def table(head: Sequence[str], rows: object) -> list[str]:
+def markdown_lines(head: Sequence[str], rows: object) -> list[str]:
     assert not isinstance(rows, str)
     cells = [head, ["---"] * len(head), *rows]  # type: ignore[misc]  # rows of text
     return ["| " + " | ".join(escaped(str(cell)) for cell in row) + " |" for row in cells]
@@ -48,12 +52,12 @@ def escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def flat(figures: Mapping[str, Figure], before: str = "") -> list[tuple[str, str]]:
+def flat_figures(figures: Mapping[str, Figure], before: str = "") -> list[tuple[str, str]]:
     """(dotted name, value) of nested figures; floats with four digits."""
     rows: list[tuple[str, str]] = []
     for name, value in figures.items():
         if isinstance(value, dict):
-            rows += flat(value, f"{before}{name}.")
+            rows += flat_figures(value, f"{before}{name}.")
         else:
             rows.append((f"{before}{name}", f"{value:.4g}" if isinstance(value, float) else str(value)))
     return rows

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from typing import Any
 
-from megatron_rl_tools.gpu_check.result import Figure, Findings, Outcome
-from megatron_rl_tools.gpu_check.steps import Place
+from megatron_rl_tools.gpu_check.result import Figure, Findings, StepOutcome
+from megatron_rl_tools.gpu_check.steps import StepPlace
 
 
-def doctor(place: Place) -> Outcome:
+def doctor(place: StepPlace) -> StepOutcome:
     found, findings = call("doctor", "--quick"), Findings()
     findings.figures = dict(found["counts"])
     for section in found["sections"]:
@@ -22,7 +22,7 @@ def doctor(place: Place) -> Outcome:
     return findings.outcome
 
 
-def verify_replay(place: Place) -> Outcome:
+def verify_replay(place: StepPlace) -> StepOutcome:
     findings = Findings()
     for mode in ("R3", "R2"):
         for recompute in ("none",) if place.quick else ("none", "full"):

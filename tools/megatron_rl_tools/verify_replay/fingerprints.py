@@ -26,7 +26,7 @@ from megatron_rl.records import MiniBatch, Rollout
 from megatron_rl.weights.hf.mapping import entries
 from megatron_rl_tools.verify_replay.episodes import (
     LEAST,
-    Request,
+    TurnRequest,
     broken,
     expected_routes,
     join,
@@ -69,7 +69,7 @@ class Given:
 
     samples: tuple[tuple[tuple[tuple[Sample, ...], ...], ...], ...]
     is_unique: bool
-    requests: Mapping[str, Sequence[Request]] = field(default_factory=dict)
+    requests: Mapping[str, Sequence[TurnRequest]] = field(default_factory=dict)
 
     def rollouts(self, index: int) -> Iterator[Rollout]:
         for replica in self.samples[index]:
@@ -81,7 +81,7 @@ class Given:
         if self.requests:
             names = [rollout.id for rollout in self.rollouts(index)]
             return dict(pair for name in names for pair in expected_routes(name, self.requests[name]))
-        return routes_of(self.rollouts(index))
+        return fingerprint_routes(self.rollouts(index))
 
     def forwards(self, index: int) -> dict[Route, str]:
         """Routes of forwards that no row may have, see episodes.other_forwards."""
@@ -121,7 +121,7 @@ def make_given(shape: Shape, *, seed: int = 0) -> Given:
     num_routes = ROUNDS * 2 * int(lengths.sum()) * shape.num_layers * shape.turns
     is_unique = math.comb(shape.num_experts, shape.top_k) >= 2 * num_routes
     used: set[Route] | None = set() if is_unique else None
-    requests: dict[str, Sequence[Request]] = {}
+    requests: dict[str, Sequence[TurnRequest]] = {}
 
     def sample(name: str, length: int, *, is_cached: bool) -> Sample:
         if shape.turns == 1:
@@ -148,11 +148,11 @@ def make_given(shape: Shape, *, seed: int = 0) -> Given:
 
 def make_requests(
     rng: np.random.Generator, shape: Shape, length: int, used: set[Route] | None, *, is_cached: bool
-) -> list[Request]:
+) -> list[TurnRequest]:
     """The turns of an episode of `length` tokens.  is_cached: the server has each turn's input in its cache, up to the last
     token sampled before; else it computes everything again."""
     tokens = rng.integers(2, shape.vocab_size, length)
-    requests: list[Request] = []
+    requests: list[TurnRequest] = []
     for start, end in turn_bounds(rng, length, shape.turns):
         routes = random_routes(rng, end - 1, shape.num_layers, shape.num_experts, shape.top_k, used)
         before = requests[-1] if requests and is_cached else None
@@ -189,7 +189,7 @@ def make_sample(rng: np.random.Generator, name: str, routes: np.ndarray, vocab_s
     return Sample(rollout, float(rng.normal()))
 
 
-def routes_of(rollouts: Iterable[Rollout]) -> dict[Key, Route]:
+def fingerprint_routes(rollouts: Iterable[Rollout]) -> dict[Key, Route]:
     """The route of every (rollout, position, MoE layer); the last token of a sequence has none."""
     found = {}
     for rollout in rollouts:
