@@ -29,7 +29,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
     """Train `cfg.run.num_steps` steps: rollouts, advantages, N mini-batches, old log-probs, N updates, weight sync, report.
 
     With rollout.max_staleness servers sample while the steps train, and mu_old may be of weights before those of pi_old
-    (docs/design/scheduler.md).
+    (docs/design/architecture.md#scheduler).
 
     rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or sent then.
     """

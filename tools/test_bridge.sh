@@ -2,7 +2,7 @@
 # The tests of model.provider = bridge and of convert --backend bridge, in an environment with Megatron-Bridge (Python 3.12).
 #   bash tools/test_bridge.sh [pytest arguments]     in .venv-bridge; skipped with a message without python3.12
 # BRIDGE_PYTHON names an interpreter that has it already.
-# Results: docs/design/model_families.md.
+# Results: results/families.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

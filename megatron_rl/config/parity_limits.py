@@ -3,7 +3,7 @@
 Two measures on the same rollouts: the mean of |log mu - log pi| over response tokens, and the expert overlap, the mean over
 (token, layer) of the fraction of the K experts that both sides chose.  Measured by benchmarks/parity.py: the warning limits are
 above what untrained models of 4 layers differ by (trained ones differ less), the stopping limits above what an untrained MoE of
-48 layers differs by, and below wrong models (docs/benchmarks.md, "Trainer against server: limits").
+48 layers differs by, and below wrong models (results/benchmarks.md, "Trainer against server: limits").
 """
 
 from __future__ import annotations

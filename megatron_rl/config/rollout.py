@@ -93,13 +93,13 @@ class RolloutConfig(Section):
     """Prompts in flight per data-parallel replica."""
     over_sample: NotNegative = 0.0
     """Fraction of additional groups that a step samples; when enough are complete the slowest are aborted.  Dropping those
-    favours short responses (docs/design/server_faults.md).  0 = off."""
+    favours short responses (docs/design/architecture.md#faults).  0 = off."""
     partial: Literal["drop", "resume"] = "drop"
     """Groups that over_sample aborts are dropped, or resumed in the next step; every token keeps the log-prob, experts and
     weight version it was sampled with.  resume takes one of max_staleness."""
     max_staleness: Count = 0
     """Weight syncs allowed between sampling a token and training on it.  0: steps are synchronous.  What `partial` does not take
-    is the number of steps that are sampled ahead, while others train (docs/design/scheduler.md)."""
+    is the number of steps that are sampled ahead, while others train (docs/design/architecture.md#scheduler)."""
     weight_update: Literal["drain", "abort", "in_place"] = "drain"
     """What a weight sync does with responses that are sampled ahead.  drain: it waits for the groups in progress; abort: they
     are cut short, and continue from a prefill with the new weights; in_place: servers keep them, and continue with the new

@@ -51,7 +51,7 @@ class RunConfig(Section):
     "every N" = each N-th step."""
 
     log_format: Literal["text", "json"] = "text"
-    """Lines on the terminal: text, or one JSON object a line for machines (docs/reference/log_lines.md)."""
+    """Lines on the terminal: text, or one JSON object a line for machines (docs/reference/token_data.md#log-lines)."""
 
     @property
     def save_batches_every(self) -> int:

@@ -23,7 +23,7 @@ class LatentAttention(MLASelfAttention):
     core's local layers compute the latents with a column-parallel projection and gather them over the tensor ranks; in
     backward each rank keeps its own columns of the gradient.  That is right for the compressed keys and values, whose
     gradient the up-projection has summed over the ranks.  The rotary key goes straight to the heads of this rank, so its
-    gradient lacks the other ranks' heads, and with it the gradient of every layer below (docs/upstream.md).
+    gradient lacks the other ranks' heads, and with it the gradient of every layer below (results/upstream_defects.md).
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:

@@ -1,7 +1,7 @@
 """The lines that this program writes, as text or as JSON (run.log_format), without secrets.
 
 A line of JSON is an object with "time" (Unix seconds), "event", "text" (the line for people) and the event's own keys
-(docs/reference/log_lines.md).
+(docs/reference/token_data.md#log-lines).
 """
 
 from __future__ import annotations

@@ -86,10 +86,10 @@ REWARD, DATA = (
     "docs/guides/data_and_reward.md#broken-rows",
 )
 FAULTS, LENGTHS = (
-    "docs/design/server_faults.md#what-the-client-does",
+    "docs/design/architecture.md#what-the-client-does",
     "docs/guides/sampling.md#what-favours-short-responses",
 )
-OVER_SAMPLING, BUDGET = "docs/design/server_faults.md#over-sampling", "docs/guides/sampling.md#the-budget"
+OVER_SAMPLING, BUDGET = "docs/design/architecture.md#over-sampling", "docs/guides/sampling.md#the-budget"
 PARTIAL, RETRACTIONS = "docs/guides/sampling.md#partial-rollouts", "docs/guides/sampling.md#retractions"
 EPISODES, RESUMED = "docs/guides/agents.md#what-fails", "docs/guides/agents.md#episodes-that-are-interrupted"
 ANY_AGENT = "docs/guides/agents.md#any-agent"

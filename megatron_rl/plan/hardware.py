@@ -69,7 +69,7 @@ class Assumptions:
     fill: float = 0.90
     """Rows of a micro-batch / run.max_tokens_per_micro_batch."""
     lockstep: float = 0.97
-    """Work / (replicas x slowest) over the micro-batches that run side by side (docs/benchmarks.md, Balancing)."""
+    """Work / (replicas x slowest) over the micro-batches that run side by side (results/benchmarks.md, Balancing)."""
     layer_seconds: float = 30e-6
     """Fixed time of a layer's forward pass: launching its kernels."""
     decode_layer_seconds: float = 12e-6

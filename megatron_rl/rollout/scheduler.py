@@ -1,4 +1,4 @@
-"""What is sampled, and when, and which groups a step trains on.  States and rules: docs/design/scheduler.md.
+"""What is sampled, and when, and which groups a step trains on.  States and rules: docs/design/architecture.md#scheduler.
 
 Weights `v` are those after v steps.  Step v is trained on from weights v; its tokens are of weights v - k .. v, where k is
 rollout.max_staleness.  A queue holds the prompts that are sampled, oldest first, each with its group:

@@ -3,7 +3,7 @@ after the two updates of a step, every tensor by its HF name.  Float32; temperat
 weight decay active.
 
 A case is (family, layout, loss, replay mode).  The default run covers every family, axis, loss and mode at least once.  In the
-same launch: one layer of latent attention alone, also without sequence parallelism, by the script of docs/upstream.md.
+same launch: one layer of latent attention alone, also without sequence parallelism, by the script of results/upstream_defects.md.
 """
 
 import runpy

@@ -14,7 +14,7 @@ from tests.dist.launch import run_ranks
 pytestmark = [needs_bridge, pytest.mark.slow]
 
 SERVED = ("glm4_moe",)
-"""Families that SGLang can run on a CPU without AMX; docs/design/model_families.md says why others are not among them."""
+"""Families that SGLang can run on a CPU without AMX; results/families.md says why others are not among them."""
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -1,4 +1,4 @@
-"""The fault table of docs/design/server_faults.md:  python -m tests.faults.table [--seeds 1] [--mutations 40000]
+"""The fault table of results/faults.md:  python -m tests.faults.table [--seeds 1] [--mutations 40000]
 [--good 5000]        (make faults, which also keeps it in results/faults.json)
 
 Server faults: behaviour x point x seed with two or three fake servers.  Payloads: random damage, classified by an oracle.

@@ -50,9 +50,10 @@ def test_what_is_quoted_succeeded_and_every_file_is_quoted():
     assert not [path.stem for path in FILES if json.loads(path.read_text())["exit_status"]]
 
 
-def test_benchmarks_name_the_command_of_each_file():
-    text = (ROOT / "docs/benchmarks.md").read_text()
-    names = {match[1] for match in BLOCK.findall(text)}
+@pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda page: page.stem)
+def test_pages_of_results_name_the_command_of_each_file(page):
+    text = " ".join(page.read_text().split())  # a command may be wrapped
+    names = {match[1] for match in BLOCK.findall(page.read_text())}
     commands = {name: json.loads((RESULTS / f"{name}.json").read_text())["command"] for name in names}
     assert not {name: command for name, command in commands.items() if command not in text}
 
@@ -69,7 +70,7 @@ def test_what_is_measured_has_a_file_or_says_that_it_has_none():
     """On pages of figures every table with numbers, elsewhere what is called measured.  The commit of the text exists."""
     unmarked, commits = [], set()
     for page in PAGES:
-        has_figures = page.name in ("benchmarks.md", "server_figures.md")
+        has_figures = page.name == "benchmarks.md" or page.parent == RESULTS
         figures = r"^\|.*\d.*\|$" if has_figures else r"\*\*Measured.*\d|^Measured.*\d"
         for heading, text in sections(page.read_text()) if page.name != "CHANGELOG.md" else ():
             is_marked = "<!-- results: " in text or LINK.search(text) or NOT_KEPT.search(text)

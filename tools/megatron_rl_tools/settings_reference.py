@@ -1,6 +1,6 @@
 """Write docs/reference/settings.md from the config classes:  python -m megatron_rl_tools.settings_reference
 
-Types, defaults and meanings are those that `megatron-rl settings` prints.  A test checks that the page is current.
+Defaults and meanings are those that `megatron-rl settings` prints.  A test checks that the page is current.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
+
 from megatron_rl.config.schema import SECTIONS, schemas
 from megatron_rl.config.settings import default_text, meaning, summary, type_text
 
@@ -18,19 +20,35 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/reference/settings.md"
 WIDTH = 100
 HEAD = """# Settings
 
-Every setting of a configuration, by section. In a TOML file:
+`key = default` (type, if the default does not show it; limits): meaning. A key without a default is
+not set. A number is finite unless `inf` is named. In a TOML file `run.num_steps` is
 
 ```toml
 [run]
 num_steps = 100
 ```
 
-On the command line, where it overrides the file: `--run.num_steps 100`. `megatron-rl settings
-run.num_steps` prints the same as this page. An unknown key is refused with the nearest one, a
+The command line overrides the file: `--run.num_steps 100`. `megatron-rl settings run.num_steps`
+explains a setting, also a switch of the loss. An unknown key is refused with the nearest one, a
 renamed key with its new name.
 
-Generated from `megatron_rl/config` by `python -m megatron_rl_tools.settings_reference`.
+Written by `python -m megatron_rl_tools.settings_reference`.
 """
+SIMPLE = "integer|number|boolean|text|path"
+SHORTER = (  # of a type's text
+    (r"\btrue or false\b", "boolean"),
+    (r'"(\w+)" or (?=")', r'"\1", '),
+    (r'"(\w+)"', r"`\1`"),
+    (r" or None\b", ""),
+    (r"number((?:, (?:greater than|at least) \S+)?)$", r"number\1 or `inf`"),
+    (r", finite\b", ""),
+    (r",? greater than ", " > "),
+    (r",? at least ", " >= "),
+    (r" less than ", " < "),
+    (r" at most ", " <= "),
+    (r"of: ", "of "),
+    (r"and: ", "and "),
+)
 
 
 def page() -> str:
@@ -39,30 +57,53 @@ def page() -> str:
 
 
 def section_text(section: str) -> str:
-    """One section: its summary, then each setting with type, default and meaning."""
+    """One section: its summary, then its settings."""
     fields = SECTIONS[section].model_fields
-    blocks = [f"## {section}", linked(summary(section))]
-    if not fields:  # an open section: its docstring says which names it takes
-        blocks += [linked(text) for text in (inspect.getdoc(SECTIONS[section]) or "").split("\n\n")[1:]]
-    for key, field in fields.items():
-        default = default_text(field)
-        rule = "required" if field.is_required() else f"default `{default}`"
-        kind = type_text(schemas(section)[key])
-        blocks += [f"### {section}.{key}", f"*{kind[0].upper()}{kind[1:]}*; {rule}", linked(meaning(section, key))]
-    return (
-        "\n\n".join(
-            "\n".join(textwrap.wrap(block, WIDTH, break_long_words=False, break_on_hyphens=False)) for block in blocks
-        )
-        + "\n"
-    )
+    blocks = [f"## {section}", wrapped(linked(summary(section)))]
+    if fields:
+        blocks.append("\n".join(wrapped(entry(section, *item), "  ") for item in fields.items()))
+    else:  # an open section: its docstring says which names it takes
+        blocks += [wrapped(linked(text)) for text in (inspect.getdoc(SECTIONS[section]) or "").split("\n\n")[1:]]
+    return "\n\n".join(blocks) + "\n"
+
+
+def entry(section: str, key: str, field: FieldInfo) -> str:
+    """A setting with default, type, limits and meaning.
+
+    The meaning is left out for a switch of the loss, which the page that its section names explains by its equation.
+    """
+    schema, is_set = schemas(section)[key], field.get_default(call_default_factory=True) is not None
+    kind = short_type(type_text(schema))
+    if field.is_required():
+        name, kind = f"{section}.{key}", f"required, {kind}"
+    elif is_set:  # the default shows the type
+        name, kind = f"{section}.{key} = {default_text(field)}", re.sub(rf"^({SIMPLE})(, | |$)(?!or )", "", kind)
+    else:
+        name = f"{section}.{key}"
+    text = f": {linked(meaning(section, key))}" if "description" in schema else ""
+    return f"- **`{name}`**{f' ({kind})' if kind else ''}{text}"
+
+
+def short_type(text: str) -> str:
+    for pattern, shorter in SHORTER:
+        text = re.sub(pattern, shorter, text)
+    return text
 
 
 def linked(text: str) -> str:
-    """Documents that the text names, as links from this page."""
-    text = " ".join(text.split())
-    return re.sub(
-        r"\bdocs/([\w/]*?(\w+))\.md\b", lambda match: f"[{match[2].replace('_', ' ')}](../{match[1]}.md)", text
-    )
+    """Documents that the text names, as links from this page, named by their anchor or else by their file."""
+
+    def link(match: re.Match[str]) -> str:
+        label = re.sub("[_-]", " ", match[3] or match[2])
+        return f"[{label}](../{match[1]}.md{'#' * bool(match[3])}{match[3] or ''})"
+
+    return re.sub(r"\bdocs/([\w/]*?(\w+))\.md(?:#([\w-]+))?", link, " ".join(text.split()))
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """The text in lines; an operator at the beginning of a later line is escaped, because it would begin a list."""
+    lines = textwrap.wrap(text, WIDTH - 1, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return re.sub(r"(?<=\n)( *)(?=[*+>#-] )", r"\1\\", "\n".join(lines))
 
 
 def main() -> int:

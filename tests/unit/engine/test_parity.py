@@ -64,7 +64,7 @@ def test_every_pair_has_limits_that_warn_before_they_refuse():
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_30b_recipes_may_differ_by_what_bf16_rounds_to(recipe):
-    """What was measured with bf16 on both sides (docs/benchmarks.md): small models fit, an untrained one of 48 layers starts."""
+    """Measured with bf16 on both sides (results/benchmarks.md): small models fit, an untrained one of 48 layers starts."""
     cfg = load_config(recipe, [])
     limits = parity_limits(cfg, cfg.rollout.dtype)
     assert (limits.trainer, limits.server) == ("bfloat16", "bfloat16")

@@ -138,7 +138,7 @@ def test_rate_and_time_left():
 
 
 def test_lines_of_json(capsys, monkeypatch):
-    """Every line is one object with the keys of docs/reference/log_lines.md; NaN is null, secrets are hidden."""
+    """Every line is one object with the keys of docs/reference/token_data.md#log-lines; NaN is null, secrets are hidden."""
     monkeypatch.setattr(module, "PLAIN_PROGRESS_SECONDS", 0.0)
     monkeypatch.setenv("SOME_API_KEY", "abcd1234efgh")
     console = Console(enabled=True, lines=LogLines("json"))
