@@ -20,8 +20,8 @@ from benchmarks.sampling_model import Key, Record, Response, Servers, Speed, Wor
 from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
-from megatron_rl.rollout.partial import PartialGroup, drop_older
+from megatron_rl.rollout.client.counters import CallStats, RolloutCounters, drop_older
+from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.scheduler import Sampled, Scheduler
 
 PARALLEL = SimpleNamespace(dp_rank=0, dp_size=1, rank=0, device=torch.device("cpu"))

@@ -24,8 +24,9 @@ from megatron_rl.distributed import from_rank_0
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.call import Commands, Ending, NewWeights
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.counters import drop_older
 from megatron_rl.rollout.client.request import Sampling, SamplingSettings
-from megatron_rl.rollout.partial import PartialGroup, drop_older
+from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.weights.hf.export import HFStream
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError

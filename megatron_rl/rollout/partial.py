@@ -20,7 +20,6 @@ from safetensors.numpy import save_file
 
 from megatron_rl.batch.codec import arrays_in_file, check_origin, file_arrays, from_arrays, header_of, joined
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.client.counters import RolloutCounters
 
 PATTERN = "rollouts_*.safetensors"
 HEADER_KEYS_0_1 = ("index", "id", "prompt_length", "finish_reason", "versions")
@@ -110,15 +109,6 @@ class PartialGroup:
     def closed(self) -> RolloutGroup:
         """The complete group, with its rewards if it was scored."""
         return self.scored or RolloutGroup(self.prompt, tuple(self.rollouts[index] for index in range(self.size)))
-
-
-def drop_older(
-    groups: Sequence[PartialGroup], version: int, counters: RolloutCounters, *, is_asked: bool = False
-) -> None:
-    """Drop, and count, responses of `groups` with a token of weights older than `version`: they are sampled again."""
-    for group in groups:
-        for rollout in group.drop_older(version, is_asked=is_asked):
-            counters.count_stale(rollout.episode_length)
 
 
 class GroupHeader(TypedDict):

@@ -27,13 +27,12 @@ from megatron_rl.data.prompts import PromptSource
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import ShowProgress
 from megatron_rl.records import Files, Prompt, RolloutGroup
-from megatron_rl.rollout.client.counters import CallStats
+from megatron_rl.rollout.client.counters import CallStats, drop_older
 from megatron_rl.rollout.inference import Inference, SamplingStopped
 from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
 from megatron_rl.rollout.partial import (
     PartialGroup,
     copied,
-    drop_older,
     file_name,
     find_groups,
     read_groups,

@@ -2,8 +2,7 @@
 environment (agent.environment) that answers its turns."""
 
 from megatron_rl.rollout.agents.branch import Branch
-from megatron_rl.rollout.agents.environment import Environment, Step
-from megatron_rl.rollout.agents.episode import Access, ContextFull, Episode, EpisodeError, Turn
+from megatron_rl.rollout.agents.episode import Access, ContextFull, Environment, Episode, EpisodeError, Step, Turn
 from megatron_rl.rollout.agents.session import Session
 from megatron_rl.rollout.agents.tools import ToolError
 

@@ -3,25 +3,48 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
-from megatron_rl.records import Rollout
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.chat import CHARACTERS_PER_TOKEN, Chat, Message, Reply, Schema, encodable, text_of
-from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Turn
+from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Observation, Turn
+from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.partial import PartialGroup
 
-if TYPE_CHECKING:
-    from megatron_rl.rollout.agents.session import Session
-
-Observation = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or chat messages (which need agent.renderer)."""
 OBSERVED_ROLES = ("tool", "user")
 """Of messages between turns: the model's own are sampled, and formats have no place for a system message there."""
+
+
+class EpisodeOfBranch(Protocol):
+    """What a branch needs of its episode, a Session."""
+
+    prompt: Prompt
+    name: str
+    server: str
+    max_tokens: int
+    max_episode_tokens: int
+    sequence_limit: tuple[int, str] | None
+    tokenizer: PreTrainedTokenizerBase
+    chat: Chat | None
+    recorded: RecordedTurns
+    sample: Callable[[PartialGroup], Awaitable[None]]
+
+    @property
+    def num_tokens(self) -> int: ...
+    def waiting(self) -> AbstractContextManager[None]: ...
+    def span(self, name: str, kind: str) -> AbstractContextManager[object]: ...
+    def ended(self, branch: Branch) -> None: ...
+    def check_open(self) -> None: ...
+    def check_finite(self, name: str, value: object) -> None: ...
+    def check_tokens(self, given: Sequence[object], what: str) -> list[int]: ...
 
 
 class Branch:
@@ -31,7 +54,7 @@ class Branch:
     is_full: a turn found no room, or was cut off at the end of it.  rewards: of turns, those of reward_turn; [] without any.
     """
 
-    def __init__(self, session: Session, token_ids: Sequence[int]) -> None:
+    def __init__(self, session: EpisodeOfBranch, token_ids: Sequence[int]) -> None:
         self.turns: list[Turn] = []
         self.rollout: Rollout | None = None
         self.is_full = False

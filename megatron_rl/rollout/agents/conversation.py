@@ -19,16 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from megatron_rl.rollout.agents.branch import Branch, EpisodeOfBranch
 from megatron_rl.rollout.agents.chat import Chat, Message, Schema, text_of
+from megatron_rl.rollout.agents.episode import ContextFull, Turn
 from megatron_rl.rollout.agents.tools import Tools
 from megatron_rl.rollout.client.counters import RolloutCounters
-
-if TYPE_CHECKING:
-    from megatron_rl.rollout.agents.branch import Branch
-    from megatron_rl.rollout.agents.episode import Turn
-    from megatron_rl.rollout.agents.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +62,21 @@ class Answer:
     turn: Turn | None = None
 
 
+class EpisodeOfConversations(EpisodeOfBranch, Protocol):
+    """What conversations need of their episode, a Session."""
+
+    is_refused: bool
+
+    @property
+    def is_stopped(self) -> bool: ...
+    def branch(self, token_ids: Sequence[int]) -> Branch: ...
+    def full(self, why: str) -> ContextFull: ...
+
+
 class Conversations:
     """Of one episode.  Requests may come in parallel, also for the same messages."""
 
-    def __init__(self, session: Session, chat: Chat, counters: RolloutCounters) -> None:
+    def __init__(self, session: EpisodeOfConversations, chat: Chat, counters: RolloutCounters) -> None:
         self._session, self._chat, self._counters = session, chat, counters
         self._nodes: dict[bytes, list[Node]] = {}  # by the digest of tools and messages
 

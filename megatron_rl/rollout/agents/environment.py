@@ -15,38 +15,16 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sized
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, cast
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.branch import Observation
-from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, Turn
+from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses, RemoteEnvironment
+from megatron_rl.rollout.agents.episode import ContextFull, Environment, Episode, EpisodeError, Step
 from megatron_rl.rollout.agents.session import Session
 from megatron_rl.rollout.agents.threads import in_thread
-
-if TYPE_CHECKING:
-    from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses, RemoteEnvironment
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the environment answers to a turn.  Rewards of an episode are added; metrics are those of its last step."""
-
-    observation: Observation = ""
-    reward: float = 0.0
-    done: bool = False
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-class Environment(Protocol):
-    """`reset` may add an observation to the prompt.  Either method may be async; others run in a thread, or all in a process of
-    the episode's own (agent.isolation)."""
-
-    def reset(self, prompt: Prompt) -> Observation | None: ...
-
-    def step(self, turn: Turn) -> Step: ...
 
 
 @dataclass(frozen=True)

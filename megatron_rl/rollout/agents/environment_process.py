@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.environment import Observation, Step
 from megatron_rl.rollout.agents.environment_worker import ANSWER_BYTES, fields_of, order
-from megatron_rl.rollout.agents.episode import EpisodeError, Turn
+from megatron_rl.rollout.agents.episode import EpisodeError, Observation, Step, Turn
 from megatron_rl.workers import kill_group, start_worker
 
 START_SECONDS = 120.0

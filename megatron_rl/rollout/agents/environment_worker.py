@@ -27,8 +27,7 @@ from typing import Any
 
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.chat import Reply, ToolCall
-from megatron_rl.rollout.agents.environment import Environment, Step
-from megatron_rl.rollout.agents.episode import Turn
+from megatron_rl.rollout.agents.episode import Environment, Step, Turn
 from megatron_rl.workers import Printed, end_with_parent, frames_of, kill_group, limit_memory, line_of, open_channel
 
 ANSWER_BYTES = 2**26

@@ -1,15 +1,18 @@
-"""What a session returns: turns and the finished episode; and what ends an episode early."""
+"""The types that a user's function or environment meets: observations, turns, the finished episode, and what ends it early."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
-from megatron_rl.records import Rollout
-from megatron_rl.rollout.agents.chat import Reply
+from megatron_rl.records import Prompt, Rollout
+from megatron_rl.rollout.agents.chat import Message, Reply
 from megatron_rl.rollout.agents.tools import Tools
 
+Observation = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or chat messages (which need agent.renderer)."""
 NO_TOOLS = Tools()
 
 
@@ -70,3 +73,22 @@ class Episode:
     rollout: Rollout
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the environment answers to a turn.  Rewards of an episode are added; metrics are those of its last step."""
+
+    observation: Observation = ""
+    reward: float = 0.0
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """`reset` may add an observation to the prompt.  Either method may be async; others run in a thread, or all in a process of
+    the episode's own (agent.isolation)."""
+
+    def reset(self, prompt: Prompt) -> Observation | None: ...
+
+    def step(self, turn: Turn) -> Step: ...

@@ -26,8 +26,8 @@ from megatron_rl.rollout.agents.endpoint import Endpoint
 from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, EpisodeStopped
-from megatron_rl.rollout.agents.session import SampleTurn, Session
-from megatron_rl.rollout.client.call import Call, GroupCancelled
+from megatron_rl.rollout.agents.session import Session
+from megatron_rl.rollout.client.call import Call, GroupCancelled, SampleTurn
 from megatron_rl.rollout.client.request import RolloutError, Sampling
 from megatron_rl.rollout.partial import PartialGroup
 

@@ -34,17 +34,14 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.launch.trace import OFF, Trace
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.agents.branch import Branch, Observation
+from megatron_rl.rollout.agents.branch import Branch
 from megatron_rl.rollout.agents.chat import Chat, Message
 from megatron_rl.rollout.agents.conversation import Conversations
-from megatron_rl.rollout.agents.episode import Access, ContextFull, Episode, EpisodeError, Turn
+from megatron_rl.rollout.agents.episode import Access, ContextFull, Episode, EpisodeError, Observation, Turn
 from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.agents.tools import Tool, Tools
+from megatron_rl.rollout.client.call import SampleTurn
 from megatron_rl.rollout.client.counters import RolloutCounters
-from megatron_rl.rollout.partial import PartialGroup
-
-SampleTurn = Callable[[PartialGroup], Awaitable[None]]
-"""Fills a group of one response: the client's retries, deadlines and servers."""
 
 
 class Session:

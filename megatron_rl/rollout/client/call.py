@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Literal
+from typing import Literal, Protocol
 
 import aiohttp
 
 from megatron_rl.launch.trace import OFF, Trace
 from megatron_rl.rollout.client.clock import Alarm, Clock
-from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
+from megatron_rl.rollout.client.counters import CallStats, RolloutCounters, drop_older
 from megatron_rl.rollout.client.load_balancer import ServerState
 from megatron_rl.rollout.client.request import ABORT_SECONDS, Sampling, abort
-from megatron_rl.rollout.partial import PartialGroup, drop_older
+from megatron_rl.rollout.partial import PartialGroup
 
 Tasks = set[asyncio.Task[None]]
 Ending = Literal["drain", "abort"]
@@ -41,6 +41,25 @@ class NewWeights:
 
 Commands = SimpleQueue[Sequence[PartialGroup] | NewWeights | Ending]
 """Further groups for an open call, new weights, and at last how it ends.  From any thread."""
+
+
+SampleTurn = Callable[[PartialGroup], Awaitable[None]]
+"""Fills a group of one response: the client's retries, deadlines and servers."""
+
+
+class EpisodeSampler(Protocol):
+    """The episodes of one call of the client."""
+
+    async def fill(self, group: PartialGroup) -> None: ...
+    def check(self) -> None: ...
+
+
+class Episodes(Protocol):
+    """What the client needs of rollout/agents to sample a response of several turns."""
+
+    def adapt(self, sampling: Sampling) -> Sampling: ...
+    def serving(self) -> AbstractAsyncContextManager[None]: ...
+    def call(self, sampling: Sampling, sample: SampleTurn, call: Call) -> EpisodeSampler: ...
 
 
 class GroupCancelled(Exception):

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import httpx
 
@@ -29,9 +29,9 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.launch.trace import OFF
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.client.call import Call, Commands, GroupCancelled, Request, among, this_task
+from megatron_rl.rollout.client.call import Call, Commands, Episodes, GroupCancelled, Request, among, this_task
 from megatron_rl.rollout.client.clock import Clock
-from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
+from megatron_rl.rollout.client.counters import CallStats, RolloutCounters, drop_older
 from megatron_rl.rollout.client.load_balancer import LoadBalancer, ServerState
 from megatron_rl.rollout.client.request import (
     ABORT_SECONDS,
@@ -55,10 +55,7 @@ from megatron_rl.rollout.client.response import (
     parse_sample,
     sends_all_rows,
 )
-from megatron_rl.rollout.partial import PartialGroup, drop_older
-
-if TYPE_CHECKING:
-    from megatron_rl.rollout.agents.runner import EpisodeRunner
+from megatron_rl.rollout.partial import PartialGroup
 
 __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
 
@@ -86,7 +83,7 @@ class RolloutClient:
         spec: ModelSizes,
         want_routes: bool,
         drop_missing_routes: bool = False,
-        episodes: EpisodeRunner | None = None,
+        episodes: Episodes | None = None,
         run: str = "",
     ) -> None:
         self.cfg, self.spec, self.episodes, self.run = cfg, spec, episodes, run

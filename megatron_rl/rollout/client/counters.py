@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_rl.rollout.partial import PartialGroup
+
 logger = logging.getLogger(__name__)
 
 CLASS_OF_REASON = {
@@ -169,3 +171,12 @@ def class_of(reason: str) -> str:
     if reason.startswith(("http_", "routes_")):
         return reason.partition("_")[0]
     return CLASS_OF_REASON.get(reason, "sample")
+
+
+def drop_older(
+    groups: Sequence[PartialGroup], version: int, counters: RolloutCounters, *, is_asked: bool = False
+) -> None:
+    """Drop, and count, responses of `groups` with a token of weights older than `version`: they are sampled again."""
+    for group in groups:
+        for rollout in group.drop_older(version, is_asked=is_asked):
+            counters.count_stale(rollout.episode_length)

@@ -36,9 +36,9 @@ from safetensors.numpy import load_file
 from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.client.counters import CallStats, RolloutCounters
+from megatron_rl.rollout.client.counters import CallStats, RolloutCounters, drop_older
 from megatron_rl.rollout.inference import SamplingStopped
-from megatron_rl.rollout.partial import PartialGroup, drop_older
+from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.scheduler import Scheduler, num_prompts
 
 PROMPTS = [Prompt(str(i), "", (i,), "") for i in range(2000)]
