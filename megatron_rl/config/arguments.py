@@ -1,10 +1,12 @@
-"""Command line -> values of sections: --section.key VALUE, --section.key=VALUE, --section.flag, --section.no_flag.
+"""Command line -> values of sections: --section.key VALUE, --section.key=VALUE, --section.flag,
+--section.no_flag.
 
-A list takes all words up to the next option (none: an empty list).  A table takes pairs NAME VALUE and replaces that of the
-file; --section.key.name VALUE sets one name.  Values stay text: the validation of the configuration converts them.
+A list takes all words up to the next option (none: an empty list).  A table takes pairs NAME VALUE
+and replaces that of the file; --section.key.name VALUE sets one name.  Values stay text: the
+validation of the configuration converts them.
 
-pydantic-settings is not used: its command line has no lists of words (--rollout.urls A B), no names in a table, no
---section.no_flag, and suggests no key in its errors.
+pydantic-settings is not used: its command line has no lists of words (--rollout.urls A B), no names
+in a table, no --section.no_flag, and suggests no key in its errors.
 """
 
 from __future__ import annotations
@@ -21,21 +23,29 @@ OPTIONS_AS_VALUES = ("--rollout.server_args", "--rollout.server-args")
 
 
 def section_values(overrides: Sequence[str]) -> dict[str, dict[str, object]]:
-    """{"section": {"key": value}} of the options in `overrides`; a repeated option replaces the earlier one.
+    """{"section": {"key": value}} of the options in `overrides`; a repeated option replaces the
+    earlier one.
 
-    Raises ConfigError for a word without an option, an option without a section, and too few or too many values.  Unknown
-    sections and keys are kept: they are refused together with those of the file.
+    Raises ConfigError for a word without an option, an option without a section, and too few or too
+    many values.  Unknown sections and keys are kept: they are refused together with those of the
+    file.
     """
     values: dict[str, dict[str, object]] = {}
     for option, words in split(overrides):
         name, equals, value = option.partition("=")
         if not option.startswith("--"):
             fix = f"; write --{name} {value}" if equals else ""
-            raise ConfigError(f"{option!r} does not follow an option: settings are --section.key VALUE{fix}")
+            raise ConfigError(
+                f"{option!r} does not follow an option: settings are --section.key VALUE{fix}"
+            )
         if "." not in name:
-            raise ConfigError(f"unknown option {name}: settings are --section.key VALUE{suggestion(name)}")
+            raise ConfigError(
+                f"unknown option {name}: settings are --section.key VALUE{suggestion(name)}"
+            )
         if equals and words:
-            raise ConfigError(f"{words[0]!r} after {option}: write all values separated by spaces, or one after =")
+            raise ConfigError(
+                f"{words[0]!r} after {option}: write all values separated by spaces, or one after ="
+            )
         section, key, *item = name[2:].split(".", 2)
         section, key = section.replace("-", "_"), key.replace("-", "_")
         # the name of a table's entry is the user's: its dashes stay
@@ -50,7 +60,9 @@ def split(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
     for word in overrides:
         is_option = word.startswith("--")
         if found and found[-1][0] in OPTIONS_AS_VALUES:
-            is_option = is_option and "." in word.partition("=")[0]  # names of SGLang's options contain no dot
+            is_option = (
+                is_option and "." in word.partition("=")[0]
+            )  # names of SGLang's options contain no dot
         if is_option or not found:
             found.append((word, []))
         else:
@@ -74,7 +86,9 @@ def read_value(section: str, key: str, words: list[str]) -> tuple[str, object]:
     if key.startswith("no_") and key not in known and key[3:] in known and not words:
         return key[3:], False
     table, _, item = key.partition(".")
-    if table not in known:  # validation refuses it, or its type converts the text: a field of megatron-core
+    if (
+        table not in known
+    ):  # validation refuses it, or its type converts the text: a field of megatron-core
         return key, " ".join(words) or True
     option, types = f"--{section}.{key}", types_of(known[table])
     if words == ["None"] and "null" in types:
@@ -83,7 +97,9 @@ def read_value(section: str, key: str, words: list[str]) -> tuple[str, object]:
         return key, words
     if "object" in types and not item:
         if len(words) % 2:
-            raise ConfigError(f"{option} {' '.join(words)}: takes pairs, NAME VALUE; {words[-1]!r} has no value")
+            raise ConfigError(
+                f"{option} {' '.join(words)}: takes pairs, NAME VALUE; {words[-1]!r} has no value"
+            )
         pairs = zip(words[::2], words[1::2], strict=True)
         return key, {name: table_value(known[table], word) for name, word in pairs}
     if "boolean" in types and not words:
@@ -95,7 +111,8 @@ def read_value(section: str, key: str, words: list[str]) -> tuple[str, object]:
 
 
 def table_value(schema: Schema, word: str) -> object:
-    """A value of a table: true, 3 and 0.5 as TOML reads them, where the table's values have several types."""
+    """A value of a table: true, 3 and 0.5 as TOML reads them, where the table's values have several
+    types."""
     if "anyOf" in schema.get("additionalProperties", {}):
         try:
             value = tomllib.loads(f"x = {word}")["x"]

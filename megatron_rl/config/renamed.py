@@ -1,7 +1,7 @@
 """Former names of settings and metrics, old -> new.
 
-Configurations that users write must use the new names.  Files of earlier versions are read with the former ones: config.toml of
-a run, state.json of a checkpoint, metrics.jsonl.
+Configurations that users write must use the new names.  Files of earlier versions are read with the
+former ones: config.toml of a run, state.json of a checkpoint, metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -39,14 +39,19 @@ def new_metric(name: str) -> str:
 
 
 def with_new_names(sections: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
-    """A configuration that an earlier version wrote ({"section": {"key": value}}), with the present names."""
+    """A configuration that an earlier version wrote ({"section": {"key": value}}), with the present
+    names."""
     renamed: dict[str, dict[str, object]] = {}
     for section, keys in sections.items():
         for key, value in keys.items():
-            if (section, key) == ("checkpoint", "best_metric") and isinstance(value, str):  # None: not set
+            if (section, key) == ("checkpoint", "best_metric") and isinstance(
+                value, str
+            ):  # None: not set
                 value = new_metric(value)
             if (section, key) == ("loss", "reject_negative_only"):
                 value = None if value is None else "negative" if value else "all"
-            new_section, _, new_key = SETTINGS.get(f"{section}.{key}", f"{section}.{key}").partition(".")
+            new_section, _, new_key = SETTINGS.get(
+                f"{section}.{key}", f"{section}.{key}"
+            ).partition(".")
             renamed.setdefault(new_section, {})[new_key] = value
     return renamed

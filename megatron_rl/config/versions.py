@@ -1,7 +1,8 @@
 """The versions that this project runs with.
 
-requirements*.txt, pyproject.toml, the doctor, the check of servers, README.md and docs/reference/versions.md must agree with
-this file (tests/unit/config/test_versions.py).  Each rule names its source.
+requirements*.txt, pyproject.toml, the doctor, the check of servers, README.md and
+docs/reference/versions.md must agree with this file (tests/unit/config/test_versions.py).  Each
+rule names its source.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class BadPair:
     remedy: str
 
     def holds(self, installed: Mapping[str, str]) -> bool:
-        """Whether both are installed in such versions.  A version that is not a number (a custom build) passes."""
+        """Whether both are installed in such versions.  A version that is not a number (a custom
+        build) passes."""
         return all(
             need.name in installed and admits(need.specifier, installed[need.name])
             for need in (self.first, self.second)
@@ -45,15 +47,27 @@ class BadPair:
 
 
 STACKS: dict[str, dict[str, str]] = {
-    "3.11": {"megatron-core": "0.16.1", "sglang": "0.5.21", "torch": "2.13.0", "transformers": "5.12.1"},
-    "3.12": {"megatron-core": "0.19.2", "sglang": "0.5.21", "torch": "2.13.0", "transformers": "5.12.1"},
+    "3.11": {
+        "megatron-core": "0.16.1",
+        "sglang": "0.5.21",
+        "torch": "2.13.0",
+        "transformers": "5.12.1",
+    },
+    "3.12": {
+        "megatron-core": "0.19.2",
+        "sglang": "0.5.21",
+        "torch": "2.13.0",
+        "transformers": "5.12.1",
+    },
 }
-"""Python -> the tested combination: by all tests on 3.11, by those of `make test-stacks` on 3.12."""
+"""Python -> the tested combination: by all tests on 3.11, by those of `make test-stacks` on
+3.12."""
 
 SGLANG_TESTED = ("0.5.21", "0.5.23")
 """Ran the end-to-end tests of rollouts and weight sync on both stacks; STACKS has the first.
 
-0.5.23 asks for torch 2.14.1, transformers 5.19.0 and tokenizers 0.23.2; it was run on the CPU with torch 2.13.0 and the others.
+0.5.23 asks for torch 2.14.1, transformers 5.19.0 and tokenizers 0.23.2; it was run on the CPU with
+torch 2.13.0 and the others.
 """
 
 PACKAGES = (
@@ -115,7 +129,8 @@ BAD_PAIRS = (
     ),
     BadPair(
         Requirement("torchvision"), Requirement("torch===2.13.0+cpu"), "WARN",
-        "torchvision 0.28 cannot be imported beside this torch, and transformers imports it if it is installed",
+        "torchvision 0.28 cannot be imported beside this torch, and transformers imports it if it "
+        "is installed",
         "pip uninstall torchvision",
     ),
 )  # fmt: skip
@@ -123,7 +138,8 @@ BAD_PAIRS = (
 
 NAMES = tuple(
     dict.fromkeys(
-        [each.name for each in PACKAGES] + [need.name for pair in BAD_PAIRS for need in (pair.first, pair.second)]
+        [each.name for each in PACKAGES]
+        + [need.name for pair in BAD_PAIRS for need in (pair.first, pair.second)]
     )
 )
 """All names in the rules; "python" is one."""
@@ -139,14 +155,17 @@ def least(name: str) -> Version:
 
 
 def admits(versions: SpecifierSet, found: str) -> bool:
-    """Whether `found` is one of `versions`, pre-releases and local builds included; False if it is not a version number."""
+    """Whether `found` is one of `versions`, pre-releases and local builds included; False if it is
+    not a version number."""
     try:
         version = Version(found)
     except InvalidVersion:
         return False
     # == of a public version ignores the local build; only === compares it
     local = any(rule.operator == "===" for rule in versions)
-    return versions.contains(version if local else version.public, prereleases=True)  # containers have 2.12.0a0
+    return versions.contains(
+        version if local else version.public, prereleases=True
+    )  # containers have 2.12.0a0
 
 
 def bad_pairs(installed: Mapping[str, str]) -> Iterator[BadPair]:
@@ -155,9 +174,14 @@ def bad_pairs(installed: Mapping[str, str]) -> Iterator[BadPair]:
 
 
 def lacks(sglang: str) -> list[str]:
-    """What a server of this version lacks, one line each; none for a version that is not a number."""
+    """What a server of this version lacks, one line each; none for a version that is not a
+    number."""
     try:
         version = Version(sglang)
     except InvalidVersion:
         return []
-    return [f"from {since} on {what}" for since, what in SGLANG_SINCE.items() if version < Version(since)]
+    return [
+        f"from {since} on {what}"
+        for since, what in SGLANG_SINCE.items()
+        if version < Version(since)
+    ]

@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.device_limits import PROBE_SECONDS
-from megatron_rl.config.server_settings import accepted, broadcast_problem, problems, read_settings
+from megatron_rl.config.sglang_settings import accepted, broadcast_problem, problems, read_settings
 from megatron_rl.config.versions import least
 from megatron_rl.models.spec import ModelSizes
 

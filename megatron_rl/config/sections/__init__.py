@@ -1,0 +1,1 @@
+"""The sections of a configuration: their keys, what these mean, and rules between few of them."""
