@@ -6,19 +6,23 @@ Imports no torch.
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.config import Config
 from megatron_rl.config.loader import dump_config, load_config, plain_values
-from megatron_rl.config.sections.agent import AgentConfig
-from megatron_rl.config.sections.objective import (
+from megatron_rl.config.sections import (
     AdvantageConfig,
+    AgentConfig,
     BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
     LossConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
     ReplayConfig,
-)
-from megatron_rl.config.sections.prompt_sets import DataConfig, EvalConfig
-from megatron_rl.config.sections.reward import RewardConfig
-from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.config.sections.run_folder import CheckpointConfig, RunConfig
-from megatron_rl.config.sections.track import TrackConfig
-from megatron_rl.config.sections.trained_model import ModelConfig, OptimConfig, ParallelConfig
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrackConfig,
+)  # fmt: skip
 
 __all__ = [
     "AdvantageConfig", "AgentConfig", "BatchConfig", "CheckpointConfig", "Config", "ConfigError",

@@ -11,7 +11,7 @@ from megatron_rl.config.rules.between_sections import section_problems
 from megatron_rl.config.rules.no_effect import check_no_effect
 from megatron_rl.config.rules.rollout_rules import check_rollout
 from megatron_rl.config.rules.server_rules import check_can_release, check_options
-from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.config.sections import RolloutConfig
 
 
 class Config(AllSections):

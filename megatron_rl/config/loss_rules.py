@@ -12,12 +12,18 @@ SOFT = ("sigmoid", "quadratic")
 
 def problems(name: str, s: LossSpec, is_set: set[str]) -> Iterator[str]:
     """Yield why switches of the loss `name` contradict each other, or have no effect though set."""
-    for key, has_effect, needs in effects(s):
-        if key in is_set and not has_effect:
-            yield (
-                f"loss.{key} = {getattr(s, key)} has no effect with loss.name = {name}: set {needs}"
-            )
-    yield from contradicting_bounds(name, s)
+    for keys, has_effect, needs in effects(s):
+        for key in keys.split():
+            if key in is_set and not has_effect:
+                value = f"{key} = {getattr(s, key)}"
+                yield f"loss.{value} has no effect with loss.name = {name}: set {needs}"
+    yield from bound_problems(name, s)
+    yield from form_problems(name, s)
+    yield from token_problems(name, s)
+
+
+def form_problems(name: str, s: LossSpec) -> Iterator[str]:
+    """Yield what is wrong with the form of the objective and with the clip."""
     # any form but logp is a ratio with gradient: pi/pi_old, which lacks pi_old/mu, or all of pi/mu
     fitting = "train_infer" if s.clip_anchor == "old" else "none"
     if s.form != "logp" and s.weight not in ("none", fitting):
@@ -60,12 +66,14 @@ def problems(name: str, s: LossSpec, is_set: set[str]) -> Iterator[str]:
         )
     if s.clip != "none" and inf in (s.clip_low, s.clip_high):
         yield f"loss.clip = {s.clip} with loss.name = {name} needs loss.clip_low and loss.clip_high"
+
+
+def token_problems(name: str, s: LossSpec) -> Iterator[str]:
+    """Yield what is wrong with the choice of tokens for the mask, the penalty and the mean."""
     # n_i counts all sequences of a response, which may be in several micro-batches: it must be
     # known before the first of them
-    for key, ratio in (
-        ("mask", s.mask),
-        ("weight", s.weight if s.weight_mode == "mask" else "none"),
-    ):
+    masking_weight = s.weight if s.weight_mode == "mask" else "none"
+    for key, ratio in (("mask", s.mask), ("weight", masking_weight)):
         if s.aggregation == "kept_mean" and ratio in ("total", "staleness"):
             yield (
                 f"loss.{key} = {ratio} masks by pi, but loss.aggregation = kept_mean counts the "
@@ -91,7 +99,7 @@ def problems(name: str, s: LossSpec, is_set: set[str]) -> Iterator[str]:
         )
 
 
-def contradicting_bounds(name: str, s: LossSpec) -> Iterator[str]:
+def bound_problems(name: str, s: LossSpec) -> Iterator[str]:
     """Yield what is wrong with the bounds of the weight, the mask, the rejection and the veto."""
     for stage in ("weight", "mask", "reject", "veto"):
         low, high = getattr(s, f"{stage}_low"), getattr(s, f"{stage}_high")
@@ -112,13 +120,8 @@ def contradicting_bounds(name: str, s: LossSpec) -> Iterator[str]:
 
 
 def effects(s: LossSpec) -> list[tuple[str, bool, str]]:
-    """Return (switch, whether setting it has an effect, what must be set for that)."""
-    weighs, clips, rejects, punishes = (
-        s.weight != "none",
-        s.clip != "none",
-        s.reject != "none",
-        s.penalty != "none",
-    )
+    """Return (switches, whether setting them has an effect, what must be set for that)."""
+    weighs, clips, punishes = s.weight != "none", s.clip != "none", s.penalty != "none"
     bounded = weighs and s.weight_mode != "none"
     has_bound = s.weight_high < inf or (s.weight_mode != "truncate" and s.weight_low > 0)
     return [
@@ -132,30 +135,22 @@ def effects(s: LossSpec) -> list[tuple[str, bool, str]]:
             "loss.weight, and loss.weight_mode = clip or mask",
         ),
         ("weight_high", bounded, "loss.weight and loss.weight_mode"),
-        ("mask_low", s.mask != "none", "loss.mask"),
-        ("mask_high", s.mask != "none", "loss.mask"),
+        ("mask_low mask_high", s.mask != "none", "loss.mask"),
         ("clip_anchor", clips or punishes or s.form != "logp", "loss.clip"),
         ("clip_level", clips or s.form != "logp", "loss.clip"),
-        ("clip_low", clips, "loss.clip"),
-        ("clip_high", clips, "loss.clip"),
+        ("clip_low clip_high", clips, "loss.clip"),
         (
             "dual_clip", s.clip == "ratio" and s.form == "ratio" and s.form_level == "token",
             "loss.clip = ratio, loss.form = ratio and loss.form_level = token",
         ),
         ("shift_floor", s.router_shift, "loss.router_shift = true"),
-        ("reject_level", rejects, "loss.reject"),
-        ("reject_low", rejects, "loss.reject"),
-        ("reject_high", rejects, "loss.reject"),
-        ("reject_only", rejects, "loss.reject"),
-        ("veto_low", s.veto != "none", "loss.veto"),
-        ("veto_high", s.veto != "none", "loss.veto"),
+        ("reject_level reject_low reject_high reject_only", s.reject != "none", "loss.reject"),
+        ("veto_low veto_high", s.veto != "none", "loss.veto"),
         ("form_level", s.form == "ratio", "loss.form = ratio"),
-        ("tau_positive", s.form == "sigmoid", "loss.form = sigmoid"),
-        ("tau_negative", s.form == "sigmoid", "loss.form = sigmoid"),
+        ("tau_positive tau_negative", s.form == "sigmoid", "loss.form = sigmoid"),
         ("delta", s.form == "quadratic", "loss.form = quadratic"),
         ("penalty_coef", punishes, "loss.penalty"),
         ("penalty_dead_zone", s.penalty == "abs", "loss.penalty = abs"),
         ("select_share", s.select != "none", "loss.select"),
-        ("cov_low", s.select == "cov_band", "loss.select = cov_band"),
-        ("cov_high", s.select == "cov_band", "loss.select = cov_band"),
+        ("cov_low cov_high", s.select == "cov_band", "loss.select = cov_band"),
     ]  # fmt: skip

@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.config.all_sections import AllSections
+from megatron_rl.config.sections import RolloutConfig
 
 ASSUMED_DTYPE = "bfloat16"
 """Precision of a server that does not report it: SGLang's auto is bfloat16 or float16, and bfloat16

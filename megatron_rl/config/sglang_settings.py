@@ -16,16 +16,9 @@ from megatron_rl.config.base import nearest
 from megatron_rl.config.versions import SGLANG_TESTED
 
 Verdict = Literal["proven", "refused", "unproven"]
-Touched = Literal["routes", "log-probs", "weights"]
 Values = Mapping[str, object]
 """Name of a setting in the table -> its value on a server."""
-TOUCHED: dict[str, tuple[Touched, ...]] = {
-    "routes": ("routes",),
-    "log-probs": ("log-probs",),
-    "weights": ("weights",),
-    "samples": ("routes", "log-probs"),
-    "all": ("routes", "log-probs", "weights"),
-}
+TOUCHED = {"samples": ("routes", "log-probs"), "all": ("routes", "log-probs", "weights")}
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SET_BY_THE_RUN: dict[str, str] = TABLES["set_by_the_run"]
 """Option that rollout.server_args must not set -> what to do instead."""
@@ -45,8 +38,8 @@ class Setting:
     """Values without a verdict: nothing depends on them."""
     verdict: Verdict
     """The verdict on every other value."""
-    touches: tuple[Touched, ...]
-    """What the setting may make wrong."""
+    touches: tuple[str, ...]
+    """What the setting may make wrong: routes, log-probs, weights."""
     because: str
     """The reason; for a proven setting, the test that shows it."""
     options: tuple[str, ...]
@@ -65,7 +58,7 @@ def read_table() -> Iterator[Setting]:
             name,
             tuple(None if value == "None" else value for value in usual),
             verdict,
-            TOUCHED[touched],
+            TOUCHED.get(touched, (touched,)),
             reasons.get(because, because),
             ("--" + name.replace("_", "-"), *TABLES["other_options"].get(name, ())),
             tuple(unproven),
@@ -104,16 +97,11 @@ def read_options(args: Sequence[str]) -> dict[str, object]:
 def setting_of(option: str) -> Setting | None:
     """Return the setting that an option of the command line, or its abbreviation, sets."""
     name = option.replace("_", "-")
-    for setting in SETTINGS:
-        if name in setting.options:
-            return setting
-    matching = [
-        setting
-        for setting in SETTINGS
-        if any(option.startswith(name) for option in setting.options)
-    ]
+    by_option = {option: setting for setting in SETTINGS for option in setting.options}
+    matching = {setting.name for option, setting in by_option.items() if option.startswith(name)}
     # SGLang itself refuses an abbreviation of several options
-    return matching[0] if len(matching) == 1 and len(name) > 3 else None
+    is_clear = len(matching) == 1 and len(name) > 3
+    return by_option.get(name) or (BY_NAME[matching.pop()] if is_clear else None)
 
 
 def parsed(text: str) -> object:
@@ -128,10 +116,8 @@ def is_usual(setting: Setting, value: object) -> bool:
     if setting.name == "version":
         return is_tested(str(value))
     # 0 == False in Python
-    return any(
-        value == usual and isinstance(value, bool) == isinstance(usual, bool)
-        for usual in setting.usual
-    )
+    is_bool = isinstance(value, bool)
+    return value in [usual for usual in setting.usual if isinstance(usual, bool) == is_bool]
 
 
 def is_tested(version: str) -> bool:
@@ -194,26 +180,19 @@ def shown(value: object) -> str:
 
 def check_allowed(names: Sequence[str]) -> None:
     """Raise ValueError for a name in rollout.allow_unproven whose setting is not "unproven"."""
+    unproven = [s.name for s in SETTINGS if s.verdict == "unproven" or s.unproven_values]
     for name in names:
-        setting = BY_NAME.get(name)
+        setting, problem = BY_NAME.get(name), f"allow_unproven has {name!r}, which"
         if setting is None:
-            unproven = [
-                known.name
-                for known in SETTINGS
-                if known.verdict == "unproven" or known.unproven_values
-            ]
+            hint = nearest(name, unproven)
             raise ValueError(
-                f"allow_unproven has {name!r}, which has no verdict{nearest(name, unproven)}; "
-                "names are those of SGLang's /server_info, in the table of docs/guides/servers.md"
+                f"{problem} has no verdict{hint}; names are those of SGLang's /server_info, in the "
+                "table of docs/guides/servers.md"
             )
         if setting.verdict == "refused":
-            raise ValueError(
-                f"allow_unproven has {name!r}, which is refused: {setting.because}; remove it"
-            )
-        if setting.verdict == "proven" and not setting.unproven_values:
-            raise ValueError(
-                f"allow_unproven has {name!r}, which is proven and allowed in every run; remove it"
-            )
+            raise ValueError(f"{problem} is refused: {setting.because}; remove it")
+        if name not in unproven:
+            raise ValueError(f"{problem} is proven and allowed in every run; remove it")
 
 
 def broadcast_problem(values: Values) -> str | None:

@@ -25,6 +25,7 @@ def staleness_problems(cfg: AllSections) -> Iterator[str]:
     """Yield what is wrong with tokens that are older than the weights that are trained."""
     rollout, run, agent = cfg.rollout, cfg.run, cfg.agent
     staleness = f"rollout.max_staleness = {rollout.max_staleness}"
+    # both cut episodes short for an update of weights
     if agent.name and agent.resume == "restart":
         for key, value in (("partial", "resume"), ("weight_update", "abort")):
             if getattr(rollout, key) == value:
@@ -58,6 +59,7 @@ def staleness_problems(cfg: AllSections) -> Iterator[str]:
 def time_problems(cfg: AllSections) -> Iterator[str]:
     """Yield what is wrong with time limits and with the division of a step into updates."""
     start, run = cfg.rollout.start_timeout_seconds, cfg.run
+    # rank 0 starts servers within one stage of the watchdog
     if not cfg.rollout.urls and start != "auto" and start >= cfg.stage_seconds:
         yield (
             f"rollout.start_timeout_seconds = {start:g} must be below {cfg.stage_seconds:g}, 90 % "
@@ -76,6 +78,7 @@ def time_problems(cfg: AllSections) -> Iterator[str]:
 def loss_problems(cfg: AllSections) -> Iterator[str]:
     """Yield what the loss and its advantages lack in a step."""
     run = cfg.run
+    # the routers of pi and pi_old differ from the second update on
     if run.num_mini_batches == 1 and cfg.loss.switches.router_shift:
         yield (
             f"loss.router_shift = true (loss.name = {cfg.loss.name}) has no effect with "

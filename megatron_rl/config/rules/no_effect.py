@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from megatron_rl.config.all_sections import AllSections
+from megatron_rl.config.sections import AgentConfig
 
 FORMER = {"rollout.quantize_keep": ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")}
 """Defaults of earlier versions, as in the config.toml of their runs: no user set them."""
+Need = tuple[str, bool, str, str]
+"""Settings of a section, whether they are read, what stops that, what to set."""
 
 
 def check_no_effect(cfg: AllSections) -> None:
@@ -23,11 +26,10 @@ def check_no_effect(cfg: AllSections) -> None:
                 )
 
 
-def needs(cfg: AllSections) -> list[tuple[str, bool, str, str]]:
-    """Return (settings of a section, whether they are read, what stops that, what to set)."""
-    batch, replay, rollout, agent = cfg.batch, cfg.replay, cfg.rollout, cfg.agent
+def needs(cfg: AllSections) -> list[Need]:
+    """Return what settings need, in the order of reports: a fix often changes the next."""
+    batch, replay, rollout = cfg.batch, cfg.replay, cfg.rollout
     is_custom_loss = ":" in cfg.loss.name  # it may read any setting of its section
-    # only the first broken rule is reported, as its fix often changes the next
     return [
         (
             "loss.kl_estimator kl_weight",
@@ -59,6 +61,26 @@ def needs(cfg: AllSections) -> list[tuple[str, bool, str, str]]:
             "rollout.quantize_keep", rollout.quantize != "none",
             "rollout.quantize = none", "rollout.quantize = fp8",
         ),
+        *agent_needs(cfg.agent),
+        (
+            "rollout.parity_warn_expert_overlap parity_min_expert_overlap", cfg.needs_routes,
+            f"replay.mode = {replay.mode} without replay.measure", "replay.measure = true",
+        ),
+        (
+            "data.chat_template_kwargs", cfg.data.chat_template,
+            "data.chat_template = false", "data.chat_template = true",
+        ),
+        ("eval.every", bool(cfg.eval.sets), "eval.sets names no file", "eval.sets"),
+        (
+            "model.recompute_layers", cfg.model.recompute in ("full", "block"),
+            f"model.recompute = {cfg.model.recompute}", "model.recompute = full or block",
+        ),
+    ]  # fmt: skip
+
+
+def agent_needs(agent: AgentConfig) -> list[Need]:
+    """Return what settings of [agent] need."""
+    return [
         (
             "agent.renderer on_error concurrency resume max_episode_tokens episode_timeout_seconds",
             bool(agent.name),
@@ -75,18 +97,5 @@ def needs(cfg: AllSections) -> list[tuple[str, bool, str, str]]:
         (
             "agent.process_memory_gib", agent.isolation == "process",
             "agent.isolation = thread", "agent.isolation = process",
-        ),
-        (
-            "rollout.parity_warn_expert_overlap parity_min_expert_overlap", cfg.needs_routes,
-            f"replay.mode = {replay.mode} without replay.measure", "replay.measure = true",
-        ),
-        (
-            "data.chat_template_kwargs", cfg.data.chat_template,
-            "data.chat_template = false", "data.chat_template = true",
-        ),
-        ("eval.every", bool(cfg.eval.sets), "eval.sets names no file", "eval.sets"),
-        (
-            "model.recompute_layers", cfg.model.recompute in ("full", "block"),
-            f"model.recompute = {cfg.model.recompute}", "model.recompute = full or block",
         ),
     ]  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_rl.config.parity_limits import check_parity_keys
 from megatron_rl.config.rules.server_rules import check_servers
-from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.config.sections import RolloutConfig
 from megatron_rl.config.sglang_settings import check_allowed
 
 MASK_TOKENS = 4096

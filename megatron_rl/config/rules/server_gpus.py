@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.config.sections import RolloutConfig
 from megatron_rl.config.sglang_settings import BY_NAME
 
 
@@ -31,6 +31,7 @@ def option_value(args: Sequence[str], *names: str) -> int:
 
     SGLang itself refuses what is not a number.
     """
+    # option and value may be one word or two
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(*names, dest="value", nargs="?", default="", const="")
     value = parser.parse_known_args(list(args))[0].value
@@ -112,6 +113,7 @@ def check_overlap(rollout: RolloutConfig, local_ranks: int, environ: Mapping[str
         return
     training = visible_gpus(environ, local_ranks)[:local_ranks]
     serving = [gpu for gpus in servers_gpus(rollout, environ, local_ranks) for gpu in gpus]
+    # a broadcast is an NCCL group of sending ranks and servers, with one rank per GPU
     if shared := [gpu for gpu in dict.fromkeys(serving) if gpu in training]:
         raise ValueError(
             f"rollout.gpus = {list(rollout.gpus)}: servers would use GPU {', '.join(shared)}, "
@@ -148,6 +150,7 @@ def check_count(rollout: RolloutConfig, host_gpus: int, environ: Mapping[str, st
             f"{host_gpus - 1}, not {', '.join(map(str, absent))}: the run starts servers on that "
             "host only; use fewer, or start servers on other hosts and set rollout.urls"
         )
+    # CUDA opens a handle of another process only on a visible GPU
     hidden = [str(gpu) for gpu in rollout.gpus if str(gpu) not in visible]
     if rollout.weight_sync == "colocated" and hidden:
         raise ValueError(

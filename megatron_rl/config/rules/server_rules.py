@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from megatron_rl.config.rules.server_gpus import check_sizes_of_servers
-from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.config.sections import RolloutConfig
 from megatron_rl.config.sglang_settings import (
     SET_BY_THE_RUN,
     broadcast_problem,
@@ -38,6 +38,7 @@ def check_servers(rollout: RolloutConfig) -> None:
     check_sizes_of_servers(rollout)
     if not rollout.urls:
         check_host(rollout.host, has_key=has_key)
+        # servers use consecutive ports
         if port and port + num_servers > 65536:
             raise ValueError(
                 f"port = {port} with num_servers = {num_servers}: the last server's port would be "
@@ -129,12 +130,14 @@ def check_python(rollout: RolloutConfig) -> None:
 def check_colocated(rollout: RolloutConfig) -> None:
     """Raise ValueError for shared or released memory that cannot work with these servers."""
     host, is_colocated = rollout.host, rollout.weight_sync == "colocated"
+    # only a colocated sync writes into memory that was released
     if rollout.release_memory and not is_colocated:
         raise ValueError(
             f"release_memory = true needs weight_sync = colocated, got {rollout.weight_sync}: "
             "servers on other GPUs than the trainer's have no use for it, and a broadcast cannot "
             "fill released memory; remove it, or set weight_sync = colocated"
         )
+    # handles of GPU memory are valid on one machine only
     if is_colocated and (rollout.urls or not is_local(host)):
         place = f"urls = {list(rollout.urls)}" if rollout.urls else f"host = {host!r}"
         raise ValueError(
@@ -148,6 +151,7 @@ def check_colocated(rollout: RolloutConfig) -> None:
             f"release_memory = true needs port = 0, got {rollout.port}: a replaced server has "
             "released nothing, and must not be mistaken for the one that has"
         )
+    # a replacement claims its memory when it starts
     if rollout.release_memory and rollout.max_server_restarts:
         raise ValueError(
             "release_memory = true needs max_server_restarts = 0, got "

@@ -13,6 +13,7 @@ class AgentConfig(Section):
     """Rollouts of several turns (docs/guides/agents.md); without function and environment a rollout
     is one response."""
 
+    # the program of an episode
     function: str = ""
     """package.module:function, `async def f(session, prompt) -> Episode`."""
     environment: str = ""
@@ -22,9 +23,11 @@ class AgentConfig(Section):
     model through an OpenAI client (docs/guides/agents.md)."""
     pass_env: tuple[str, ...] = ()
     """Environment variables that agent.command gets although their names look like secrets."""
+    # the endpoint of agent.command
     endpoint_host: str = "127.0.0.1"
     """Address of this machine on which the OpenAI-compatible endpoint listens.  On another than a
     loopback address the network reaches it, unencrypted; it asks for the episode's key."""
+    # limits of an episode
     max_turns: Positive = 16
     """Turns of an episode of agent.environment."""
     max_episode_tokens: Count = 0
@@ -43,12 +46,14 @@ class AgentConfig(Section):
     concurrency: Count = 0
     """Episodes at the same time per data-parallel replica; 0 = no limit beyond
     rollout.max_concurrency prompts."""
+    # interruptions and failures
     resume: Literal["continue", "restart"] = "continue"
     """What an episode that a signal or rollout.partial = resume cut short does: continue (its
     function runs again and gets its recorded turns), or start again."""
     on_error: Literal["stop", "retry", "drop"] = "stop"
     """What an episode that fails does: stop the run; be counted and sampled again, at most
     rollout.max_retries times; or be counted and left out of its group."""
+    # chat format
     renderer: str = ""
     """Chat format of the model, with which a session observes messages: qwen3, glm-4.5,
     deepseek-v3, kimi-k2, gpt-oss and others of the `renderers` package."""

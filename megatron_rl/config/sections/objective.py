@@ -111,6 +111,7 @@ class LossConfig(Section):
     weight_low: Bound | None = None
     weight_high: Annotated[float, Field(gt=0)] | None = None
     """minirl: 5, the upper truncation of the importance weight pi/mu; inf = no truncation."""
+    # tokens and responses that are left out
     mask: presets.Ratio | None = None
     mask_low: Bound | None = None
     mask_high: Bound | None = None
@@ -130,11 +131,13 @@ class LossConfig(Section):
     veto: presets.Ratio | None = None
     veto_low: Bound | None = None
     veto_high: Bound | None = None
+    # the objective of a token
     form: presets.Form | None = None
     form_level: presets.FormLevel | None = None
     tau_positive: AboveZero | None = None
     tau_negative: AboveZero | None = None
     delta: AboveZero | None = None
+    # terms that a token adds
     penalty: presets.Penalty | None = None
     penalty_coef: NotNegative | None = None
     penalty_dead_zone: NotNegative | None = None
@@ -142,9 +145,11 @@ class LossConfig(Section):
     select_share: Annotated[float, Field(gt=0, le=1)] | None = None
     cov_low: float | None = None
     cov_high: float | None = None
+    # sum over tokens
     aggregation: presets.Aggregation | None = None
     scale: AboveZero = 1.0
     """Constant factor on the loss, e.g. 1 / max_response_tokens; never data-dependent."""
+    # terms beside the policy loss
     entropy_coef: Finite = 0.0
     """Bonus on the full-vocabulary entropy, per token; 0 = off."""
     kl_coef: NotNegative = 0.0

@@ -16,12 +16,14 @@ class DataConfig(Section):
 
     train: Path
     """jsonl or parquet with one prompt per row."""
+    # places in a row
     prompt_key: str = "auto"
     """Where in a row the prompt is: a key, or a path like extra_info.question; auto: the first
     known (docs/guides/data.md)."""
     label_key: str = "auto"
     """As prompt_key, for the label: e.g. reward_model.ground_truth, or answers.0 for the first of a
     list."""
+    # text of a prompt
     template: str = "{prompt}"
     """Text around each prompt (of messages, the last one), e.g. "{prompt}\\n\\nPut the final answer
     within \\\\boxed{}."."""
@@ -29,6 +31,7 @@ class DataConfig(Section):
     """Render prompts with the tokenizer's chat template; False feeds the text as it is."""
     chat_template_kwargs: dict[str, bool | int | str] = Field(default_factory=dict)
     """Further arguments of the chat template, e.g. { enable_thinking = false }."""
+    # choice and order of prompts
     max_prompt_tokens: Positive = 2048
     """Longest prompt, the chat template included."""
     on_long_prompt: Literal["stop", "drop"] = "stop"

@@ -37,6 +37,7 @@ class Truncation(NamedTuple):
 class RolloutConfig(Section):
     """Sampling and the SGLang servers; without `urls` the run starts its own."""
 
+    # sampling
     max_response_tokens: Positive = 1024
     """A response that reaches this length is cut off, and counted as truncated."""
     temperature: AboveZero = 1.0
@@ -51,6 +52,7 @@ class RolloutConfig(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Train on samples of the tokens with at least this share of the most probable token's
     probability.  Needs top_k."""
+    # servers: running ones, or those that the run starts
     urls: tuple[str, ...] = ()
     """SGLang servers that are already running, e.g. http://10.0.0.2:30000; not a router in front of
     them."""
@@ -85,6 +87,7 @@ class RolloutConfig(Section):
     """Tokens of the KV cache of one server; a prompt with its response must fit."""
     max_running_requests: Positive = 64
     """Requests that one server decodes at the same time."""
+    # time limits and retries
     start_timeout_seconds: AutoSeconds = "auto"
     """Time until a server that this run starts must answer; auto: 900 on the CPU, 1200 on a GPU
     (loading, compiled kernels), at most 81 % of run.collective_timeout_minutes."""
@@ -104,6 +107,7 @@ class RolloutConfig(Section):
     done)."""
     max_retries: Count = 3
     """Further attempts of a request after a transient error."""
+    # amount of sampling, and its lead over training
     max_concurrency: Positive = 64
     """Prompts in flight per data-parallel replica."""
     over_sample: NotNegative = 0.0
@@ -122,10 +126,12 @@ class RolloutConfig(Section):
     groups in progress; abort: they are cut short, and continue from a prefill with the new weights;
     in_place: servers keep them, and continue with the new weights over keys and values of the old
     ones (docs/guides/sampling.md)."""
+    # recording
     save_tensors: bool | Annotated[float, Field(gt=0, le=1)] = False
     """Also record, token by token, what the servers returned and what the trainer knew, in side
     files of rollouts.jsonl (docs/reference/token_data.md).  A number: of this share of a step's
     groups, at least one; true: of all."""
+    # weight sync
     weight_sync: Literal["distributed", "disk", "colocated"] = "distributed"
     """How new weights reach the servers: a broadcast per bucket, a checkpoint on a shared disk, or
     shared memory of this machine (only servers this run starts)."""
@@ -141,16 +147,19 @@ class RolloutConfig(Section):
     export (docs/guides/servers.md)."""
     verify_push_every: Positive = 20
     """n of verify_push = checksum: the first weight sync of a run is verified, then every n-th."""
+    # GPUs that servers and trainer share
     release_memory: bool = False
     """Servers and trainer have the GPUs in alternation: the servers release weights and KV cache
     while the run trains, the trainer keeps its state on the host while they sample (GPU,
     weight_sync = colocated, max_server_restarts = 0; not run)."""
+    # rounding of the weights
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every weight sync rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts of
     FP8 weights, in `dtype`."""
     quantize_keep: tuple[str, ...] = ("*embed_tokens*", "*lm_head*", "*gate.weight", "*norm*")
     """HF names (shell patterns) that quantize skips; default: embedding, output head, router,
     norms."""
+    # parity check at start-up
     parity_warn_logprob_diff: AboveZero | Literal["auto"] = "auto"
     """Start-up comparison of trainer and server: warn above this mean of |log mu - log pi|, in nats
     per token; auto: the limit for the two precisions in config/parity_limits.py

@@ -17,6 +17,7 @@ from megatron_rl.config.renamed import new_metric
 class RunConfig(Section):
     """Sizes of a step, and where results are written."""
 
+    # folder, seed and device
     name: Annotated[str, Field(min_length=1)] = "run"
     """Name of the run's folder, dir/name."""
     dir: Path = Path("runs")
@@ -25,6 +26,7 @@ class RunConfig(Section):
     """Seed of weight initialisation, prompt order and sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU."""
+    # sizes of a run and of a step
     num_steps: Positive = 60
     """Total steps of the run, including those before a resume."""
     prompts_per_step: Positive = 16
@@ -36,12 +38,14 @@ class RunConfig(Section):
     max_tokens_per_micro_batch: Positive = 4096
     """Rows per micro-batch and replica (a context-parallel rank holds 1/cp of them), padding
     included; a longer sequence still gets a micro-batch of its own."""
+    # late and dead ranks
     collective_timeout_minutes: AboveZero = 30.0
     """How long ranks wait for one another, sampling included; a longer stage stops the run and
     names the late ranks."""
     silence_timeout_seconds: AboveZero = 300.0
     """A rank without a heartbeat for this long is considered dead: it is named, and the others
     stop."""
+    # recording of steps
     save_batches: str = "on_anomaly"
     """Which mini-batches are saved to be computed again by `megatron-rl replay-batch`: on_anomaly =
     where the gradient or KL(mu, pi_old) is too large or not finite; "every N" = also the first of
@@ -90,6 +94,7 @@ class CheckpointConfig(Section):
 
     every: Count = 0
     """Steps between checkpoints; 0 = only after the last step."""
+    # resuming
     resume: bool = True
     """Continue from the newest checkpoint in the run directory, if there is one."""
     require: bool = False
@@ -98,6 +103,7 @@ class CheckpointConfig(Section):
     """The checkpoint to continue from, of this or another run directory, instead of the newest."""
     allow_changes: tuple[str, ...] = ()
     """Keys (shell patterns) that may differ from the checkpoint's although they change training."""
+    # saving
     async_save: bool = False
     """Write in the background; costs a copy of weights and optimizer state in host memory."""
     keep_last: Count = 0

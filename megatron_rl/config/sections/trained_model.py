@@ -30,6 +30,7 @@ class ModelConfig(Section):
     batch_format: Literal["thd", "bshd"] = "thd"
     """thd: a micro-batch's sequences are packed end to end; bshd: padded to its longest, one row of
     a batch each."""
+    # memory
     recompute: Literal["none", "full", "block", "selective"] = "none"
     """Activation recompute: full = every layer; block = the first recompute_layers of each chunk;
     selective = MoE layers."""
@@ -41,6 +42,7 @@ class ModelConfig(Section):
 
     Costs one more matrix product with the head per update; its memory does not grow with the
     micro-batch."""
+    # experts
     router_dtype: Literal["fp32", "fp64", "model"] = "fp32"
     """Precision of the router's scores; model: that of the weights."""
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
@@ -73,6 +75,7 @@ class ParallelConfig(Section):
     """Context parallel size."""
     ep: Positive = 1
     """Expert parallel size."""
+    # exceptions from the defaults of megatron-core
     layers_per_stage: tuple[Positive, ...] = ()
     """Decoder layers of each of the pp x vp stages, in forward order; stage i is on pipeline rank i
     % pp.
@@ -118,6 +121,7 @@ class OptimConfig(Section):
 
     lr: NotNegative = 1e-6
     """Learning rate; 0 is allowed (measurement runs)."""
+    # Adam
     beta1: Beta = 0.9
     """Of Adam."""
     beta2: Beta = 0.95
@@ -126,6 +130,7 @@ class OptimConfig(Section):
     """Of Adam."""
     weight_decay: NotNegative = 0.0
     """Of AdamW; biases and norms have none."""
+    # limits and schedule
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Largest norm of the gradient; a larger one is scaled down to it.  0 = no limit."""
     warmup_updates: Count = 0
