@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""The base class of all sections of the configuration, and their types of numbers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    """One section of the configuration: its keys are fields, the text under a field documents
-    it."""
+    """A section of the configuration: a field is a key, and the text under it documents it."""
 
     model_config = ConfigDict(
         extra="forbid",  # a misspelt key must not be ignored

@@ -32,9 +32,9 @@ def load_config(
     *,
     of_a_run: bool = False,
 ) -> Config:
-    """Read TOML, apply nested `section_overrides` ({"run": {"seed": 1}}), then `--section.key
-    value` arguments.
+    """Read TOML, then apply `section_overrides`, then `--section.key value` arguments.
 
+    section_overrides: nested tables, {"run": {"seed": 1}}.
     of_a_run: the file is the config.toml that a run wrote, perhaps with an earlier version: former
     names are accepted.  Raises ConfigError for an unreadable file, an unknown or renamed key (with
     the nearest or new one) or an illegal value.  Its message begins with FILE:LINE:COLUMN where the

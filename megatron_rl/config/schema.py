@@ -24,8 +24,7 @@ def schemas(section: str) -> dict[str, Schema]:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """Return the JSON types of a key's values: array, object, boolean, integer, number, string or
-    null."""
+    """Return the JSON types of a key's values, such as array, object, boolean or null."""
     # older versions of pydantic give a constant no type
     return {kind["type"] for kind in schema.get("anyOf", [schema]) if "type" in kind}
 

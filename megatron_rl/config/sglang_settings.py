@@ -1,5 +1,7 @@
-"""Settings of SGLang's servers, on a command line or as a server reports them, against the verdicts
-in sglang_settings.toml."""
+"""Compares settings of SGLang's servers with the verdicts in sglang_settings.toml.
+
+A server reports its settings; those of a server that a run starts are on its command line.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,7 @@ SET_BY_THE_RUN: dict[str, str] = TABLES["set_by_the_run"]
 CHECKED_BY_REQUEST = (
     "preferred_sampling_params", "SGLANG_RETURN_ORIGINAL_LOGPROB", "enable_return_routed_experts",
 )  # fmt: skip
-"""/server_info does not show whether they do harm; sampling_defaults.py and server_info.py ask the
-server."""
+"""Settings whose harm /server_info hides; sampling_defaults.py and server_info.py test it."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
 def read_settings(server_info: Values) -> dict[str, object]:
-    """Return the settings of the table that /server_info has, and neither its API key nor
-    others."""
+    """Return the settings of the table that /server_info has, without its API key and others."""
     return {name: server_info[name] for name in BY_NAME if name in server_info}
 
 
@@ -148,8 +148,7 @@ def reason(setting: Setting, value: object) -> str:
 
 
 def problems(values: Values, allowed: Collection[str], *, needs_routes: bool) -> Iterator[str]:
-    """Yield a line, without its subject, for every setting that is refused, or that is unproven and
-    not in rollout.allow_unproven."""
+    """Yield a line for every setting that is refused, or unproven and not allowed."""
     for setting, value in unusual(values, needs_routes=needs_routes):
         text = f"{setting.name} = {shown(value)}"
         if setting.verdict == "refused":

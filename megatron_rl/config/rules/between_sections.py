@@ -98,8 +98,7 @@ def loss_problems(cfg: AllSections) -> Iterator[str]:
 
 
 def per_reward_problems(cfg: AllSections) -> Iterator[str]:
-    """Yield what acts on the one reward of a response, which advantage.kind = per_reward does not
-    read."""
+    """Yield what acts on the sum of a response's rewards, which per_reward does not read."""
     for section, key in (
         ("batch", "dynamic_sampling"),
         ("batch", "overlong_cache"),

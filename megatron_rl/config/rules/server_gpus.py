@@ -18,8 +18,7 @@ def tensor_ranks(args: Sequence[str]) -> int:
 
 
 def model_copies(args: Sequence[str]) -> int:
-    """Return the GPUs of a server / its tensor parallel size: pipeline stages x data-parallel
-    copies."""
+    """Return the GPUs of a server / its tensor parallel size: stages x data-parallel copies."""
     stages = option_value(args, *BY_NAME["pp_size"].options) or 1
     copies = option_value(args, *BY_NAME["dp_size"].options) or 1
     # under DP attention the copies share the tensor ranks
@@ -39,8 +38,7 @@ def option_value(args: Sequence[str], *names: str) -> int:
 
 
 def derived_tensor_ranks(rollout: RolloutConfig) -> int:
-    """Return the --tp-size that the run adds to server_args, 0 for none: a server uses all its
-    GPUs."""
+    """Return the --tp-size, 0 for none, with which a server uses all its GPUs."""
     size = len(rollout.gpus) // rollout.num_servers
     return 0 if tensor_ranks(rollout.server_args) else size // model_copies(rollout.server_args)
 
@@ -69,9 +67,8 @@ def servers_gpus(
     """
     args, num = rollout.server_args, rollout.num_servers
     if rollout.gpus:
-        size = len(rollout.gpus) // num
-        starts = range(0, num * size, size)
-        return [tuple(map(str, rollout.gpus[start : start + size])) for start in starts]
+        gpus, size = tuple(map(str, rollout.gpus)), len(rollout.gpus) // num
+        return [gpus[index * size : (index + 1) * size] for index in range(num)]
     first = option_value(args, "--base-gpu-id")
     last = first + (tensor_ranks(args) or 1) * model_copies(args)
     return [tuple(visible_gpus(environ, max(fewest, last))[first:last])] * num

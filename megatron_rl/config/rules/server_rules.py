@@ -73,8 +73,7 @@ def check_options(rollout: RolloutConfig, *, needs_routes: bool) -> None:
 
 
 def check_urls(urls: Sequence[str], *, has_key: bool) -> None:
-    """Raise ValueError for an address that is not http://HOST:PORT, for a repeated one, and for a
-    password beside a key."""
+    """Raise ValueError for a bad or repeated address, and for a password beside an API key."""
     for url in urls:
         try:
             parts = urlsplit(url)

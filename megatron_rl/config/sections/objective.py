@@ -171,8 +171,10 @@ class LossConfig(Section):
 
     @property
     def corrects_age(self) -> bool:
-        """True if the gradient of a token is weighted by a ratio to mu, whose weights may be older
-        than pi_old; a custom loss is trusted."""
+        """True if a ratio to mu, which may be older than pi_old, weights a token's gradient.
+
+        A custom loss is trusted.
+        """
         switches = self.switches
         return (
             ":" in self.name
