@@ -1,6 +1,6 @@
 """Configuration: sections read from TOML, overridden on the command line, checked, dumped resolved.
 
-Imports no torch.
+Keys are in sections/, rules between them in rules/, and config.py joins both.  Imports no torch.
 """
 
 from megatron_rl.config.base import ConfigError

@@ -99,17 +99,18 @@ def loss_problems(cfg: AllSections) -> Iterator[str]:
 
 def per_reward_problems(cfg: AllSections) -> Iterator[str]:
     """Yield what acts on the sum of a response's rewards, which per_reward does not read."""
-    for section, key in (
-        ("batch", "dynamic_sampling"),
-        ("batch", "overlong_cache"),
-        ("batch", "length_penalty"),
-        ("reward", "format_penalty"),
+    batch = cfg.batch
+    for key, is_set in (
+        ("batch.dynamic_sampling", batch.dynamic_sampling),
+        ("batch.overlong_cache", batch.overlong_cache),
+        ("batch.length_penalty", batch.length_penalty),
+        ("reward.format_penalty", cfg.reward.format_penalty),
     ):
-        if getattr(getattr(cfg, section), key):
+        if is_set:
             yield (
-                f"{section}.{key} with advantage.kind = per_reward: it acts on the sum of the "
-                "rewards, which has no effect there; remove it, or return it as a metric of "
-                "reward.function and name it in advantage.rewards"
+                f"{key} with advantage.kind = per_reward: it acts on the sum of the rewards, which "
+                "has no effect there; remove it, or return it as a metric of reward.function and "
+                "name it in advantage.rewards"
             )
     if cfg.reward.on_error not in ("raise", "drop"):
         yield (

@@ -1,4 +1,4 @@
-"""GPUs of the servers that a run starts: how many a server uses, and none of a training rank.
+"""GPUs of the servers that a run starts: their number, and that no training rank uses them.
 
 `environ` is the environment of a process, for its CUDA_VISIBLE_DEVICES.
 """
@@ -38,7 +38,7 @@ def option_value(args: Sequence[str], *names: str) -> int:
 
 
 def derived_tensor_ranks(rollout: RolloutConfig) -> int:
-    """Return the --tp-size, 0 for none, with which a server uses all its GPUs."""
+    """Return the --tp-size that the run adds to server_args; 0 adds none."""
     size = len(rollout.gpus) // rollout.num_servers
     return 0 if tensor_ranks(rollout.server_args) else size // model_copies(rollout.server_args)
 

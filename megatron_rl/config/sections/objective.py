@@ -165,9 +165,8 @@ class LossConfig(Section):
     def switches(self) -> LossSpec:
         """The preset's switches, replaced by those that are set here."""
         names = {field.name for field in fields(LossSpec)}
-        return replace(
-            PRESETS.get(self.name, LossSpec()), **self.model_dump(include=names, exclude_none=True)
-        )
+        is_set = self.model_dump(include=names, exclude_none=True)
+        return replace(PRESETS.get(self.name, LossSpec()), **is_set)
 
     @property
     def corrects_age(self) -> bool:
@@ -186,9 +185,7 @@ class LossConfig(Section):
         if ":" in self.name:  # a custom loss may read any switch
             return
         if self.name not in PRESETS:  # str, not Literal: package.module:function is a name too
-            yield (
-                f"name = {self.name!r} is not a known loss{nearest(self.name, list(PRESETS))}; or "
-                "package.module:function"
-            )
+            hint = nearest(self.name, PRESETS)
+            yield f"name = {self.name!r} is not a known loss{hint}; or package.module:function"
         is_set = {key for key, value in self if value is not None}
         yield from loss_rules.problems(self.name, self.switches, is_set)
