@@ -19,8 +19,8 @@ class Config(AllSections):
 
     @field_validator("rollout")
     @classmethod
-    def check_rollout(cls, rollout: RolloutConfig) -> RolloutConfig:
-        # a validator of the field, so that errors of other sections are reported together with it
+    def check_section(cls, rollout: RolloutConfig) -> RolloutConfig:
+        # as a validator of the field, it is reported together with errors of other sections
         check_rollout(rollout)
         return rollout
 

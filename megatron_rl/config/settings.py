@@ -41,9 +41,8 @@ def explain(name: str = "") -> str:
     if f"{section}.{key}" in SETTINGS:
         raise ConfigError(f"{section}.{key} was renamed to {SETTINGS[f'{section}.{key}']}")
     if section not in SECTIONS:
-        raise ConfigError(
-            f"unknown section {section!r}{elsewhere(section) or nearest(section, SECTIONS)}"
-        )
+        hint = elsewhere(section) or nearest(section, SECTIONS)
+        raise ConfigError(f"unknown section {section!r}{hint}")
     fields = SECTIONS[section].model_fields
     if not fields:
         text = f"[{section}]  {inspect.getdoc(SECTIONS[section])}"
@@ -94,7 +93,7 @@ def meaning(section: str, key: str) -> str:
     text = schemas(section)[key].get("description", "")
     if not text and section == "loss":
         texts = switch_texts()
-        word = key.partition("_")[0]
+        word = key.partition("_")[0]  # clip_low has the text of clip
         text = texts.get(key) or next(texts[name] for name in texts if name.startswith(word))
     return " ".join(text.split())
 
