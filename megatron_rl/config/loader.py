@@ -92,12 +92,13 @@ def parse_toml(path: Path, text: str) -> Values:
         raise ConfigError(f"{path}:{syntax_place(error, text)}: not valid TOML: {error}") from error
     # checked before the command line is merged into the sections
     for name, keys in values.items():
+        if isinstance(keys, dict):
+            continue
         place = f"{path}:{key_places(text).get(name, '1:1')}"
-        if name in SECTIONS and not isinstance(keys, dict):
+        if name in SECTIONS:
             raise ConfigError(f"{place}: [{name}] must be a section with keys, got {keys!r}")
-        if not isinstance(keys, dict):
-            hint = elsewhere(name) or nearest(name, SECTIONS)
-            raise ConfigError(f"{place}: {name} = {keys!r} is outside any section{hint}")
+        hint = elsewhere(name) or nearest(name, SECTIONS)
+        raise ConfigError(f"{place}: {name} = {keys!r} is outside any section{hint}")
     return values
 
 
