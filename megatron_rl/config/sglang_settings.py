@@ -185,8 +185,8 @@ def check_allowed(names: Sequence[str]) -> None:
         if setting is None:
             hint = nearest(name, unproven)
             raise ValueError(
-                f"{problem} has no verdict{hint}; names are those of SGLang's /server_info, in the "
-                "table of docs/guides/servers.md"
+                f"{problem} has no verdict{hint}; names are those of SGLang's /server_info, listed "
+                "in docs/guides/servers.md"
             )
         if setting.verdict == "refused":
             raise ValueError(f"{problem} is refused: {setting.because}; remove it")

@@ -103,7 +103,7 @@ class LossConfig(Section):
     """The policy loss: a preset, and overrides of its switches (docs/concepts/formulation.md)."""
 
     name: str = "minirl"
-    """A preset, or `package.module:function` (docs/guides/loss.md)."""
+    """A preset, or `package.module:function` (docs/guides/algorithms.md)."""
     # the switches, with the preset's value where None: their texts are in LossSpec
     weight: presets.Ratio | None = None
     weight_level: presets.Level | None = None

@@ -18,8 +18,8 @@ class DataConfig(Section):
     """jsonl or parquet with one prompt per row."""
     # places in a row
     prompt_key: str = "auto"
-    """Where in a row the prompt is: a key, or a path like extra_info.question; auto: the first
-    known (docs/guides/data.md)."""
+    """The prompt's key in a row, or a path like extra_info.question; auto: the first known
+    (docs/guides/data_and_reward.md)."""
     label_key: str = "auto"
     """As prompt_key, for the label: e.g. reward_model.ground_truth, or answers.0 for the first of a
     list."""

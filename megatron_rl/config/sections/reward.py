@@ -16,7 +16,7 @@ class RewardConfig(Section):
 
     function: str = "math"
     """`math` (math-verify) or `package.module:function`: of (prompt, response, label), or of an
-    annotated Episode or list[Episode] (docs/guides/reward.md); may be async."""
+    annotated Episode or list[Episode] (docs/guides/data_and_reward.md); may be async."""
     num_workers: Positive = 1
     """Processes per data-parallel replica that score responses."""
     concurrency: Positive = 16

@@ -57,7 +57,7 @@ class RunConfig(Section):
     """The same for KL(mu, pi_old) per token of a mini-batch."""
     trace: str = "off"
     """Of which steps every rank writes what it did when, for Perfetto
-    (docs/guides/where_time_goes.md): off; last = the latest; "every N" = each N-th step."""
+    (docs/guides/look_at_a_run.md): off; last = the latest; "every N" = each N-th step."""
     log_format: Literal["text", "json"] = "text"
     """Lines on the terminal: text, or one JSON object a line for machines
     (docs/reference/log_lines.md)."""
