@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_rl.config.rollout import MOST_KEPT
+from megatron_rl.config.sections.rollout import MOST_KEPT
 
 BLOCK_IDS = 1 << 22
 """Ids whose logits are gathered at a time: 32 MiB of float64."""

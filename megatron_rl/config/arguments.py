@@ -1,10 +1,11 @@
-"""Command line -> values of sections: --section.key VALUE, --section.key=VALUE, --section.flag, --section.no_flag.
+"""Reads the command line: --section.key VALUE, --section.key=VALUE, --section.flag, .no_flag.
 
-A list takes all words up to the next option (none: an empty list).  A table takes pairs NAME VALUE and replaces that of the
-file; --section.key.name VALUE sets one name.  Values stay text: the validation of the configuration converts them.
+A list takes all words up to the next option (none: an empty list).  A table takes pairs NAME VALUE
+and replaces that of the file; --section.key.name VALUE sets one name.  Values stay text: the
+validation of the configuration converts them.
 
-pydantic-settings is not used: its command line has no lists of words (--rollout.urls A B), no names in a table, no
---section.no_flag, and suggests no key in its errors.
+pydantic-settings is not used: its command line has no lists of words (--rollout.urls A B), no names
+in a table, no --section.no_flag, and suggests no key in its errors.
 """
 
 from __future__ import annotations
@@ -18,24 +19,26 @@ from megatron_rl.config.schema import SECTIONS, Schema, elsewhere, schemas, type
 
 OPTIONS_AS_VALUES = ("--rollout.server_args", "--rollout.server-args")
 """Settings whose values are options of another program: they extend to the next --section.key."""
+RULE = "settings are --section.key VALUE"
 
 
 def section_values(overrides: Sequence[str]) -> dict[str, dict[str, object]]:
-    """{"section": {"key": value}} of the options in `overrides`; a repeated option replaces the earlier one.
+    """Return {"section": {"key": value}}; a repeated option replaces the earlier one.
 
-    Raises ConfigError for a word without an option, an option without a section, and too few or too many values.  Unknown
-    sections and keys are kept: they are refused together with those of the file.
+    Raises ConfigError for a word without an option, an option without a section, and too few or too
+    many values.  Unknown sections and keys are kept: they are refused with those of the file.
     """
     values: dict[str, dict[str, object]] = {}
     for option, words in split(overrides):
         name, equals, value = option.partition("=")
         if not option.startswith("--"):
             fix = f"; write --{name} {value}" if equals else ""
-            raise ConfigError(f"{option!r} does not follow an option: settings are --section.key VALUE{fix}")
+            raise ConfigError(f"{option!r} does not follow an option: {RULE}{fix}")
         if "." not in name:
-            raise ConfigError(f"unknown option {name}: settings are --section.key VALUE{suggestion(name)}")
+            raise ConfigError(f"unknown option {name}: {RULE}{suggestion(name)}")
         if equals and words:
-            raise ConfigError(f"{words[0]!r} after {option}: write all values separated by spaces, or one after =")
+            fix = "write all values separated by spaces, or one after ="
+            raise ConfigError(f"{words[0]!r} after {option}: {fix}")
         section, key, *item = name[2:].split(".", 2)
         section, key = section.replace("-", "_"), key.replace("-", "_")
         # the name of a table's entry is the user's: its dashes stay
@@ -45,21 +48,22 @@ def section_values(overrides: Sequence[str]) -> dict[str, dict[str, object]]:
 
 
 def split(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(option as written, the words after it) of each option."""
-    found: list[tuple[str, list[str]]] = []
+    """Return every option as written, with the words after it."""
+    options: list[tuple[str, list[str]]] = []
     for word in overrides:
         is_option = word.startswith("--")
-        if found and found[-1][0] in OPTIONS_AS_VALUES:
-            is_option = is_option and "." in word.partition("=")[0]  # names of SGLang's options contain no dot
-        if is_option or not found:
-            found.append((word, []))
+        if options and options[-1][0] in OPTIONS_AS_VALUES:
+            # names of SGLang's options contain no dot
+            is_option = is_option and "." in word.partition("=")[0]
+        if is_option or not options:
+            options.append((word, []))
         else:
-            found[-1][1].append(word)
-    return found
+            options[-1][1].append(word)
+    return options
 
 
 def suggestion(option: str) -> str:
-    """The settings that an option without a section may mean."""
+    """Suggest the settings that an option without a section may mean."""
     name = option[2:].replace("-", "_")
     if not (hint := elsewhere(name)):
         known = [f"{section}.{key}" for section in SECTIONS for key in schemas(section)]
@@ -69,12 +73,13 @@ def suggestion(option: str) -> str:
 
 
 def read_value(section: str, key: str, words: list[str]) -> tuple[str, object]:
-    """(key, value) of one option; the schema of the key defines how many words it takes."""
+    """Return (key, value) of one option; the schema of the key says how many words it takes."""
     known = schemas(section)
     if key.startswith("no_") and key not in known and key[3:] in known and not words:
         return key[3:], False
     table, _, item = key.partition(".")
-    if table not in known:  # validation refuses it, or its type converts the text: a field of megatron-core
+    if table not in known:
+        # validation refuses it, or its type converts the text: a field of megatron-core
         return key, " ".join(words) or True
     option, types = f"--{section}.{key}", types_of(known[table])
     if words == ["None"] and "null" in types:
@@ -83,23 +88,24 @@ def read_value(section: str, key: str, words: list[str]) -> tuple[str, object]:
         return key, words
     if "object" in types and not item:
         if len(words) % 2:
-            raise ConfigError(f"{option} {' '.join(words)}: takes pairs, NAME VALUE; {words[-1]!r} has no value")
+            rule = f"takes pairs, NAME VALUE; {words[-1]!r} has no value"
+            raise ConfigError(f"{option} {' '.join(words)}: {rule}")
         pairs = zip(words[::2], words[1::2], strict=True)
         return key, {name: table_value(known[table], word) for name, word in pairs}
     if "boolean" in types and not words:
         return key, True  # a word after it is validated: --replay.measure false
     if len(words) != 1:
-        found = f"{len(words)} values, {' '.join(words)}: it takes one" if words else "no value"
-        raise ConfigError(f"{option} has {found}; write {option} VALUE")
+        problem = f"{len(words)} values, {' '.join(words)}: it takes one" if words else "no value"
+        raise ConfigError(f"{option} has {problem}; write {option} VALUE")
     return key, table_value(known[table], words[0]) if item else words[0]
 
 
 def table_value(schema: Schema, word: str) -> object:
-    """A value of a table: true, 3 and 0.5 as TOML reads them, where the table's values have several types."""
-    if "anyOf" in schema.get("additionalProperties", {}):
-        try:
-            value = tomllib.loads(f"x = {word}")["x"]
-        except tomllib.TOMLDecodeError:
-            return word
-        return value if isinstance(value, bool | int | float) else word
-    return word
+    """Read true, 3 and 0.5 as TOML does, where a table has values of several types."""
+    if "anyOf" not in schema.get("additionalProperties", {}):
+        return word
+    try:
+        value = tomllib.loads(f"x = {word}")["x"]
+    except tomllib.TOMLDecodeError:
+        return word
+    return value if isinstance(value, bool | int | float) else word

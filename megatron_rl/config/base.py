@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""The base class of all sections of the configuration, and their types of numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 FINITE = {"finite": True}  # JSON schemas cannot express it: `megatron-rl settings` reads this key
@@ -28,6 +35,8 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
+    """A section of the configuration: a field is a key, and the text under it documents it."""
+
     model_config = ConfigDict(
         extra="forbid",  # a misspelt key must not be ignored
         frozen=True,  # every rank and stage reads the same values for the entire run
@@ -39,24 +48,26 @@ class Section(BaseModel):
     @field_validator("*", mode="wrap")
     @classmethod
     def check_number(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
-        found: object = validate(value)
-        if isinstance(value, bool) and not isinstance(found, bool):  # pydantic converts true to 1
+        """Refuse true and false for a number, which pydantic would convert to 1 and 0."""
+        checked: object = validate(value)
+        if isinstance(value, bool) and not isinstance(checked, bool):
             raise PydanticCustomError("bool_as_number", "Input should be a number")
-        return with_home(found)
+        return with_home(checked)
 
     @model_validator(mode="after")
     def check_rules(self) -> Self:
+        """Raise ValueError with the first broken rule."""
         if problem := next(iter(self.problems()), None):
             raise ValueError(problem)
         return self
 
     def problems(self) -> Iterable[str]:
-        """Rules between settings that are broken, as messages; the first one is reported."""
+        """Yield a message for every broken rule between settings; the first one is reported."""
         return ()
 
 
 def with_home(value: object) -> object:
-    """The value; in a path, or in a table of paths, ~ is the home directory, as in a shell."""
+    """Replace ~ by the home directory, as a shell does, in a path or in a table of paths."""
     if isinstance(value, Path):
         return Path(os.path.expanduser(value))
     if isinstance(value, dict):
@@ -65,9 +76,8 @@ def with_home(value: object) -> object:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Suggestion for an unknown name: the closest known one, else all of them."""
+    """Suggest the known name that is closest to an unknown one, or all known names."""
     known = list(known)
-    close = difflib.get_close_matches(
-        name, known, n=1, cutoff=0.6
-    )  # warmup -> warmup_updates, but not trainer -> track
+    # at this cutoff warmup suggests warmup_updates, but trainer does not suggest track
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

@@ -1,4 +1,7 @@
-"""Time limits whose default, "auto", depends on the device.  The GPU's are estimates: nothing here was run on a GPU."""
+"""Time limits whose default, "auto", depends on the device.
+
+The limits of GPUs are estimates: nothing here was run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ Device = Literal["cpu", "cuda"]
 AutoSeconds = AboveZero | Literal["auto"]
 PerDevice = dict[Device, float]
 
-# a GPU rank may have 45 GiB of weights and optimizer state to gather and write, after the stage in progress
+# a GPU rank may have 45 GiB of weights and optimizer state to gather and write, after its stage
 GRACE_SECONDS: PerDevice = {"cpu": 25.0, "cuda": 600.0}
-# on a CPU: a busy machine gives little of its time; on a GPU: reading 100 GiB, compiling kernels, capturing CUDA graphs
+# a busy CPU is slow to import; a GPU server reads 100 GiB, compiles kernels, captures CUDA graphs
 START_SECONDS: PerDevice = {"cpu": 900.0, "cuda": 1200.0}
 # servers start without a warm-up, so the first requests compile kernels
 PROBE_SECONDS: PerDevice = {"cpu": 60.0, "cuda": 600.0}
 
 
 def seconds(setting: float | Literal["auto"], defaults: PerDevice, device: Device) -> float:
-    """`setting`, or for "auto" the device's default."""
+    """Return `setting`, or for "auto" the device's default."""
     return defaults[device] if isinstance(setting, str) else setting

@@ -1,4 +1,4 @@
-"""TOML file and command line -> Config, and back."""
+"""Reads a Config from a TOML file and a command line, and writes it back as TOML."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from megatron_rl.config.arguments import section_values
 from megatron_rl.config.base import ConfigError, nearest
 from megatron_rl.config.config import Config
-from megatron_rl.config.places import key_places, located, syntax_place
 from megatron_rl.config.redact import Redactor
 from megatron_rl.config.renamed import SETTINGS, with_new_names
-from megatron_rl.config.rollout import FULL_VOCABULARY, NOT_SAMPLED_WITH
 from megatron_rl.config.schema import SECTIONS, elsewhere
+from megatron_rl.config.sections.rollout import FULL_VOCABULARY, NOT_SAMPLED_WITH
+from megatron_rl.config.toml_places import key_places, located, syntax_place
 
 Values = dict[str, dict[str, object]]
 """{"section": {"key": value}}"""
@@ -32,29 +32,35 @@ def load_config(
     *,
     of_a_run: bool = False,
 ) -> Config:
-    """Read TOML, apply nested `section_overrides` ({"run": {"seed": 1}}), then `--section.key value` arguments.
+    """Read TOML, then apply `section_overrides`, then `--section.key value` arguments.
 
-    of_a_run: the file is the config.toml that a run wrote, perhaps with an earlier version: former names are accepted.
-    Raises ConfigError for an unreadable file, an unknown or renamed key (with the nearest or new one) or an illegal value.  Its
-    message begins with FILE:LINE:COLUMN where the file sets the key.
+    section_overrides: nested tables, {"run": {"seed": 1}}.
+    of_a_run: the file is the config.toml that a run wrote, perhaps with an earlier version: former
+    names are accepted.  Raises ConfigError for an unreadable file, an unknown or renamed key (with
+    the nearest or new one) or an illegal value.  Its message begins with FILE:LINE:COLUMN where the
+    file sets the key.
     """
     text = "" if path is None else read_text(Path(path))
     values = {} if path is None else parse_toml(Path(path), text)
     # all sections are present, so that a missing required key is reported by its own name
     values = {name: {} for name in SECTIONS} | (with_new_names(values) if of_a_run else values)
     replaced: set[str] = set()
-    for section, keys in chain((section_overrides or {}).items(), section_values(overrides).items()):
+    changes = chain((section_overrides or {}).items(), section_values(overrides).items())
+    for section, keys in changes:
         values[section] = merged(values.get(section, {}), keys)
         replaced |= {f"{section}.{key.partition('.')[0]}" for key in keys}
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        places = {name: f"{path}:{place}" for name, place in key_places(text).items() if name not in replaced}
-        raise ConfigError("\n".join(located(each, places) for each in messages(error.errors()))) from error
+        places = {name: f"{path}:{place}" for name, place in key_places(text).items()}
+        # the command line has no lines and columns
+        in_file = {name: place for name, place in places.items() if name not in replaced}
+        lines = [located(message, in_file) for message in messages(error.errors())]
+        raise ConfigError("\n".join(lines)) from error
 
 
 def merged(before: Mapping[str, object], keys: Mapping[str, object]) -> dict[str, object]:
-    """`before` with `keys` set; "key.name" sets one name of a key's table."""
+    """Return `before` with `keys` set; "key.name" sets one name of a key's table."""
     after = dict(before)
     for key, value in keys.items():
         table, _, name = key.partition(".")
@@ -70,9 +76,11 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text()
     except FileNotFoundError as error:
-        raise ConfigError(f"--config {path}: no such file; paths are relative to {Path.cwd()}") from error
+        where = f"paths are relative to {Path.cwd()}"
+        raise ConfigError(f"--config {path}: no such file; {where}") from error
     except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}; name a TOML file") from error
+        problem = f"cannot be read: {error.strerror}; name a TOML file"
+        raise ConfigError(f"--config {path}: {problem}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not valid TOML: {error}") from error
 
@@ -82,35 +90,41 @@ def parse_toml(path: Path, text: str) -> Values:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}:{syntax_place(error, text)}: not valid TOML: {error}") from error
-    for name, keys in values.items():  # before the command line is merged into the sections
+    # checked before the command line is merged into the sections
+    for name, keys in values.items():
+        if isinstance(keys, dict):
+            continue
         place = f"{path}:{key_places(text).get(name, '1:1')}"
-        if name in SECTIONS and not isinstance(keys, dict):
+        if name in SECTIONS:
             raise ConfigError(f"{place}: [{name}] must be a section with keys, got {keys!r}")
-        if not isinstance(keys, dict):
-            hint = elsewhere(name) or nearest(name, SECTIONS)
-            raise ConfigError(f"{place}: {name} = {keys!r} is outside any section{hint}")
+        hint = elsewhere(name) or nearest(name, SECTIONS)
+        raise ConfigError(f"{place}: {name} = {keys!r} is outside any section{hint}")
     return values
 
 
 def messages(errors: Iterable[ErrorDetails]) -> Iterator[str]:
-    """One line for each key that pydantic refused: key, value, rule and fix."""
-    for (section, key), group in groupby(errors, key=lambda error: [*map(str, error["loc"]), "", ""][:2]):
-        alternatives = list(group)  # a union reports one error for each of its types
+    """Yield one line for every key that pydantic refused: key, value, rule and fix."""
+    by_key = groupby(errors, key=lambda error: [*map(str, error["loc"]), "", ""][:2])
+    for (section, key), group in by_key:
+        alternatives = list(group)  # a union reports one error for every type that it has
         first = alternatives[0]
         if first["type"] == "missing":
-            yield f"{section}.{key}: required; set it in the TOML file or as --{section}.{key} VALUE"
+            name = f"{section}.{key}"
+            yield f"{name}: required; set it in the TOML file or as --{name} VALUE"
         elif first["type"] == "extra_forbidden":
             yield unknown(section, key, first["input"])
         elif first["type"] == "value_error" and not key:
             rule = first["msg"].removeprefix("Value error, ")
             word = rule.partition(" ")[0].rstrip(":,")
-            is_own_key = bool(section) and word in SECTIONS[section].model_fields
-            yield f"{section}.{rule}" if is_own_key else rule  # rules within a section name its keys alone
+            # rules within a section name its keys alone
+            is_key = bool(section) and word in SECTIONS[section].model_fields
+            yield f"{section}.{rule}" if is_key else rule
         else:
             yield refused(section, key, alternatives)
 
 
 def unknown(section: str, key: str, value: object) -> str:
+    """Return the message about a key that its section does not have."""
     name = f"{section}.{key}"
     if section not in SECTIONS:
         return f"unknown section [{section}]{nearest(section, SECTIONS)}"
@@ -118,19 +132,21 @@ def unknown(section: str, key: str, value: object) -> str:
         return f"{name} was renamed to {SETTINGS[name]}; use the new name"
     if section == "rollout" and key in NOT_SAMPLED_WITH:
         return f"{name} = {value!r} is not supported: {FULL_VOCABULARY}"
-    return f"unknown key {name} = {value!r}{elsewhere(key) or nearest(key, SECTIONS[section].model_fields)}"
+    hint = elsewhere(key) or nearest(key, SECTIONS[section].model_fields)
+    return f"unknown key {name} = {value!r}{hint}"
 
 
 def refused(section: str, key: str, alternatives: Sequence[ErrorDetails]) -> str:
-    """A value that has none of its key's types, or breaks their limits."""
+    """Return the message about a value that has none of its key's types, or breaks their limits."""
     first = alternatives[0]
-    value = str(first["input"]).lower() if isinstance(first["input"], bool) else repr(first["input"])
-    place = f"{section}.{key}{''.join(f'[{part}]' for part in first['loc'][2:] if isinstance(part, int))} = {value}"
+    value = first["input"]
+    text = str(value).lower() if isinstance(value, bool) else repr(value)  # TOML writes true
+    index = "".join(f"[{part}]" for part in first["loc"][2:] if isinstance(part, int))
+    place = f"{section}.{key}{index} = {text}"
     if first["type"] == "value_error":
         return f"{place}: {first['msg'].removeprefix('Value error, ')}"
     rules = " or ".join(dict.fromkeys(rule_of(error["msg"]) for error in alternatives))
-    other_case = re.search(f"'{re.escape(str(first['input']))}'", rules, re.IGNORECASE)
-    if other_case:
+    if other_case := re.search(f"'{re.escape(str(value))}'", rules, re.IGNORECASE):
         return f"{place}: must {rules}; did you mean {other_case[0]}?"
     default = SECTIONS[section].model_fields[key].get_default(call_default_factory=True)
     hint = "" if default is PydanticUndefined else f", or remove it for the default, {default!r}"
@@ -138,16 +154,21 @@ def refused(section: str, key: str, alternatives: Sequence[ErrorDetails]) -> str
 
 
 def rule_of(message: str) -> str:
-    """pydantic's rule in terms of a configuration file: "Input should be a valid tuple" -> "be a list"."""
+    """Return pydantic's rule in terms of TOML: "Input should be a valid tuple" -> "be a list"."""
     rule = message.partition(", unable to parse")[0].partition(" should ")[2] or message
-    return rule.replace("a valid tuple", "a list").replace("a valid dictionary", "a table of names and values")
+    rule = rule.replace("a valid tuple", "a list")
+    return rule.replace("a valid dictionary", "a table of names and values")
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as TOML that load_config reads back to an equal Config, but for secrets, which are ***."""
+    """Return the resolved configuration as TOML, which load_config reads back to an equal Config.
+
+    Secrets are replaced by ***.
+    """
     return tomli_w.dumps(plain_values(config, exclude_none=True))  # None is always a default
 
 
 def plain_values(config: Config, *, exclude_none: bool = False) -> Values:
-    """The resolved configuration as JSON values, without secrets."""
-    return Redactor((config.rollout.api_key_env,)).tree(config.model_dump(mode="json", exclude_none=exclude_none))
+    """Return the resolved configuration as JSON values, without secrets."""
+    values = config.model_dump(mode="json", exclude_none=exclude_none)
+    return Redactor((config.rollout.api_key_env,)).tree(values)

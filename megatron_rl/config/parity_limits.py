@@ -1,39 +1,42 @@
-"""Maximum difference between trainer and server before step 0, with equal weights: one row per pair of precisions.
+"""Largest difference between trainer and server before step 0, with equal weights.
 
-Two measures on the same rollouts: the mean of |log mu - log pi| over response tokens, and the expert overlap, the mean over
-(token, layer) of the fraction of the K experts that both sides chose.  Measured by benchmarks/parity.py: the warning limits are
-above what untrained models of 4 layers differ by (trained ones differ less), the stopping limits above what an untrained MoE of
-48 layers differs by, and below wrong models (results/benchmarks.md, "Trainer against server: limits").
+One row per pair of precisions limits two measures of the same rollouts: the mean of |log mu - log
+pi| over response tokens, and the expert overlap, the mean over (token, layer) of the fraction of
+the K experts that both sides chose.  The warning limits are above what untrained models of 4 layers
+differ by (trained ones differ less), the stopping limits above what an untrained MoE of 48 layers
+differs by, and below wrong models (benchmarks/parity.py; results/benchmarks.md, "Trainer
+against server: limits").
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_rl.config.config import Config
-    from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.all_sections import AllSections
+from megatron_rl.config.sections import RolloutConfig
 
 ASSUMED_DTYPE = "bfloat16"
-"""For a server that does not report its precision: SGLang's auto is bfloat16 or float16; bfloat16 has the wider limits."""
+"""Precision of a server that does not report it: SGLang's auto is bfloat16 or float16, and bfloat16
+has the wider limits."""
 
 
 @dataclass(frozen=True)
 class ParityLimits:
-    """Limits of one pair.  trainer: model.dtype; server: float32, bfloat16, float16, or fp8 (rollout.quantize).
-
-    logprob_diff: upper limit in nats; expert_overlap: lower limit in 0..1.  A run warns beyond warn_*, and stops beyond max_*
-    or min_*.
-    """
+    """Limits of one pair of precisions."""
 
     trainer: str
+    """model.dtype."""
     server: str
+    """float32, bfloat16, float16, or fp8 (rollout.quantize)."""
     warn_logprob_diff: float
+    """Mean difference in nats above which a run warns."""
     max_logprob_diff: float
+    """Mean difference in nats above which it stops."""
     warn_expert_overlap: float
+    """Overlap, from 0 to 1, below which a run warns."""
     min_expert_overlap: float
+    """Overlap, from 0 to 1, below which it stops."""
 
 
 LIMITS = {
@@ -49,19 +52,19 @@ LIMITS = {
         ParityLimits("bfloat16", "fp8", 0.3, 0.4, 0.9, 0.8),
     )
 }
-
-
 NO_LIMITS = ParityLimits("", "", 0.0, inf, 1.0, 0.0)  # no default contradicts any setting
 
 
-def parity_limits(cfg: Config, server_dtype: str) -> ParityLimits:
-    """The limits of this run: those that [rollout] sets, else those of the pair.  server_dtype: as reported, or "auto".
+def parity_limits(cfg: AllSections, server_dtype: str) -> ParityLimits:
+    """Return the limits of this run: those that [rollout] sets, else those of the pair.
 
-    Raises ValueError for a limit that has no effect beside the other one's default.
+    server_dtype: as reported, or "auto".  Raises ValueError for a limit that has no effect beside
+    the other one's default.
     """
     # a server may report a precision that has no row, e.g. auto
     served = server_dtype if ("float32", server_dtype) in LIMITS else ASSUMED_DTYPE
-    return with_settings(LIMITS[cfg.model.dtype, "fp8" if cfg.rollout.quantize == "fp8" else served], cfg.rollout)
+    precision = "fp8" if cfg.rollout.quantize == "fp8" else served
+    return with_settings(LIMITS[cfg.model.dtype, precision], cfg.rollout)
 
 
 def check_parity_keys(rollout: RolloutConfig) -> None:
@@ -70,7 +73,10 @@ def check_parity_keys(rollout: RolloutConfig) -> None:
 
 
 def with_settings(pair: ParityLimits, rollout: RolloutConfig) -> ParityLimits:
-    """`pair` with the limits that [rollout] sets.  Raises ValueError if a run would stop before it warned."""
+    """Replace limits of the pair by those that [rollout] sets.
+
+    Raises ValueError if a run would stop before it warned.
+    """
 
     def setting(name: str, default: float) -> float:
         value = getattr(rollout, f"parity_{name}")
@@ -83,12 +89,13 @@ def with_settings(pair: ParityLimits, rollout: RolloutConfig) -> ParityLimits:
     warn_overlap = setting("warn_expert_overlap", max(pair.warn_expert_overlap, min_overlap))
     if warn_diff > max_diff:
         raise ValueError(
-            f"rollout.parity_warn_logprob_diff = {warn_diff:g} has no effect: a run stops above parity_max_logprob_diff = "
-            f"{max_diff:g}; lower it, or raise parity_max_logprob_diff"
+            f"rollout.parity_warn_logprob_diff = {warn_diff:g} has no effect: a run stops above "
+            f"parity_max_logprob_diff = {max_diff:g}; lower it, or raise parity_max_logprob_diff"
         )
     if warn_overlap < min_overlap:
         raise ValueError(
-            f"rollout.parity_warn_expert_overlap = {warn_overlap:g} has no effect: a run stops below parity_min_expert_overlap = "
-            f"{min_overlap:g}; raise it, or lower parity_min_expert_overlap"
+            f"rollout.parity_warn_expert_overlap = {warn_overlap:g} has no effect: a run stops "
+            f"below parity_min_expert_overlap = {min_overlap:g}; raise it, or lower "
+            "parity_min_expert_overlap"
         )
     return ParityLimits(pair.trainer, pair.server, warn_diff, max_diff, warn_overlap, min_overlap)

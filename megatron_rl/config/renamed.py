@@ -1,7 +1,7 @@
-"""Former names of settings and metrics, old -> new.
+"""Former names of settings and metrics, with the present ones.
 
-Configurations that users write must use the new names.  Files of earlier versions are read with the former ones: config.toml of
-a run, state.json of a checkpoint, metrics.jsonl.
+Configurations that users write must use the new names.  Files of earlier versions are read with the
+former ones: config.toml of a run, state.json of a checkpoint, metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ METRICS = {
 
 
 def new_metric(name: str) -> str:
-    """The present name of a metric; `name` itself if it was never renamed."""
+    """Return the present name of a metric."""
     for old, new in METRICS.items():
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -39,14 +39,18 @@ def new_metric(name: str) -> str:
 
 
 def with_new_names(sections: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
-    """A configuration that an earlier version wrote ({"section": {"key": value}}), with the present names."""
+    """Replace former names in a configuration that an earlier version wrote.
+
+    It is {"section": {"key": value}}.
+    """
     renamed: dict[str, dict[str, object]] = {}
     for section, keys in sections.items():
         for key, value in keys.items():
-            if (section, key) == ("checkpoint", "best_metric") and isinstance(value, str):  # None: not set
+            name = f"{section}.{key}"
+            if name == "checkpoint.best_metric" and isinstance(value, str):  # None: not set
                 value = new_metric(value)
-            if (section, key) == ("loss", "reject_negative_only"):
+            if name == "loss.reject_negative_only":
                 value = None if value is None else "negative" if value else "all"
-            new_section, _, new_key = SETTINGS.get(f"{section}.{key}", f"{section}.{key}").partition(".")
+            new_section, _, new_key = SETTINGS.get(name, name).partition(".")
             renamed.setdefault(new_section, {})[new_key] = value
     return renamed

@@ -1,4 +1,4 @@
-"""Sections and keys of a configuration as data, for the command line, error messages and documentation."""
+"""Sections and keys as data, for the command line, error messages and documentation."""
 
 from __future__ import annotations
 
@@ -19,46 +19,45 @@ SECTIONS: dict[str, type[Section]] = {
 
 @cache  # pydantic builds a schema in milliseconds, and the help reads all of them
 def schemas(section: str) -> dict[str, Schema]:
-    """Key -> schema of one section; empty for an unknown section."""
+    """Return the schema of every key of a section; none for an unknown section."""
     return SECTIONS[section].model_json_schema()["properties"] if section in SECTIONS else {}
 
 
 def types_of(schema: Schema) -> set[str]:
-    """JSON types of a key's values: array, object, boolean, integer, number, string, null."""
-    return {each["type"] for each in schema.get("anyOf", [schema]) if "type" in each}  # older pydantic: none with const
+    """Return the JSON types of a key's values, such as array, object, boolean or null."""
+    # older versions of pydantic give a constant no type
+    return {kind["type"] for kind in schema.get("anyOf", [schema]) if "type" in kind}
 
 
 OTHER_NAMES = {
-    "learning_rate": "optim.lr",
-    "adam_beta1": "optim.beta1",
-    "adam_beta2": "optim.beta2",
-    "max_grad_norm": "optim.clip_grad",
-    "lr_scheduler": "optim.schedule",
-    "warmup_steps": "optim.warmup_updates",
-    "batch_size": "run.prompts_per_step",
-    "train_batch_size": "run.prompts_per_step",
-    "num_generations": "run.group_size",
-    "n_samples_per_prompt": "run.group_size",
-    "max_steps": "run.num_steps",
-    "total_steps": "run.num_steps",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_response_length": "rollout.max_response_tokens",
-    "max_new_tokens": "rollout.max_response_tokens",
-    "max_tokens": "rollout.max_response_tokens",
-    "tensor_parallel_size": "parallel.tp",
-    "pipeline_parallel_size": "parallel.pp",
-    "context_parallel_size": "parallel.cp",
-    "expert_parallel_size": "parallel.ep",
-    "model_name_or_path": "model.path",
-    "save_steps": "checkpoint.every",
-    "beta": "loss.kl_coef",
-    "kl_loss_coef": "loss.kl_coef",
+    name: setting
+    for setting, names in {
+        "optim.lr": "learning_rate",
+        "optim.beta1": "adam_beta1",
+        "optim.beta2": "adam_beta2",
+        "optim.clip_grad": "max_grad_norm",
+        "optim.schedule": "lr_scheduler",
+        "optim.warmup_updates": "warmup_steps",
+        "run.prompts_per_step": "batch_size train_batch_size",
+        "run.group_size": "num_generations n_samples_per_prompt",
+        "run.num_steps": "max_steps total_steps",
+        "data.max_prompt_tokens": "max_prompt_length",
+        "rollout.max_response_tokens": "max_response_length max_new_tokens max_tokens",
+        "parallel.tp": "tensor_parallel_size",
+        "parallel.pp": "pipeline_parallel_size",
+        "parallel.cp": "context_parallel_size",
+        "parallel.ep": "expert_parallel_size",
+        "model.path": "model_name_or_path",
+        "checkpoint.every": "save_steps",
+        "loss.kl_coef": "beta kl_loss_coef",
+    }.items()
+    for name in names.split()
 }
 """Names that other trainers give to settings of this one."""
 
 
 def elsewhere(key: str) -> str:
-    """Suggestion for a key that is in the wrong section, or in none, or that another trainer has: the settings it may mean."""
+    """Suggest the settings that a key of a wrong section or of another trainer may mean."""
     places = [f"{section}.{key}" for section in SECTIONS if key in schemas(section)]
     if not places and key in OTHER_NAMES:
         places = [OTHER_NAMES[key]]

@@ -1,11 +1,13 @@
-"""What `megatron-rl settings` prints: type, default, allowed values and meaning of every setting, from the section classes."""
+"""The text of `megatron-rl settings`: type, default, allowed values and meaning of settings."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
-import re
 import textwrap
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -16,76 +18,103 @@ from megatron_rl.config.renamed import SETTINGS
 from megatron_rl.config.schema import SECTIONS, Schema, elsewhere, schemas
 
 WIDTH = 100
-TYPES = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text", "null": "None"}
+TYPES = {
+    "integer": "integer", "number": "number", "boolean": "true or false", "string": "text",
+    "null": "None",
+}  # fmt: skip
 LIMITS = {
-    "exclusiveMinimum": "greater than {}", "minimum": "at least {}", "exclusiveMaximum": "less than {}", "maximum": "at most {}",
+    "exclusiveMinimum": "greater than {}", "minimum": "at least {}",
+    "exclusiveMaximum": "less than {}", "maximum": "at most {}",
     "minLength": "not empty", "finite": "finite",
 }  # fmt: skip
 
 
 def explain(name: str = "") -> str:
-    """Text about all sections (""), the keys of one ("run") or one setting ("run.seed").
+    """Return a text about all sections (""), the keys of one ("run") or one setting ("run.seed").
 
     Raises ConfigError for an unknown name, with the nearest one.
     """
     section, _, key = name.removeprefix("--").replace("-", "_").partition(".")
     if not section:
-        return f"{section_lines()}\n\nmegatron-rl settings SECTION lists its settings, SECTION.KEY explains one."
+        usage = "megatron-rl settings SECTION lists its settings, SECTION.KEY explains one."
+        return f"{section_lines()}\n\n{usage}"
     if f"{section}.{key}" in SETTINGS:
         raise ConfigError(f"{section}.{key} was renamed to {SETTINGS[f'{section}.{key}']}")
     if section not in SECTIONS:
-        raise ConfigError(f"unknown section {section!r}{elsewhere(section) or nearest(section, SECTIONS)}")
+        hint = elsewhere(section) or nearest(section, SECTIONS)
+        raise ConfigError(f"unknown section {section!r}{hint}")
     fields = SECTIONS[section].model_fields
     if not fields:
-        return f"[{section}]  {inspect.getdoc(SECTIONS[section])}"
+        text = f"[{section}]  {inspect.getdoc(SECTIONS[section])}"
+        return "\n\n".join(textwrap.fill(paragraph, WIDTH) for paragraph in text.split("\n\n"))
     if not key:
         return "\n".join([f"[{section}]  {summary(section)}", "", *key_lines(section)])
     if key not in fields:
         raise ConfigError(f"unknown key {section}.{key}{elsewhere(key) or nearest(key, fields)}")
-    return "\n".join(
-        [
-            f"{section}.{key}",
-            f"  type     {type_text(schemas(section)[key])}",
-            f"  default  {default_text(fields[key])}",
-            textwrap.fill(meaning(section, key), WIDTH, initial_indent="  meaning  ", subsequent_indent=" " * 11),
-        ]
+    text = textwrap.fill(meaning(section, key), WIDTH - 11).replace("\n", "\n" + " " * 11)
+    return (
+        f"{section}.{key}\n"
+        f"  type     {type_text(schemas(section)[key])}\n"
+        f"  default  {default_text(fields[key])}\n"
+        f"  meaning  {text}"
     )
 
 
 def section_lines() -> str:
-    """One line for each section."""
+    """Return one line for every section."""
     width = max(map(len, SECTIONS)) + 2
     return "\n".join(f"  {name:<{width}}{summary(name)}" for name in SECTIONS)
 
 
 def key_lines(section: str) -> list[str]:
-    """One line for each key: default, and the beginning of its meaning."""
-    rows = [(key, default_text(field), meaning(section, key)) for key, field in SECTIONS[section].model_fields.items()]
-    width = max(len(key) for key, _, _ in rows)
-    default_width = min(16, max(len(default) for _, default, _ in rows))
+    """Return one line for every key: default, and the beginning of its meaning."""
+    fields = SECTIONS[section].model_fields
+    defaults = {key: default_text(field) for key, field in fields.items()}
+    width = max(map(len, defaults))
+    default_width = min(16, max(map(len, defaults.values())))
     room = max(30, WIDTH - width - default_width - 6)
+    texts = {
+        key: textwrap.shorten(meaning(section, key), room, placeholder=" ...") for key in fields
+    }
     return [
-        f"  {key:<{width}}  {default:<{default_width}}  {textwrap.shorten(text, room, placeholder=' ...')}"
-        for key, default, text in rows
+        f"  {key:<{width}}  {default:<{default_width}}  {texts[key]}"
+        for key, default in defaults.items()
     ]
 
 
 def summary(section: str) -> str:
-    """The first line of a section's docstring."""
-    return (inspect.getdoc(SECTIONS[section]) or "").partition("\n")[0]
+    """Return the first paragraph of a section's docstring, as one line."""
+    paragraph = (inspect.getdoc(SECTIONS[section]) or "").partition("\n\n")[0]
+    return " ".join(paragraph.split())
 
 
 def meaning(section: str, key: str) -> str:
-    """The docstring under a setting, as one line; for a switch of the loss, its line in the docstring of LossSpec."""
+    """Return the text under a setting, as one line."""
     text = schemas(section)[key].get("description", "")
-    if not text and section == "loss":  # switches are documented once, in LossSpec
-        switches = dict(re.findall(r"^(\w+) {2,}(.*(?:\n {4,}.*)*)", inspect.getdoc(LossSpec) or "", re.M))
-        text = switches.get(key) or switches[key.partition("_")[0]]  # clip_low: see clip
+    if not text and section == "loss":
+        texts = switch_texts()
+        word = key.partition("_")[0]  # clip_low has the text of clip
+        text = texts.get(key) or next(texts[name] for name in texts if name.startswith(word))
     return " ".join(text.split())
 
 
+@cache
+def switch_texts() -> dict[str, str]:
+    """Return the text under every switch in LossSpec that has one.
+
+    pydantic reads the texts under fields of its models only, and LossSpec is a dataclass.
+    """
+    texts = {}
+    statements = ast.parse(inspect.getsource(LossSpec)).body[0]
+    for field, text in pairwise(ast.iter_child_nodes(statements)):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(value))):
+                texts[name] = value
+    return texts
+
+
 def default_text(field: FieldInfo) -> str:
-    """The default as TOML."""
+    """Return the default as TOML."""
     if field.is_required():
         return "none: required"
     value = field.get_default(call_default_factory=True)
@@ -97,7 +126,7 @@ def default_text(field: FieldInfo) -> str:
 
 
 def type_text(schema: Schema) -> str:
-    """Type and allowed values of a key in words."""
+    """Return type and allowed values of a key in words."""
     if "anyOf" in schema:
         return " or ".join(map(type_text, schema["anyOf"]))
     if names := schema.get("enum", [schema["const"]] if "const" in schema else []):
@@ -107,4 +136,6 @@ def type_text(schema: Schema) -> str:
     if schema["type"] == "object":
         return f"table of names and: {type_text(schema['additionalProperties'])}"
     kind = "path" if schema.get("format") == "path" else TYPES[schema["type"]]
-    return ", ".join([kind, *(text.format(schema[limit]) for limit, text in LIMITS.items() if limit in schema)])
+    return ", ".join(
+        [kind, *(text.format(schema[limit]) for limit, text in LIMITS.items() if limit in schema)]
+    )

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Config, ModelConfig, dump_config, load_config
-from megatron_rl.config.server_settings import accepted, read_options
+from megatron_rl.config.sglang_settings import accepted, read_options
 from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import length_problems, queue_bytes, queue_prompts

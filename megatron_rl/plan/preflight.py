@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.checkpoint.config_diff import check_changes
 from megatron_rl.checkpoint.folder import STATE, choose
 from megatron_rl.config import Config
-from megatron_rl.config.server_rules import check_python
+from megatron_rl.config.rules.server_rules import check_python
 from megatron_rl.data.rows import DataError, check_rows
 from megatron_rl.metrics.trackers.registry import PLACES, check_trackers
 from megatron_rl.models.fit import length_problems

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from megatron_rl.config import Config
 from megatron_rl.config.parity_limits import parity_limits
-from megatron_rl.config.server_gpus import check_count, check_overlap, most_on_a_rank
+from megatron_rl.config.rules.server_gpus import check_count, check_overlap, most_on_a_rank
 from megatron_rl.launch import nccl
 from megatron_rl.models.experts import expert_settings, routing_settings
 from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version

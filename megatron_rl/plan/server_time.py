@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_rl.config import Config
-from megatron_rl.config.server_gpus import tensor_ranks
+from megatron_rl.config.rules.server_gpus import tensor_ranks
 from megatron_rl.models.cost import active_parameters, attention_width, cache_numbers
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory

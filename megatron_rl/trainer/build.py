@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.checkpointer import Checkpointer
 from megatron_rl.checkpoint.lock import locked
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config
-from megatron_rl.config.server_rules import check_can_release
+from megatron_rl.config.rules.server_rules import check_can_release
 from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer, trained_on
 from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
 from megatron_rl.engine.core_fields import untested

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config import Config
 from megatron_rl.config.device_limits import Device
 from megatron_rl.config.parity_limits import parity_limits
-from megatron_rl.config.server_gpus import devices_of_server
-from megatron_rl.config.server_rules import is_local
-from megatron_rl.config.server_settings import Values
+from megatron_rl.config.rules.server_gpus import devices_of_server
+from megatron_rl.config.rules.server_rules import is_local
+from megatron_rl.config.sglang_settings import Values
 from megatron_rl.distributed import Parallel, from_rank_0
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.engine.engine import Engine

@@ -11,7 +11,7 @@ from megatron_rl.rollout.server import process
 
 def allow() -> None:
     config.check_can_release = lambda release_memory, device: None  # before build imports its own
-    from megatron_rl.config import server_rules
+    from megatron_rl.config.rules import server_rules
 
     server_rules.check_can_release = config.check_can_release
     command = process.server_command

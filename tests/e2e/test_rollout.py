@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_rl.batch.pack import Sample, pack
-from megatron_rl.config.rollout import Truncation
+from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.engine.logprobs import kept_token_logprobs
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Config, RolloutConfig, load_config
+from megatron_rl.config.rules.rollout_rules import check_rollout
 from megatron_rl.models.known import find_spec
 from megatron_rl.plan import grid
 from megatron_rl.plan.dry_run import gib
@@ -90,7 +91,9 @@ def with_servers(cfg: Config, args: argparse.Namespace, servers: DecodeModel) ->
         chosen |= {"max_server_restarts": 0, "max_total_tokens": max(cached, 1024)}
     else:
         chosen = {"urls": tuple(f"http://server{number}:30000" for number in range(num))}
-    return cfg.model_copy(update={"rollout": RolloutConfig.model_validate(rollout.model_dump() | chosen)})
+    proposed = RolloutConfig.model_validate(rollout.model_dump() | chosen)
+    check_rollout(proposed)
+    return cfg.model_copy(update={"rollout": proposed})
 
 
 def is_shared(args: argparse.Namespace, servers: DecodeModel) -> bool:

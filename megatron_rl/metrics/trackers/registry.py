@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.config.track import TRACKERS, TrackConfig
+from megatron_rl.config.sections.track import TRACKERS, TrackConfig
 from megatron_rl.metrics.trackers.background import BackgroundTracker, Call
 from megatron_rl.metrics.trackers.tracker import TrackedRun, Tracker
 

@@ -23,7 +23,7 @@ import orjson
 from aiohttp.abc import AbstractStreamWriter
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.config.rollout import Truncation
+from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.clock import Clock

@@ -26,8 +26,8 @@ import psutil
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.device_limits import Device
-from megatron_rl.config.server_gpus import derived_tensor_ranks
-from megatron_rl.config.server_rules import check_host, check_python
+from megatron_rl.config.rules.server_gpus import derived_tensor_ranks
+from megatron_rl.config.rules.server_rules import check_host, check_python
 from megatron_rl.launch import nccl
 from megatron_rl.rollout.server.server_info import ServerError, auth_headers
 

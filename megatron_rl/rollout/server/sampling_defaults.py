@@ -14,7 +14,7 @@ import httpx
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.device_limits import Device
-from megatron_rl.config.rollout import Truncation
+from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.server.server_info import (
     Json,
     ServerError,

@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.device_limits import PROBE_SECONDS
-from megatron_rl.config.server_settings import accepted, broadcast_problem, problems, read_settings
+from megatron_rl.config.sglang_settings import accepted, broadcast_problem, problems, read_settings
 from megatron_rl.config.versions import least
 from megatron_rl.models.spec import ModelSizes
 
@@ -42,7 +42,7 @@ class ServerInfo:
     `num_layers`, `num_experts`, `top_k` and `vocab_size` come from the config.json at the server's model path and are
     None where this machine cannot read it; `route_width` = layers x top-k comes from the server's own answer to a
     one-token prompt and is None without --enable-return-routed-experts.  `tokenizer` is the tokenizer_digest() at that path.
-    `settings` are those with a verdict (config/server_verdicts.py).  token_versions: it names the weights of every token.
+    `settings` are those with a verdict (config/sglang_settings.toml).  token_versions: it names the weights of every token.
     """
 
     url: str

@@ -31,7 +31,7 @@ from uuid import uuid4
 
 import torch
 
-from megatron_rl.config.server_settings import Values
+from megatron_rl.config.sglang_settings import Values
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.weights.hf.export import Batch, HFTensor, batches, on_rank_0
 from megatron_rl.weights.hf.files import DTYPES, is_left_out, outline, read_headers

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from megatron_rl.config.server_settings import Values, broadcast_problem, differences, read_settings
+from megatron_rl.config.sglang_settings import Values, broadcast_problem, differences, read_settings
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ConfigError, load_config
-from megatron_rl.config.places import key_places
 from megatron_rl.config.schema import OTHER_NAMES, SECTIONS
+from megatron_rl.config.toml_places import key_places
 from megatron_rl.models.spec import ModelError, load_hf_config
 
 FILE = '''# a run

@@ -3,7 +3,8 @@
 import pytest
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.config.server_gpus import (
+from megatron_rl.config.rules.rollout_rules import check_rollout
+from megatron_rl.config.rules.server_gpus import (
     check_count,
     check_overlap,
     derived_tensor_ranks,
@@ -41,7 +42,7 @@ def test_tensor_parallel_size_is_derived_from_the_gpus_of_a_server(gpus, num_ser
 )
 def test_options_that_need_another_number_of_gpus_are_refused(args, message):
     with pytest.raises(ValueError, match=message):
-        RolloutConfig(gpus=(4, 5, 6, 7), num_servers=2, server_args=args)
+        check_rollout(RolloutConfig(gpus=(4, 5, 6, 7), num_servers=2, server_args=args))
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import RolloutConfig, load_config
-from megatron_rl.config.server_settings import (
+from megatron_rl.config.rules.rollout_rules import check_rollout
+from megatron_rl.config.sglang_settings import (
     BY_NAME,
     CHECKED_BY_REQUEST,
+    SETTINGS,
     accepted,
     differences,
     problems,
     read_options,
     read_settings,
 )
-from megatron_rl.config.server_verdicts import SETTINGS
 from megatron_rl.config.versions import SGLANG_TESTED
 
 ROOT = Path(__file__).parents[3]
@@ -124,14 +125,14 @@ def test_copies_and_stages_take_weights_from_the_disk_only():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ep_sise", r"'ep_sise', which is no setting with a verdict; did you mean 'ep_size'\?"),
+        ("ep_sise", r"'ep_sise', which has no verdict; did you mean 'ep_size'\?"),
         ("pp_size", "'pp_size', which is refused"),
         ("tp_size", "'tp_size', which is proven"),
     ],
 )
 def test_only_unproven_settings_can_be_accepted(name, message):
     with pytest.raises(ValueError, match=f"allow_unproven has {message}"):
-        RolloutConfig(allow_unproven=(name,))
+        check_rollout(RolloutConfig(allow_unproven=(name,)))
 
 
 def test_a_changed_setting_is_named_and_the_key_is_never_read():

@@ -16,7 +16,7 @@ import pytest
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError
 
 from megatron_rl.config import AgentConfig, RolloutConfig
-from megatron_rl.config.rollout import Truncation
+from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import ToolError, Turn
 from megatron_rl.rollout.agents.chat import Reply

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.config.rollout import Truncation
+from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import request
 from megatron_rl.rollout.client.client import RolloutClient

@@ -18,7 +18,7 @@ from megatron_rl.batch.codec import (
 )
 from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config import RolloutConfig
-from megatron_rl.config.rollout import Truncation
+from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling, max_body_bytes

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.config.server_rules import check_host
+from megatron_rl.config.rules.server_rules import check_host
 from megatron_rl.rollout.server import process as process_module
 from megatron_rl.rollout.server.process import (
     Server,

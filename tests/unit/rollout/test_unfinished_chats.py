@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.config import AgentConfig, RolloutConfig
-from megatron_rl.config.rollout import Truncation
+from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.request import Sampling

@@ -9,7 +9,7 @@ from email.utils import parsedate_to_datetime
 
 import httpx
 
-from megatron_rl.config.server_settings import Values, reason, shown, unusual, verdict
+from megatron_rl.config.sglang_settings import Values, reason, shown, unusual, verdict
 from megatron_rl_tools.doctor.check import Check, fail_if, warn_if
 from megatron_rl_tools.doctor.check_packages import check_sglang
 

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.config.server_settings import reason, unusual, verdict
+from megatron_rl.config.sglang_settings import reason, unusual, verdict
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import Rollout
 from megatron_rl.rollout.client.response import SampleDropped, parse_logprobs, parse_routes, parse_tokens

@@ -1,4 +1,4 @@
-"""Find where a TOML file sets its keys, for error messages: tomllib names no place in a file that it could read."""
+"""Finds where a TOML file sets its keys, for error messages: tomllib does not say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMED = re.compile(r"\[(\w+)\]|\b(\w+\.\w+)")
 
 
 def key_places(text: str) -> dict[str, str]:
-    """LINE:COLUMN, from 1, of "section" and of "section.key", where a valid file names them first."""
+    """Return LINE:COLUMN, from 1, where a valid file first names "section" and "section.key"."""
     places: dict[str, str] = {}
     table: list[str] = []
     lines = text.splitlines()
@@ -30,7 +30,7 @@ def key_places(text: str) -> dict[str, str]:
 
 
 def is_complete(lines: list[str]) -> bool:
-    """Return True where a statement may begin after these lines: they end in no string of several lines and in no list."""
+    """Return True where a statement may begin after these lines, as no string or list is open."""
     try:
         tomllib.loads("\n".join(lines))
     except tomllib.TOMLDecodeError:
@@ -39,13 +39,14 @@ def is_complete(lines: list[str]) -> bool:
 
 
 def located(message: str, places: Mapping[str, str]) -> str:
-    """The message after the place of the first setting that it names before its fix; without a place where there is none."""
+    """Put the place of the first setting that a message names before its fix in front of it."""
     names = [match[1] or match[2] for match in NAMED.finditer(message.partition(";")[0])]
     place = next((places[name] for name in names if name in places), None)
     return message if place is None else f"{place}: {message}"
 
 
 def syntax_place(error: tomllib.TOMLDecodeError, text: str) -> str:
-    """LINE:COLUMN of a syntax error."""
+    """Return LINE:COLUMN of a syntax error."""
     match = re.search(r"at line (\d+), column (\d+)", str(error))
-    return f"{match[1]}:{match[2]}" if match else f"{len(text.splitlines())}:1"  # "at end of document"
+    # without a line: "at end of document"
+    return f"{match[1]}:{match[2]}" if match else f"{len(text.splitlines())}:1"

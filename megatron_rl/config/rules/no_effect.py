@@ -1,0 +1,101 @@
+"""Settings that have no effect beside others are refused: a user who sets one expects an effect."""
+
+from __future__ import annotations
+
+from megatron_rl.config.all_sections import AllSections
+from megatron_rl.config.sections import AgentConfig
+
+FORMER = {"rollout.quantize_keep": ("*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*")}
+"""Defaults of earlier versions, as in the config.toml of their runs: no user set them."""
+Need = tuple[str, bool, str, str]
+"""Settings of a section, whether they are read, what stops that, what to set."""
+
+
+def check_no_effect(cfg: AllSections) -> None:
+    """Raise ValueError for the first setting without effect, with the setting that it needs."""
+    for names, is_read, because, fix in needs(cfg):
+        section, _, keys = names.partition(".")
+        values = getattr(cfg, section)
+        for key in keys.split():
+            name, value = f"{section}.{key}", getattr(values, key)
+            default = type(values).model_fields[key].get_default(call_default_factory=True)
+            # a default passes: dump_config writes defaults too, and load_config reads them back
+            if not is_read and value not in (default, FORMER.get(name)):
+                raise ValueError(
+                    f"{name} = {value} has no effect with {because}; remove it, or set {fix}"
+                )
+
+
+def needs(cfg: AllSections) -> list[Need]:
+    """Return what settings need, in the order of reports: a fix often changes the next."""
+    batch, replay, rollout = cfg.batch, cfg.replay, cfg.rollout
+    is_custom_loss = ":" in cfg.loss.name  # it may read any setting of its section
+    return [
+        (
+            "loss.kl_estimator kl_weight",
+            cfg.loss.kl_coef > 0 or is_custom_loss, "loss.kl_coef = 0", "loss.kl_coef above 0",
+        ),
+        (
+            "batch.max_sampling_rounds", batch.dynamic_sampling,
+            "batch.dynamic_sampling = false", "batch.dynamic_sampling = true",
+        ),
+        (
+            "run.anomaly_grad_norm anomaly_kl", cfg.run.save_batches != "off",
+            "run.save_batches = off", "run.save_batches = on_anomaly",
+        ),
+        (
+            "replay.missing_route_budget", replay.on_missing_route != "error",
+            "replay.on_missing_route = error, which stops at the first missing route",
+            "replay.on_missing_route = live, mask_token or drop_sample",
+        ),
+        (
+            "rollout.verify_push_every", rollout.verify_push == "checksum",
+            "rollout.verify_push = version", "rollout.verify_push = checksum",
+        ),
+        (
+            "rollout.weight_sync_sources", rollout.weight_sync == "distributed",
+            f"rollout.weight_sync = {rollout.weight_sync}, which has its own sources",
+            "rollout.weight_sync = distributed",
+        ),
+        (
+            "rollout.quantize_keep", rollout.quantize != "none",
+            "rollout.quantize = none", "rollout.quantize = fp8",
+        ),
+        *agent_needs(cfg.agent),
+        (
+            "rollout.parity_warn_expert_overlap parity_min_expert_overlap", cfg.needs_routes,
+            f"replay.mode = {replay.mode} without replay.measure", "replay.measure = true",
+        ),
+        (
+            "data.chat_template_kwargs", cfg.data.chat_template,
+            "data.chat_template = false", "data.chat_template = true",
+        ),
+        ("eval.every", bool(cfg.eval.sets), "eval.sets names no file", "eval.sets"),
+        (
+            "model.recompute_layers", cfg.model.recompute in ("full", "block"),
+            f"model.recompute = {cfg.model.recompute}", "model.recompute = full or block",
+        ),
+    ]  # fmt: skip
+
+
+def agent_needs(agent: AgentConfig) -> list[Need]:
+    """Return what settings of [agent] need."""
+    return [
+        (
+            "agent.renderer on_error concurrency resume max_episode_tokens episode_timeout_seconds",
+            bool(agent.name),
+            "no agent.function, agent.environment or agent.command", "one of these",
+        ),
+        (
+            "agent.endpoint_host", bool(agent.function or agent.command),
+            "no agent.function or agent.command", "one of these",
+        ),
+        (
+            "agent.max_turns step_timeout_seconds isolation", bool(agent.environment),
+            "no agent.environment", "agent.environment",
+        ),
+        (
+            "agent.process_memory_gib", agent.isolation == "process",
+            "agent.isolation = thread", "agent.isolation = process",
+        ),
+    ]  # fmt: skip

@@ -1,0 +1,99 @@
+"""[agent]: rollouts of several turns."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from typing import Literal
+
+from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Section
+
+
+class AgentConfig(Section):
+    """Rollouts of several turns (docs/guides/agents.md); without function and environment a rollout
+    is one response."""
+
+    # the program of an episode
+    function: str = ""
+    """package.module:function, `async def f(session, prompt) -> Episode`."""
+    environment: str = ""
+    """package.module:Class with reset and step, in place of function."""
+    command: tuple[str, ...] = ()
+    """Program with its arguments, in place of function, started for every episode: it talks to the
+    model through an OpenAI client (docs/guides/agents.md)."""
+    pass_env: tuple[str, ...] = ()
+    """Environment variables that agent.command gets although their names look like secrets."""
+    # the endpoint of agent.command
+    endpoint_host: str = "127.0.0.1"
+    """Address of this machine on which the OpenAI-compatible endpoint listens.  On another than a
+    loopback address the network reaches it, unencrypted; it asks for the episode's key."""
+    # limits of an episode
+    max_turns: Positive = 16
+    """Turns of an episode of agent.environment."""
+    max_episode_tokens: Count = 0
+    """Tokens of all sequences of an episode, sampled and observed; 0 = no limit beyond
+    rollout.max_response_tokens of each."""
+    isolation: Literal["thread", "process"] = "thread"
+    """Where an agent.environment runs: in the trainer's process (calls that are not async in
+    threads), or each episode's in a process of its own, which is killed with its children when the
+    episode ends or a call takes too long."""
+    process_memory_gib: NotNegative = 0.0
+    """Address space of such a process, in GiB; 0 = no limit."""
+    step_timeout_seconds: AboveZero = 60.0
+    """Time of one reset or step of agent.environment."""
+    episode_timeout_seconds: AboveZero = 1800.0
+    """Total time of one episode, all turns and the function's own work; a longer one has failed."""
+    concurrency: Count = 0
+    """Episodes at the same time per data-parallel replica; 0 = no limit beyond
+    rollout.max_concurrency prompts."""
+    # interruptions and failures
+    resume: Literal["continue", "restart"] = "continue"
+    """What an episode that a signal or rollout.partial = resume cut short does: continue (its
+    function runs again and gets its recorded turns), or start again."""
+    on_error: Literal["stop", "retry", "drop"] = "stop"
+    """What an episode that fails does: stop the run; be counted and sampled again, at most
+    rollout.max_retries times; or be counted and left out of its group."""
+    # chat format
+    renderer: str = ""
+    """Chat format of the model, with which a session observes messages: qwen3, glm-4.5,
+    deepseek-v3, kimi-k2, gpt-oss and others of the `renderers` package."""
+    history: Literal["keep", "split"] = "keep"
+    """Thinking of earlier turns, where the chat format drops it: keep it as it was sampled, or
+    split the episode: a new sequence starts from the messages as the format writes them."""
+
+    @property
+    def name(self) -> str:
+        """The program that samples episodes; "" where a rollout is one response."""
+        return self.function or self.environment or " ".join(self.command)
+
+    @property
+    def setting(self) -> str:
+        """The key of `name` with its value, for messages."""
+        key = "function" if self.function else "environment" if self.environment else "command"
+        return f"agent.{key} = {self.name!r}"
+
+    def problems(self) -> Iterator[str]:
+        programs: dict[str, object] = {"function": self.function, "environment": self.environment}
+        programs["command"] = list(self.command)
+        chosen = [f"{key} = {value!r}" for key, value in programs.items() if value]
+        if len(chosen) > 1:
+            yield f"{' and '.join(chosen)}: must be one of them; remove the other"
+        if self.command and not self.renderer:
+            yield (
+                "command needs renderer, the format of the model's chat, in which the endpoint "
+                "writes messages; set it"
+            )
+        if self.pass_env and not self.command:
+            yield f"pass_env = {list(self.pass_env)} has no effect without command; remove it"
+        if self.history == "split" and not self.renderer:
+            yield (
+                "history = 'split' has no effect without renderer: there are no messages; set "
+                "renderer, or remove it"
+            )
+        try:
+            ipaddress.ip_address(self.endpoint_host)
+        except ValueError:
+            yield (
+                f"endpoint_host = {self.endpoint_host!r}: must be an IP address of this machine, "
+                "such as 127.0.0.1"
+            )

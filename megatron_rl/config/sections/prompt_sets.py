@@ -1,0 +1,106 @@
+"""[data], [eval]: the prompts to train on and to evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_rl.config.base import Count, NotNegative, Positive, Section
+
+
+class DataConfig(Section):
+    """Prompts to train on."""
+
+    train: Path
+    """jsonl or parquet with one prompt per row."""
+    # places in a row
+    prompt_key: str = "auto"
+    """The prompt's key in a row, or a path like extra_info.question; auto: the first known
+    (docs/guides/data_and_reward.md)."""
+    label_key: str = "auto"
+    """As prompt_key, for the label: e.g. reward_model.ground_truth, or answers.0 for the first of a
+    list."""
+    # text of a prompt
+    template: str = "{prompt}"
+    """Text around each prompt (of messages, the last one), e.g. "{prompt}\\n\\nPut the final answer
+    within \\\\boxed{}."."""
+    chat_template: bool = True
+    """Render prompts with the tokenizer's chat template; False feeds the text as it is."""
+    chat_template_kwargs: dict[str, bool | int | str] = Field(default_factory=dict)
+    """Further arguments of the chat template, e.g. { enable_thinking = false }."""
+    # choice and order of prompts
+    max_prompt_tokens: Positive = 2048
+    """Longest prompt, the chat template included."""
+    on_long_prompt: Literal["stop", "drop"] = "stop"
+    """A prompt longer than that stops the run, or is dropped and counted."""
+    shuffle: bool = True
+    """Draw prompts in a new order every epoch, by run.seed."""
+    max_metadata_bytes: Count = 65536
+    """Longest metadata of a row, its further columns as JSON, which reward functions get; 0: keep
+    none."""
+
+    def problems(self) -> Iterator[str]:
+        if self.template.count("{prompt}") != 1:
+            yield (
+                f"template = {self.template!r} must contain {{prompt}} once: that is where the "
+                "prompt goes"
+            )
+
+
+class EvalConfig(Section):
+    """Evaluation between steps, and of a checkpoint."""
+
+    sets: dict[str, Path] = Field(default_factory=dict)
+    """Name -> prompt file; metrics appear as eval/NAME/avg@k."""
+    every: Count = 0
+    """Steps between evaluations; 0 = only before the first and after the last step."""
+    samples: Positive = 4
+    """n: responses to each prompt, the k of avg@k and of one pass@k."""
+    pass_at: tuple[Positive, ...] = ()
+    """Other k of pass@k, each at most `samples`; all are estimated from the same samples."""
+    temperature: NotNegative = 1.0
+    """Sampling temperature in evaluation; 0 = greedy."""
+    max_prompts: Positive | None = None
+    """Prompts taken from each set; default: all."""
+    max_response_tokens: Positive | None = None
+    """Default: rollout.max_response_tokens."""
+    prompt_key: str | None = None
+    """prompt_key of the evaluation files; default: that of [data]."""
+    label_key: str | None = None
+    """label_key of the evaluation files; default: that of [data]."""
+    template: str | None = None
+    """template of the evaluation files; default: that of [data]."""
+
+    def measures(self, metric: str) -> bool:
+        """Return True if an evaluation may have `metric`, e.g. eval/NAME/reward/METRIC.
+
+        evaluate.summarize makes these metrics.
+        """
+        sizes = (f"avg@{self.samples}", *(f"pass@{k}" for k in (self.samples, *self.pass_at)))
+        known = {"response_length_mean", "truncated_frac", "failed_frac"}
+        known |= {f"{size}{end}" for size in sizes for end in ("", "_low", "_high")}
+        for prefix in (f"eval/{name}/" for name in self.sets):
+            name = metric.removeprefix(prefix)
+            if name != metric and (name in known or name.startswith(("reward/", "episode/"))):
+                return True
+        return False
+
+    def problems(self) -> Iterator[str]:
+        if "" in self.sets:
+            yield (
+                f"sets has a file without a name, {self.sets['']}: metrics are eval/NAME/avg@k; "
+                "give it a name"
+            )
+        if any(k > self.samples for k in self.pass_at):
+            yield (
+                f"pass_at = {list(self.pass_at)} with samples = {self.samples}: pass@k needs at "
+                "least k samples; raise samples"
+            )
+        if self.temperature == 0 and self.samples > 1:
+            yield (
+                f"temperature = 0 gives every prompt samples = {self.samples} equal responses; set "
+                "samples = 1"
+            )
