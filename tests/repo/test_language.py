@@ -25,7 +25,9 @@ AVOID = re.compile(
     r"|capabilit(?:y|ies)|keepers?|saboteurs?|fleets?|unwanted|open groups?|makes? no sense|is no number of)\b",
     re.IGNORECASE,
 )
-AVOID_IN_PAGES = re.compile(r"\b(gauges?|probes?|validity|pushes|pushed|push)\b", re.IGNORECASE)  # code has functions of these names
+AVOID_IN_PAGES = re.compile(
+    r"\b(gauges?|probes?|validity|pushes|pushed|push)\b", re.IGNORECASE
+)  # code has functions of these names
 QUOTED = re.compile(r"`[^`]*`|\]\([^)]*\)|\"[^\"]*\"")  # names, paths and quotations are not ours to choose
 HISTORY = "CHANGELOG.md"  # it names the words of before
 

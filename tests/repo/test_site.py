@@ -57,7 +57,9 @@ def test_lines_are_wrapped():
     assert not long, f"more than {MAX_COLUMNS} columns"
 
 
-@pytest.mark.parametrize(("page", "lines"), [("README.md", MAX_README_LINES), ("CONTRIBUTING.md", MAX_CONTRIBUTING_LINES)])
+@pytest.mark.parametrize(
+    ("page", "lines"), [("README.md", MAX_README_LINES), ("CONTRIBUTING.md", MAX_CONTRIBUTING_LINES)]
+)
 def test_the_first_pages_are_short(page, lines):
     assert len((ROOT / page).read_text().splitlines()) <= lines
 

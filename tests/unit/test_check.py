@@ -63,7 +63,7 @@ def test_a_helper_selects_the_tests_that_import_it_also_through_another_helper(t
     one, two = "tests/unit/a/test_one.py", "tests/unit/a/test_two.py"
     assert selected(["tests/tiny.py"], tmp_path) == [one, two]
     assert selected(["tests/saved.py"], tmp_path) == [two]
-    assert selected(["tests/nobody.py"], tmp_path) == EVERYTHING
+    assert selected(["tests/unused.py"], tmp_path) == EVERYTHING
 
 
 def test_tests_inside_a_selected_folder_are_named_once():
