@@ -1,6 +1,6 @@
 # make demo     the main job on this machine: tiny MoE, Megatron ranks, an SGLang server, routing replay, rising reward
 # make test     all tests except the slow ones
-# Both first install their requirements into .venv.  `make help` lists every target and its variables.
+# Both first install their requirements into .venv.  `make help` lists eight targets, `make help-all` all and their variables.
 
 PYTHON ?=
 PYTEST_ARGS ?=
@@ -10,39 +10,55 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-tools gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants lint format docs doctor viewer viewer-screenshots clean FORCE
+.PHONY: help help-all install demo demo-tools gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures check test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants linters lint format docs doctor viewer viewer-screenshots clean FORCE
+
+define HELP
+make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12]
+make demo       the main job, end to end, on the CPU (about 10 minutes)
+                [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']
+make doctor     checks this machine and its packages   [ARGS='--config F.toml --quick']
+make gpu-check  what a first GPU must show, step by step; results in runs/gpu_check   [ARGS='--quick --device cpu']
+make check      the linters, and the unit tests of what the branch changed (minutes)   [BASE=main] [JOBS=3]
+make format     ruff's automatic fixes: format, order of imports
+make test       every test except the slow ones; unit tests three at a time   [PYTEST_ARGS=-x] [JOBS=3]
+make docs       the documentation site, in build/site; fails on a broken link
+endef
+
+define HELP_ALL
+make demo-tools the demo with a tool: the tiny model learns to call a calculator (40 steps; same variables)
+make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']
+make paper-tiny-smoke  five short cells of it, as a test (minutes)
+make paper-long the same questions with answers of 60 to 160 tokens
+make paper-long-smoke  four short cells of it
+make figures    every table and picture of these experiments again, from the results in the repository, and what the
+                documents quote from results/ (a minute)
+make lint       what every change must pass beside make test: the linters, and the tests of texts, packaging and scripts
+make linters    ruff (rules and format), mypy, import-linter, shellcheck, hadolint
+make test-slow  the slow tests
+make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)
+make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 and megatron-core 0.19.2   [STACKS=3.12] [JOBS=3]
+make test-bridge  models that Megatron-Bridge builds, in an environment of their own (about 20 minutes)   [PYTEST_ARGS='-k logits']
+make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]
+make test-trackers  W&B, MLflow and trackio for real, offline, in an environment of their own (minutes)
+make faults     faults of rollout servers and payloads (minutes)   [ARGS='--seeds 3']
+make explain-faults  does explain-mismatch name every fault of a pair of engines, and accuse no healthy one? (minutes)   [ARGS=rope]
+make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--mode continuous --kills 20']
+                these three write results/NAME.json, unless they have ARGS
+make mutants    changes the code in one place at a time and checks that a unit test fails (hours; continues where it
+                stopped)   [ARGS='loss rollout/client --sample 200 --minutes 20 --jobs 2']
+make viewer     the pages of `megatron-rl view`, from viewer/web into viewer/megatron_rl_viewer/static (Node 20)
+make viewer-screenshots  their pictures in docs/assets (Chromium)   [NAME=demo]
+make clean      remove .venv and caches (never runs/)
+endef
 
 help:
-	@echo "make demo       the main job, end to end, on the CPU (about 10 minutes)"
-	@echo "                [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']"
-	@echo "make demo-tools the same with a tool: the tiny model learns to call a calculator (40 steps; same variables)"
-	@echo "make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']"
-	@echo "make paper-tiny-smoke  five short cells of it, as a test (minutes)"
-	@echo "make paper-long the same questions with answers of 60 to 160 tokens; paper-long-smoke: four short cells of it"
-	@echo "make figures    every table and picture of these experiments again, from the results in the repository, and what the"
-	@echo "                documents quote from results/ (a minute)"
-	@echo "make test       install, then every test except the slow ones; unit tests three at a time   [PYTEST_ARGS=-x] [JOBS=3]"
-	@echo "make test-slow  the slow tests"
-	@echo "make test-layouts  routing replay in every parallel layout, on up to 8 ranks (minutes; part of test-slow)"
-	@echo "make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 and megatron-core 0.19.2   [STACKS=3.12] [JOBS=3]"
-	@echo "make test-bridge  models that Megatron-Bridge builds, in an environment of their own (about 20 minutes)   [PYTEST_ARGS='-k logits']"
-	@echo "make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]"
-	@echo "make test-trackers  W&B, MLflow and trackio for real, offline, in an environment of their own (minutes)"
-	@echo "make faults     faults of rollout servers and payloads (minutes)   [ARGS='--seeds 3']"
-	@echo "make explain-faults  does explain-mismatch name every fault of a pair of engines, and accuse no healthy one? (minutes)   [ARGS=rope]"
-	@echo "make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--mode continuous --kills 20']"
-	@echo "                these three write results/NAME.json, unless they have ARGS"
-	@echo "make mutants    changes the code in one place at a time and checks that a unit test fails (hours; continues where it"
-	@echo "                stopped)   [ARGS='loss rollout/client --sample 200 --minutes 20 --jobs 2']"
-	@echo "make lint       ruff (rules and format), mypy, import-linter, shellcheck, hadolint; tests of the repository's texts and scripts"
-	@echo "make format     ruff's automatic fixes: format, order of imports"
-	@echo "make docs       the documentation site, in build/site; fails on a broken link"
-	@echo "make viewer     the pages of \`megatron-rl view\`, from viewer/web into viewer/megatron_rl_viewer/static (Node 20)"
-	@echo "make viewer-screenshots  their pictures in docs/assets (Chromium)   [NAME=demo]"
-	@echo "make doctor     checks this machine and its packages   [ARGS='--config F.toml --quick']"
-	@echo "make gpu-check  what a first GPU must show, step by step; results in runs/gpu_check   [ARGS='--quick --device cpu']"
-	@echo "make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12]"
-	@echo "make clean      remove .venv and caches (never runs/)"
+	$(info $(HELP))
+	@echo "all others: make help-all"
+
+help-all:
+	$(info $(HELP))
+	$(info $(HELP_ALL))
+	@:
 
 install: $(INSTALLED)
 
@@ -74,6 +90,9 @@ paper-tiny-smoke paper-long-smoke: install
 	OMP_NUM_THREADS=1 $(RUN) examples.experiments.run $(subst -,_,$(@:-smoke=)) $(SMOKE) --seeds 0 \
 		--results runs/$(subst -,_,$@)/cells --run.dir runs/$(subst -,_,$@) $(ARGS)
 	$(RUN) examples.experiments.analyse $(subst -,_,$(@:-smoke=)) --results runs/$(subst -,_,$@)
+
+check: linters
+	OMP_NUM_THREADS=1 $(RUN) tests.check $(BASE) -n $(JOBS)
 
 test: install
 	$(RUN) pytest -m "not slow" -n $(JOBS) tests/unit $(PYTEST_ARGS)
@@ -116,13 +135,15 @@ kills: install
 mutants: install
 	OMP_NUM_THREADS=1 $(RUN) tests.mutants $(ARGS)
 
-lint: install
+linters: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch tools/*.sh
 	$(VENV)/bin/hadolint Dockerfile
+
+lint: linters
 	$(RUN) pytest tests/repo
 
 format: install

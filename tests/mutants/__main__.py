@@ -5,6 +5,12 @@ change; it is killed where a unit test that calls the changed function fails (ca
 stopped (build/mutants); a mutant runs again when its file changed, one that survived also when one of its tests did.
 --sample takes as many mutants of each package, the same ones in each call.  --minutes 0 runs nothing.
 
+The first call runs all unit tests once, under a profiler, to learn which functions they call.  Code that tests run in another
+process, ranks and servers among it, is not mutated there: such mutants are listed as not called.  There were 35,840 mutants in
+34 folders.  One took 0.8 s of CPU time in loss, 0.9 s in checkpoint, about 1 s in rollout/client and 3.5 s in reward (measured
+once, not kept: samples of 27, 60, 40 and 12, each with the unit tests of its own area).  Computed from these, 9,000 mutants take
+1 to 4.5 hours on two idle cores.
+
 Prints a table per module, and the mutants that survived and are not in tests/mutants/equivalent.toml with a reason.
 Exit status 1 where loss, replay or batch have such a mutant.
 """

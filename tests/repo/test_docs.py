@@ -4,6 +4,7 @@ targets in the documents exist, and defaults are those of the code."""
 import ast
 import inspect
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -228,6 +229,16 @@ def test_make_targets_in_documents_exist():
     targets = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
     found = [(place, match[1]) for place, match in places(r"(?:^|`)make ([a-z][a-z-]+)")]
     assert len(found) > 40 and not [each for each in found if each[1] not in targets]
+
+
+def test_help_shows_eight_targets_and_help_all_the_others():
+    targets = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
+    shown = {}
+    for target in ("help", "help-all"):
+        done = subprocess.run(["make", target], cwd=ROOT, capture_output=True, text=True, check=True)
+        shown[target] = re.findall(r"^make ([\w-]+)", done.stdout, re.MULTILINE)
+    assert len(shown["help"]) == 8 and shown["help-all"][:8] == shown["help"]
+    assert sorted(shown["help-all"]) == sorted(targets - {"help", "help-all", "FORCE"})
 
 
 def test_documents_start_training_with_the_launcher():
