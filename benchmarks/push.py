@@ -43,7 +43,7 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.weights.hf.export import (
     HFTensor,
-    Place,
+    RankParameters,
     assign_sources,
     batches,
     export_planned,
@@ -54,7 +54,7 @@ from megatron_rl.weights.hf.export import (
 )
 from megatron_rl.weights.hf.mapping import entries, shard_shape
 from megatron_rl.weights.sync.buckets import Bucket
-from megatron_rl.weights.sync.push import WeightPusher, checked
+from megatron_rl.weights.sync.push import WeightPusher, checked_stream
 from tests.dist.launch import build, run_ranks
 from tests.fake_receiver import fingerprint, receivers
 from tests.tiny import random_checkpoint
@@ -114,7 +114,7 @@ def overhead(folder: Path) -> None:
     table = list(entries(spec))
     start = time.process_time()
     keys = frozenset({*range(48), *(entry.name for entry in table if entry.layer is None)})
-    places = [Place(0, 0, (0,), (0,), keys)]
+    places = [RankParameters(0, 0, (0,), (0,), keys)]
     plan = order_steps(table, assign_sources(table, places), places)
     planned = time.process_time() - start
     expected = {name: (shape, torch.bfloat16) for entry in table for name, shape in entry.hf}
@@ -124,7 +124,7 @@ def overhead(folder: Path) -> None:
         stream = export_planned(plan, [model], spec, parallel)
         sent = size = 0
         for number, batch in enumerate(
-            batches(checked(stream, expected, folder), 512 * MIB // 1000, of_one_dtype=True)
+            batches(checked_stream(stream, expected, folder), 512 * MIB // 1000, of_one_dtype=True)
         ):
             bucket = Bucket(CPU, number)
             for name, _, dtype, _, tensor in batch.tensors:

@@ -57,14 +57,14 @@ def evaluate(
         table = torch.zeros(len(chosen), config.samples, 3, dtype=torch.float64, device=device)
         groups = sample_and_score(chosen[dp_rank::dp_size])
         if groups:
-            table[dp_rank::dp_size] = torch.from_numpy(tabulate(groups)).to(device)
+            table[dp_rank::dp_size] = torch.from_numpy(tabulate_groups(groups)).to(device)
         dist.all_reduce(table)
         metrics |= summarize(name, table.cpu().numpy(), config, on_error)
-        metrics |= own_metrics(name, groups).reduce(dist.group.WORLD, device)
+        metrics |= users_metrics(name, groups).reduce(dist.group.WORLD, device)
     return metrics
 
 
-def own_metrics(name: str, groups: Sequence[RolloutGroup]) -> MetricSums:
+def users_metrics(name: str, groups: Sequence[RolloutGroup]) -> MetricSums:
     """Those of the reward function and of the rollout function or environment, averaged over the responses that have them."""
     sums = MetricSums()
     for rollout in (rollout for group in groups for rollout in group.rollouts):
@@ -75,7 +75,7 @@ def own_metrics(name: str, groups: Sequence[RolloutGroup]) -> MetricSums:
     return sums
 
 
-def tabulate(groups: Sequence[RolloutGroup]) -> np.ndarray:
+def tabulate_groups(groups: Sequence[RolloutGroup]) -> np.ndarray:
     """float64 [P, n, 3]: reward (NaN: not scored), response tokens, whether it was cut off at the limit."""
     return np.array(
         [
@@ -143,8 +143,8 @@ def run_tool(cfg: Config, out: Path, console: Console) -> Results:
             started, before = time.monotonic(), dict(sampler.pool.counters)
             groups = sampler.sample(name, file.prompts[: cfg.eval.max_prompts])
             groups = score_groups(groups, sampler.pool, tokenizer, for_training=False)
-            metrics = summarize(name, tabulate(groups), cfg.eval, cfg.reward.on_error)
-            metrics |= own_metrics(name, groups).reduce(None, "cpu")
+            metrics = summarize(name, tabulate_groups(groups), cfg.eval, cfg.reward.on_error)
+            metrics |= users_metrics(name, groups).reduce(None, "cpu")
             results["sets"][name] = {
                 "file": str(file.path),
                 "num_prompts": len(groups),
@@ -153,7 +153,7 @@ def run_tool(cfg: Config, out: Path, console: Console) -> Results:
                 "failures": {kind: sampler.pool.counters[kind] - before.get(kind, 0) for kind in KINDS},
                 **{key.removeprefix(f"eval/{name}/"): None if np.isnan(v) else v for key, v in metrics.items()},
             }
-            responses.writelines(json.dumps(line) + "\n" for group in groups for line in lines_of(name, group))
+            responses.writelines(json.dumps(line) + "\n" for group in groups for line in lines_of_set(name, group))
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     return results
 
@@ -170,7 +170,7 @@ def settings_of(cfg: Config) -> dict[str, object]:
     }
 
 
-def lines_of(name: str, group: RolloutGroup) -> list[dict[str, object]]:
+def lines_of_set(name: str, group: RolloutGroup) -> list[dict[str, object]]:
     rewards = [None if np.isnan(reward) else float(reward) for reward in np.asarray(group.rewards)]
     return [
         {

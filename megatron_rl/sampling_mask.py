@@ -136,7 +136,7 @@ class KeptTokens:
             start = end
 
 
-def kept_tokens(masks: Sequence[SamplingMask], tokens: np.ndarray, device: torch.device | str = "cpu") -> KeptTokens:
+def sets_of_tokens(masks: Sequence[SamplingMask], tokens: np.ndarray, device: torch.device | str = "cpu") -> KeptTokens:
     """Sets of the rows whose sampled tokens have the numbers `tokens` int [T] among those of `masks` (-1: no set)."""
     sizes = np.concatenate([mask.sizes for mask in masks]).astype(np.int64)
     ids = np.concatenate([mask.ids() for mask in masks])

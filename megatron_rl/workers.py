@@ -68,7 +68,7 @@ def limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
-def line_of(value: object) -> bytes:
+def json_line(value: object) -> bytes:
     """Raises TypeError or ValueError for what JSON cannot hold."""
     return json.dumps(value, allow_nan=False).encode() + b"\n"
 

@@ -72,7 +72,7 @@ def train_pass(
 
 
 def main() -> None:
-    cpu.install()  # lets megatron-core run without a GPU; does nothing where there is one
+    cpu.install_cpu()  # lets megatron-core run without a GPU; does nothing where there is one
     dist.init_process_group("gloo")
     ranks, rng = dist.get_world_size(), np.random.default_rng(dist.get_rank())  # every rank has its own sequences
     model = make_model(ranks)

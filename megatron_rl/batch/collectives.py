@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 
-def device_of(group: dist.ProcessGroup) -> torch.device:
+def device_of_group(group: dist.ProcessGroup) -> torch.device:
     """Where tensors of this group's collectives must be."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
@@ -21,7 +21,7 @@ def all_reduce(
     array = np.array(values)
     if group is None or group.size() == 1:
         return array
-    tensor = torch.as_tensor(array, device=device_of(group))
+    tensor = torch.as_tensor(array, device=device_of_group(group))
     dist.all_reduce(tensor, op=op, group=group)
     return tensor.cpu().numpy()
 

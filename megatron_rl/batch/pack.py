@@ -172,7 +172,7 @@ def check_rollout(rollout: Rollout) -> None:
         raise ValueError(f"{name}: an episode of {len(rollout.sequences)} sequences; pack Sample.sequences, one by one")
     if not 1 <= rollout.prompt_length < length:
         raise ValueError(f"{name}: prompt of {rollout.prompt_length} in {length} tokens leaves no response")
-    check_environment(rollout)
+    check_environment_tokens(rollout)
     per_token = {"rollout_logprobs": rollout.rollout_logprobs, "policy_versions": rollout.policy_versions}
     for key, values in per_token.items():
         if len(values) != rollout.response_length:
@@ -190,7 +190,7 @@ def check_rollout(rollout: Rollout) -> None:
     check_digest(rollout.id, rollout.tokens, routes, rollout.routes_digest, rollout.environment)
 
 
-def check_environment(rollout: Rollout) -> None:
+def check_environment_tokens(rollout: Rollout) -> None:
     """Raise ValueError unless a sampled token comes before, between and after the environment's spans."""
     bounds = [rollout.prompt_length, *(place for span in rollout.environment for place in span), len(rollout.tokens)]
     if any(a >= b for a, b in pairwise(bounds)):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.batch import codec
-from megatron_rl.batch.collectives import all_reduce_ints, device_of
+from megatron_rl.batch.collectives import all_reduce_ints, device_of_group
 from megatron_rl.batch.pack import Sample
 from megatron_rl.records import Prompt, RolloutGroup
 
@@ -118,7 +118,7 @@ def broadcast_bytes(data: codec.Encoded | None, leader: int, group: dist.Process
 
 def send_bytes(outgoing: Sequence[np.ndarray], group: dist.ProcessGroup) -> list[np.ndarray]:
     """uint8 arrays to each replica -> those from each.  In rounds: the device holds CHUNK_BYTES to send and as many received."""
-    device = device_of(group)
+    device = device_of_group(group)
     out_sizes = torch.tensor([len(part) for part in outgoing], dtype=torch.int64, device=device)
     in_sizes = torch.empty_like(out_sizes)
     dist.all_to_all_single(in_sizes, out_sizes, group=group)  # receivers must know the sizes first

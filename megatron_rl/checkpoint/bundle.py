@@ -33,11 +33,11 @@ from megatron_rl.checkpoint.bundle_sequences import (
     SavedSequences,
     keys_of,
     rank_name,
+    read_bundle_tensors,
     read_replica,
-    read_tensors,
     replica_name,
 )
-from megatron_rl.checkpoint.checkpointer import CheckpointError, gather, layout_name, on_every_rank
+from megatron_rl.checkpoint.checkpointer import CheckpointError, gather_values, layout_name, on_every_rank
 from megatron_rl.config import ParallelConfig, plain_values
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.engine.engine import Engine, OldPass, ReplayMode
@@ -97,7 +97,7 @@ class Results:
 def results_of(engine: Engine, metrics: Mapping[str, float], grad_norm: float) -> Results:
     """Collective.  metrics: the reduced metrics of the update."""
     known = {name: finite(value) for name, value in sorted(metrics.items())}
-    return Results(known, finite(grad_norm), gather(gradient_digest(engine)))
+    return Results(known, finite(grad_norm), gather_values(gradient_digest(engine)))
 
 
 def gradient_digest(engine: Engine) -> str:
@@ -155,18 +155,18 @@ def write_bundle(
         "config": plain_values(engine.cfg),
     }
     try:
-        on_rank_0(lambda: renew(temporary))
+        call_on_rank_0(lambda: renew(temporary))
         on_every_rank(lambda: write_rank(temporary, engine, batch, old))
         if with_weights:
             on_every_rank(lambda: write_weights(temporary / "weights", engine))
-        on_rank_0(lambda: finish(temporary, folder, header))
+        call_on_rank_0(lambda: finish(temporary, folder, header))
     except CheckpointError:
         if engine.parallel.rank == 0:  # what a full disk has room for again
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def on_rank_0(work: Callable[[], None]) -> None:
+def call_on_rank_0(work: Callable[[], None]) -> None:
     """Collective: its error is raised as CheckpointError on every rank."""
     on_every_rank(lambda: work() if dist.get_rank() == 0 else None)
 
@@ -272,7 +272,7 @@ class Bundle:
     def _as_saved(self) -> tuple[MiniBatch, OldPass]:
         parallel, mask = self.engine.parallel, self.engine.pack_rule.mask_missing_routes
         parts = read_replica(self.folder, parallel.dp_rank)
-        values = read_tensors(self.folder / rank_name(parallel.rank))
+        values = read_bundle_tensors(self.folder / rank_name(parallel.rank))
         every = {
             kind: tuple(values[key].to(parallel.device) for key in keys_of(values, kind))
             for kind in (*OF_EACH_ROW, *OF_ROUTERS, "recorded")

@@ -42,7 +42,7 @@ class SavedSequences:
                 sizes[replica, number] = sum(rows)
                 self._add(replica, number, samples, rows)
         for rank in range(ranks):
-            self._read_rank(read_tensors(folder / rank_name(rank)), sizes)
+            self._read_rank(read_bundle_tensors(folder / rank_name(rank)), sizes)
 
     def samples(self, *, with_record: bool) -> list[Sample]:
         """with_record: with the experts that R2 recorded, in place of the server's."""
@@ -96,7 +96,7 @@ class SavedSequences:
 
 def read_replica(folder: Path, replica: int) -> list[tuple[tuple[Sample, ...], list[int]]]:
     """(sequences, rows of each and then of pads) of every micro-batch of a replica."""
-    tensors = read_tensors(folder / replica_name(replica))
+    tensors = read_bundle_tensors(folder / replica_name(replica))
     return [
         (tuple(decode_samples(tensors[f"{number}:samples"].numpy())), tensors[f"{number}:rows"].tolist())
         for number in range(len(tensors) // 2)
@@ -109,7 +109,7 @@ def keys_of(values: Mapping[str, Tensor], kind: str) -> list[str]:
     return [f"{number}:{kind}" for number in range(found)]
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_bundle_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

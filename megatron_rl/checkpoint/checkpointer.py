@@ -174,7 +174,7 @@ class Checkpointer:
     def poll(self) -> None:
         """Finish a background save once all ranks have written.  Raises as `save` does."""
         # all ranks must decide alike: `wait` is collective
-        if self._pending is not None and all(gather(self._pending.outcome is not None)):
+        if self._pending is not None and all(gather_values(self._pending.outcome is not None)):
             self.wait()
 
     def wait(self) -> None:
@@ -192,7 +192,7 @@ class Checkpointer:
             self.log(f"removed checkpoint {path.name}")
 
     def _complete(self, pending: Pending) -> None:
-        failures = gather(pending.outcome if isinstance(pending.outcome, str) else None)
+        failures = gather_values(pending.outcome if isinstance(pending.outcome, str) else None)
         try:
             for rank, failure in enumerate(failures):
                 if failure is not None:
@@ -230,7 +230,7 @@ class Checkpointer:
                 sync(pending.temporary / name)
             pending.outcome = Written(places, digest_files(pending.temporary, [*pending.shards.names, *files]))
         except Exception as error:  # `wait` reports it on every rank
-            pending.outcome = reason(error)
+            pending.outcome = reason_of_error(error)
 
     def _finish(self, pending: Pending, ranks: list[Written]) -> None:
         """On rank 0, when every rank has written: the other files, the manifest, the name, `latest`."""
@@ -337,10 +337,10 @@ class Checkpointer:
             found = damage(path, manifest, by_size[parallel.rank :: parallel.world_size])
         except ManifestError as error:
             found = [str(error)]
-        return manifest, list(dict.fromkeys(line for lines in gather(found) for line in lines))
+        return manifest, list(dict.fromkeys(line for lines in gather_values(found) for line in lines))
 
 
-def gather(value: T) -> list[T]:
+def gather_values(value: T) -> list[T]:
     """The value of every rank, on every rank.  Collective."""
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -360,13 +360,13 @@ def on_every_rank(work: Callable[[], T]) -> T:
     try:
         result = work()
     except Exception as error:  # raised below, on every rank
-        failure = f"rank {dist.get_rank()}: {reason(error)}"
-    if found := [text for text in gather(failure) if text is not None]:
+        failure = f"rank {dist.get_rank()}: {reason_of_error(error)}"
+    if found := [text for text in gather_values(failure) if text is not None]:
         raise CheckpointError(found[0])
     return cast(T, result)
 
 
-def reason(error: BaseException) -> str:
+def reason_of_error(error: BaseException) -> str:
     """The first OSError among the causes, if any: torch reports a full disk as an unexpected position in its file."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):

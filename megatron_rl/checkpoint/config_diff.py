@@ -43,10 +43,10 @@ def check_changes(saved: Sections, cfg: Config, where: str) -> list[str]:
     A key that one side does not know has its default there.
     """
     fresh = type(cfg)(model={"path": cfg.model.path}, data={"train": cfg.data.train})  # type: ignore[arg-type]
-    defaults = flat(fresh.model_dump(mode="json"))
+    defaults = flat_settings(fresh.model_dump(mode="json"))
     # an older checkpoint's may hold secrets, which would differ from what hides them now
     saved = Redactor((cfg.rollout.api_key_env,)).tree(with_new_names(saved))
-    before, now = defaults | flat(saved), defaults | flat(plain_values(cfg))
+    before, now = defaults | flat_settings(saved), defaults | flat_settings(plain_values(cfg))
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     if refused := [key for key in matters(changed, cfg) if not matches(key, cfg.checkpoint.allow_changes)]:
         lines = [
@@ -69,6 +69,6 @@ def matches(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def flat(sections: Sections) -> dict[str, object]:
+def flat_settings(sections: Sections) -> dict[str, object]:
     """{"section.key": value}."""
     return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}

@@ -105,7 +105,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return path
 
 
-def choose(folder: Path, cfg: CheckpointConfig) -> str | None:
+def choose_checkpoint(folder: Path, cfg: CheckpointConfig) -> str | None:
     """The checkpoint to continue from.  On rank 0.
 
     A run that was started with checkpoint.load and is restarted by the same command continues from its own newest checkpoint.

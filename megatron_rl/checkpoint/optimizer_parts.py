@@ -66,7 +66,7 @@ def sharded_parts(
         place = places[id(each.parameter)]
         parts[str(index)] = {
             name: dict(
-                enumerate(parts_of(place, name, values, each.start, optimizer.distributed_optimizer_instance_id))
+                enumerate(parts_of_tensor(place, name, values, each.start, optimizer.distributed_optimizer_instance_id))
             )
             for name, values in each.state.items()
             if name != STEP
@@ -92,7 +92,7 @@ def owned(optimizer: DistributedOptimizer) -> Iterator[Owned]:
                     yield Owned(parameter, ranges["param"].start, ranges["param"].end, state)
 
 
-def parts_of(
+def parts_of_tensor(
     place: ShardedTensor | ShardedTensorFactory, name: str, values: Tensor, start: int, instance: int
 ) -> Iterator[ShardedTensor]:
     """Sharded tensors of `values`, which are those of the parameter at `place` from number `start` on."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.checkpoint.checkpointer import Checkpointer, Restored, Snapshot
-from megatron_rl.checkpoint.folder import STATE, STOPPED, Progress, choose, origin, write_text
+from megatron_rl.checkpoint.folder import STATE, STOPPED, Progress, choose_checkpoint, origin, write_text
 from megatron_rl.config.renamed import new_metric
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.launch.signals import StoppedBySignal, StopSignal
@@ -98,7 +98,7 @@ class CheckpointPolicy:
         Raises ValueError where checkpoint.require is set and there is none, and what Checkpointer.load raises.
         """
         folder, cfg = self.checkpointer.folder, self.checkpointer.cfg
-        name = from_rank_0(lambda: choose(folder, cfg))
+        name = from_rank_0(lambda: choose_checkpoint(folder, cfg))
         if name is None:
             return None
         restored = self.checkpointer.load(Path(name))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.rows import BrokenRow, DataError, Message, describe, parse_rows
+from megatron_rl.data.rows import BrokenRow, DataError, Message, describe_broken_rows, parse_rows
 from megatron_rl.records import Prompt
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Prompt
         elif not is_long:
             prompts.append(Prompt(row.id, text, tuple(tokens), row.label, row.metadata))
     if errors:
-        raise DataError(describe(path, errors))
+        raise DataError(describe_broken_rows(path, errors))
     if not prompts:
         why = f" within data.max_prompt_tokens = {config.max_prompt_tokens}; raise it" if num_long else ""
         raise DataError(f"{path}: no prompts in it{why}")

@@ -76,12 +76,12 @@ def check_rows(path: Path, config: DataConfig, most: int) -> None:
     rows = list(islice(parse_rows(path, config), most))
     broken = [row for row in rows if isinstance(row, BrokenRow)]
     if broken:
-        raise DataError(describe(path, broken))
+        raise DataError(describe_broken_rows(path, broken))
     if not rows:
         raise DataError(f"{path}: no prompts in it")
 
 
-def describe(path: Path, broken: Sequence[BrokenRow]) -> str:
+def describe_broken_rows(path: Path, broken: Sequence[BrokenRow]) -> str:
     """The first few broken rows, and how many more there are."""
     lines = [f"{path}, {unit(path)} {row.number}: {row.why}" for row in sorted(broken)[:MAX_ERRORS_SHOWN]]
     more = len(broken) - MAX_ERRORS_SHOWN

@@ -9,7 +9,7 @@ from megatron_rl.distributed import cpu
 
 # core warns on every import of each optional kernel that is not installed; `megatron-rl doctor` reports them
 warnings.filterwarnings("ignore", message=r".*not installed\. Falling back to")
-cpu.install()
+cpu.install_cpu()
 
 from megatron_rl.distributed.groups import Parallel, device_of, from_rank_0, make_parallel  # noqa: E402  after the set-up
 from megatron_rl.distributed.tf32 import disable_tf32  # noqa: E402

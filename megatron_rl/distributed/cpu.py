@@ -66,7 +66,7 @@ def move_to_host(tensor: object, as_numpy: bool = False, record_stream: bool = F
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-def gather_rows(
+def gather_unequal_rows(
     rows: torch.Tensor,
     group: dist.ProcessGroup,
     output_split_sizes: list[int] | None = None,
@@ -113,7 +113,7 @@ def get_rng_state(*_: object, **__: object) -> torch.Tensor:
     return torch.default_generator.get_state()
 
 
-def set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
+def set_cuda_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
     torch.default_generator.set_state(state)
 
 
@@ -142,11 +142,11 @@ PATCHES = (
     Patch("torch.Tensor", "type", tensor_type, "optimizers and clip_grads compare 'torch.cuda.FloatTensor'"),
     Patch("torch.Tensor", "cuda", lambda self, *_, **__: self, "tied embeddings and optimizer state"),
     Patch("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", get_rng_state, "saved by fork and recompute"),
-    Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", set_rng_state, "restored by them"),
+    Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", set_cuda_rng_state, "restored by them"),
     Patch(
         "megatron.core.tensor_parallel.mappings",
         "_gather_along_first_dim",
-        gather_rows,
+        gather_unequal_rows,
         "expert tensor ranks hold unequal numbers of tokens, which gloo's all_gather refuses",
     ),
     Patch(
@@ -174,7 +174,7 @@ FACTORIES = ("tensor", "zeros", "ones", "full", "empty", "empty_like", "arange")
 """torch's functions that core calls with device="cuda", literally or by a variable.  Others fail: torch has no CUDA here."""
 
 
-def install() -> None:
+def install_cpu() -> None:
     """Apply every patch, once per process; no effect where CUDA is available."""
     if torch.cuda.is_available() or _is_installed():
         return

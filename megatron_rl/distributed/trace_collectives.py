@@ -52,14 +52,14 @@ def traced(trace: Trace, name: str, function: Callable[..., Any]) -> Callable[..
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with trace.span(name, "collective", ranks=dist.get_world_size(group_of(parameters, args, kwargs))):
+        with trace.span(name, "collective", ranks=dist.get_world_size(group_of_call(parameters, args, kwargs))):
             found = function(*args, **kwargs)
         return watched(trace, name, found)
 
     return call
 
 
-def group_of(parameters: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
+def group_of_call(parameters: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
     """Of a call, by position or name; a batch of P2POps has that of its first."""
     values = parameters.bind(*args, **kwargs).arguments
     batch: Sequence[dist.P2POp] = values.get("p2p_op_list", ())

@@ -78,7 +78,7 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None:
             return padded_attention(query, key, value, self.softmax_scale, self.cp_group)
         if packed_seq_params.plan is None:  # the first layer of this micro-batch
-            packed_seq_params.plan = make_plan(packed_seq_params.cu_seqlens_q, query.device, self.cp_group)
+            packed_seq_params.plan = plan_attention(packed_seq_params.cu_seqlens_q, query.device, self.cp_group)
         return packed_attention(query, key, value, packed_seq_params.plan, self.softmax_scale, self.cp_group)
 
 
@@ -95,7 +95,7 @@ def padded_attention(
     if rows % 2:
         raise ValueError(f"sequences of {rows} rows on a CP rank are not two equal chunks: pad to a multiple of 2 x cp")
     total = rows * cp_group.size()
-    key, value = (in_order(gathered, cp_group.size()) for gathered in gather_keys(key, value, cp_group))
+    key, value = (in_sequence_order(gathered, cp_group.size()) for gathered in gather_keys(key, value, cp_group))
     chunk, outputs = rows // 2, []
     for queries, first in zip(query.split(chunk), first_rows(total, cp_group), strict=True):
         keys = first + chunk  # later ones would be masked: do not compute them
@@ -136,7 +136,7 @@ def packed_attention(
     return torch.cat(outputs).index_select(0, plan.order)
 
 
-class Bucket(NamedTuple):
+class QueryBucket(NamedTuple):
     """B runs of queries that one padded SDPA call computes; int64 tensors."""
 
     query_rows: Tensor  # [B, longest] of this rank's rows; a shorter run reads on past its end
@@ -150,12 +150,14 @@ class AttentionPlan:
     """Indices for the packed attention of a micro-batch, on its device."""
 
     num_rows: int  # t
-    buckets: tuple[Bucket, ...]  # runs of queries by size
+    buckets: tuple[QueryBucket, ...]  # runs of queries by size
     order: Tensor  # int64 [t] index of each row in the buckets' concatenated outputs
     key_order: Tensor | None  # int64 [T] index of each packed row in the CP ranks' concatenated keys; None without CP
 
 
-def make_plan(cu_seqlens: Tensor, device: torch.device, cp_group: dist.ProcessGroup | None = None) -> AttentionPlan:
+def plan_attention(
+    cu_seqlens: Tensor, device: torch.device, cp_group: dist.ProcessGroup | None = None
+) -> AttentionPlan:
     """The plan of sequences at rows cu_seqlens[i]:cu_seqlens[i + 1] of T, for this CP rank.
 
     Runs of queries whose sizes round up to the same powers of two go through one padded SDPA call, four times faster than
@@ -167,7 +169,7 @@ def make_plan(cu_seqlens: Tensor, device: torch.device, cp_group: dist.ProcessGr
     key_order = None
     if cp_group is not None:
         key_order = torch.cat([zigzag_rows(cu_seqlens, rank, cp_size) for rank in range(cp_size)]).argsort().to(device)
-    groups: dict[tuple[int, int], list[Span]] = {}
+    groups: dict[tuple[int, int], list[KeySpan]] = {}
     for span in spans_of(bounds, cp_group):
         groups.setdefault(((span.queries - 1).bit_length(), (span.keys - 1).bit_length()), []).append(span)
     num_rows = bounds[-1] // cp_size
@@ -181,7 +183,7 @@ def make_plan(cu_seqlens: Tensor, device: torch.device, cp_group: dist.ProcessGr
         kept = (steps < queries[:, None]).flatten().nonzero().squeeze(1)
         rows.append(query_rows.flatten()[kept])
         first = None if cp_group is None else (keys - queries).to(device)
-        buckets.append(Bucket(query_rows.to(device), key_rows.to(device), kept.to(device), first))
+        buckets.append(QueryBucket(query_rows.to(device), key_rows.to(device), kept.to(device), first))
     return AttentionPlan(num_rows, tuple(buckets), torch.cat(rows).argsort().to(device), key_order)
 
 
@@ -198,7 +200,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, fi
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
-class Span(NamedTuple):
+class KeySpan(NamedTuple):
     """A run of this rank's query rows and the packed keys that the last of them sees."""
 
     first_query: int
@@ -207,9 +209,9 @@ class Span(NamedTuple):
     keys: int
 
 
-def spans_of(bounds: list[int], cp_group: dist.ProcessGroup | None) -> list[Span]:
+def spans_of(bounds: list[int], cp_group: dist.ProcessGroup | None) -> list[KeySpan]:
     """One span per sequence; under CP its two chunks on this rank, which lie end to end among the rank's rows."""
-    spans: list[Span] = []
+    spans: list[KeySpan] = []
     row = 0
     for start, end in pairwise(bounds):
         if start == end:
@@ -219,7 +221,7 @@ def spans_of(bounds: list[int], cp_group: dist.ProcessGroup | None) -> list[Span
             firsts = first_rows(size, cp_group)
             size //= 2 * cp_group.size()
         for first in firsts:
-            spans.append(Span(row, size, start, first + size))
+            spans.append(KeySpan(row, size, start, first + size))
             row += size
     return spans
 
@@ -241,7 +243,7 @@ def gather_keys(key: Tensor, value: Tensor, cp_group: dist.ProcessGroup) -> tupl
     return key, value
 
 
-def in_order(gathered: Tensor, cp_size: int) -> Tensor:
+def in_sequence_order(gathered: Tensor, cp_size: int) -> Tensor:
     """Rows of one sequence [S, ...], CP rank after CP rank, in their order: rank r holds chunks r and 2 cp - 1 - r."""
     chunks = gathered.unflatten(0, (cp_size, 2, -1))
     return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)

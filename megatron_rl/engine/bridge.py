@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine import te_layers
-from megatron_rl.engine.core_fields import CORE_ERRORS, check_fields, fields_of, named, reason_of
+from megatron_rl.engine.core_fields import CORE_ERRORS, check_fields, fields_of, named_settings, reason_of
 from megatron_rl.engine.model import LATENT_EPS, core_settings, run_settings, uses_transformer_engine
 from megatron_rl.models.fit import check_fit
 from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
@@ -68,7 +68,7 @@ class BridgeProvider:
         try:
             self.core_config.finalize()
         except CORE_ERRORS as error:
-            chosen = ", ".join(filter(None, ("model.provider = bridge", named(users, fields))))
+            chosen = ", ".join(filter(None, ("model.provider = bridge", named_settings(users, fields))))
             raise ModelError(
                 f"{chosen}: megatron-core refuses these settings for {self.spec.architecture}: "
                 f"{first_line(reason_of(error))}; change [parallel] or [megatron]"
@@ -213,7 +213,7 @@ def open_bridge(path: Path, *, te: bool) -> AutoBridge:
 def open_package(*, te: bool) -> type[AutoBridge]:
     """Import Megatron-Bridge.  Raises ModelError where it is absent or of another version, and as te_layers.choose."""
     check_installed()
-    te_layers.choose(te=te)  # before Bridge is imported: its modules take the classes from core
+    te_layers.choose_layers(te=te)  # before Bridge is imported: its modules take the classes from core
     if importlib.util.find_spec(TRANSFORMER_ENGINE) is None:
         add_placeholder_transformer_engine()
     from megatron.bridge import AutoBridge

@@ -130,14 +130,14 @@ def check_fields(
     for name, value in values.items():
         key = f"megatron.{name} = {value!r}"
         setting = next((setting for setting, names in ELSEWHERE.items() if name in names), None)
-        if not any(name in types_of(kind) for kind in KINDS):
-            known = sorted(set().union(*map(types_of, KINDS)))
+        if not any(name in field_types(kind) for kind in KINDS):
+            known = sorted(set().union(*map(field_types, KINDS)))
             problems.append(f"{key}: megatron-core has no such field{nearest(name, known)}")
         elif setting:
             problems.append(f"{key}: set {setting} instead")
         elif name in NOT_POSSIBLE:
             problems.append(f"{key}: {NOT_POSSIBLE[name]}; remove it")
-        elif not is_mla and all(name not in types_of(kind) for kind in KINDS if kind is not MLATransformerConfig):
+        elif not is_mla and all(name not in field_types(kind) for kind in KINDS if kind is not MLATransformerConfig):
             problems.append(f"{key}: only latent attention reads it, which this checkpoint does not have; remove it")
         elif name in ours and name not in CHANGES_NO_ROUTE and name not in DEFAULTS_OF_OURS:
             problems.append(f"{key}: is fixed here or comes from the checkpoint's config.json; remove it")
@@ -152,7 +152,7 @@ def check_fields(
 
 def fields_of(kind: type, values: Mapping[str, object]) -> dict[str, object]:
     """The fields of `kind` among `values`, converted to core's types."""
-    return {name: converted(name, value) for name, value in values.items() if name in types_of(kind)}
+    return {name: converted(name, value) for name, value in values.items() if name in field_types(kind)}
 
 
 def make_core(kind: Callable[..., T], ours: Mapping[str, object], values: Mapping[str, object]) -> T:
@@ -167,11 +167,12 @@ def make_core(kind: Callable[..., T], ours: Mapping[str, object], values: Mappin
         if not fields:
             raise
         raise ConfigError(
-            f"{named(fields, values)}: megatron-core {core_version} refuses this: {reason_of(error)}; change or remove it"
+            f"{named_settings(fields, values)}: megatron-core {core_version} refuses this: "
+            f"{reason_of(error)}; change or remove it"
         ) from error
 
 
-def named(fields: Iterable[str], values: Mapping[str, object]) -> str:
+def named_settings(fields: Iterable[str], values: Mapping[str, object]) -> str:
     """The user's settings of these fields, for a message."""
     return ", ".join(f"megatron.{name} = {values[name]!r}" for name in fields)
 
@@ -202,7 +203,7 @@ def untested(values: Mapping[str, object]) -> list[str]:
 
 def converted(name: str, value: object) -> object:
     """`value` in the type of core's field.  Raises ValueError with what the field requires."""
-    hint = next(types_of(kind)[name] for kind in KINDS if name in types_of(kind))
+    hint = next(field_types(kind)[name] for kind in KINDS if name in field_types(kind))
     options = alternatives(hint)
     if torch.dtype in options:
         dtype = getattr(torch, str(value), None)
@@ -232,7 +233,7 @@ def member(kind: enum.EnumType, name: object) -> object:
 
 
 @functools.cache
-def types_of(kind: type) -> dict[str, object]:
+def field_types(kind: type) -> dict[str, object]:
     """Field name -> resolved type."""
     hints: dict[str, object] = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}

@@ -23,7 +23,7 @@ from megatron_rl.engine.attention import PlannedSeqParams
 from megatron_rl.records import MiniBatch, PackedBatch, RowState
 from megatron_rl.replay.layout import RankLayout, RouteMemory, Rows, check_local_routes, check_routes
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters
-from megatron_rl.sampling_mask import kept_tokens
+from megatron_rl.sampling_mask import sets_of_tokens
 
 LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
 """(micro-batch index, micro-batch on the device, what the model returns) -> scalar to differentiate; on the last stage.
@@ -205,6 +205,6 @@ def to_device(
         }
         kept, masks = None, micro_batch.sampling_masks
         if with_kept and masks is not None and micro_batch.mask_tokens is not None:
-            kept = kept_tokens(masks, micro_batch.mask_tokens[rows].numpy(), device)
+            kept = sets_of_tokens(masks, micro_batch.mask_tokens[rows].numpy(), device)
         moved.append(replace(micro_batch, routed_experts=None, sampling_masks=None, kept=kept, **tensors))
     return moved

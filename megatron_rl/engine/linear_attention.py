@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def install() -> None:
+def install_linear_attention() -> None:
     """Put these functions in the place of flash-linear-attention's in core, whether that is installed or not."""
     from megatron.core.ssm.gated_delta_net import common, gdn
 

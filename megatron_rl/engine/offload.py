@@ -80,7 +80,7 @@ class Offload:
         while self.freed:
             each = self.freed.pop()
             each.storage.resize_(each.num_bytes)
-            content = as_bytes(each.storage)
+            content = bytes_of_storage(each.storage)
             if each.copies is None:
                 content.zero_()
                 continue
@@ -102,7 +102,7 @@ class Offload:
         return total
 
     def _copied(self, storage: torch.UntypedStorage) -> list[Tensor]:
-        content = as_bytes(storage)
+        content = bytes_of_storage(storage)
         copies = list(self.host.pieces(len(content)))
         for piece, part in zip(copies, content.split([len(piece) for piece in copies]), strict=True):
             piece.copy_(part)
@@ -148,6 +148,6 @@ def buffers(model: DistributedDataParallel) -> list[ParamAndGradBuffer]:
     return [*model.buffers, *model.expert_parallel_buffers]
 
 
-def as_bytes(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of_storage(storage: torch.UntypedStorage) -> Tensor:
     """uint8 [num_bytes] in the memory of `storage`."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

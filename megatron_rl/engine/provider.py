@@ -19,7 +19,7 @@ from megatron_rl.distributed.cpu import check_no_gpu
 from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.models.families import READERS, make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
-from megatron_rl.weights.hf.export import HFStream, Step, export_planned, few_sources, forwarded, plan_export
+from megatron_rl.weights.hf.export import ExportStep, HFStream, export_planned, few_sources, forwarded, plan_export
 from megatron_rl.weights.hf.load import load_hf
 
 
@@ -53,7 +53,7 @@ class NativeProvider:
         self.model, self.parallel = model, parallel
         self.spec = spec or make_spec(load_hf_config(model.path))
         self.core_config = make_transformer_config(self.spec, model, sizes, parallel.device, fields)
-        self.plan: list[Step] | None = None
+        self.plan: list[ExportStep] | None = None
 
     def build(self) -> list[GPTModel]:
         return make_model(self.spec, self.model, self.core_config, self.parallel)
@@ -96,7 +96,7 @@ def provider_of(model: ModelConfig) -> Literal["native", "bridge"]:
     return "native" if names[0] in READERS else "bridge"
 
 
-def read_spec(model: ModelConfig, device: torch.device | None = None) -> ModelSpec:
+def provider_spec(model: ModelConfig, device: torch.device | None = None) -> ModelSpec:
     """The sizes of the model, without building it.
 
     device: where this process builds it afterwards: Bridge's layers are chosen once; None in a process that builds none.

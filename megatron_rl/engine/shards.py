@@ -107,7 +107,7 @@ def reduce_rows(scanned: Float[Tensor, "4 T"], labels: Int[Tensor, " T"], shard:
     """Log-prob and entropy, in `dtype`, from every rank's scan.  Combined in float64, so that a sum in shards is the sum."""
     local_maximum, sum_e, sum_ez, label_logit = scanned
     maximum = local_maximum.clone()
-    all_reduce(maximum, dist.ReduceOp.MAX, shard.group)
+    reduce_over_tp(maximum, dist.ReduceOp.MAX, shard.group)
     _, owned = shard.find(labels)
     if shard.columns:
         shift = (local_maximum - maximum) / shard.temperature  # <= 0: to the common maximum
@@ -117,7 +117,7 @@ def reduce_rows(scanned: Float[Tensor, "4 T"], labels: Int[Tensor, " T"], shard:
         sums = torch.stack([factor * sum_e, factor * (sum_ez + shift * sum_e), label_logit])
     else:  # -inf - maximum would give NaN
         sums = torch.zeros(3, len(labels), dtype=torch.float64, device=labels.device)
-    all_reduce(sums, dist.ReduceOp.SUM, shard.group)
+    reduce_over_tp(sums, dist.ReduceOp.SUM, shard.group)
     log_sum = sums[0].log()
     entropy = log_sum - sums[1] / sums[0]
     logprobs = (sums[2] - maximum) / shard.temperature - log_sum
@@ -188,6 +188,6 @@ def compute_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+def reduce_over_tp(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
     if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)

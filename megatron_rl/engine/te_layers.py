@@ -284,7 +284,7 @@ WHERE = (
 _with_te: list[bool] = []  # what `choose` was first asked for in this process
 
 
-def choose(*, te: bool) -> None:
+def choose_layers(*, te: bool) -> None:
     """Whose layers core makes for Bridge in this process: TransformerEngine's (te), or these.
 
     Raises ModelError where the other ones were chosen before: classes that modules have imported cannot be put back.
@@ -292,7 +292,7 @@ def choose(*, te: bool) -> None:
     if not _with_te:
         _with_te.append(te)
         if not te:
-            install()
+            install_layers()
     if _with_te != [te]:
         kinds = {True: "TransformerEngine's layers", False: "layers without TransformerEngine"}
         raise ModelError(
@@ -301,7 +301,7 @@ def choose(*, te: bool) -> None:
         )
 
 
-def install() -> None:
+def install_layers() -> None:
     """Put these layers in the place of TransformerEngine's in core's layer specs.  Its local specs do not change."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.transformer import transformer_block
@@ -313,4 +313,4 @@ def install() -> None:
             if hasattr(module, name):
                 setattr(module, name, layer)
     transformer_block.LayerNormImpl = TENorm
-    linear_attention.install()
+    linear_attention.install_linear_attention()

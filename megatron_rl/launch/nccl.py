@@ -31,7 +31,7 @@ def needed_by(server_args: Sequence[str]) -> dict[str, str]:
     return {name: value for part in parts for name, value in SET_BY_OPTIONS.get(part, {}).items()}
 
 
-def check_server_args(server_args: Sequence[str], environ: Mapping[str, str]) -> None:
+def check_nccl_of_servers(server_args: Sequence[str], environ: Mapping[str, str]) -> None:
     """Raise ValueError where a server with these options would use other values than a training rank with this environment."""
     for name, value in needed_by(server_args).items():
         if (ours := environ.get(name, DEFAULTS[name])) != value:

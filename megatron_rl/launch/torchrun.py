@@ -64,7 +64,7 @@ class Agent(LocalElasticAgent):
                 continue
             if all(handler.proc.poll() is not None for handler in context.subprocess_handlers.values()):
                 self._shutdown()
-                os._exit(ended(self._lines, "the rendezvous does not answer", first_of(self._codes)))
+                os._exit(ended_ranks(self._lines, "the rendezvous does not answer", first_of(self._codes)))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[LAUNCHER] = "1"
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, leave)  # until torchrun's own handlers pass it to the ranks
+        signal.signal(number, end_process)  # until torchrun's own handlers pass it to the ranks
     codes: list[int] = []
     parser = run.get_args_parser()
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
@@ -110,13 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return ended(lines, f"rank {rank} ended first", status_of(failure.exitcode))
+        return ended_ranks(lines, f"rank {rank} ended first", status_of(failure.exitcode))
     except SignalException as error:
-        return ended(lines, error.sigval.name, first_of(codes) if codes else REQUEUE)
+        return ended_ranks(lines, error.sigval.name, first_of(codes) if codes else REQUEUE)
     except RendezvousError as error:  # after a restart another node, or that of the rendezvous, is missing
         cause = f"{type(error).__name__}: {error.__cause__ or error}".strip(": ")
         hint = "is train.sh started on every node, with one JOB_ID and MASTER_ADDR?"
-        return ended(lines, f"the nodes did not find each other ({cause}); {hint}", first_of(codes) or 1)
+        return ended_ranks(lines, f"the nodes did not find each other ({cause}); {hint}", first_of(codes) or 1)
     return 0
 
 
@@ -132,7 +132,7 @@ def let_save(number: signal.Signals, handlers: Sequence[SubprocessHandler]) -> N
         time.sleep(0.1)
 
 
-def leave(number: int, frame: FrameType | None) -> None:
+def end_process(number: int, frame: FrameType | None) -> None:
     raise SignalException(f"signal {number}", signal.Signals(number))
 
 
@@ -147,7 +147,7 @@ def status_of(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def ended(lines: LogLines, cause: str, status: int) -> int:
+def ended_ranks(lines: LogLines, cause: str, status: int) -> int:
     text = f"megatron_rl.launch.torchrun, {socket.gethostname()}: {cause}; exit status {status}"
     lines.print_error(text, error="RanksEnded", exit_status=status)
     return status

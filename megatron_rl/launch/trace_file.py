@@ -33,7 +33,7 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Clock:
+class SharedClock:
     """synchronized: time.monotonic_ns() when this rank left the barrier; unix: time.time_ns() at that moment."""
 
     host: str
@@ -48,7 +48,7 @@ class RankTrace:
     rank: int
     world_size: int
     step: int
-    clock: Clock
+    clock: SharedClock
     events: list[Event]
 
 
@@ -70,22 +70,24 @@ def step_folder_name(step: int) -> str:
     return f"step_{step + 1:06d}"
 
 
-def write_rank(
+def write_trace(
     path: Path,
     spans: Sequence[Span],
     *,
     rank: int,
     world_size: int,
     step: int,
-    clock: Clock,
+    clock: SharedClock,
     redact: Callable[[str], str] = str,
 ) -> None:
     """Replace the file of a rank.  redact: removes secrets from the file's text."""
     about = {"schema": SCHEMA, "rank": rank, "world_size": world_size, "step": step, **vars(clock)}
-    write(path, [*rank_events(spans, rank, clock.host)], about, redact)
+    write_lines(path, [*rank_events(spans, rank, clock.host)], about, redact)
 
 
-def write(path: Path, events: Sequence[Event], about: dict[str, object], redact: Callable[[str], str] = str) -> None:
+def write_lines(
+    path: Path, events: Sequence[Event], about: dict[str, object], redact: Callable[[str], str] = str
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
@@ -101,7 +103,7 @@ def read_rank(path: Path) -> RankTrace:
         about = content["otherData"]
         if about["schema"] != SCHEMA:
             raise ValueError(f"schema {about['schema']}, must be {SCHEMA}")
-        clock = Clock(about["host"], about["synchronized"], about["unix"])
+        clock = SharedClock(about["host"], about["synchronized"], about["unix"])
         return RankTrace(about["rank"], about["world_size"], about["step"], clock, content["traceEvents"])
     except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the trace of a rank: {error!r}") from error
@@ -137,7 +139,7 @@ def merge(ranks: Sequence[RankTrace]) -> list[Event]:
 
 def rank_events(spans: Sequence[Span], rank: int, host: str) -> Iterator[Event]:
     """Metadata and complete events ("X") of one rank."""
-    yield named("process_name", rank, 0, f"rank {rank} ({host})")
+    yield name_events("process_name", rank, 0, f"rank {rank} ({host})")
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
     threads = dict.fromkeys([*THREADS, *sorted({span.thread for span in spans if not span.process and not span.key})])
     numbers = {name: number for number, name in enumerate(threads, 1)}
@@ -152,7 +154,7 @@ def rank_events(spans: Sequence[Span], rank: int, host: str) -> Iterator[Event]:
     for number, (process, name) in enumerate(kinds, 1):
         pid, first = (server_pid(process), rank * LANES) if process else (rank, number * LANES)
         if process:
-            yield named("process_name", pid, 0, f"server {process}")
+            yield name_events("process_name", pid, 0, f"server {process}")
         inside = [span for span in spans if span.key and (span.process, span.thread) == (process, name)]
         prefix = f"rank {rank}: {name}" if process else name
         yield from lanes(inside, pid, first, prefix)
@@ -205,12 +207,12 @@ def event_of(span: Span, pid: int, tid: int) -> Event:
     }  # fmt: skip
 
 
-def named(what: str, pid: int, tid: int, name: str) -> Event:
+def name_events(what: str, pid: int, tid: int, name: str) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def thread(pid: int, tid: int, name: str) -> Iterator[Event]:
-    yield named("thread_name", pid, tid, name)
+    yield name_events("thread_name", pid, tid, name)
     yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
 

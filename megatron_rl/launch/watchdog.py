@@ -42,7 +42,7 @@ ALARM = "alarm"
 """A key of the store that exists once a rank is FAILED or CUT_OFF."""
 
 
-class State(NamedTuple):
+class RankState(NamedTuple):
     """Where the main thread is.  One attribute holds all of it: the watchdog's thread never sees half of a change.
 
     entered: stages entered so far, the same order on every rank; since: time.monotonic(); memory: bytes in use as it began.
@@ -104,7 +104,7 @@ class Watchdog:
         self._agreed = agreed
         self._stop = stop or self._exit
         self._lines = lines or LogLines()
-        self._state = State(0, NOT_STARTED, -1, time.monotonic())
+        self._state = RankState(0, NOT_STARTED, -1, time.monotonic())
         self._count = 0
         self._last_seen: dict[int, tuple[int, float]] = {}  # rank -> its count, and when that changed
         self.waiting_for: Callable[[], str] = str
@@ -164,7 +164,7 @@ class Watchdog:
     def enter(self, stage: str, step: int = -1) -> None:
         """The main thread begins a stage; `step` from 0, -1 outside steps."""
         # here: in its own thread CUDA is that of GPU 0, may raise the error of a kernel, or wait for an allocation that hangs
-        self._state = State(self._state.entered + 1, stage, step, time.monotonic(), memory_in_use())
+        self._state = RankState(self._state.entered + 1, stage, step, time.monotonic(), memory_in_use())
 
     def tick(self, now: float) -> str | None:
         """Send a heartbeat; return the verdict, if there is one."""
@@ -253,7 +253,7 @@ class Watchdog:
         # half: the ranks of a node that is down sent their last heartbeats at different moments
         silent = [rank for rank, seconds in silences.items() if seconds > patience / 2]
         last = "; ".join(f"rank {rank} was last in {beats[rank].where} on {beats[rank].host}" for rank in silent[:8])
-        others = f".  The others: {summary(beats, silent)}" if len(silent) < len(beats) else ""
+        others = f".  The others: {stages_of_ranks(beats, silent)}" if len(silent) < len(beats) else ""
         return f"no heartbeat from {names(silent)} for {patience:.0f} s, dead or stopped: {last}{others}"
 
     def _silence(self, rank: int, beat: Heartbeat, now: float) -> float:
@@ -306,7 +306,7 @@ def find_stalled(beats: Mapping[int, Heartbeat], stage_seconds: float) -> str | 
     if len(late) == len(beats):
         return f"every rank has been in {where} for more than {stage_seconds:.0f} s: a call in it hangs{waits}"
     seconds = max(beat.seconds for beat in late.values())
-    others = summary(beats, late)
+    others = stages_of_ranks(beats, late)
     return f"{names(late)} still in {where} after {seconds:.0f} s, and the others wait: {others}{waits}"
 
 
@@ -315,7 +315,7 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
-def summary(beats: Mapping[int, Heartbeat], without: Collection[int]) -> str:
+def stages_of_ranks(beats: Mapping[int, Heartbeat], without: Collection[int]) -> str:
     """Where the other ranks are: ranks by stage."""
     ranks_at: dict[str, list[int]] = {}
     for rank, beat in beats.items():

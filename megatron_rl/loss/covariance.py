@@ -36,7 +36,7 @@ def select_tokens(
     """
     values = torch.stack([advantages.double(), old_logprobs.detach().double()])
     sums = torch.cat([torch.where(mask, values, 0.0).sum(dim=1), mask.sum().double()[None]])
-    sums = all_reduce(sums, group)
+    sums = sum_over_group(sums, group)
     count = sums[2].clamp(min=1)
     centred = values - (sums[:2] / count)[:, None]
     covariance = centred[0] * centred[1] + 0.0  # -0 becomes 0: they are ordered by their bits
@@ -47,7 +47,7 @@ def select_tokens(
     order = ~ordered_bits(torch.where(mask, covariance, 0.0))
     last = nth_smallest(order, mask, wanted, group)
     larger = mask & (order < last)
-    left = wanted - all_reduce(larger.sum(), group)
+    left = wanted - sum_over_group(larger.sum(), group)
     return larger | smallest(keys, mask & (order == last), left, group)
 
 
@@ -65,7 +65,7 @@ def nth_smallest(
     low, high = (torch.full((), bound, dtype=torch.int64, device=keys.device) for bound in (LOWEST, HIGHEST))
     for _ in range(64):
         middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down, without overflow
-        enough = all_reduce((candidates & (keys <= middle)).sum(), group) >= count
+        enough = sum_over_group((candidates & (keys <= middle)).sum(), group) >= count
         low, high = torch.where(enough, low, middle + 1), torch.where(enough, middle, high)
     return high
 
@@ -100,7 +100,7 @@ def ordered_bits(values: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
     return torch.where(bits < 0, bits ^ HIGHEST, bits)
 
 
-def all_reduce(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def sum_over_group(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None and group.size() > 1:
         values = values.clone()
         dist.all_reduce(values, group=group)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from megatron_rl.config import LossConfig
-from megatron_rl.loss.covariance import all_reduce
+from megatron_rl.loss.covariance import sum_over_group
 from megatron_rl.loss.custom import LossInputs
 from megatron_rl.loss.ratios import at_least_float32, finite_tokens, importance_weight
 from megatron_rl.loss.sequences import Sequences
@@ -48,4 +48,4 @@ def count_kept(
     """
     slots = torch.where(responses < 0, num_responses, responses)
     counts = torch.zeros(num_responses + 1, dtype=torch.int64, device=kept.device).index_add_(0, slots, kept.long())
-    return all_reduce(counts, group)[slots].clamp(min=1)
+    return sum_over_group(counts, group)[slots].clamp(min=1)

@@ -147,7 +147,7 @@ def under_r3(condition: Condition) -> Condition:
 
 
 @dataclass(frozen=True)
-class Rule:
+class HealthRule:
     """The worse condition counts where both hold."""
 
     metric: str
@@ -160,20 +160,20 @@ class Rule:
 
 
 RULES = (
-    Rule(
+    HealthRule(
         "first_order/total_p95", "The first-order approximation breaks",
         "For the worst twentieth of the responses the token-level surrogate no longer follows the sequence-level objective.",
         "Compare first_order/train_infer_p95 and first_order/staleness_p95. The first: use R3, serve in a more precise dtype, "
         "check the weight sync. The second: clip, fewer mini-batches, a lower learning rate.",
         FIRST, watch=above("first_order/total_p95", 1.0), bad=above("first_order/total_p95", 2.5),
     ),
-    Rule(
+    HealthRule(
         "train/kl_mu_pi_k3", "The engines drift apart",
         "KL(mu, pi_old) between the servers and the trainer, on the same weights, grows.",
         "Use R3, serve in a more precise dtype, check the weight sync.",
         f"{MISMATCH}#later-it-grows", watch=grew("train/kl_mu_pi_k3", 10, 0.01), bad=above("train/kl_mu_pi_k3", 0.1),
     ),
-    Rule(
+    HealthRule(
         "logratio/f2_frac", "Extreme tokens",
         "Tokens whose probability differs by more than a factor of 2 between the engines. arXiv 2510.11370 saw collapse coincide "
         "with a share above 0.1.",
@@ -181,79 +181,79 @@ RULES = (
         "precision and kernels.",
         SPLIT, watch=above("logratio/f2_frac", 0.02), bad=above("logratio/f2_frac", 0.1),
     ),
-    Rule(
+    HealthRule(
         "train/entropy", "Entropy falls sharply",
         "The policy became almost certain within a few steps.",
         "Keep the importance weight, lower the learning rate.",
         FIRST, watch=fell("train/entropy", 4),
     ),
-    Rule(
+    HealthRule(
         "train/entropy", "Entropy explodes",
         "The policy becomes random.",
         "Look at the gradient norm and at the KL since that step; lower the learning rate.",
         FIRST, bad=grew("train/entropy", 4, 1.0),
     ),
-    Rule(
+    HealthRule(
         "train/ess", "Few tokens carry the weight",
         "The effective sample size of the importance weights is small: the gradient is as noisy as that share of the tokens.",
         "Look at logratio/train_infer_p99 and logratio/staleness_p99 for the part that grows; lower loss.weight_high.",
         CLIPPING, watch=below("train/ess", 0.5), bad=below("train/ess", 0.1),
     ),
-    Rule(
+    HealthRule(
         "train/tis_truncated_frac", "Many truncated weights",
         "The weight of these tokens is biased.",
         "Look at the tail of logratio/train_infer (p99, max): use R3 or a more precise dtype on the servers.",
         CLIPPING, watch=above("train/tis_truncated_frac", 0.02),
     ),
-    Rule(
+    HealthRule(
         "train/clip_low_frac", "Many tokens clipped low",
         "The policy moves away from bad responses faster than an update allows.",
         "Use fewer mini-batches or a lower learning rate.",
         CLIPPING, watch=above("train/clip_low_frac", 0.25),
     ),
-    Rule(
+    HealthRule(
         "train/clip_high_frac", "Many tokens clipped high",
         "The policy moves towards good responses faster than an update allows.",
         "Use fewer mini-batches or a lower learning rate.",
         CLIPPING, watch=above("train/clip_high_frac", 0.25),
     ),
-    Rule(
+    HealthRule(
         "train/rejected_frac", "Most responses are rejected",
         "loss.reject leaves little to learn from.",
         "Widen loss.reject, or find why the engines disagree.",
         CLIPPING, watch=above("train/rejected_frac", 0.5),
     ),
-    Rule(
+    HealthRule(
         "optim/grad_norm", "The gradient norm grows",
         "It is far above its lowest value, for several steps.",
         "Lower the learning rate; look at train/ess and at the clip fractions since that step.",
         CLIPPING, watch=grew("optim/grad_norm", 20, 1.0),
     ),
-    Rule(
+    HealthRule(
         "optim/empty_updates", "Updates without a gradient",
         "Every response was filtered, clipped or without advantage: nothing was learned.",
         "Look at rollout/zero_advantage_groups_frac: the data is too easy or too hard.",
         BATCH, watch=above("optim/empty_updates", 0.0),
     ),
-    Rule(
+    HealthRule(
         "rollout/zero_advantage_groups_frac", "Prompts that teach nothing",
         "Almost all groups score the same throughout.",
         "The data is too easy or too hard: other prompts, or batch.dynamic_sampling.",
         BATCH, watch=above("rollout/zero_advantage_groups_frac", 0.9),
     ),
-    Rule(
+    HealthRule(
         "rollout/truncated_frac", "Responses are cut",
         "Many reach rollout.max_response_tokens, and mostly score 0.",
         "Raise rollout.max_response_tokens, or shape the length (batch.overlong_cache).",
         BATCH, watch=above("rollout/truncated_frac", 0.5),
     ),
-    Rule(
+    HealthRule(
         "rollout/reward_mean", "The reward falls",
         "It is the last to move: look at the other curves before it.",
         "Resume from a checkpoint before that step, with clipping, a lower learning rate or fewer mini-batches.",
         BATCH, watch=lost("rollout/reward_mean", 0.3, 0.05), bad=lost("rollout/reward_mean", 0.6, 0.05),
     ),
-    Rule(
+    HealthRule(
         "routing/replayed_mismatch", "Replay does not replay",
         "Under R3 training must use the experts of the rollout, for every token that has a route.",
         "Stop, and check the layout: megatron-rl verify-replay.",
@@ -289,7 +289,7 @@ def examine_results(results: Sequence[StepResult], settings: Mapping[str, object
     return examine([result.step + 1 for result in trained], metrics, settings)
 
 
-def apply(rule: Rule, curves: Curves) -> Finding | None:
+def apply(rule: HealthRule, curves: Curves) -> Finding | None:
     """None unless a condition of the rule holds at the last step."""
     levels: tuple[tuple[Level, Condition | None], ...] = (("watch", rule.watch), ("bad", rule.bad))
     held = {level: (condition, condition.holds(curves)) for level, condition in levels if condition is not None}

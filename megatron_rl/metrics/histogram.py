@@ -60,7 +60,7 @@ def tabulate(
     return Histogram(torch.cat([moments, counts.view(num_groups, num_bins)], dim=1), largest)
 
 
-def describe(sums: Float[Tensor, "g W"], largest: Float[Tensor, " g"]) -> dict[str, Float[Tensor, " g"]]:
+def describe_histogram(sums: Float[Tensor, "g W"], largest: Float[Tensor, " g"]) -> dict[str, Float[Tensor, " g"]]:
     """Statistic -> its value per group, NaN where nothing was counted."""
     count, total, squares = sums[:, :MOMENTS].unbind(1)
     mean = total / count

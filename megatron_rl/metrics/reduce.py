@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.metrics.histogram import HISTOGRAMS, WIDTH, Histogram, describe
+from megatron_rl.metrics.histogram import HISTOGRAMS, WIDTH, Histogram, describe_histogram
 
 Number: TypeAlias = float | Tensor
 """A Python number or a 0-d tensor on the rank's device."""
@@ -115,7 +115,7 @@ def reduce_maxima(maxima: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def statistics_of(keys: Sequence[str], sums: Tensor, largest: Tensor) -> dict[str, float]:
     """NAME_STATISTIC[/GROUP] -> value, of the statistics in HISTOGRAMS."""
-    columns = {statistic: values.tolist() for statistic, values in describe(sums, largest).items()}
+    columns = {statistic: values.tolist() for statistic, values in describe_histogram(sums, largest).items()}
     found = {}
     for row, key in enumerate(keys):
         name, _, group = key.partition(" ")

@@ -35,7 +35,7 @@ def evaluations(results: Results) -> list[str]:
     return sorted({name for result in results for name in result.metrics if re.fullmatch(r"eval/.*/avg@\d+", name)})
 
 
-def read_settings(run_dir: Path) -> dict[str, object]:
+def read_run_settings(run_dir: Path) -> dict[str, object]:
     """{"section.key": value} of the run's config.toml; {} where there is none, or none that can be read (a warning says so)."""
     path = run_dir / "config.toml"
     try:

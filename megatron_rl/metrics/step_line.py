@@ -37,7 +37,7 @@ def step_line(result: StepResult, num_steps: int, totals: Mapping[str, float] | 
     for named in range(min(most, len(counts)), -1, -1):
         texts = [count.line for count in counts[:named]]
         texts += [f"+{len(counts) - named} more"] if named < len(counts) else []
-        line = fit({name: text for name, text in parts_of(result, num_steps, "  ".join(texts)) if text})
+        line = fit({name: text for name, text in parts_of_line(result, num_steps, "  ".join(texts)) if text})
         if len(line) <= WIDTH:
             break
     return line
@@ -52,14 +52,14 @@ def fit(parts: dict[str, str]) -> str:
     return "  ".join(parts.values()).replace("  (", " (")
 
 
-def parts_of(result: StepResult, num_steps: int, left_out: str) -> Iterator[tuple[str, str]]:
+def parts_of_line(result: StepResult, num_steps: int, left_out: str) -> Iterator[tuple[str, str]]:
     """(name, text) of every part, in the order of the line; text is empty where nothing was measured."""
     metrics = result.metrics
     yield "step", f"step {result.step + 1:>{len(str(num_steps))}}/{num_steps}"
     yield "reward", fill("reward {rollout/reward_mean:.3f}", metrics)
     yield "len", f"len {short(metrics['rollout/response_length_mean'])}" if LENGTH in metrics else ""
     yield "turns", fill("turns {rollout/turns_mean:.2f}", metrics)
-    yield "episode", "  ".join(own_metrics(metrics))
+    yield "episode", "  ".join(episode_metrics(metrics))
     yield "masked", fill("masked {rollout/environment_length_mean:.1f}", metrics)
     if metrics.get("rollout/environment_seconds_mean", 0.0) >= 0.005:
         yield "environment", fill("environment {rollout/environment_seconds_mean:.2f}s", metrics)
@@ -94,7 +94,7 @@ def short(value: float) -> str:
     return f"{value:.1f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def own_metrics(metrics: Mapping[str, float]) -> Iterator[str]:
+def episode_metrics(metrics: Mapping[str, float]) -> Iterator[str]:
     """The metrics of the user's rollout function."""
     for name in sorted(name for name in metrics if name.startswith("episode/")):
         yield f"{name.removeprefix('episode/')} {metrics[name]:.3g}"

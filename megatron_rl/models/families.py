@@ -201,7 +201,7 @@ def dense(config: ConfigReader) -> Fields:
 ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
-def experts(
+def expert_sizes(
     config: ConfigReader,
     moe_layers: Iterable[int],
     *,
@@ -226,12 +226,15 @@ def qwen_experts(config: ConfigReader) -> Fields:
     if not moe_layers:
         raise ModelError(f"decoder_sparse_step = {step}, mlp_only_layers = {sorted(without)}: no layer has experts")
     # softmax over the selected == renormalised top-k
-    return {**experts(config, moe_layers), "router": RouterKind(pre_softmax=not config.need("norm_topk_prob"))}
+    return {**expert_sizes(config, moe_layers), "router": RouterKind(pre_softmax=not config.need("norm_topk_prob"))}
 
 
 def every_layer_experts(config: ConfigReader, *, renormalised: bool) -> Fields:
     layers = range(config.need("num_hidden_layers"))
-    return {**experts(config, layers, size_key="intermediate_size"), "router": RouterKind(pre_softmax=not renormalised)}
+    return {
+        **expert_sizes(config, layers, size_key="intermediate_size"),
+        "router": RouterKind(pre_softmax=not renormalised),
+    }
 
 
 def late_experts(config: ConfigReader) -> Fields:
@@ -241,7 +244,7 @@ def late_experts(config: ConfigReader) -> Fields:
     if first >= num_layers:
         raise config.refuse("first_k_dense_replace", f"no layer of {num_layers} has experts")
     return {
-        **experts(config, range(first, num_layers), number_keys=ROUTED_EXPERTS),
+        **expert_sizes(config, range(first, num_layers), number_keys=ROUTED_EXPERTS),
         "shared_ffn_size": config.need("moe_intermediate_size") * config.need("n_shared_experts"),
         "mtp_layers": config.get("num_nextn_predict_layers", 0),
     }

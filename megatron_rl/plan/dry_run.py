@@ -103,13 +103,13 @@ def report(
 def model_spec(model: ModelConfig) -> ModelSpec:
     """The sizes of a checkpoint.  Those of model.provider = bridge come from Megatron-Bridge itself."""
     if model.provider == "native":
-        return make_spec(read_config(model.path))
-    from megatron_rl.engine.provider import read_spec  # imports torch and core: seconds
+        return make_spec(read_hf_config(model.path))
+    from megatron_rl.engine.provider import provider_spec  # imports torch and core: seconds
 
-    return read_spec(model)
+    return provider_spec(model)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_hf_config(path: Path) -> dict[str, Any]:
     """config.json of a checkpoint directory.  Raises ModelError; for a missing directory with the names to plan with."""
     try:
         return load_hf_config(path)
@@ -270,7 +270,7 @@ def memory_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
 
 def checkpoint_line(spec: ModelSpec, cfg: Config, world: int) -> str:
     """Memory of a save, of the rank that needs most."""
-    most = max(memory.checkpoint_bytes(spec, cfg, world, pp) for pp in range(cfg.parallel.pp))
+    most = max(memory.checkpoint_bytes_of_rank(spec, cfg, world, pp) for pp in range(cfg.parallel.pp))
     return f"saving a checkpoint: {gib(most)} of host memory on each rank, which it writes; none on the device"
 
 
@@ -291,17 +291,17 @@ def time_lines(trainer: TrainingModel) -> Iterator[str]:
         found = trainer.step(servers.server_pool)
         old_logprob, update, sampling = found.old_logprob, found.update, found.rollout
         idle = f"{sampling.tail / sampling.total:.0%} of it with idle slots"
-        yield f"rollout      {seconds(sampling.total)}: up to {sampling.slots:,.0f} concurrent requests on a server, {idle}"
+        yield f"rollout      {seconds_text(sampling.total)}: up to {sampling.slots:,.0f} concurrent requests on a server, {idle}"
     except ValueError as error:
         found = None
         old_logprob, update = trainer.training()
         yield f"rollout      cannot be computed: {error}"
-    yield f"old-logprob  {seconds(old_logprob.total)}: {old_logprob.largest()}"
-    yield f"update       {seconds(update.total)}: {update.largest()}"
+    yield f"old-logprob  {seconds_text(old_logprob.total)}: {old_logprob.largest()}"
+    yield f"update       {seconds_text(update.total)}: {update.largest()}"
     if found is not None:
-        yield f"weight sync  {seconds(found.weight_sync)}"
+        yield f"weight sync  {seconds_text(found.weight_sync)}"
         order = "sampled while the previous one trains" if found.overlaps else "one stage after the other"
-        yield f"a step       {seconds(found.total)}, {order}"
+        yield f"a step       {seconds_text(found.total)}, {order}"
         training = old_logprob.total + update.total
         if sampling.total > SLOW_SAMPLING * training:
             devices = servers.server_pool.num * servers.server_pool.devices
@@ -311,7 +311,7 @@ def time_lines(trainer: TrainingModel) -> Iterator[str]:
             )
 
 
-def seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     return f"{value:8.1f} s" if value >= 1 else f"{1e3 * value:7.1f} ms"
 
 

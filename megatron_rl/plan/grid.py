@@ -12,7 +12,7 @@ from megatron_rl.config import ParallelConfig
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank's coordinates; `replica` is its data-parallel rank, `expert_replica` which copy of its experts it holds."""
 
     rank: int
@@ -40,7 +40,7 @@ def expert_dp_size(parallel: ParallelConfig, world_size: int) -> int:
     return world_size // (parallel.expert_tp * parallel.ep * parallel.pp)
 
 
-def place(rank: int, parallel: ParallelConfig, world_size: int) -> Place:
+def place(rank: int, parallel: ParallelConfig, world_size: int) -> RankPlace:
     """Coordinates of one of `world_size` ranks, which the sizes must divide."""
     per_stage = world_size // parallel.pp
     # both grids divide the same ranks: dense tp-cp-dp, experts etp-ep-dp
@@ -49,4 +49,4 @@ def place(rank: int, parallel: ParallelConfig, world_size: int) -> Place:
     replica, cp = divmod(outer, parallel.cp)
     outer, etp = divmod(inner, parallel.expert_tp)
     expert_replica, ep = divmod(outer, parallel.ep)
-    return Place(rank, tp, cp, replica, pp, etp, ep, expert_replica)
+    return RankPlace(rank, tp, cp, replica, pp, etp, ep, expert_replica)

@@ -95,7 +95,7 @@ def port_problems(cfg: Config) -> Iterator[str]:
                 yield str(error)
 
 
-def check_server_args(cfg: Config) -> list[str]:
+def check_parsed_server_args(cfg: Config) -> list[str]:
     """Raise ValueError for rollout.server_args that the installed SGLang's own parser refuses; returns why it was not asked.
 
     Its import takes seconds, so that it is asked only where there are such options.

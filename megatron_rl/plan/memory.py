@@ -84,14 +84,14 @@ def full_model(spec: ModelSpec) -> Parameters:
 
 def layer_parameters(spec: ModelSpec, parallel: ParallelConfig, *, is_moe: bool, te: bool = False) -> Parameters:
     h, tp = spec.hidden_size, parallel.tp
-    dense = 2 * h + attention_parameters(spec, tp, te=te)  # 2 h: the layer's norms
+    dense = 2 * h + attention_parameters_of_rank(spec, tp, te=te)  # 2 h: the layer's norms
     if not is_moe:
         return Parameters(dense + 3 * h * spec.ffn_size // tp, 0)
     dense += h * spec.num_experts + 3 * h * spec.shared_ffn_size // tp + h * spec.shared_gate
     return Parameters(dense, spec.num_experts // parallel.ep * 3 * h * spec.expert_ffn_size // parallel.expert_tp)
 
 
-def attention_parameters(spec: ModelSpec, tp: int, *, te: bool = False) -> int:
+def attention_parameters_of_rank(spec: ModelSpec, tp: int, *, te: bool = False) -> int:
     """Matrices are sharded over tp, norms of single heads replicated; with TransformerEngine also MLA's down-projections."""
     h = spec.hidden_size
     if spec.is_mla:
@@ -128,7 +128,7 @@ def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> 
     )
 
 
-def checkpoint_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
+def checkpoint_bytes_of_rank(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
     """What one rank of this pipeline stage writes of a checkpoint: its share of weights, float32 weights and two moments.
 
     On a GPU this is also the host memory of a save, and of the background's copy.  Nothing is gathered: the device needs none.

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.checkpoint.config_diff import check_changes
-from megatron_rl.checkpoint.folder import STATE, choose
+from megatron_rl.checkpoint.folder import STATE, choose_checkpoint
 from megatron_rl.config import Config
 from megatron_rl.config.rules.server_rules import check_python
 from megatron_rl.data.rows import DataError, check_rows
@@ -19,7 +19,7 @@ from megatron_rl.metrics.trackers.registry import PLACES, check_trackers
 from megatron_rl.models.fit import length_problems
 from megatron_rl.models.spec import ModelSpec, hub_hint
 from megatron_rl.plan.functions import problem_of
-from megatron_rl.plan.host import check_server_args, disk_problems, port_problems
+from megatron_rl.plan.host import check_parsed_server_args, disk_problems, port_problems
 
 Json = dict[str, Any]
 MOST_ROWS = 10_000
@@ -41,7 +41,7 @@ def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
     if not problems:
         problems += renderer_problems(cfg)  # needs a tokenizer without problems, and seconds
     try:
-        not_checked = check_server_args(cfg)
+        not_checked = check_parsed_server_args(cfg)
     except ValueError as error:
         problems.append(str(error))
     if problems:
@@ -193,7 +193,7 @@ def server_problems(cfg: Config) -> Iterator[str]:
 def resume_problems(cfg: Config) -> Iterator[str]:
     """Why a run cannot be continued: no checkpoint although one is required, or one of other settings."""
     try:
-        path = choose(cfg.run_dir / "checkpoints", cfg.checkpoint)
+        path = choose_checkpoint(cfg.run_dir / "checkpoints", cfg.checkpoint)
         if path is not None:
             check_changes(json.loads((Path(path) / STATE).read_text())["config"], cfg, path)
     except OSError as error:

@@ -112,7 +112,7 @@ def check_gpus(spec: ModelSpec, cfg: Config, world: int, machine: Machine, *, ha
         check_overlap(cfg.rollout, machine.ranks, machine.environ)
         check_count(cfg.rollout, machine.gpus, machine.environ)
         if not cfg.rollout.urls:
-            nccl.check_server_args(cfg.rollout.server_args, machine.environ)
+            nccl.check_nccl_of_servers(cfg.rollout.server_args, machine.environ)
         shared = most_on_a_rank(cfg.rollout, machine.ranks, machine.environ)
     found = list(phases(spec, cfg, world, machine.hardware, machine.assumed, shared))
     if not has_servers:

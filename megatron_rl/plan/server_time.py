@@ -34,7 +34,7 @@ class ServerPlan:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingTime:
     """Seconds of one step's sampling.  slots: concurrent requests of a server; cached: tokens that its KV cache holds."""
 
     prefill: float
@@ -63,7 +63,7 @@ class DecodeModel:
     def rates(self) -> Rates:
         return Rates(self.hardware, self.assumed)
 
-    def sample(self, cfg: Config) -> Sampling:
+    def sample(self, cfg: Config) -> SamplingTime:
         """All responses of a step.  Raises ValueError if the weights leave no room for one request."""
         lengths, prompt = lengths_of(cfg, self.assumed), self.assumed.mean_prompt * cfg.data.max_prompt_tokens
         responses = cfg.run.prompts_per_step * cfg.run.group_size
@@ -81,7 +81,7 @@ class DecodeModel:
         steps = max(0.0, share - slots) * lengths.mean / slots
         # once per prompt: its group shares the prefix
         prefill = cfg.run.prompts_per_step / self.server_pool.num * prompt * 2 * active_parameters(self.spec)
-        return Sampling(
+        return SamplingTime(
             prefill=prefill / (self.server_pool.devices * self.rates.matrices),
             full=steps * self.decode_step(slots, prompt + age),
             tail=sum(self._drain(slots, prompt, lengths, responses)),

@@ -20,7 +20,7 @@ from megatron_rl.plan import memory
 from megatron_rl.plan.grid import dp_size, expert_dp_size
 from megatron_rl.plan.hardware import Assumptions, Hardware, Rates
 from megatron_rl.plan.lengths import lengths_of
-from megatron_rl.plan.server_time import SERVED, DecodeModel, Sampling, ServerPlan
+from megatron_rl.plan.server_time import SERVED, DecodeModel, SamplingTime, ServerPlan
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Tokens:
 class StepTime:
     """Seconds of a step.  overlaps: its rollout runs while the previous step trains."""
 
-    rollout: Sampling
+    rollout: SamplingTime
     old_logprob: Parts
     update: Parts
     """All of the step's updates."""

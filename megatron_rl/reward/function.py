@@ -123,7 +123,7 @@ def failure(error: BaseException) -> Failure:
     return Failure(failed=kind, why=f"{type(error).__name__}: {error}"[:500], where=where)
 
 
-def load_function(name: str, pattern: str) -> RewardFunction:
+def load_reward(name: str, pattern: str) -> RewardFunction:
     """Import `package.module:function`, or math.  Raises TypeError for one that takes something else than FORMS."""
     module, _, attribute = (MATH if name == "math" else name).partition(":")
     function = getattr(importlib.import_module(module), attribute)
@@ -139,10 +139,10 @@ def form_of(function: Callable[..., Any], name: str) -> Form:
         signature = inspect.signature(function)
     except ValueError:  # of a function in C: the call shows
         return "texts"
-    if takes(signature, 3):
+    if takes_arguments(signature, 3):
         return "texts"
     key = f"reward.function = {name!r}"
-    if not takes(signature, 1):
+    if not takes_arguments(signature, 1):
         raise TypeError(f"{key} takes {signature}: must take {FORMS}")
     try:
         parameter = next(iter(inspect.signature(function, eval_str=True).parameters.values()))
@@ -162,7 +162,7 @@ def form_of(function: Callable[..., Any], name: str) -> Form:
     )
 
 
-def takes(signature: inspect.Signature, count: int) -> bool:
+def takes_arguments(signature: inspect.Signature, count: int) -> bool:
     try:
         signature.bind(*[None] * count)
     except TypeError:

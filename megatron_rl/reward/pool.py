@@ -147,7 +147,7 @@ class RewardPool:
         pairs = [pair for call, found in calls for pair in zip(call, found, strict=True)]
         failures = [(episode, reply) for episode, reply in pairs if "failed" in reply]
         if failures and self.config.on_error == "raise":
-            text, where = describe(*failures[0]), frames(failures[0][1])
+            text, where = describe_failure(*failures[0]), frames(failures[0][1])
             raise RewardError(f"{text}; reward.on_error = raise stops the run{where}")
         if not is_last:
             return
@@ -228,12 +228,12 @@ class RewardPool:
         kind = reply["failed"]
         self._logged[kind] += 1
         if self._logged[kind] <= SHOWN:
-            text, on_error = describe(episode, reply), self.config.on_error
+            text, on_error = describe_failure(episode, reply), self.config.on_error
             logger.warning("reward of %s; it gets reward.on_error = %s%s", text, on_error, frames(reply))
         elif str(self._logged[kind]).strip("0") == "1":  # 10, 100, ...: a line each would bury everything else
             logger.warning("reward: %d responses so far: %s (%s)", self._logged[kind], kind, KINDS[kind])
 
 
-def describe(episode: Episode, reply: Failure) -> str:
+def describe_failure(episode: Episode, reply: Failure) -> str:
     kind = reply["failed"]
     return f"response {episode.response[-80:]!r}, label {episode.label[:80]!r}: {kind} ({KINDS[kind]}): {reply['why']}"

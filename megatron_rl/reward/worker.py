@@ -12,8 +12,8 @@ import json
 import socket
 import sys
 
-from megatron_rl.reward.function import RewardFunction, failure, load_function
-from megatron_rl.workers import Printed, end_with_parent, limit_memory, line_of, open_channel
+from megatron_rl.reward.function import RewardFunction, failure, load_reward
+from megatron_rl.workers import Printed, end_with_parent, json_line, limit_memory, open_channel
 
 MEMORY_BYTES = 4 * 2**30  # of address space
 LINE_BYTES = 2**30
@@ -27,11 +27,11 @@ def main() -> None:
     if name == "math":  # 10**10**8 ends in MemoryError; a user's function may need the address space (CUDA does)
         limit_memory(MEMORY_BYTES)
     try:
-        function = load_function(name, pattern)
+        function = load_reward(name, pattern)
     except Exception as error:
-        channel.sendall(line_of(failure(error)))
+        channel.sendall(json_line(failure(error)))
         return
-    channel.sendall(line_of({"form": function.form, "is_async": function.is_async}))
+    channel.sendall(json_line({"form": function.form, "is_async": function.is_async}))
     if function.is_async:
         asyncio.run(serve_async(function, channel, float(seconds)))
     else:
@@ -44,7 +44,7 @@ def serve(function: RewardFunction, channel: socket.socket) -> None:
         for line in lines:
             call = json.loads(line)
             sys.stdout = sys.stderr = Printed()
-            channel.sendall(line_of({"number": call["number"], "replies": function.call(call["item"])}))
+            channel.sendall(json_line({"number": call["number"], "replies": function.call(call["item"])}))
 
 
 async def serve_async(function: RewardFunction, channel: socket.socket, seconds: float) -> None:
@@ -52,7 +52,7 @@ async def serve_async(function: RewardFunction, channel: socket.socket, seconds:
     reader, writer = await asyncio.open_connection(sock=channel, limit=LINE_BYTES)
 
     async def answer(number: int, item: list[object]) -> None:
-        writer.write(line_of({"number": number, "replies": await function.call_async(item, seconds)}))
+        writer.write(json_line({"number": number, "replies": await function.call_async(item, seconds)}))
 
     async with asyncio.TaskGroup() as calls:
         while line := await reader.readline():

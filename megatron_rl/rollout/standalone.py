@@ -24,7 +24,7 @@ from megatron_rl.rollout.server.server_info import (
     check_identical,
     check_server,
     check_settings,
-    read_config,
+    read_served_config,
     server_info,
     tokenizer_digest,
 )
@@ -132,7 +132,7 @@ class StandaloneSampler:
 
 def served_model(path: Path) -> ModelSizes:
     """The sizes that a client needs, from config.json; without routes."""
-    config = read_config(path)
+    config = read_served_config(path)
     if "vocab_size" not in config:
         raise ValueError(f"{path}: no config.json with a vocab_size; must be an HF checkpoint directory")
     experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0

@@ -23,7 +23,7 @@ from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_token
 from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
 from megatron_rl.engine.core_fields import untested
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.provider import read_spec
+from megatron_rl.engine.provider import provider_spec
 from megatron_rl.launch import nccl
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.launch.signals import StoppedBySignal
@@ -167,7 +167,7 @@ def make_source(
 def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
     """Raise ValueError for a run that cannot start here.  Collective: what concerns the GPUs is checked on rank 0."""
     check_can_release(cfg.rollout.release_memory, parallel.device.type)
-    spec, world = read_spec(cfg.model, parallel.device), parallel.world_size
+    spec, world = provider_spec(cfg.model, parallel.device), parallel.world_size
     check_layout(spec, cfg, world)
     check_core(spec, cfg)
 

@@ -14,7 +14,7 @@ from megatron_rl.config.redact import Redactor
 from megatron_rl.launch.status import SHOWN, StatusWriter
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.metrics.results import read_settings
+from megatron_rl.metrics.results import read_run_settings
 from megatron_rl.metrics.samples import best_and_worst, last_rollouts
 from megatron_rl.metrics.sinks import METRICS_FILE, Sinks, read_metrics
 from megatron_rl.metrics.summary import summarize_run
@@ -80,7 +80,7 @@ class Reporter:
         if page is not None:
             self.sinks.track(lambda tracker: tracker.report(page))
         views = [name for name in VIEWS if name in commands.installed()]
-        results, settings = read_metrics(run_dir / METRICS_FILE), read_settings(run_dir)
+        results, settings = read_metrics(run_dir / METRICS_FILE), read_run_settings(run_dir)
         summary = summarize_run(results, run_dir, views, page, settings)
         self.console.summary(summary.text, summary.values)
 

@@ -20,7 +20,15 @@ from megatron_rl.config.redact import Redactor
 from megatron_rl.distributed import Parallel
 from megatron_rl.distributed.trace_collectives import trace_collectives
 from megatron_rl.launch.trace import Trace
-from megatron_rl.launch.trace_file import LAST, Clock, gpu_path, rank_path, step_folder, step_folder_name, write_rank
+from megatron_rl.launch.trace_file import (
+    LAST,
+    SharedClock,
+    gpu_path,
+    rank_path,
+    step_folder,
+    step_folder_name,
+    write_trace,
+)
 from megatron_rl.metrics.file_writer import FileWriter
 
 
@@ -50,7 +58,7 @@ class StepTrace:
         group = self.parallel.host_group
         dist.barrier(group)  # the first waits for late ranks, so that all leave the second one together
         dist.barrier(group)
-        self._clock = Clock(socket.gethostname(), time.monotonic_ns(), time.time_ns())
+        self._clock = SharedClock(socket.gethostname(), time.monotonic_ns(), time.time_ns())
         self._step = step
         self._stack.enter_context(trace_collectives(self.trace))
         if self.parallel.device.type == "cuda":
@@ -70,7 +78,7 @@ class StepTrace:
         rank, world_size, redact = self.parallel.rank, self.parallel.world_size, self._redactor.text
         name = LAST if self.cfg.run.trace == LAST else step_folder_name(step)
         path = rank_path(step_folder(self.cfg.run_dir, name), rank)
-        write = partial(write_rank, rank=rank, world_size=world_size, step=step, clock=self._clock, redact=redact)
+        write = partial(write_trace, rank=rank, world_size=world_size, step=step, clock=self._clock, redact=redact)
         self.files.later(path, partial(write, path, self.trace.take()))
         if on_gpu:
             gpu = gpu_path(path.parent, rank)

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_rl.weights.hf.files import CheckpointError, as_bytes, read_into, refusal
+from megatron_rl.weights.hf.files import CheckpointError, read_into, refusal, tensor_bytes
 from megatron_rl.weights.hf.mapping import canonical_name
 from megatron_rl.weights.names import canonical
 
@@ -119,7 +119,7 @@ class ChunkWriter:
         left = torch.Size(chunk.sizes).numel() * dtype.itemsize
         for block in blocks:
             assert block.dtype == dtype, f"{chunk.key}: {block.dtype}, expected {dtype}"
-            left -= self.stream.write(as_bytes(block.contiguous()))
+            left -= self.stream.write(tensor_bytes(block.contiguous()))
         assert not left, f"{chunk.key}: {left} bytes are missing"
         self.stream.write(tail)
         name = str(dtype).removeprefix("torch.")
@@ -342,12 +342,13 @@ def check_keys(where: str, wanted: Iterable[str], stored: Iterable[str], *, othe
     if other_core:
         fix += "; else the other version of megatron-core is the cause: with that one run megatron-rl convert megatron-to-hf"
     raise CheckpointError(
-        f"{where}: has other tensors than this model; only in the model: {shown(wanted - stored)}; only in the checkpoint: "
-        f"{shown(stored - wanted)}; {fix}"
+        f"{where}: has other tensors than this model; only in the model: "
+        f"{shown_parameters(wanted - stored)}; only in the checkpoint: "
+        f"{shown_parameters(stored - wanted)}; {fix}"
     )
 
 
-def shown(names: Iterable[str]) -> str:
+def shown_parameters(names: Iterable[str]) -> str:
     """Names without layer numbers, each once, and how many more."""
     each = sorted({re.sub(r"\.layers\.\d+\.", ".layers.N.", name) for name in names})
     more = f" and {len(each) - MAX_SHOWN} more" if len(each) > MAX_SHOWN else ""

@@ -184,7 +184,7 @@ def check_te(root: Path) -> None:
     from megatron_rl.config import ModelConfig, ParallelConfig
     from megatron_rl.distributed import make_parallel
     from megatron_rl.engine import bridge, model
-    from megatron_rl.engine.provider import read_spec
+    from megatron_rl.engine.provider import provider_spec
     from megatron_rl.engine.routers import check_routers
     from megatron_rl.replay.compatibility import check_compatibility
 
@@ -194,7 +194,7 @@ def check_te(root: Path) -> None:
     parallel = make_parallel(ParallelConfig(), device="cpu", timeout_minutes=5)
     for name in (*BOTH, *BRIDGE_ONLY):
         settings = ModelConfig(path=root / name, provider="bridge")
-        read_spec(settings, parallel.device)  # as a run does first: it must not choose the layers of the CPU
+        provider_spec(settings, parallel.device)  # as a run does first: it must not choose the layers of the CPU
         provider = bridge.BridgeProvider(settings, ParallelConfig(), parallel, {})
         mode = "R3" if provider.spec.moe_layers else "none"
         check_compatibility(provider.core_config, mode=mode, core_version="0.19.2")

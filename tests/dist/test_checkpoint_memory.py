@@ -26,7 +26,7 @@ def measure(checkpoint, folder):
     """Peak of resident bytes while saving (in this thread, in the background) and loading, and bytes that this rank writes."""
     from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
     from megatron_rl.checkpoint.writer import Shards
-    from megatron_rl.plan.memory import checkpoint_bytes
+    from megatron_rl.plan.memory import checkpoint_bytes_of_rank
     from megatron_rl_tools.convert.conversion import reset_peak, resident_peak
     from tests.dist.engines import make_engine
 
@@ -52,7 +52,7 @@ def measure(checkpoint, folder):
         before = reset_peak()
         writer.load(folder / way / "step_000002")
         found[f"load after {way}"] = resident_peak() - before
-        computed = checkpoint_bytes(engine.spec, engine.cfg, 4, 0)
+        computed = checkpoint_bytes_of_rank(engine.spec, engine.cfg, 4, 0)
         engine.parallel.destroy()
     Shards.stage = stage
     assert len(set(written)) == 1

@@ -30,7 +30,7 @@ def compare_with_one_rank(group):
     """Largest difference of outputs and of query, key, value gradients, packed and padded."""
     import torch
 
-    from megatron_rl.engine.attention import make_plan, packed_attention, padded_attention
+    from megatron_rl.engine.attention import packed_attention, padded_attention, plan_attention
     from megatron_rl_tools.verify_replay.fingerprints import rows_on_rank
 
     size = group.size()
@@ -45,8 +45,8 @@ def compare_with_one_rank(group):
         rows = rows_on_rank([0, *itertools.accumulate(lengths)], group.rank(), group.size())
         mine = [tensor.detach()[rows].requires_grad_() for tensor in everything]
         if form == "packed":
-            expected = packed_attention(*everything, make_plan(cu_seqlens, device), 0.3)
-            got = packed_attention(*mine, make_plan(cu_seqlens, device, group), 0.3, group)
+            expected = packed_attention(*everything, plan_attention(cu_seqlens, device), 0.3)
+            got = packed_attention(*mine, plan_attention(cu_seqlens, device, group), 0.3, group)
         else:
             expected = padded_attention(*everything, 0.3)
             got = padded_attention(*mine, 0.3, group)
@@ -55,7 +55,7 @@ def compare_with_one_rank(group):
         gradients = [(a.grad, b.grad[rows]) for a, b in zip(mine, everything, strict=True)]
         differences[form] = largest_difference([(got, expected[rows])]), largest_difference(gradients)
     with pytest.raises(ValueError, match=r"7 rows is not a multiple of 2 x parallel\.cp"):
-        make_plan(torch.tensor([0, 7, 6 * size]), device, group)
+        plan_attention(torch.tensor([0, 7, 6 * size]), device, group)
     with pytest.raises(ValueError, match="3 rows on a CP rank"):
         padded_attention(*(torch.randn(3, 1, n, 8) for n in heads), 0.3, group)
     return differences

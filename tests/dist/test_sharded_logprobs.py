@@ -49,13 +49,13 @@ def make_sets(labels, vocab):
     """Sets of 1 to 4 ids, on one shard or over all; every fifth row has none."""
     import numpy as np
 
-    from megatron_rl.sampling_mask import SamplingMask, kept_tokens
+    from megatron_rl.sampling_mask import SamplingMask, sets_of_tokens
 
     sizes = np.arange(len(labels)) % 4 + 1
     steps = [vocab // 4 if row % 2 else 1 for row in range(len(labels))]
     ids = [(labels.tolist()[row] + step * steps[row]) % vocab for row, size in enumerate(sizes) for step in range(size)]
     tokens = np.where(np.arange(len(labels)) % 5 == 4, -1, np.arange(len(labels)))
-    return kept_tokens([SamplingMask.of(sizes, np.array(ids))], tokens)
+    return sets_of_tokens([SamplingMask.of(sizes, np.array(ids))], tokens)
 
 
 def difference(got, expected):
@@ -212,7 +212,7 @@ def check_old_logprobs(engine, batch):
     import torch
 
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl.sampling_mask import kept_tokens
+    from megatron_rl.sampling_mask import sets_of_tokens
 
     def old_logprobs(micro_batches):
         given = replace(batch, micro_batches=tuple(micro_batches))
@@ -222,7 +222,7 @@ def check_old_logprobs(engine, batch):
     for slot in range(3):  # the i-th id of each set, else its first again
         parts = []
         for part in batch.micro_batches:
-            kept = kept_tokens(part.sampling_masks, part.mask_tokens.numpy())
+            kept = sets_of_tokens(part.sampling_masks, part.mask_tokens.numpy())
             first, sizes = torch.from_numpy(kept.offsets[:-1]), torch.from_numpy(kept.offsets).diff()
             place = first + torch.where(sizes > slot, slot, 0)
             labels = torch.where(sizes > 0, kept.ids[place.clamp(max=len(kept.ids) - 1)], part.labels)
@@ -231,7 +231,7 @@ def check_old_logprobs(engine, batch):
     plain = old_logprobs([replace(part, sampling_masks=None, mask_tokens=None) for part in batch.micro_batches])
     for index, part in enumerate(batch.micro_batches if got else ()):
         rows = engine.layout.model_rows(part.cu_seqlens)
-        kept = kept_tokens(part.sampling_masks, part.mask_tokens.numpy())
+        kept = sets_of_tokens(part.sampling_masks, part.mask_tokens.numpy())
         sizes = torch.from_numpy(kept.offsets).diff()[rows]
         slots = torch.stack([logprobs[index] for logprobs, _ in whole])
         used = torch.arange(3)[:, None] < sizes

@@ -23,7 +23,7 @@ from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.sampling_defaults import check_masks, check_sampling, is_scaled, probe_logprobs
 from megatron_rl.rollout.server.server_info import ServerError, check_server, server_info
-from megatron_rl.sampling_mask import kept_tokens
+from megatron_rl.sampling_mask import sets_of_tokens
 from tests.e2e.reference import TINY_SPEC, assert_is_from, hf_model
 from tests.fake_server import wait_for
 
@@ -88,7 +88,7 @@ def differences(checkpoint, rollout, temperature):
     """|log mu~ - log pi~| over the kept sets, and |log mu~ - log pi| over the vocabulary, of each sampled token."""
     batch = pack([Sample(rollout, 0.0)])
     logits = hf_model(checkpoint)(torch.from_numpy(rollout.tokens)[None]).logits[0]
-    kept = kept_tokens(batch.sampling_masks, batch.mask_tokens.numpy())
+    kept = sets_of_tokens(batch.sampling_masks, batch.mask_tokens.numpy())
     found = kept_token_logprobs(logits, batch.labels, kept, vocab_size=64, temperature=temperature)
     mu = batch.rollout_logprobs
     both = (mu - found.logprobs).abs(), (mu - found.logprobs - found.log_mass).abs()

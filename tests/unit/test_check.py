@@ -25,7 +25,7 @@ EVERYTHING = [REPO, UNIT]
         ("tests/check.py", ["tests/unit/test_check.py"]),
         ("tests/repo/test_packaging.py", ["tests/repo/test_packaging.py"]),
         ("tests/dist/test_replay.py", []),
-        ("docs/first_run.md", []),
+        ("docs/install.md", []),
         ("README.md", []),
         ("tools/install.sh", []),
     ],

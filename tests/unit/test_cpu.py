@@ -125,7 +125,7 @@ def test_install_twice_changes_nothing() -> None:
     from megatron_rl.distributed import cpu
 
     before = torch.cuda.Stream, torch.Tensor.type
-    cpu.install()
+    cpu.install_cpu()
     assert (torch.cuda.Stream, torch.Tensor.type) == before
     for tensor in (
         torch.zeros(2, device="cuda:0"),
@@ -149,5 +149,5 @@ def test_no_effect_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cpu, "_is_installed", lambda: False)
     monkeypatch.setattr(cpu, "PATCHES", (cpu.Patch("os", "getcwd", None, "must not be applied"),))
-    cpu.install()
+    cpu.install_cpu()
     assert os.getcwd()

@@ -185,7 +185,7 @@ def test_a_line_of_responses_is_json_whatever_a_model_wrote():
     prompt = Prompt("q", "1", (1,), "7")
     rollout = make_rollout("q/0", 1, 2, routes=False)
     group = RolloutGroup(prompt, (replace(rollout, response_text="\ud800\x00\u2028"),), np.array([NAN], np.float32))
-    (line,) = evaluate.lines_of("s", group)
+    (line,) = evaluate.lines_of_set("s", group)
     assert json.loads(json.dumps(line).encode("ascii"))["response"] == "\ud800\x00\u2028" and line["reward"] is None
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_rl.sampling_mask import SamplingMask, check_mask, from_varints, join_masks, kept_tokens, to_varints
+from megatron_rl.sampling_mask import SamplingMask, check_mask, from_varints, join_masks, sets_of_tokens, to_varints
 
 ROUTES_BYTES = 48 * 8  # of a token: 48 layers, top-8, uint8
 
@@ -79,7 +79,7 @@ def test_rows_find_their_sets_in_any_cut_of_a_batch():
     masks, sets = zip(*(make_mask(rng, part) for part in sampled), strict=True)
     flat = [own for each in sets for own in each]
     tokens = np.array([-1, 3, 0, -1, 10, 5, 4, -1])  # as rows of a context rank: any order, with holes
-    kept = kept_tokens(masks, tokens)
+    kept = sets_of_tokens(masks, tokens)
     assert kept.is_empty.tolist() == [token < 0 for token in tokens]
     for row, token in enumerate(tokens.tolist()):
         own = slice(int(kept.offsets[row]), int(kept.offsets[row + 1]))
@@ -92,7 +92,7 @@ def test_blocks_cover_all_rows_and_bound_the_ids(monkeypatch):
     sampled = np.arange(9)
     sizes = np.array([1, 5, 3, 3, 8, 1, 1, 1, 1])
     mask = SamplingMask.of(sizes, np.concatenate([np.arange(n) + i for i, n in enumerate(sizes.tolist())]))
-    kept = kept_tokens([mask], sampled)
+    kept = sets_of_tokens([mask], sampled)
     blocks = list(kept.blocks(0, 9))
     assert [row for block in blocks for row in range(block.start, block.stop)] == list(range(9))
     sizes = [int(kept.offsets[block.stop] - kept.offsets[block.start]) for block in blocks]

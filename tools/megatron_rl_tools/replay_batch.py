@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.bundle import Bundle, Header, Results, read_header, results_of
 from megatron_rl.checkpoint.bundle_sequences import BundleError
-from megatron_rl.checkpoint.checkpointer import gather, layout_name
+from megatron_rl.checkpoint.checkpointer import gather_values, layout_name
 from megatron_rl.config import Config, load_config
 from megatron_rl.data.prompts import load_tokenizer
 from megatron_rl.distributed import disable_tf32, make_parallel
@@ -130,7 +130,7 @@ def compute(bundle: Bundle, batch: MiniBatch, old: OldPass, num_tokens: int) -> 
 
     grad_norm = engine.compute_gradient(batch, old, sums, replay=bundle.replay, observe=observe)
     metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
-    everyone = [token for part in gather(found) for token in part]
+    everyone = [token for part in gather_values(found) for token in part]
     return results_of(engine, metrics, grad_norm), heapq.nlargest(num_tokens, everyone)
 
 

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from megatron_rl.config.redact import Redactor
 from megatron_rl.metrics.health import examine_results
 from megatron_rl.metrics.left_out import counts_of_run
-from megatron_rl.metrics.results import evaluations, read_settings, series
+from megatron_rl.metrics.results import evaluations, read_run_settings, series
 from megatron_rl.metrics.samples import Row, best_and_worst, last_rollouts
 from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
 from megatron_rl.records import StepResult
@@ -77,7 +77,7 @@ def write_report(run_dir: Path) -> Path:
         f"<h1>{html.escape(name)}</h1>",
         report_headline(results),
         *(f'<p class="big">{line}</p>' for line in accuracy_lines(results)),
-        health_list(results, read_settings(run_dir)),
+        health_list(results, read_run_settings(run_dir)),
         left_out_table(results),
         f'<h2>Curves</h2><div class="curves"><img alt="curves of the run" src="data:image/png;base64,{image}"></div>',
         summary_table(results),

@@ -21,7 +21,7 @@ IDS_FILE = "trackers.json"
 """In the run's folder: {tracker: id of its run}."""
 
 
-class Place(NamedTuple):
+class TrackerClass(NamedTuple):
     """Of a tracker: its class as module:Class, and the package that it needs, which is also the name of its extra."""
 
     target: str
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 PLACES = {
-    name: Place(f"megatron_rl.metrics.trackers.to_{name}:{class_name}", name)
+    name: TrackerClass(f"megatron_rl.metrics.trackers.to_{name}:{class_name}", name)
     for name, class_name in zip(TRACKERS, ("TensorBoard", "WandB", "MLflow", "Trackio"), strict=True)
 }
 REMOTE_VARIABLES = {"trackio": ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")}

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
-from megatron_rl.metrics.trackers.tracker import COLUMNS, Row, TrackedRun, Tracker, cells, flat
+from megatron_rl.metrics.trackers.tracker import COLUMNS, Row, TrackedRun, Tracker, cells, flat_config
 
 BATCH, PARAMETERS = 1000, 100
 """The most metrics, and parameters, of one request."""
@@ -36,7 +36,7 @@ class MLflow(Tracker):
         found = client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self._new_experiment(run.project, folder)
         run_id: str = client.create_run(experiment, run_name=run.name).info.run_id
-        values = [Param(name, str(value)[:VALUE_CHARACTERS]) for name, value in flat(run.config).items()]
+        values = [Param(name, str(value)[:VALUE_CHARACTERS]) for name, value in flat_config(run.config).items()]
         for start in range(0, len(values), PARAMETERS):
             client.log_batch(run_id, params=values[start : start + PARAMETERS])
         client.log_batch(run_id, tags=[RunTag(f"version.{name}", value) for name, value in run.versions.items()])

@@ -57,7 +57,7 @@ class Tracker:
         """The process ends; failed: by an error."""
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """{"section.key": value}."""
     return {
         f"{section}.{key}": value

@@ -41,7 +41,7 @@ class CommandRollout:
         access = await session.open_endpoint()
         env = self.environment() | {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.api_key}
         question = json.dumps({"id": prompt.id, "text": prompt.text, "label": prompt.label})
-        code, output, errors = await run(self.cfg.command, env, question.encode() + b"\n")
+        code, output, errors = await run_program(self.cfg.command, env, question.encode() + b"\n")
         if code != 0:
             if session.is_full or session.is_refused:  # the error of its last request
                 raise ContextFull(f"exit status {code} with a full context")
@@ -62,7 +62,7 @@ class CommandRollout:
         return passed | {"no_proxy": direct, "NO_PROXY": direct}
 
 
-async def run(command: tuple[str, ...], env: Mapping[str, str], given: bytes) -> tuple[int, str, str]:
+async def run_program(command: tuple[str, ...], env: Mapping[str, str], given: bytes) -> tuple[int, str, str]:
     """(exit status, end of standard output, end of standard error).  Its process group is killed in every case."""
     pipe = asyncio.subprocess.PIPE
     transport, program = await asyncio.get_running_loop().subprocess_exec(

@@ -213,12 +213,12 @@ def digests_of(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[b
 def chained(digest: bytes, value: object) -> bytes:
     """Digest of everything before and `value`."""
     if isinstance(value, Mapping):
-        value = [value.get("role"), text_of(value.get("content")), [call_of(each) for each in as_list(value)]]
+        value = [value.get("role"), text_of(value.get("content")), [call_of(each) for each in list_of_tokens(value)]]
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.blake2b(digest + text.encode(), digest_size=16).digest()
 
 
-def as_list(message: Mapping[str, object]) -> list[object]:
+def list_of_tokens(message: Mapping[str, object]) -> list[object]:
     calls = message.get("tool_calls")
     return list(calls) if isinstance(calls, Sequence) else []
 

@@ -129,8 +129,8 @@ class Endpoint:
         episode.tasks.add(task)
         try:
             async with answers(episode.session, asked) as turns:
-                tokens = [token_logprobs(episode.session, turn) if asked.logprobs else [] for turn in turns]
-                return await write(request, asked, turns, tokens)
+                tokens = [sampled_logprobs(episode.session, turn) if asked.logprobs else [] for turn in turns]
+                return await write_answer(request, asked, turns, tokens)
         finally:
             episode.tasks.discard(task)
 
@@ -165,7 +165,7 @@ async def answers(session: Session, asked: CompletionRequest) -> AsyncIterator[l
         raise ApiError(400, str(error), param="tools" if str(error).startswith("tools") else "messages") from error
 
 
-async def write(
+async def write_answer(
     request: web.Request, asked: CompletionRequest, turns: Sequence[Turn], tokens: Sequence[list[Json]]
 ) -> web.StreamResponse:
     """The answer, when all of it is written.  Raises ConnectionResetError where the client hung up before."""
@@ -197,7 +197,7 @@ def stop_token(session: Session, stop: str) -> int:
     return int(ids[0])
 
 
-def token_logprobs(session: Session, turn: Turn) -> list[Json]:
+def sampled_logprobs(session: Session, turn: Turn) -> list[Json]:
     """As they were sampled."""
     texts: Sequence[str] = session.tokenizer.convert_ids_to_tokens(list(turn.token_ids))
     return [

@@ -48,7 +48,7 @@ class EnvironmentRollout:
                 turn = await session.generate()
             except ContextFull:  # the rewards so far count
                 break
-            step = checked(await self._call(session, "step", environment.step, turn))
+            step = checked_step(await self._call(session, "step", environment.step, turn))
             session.reward_turn(step.reward)
             reward, metrics, is_done = reward + step.reward, dict(step.metrics), step.done
             if not is_done:
@@ -81,7 +81,7 @@ class EnvironmentRollout:
         return found
 
 
-def checked(step: object) -> Step:
+def checked_step(step: object) -> Step:
     """What `step` returned.  Raises EpisodeError for what is no Step, or one with fields of other kinds."""
     if not isinstance(step, Step):
         raise EpisodeError(f"agent.environment: step returned {type(step).__name__}, must be a Step")
@@ -99,7 +99,7 @@ def is_nothing(observation: object) -> bool:
     return observation is None or (isinstance(observation, Sized) and len(observation) == 0)
 
 
-def check_environment(found: object, where: str) -> Callable[[], Environment]:
+def check_environment_class(found: object, where: str) -> Callable[[], Environment]:
     """`found`, a class that can be an environment; ValueError, naming the key, where it cannot."""
     calls = {"reset": (None, None), "step": (None, None)}  # with self
     missing = [name for name in calls if not callable(getattr(found, name, None))]

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents.environment_worker import ANSWER_BYTES, fields_of, order
+from megatron_rl.rollout.agents.environment_worker import ANSWER_BYTES, fields_of_turn, order
 from megatron_rl.rollout.agents.episode import EpisodeError, Observation, Step, Turn
 from megatron_rl.workers import kill_group, start_worker
 
@@ -147,7 +147,7 @@ class RemoteEnvironment:
         return await self._call("reset", asdict(prompt))
 
     async def step(self, turn: Turn) -> Step:
-        answer = await self._call("step", fields_of(turn))
+        answer = await self._call("step", fields_of_turn(turn))
         if not isinstance(answer, dict) or set(answer) != {"step"}:
             raise EpisodeError(f"agent.environment: step returned {type(answer).__name__}, must be a Step")
         return Step(**answer["step"])

@@ -28,7 +28,7 @@ from typing import Any
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.episode import Environment, Step, Turn
-from megatron_rl.workers import Printed, end_with_parent, frames_of, kill_group, limit_memory, line_of, open_channel
+from megatron_rl.workers import Printed, end_with_parent, frames_of, json_line, kill_group, limit_memory, open_channel
 
 ANSWER_BYTES = 2**26
 """Of one answer: more cannot fit a context."""
@@ -42,9 +42,9 @@ def main() -> None:
     try:
         make = getattr(importlib.import_module(module), attribute)
     except Exception as error:
-        channel.sendall(line_of(failure(error)))
+        channel.sendall(json_line(failure_of(error)))
         return
-    channel.sendall(line_of({"ready": True}))
+    channel.sendall(json_line({"ready": True}))
     pids: dict[int, int] = {}
     try:
         while message := receive(channel):
@@ -54,7 +54,7 @@ def main() -> None:
                     end(pid)
             elif (pid := os.fork()) == 0:
                 channel.close()
-                serve(make, socket.socket(fileno=descriptors[0]), memory)
+                serve_episode(make, socket.socket(fileno=descriptors[0]), memory)
             else:
                 pids[order["start"]] = pid
                 os.close(descriptors[0])
@@ -88,7 +88,7 @@ def end(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def serve(make: Callable[[], Environment], channel: socket.socket, memory: int) -> None:
+def serve_episode(make: Callable[[], Environment], channel: socket.socket, memory: int) -> None:
     """One episode, in a forked process: never returns."""
     os.setsid()
     end_with_parent()
@@ -121,7 +121,7 @@ def reply_line(
     try:
         if message["call"] == "constructor":
             found["environment"] = make()
-            return line_of({"answer": None})
+            return json_line({"answer": None})
         if message["call"] == "reset":
             argument: Prompt | Turn = Prompt(**with_tuple(message["argument"]))
         else:
@@ -129,11 +129,11 @@ def reply_line(
         answer = getattr(found["environment"], message["call"])(argument)
         if inspect.isawaitable(answer):
             answer = runner.run(awaited(answer))
-        line = line_of({"answer": plain(answer)})
+        line = json_line({"answer": plain(answer)})
     except (Exception, SystemExit) as error:  # sys.exit in an environment must not look like a crash
-        return line_of(failure(error))
+        return json_line(failure_of(error))
     if len(line) > ANSWER_BYTES:
-        return line_of({"failed": f"answered {len(line)} bytes: must be at most {ANSWER_BYTES}", "where": []})
+        return json_line({"failed": f"answered {len(line)} bytes: must be at most {ANSWER_BYTES}", "where": []})
     return line
 
 
@@ -145,7 +145,7 @@ def with_tuple(argument: dict[str, Any]) -> dict[str, Any]:
     return argument | {"token_ids": tuple(argument["token_ids"])}
 
 
-def fields_of(turn: Turn) -> dict[str, object]:
+def fields_of_turn(turn: Turn) -> dict[str, object]:
     """`turn` as JSON holds it, read in the model's chat format where there is one; the inverse of turn_of."""
     return {
         "text": turn.text,
@@ -182,7 +182,7 @@ def plain(value: object) -> object:
     raise TypeError(f"answered {type(value).__name__}: must be text, numbers, lists, mappings or a Step")
 
 
-def failure(error: BaseException) -> dict[str, object]:
+def failure_of(error: BaseException) -> dict[str, object]:
     return {"failed": f"{type(error).__name__}: {error}"[:2000], "where": frames_of(error, __file__)}
 
 

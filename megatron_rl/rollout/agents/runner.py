@@ -23,7 +23,7 @@ from megatron_rl.records import FinishReason, Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.agents.command import CommandRollout
 from megatron_rl.rollout.agents.endpoint import Endpoint
-from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment
+from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment_class
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, EpisodeStopped
 from megatron_rl.rollout.agents.session import Session
@@ -53,7 +53,7 @@ def load_function(
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{cfg.setting} cannot be loaded: {error}; must be package.module:NAME") from error
     if cfg.environment:
-        return EnvironmentRollout(check_environment(found, cfg.setting), cfg, processes)
+        return EnvironmentRollout(check_environment_class(found, cfg.setting), cfg, processes)
     if not inspect.iscoroutinefunction(found):
         raise ValueError(f"{cfg.setting} must be an async function: async def {attribute}(session, prompt) -> Episode")
     try:

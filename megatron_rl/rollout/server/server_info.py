@@ -79,7 +79,7 @@ def server_info(
         meta = sample_one_token(http, {"temperature": 0.0}, return_routed_experts=routed)
     # /server_info keeps the path the server was started on; /model_info's moves with every push through the disk
     model_path = str(server.get("model_path"))
-    config = read_config(Path(model_path))
+    config = read_served_config(Path(model_path))
     return ServerInfo(
         url=url,
         version=str(server.get("version")),
@@ -103,7 +103,7 @@ def check_server(
 ) -> None:
     """Raise ServerError unless the server serves the model of `spec` (and `dtype`, `tokenizer`, where given) in a usable way."""
     if want_routes:
-        check_routes(info, spec)
+        check_returned_routes(info, spec)
     expected = {
         "layers": (info.num_layers, spec.num_layers),
         "experts": (info.num_experts, spec.num_experts),
@@ -161,7 +161,7 @@ def accepted_lines(infos: Sequence[ServerInfo], rollout: RolloutConfig, *, want_
     return [f"{line} ({', '.join(servers)})" for line, servers in urls.items()]
 
 
-def check_routes(info: ServerInfo, spec: ModelSizes) -> None:
+def check_returned_routes(info: ServerInfo, spec: ModelSizes) -> None:
     """Raise ServerError unless expert ids come back, in a form this run understands."""
     if not info.routed_experts:
         raise ServerError(
@@ -271,7 +271,7 @@ def route_width(meta: Json) -> int:
     return len(payload.rstrip("=")) * 3 // 4 // 4  # base64 characters -> bytes -> int32
 
 
-def read_config(model_path: Path) -> Json:
+def read_served_config(model_path: Path) -> Json:
     """config.json of a checkpoint, {} where it is not readable from this machine (a remote server's path)."""
     try:
         config = json.loads((model_path / "config.json").read_text())

@@ -53,7 +53,7 @@ class Batch(NamedTuple):
     num_bytes: int
 
 
-class Step(NamedTuple):
+class ExportStep(NamedTuple):
     """One parameter of the export.  ranks: those that gather its shards, in their order, onto `source`."""
 
     entry: Entry
@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankParameters:
     """What one rank has.  keys: layers, and names of parameters outside them; tp, etp: global ranks of these groups."""
 
     stage: int
@@ -72,7 +72,7 @@ class Place:
     keys: frozenset[Hashable]
 
 
-def plan_export(chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel) -> list[Step]:
+def plan_export(chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel) -> list[ExportStep]:
     """The order and the sources of an export: the same list on every rank, for any weights of this layout.  Collective.
 
     Each source's parameters come in checkpoint order.  Sources alternate so that all of them have sent the same fraction of
@@ -83,12 +83,14 @@ def plan_export(chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel)
     table = [entry.held_by(chunks) for entry in entries(spec)]
     held = frozenset(key_of(entry) for entry in table if entry.name in parameters)
     tp, etp = (tuple(dist.get_process_group_ranks(group)) for group in (parallel.tp_group, parallel.etp_group))
-    places: list[Place] = [Place(parallel.pp_rank, parallel.ep_rank, tp, etp, held)] * parallel.world_size
+    places: list[RankParameters] = [
+        RankParameters(parallel.pp_rank, parallel.ep_rank, tp, etp, held)
+    ] * parallel.world_size
     dist.all_gather_object(places, places[0], group=parallel.host_group)
     return order_steps(table, assign_sources(table, places), places)
 
 
-def assign_sources(table: Sequence[Entry], places: Sequence[Place]) -> dict[str, int]:
+def assign_sources(table: Sequence[Entry], places: Sequence[RankParameters]) -> dict[str, int]:
     """Name -> source.  An expert's is the first rank that has it; the others go to the stage's source with the fewest bytes."""
     sources: dict[tuple[int, int], int] = {}
     for rank, place in enumerate(places):
@@ -118,7 +120,7 @@ def assign_sources(table: Sequence[Entry], places: Sequence[Place]) -> dict[str,
     return assigned
 
 
-def order_steps(table: Sequence[Entry], assigned: dict[str, int], places: Sequence[Place]) -> list[Step]:
+def order_steps(table: Sequence[Entry], assigned: dict[str, int], places: Sequence[RankParameters]) -> list[ExportStep]:
     """See plan_export."""
     total, sent = defaultdict[int, int](int), defaultdict[int, int](int)
     for entry in table:
@@ -128,7 +130,7 @@ def order_steps(table: Sequence[Entry], assigned: dict[str, int], places: Sequen
         source = assigned[entry.name]
         ranks = places[source].etp if entry.rule.is_expert else places[source].tp
         sent[source] += elements(entry)
-        step = Step(entry, (source,) if entry.rule.kind == "replicated" else ranks, source)
+        step = ExportStep(entry, (source,) if entry.rule.kind == "replicated" else ranks, source)
         placed.append((sent[source] / total[source], source, step))
         if len(placed) > 1 and all(each.entry.hf_names[0].endswith(ONE_CALL) for _, _, each in placed[-2:]):
             # one place for both: sources that few_sources merges must have nothing in between
@@ -146,7 +148,7 @@ def elements(entry: Entry) -> int:
 
 
 def export_planned(
-    plan: Sequence[Step], chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
+    plan: Sequence[ExportStep], chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
 ) -> Iterator[HFTensor]:
     """The tensors in the order of the plan: contiguous, on the device and in the dtype of the model.  Collective.
 
@@ -162,14 +164,16 @@ def export_planned(
             group = parallel.etp_group if entry.rule.is_expert else parallel.tp_group
             shards = [parameters[entry.name].detach()]
             if len(ranks) > 1:
-                shards = gather(shards[0], source, ranks, group)
+                shards = gather_shards(shards[0], source, ranks, group)
             if parallel.rank == source:
                 tensors = [tensor for _, tensor in to_hf(entry, shards, spec)]
         for (name, shape), tensor in zip(entry.hf, tensors, strict=True):
             yield HFTensor(name, shape, dtype, source, tensor)
 
 
-def gather(tensor: torch.Tensor, source: int, ranks: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+def gather_shards(
+    tensor: torch.Tensor, source: int, ranks: Sequence[int], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
     """The shards of all ranks of the group on `source`, none elsewhere.  gloo sends wrong data for tensors with gaps."""
     shards = [torch.empty_like(tensor) for _ in ranks] if dist.get_rank() == source else []
     dist.gather(tensor.contiguous(), shards or None, dst=source, group=group)
@@ -190,7 +194,7 @@ def on_rank_0(stream: Iterable[HFTensor], rank: int, device: torch.device) -> It
     return ((each.name, each.tensor) for each in forwarded(stream, lambda source: 0, rank, device))
 
 
-def few_sources(plan: Sequence[Step], most: int) -> Callable[[int], int]:
+def few_sources(plan: Sequence[ExportStep], most: int) -> Callable[[int], int]:
     """Source -> the one that sends for it, of which there are at most `most`: the first of its neighbours in number."""
     sources = sorted({step.source for step in plan})
     count = min(most, len(sources))

@@ -31,7 +31,7 @@ class CheckpointError(ValueError):
     """An HF checkpoint that cannot be used; the message names the tensors or the file, and the rule."""
 
 
-class Header(NamedTuple):
+class TensorHeader(NamedTuple):
     """A tensor in a file.  dtype: safetensors' name of it (F32, BF16, ...); start: offset of its first byte."""
 
     name: str
@@ -164,7 +164,7 @@ def num_tensors(path: Path) -> int:
     return len(read_headers(path)) if any(path.glob("*.safetensors")) else 0
 
 
-def read_headers(path: Path) -> dict[str, Header]:
+def read_headers(path: Path) -> dict[str, TensorHeader]:
     """Name -> header of every tensor of the safetensors files; of a tensor in several files, of that in the index.
 
     Raises CheckpointError for a file that is damaged, where the files, or tensors of them that the index names, are missing, and
@@ -179,7 +179,7 @@ def read_headers(path: Path) -> dict[str, Header]:
         pickles = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
         reason = f"only pickle weights ({pickles[0].name}), which can run code; convert them to" if pickles else "no"
         raise CheckpointError(f"{path}: {reason} safetensors files" + (" first" if pickles else " there"))
-    headers: dict[str, Header] = {}
+    headers: dict[str, TensorHeader] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt"):  # checks sizes and offsets against the size of the file
@@ -199,13 +199,13 @@ def read_headers(path: Path) -> dict[str, Header]:
                     "not of this checkpoint"
                 )
             start = 8 + length + about["data_offsets"][0]
-            headers[name] = Header(name, file, tuple(about["shape"]), about["dtype"], start)
+            headers[name] = TensorHeader(name, file, tuple(about["shape"]), about["dtype"], start)
     if absent := sorted(named.keys() - headers.keys()):
         raise CheckpointError(f"{path}: the index names tensors that its files do not have, first {absent[0]}")
     return headers
 
 
-def read_pickles(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Header]]:
+def read_pickles(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, TensorHeader]]:
     """Tensors of pytorch_model*.bin, mapped, by torch's restricted unpickler (tensors only, no code)."""
     tensors: dict[str, torch.Tensor] = {}
     headers = {}
@@ -214,7 +214,7 @@ def read_pickles(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Header]
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(f"{file}: {name} is not a tensor; the file must hold only tensors")
             tensors[name] = tensor
-            headers[name] = Header(name, file, tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype)))
+            headers[name] = TensorHeader(name, file, tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype)))
     if not tensors:
         raise CheckpointError(f"{path}: no safetensors and no pytorch_model*.bin files there")
     return tensors, headers
@@ -240,7 +240,7 @@ def refusal(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     return tensor.flatten().view(torch.uint8).numpy().data
 
@@ -248,7 +248,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 def read_into(tensor: torch.Tensor, stream: BinaryIO, start: int) -> bool:
     """Fill a contiguous tensor with the bytes at `start`; False where the file ends before its end."""
     stream.seek(start)
-    return bool(stream.readinto(as_bytes(tensor)) == tensor.nbytes)  # type: ignore[attr-defined]
+    return bool(stream.readinto(tensor_bytes(tensor)) == tensor.nbytes)  # type: ignore[attr-defined]
 
 
 def companions(source: Path) -> list[Path]:

@@ -65,7 +65,7 @@ def entries(spec: ModelSpec) -> Iterator[Entry]:
             yield _entry(rule, spec)
 
 
-def sizes(spec: ModelSpec) -> dict[str, int]:
+def size_values(spec: ModelSpec) -> dict[str, int]:
     """Values of the sizes in the tables of weights/hf/rules.py for this model."""
     heads = spec.num_heads
     return {
@@ -218,7 +218,7 @@ def _is_in_layer(rule: Rule, is_moe: bool) -> bool:
 
 
 def _entry(rule: Rule, spec: ModelSpec, layer: int | None = None, expert: int | None = None) -> Entry:
-    lengths = sizes(spec)
+    lengths = size_values(spec)
     hf = tuple(
         (name.format(layer=layer, expert=expert), tuple(lengths[size] for size in shape.split()))
         for name, shape in rule.hf

@@ -36,7 +36,7 @@ def write_hf_checkpoint(
     stream = iter(tensors)
     try:
         ranks.together(lambda: write_files(stream, temporary, most_bytes, ranks.rank), CheckpointError)
-        ranks.on_rank_0(lambda: complete(temporary, source_dir, out_dir), CheckpointError)
+        ranks.on_rank_0(lambda: complete_checkpoint(temporary, source_dir, out_dir), CheckpointError)
     finally:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -71,7 +71,7 @@ def drain(stream: Iterator[object]) -> None:
         pass
 
 
-def complete(temporary: Path, source_dir: Path, out_dir: Path) -> None:
+def complete_checkpoint(temporary: Path, source_dir: Path, out_dir: Path) -> None:
     """Check the files, add those without weights, replace `out_dir`."""
     _check_against_source(temporary, source_dir)  # before anything is replaced
     for file in companions(source_dir):

@@ -130,7 +130,7 @@ def connect(
     backend = "nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=min(timeout, CONNECT_TIMEOUT_SECONDS))
     address = local_address(url)
-    store, port = listen(address, world_size, limit)
+    store, port = make_store(address, world_size, limit)
     name = f"megatron_rl_{source}_{os.getpid()}_{next(GROUP_NUMBERS)}"
     place = {"master_address": address, "master_port": port, "world_size": world_size}
     joining = join(place | {"group_name": name, "backend": backend})
@@ -165,7 +165,7 @@ def local_address(url: str) -> str:
         return probe.getsockname()[0]
 
 
-def listen(address: str, world_size: int, timeout: timedelta) -> tuple[dist.TCPStore, int]:
+def make_store(address: str, world_size: int, timeout: timedelta) -> tuple[dist.TCPStore, int]:
     """A TCP store on a free port of `address` only; by default it would listen on every interface.
 
     Not torch's rendezvous(): under torchrun that returns torchrun's own store instead.

@@ -146,11 +146,11 @@ class Verifier:
         if not comparable:
             raise WeightPushError(
                 f"server {url}: of its {len(set().union(*ranks))} tensors none can be compared with the trainer's export, as all "
-                f"have other names: {shown(sorted(set().union(*ranks)))}; to run without, set rollout.verify_push = version"
+                f"have other names: {shown_names(sorted(set().union(*ranks)))}; to run without, set rollout.verify_push = version"
             )
         wrong = sorted({name for rank in ranks for name in comparable if rank.get(name) != ours[name]})
         if wrong:
-            named = "; ".join(f"{name} (of {shown(parts[name])})" for name in wrong[:SHOWN])
+            named = "; ".join(f"{name} (of {shown_names(parts[name])})" for name in wrong[:SHOWN])
             raise WeightPushError(
                 f"server {url} does not hold the weights that were sent as version {version}: {len(wrong)} of {len(comparable)} "
                 f"tensors have another checksum: {named}; it must load what it gets unchanged: look for quantisation in its "
@@ -158,7 +158,7 @@ class Verifier:
             )
         left = sorted(set().union(*ranks).symmetric_difference(ours) | (set(ours) - comparable))
         if left:
-            self._log(f"{url}: {len(comparable)} tensors verified, {len(left)} not comparable: {shown(left)}")
+            self._log(f"{url}: {len(comparable)} tensors verified, {len(left)} not comparable: {shown_names(left)}")
         return len(comparable)
 
     def _compare_servers(self, found: Mapping[str, Sequence[Mapping[str, str]]], version: int) -> int:
@@ -173,7 +173,7 @@ class Verifier:
                 if wrong := sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)):
                     raise WeightPushError(
                         f"servers {url} and {other} hold other weights after version {version}: {len(wrong)} tensors have "
-                        f"another checksum: {shown(wrong)}; one of them loaded what it got wrongly: restart both"
+                        f"another checksum: {shown_names(wrong)}; one of them loaded what it got wrongly: restart both"
                     )
                 compared += len(mine)
         return compared
@@ -184,5 +184,5 @@ class Verifier:
             logger.warning("verify_push = checksum: %s", line)
 
 
-def shown(names: Sequence[str]) -> str:
+def shown_names(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f", ... ({len(names)})" if len(names) > SHOWN else "")

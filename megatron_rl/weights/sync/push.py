@@ -251,7 +251,7 @@ class WeightPusher:
         loading: Future[None] | None = None
         num_bytes = 0
         try:
-            tensors = checked(stream, self.expected, self.checkpoint)
+            tensors = checked_stream(stream, self.expected, self.checkpoint)
             for number, batch in enumerate(batches(tensors, self.bucket_bytes, of_one_dtype=True)):
                 sent.add(number, batch)
                 if batch.source != self.ranks.rank:
@@ -375,7 +375,7 @@ def expected_tensors(checkpoint: Path, dtype: torch.dtype) -> Expected:
     }
 
 
-def checked(tensors: Iterable[HFTensor], expected: Expected, checkpoint: Path) -> Iterator[HFTensor]:
+def checked_stream(tensors: Iterable[HFTensor], expected: Expected, checkpoint: Path) -> Iterator[HFTensor]:
     """The same stream, in the dtypes to send; WeightPushError for a name or shape that is not the checkpoint's, occurs twice,
     or is missing."""
     seen: set[str] = set()

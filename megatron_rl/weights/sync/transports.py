@@ -139,13 +139,13 @@ class Disk(Transport):
         return []
 
     def send(self, servers: Servers, bucket: Bucket, version: int, turn: Turn) -> Calls:
-        file = self._folder(version) / file_name(bucket.number)
+        file = self._folder(version) / bucket_file_name(bucket.number)
         save_file(bucket.tensors(), file, metadata={"format": "pt"})
         return []
 
     def finish(self, servers: Servers, version: int, numbers: Mapping[str, int], num_bytes: int) -> None:
         folder = self._folder(version)
-        write_index(folder, {name: file_name(number) for name, number in numbers.items()}, num_bytes)
+        write_index(folder, {name: bucket_file_name(number) for name, number in numbers.items()}, num_bytes)
         shutil.copy(self.checkpoint / "config.json", folder)
         servers.post("/update_weights_from_disk", {"model_path": str(folder.absolute()), "flush_cache": False})
         if self.last != folder:
@@ -161,5 +161,5 @@ class Disk(Transport):
             self.last = None
 
 
-def file_name(bucket: int) -> str:
+def bucket_file_name(bucket: int) -> str:
     return f"model-{bucket + 1:05d}.safetensors"

@@ -9,11 +9,11 @@ from megatron_rl.checkpoint import checkpointer
 from megatron_rl.checkpoint.checkpointer import (
     Checkpointer,
     CheckpointError,
-    gather,
     gather_on_rank_0,
+    gather_values,
     layout_name,
     on_every_rank,
-    reason,
+    reason_of_error,
 )
 from tests.unit.checkpoint.test_manifest import make_checkpoint
 
@@ -44,9 +44,9 @@ def raised(*errors, explicit):
 def test_the_reason_of_an_error_is_the_error_of_the_file(explicit):
     full = OSError(28, "No space left on device")
     errors = (ValueError("lost"), full, KeyError("position"), RuntimeError("unexpected position"))
-    assert reason(raised(*errors, explicit=explicit)) == "OSError: [Errno 28] No space left on device"
-    assert reason(raised(ValueError("a"), RuntimeError("b"), explicit=explicit)) == "RuntimeError: b"
-    assert reason(full) == "OSError: [Errno 28] No space left on device"
+    assert reason_of_error(raised(*errors, explicit=explicit)) == "OSError: [Errno 28] No space left on device"
+    assert reason_of_error(raised(ValueError("a"), RuntimeError("b"), explicit=explicit)) == "RuntimeError: b"
+    assert reason_of_error(full) == "OSError: [Errno 28] No space left on device"
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def ranks(monkeypatch):
 
 def test_values_of_all_ranks(ranks):
     ranks(0, "b", "c")
-    assert gather("a") == gather_on_rank_0("a", "host") == ["a", "b", "c"]
+    assert gather_values("a") == gather_on_rank_0("a", "host") == ["a", "b", "c"]
     ranks(1, "b", "c")
     assert gather_on_rank_0("b", "host") == []
 

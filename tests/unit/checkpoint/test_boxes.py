@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_rl.checkpoint.optimizer_parts import boxes, parts_of
+from megatron_rl.checkpoint.optimizer_parts import boxes, parts_of_tensor
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
@@ -38,7 +38,7 @@ def test_each_data_parallel_rank_saves_its_own_part_at_its_place(start: int) -> 
     )
     values = torch.arange(start, 12.0)
     whole = torch.full((8, 3), -1.0)
-    for part in parts_of(place, "exp_avg", values, start, instance=0):
+    for part in parts_of_tensor(place, "exp_avg", values, start, instance=0):
         assert (part.key, part.replica_id, part.global_shape) == ("optimizer.state.exp_avg.weight", (0, 5, 0), (8, 3))
         assert part.allow_shape_mismatch, "a padded vocabulary"
         rows = tuple(slice(a, a + n) for a, n in zip(part.global_offset, part.local_shape, strict=True))

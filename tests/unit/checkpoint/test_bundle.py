@@ -170,9 +170,9 @@ def test_each_rank_writes_its_part_and_rank_0_what_is_of_all(saved, tmp_path, mo
         "not a replica's leader"
     )
     calls = []
-    bundle_module.on_rank_0(lambda: calls.append(0))
+    bundle_module.call_on_rank_0(lambda: calls.append(0))
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    bundle_module.on_rank_0(lambda: calls.append(1))
+    bundle_module.call_on_rank_0(lambda: calls.append(1))
     assert calls == [0]
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(bundle_module, "write_rank", lambda *args: 1 / 0)

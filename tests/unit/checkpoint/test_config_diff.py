@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from megatron_rl.checkpoint.config_diff import FREE, FREE_IF_CONSTANT, FREE_IF_PLAIN, check_changes, flat
+from megatron_rl.checkpoint.config_diff import FREE, FREE_IF_CONSTANT, FREE_IF_PLAIN, check_changes, flat_settings
 from megatron_rl.config import ConfigError, load_config
 
 
@@ -17,7 +17,7 @@ def saved(**sections):
 
 
 def test_every_free_key_exists():
-    keys, patterns = flat(saved()), (*FREE, *FREE_IF_CONSTANT, *FREE_IF_PLAIN)
+    keys, patterns = flat_settings(saved()), (*FREE, *FREE_IF_CONSTANT, *FREE_IF_PLAIN)
     assert not [pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key in keys)]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import megatron_rl.distributed  # noqa: F401  (CPU support first)
 from megatron_rl.checkpoint.checkpointer import Restored
-from megatron_rl.checkpoint.folder import STATE, STOPPED, choose
+from megatron_rl.checkpoint.folder import STATE, STOPPED, choose_checkpoint
 from megatron_rl.checkpoint.manifest import MANIFEST
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import CheckpointConfig
@@ -179,24 +179,28 @@ def test_a_saved_step_is_saved_again_if_rollouts_were_sampled_since(checkpoint_p
 
 def test_which_checkpoint_is_chosen(tmp_path):
     mine, other = tmp_path / "mine", tmp_path / "other"
-    assert choose(mine, CheckpointConfig()) is None
+    assert choose_checkpoint(mine, CheckpointConfig()) is None
     with pytest.raises(ValueError, match=r"--resume.*holds no checkpoint"):
-        choose(mine, CheckpointConfig(require=True))
+        choose_checkpoint(mine, CheckpointConfig(require=True))
     theirs = make_checkpoint(other, 8)
     latest = make_checkpoint(mine, 2)
-    assert choose(mine, CheckpointConfig()) == str(latest)
-    assert choose(mine, CheckpointConfig(resume=False)) is None
-    assert choose(mine, CheckpointConfig(load=theirs)) == str(theirs)
+    assert choose_checkpoint(mine, CheckpointConfig()) == str(latest)
+    assert choose_checkpoint(mine, CheckpointConfig(resume=False)) is None
+    assert choose_checkpoint(mine, CheckpointConfig(load=theirs)) == str(theirs)
     with pytest.raises(ValueError, match="no such directory"):
-        choose(mine, CheckpointConfig(load=tmp_path / "none"))
+        choose_checkpoint(mine, CheckpointConfig(load=tmp_path / "none"))
     (latest / STATE).write_text(f'{{"progress": {{"origin": "{theirs.resolve()}"}}}}')
-    assert choose(mine, CheckpointConfig(load=theirs)) == str(latest), "started with load, it continues from its own"
+    assert choose_checkpoint(mine, CheckpointConfig(load=theirs)) == str(latest), (
+        "started with load, it continues from its own"
+    )
     another = make_checkpoint(tmp_path / "another", 4)
-    assert choose(mine, CheckpointConfig(load=another)) == str(another), "started with another, it is another run"
+    assert choose_checkpoint(mine, CheckpointConfig(load=another)) == str(another), (
+        "started with another, it is another run"
+    )
     (latest / MANIFEST).unlink()
-    assert choose(mine, CheckpointConfig()) == str(latest), (
+    assert choose_checkpoint(mine, CheckpointConfig()) == str(latest), (
         "damaged: loading it reports that, rather than starting over"
     )
     shutil.rmtree(latest)
     with pytest.raises(ValueError, match=r"names step_000002, which is not there; .*there: none"):
-        choose(mine, CheckpointConfig())
+        choose_checkpoint(mine, CheckpointConfig())

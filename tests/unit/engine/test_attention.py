@@ -6,9 +6,9 @@ import torch
 from megatron_rl.engine.attention import (
     PackedAttention,
     PlannedSeqParams,
-    make_plan,
     packed_attention,
     padded_attention,
+    plan_attention,
 )
 
 
@@ -36,7 +36,7 @@ def test_packed_equals_each_sequence_alone(lengths: list[int], groups: int) -> N
     torch.manual_seed(0)
     tensors = random_qkv(sum(lengths), groups=groups)
     cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    got = packed_attention(*tensors, make_plan(cu_seqlens, tensors[0].device), 0.3)
+    got = packed_attention(*tensors, plan_attention(cu_seqlens, tensors[0].device), 0.3)
     parts = zip(*(tensor.split(lengths) for tensor in tensors), strict=True)
     expected = torch.cat([brute_force(*part, 0.3) for part in parts])
     weight = torch.randn_like(expected)
@@ -59,7 +59,7 @@ def test_padded_equals_each_sequence_alone() -> None:
 
 def test_rows_outside_the_sequences_are_refused() -> None:
     with pytest.raises(ValueError, match="ends at 4, but there are 6"):
-        packed_attention(*random_qkv(6), make_plan(torch.tensor([0, 4]), torch.device("cpu")), 1.0)
+        packed_attention(*random_qkv(6), plan_attention(torch.tensor([0, 4]), torch.device("cpu")), 1.0)
 
 
 def test_layers_share_a_plan_and_read_nothing_from_the_device() -> None:

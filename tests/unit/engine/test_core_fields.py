@@ -8,7 +8,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config import ConfigError
-from megatron_rl.engine.core_fields import ELSEWHERE, KINDS, check_fields, fields_of, types_of, untested
+from megatron_rl.engine.core_fields import ELSEWHERE, KINDS, check_fields, field_types, fields_of, untested
 
 OURS = {"num_layers": 4, "hidden_size": 64, "moe_permute_fusion": False, "bf16": True}
 
@@ -33,7 +33,7 @@ def test_values_take_the_type_of_the_field(name, given, kind, expected):
 
 
 def test_a_name_of_two_configurations_sets_both():
-    shared = sorted(types_of(DistributedDataParallelConfig).keys() & types_of(OptimizerConfig).keys())
+    shared = sorted(field_types(DistributedDataParallelConfig).keys() & field_types(OptimizerConfig).keys())
     assert "use_distributed_optimizer" in shared  # set by optim.distributed; the others are free
     values = {"reuse_grad_buf_for_mxfp8_param_ag": True}
     if values.keys() <= set(shared):
@@ -83,7 +83,7 @@ def test_every_problem_is_named():
 
 def test_fields_of_the_table_exist():
     """A field that core renames must not become free to set."""
-    known = set().union(*map(types_of, KINDS))
+    known = set().union(*map(field_types, KINDS))
     assert not {name for names in ELSEWHERE.values() for name in names} - known
 
 

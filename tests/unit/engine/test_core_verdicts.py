@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.engine.core_fields import KINDS, check_released_memory, types_of, untested
+from megatron_rl.engine.core_fields import KINDS, check_released_memory, field_types, untested
 from megatron_rl.engine.model import TransformerConfig
 from megatron_rl.models.known import find_spec
 from megatron_rl.plan.refusals import check_core
@@ -68,7 +68,7 @@ def settings(fields, **rollout):
 def test_verdict(fields, verdict):
     spec, cfg = find_spec("qwen3-30b-a3b"), settings(fields)
     if verdict.startswith(REFUSED):
-        is_here = any(name in types_of(kind) for name in fields for kind in KINDS)  # core 0.16 lacks some
+        is_here = any(name in field_types(kind) for name in fields for kind in KINDS)  # core 0.16 lacks some
         reason = verdict.removeprefix(REFUSED) if is_here else "megatron-core has no such field"
         with pytest.raises(ValueError, match=re.escape(reason)):
             check_core(spec, cfg)
@@ -76,7 +76,7 @@ def test_verdict(fields, verdict):
     notes = check_core(spec, cfg)
     assert bool(notes) == (not HAS_TE and any(name in fields for name in NEEDS_TE)), notes
     assert all("TransformerEngine is not installed here" in note for note in notes)
-    reaches_forward = [name for name in fields if name in types_of(TransformerConfig)]
+    reaches_forward = [name for name in fields if name in field_types(TransformerConfig)]
     assert untested(fields) == (reaches_forward if verdict == UNTESTED else [])
 
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.engine.fused_logprobs import fused_kept_logprobs
 from megatron_rl.engine.logprobs import kept_token_logprobs, token_logprobs
-from megatron_rl.sampling_mask import SamplingMask, kept_tokens
+from megatron_rl.sampling_mask import SamplingMask, sets_of_tokens
 from tests.unit.test_sampling_mask import make_mask
 
 
@@ -31,7 +31,7 @@ def make_case(seed, rows=24, vocab=47, most=6):
     mask, sets = make_mask(rng, labels, most, vocab)
     tokens = np.where(rng.random(rows) < 0.25, -1, np.arange(rows))
     known = [None if token < 0 else own.tolist() for token, own in zip(tokens, sets, strict=True)]
-    return torch.from_numpy(labels), known, kept_tokens([mask], tokens)
+    return torch.from_numpy(labels), known, sets_of_tokens([mask], tokens)
 
 
 @pytest.mark.parametrize("which", ["both", "logprobs", "entropy"])
@@ -91,7 +91,7 @@ def test_every_set_of_a_small_vocabulary():
             labels = torch.tensor(own)
             mask = SamplingMask.of(np.full(size, size), np.tile(own, size))
             found = kept_token_logprobs(
-                logits.repeat(size, 1), labels, kept_tokens([mask], np.arange(size)), vocab_size=4
+                logits.repeat(size, 1), labels, sets_of_tokens([mask], np.arange(size)), vocab_size=4
             )
             assert float(found.logprobs.exp().sum()) == pytest.approx(1.0, abs=1e-14)
             torch.testing.assert_close(found.logprobs + found.log_mass, full[labels], rtol=0, atol=1e-14)
@@ -103,7 +103,7 @@ def test_the_complete_vocabulary_is_the_plain_log_prob_and_one_token_has_no_grad
     logits, labels = torch.randn(5, 9).double(), torch.arange(5)
     everything = SamplingMask.of(np.full(5, 9), np.tile(np.arange(9), 5))
     x, y = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    got = kept_token_logprobs(x, labels, kept_tokens([everything], np.arange(5)), vocab_size=9)
+    got = kept_token_logprobs(x, labels, sets_of_tokens([everything], np.arange(5)), vocab_size=9)
     expected = token_logprobs(y, labels, vocab_size=9)
     torch.testing.assert_close(got.logprobs, expected[0], rtol=0, atol=1e-14)
     torch.testing.assert_close(got.kept_entropy, expected[1], rtol=0, atol=1e-14)
@@ -112,6 +112,6 @@ def test_the_complete_vocabulary_is_the_plain_log_prob_and_one_token_has_no_grad
     torch.testing.assert_close(*grads, rtol=0, atol=1e-14)
     alone = SamplingMask.of(np.ones(5, int), labels.numpy())
     x = logits.clone().requires_grad_()
-    got = kept_token_logprobs(x, labels, kept_tokens([alone], np.arange(5)), vocab_size=9)
+    got = kept_token_logprobs(x, labels, sets_of_tokens([alone], np.arange(5)), vocab_size=9)
     (grad,) = torch.autograd.grad(got.logprobs, x, weights)
     assert (got.logprobs == 0).all() and (got.kept_entropy == 0).all() and (grad == 0).all()

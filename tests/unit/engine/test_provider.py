@@ -23,12 +23,12 @@ from megatron_rl.engine.bridge import (
     open_bridge,
 )
 from megatron_rl.engine.core_fields import has_transformer_engine, reason_of
-from megatron_rl.engine.provider import make_provider, provider_of, read_spec
+from megatron_rl.engine.provider import make_provider, provider_of, provider_spec
 from megatron_rl.engine.te_layers import TELayerNormColumnParallelLinear, local_attention, rms_norm
 from megatron_rl.models.spec import ModelError
 from megatron_rl.weights.hf.export import batches
 from megatron_rl.weights.hf.files import CheckpointError
-from megatron_rl.weights.sync.push import checked, expected_tensors
+from megatron_rl.weights.sync.push import checked_stream, expected_tensors
 from tests.bridge_families import HAS_BRIDGE
 from tests.tiny import random_checkpoint
 
@@ -58,13 +58,13 @@ def test_auto_is_native_where_the_native_tables_know_the_architecture(known: Pat
     assert provider_of(ModelConfig(path=known, provider="bridge")) == "bridge"
     assert provider_of(ModelConfig(path=unknown)) == "native"
     with pytest.raises(ModelError, match=r"GptOssForCausalLM.*not supported.*model\.provider = bridge"):
-        read_spec(ModelConfig(path=unknown))
+        provider_spec(ModelConfig(path=unknown))
 
 
 @pytest.mark.skipif(HAS_BRIDGE, reason="Megatron-Bridge is installed here")
 def test_absent_bridge(unknown: Path) -> None:
     with pytest.raises(ModelError) as error:
-        read_spec(ModelConfig(path=unknown, provider="auto"))
+        provider_spec(ModelConfig(path=unknown, provider="auto"))
     assert f"needs Megatron-Bridge {VERSION}, found: not installed" in str(error.value) and INSTALL in str(error.value)
 
 
@@ -124,17 +124,17 @@ def test_norms_whose_weight_is_stored_less_one() -> None:
 
 def test_the_layers_of_a_process_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[bool] = []
-    monkeypatch.setattr(te_layers, "install", lambda: installed.append(True))
+    monkeypatch.setattr(te_layers, "install_layers", lambda: installed.append(True))
     for te in (True, False):
         monkeypatch.setattr(te_layers, "_with_te", [])
         installed.clear()
-        te_layers.choose(te=te)
-        te_layers.choose(te=te)
+        te_layers.choose_layers(te=te)
+        te_layers.choose_layers(te=te)
         assert installed == ([] if te else [True])
         with pytest.raises(
             ModelError, match=r"model\.provider = bridge: this process was set up for .* another process"
         ):
-            te_layers.choose(te=not te)
+            te_layers.choose_layers(te=not te)
 
 
 @pytest.mark.parametrize(("device", "te"), [(torch.device("cuda"), True), (torch.device("cpu"), False), (None, False)])
@@ -150,7 +150,7 @@ def test_sizes_are_read_with_the_layers_of_the_run(
     monkeypatch.setattr(bridge, "open_package", package)
     monkeypatch.setattr("megatron_rl.engine.model.has_transformer_engine", lambda: True)
     with pytest.raises(InterruptedError):
-        read_spec(ModelConfig(path=known, provider="bridge"), device)
+        provider_spec(ModelConfig(path=known, provider="bridge"), device)
     assert asked == [te]
 
 
@@ -201,7 +201,7 @@ def test_bridges_copy_of_a_tied_head_is_not_exported(tmp_path: Path) -> None:
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     stream = exporting(tmp_path, tensors).export([], 1)
     expected = expected_tensors(tmp_path, torch.float32)
-    assert [each.name for each in checked(stream, expected, tmp_path)] == ["model.embed_tokens.weight"]
+    assert [each.name for each in checked_stream(stream, expected, tmp_path)] == ["model.embed_tokens.weight"]
 
 
 class Stopped(RuntimeError):

@@ -74,10 +74,10 @@ def test_ranks_on_the_cpu_change_no_variable(unset, monkeypatch):
 )
 def test_options_with_which_sglang_uses_other_values_are_refused(args, environ, message):
     if message is None:
-        nccl.check_server_args(args, environ)
+        nccl.check_nccl_of_servers(args, environ)
     else:
         with pytest.raises(ValueError, match=rf"rollout\.server_args = .*{message}"):
-            nccl.check_server_args(args, environ)
+            nccl.check_nccl_of_servers(args, environ)
 
 
 def test_servers_of_an_evaluation_get_what_their_options_need(unset, tmp_path):

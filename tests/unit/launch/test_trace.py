@@ -12,7 +12,16 @@ import pytest
 from megatron_rl.config import load_config
 from megatron_rl.config.redact import Redactor
 from megatron_rl.launch.trace import Span, Trace
-from megatron_rl.launch.trace_file import RANKS, Clock, merge, rank_path, read_rank, read_ranks, server_pid, write_rank
+from megatron_rl.launch.trace_file import (
+    RANKS,
+    SharedClock,
+    merge,
+    rank_path,
+    read_rank,
+    read_ranks,
+    server_pid,
+    write_trace,
+)
 
 SERVERS = ("http://10.0.0.1:30000", "http://10.0.0.2:30000")
 
@@ -43,7 +52,7 @@ def check_names(events) -> None:
 
 def write(folder, rank, spans, *, step=4, world_size=4, host="node0", synchronized=0):
     path = rank_path(folder, rank)
-    write_rank(path, spans, rank=rank, world_size=world_size, step=step, clock=Clock(host, synchronized, 10**18))
+    write_trace(path, spans, rank=rank, world_size=world_size, step=step, clock=SharedClock(host, synchronized, 10**18))
     return read_rank(path)
 
 
@@ -165,7 +174,7 @@ def test_a_file_is_what_perfetto_reads(tmp_path):
 def test_secrets_are_not_written(tmp_path):
     path, url = rank_path(tmp_path, 0), "http://user:sesame@10.0.0.1:1"
     spans = [Span("request", "request", 0, 1, url, "request", "a", {"prompt": "p"})]
-    write_rank(path, spans, rank=0, world_size=1, step=0, clock=Clock("h", 0, 0), redact=Redactor().text)
+    write_trace(path, spans, rank=0, world_size=1, step=0, clock=SharedClock("h", 0, 0), redact=Redactor().text)
     text = gzip.decompress(path.read_bytes()).decode()
     assert "sesame" not in text and "http://***@10.0.0.1:1" in text
 

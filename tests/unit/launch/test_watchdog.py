@@ -16,7 +16,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 from megatron_rl.launch import watchdog
 from megatron_rl.launch.exit_codes import STALLED
 from megatron_rl.launch.signals import StoppedBySignal
-from megatron_rl.launch.watchdog import CUT_OFF, ENDED, LOADING, State, Watchdog, lost_peer, names
+from megatron_rl.launch.watchdog import CUT_OFF, ENDED, LOADING, RankState, Watchdog, lost_peer, names
 from tests.dist.launch import free_port
 from tests.fake_server import wait_for
 
@@ -214,7 +214,7 @@ def test_a_broken_connection_shortens_the_wait_and_the_ranks_of_a_node_are_named
         for dog in dogs[1:] + dogs[:1]:
             assert dog.tick(now) is None
     dogs[3].tick(3)  # ranks 2 and 3 go down with their node, a moment after one another's beats
-    dogs[1]._state = State(0, CUT_OFF, 4, time.monotonic())
+    dogs[1]._state = RankState(0, CUT_OFF, 4, time.monotonic())
     for now in (4, 6, 8, 10, 12):
         dogs[1].tick(now)
         assert dogs[0].tick(now) is None

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.metrics.histogram import HISTOGRAMS, QUANTILES, describe, tabulate
+from megatron_rl.metrics.histogram import HISTOGRAMS, QUANTILES, describe_histogram, tabulate
 from megatron_rl.metrics.reduce import MetricSums
 
 RESOLUTION = 10 ** (0.5 / 64) - 1
@@ -40,7 +40,7 @@ def test_every_statistic_of_every_group(size, scale):
     mask[0] = True
     values[~mask] = np.nan  # such rows hold anything
     spread = tabulate(torch.tensor(values), torch.tensor(mask), torch.tensor(groups), 4)
-    found = describe(spread.sums, spread.largest)
+    found = describe_histogram(spread.sums, spread.largest)
     for group in range(4):
         mine = values[mask & (groups == group)]
         got = {statistic: column[group].item() for statistic, column in found.items()}
@@ -49,7 +49,7 @@ def test_every_statistic_of_every_group(size, scale):
         else:
             assert all(math.isnan(value) for value in got.values())
     whole = spread.together()
-    check({name: value.item() for name, value in describe(whole.sums, whole.largest).items()}, values[mask])
+    check({name: value.item() for name, value in describe_histogram(whole.sums, whole.largest).items()}, values[mask])
 
 
 @settings(deadline=None, max_examples=60)
@@ -57,7 +57,7 @@ def test_every_statistic_of_every_group(size, scale):
 def test_any_values(values):
     ones = torch.ones(len(values), dtype=torch.bool)
     spread = tabulate(torch.tensor(values, dtype=torch.float64), ones, torch.zeros(len(values), dtype=torch.long), 1)
-    found = {name: value.item() for name, value in describe(spread.sums, spread.largest).items()}
+    found = {name: value.item() for name, value in describe_histogram(spread.sums, spread.largest).items()}
     sizes = np.abs(values)
     for name in QUANTILES:
         exact = by_numpy(np.array(values), name)
@@ -70,12 +70,12 @@ def test_any_values(values):
 def test_zeros_give_zero_and_no_values_give_nan():
     one = torch.ones(3, dtype=torch.bool)
     found = tabulate(torch.zeros(3), one, torch.zeros(3, dtype=torch.long), 1)
-    assert {value.item() for value in describe(found.sums, found.largest).values()} == {0.0}
+    assert {value.item() for value in describe_histogram(found.sums, found.largest).values()} == {0.0}
     for nothing in (
         tabulate(torch.ones(3), ~one, torch.zeros(3, dtype=torch.long), 1),
         tabulate(torch.ones(0), one[:0], torch.ones(0, dtype=torch.long), 1),
     ):
-        assert all(value.isnan() for value in describe(nothing.sums, nothing.largest).values())
+        assert all(value.isnan() for value in describe_histogram(nothing.sums, nothing.largest).values())
 
 
 def test_it_never_waits_for_the_device():

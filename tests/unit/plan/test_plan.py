@@ -272,7 +272,7 @@ def test_a_checkpoint_is_written_in_equal_shares(config):
     def share(world, *overrides, **sections):
         cfg = config(*overrides, **sections)
         spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
-        return memory.checkpoint_bytes(spec, cfg, world, 0), memory.full_model(spec).total
+        return memory.checkpoint_bytes_of_rank(spec, cfg, world, 0), memory.full_model(spec).total
 
     bf16 = ("--model.dtype", "bfloat16")
     one, total = share(1, *bf16)

@@ -46,14 +46,14 @@ class Answers:
 
 
 def reply(environment, turn=TURN):
-    message = json.loads(json.dumps({"call": "step", "argument": worker.fields_of(turn)}))
+    message = json.loads(json.dumps({"call": "step", "argument": worker.fields_of_turn(turn)}))
     with asyncio.Runner() as runner:
         return json.loads(worker.reply_line(type(environment), {"environment": environment}, message, runner))
 
 
 @pytest.mark.parametrize("turn", [TURN, Turn("w1", (1,), "stop")])
 def test_a_turn_arrives_as_it_was_sampled(turn):
-    found = worker.turn_of(json.loads(json.dumps(worker.fields_of(turn))))
+    found = worker.turn_of(json.loads(json.dumps(worker.fields_of_turn(turn))))
     assert found == turn and found.logprobs == turn.logprobs
     assert (found.read and found.reply) == (turn.read and turn.reply)
 
@@ -138,7 +138,7 @@ def test_every_episode_has_a_process_that_ends_with_it(monkeypatch):
         for episode in episodes:
             assert episode.ask("constructor", {}) == {"answer": None}
             assert episode.ask("reset", asdict(PROMPT)) == {"answer": "tuple (3, 4)"}
-            step = episode.ask("step", worker.fields_of(TURN))["answer"]["step"]
+            step = episode.ask("step", worker.fields_of_turn(TURN))["answer"]["step"]
             pids.append(step["metrics"].pop("pid"))
             assert step == {"observation": "w1", "reward": 2.0, "done": False, "metrics": {}}
         assert len({*pids, os.getpid()}) == 3

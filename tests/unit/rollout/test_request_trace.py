@@ -5,7 +5,7 @@ import json
 
 from megatron_rl.config import AgentConfig, RewardConfig, RolloutConfig
 from megatron_rl.launch.trace import Trace
-from megatron_rl.launch.trace_file import Clock, rank_path, read_rank, write_rank
+from megatron_rl.launch.trace_file import SharedClock, rank_path, read_rank, write_trace
 from megatron_rl.records import Prompt
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.agents import Step
@@ -84,7 +84,7 @@ def test_turns_and_environment_steps_are_on_the_lanes_of_their_episode(tmp_path)
         assert all(own[0].start <= span.start and span.end <= own[0].end for span in own)
         turns = [span.values["turn"] for span in spans if span.name == "request" and span.values["prompt"] == name]
         assert sorted(turns) == [1, 2]
-    write_rank(rank_path(tmp_path, 0), spans, rank=0, world_size=1, step=0, clock=Clock("h", 0, 0))
+    write_trace(rank_path(tmp_path, 0), spans, rank=0, world_size=1, step=0, clock=SharedClock("h", 0, 0))
     events = read_rank(rank_path(tmp_path, 0)).events
     check_nesting(events)
     check_names(events)

@@ -25,7 +25,7 @@ from megatron_rl.rollout.client.request import Sampling, max_body_bytes
 from megatron_rl.rollout.client.response import SampleDropped, join_rollouts, parse_sample
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.recorder import RecordedRollout
-from megatron_rl.sampling_mask import SamplingMask, join_masks, kept_tokens
+from megatron_rl.sampling_mask import SamplingMask, join_masks, sets_of_tokens
 from megatron_rl_tools.check_rollouts.dumped import Dumped
 from megatron_rl_tools.check_rollouts.rollout_checks import check_one
 from tests.fake_server import FakeServer
@@ -164,7 +164,7 @@ def test_packed_rows_have_the_sets_of_what_they_predict():
                     policy_versions=rollouts[2].policy_versions[:4], routes_digest=None, sampling_mask=None)  # fmt: skip
     rollouts[2] = with_mask(agent)
     batch = pack([Sample(rollout, 1.0) for rollout in rollouts], [8, 8, 10, 3])
-    kept = kept_tokens(batch.sampling_masks, batch.mask_tokens.numpy())
+    kept = sets_of_tokens(batch.sampling_masks, batch.mask_tokens.numpy())
     assert np.array_equal(~kept.is_empty.numpy(), batch.loss_mask.numpy())
     for row in range(batch.num_tokens):
         own = kept.ids[int(kept.offsets[row]) : int(kept.offsets[row + 1])].tolist()

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megatron_rl.launch.trace import Span
-from megatron_rl.launch.trace_file import Clock, gpu_path, merge, rank_path, read_rank, write_rank
+from megatron_rl.launch.trace_file import SharedClock, gpu_path, merge, rank_path, read_rank, write_trace
 from megatron_rl_tools.trace import merge_trace as command
 from megatron_rl_tools.trace.gpu import FIRST_GPU, gpu_events
 from megatron_rl_tools.trace.picture import draw
@@ -25,7 +25,7 @@ def step(start, end):
 
 
 def write(folder, rank, spans):
-    write_rank(rank_path(folder, rank), spans, rank=rank, world_size=2, step=2, clock=Clock("h", 0, 50 * S))
+    write_trace(rank_path(folder, rank), spans, rank=rank, world_size=2, step=2, clock=SharedClock("h", 0, 50 * S))
     return read_rank(rank_path(folder, rank))
 
 
@@ -128,7 +128,7 @@ def test_a_damaged_profile_is_named(run, content, capsys):
 def test_ranks_that_the_run_no_longer_has_are_not_read(run, capsys):
     """They are of another step, and the GPU's file of one is damaged."""
     folder = run / "trace/step_000003"
-    write_rank(rank_path(folder, 2), [], rank=2, world_size=4, step=1, clock=Clock("h", 0, 50 * S))
+    write_trace(rank_path(folder, 2), [], rank=2, world_size=4, step=1, clock=SharedClock("h", 0, 50 * S))
     gpu_path(folder, 2).write_bytes(b"{}")
     assert command.main([str(run)]) == 0
     assert capsys.readouterr().out.startswith("step 3: 10.00 s on 2 rank(s)")

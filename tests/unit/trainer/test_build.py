@@ -76,7 +76,7 @@ def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(mon
         monkeypatch.setattr(build, name, MagicMock())
     monkeypatch.setattr(build, "from_rank_0", lambda make, group=None: make())
     spec = make_spec(KNOWN["qwen3-30b-a3b"] | {"num_hidden_layers": 2})
-    monkeypatch.setattr(build, "read_spec", lambda model, device: spec)
+    monkeypatch.setattr(build, "provider_spec", lambda model, device: spec)
     monkeypatch.setattr(build, "this_machine", lambda parallel: Machine(HARDWARE["h100"], 4, 8))
     monkeypatch.setattr(build, "make_parallel", lambda *args, **rest: rank_0)
     monkeypatch.setattr(build, "make_watchdog", lambda *args: MagicMock())

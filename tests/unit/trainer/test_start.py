@@ -267,7 +267,7 @@ def test_what_concerns_gpus_is_checked_on_rank_0_alone(monkeypatch, tmp_path, de
     calls, cfg = Calls(), config(tmp_path)
     for name in ("check_can_release", "check_layout", "check_core", "check_gpus"):
         monkeypatch.setattr(build, name, calls.note(name))
-    monkeypatch.setattr(build, "read_spec", lambda model, device: (model, device))
+    monkeypatch.setattr(build, "provider_spec", lambda model, device: (model, device))
     monkeypatch.setattr(build, "this_machine", lambda parallel: "this machine")
     monkeypatch.setattr(build, "from_rank_0", lambda check: calls.append(("rank 0", (), {})) or check())
     parallel = SimpleNamespace(device=torch.device(device), world_size=4)

@@ -33,7 +33,7 @@ def test_a_broadcast_ends_when_a_server_fails_first():
 
 def test_the_store_of_a_group_is_on_a_free_port_of_one_address():
     limit = timedelta(seconds=7)
-    stores = [buckets.listen("127.0.0.1", 2, limit) for _ in range(2)]
+    stores = [buckets.make_store("127.0.0.1", 2, limit) for _ in range(2)]
     ports = {port for _, port in stores}
     assert len(ports) == 2 and min(ports) >= 1024
     assert [(store.timeout, store.host) for store, _ in stores] == [(limit, "127.0.0.1")] * 2

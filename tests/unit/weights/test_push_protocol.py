@@ -23,7 +23,7 @@ from megatron_rl.weights.hf.fp8 import QuantizeError, dequantize_blocks, quantiz
 from megatron_rl.weights.hf.mapping import entries
 from megatron_rl.weights.sync import buckets
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, connect
-from megatron_rl.weights.sync.push import WeightPusher, WeightPushError, checked, expected_tensors
+from megatron_rl.weights.sync.push import WeightPusher, WeightPushError, checked_stream, expected_tensors
 from megatron_rl.weights.sync.transports import Distributed
 from tests.families import family_checkpoint
 from tests.one_rank import given
@@ -490,7 +490,7 @@ def test_tensors_that_servers_fuse_share_a_bucket(tmp_path: Path) -> None:
     )  # fmt: skip
     tensors = load_file(path / "model.safetensors")
     names = [name for entry in entries(make_spec(load_hf_config(path))) for name in entry.hf_names]
-    stream = checked(given((name, tensors[name]) for name in names), pusher.expected, path)
+    stream = checked_stream(given((name, tensors[name]) for name in names), pusher.expected, path)
     buckets = [
         [each.name for each in batch.tensors] for batch in batches(stream, pusher.bucket_bytes, of_one_dtype=True)
     ]

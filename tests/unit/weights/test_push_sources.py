@@ -22,7 +22,7 @@ from megatron_rl.models.known import find_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.weights.hf.export import (
     HFTensor,
-    Place,
+    RankParameters,
     assign_sources,
     batches,
     elements,
@@ -197,7 +197,7 @@ def test_a_bucket_that_never_comes_is_named():
 # Who sends what -------------------------------------------------------------------------------------------------------
 
 
-def places_of(spec, *, pp: int, ep: int, tp: int, dp: int = 1, etp: int = 1) -> list[Place]:
+def places_of(spec, *, pp: int, ep: int, tp: int, dp: int = 1, etp: int = 1) -> list[RankParameters]:
     """In megatron-core's order of ranks: tensor ranks are neighbours, then data, then pipeline; experts likewise."""
     per_stage = tp * dp
     assert per_stage % (ep * etp) == 0
@@ -211,7 +211,7 @@ def places_of(spec, *, pp: int, ep: int, tp: int, dp: int = 1, etp: int = 1) -> 
         expert = range(first + local // etp * etp, first + local // etp * etp + etp)
         embedding = {name for name in outside if "embedding" in name}
         keys = {*layers[stage], *(embedding if stage == 0 else ()), *(outside - embedding if stage == pp - 1 else ())}
-        places.append(Place(stage, local // etp % ep, tuple(tensor), tuple(expert), frozenset(keys)))
+        places.append(RankParameters(stage, local // etp % ep, tuple(tensor), tuple(expert), frozenset(keys)))
     return places
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_rl.weights.hf.files import CheckpointError
-from megatron_rl.weights.torch_dist import check_keys, read_metadata, shown
+from megatron_rl.weights.torch_dist import check_keys, read_metadata, shown_parameters
 
 
 def test_all_that_core_puts_into_metadata_is_read(tmp_path):
@@ -54,8 +54,8 @@ def test_what_is_no_metadata_is_refused(tmp_path, value):
 
 def test_names_are_shown_once_for_all_layers_and_the_first_four():
     layers = [f"decoder.layers.{number}.mlp" for number in range(9)]
-    assert shown(layers) == "decoder.layers.N.mlp" and shown([]) == "none"
-    assert shown("dcba") == "a, b, c, d" and shown("fedcba") == "a, b, c, d and 2 more"
+    assert shown_parameters(layers) == "decoder.layers.N.mlp" and shown_parameters([]) == "none"
+    assert shown_parameters("dcba") == "a, b, c, d" and shown_parameters("fedcba") == "a, b, c, d and 2 more"
 
 
 def test_tensors_that_differ_are_named_with_what_may_be_the_cause():

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_rl.weights.hf.files import NAMES, as_bytes
+from megatron_rl.weights.hf.files import NAMES, tensor_bytes
 
 
 class Piece(NamedTuple):
@@ -48,7 +48,7 @@ class ShardWriter:
         left = piece.nbytes
         for block in blocks:
             assert (name, block.dtype) == (piece.name, piece.dtype), f"{name} {block.dtype}, expected {piece}"
-            left -= self.stream.write(as_bytes(block.contiguous()))
+            left -= self.stream.write(tensor_bytes(block.contiguous()))
         assert not left, f"{name}: {left} bytes are missing of {piece}"
         self._next += 1
 

@@ -27,7 +27,7 @@ from megatron_rl.rollout.server.server_info import (
     ask,
     auth_headers,
     check_server,
-    read_config,
+    read_served_config,
     server_info,
 )
 
@@ -131,7 +131,7 @@ class ServerSide:
     def _read_facts(self, info: ServerInfo) -> ServerFacts:
         server = ask(self.http, "GET", "/server_info")
         model = ask(self.http, "GET", "/model_info")
-        config = read_config(Path(info.model_path))
+        config = read_served_config(Path(info.model_path))
         if config:
             config = config | json.loads(server.get("json_model_override_args") or "{}")
         loaded = Path(str(model.get("model_path") or info.model_path))

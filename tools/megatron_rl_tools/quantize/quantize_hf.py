@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.models.spec import ModelError, load_hf_config
-from megatron_rl.weights.hf.files import CheckpointError, Header, HFFiles, write_index
+from megatron_rl.weights.hf.files import CheckpointError, HFFiles, TensorHeader, write_index
 from megatron_rl.weights.hf.fp8 import BLOCK, QuantizeError, dequantize_blocks, quantize_blocks, scales_shape
 from megatron_rl_tools.convert.conversion_files import (
     FileWork,
@@ -55,7 +55,7 @@ def weight_blocks(args: argparse.Namespace) -> int:
     with HFFiles(args.dir) as files:
         kept = [name for name, header in files.headers.items() if len(header.shape) >= 2 and is_kept(name, args.keep)]
 
-        def becomes(name: str, header: Header) -> list[Piece]:
+        def becomes(name: str, header: TensorHeader) -> list[Piece]:
             if len(header.shape) < 2 or name in kept:
                 return [as_stored(header)]
             shape = names_of_weights(name, lambda: scales_shape(header.shape))
@@ -98,7 +98,7 @@ def dequantize(args: argparse.Namespace) -> int:
         scaled = {name.removesuffix(SCALE) for name in files.headers if name.endswith(SCALE)}
         check_pairs(args.dir, files.headers, scaled, size[0])
 
-        def becomes(name: str, header: Header) -> list[Piece]:
+        def becomes(name: str, header: TensorHeader) -> list[Piece]:
             if name.endswith(SCALE):
                 return []
             return [Piece(name, header.shape, dtype) if name in scaled else as_stored(header)]
@@ -114,7 +114,7 @@ def dequantize(args: argparse.Namespace) -> int:
         return rewrite(args, files, plan, change, without, dtype)
 
 
-def check_pairs(path: Path, headers: dict[str, Header], scaled: set[str], block: int) -> None:
+def check_pairs(path: Path, headers: dict[str, TensorHeader], scaled: set[str], block: int) -> None:
     """Raise CheckpointError unless every e4m3 tensor has scales of the right shape, and every scale has its tensor."""
     bare = {name for name, header in headers.items() if header.dtype == "F8_E4M3"} ^ scaled
     if bare:
@@ -172,7 +172,7 @@ def write_shard(file: Path, names: Sequence[str], files: HFFiles, plan: Plan, ch
     writer.close()
 
 
-def by_file(headers: dict[str, Header]) -> dict[str, list[str]]:
+def by_file(headers: dict[str, TensorHeader]) -> dict[str, list[str]]:
     """File name -> its tensors in the order of their bytes, so that each file is read from front to back."""
     shards: dict[str, list[str]] = {}
     for name in sorted(headers, key=lambda each: (headers[each].file.name, headers[each].start)):
@@ -180,7 +180,7 @@ def by_file(headers: dict[str, Header]) -> dict[str, list[str]]:
     return shards
 
 
-def as_stored(header: Header) -> Piece:
+def as_stored(header: TensorHeader) -> Piece:
     return Piece(header.name, header.shape, header.torch_dtype())
 
 

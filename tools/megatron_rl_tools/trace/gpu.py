@@ -8,7 +8,7 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.launch.trace_file import RANKS, Event, RankTrace, gpu_path, named
+from megatron_rl.launch.trace_file import RANKS, Event, RankTrace, gpu_path, name_events
 
 GPU_KINDS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 FIRST_GPU = RANKS + (1 << 30)
@@ -37,6 +37,8 @@ def gpu_events(rank: RankTrace, folder: Path) -> RankTrace:
         for event in content["traceEvents"]
         if event.get("ph") == "X" and event.get("cat") in GPU_KINDS
     ]
-    streams = [named("thread_name", pid, tid, f"stream {tid}") for tid in sorted({event["tid"] for event in events})]
-    name = named("process_name", pid, 0, f"rank {rank.rank} ({rank.clock.host}): GPU")
+    streams = [
+        name_events("thread_name", pid, tid, f"stream {tid}") for tid in sorted({event["tid"] for event in events})
+    ]
+    name = name_events("process_name", pid, 0, f"rank {rank.rank} ({rank.clock.host}): GPU")
     return replace(rank, events=[*rank.events, name, *streams, *events])

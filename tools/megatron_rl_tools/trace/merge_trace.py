@@ -13,7 +13,7 @@ from megatron_rl.launch.trace_file import (
     read_ranks,
     step_folder,
     step_folder_name,
-    write,
+    write_lines,
 )
 from megatron_rl_tools.trace.gpu import gpu_events
 from megatron_rl_tools.trace.options import parse
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         ranks = [gpu_events(each, folder) for each in read_ranks(folder)]
         events = merge(ranks)
         out = arguments.out or folder.with_suffix(".json.gz")
-        write(out, events, {"run": arguments.run.resolve().name, "step": ranks[0].step + 1})
+        write_lines(out, events, {"run": arguments.run.resolve().name, "step": ranks[0].step + 1})
         summary = summarize_trace(events)
         print("\n".join(summary.lines()))
         if arguments.picture is not None:
