@@ -56,7 +56,17 @@ def run_tool(commands):
 def torchrun(*arguments: str, ranks: int) -> tuple[int, dict]:
     """The tool as a user starts it -> exit code, report."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    command += ["--master_port", str(free_port()), "-m", "tools.verify_replay", "--json", "--device", "cpu", *arguments]
+    command += [
+        "--master_port",
+        str(free_port()),
+        "-m",
+        "megatron_rl.cli",
+        "verify-replay",
+        "--json",
+        "--device",
+        "cpu",
+        *arguments,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.stdout, done.stderr
