@@ -64,9 +64,9 @@ def last_lines(path: Path, count: int) -> list[bytes]:
     """The last `count` lines that are not empty, read from the end: the file may have millions."""
     with open(path, "rb") as file:
         start = file.seek(0, os.SEEK_END)
-        found = b""
-        while start > 0 and found.count(b"\n") <= count:
+        tail = b""
+        while start > 0 and tail.count(b"\n") <= count:
             size = min(BLOCK_BYTES, start)
             start = file.seek(start - size)
-            found = file.read(size) + found
-    return [line for line in found.split(b"\n") if line.strip()][-count:]
+            tail = file.read(size) + tail
+    return [line for line in tail.split(b"\n") if line.strip()][-count:]

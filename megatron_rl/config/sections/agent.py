@@ -34,7 +34,7 @@ class AgentConfig(Section):
     """Tokens of all sequences of an episode, sampled and observed; 0 = no limit beyond
     rollout.max_response_tokens of each."""
     isolation: Literal["thread", "process"] = "thread"
-    """Where an agent.environment runs: in the trainer's process (calls that are not async in
+    """Place where an agent.environment runs: in the trainer's process (calls that are not async in
     threads), or each episode's in a process of its own, which is killed with its children when the
     episode ends or a call takes too long."""
     process_memory_gib: NotNegative = 0.0
@@ -48,11 +48,11 @@ class AgentConfig(Section):
     rollout.max_concurrency prompts."""
     # interruptions and failures
     resume: Literal["continue", "restart"] = "continue"
-    """What an episode that a signal or rollout.partial = resume cut short does: continue (its
+    """Treatment of an episode that a signal or rollout.partial = resume cut short: continue (its
     function runs again and gets its recorded turns), or start again."""
     on_error: Literal["stop", "retry", "drop"] = "stop"
-    """What an episode that fails does: stop the run; be counted and sampled again, at most
-    rollout.max_retries times; or be counted and left out of its group."""
+    """Treatment of an episode that fails: stop the run; count it and sample it again, at most
+    rollout.max_retries times; or count it and leave it out of its group."""
     # chat format
     renderer: str = ""
     """Chat format of the model, with which a session observes messages: qwen3, glm-4.5,

@@ -25,7 +25,7 @@ from megatron_rl.config.loss_presets import PRESETS, AdvantageKind, LossSpec
 
 
 class BatchConfig(Section):
-    """Which responses a step trains on (DAPO, arXiv 2503.14476); all off by default."""
+    """Choice of responses that a step trains on (DAPO, arXiv 2503.14476); all off by default."""
 
     dynamic_sampling: bool = False
     """Replace groups whose responses all get the same reward by newly sampled ones: their
@@ -45,7 +45,7 @@ class BatchConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """How rewards become advantages."""
+    """Advantages from rewards."""
 
     kind: Literal["auto"] | AdvantageKind = "auto"
     """auto: that of the loss preset (minirl: mean).  Formulas: batch/advantage.py."""
@@ -90,7 +90,7 @@ class ReplayConfig(Section):
     """Compare the live top-k with the rollout's experts in the old-logprob pass (needs routes from
     the server)."""
     on_missing_route: Literal["error", "live", "mask_token", "drop_sample"] = "error"
-    """What to do with a token for which the server sent no route: error = stop the run; live = the
+    """Treatment of a token for which the server sent no route: error = stop the run; live = the
     router chooses; mask_token = live, and the token it predicts leaves the loss; drop_sample =
     sample the response again."""
     missing_route_budget: Share = 0.01

@@ -21,8 +21,8 @@ class DataConfig(Section):
     """The prompt's key in a row, or a path like extra_info.question; auto: the first known
     (docs/guides/data_and_reward.md)."""
     label_key: str = "auto"
-    """As prompt_key, for the label: e.g. reward_model.ground_truth, or answers.0 for the first of a
-    list."""
+    """Column or path of the label, as of prompt_key: e.g. reward_model.ground_truth, or answers.0
+    for the first of a list."""
     # text of a prompt
     template: str = "{prompt}"
     """Text around each prompt (of messages, the last one), e.g. "{prompt}\\n\\nPut the final answer

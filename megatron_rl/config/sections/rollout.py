@@ -123,7 +123,7 @@ class RolloutConfig(Section):
     What `partial` does not take is the number of steps that are sampled ahead, while others train
     (docs/design/architecture.md#scheduler)."""
     weight_update: Literal["drain", "abort", "in_place"] = "drain"
-    """What a weight sync does with responses that are sampled ahead.  drain: it waits for the
+    """Treatment by a weight sync of responses that are sampled ahead.  drain: it waits for the
     groups in progress; abort: they are cut short, and continue from a prefill with the new weights;
     in_place: servers keep them, and continue with the new weights over keys and values of the old
     ones (docs/guides/sampling.md)."""
@@ -134,7 +134,7 @@ class RolloutConfig(Section):
     groups, at least one; true: of all."""
     # weight sync
     weight_sync: Literal["distributed", "disk", "colocated"] = "distributed"
-    """How new weights reach the servers: a broadcast per bucket, a checkpoint on a shared disk, or
+    """Way of new weights to the servers: a broadcast per bucket, a checkpoint on a shared disk, or
     shared memory of this machine (only servers this run starts)."""
     weight_sync_bucket_mb: Positive = 512
     """MiB of weights per bucket of a weight sync."""
@@ -143,7 +143,7 @@ class RolloutConfig(Section):
     one per pipeline stage and expert-parallel rank.  Each is one process group that the servers
     keep, with nccl's memory (docs/guides/servers.md)."""
     verify_push: Literal["version", "checksum"] = "checksum"
-    """What servers must show after a weight sync.  version: that they have the new version.
+    """Proof of a weight sync by the servers.  version: they report the new version.
     checksum: after every n-th sync also a checksum of each tensor, equal to that of the trainer's
     export (docs/guides/servers.md)."""
     verify_push_every: Positive = 20
