@@ -1,20 +1,21 @@
-"""Alignment of routes for a complete step: rollouts' ids -> every micro-batch's [l, t, K] of one rank, against memcpy.
+"""Alignment of routes for a complete step: rollouts' ids -> every micro-batch's [l, t, K] of one
+rank, against memcpy.
 
     OMP_NUM_THREADS=1 python benchmarks/align.py [--repeats 9] [--json] [--peers DIR ... [--check-peers 200]]
 
-16 micro-batches of 32,768 tokens, 48 MoE layers, top-8 of 128 experts, one sequence per micro-batch, ids as the decoder
-returns them (uint8, layer-major).  Times are the best and the median of the repeats, after one that is not counted.
-memcpy copies the same number of bytes into warm memory, in the same process, alternating with ours, over the same number
-of buffers.
+16 micro-batches of 32,768 tokens, 48 MoE layers, top-8 of 128 experts, one sequence per
+micro-batch, ids as the decoder returns them (uint8, layer-major).  Times are the best and the
+median of the repeats, after one that is not counted. memcpy copies the same number of bytes into
+warm memory, in the same process, alternating with ours, over the same number of buffers.
 
     fresh      ours without reused memory
     validate   the check of range and distinct ids, once per batch
     extra      peak of newly allocated memory of one complete step, in payloads
     bytes/id   bytes kept per id
 
---peers: source checkouts of verl and slime, whose own functions align the same ids in the same run (peers.py).
---check-peers N: instead compare ours with theirs, id by id, in N random cases of lengths, parallel sizes, ranks and
-dense layers.
+--peers: source checkouts of verl and slime, whose own functions align the same ids in the same run
+(peers.py). --check-peers N: instead compare ours with theirs, id by id, in N random cases of
+lengths, parallel sizes, ranks and dense layers.
 """
 
 from __future__ import annotations
@@ -49,11 +50,24 @@ LAYOUTS = {  # name: (tp, cp, pp, vp)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--peers", type=Path, nargs="+", default=[], metavar="DIR", help="checkouts of verl and slime")
     parser.add_argument(
-        "--check-peers", type=int, default=0, metavar="N", help="compare in N random cases, time nothing"
+        "--peers",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="checkouts of verl and slime",
+    )
+    parser.add_argument(
+        "--check-peers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compare in N random cases, time nothing",
     )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -85,7 +99,9 @@ def make_rollouts() -> list[Rollout]:
         ids = base[rng.integers(0, len(base), (LAYERS, TOKENS - 1))]
         tokens = np.zeros(TOKENS, np.int64)
         routes, nothing = ids.transpose(1, 0, 2), np.zeros(TOKENS - 1, np.float32)
-        rollouts.append(Rollout(str(index), tokens, 1, nothing, routes, "stop", nothing.astype(np.int32)))
+        rollouts.append(
+            Rollout(str(index), tokens, 1, nothing, routes, "stop", nothing.astype(np.int32))
+        )
     return rollouts
 
 
@@ -93,7 +109,11 @@ def make_layout(name: str) -> RankLayout:
     """The rank with tensor rank 1 (or 0), context rank 0, pipeline stage 1 (or 0)."""
     tp, cp, pp, vp = LAYOUTS[name]
     stage, per_chunk = min(1, pp - 1), LAYERS // (pp * vp)
-    layers = tuple(chunk * pp * per_chunk + stage * per_chunk + i for chunk in range(vp) for i in range(per_chunk))
+    layers = tuple(
+        chunk * pp * per_chunk + stage * per_chunk + i
+        for chunk in range(vp)
+        for i in range(per_chunk)
+    )
     return RankLayout(
         layers=layers,
         tp_rank=min(1, tp - 1),
@@ -107,7 +127,9 @@ def make_layout(name: str) -> RankLayout:
     )
 
 
-def align(rollouts: list[Rollout], layout: RankLayout, memory: RouteMemory | None) -> list[np.ndarray]:
+def align(
+    rollouts: list[Rollout], layout: RankLayout, memory: RouteMemory | None
+) -> list[np.ndarray]:
     """What the engine does per step (RolloutRoutes), without the row states."""
     cu_seqlens = torch.tensor([0, TOKENS], dtype=torch.int32)
     size = len(layout.layers) * layout.num_rows(TOKENS) * TOP_K
@@ -134,14 +156,18 @@ def measure(name: str, rollouts: list[Rollout], repeats: int) -> dict[str, float
     targets = [np.ones_like(source) for source in sources]
     ours, copies = [], []
     for _ in range(repeats + 1):
-        copies.append(seconds(lambda: [np.copyto(t, s) for t, s in zip(targets, sources, strict=True)]))
+        copies.append(
+            seconds(lambda: [np.copyto(t, s) for t, s in zip(targets, sources, strict=True)])
+        )
         ours.append(seconds(lambda: align(rollouts, layout, memory)))
     fresh = min(seconds(lambda: align(rollouts, layout, None)) for _ in range(3))
     state = torch.full((local[0].shape[1],), RowState.REPLAYED, dtype=torch.uint8)
     if layout.tp_size == layout.cp_size == 1:
         state[-1] = RowState.LIVE
     validate = min(
-        seconds(lambda: [check_local_routes(ids, state, layout.layers, EXPERTS, str) for ids in local])
+        seconds(
+            lambda: [check_local_routes(ids, state, layout.layers, EXPERTS, str) for ids in local]
+        )
         for _ in range(2)
     )
     ours, copies = ours[1:], copies[1:]
@@ -161,10 +187,23 @@ def measure(name: str, rollouts: list[Rollout], repeats: int) -> dict[str, float
     }
 
 
-def measure_peer(peer: Peer, name: str, rollouts: list[Rollout], repeats: int) -> dict[str, float | str]:
-    """The peer and ours, alternating, after one of each that is not counted.  The peer's inputs are made before."""
-    layout, memory, job = make_layout(name), RouteMemory(), make_job(make_layout(name), LAYOUTS[name][3])
-    given = [peer.given([rollout.routed_experts]) for rollout in rollouts if rollout.routed_experts is not None]
+def measure_peer(
+    peer: Peer, name: str, rollouts: list[Rollout], repeats: int
+) -> dict[str, float | str]:
+    """The peer and ours, alternating, after one of each that is not counted.
+
+    The peer's inputs are made before.
+    """
+    layout, memory, job = (
+        make_layout(name),
+        RouteMemory(),
+        make_job(make_layout(name), LAYOUTS[name][3]),
+    )
+    given = [
+        peer.given([rollout.routed_experts])
+        for rollout in rollouts
+        if rollout.routed_experts is not None
+    ]
     theirs, ours = [], []
     for _ in range(min(repeats, 3) + 1):
         theirs.append(seconds(lambda: peer.align(job, given)))
@@ -182,12 +221,17 @@ def measure_peer(peer: Peer, name: str, rollouts: list[Rollout], repeats: int) -
 def make_job(layout: RankLayout, num_chunks: int) -> Job:
     size = len(layout.layers) // num_chunks
     chunks = tuple(layout.layers[i * size : (i + 1) * size] for i in range(num_chunks))
-    place = {key: getattr(layout, key) for key in ("tp_rank", "tp_size", "cp_rank", "cp_size", "sequence_parallel")}
+    place = {
+        key: getattr(layout, key)
+        for key in ("tp_rank", "tp_size", "cp_rank", "cp_size", "sequence_parallel")
+    }
     return Job(num_layers=LAYERS, num_experts=EXPERTS, chunks=chunks, **place)
 
 
 def check_peers(peers: list[Peer], cases: int) -> None:
-    """Raise AssertionError unless ours holds each peer's ids in every row of a token that has routes."""
+    """Raise AssertionError unless ours holds each peer's ids in every row of a token that has
+    routes.
+    """
     rng = np.random.default_rng(0)
     for peer in peers:
         compared = 0
@@ -203,13 +247,22 @@ def check_case(peer: Peer, rng: np.random.Generator, name: str) -> int:
     is_moe = rng.random(num_layers) < 0.75
     is_moe[: int(rng.integers(2))] = False  # first-k-dense
     is_moe[-1] = True
-    mine = [[(c * pp + stage) * layers_per_chunk + i for i in range(layers_per_chunk)] for c in range(vp)]
+    mine = [
+        [(c * pp + stage) * layers_per_chunk + i for i in range(layers_per_chunk)]
+        for c in range(vp)
+    ]
     chunks = tuple(tuple(layer for layer in chunk if is_moe[layer]) for chunk in mine)
     if not any(chunks):
         return check_case(peer, rng, name)
     tp, cp = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2, 4]))
-    place = {"tp_rank": int(rng.integers(tp)), "tp_size": tp, "cp_rank": int(rng.integers(cp)), "cp_size": cp}
-    sequence_parallel = tp > 1 and (peer.name == "verl" or bool(rng.integers(2)))  # verl's always is
+    place = {
+        "tp_rank": int(rng.integers(tp)),
+        "tp_size": tp,
+        "cp_rank": int(rng.integers(cp)),
+        "cp_size": cp,
+    }
+    # verl's always is
+    sequence_parallel = tp > 1 and (peer.name == "verl" or bool(rng.integers(2)))
     job = Job(
         num_layers,
         EXPERTS,
@@ -219,7 +272,10 @@ def check_case(peer: Peer, rng: np.random.Generator, name: str) -> int:
         pad_multiplier=int(rng.choice([1, 2])),
     )
     lengths = rng.integers(2, int(rng.choice([20, 200])), int(rng.integers(1, 6))).tolist()
-    routes = [rng.random((size - 1, num_layers, EXPERTS)).argsort(-1)[..., :TOP_K].astype(np.uint8) for size in lengths]
+    routes = [
+        rng.random((size - 1, num_layers, EXPERTS)).argsort(-1)[..., :TOP_K].astype(np.uint8)
+        for size in lengths
+    ]
     theirs = peer.align(job, [peer.given(routes)])[0]
     bounds, moe_index = torch.tensor(peer.bounds(job, lengths)), is_moe.cumsum() - 1
     layout = RankLayout(
@@ -232,7 +288,9 @@ def check_case(peer: Peer, rng: np.random.Generator, name: str) -> int:
     )
     ours = layout.local_routes([np.ascontiguousarray(ids[:, is_moe]) for ids in routes], bounds)
     rows = torch.arange(int(bounds[-1]))[layout.rows(bounds)]
-    ends = torch.tensor([start + size - 1 for start, size in zip(bounds.tolist(), lengths, strict=False)])
+    ends = torch.tensor(
+        [start + size - 1 for start, size in zip(bounds.tolist(), lengths, strict=False)]
+    )
     sequence = torch.searchsorted(bounds, rows, right=True) - 1
     known = (rows < torch.cat([ends, torch.zeros(len(bounds), dtype=ends.dtype)])[sequence]).numpy()
     assert len(theirs) == len(ours), name
@@ -260,19 +318,26 @@ def extra_memory(rollouts: list[Rollout], layout: RankLayout) -> float:
 
 def print_row(row: dict[str, float | str], *, first: bool) -> None:
     if first:
-        head = "layout | payload MB | memcpy ms | ours ms | ours / memcpy (median) | fresh ms | validate ms | extra | bytes/id"
+        head = (
+            "layout | payload MB | memcpy ms | ours ms | ours / memcpy (median) | fresh ms |"
+            " validate ms | extra | bytes/id"
+        )
         print(f"| {head} |\n|{'---|' * 9}")
     print(
-        f"| {row['layout']} | {row['payload_MB']:.1f} | {row['memcpy_ms']:.3g} | {row['ours_ms']:.3g} | "
-        f"{row['ratio']:.2f} ({row['ratio_median']:.2f}) | {row['fresh_ms']:.3g} | {row['validate_ms']:.3g} | "
-        f"{row['extra']:.2f} | {row['bytes_per_id']:.1f} |",
+        f"| {row['layout']} | {row['payload_MB']:.1f} | {row['memcpy_ms']:.3g} |"
+        f" {row['ours_ms']:.3g} | {row['ratio']:.2f} ({row['ratio_median']:.2f}) |"
+        f" {row['fresh_ms']:.3g} | {row['validate_ms']:.3g} | {row['extra']:.2f} |"
+        f" {row['bytes_per_id']:.1f} |",
         flush=True,
     )
 
 
 def print_peer(row: dict[str, float | str], *, first: bool) -> None:
     if first:
-        print("\n| layout | peer | peer ms | ours ms | peer / ours | peer's bytes/id |\n|---|---|---|---|---|---|")
+        print(
+            "\n| layout | peer | peer ms | ours ms | peer / ours | peer's bytes/id"
+            " |\n|---|---|---|---|---|---|"
+        )
     theirs, ours = float(row["peer_ms"]), float(row["ours_ms"])
     print(
         f"| {row['layout']} | {row['peer']} | {theirs:.0f} | {ours:.3g} | {theirs / ours:.0f} | "

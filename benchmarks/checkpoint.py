@@ -1,7 +1,9 @@
-"""Cost of a save, and of checking its digests, on one rank:  python -m benchmarks.checkpoint [--mib 512]
+"""Cost of a save, and of checking its digests, on one rank:  python -m benchmarks.checkpoint [--mib
+512]
 
-save    a tiny model (0.3 M parameters, many small tensors) by megatron-core's dist_checkpointing.save and by ours, in the
-        foreground and in the background (seconds until training continues, and until the checkpoint has its name)
+save    a tiny model (0.3 M parameters, many small tensors) by megatron-core's
+        dist_checkpointing.save and by ours, in the foreground and in the background (seconds until
+        training continues, and until the checkpoint has its name)
 digest  BLAKE2b of files in memory, on all cores, against one pass of memcpy over the same bytes
 """
 
@@ -18,13 +20,17 @@ import numpy as np
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=512, help="bytes to digest")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         measure_saves(Path(folder), args.repeats)
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+    ) as folder:
         measure_digests(Path(folder), args.mib)
 
 
@@ -59,10 +65,17 @@ def measure_saves(folder: Path, repeats: int) -> None:
 
     engine = make_engine(hf)
     first = fastest(lambda: core(engine), 1)
-    print(f"core     first save {first:.2f} s, later ones {fastest(lambda: core(engine), repeats):.2f} s")
+    print(
+        f"core     first save {first:.2f} s, later ones"
+        f" {fastest(lambda: core(engine), repeats):.2f} s"
+    )
     engine.parallel.destroy()
     print(f"ours     {seconds(False)[1]:.2f} s")
-    print("ours     in the background: training continues after {:.2f} s, named after {:.2f} s".format(*seconds(True)))
+    print(
+        "ours     in the background: training continues after {:.2f} s, named after {:.2f} s".format(
+            *seconds(True)
+        )
+    )
 
 
 def measure_digests(folder: Path, mib: int) -> None:
@@ -75,7 +88,8 @@ def measure_digests(folder: Path, mib: int) -> None:
     target = np.empty_like(content)
     copy = fastest(lambda: [np.copyto(target, content) for _ in range(4)], 3)
     print(
-        f"digest   {mib / 1024 / digest:.2f} GiB/s, memcpy {mib / 1024 / copy:.2f} GiB/s (one core), {os.cpu_count()} cores"
+        f"digest   {mib / 1024 / digest:.2f} GiB/s, memcpy {mib / 1024 / copy:.2f} GiB/s (one"
+        f" core), {os.cpu_count()} cores"
     )
 
 

@@ -1,12 +1,14 @@
-"""Conversion between HF and torch_dist against the speed of disk and memory, in one run, with the peak memory of each.
+"""Conversion between HF and torch_dist against the speed of disk and memory, in one run, with the
+peak memory of each.
 
     python benchmarks/convert.py [--layers 8] [--experts 32] [--repeats 3] [--dir /data/scratch] [--bridge]
 
-Makes a Qwen3-MoE checkpoint of random bf16 weights (real proportions, fewer layers and experts).  Then, alternating: copies the
-same number of bytes in memory, writes them as plain files, converts to torch_dist, converts back.  The time includes fsync of
-each output.  The source was just written, so it is read from the page cache if it fits there.
---bridge, with an interpreter that has megatron-bridge (docs/guides/checkpoints.md): Megatron-Bridge converts the same files in
-the same rounds, and the ratios are printed.
+Makes a Qwen3-MoE checkpoint of random bf16 weights (real proportions, fewer layers and experts).
+Then, alternating: copies the same number of bytes in memory, writes them as plain files, converts
+to torch_dist, converts back.  The time includes fsync of each output.  The source was just written,
+so it is read from the page cache if it fits there. --bridge, with an interpreter that has
+megatron-bridge (docs/guides/checkpoints.md): Megatron-Bridge converts the same files in the same
+rounds, and the ratios are printed.
 """
 
 from __future__ import annotations
@@ -47,13 +49,16 @@ def main() -> None:
         hf, size = make_checkpoint(root / "hf", args.layers, args.experts)
         count = sum(1 for _ in hf.glob("*.safetensors"))
         print(
-            f"{size / MIB:.0f} MiB in {count} files, bf16, {args.layers} layers of {args.experts} experts, {args.repeats} rounds"
+            f"{size / MIB:.0f} MiB in {count} files, bf16, {args.layers} layers of {args.experts}"
+            f" experts, {args.repeats} rounds"
         )
         rates: dict[str, list[float]] = {}
         work: dict[str, list[float]] = {}
         peaks: dict[str, Conversion] = {}
         for _ in range(args.repeats):
-            runs = cases(root, hf, size, parallel) | (bridge_cases(root, hf, parallel) if args.bridge else {})
+            runs = cases(root, hf, size, parallel) | (
+                bridge_cases(root, hf, parallel) if args.bridge else {}
+            )
             for name, run in runs.items():
                 start, worked = time.perf_counter(), time.process_time()
                 outcome = run()
@@ -61,7 +66,12 @@ def main() -> None:
                 work.setdefault(name, []).append((time.process_time() - worked) / size * 2**30)
                 if outcome is not None:
                     peaks[name] = outcome
-            for used in ("plain", "megatron", "back", *(("bridge", "bridge-back") if args.bridge else ())):
+            for used in (
+                "plain",
+                "megatron",
+                "back",
+                *(("bridge", "bridge-back") if args.bridge else ()),
+            ):
                 shutil.rmtree(root / used)
         report(rates, work, peaks)
     finally:
@@ -69,21 +79,40 @@ def main() -> None:
         shutil.rmtree(root)
 
 
-def cases(root: Path, hf: Path, size: int, parallel: Parallel) -> dict[str, Callable[[], Conversion | None]]:
+def cases(
+    root: Path, hf: Path, size: int, parallel: Parallel
+) -> dict[str, Callable[[], Conversion | None]]:
     return {
         "memcpy": lambda: copy_memory(size),
         "disk write": lambda: write_plain(root / "plain", size),
         "HF -> torch_dist": lambda: hf_to_megatron(
-            hf, root / "megatron", WORK, dtype=None, file_bytes=FILE_BYTES, trust_pickle=False, parallel=parallel
+            hf,
+            root / "megatron",
+            WORK,
+            dtype=None,
+            file_bytes=FILE_BYTES,
+            trust_pickle=False,
+            parallel=parallel,
         ),
         "torch_dist -> HF": lambda: megatron_to_hf(
-            root / "megatron", hf, root / "back", WORK, dtype=None, file_bytes=FILE_BYTES, parallel=parallel
+            root / "megatron",
+            hf,
+            root / "back",
+            WORK,
+            dtype=None,
+            file_bytes=FILE_BYTES,
+            parallel=parallel,
         ),
     }
 
 
-def bridge_cases(root: Path, hf: Path, parallel: Parallel) -> dict[str, Callable[[], Conversion | None]]:
-    from megatron_rl_tools.convert.bridge_backend import bridge_hf_to_megatron, bridge_megatron_to_hf
+def bridge_cases(
+    root: Path, hf: Path, parallel: Parallel
+) -> dict[str, Callable[[], Conversion | None]]:
+    from megatron_rl_tools.convert.bridge_backend import (
+        bridge_hf_to_megatron,
+        bridge_megatron_to_hf,
+    )
 
     return {
         f"{BRIDGE}HF -> torch_dist": lambda: bridge_hf_to_megatron(
@@ -95,27 +124,38 @@ def bridge_cases(root: Path, hf: Path, parallel: Parallel) -> dict[str, Callable
     }
 
 
-def report(rates: dict[str, list[float]], work: dict[str, list[float]], peaks: dict[str, Conversion]) -> None:
+def report(
+    rates: dict[str, list[float]], work: dict[str, list[float]], peaks: dict[str, Conversion]
+) -> None:
     disk = statistics.median(rates["disk write"])
     print(
-        "| what | MiB/s, median (least - most) | of the disk's rate | CPU s per GiB | peak memory, MiB | largest group, MiB |"
+        "| what | MiB/s, median (least - most) | of the disk's rate | CPU s per GiB | peak memory,"
+        " MiB | largest group, MiB |"
     )
     print("|---|---|---|---|---|---|")
     for name, each in rates.items():
         middle = statistics.median(each)
         outcome = peaks.get(name)
-        memory = "- | -" if outcome is None else f"{outcome.peak_bytes / MIB:.0f} | {outcome.largest_group / MIB:.0f}"
+        memory = (
+            "- | -"
+            if outcome is None
+            else f"{outcome.peak_bytes / MIB:.0f} | {outcome.largest_group / MIB:.0f}"
+        )
         spent = statistics.median(work[name])
         print(
-            f"| {name} | {middle:.0f} ({min(each):.0f} - {max(each):.0f}) | {middle / disk:.2f} | {spent:.2f} | {memory} |"
+            f"| {name} | {middle:.0f} ({min(each):.0f} - {max(each):.0f}) | {middle / disk:.2f} |"
+            f" {spent:.2f} | {memory} |"
         )
     for name in rates:
         if name.startswith(BRIDGE):
             own = name.removeprefix(BRIDGE)
-            faster = statistics.median(one / other for one, other in zip(rates[own], rates[name], strict=True))
+            faster = statistics.median(
+                one / other for one, other in zip(rates[own], rates[name], strict=True)
+            )
             less = peaks[name].peak_bytes / max(peaks[own].peak_bytes, 1)
             print(
-                f"{own}: {faster:.1f} times as fast as Megatron-Bridge (median of rounds), {less:.0f} times less peak memory"
+                f"{own}: {faster:.1f} times as fast as Megatron-Bridge (median of rounds),"
+                f" {less:.0f} times less peak memory"
             )
 
 
@@ -142,7 +182,11 @@ def make_checkpoint(path: Path, layers: int, experts: int) -> tuple[Path, int]:
         "max_position_embeddings": 4096,
     }
     (path / "config.json").write_text(json.dumps(config))
-    pieces = [Piece(name, shape, torch.bfloat16) for entry in entries(make_spec(config)) for name, shape in entry.hf]
+    pieces = [
+        Piece(name, shape, torch.bfloat16)
+        for entry in entries(make_spec(config))
+        for name, shape in entry.hf
+    ]
     files: list[list[Piece]] = [[]]
     for piece in pieces:
         if sum(each.nbytes for each in files[-1]) + piece.nbytes > FILE_BYTES and files[-1]:
@@ -161,7 +205,10 @@ def make_checkpoint(path: Path, layers: int, experts: int) -> tuple[Path, int]:
 
 
 def copy_memory(size: int) -> None:
-    source, target = torch.ones(32 * MIB, dtype=torch.uint8), torch.zeros(32 * MIB, dtype=torch.uint8)
+    source, target = (
+        torch.ones(32 * MIB, dtype=torch.uint8),
+        torch.zeros(32 * MIB, dtype=torch.uint8),
+    )
     for _ in range(size // (32 * MIB)):
         target.copy_(source)
 
@@ -178,7 +225,9 @@ def write_plain(folder: Path, size: int) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,23 +1,26 @@
-"""Base64 routes of one long response -> compact storage: ours, verl's and slime's own functions, memcpy of the text.
+"""Base64 routes of one long response -> compact storage: ours, verl's and slime's own functions,
+memcpy of the text.
 
     OMP_NUM_THREADS=1 python benchmarks/decode.py [--repeats 9] [--tokens 32768] [--peers VERL SLIME] [--json]
 
-One response of 32,768 tokens, 48 MoE layers, top-8 of 128 experts: 67 MB of text.  The candidates alternate.  Times are CPU
-time of the calling thread, minimum and median, so that other processes do not count.  `ours` decodes, checks range and distinct
-ids and returns layer-major uint8; memcpy copies the text into warm memory.  Peers, from source checkouts given with --peers:
+One response of 32,768 tokens, 48 MoE layers, top-8 of 128 experts: 67 MB of text.  The candidates
+alternate.  Times are CPU time of the calling thread, minimum and median, so that other processes do
+not count.  `ours` decodes, checks range and distinct ids and returns layer-major uint8; memcpy
+copies the text into warm memory.  Peers, from source checkouts given with --peers:
 
 slime     slime.utils.misc.decode_int32_meta_array, its own function -> int32; no check.
-verl      the steps of its SGLang server and agent loop: SGLang's extract_routed_experts_from_meta_info -> int32, then the tensor
-          operations of AgentLoopOutput.as_dict -> int16 with a zero row.  Copied, because their modules need the complete
+verl      the steps of its SGLang server and agent loop: SGLang's
+          extract_routed_experts_from_meta_info -> int32, then the tensor operations of AgentLoopOutput.as_dict -> int16 with a zero row.  Copied, because their modules need the complete
           engine and trainer; skipped for a checkout that no longer has these lines.
 
-`extra` is the peak of memory allocated beyond the result, by tracemalloc (NumPy's and Python's memory).  It does not see
-torch's memory, so peers have no value.
+`extra` is the peak of memory allocated beyond the result, by tracemalloc (NumPy's and Python's
+memory).  It does not see torch's memory, so peers have no value.
 
-`loop` is the longest time in which the event loop of a RolloutClient did not run while one such answer arrived from a server in
-another process: minimum and median of --repeats answers, after one that is not counted.  It is CPU time of the process, all
-threads together, because wall time includes other processes.  It is an upper bound: it includes work that another thread does
-without holding the interpreter lock.  For comparison, the same with json.loads instead of parse_body.
+`loop` is the longest time in which the event loop of a RolloutClient did not run while one such
+answer arrived from a server in another process: minimum and median of --repeats answers, after one
+that is not counted.  It is CPU time of the process, all threads together, because wall time
+includes other processes.  It is an upper bound: it includes work that another thread does without
+holding the interpreter lock.  For comparison, the same with json.loads instead of parse_body.
 """
 
 from __future__ import annotations
@@ -60,7 +63,11 @@ from megatron_rl.rollout.client.routed_experts import decode_routed_experts
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 48, 128, 8, 151_936
 SPEC = ModelSizes(
-    num_layers=LAYERS, moe_layers=tuple(range(LAYERS)), top_k=TOP_K, num_experts=EXPERTS, vocab_size=VOCABULARY
+    num_layers=LAYERS,
+    moe_layers=tuple(range(LAYERS)),
+    top_k=TOP_K,
+    num_experts=EXPERTS,
+    vocab_size=VOCABULARY,
 )
 PROMPT = Prompt("q", "", (1,), "")
 AS_DICT = (
@@ -72,10 +79,19 @@ Decode = Callable[[], Any]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=32_768)
-    parser.add_argument("--peers", type=Path, nargs="+", default=[], metavar="DIR", help="checkouts of verl and slime")
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="checkouts of verl and slime",
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -99,7 +115,12 @@ def make_ids(rows: int) -> np.ndarray:
 
 def ours(payload: str | memoryview, rows: int) -> np.ndarray:
     decoded, missing = decode_routed_experts(
-        payload, num_rows=rows, num_layers=LAYERS, moe_layers=SPEC.moe_layers, top_k=TOP_K, num_experts=EXPERTS
+        payload,
+        num_rows=rows,
+        num_layers=LAYERS,
+        moe_layers=SPEC.moe_layers,
+        top_k=TOP_K,
+        num_experts=EXPERTS,
     )
     assert missing is None
     return decoded
@@ -132,7 +153,9 @@ def measure(ids: np.ndarray, text: str, checkouts: list[Path], repeats: int) -> 
     return {
         "load": os.getloadavg()[0],
         "text_bytes": len(content),
-        "cpu_ms": {name: (min(values), statistics.median(values)) for name, values in times.items()},
+        "cpu_ms": {
+            name: (min(values), statistics.median(values)) for name, values in times.items()
+        },
         "extra_mib": {name: value / 2**20 for name, value in extra.items()},
     }
 
@@ -158,7 +181,9 @@ def peers_of(checkout: Path, text: str, rows: int) -> Iterator[tuple[str, Decode
         yield "slime", lambda: decode(meta, "routed_experts")
     elif (checkout / "verl").is_dir():
         agent_loop = (checkout / "verl/experimental/agent_loop/agent_loop.py").read_text()
-        server = (checkout / "verl/workers/rollout/sglang_rollout/async_sglang_server.py").read_text()
+        server = (
+            checkout / "verl/workers/rollout/sglang_rollout/async_sglang_server.py"
+        ).read_text()
         if (
             not all(line in agent_loop for line in AS_DICT)
             or "extract_routed_experts_from_meta_info(output)" not in server
@@ -167,7 +192,9 @@ def peers_of(checkout: Path, text: str, rows: int) -> Iterator[tuple[str, Decode
             return
 
         def verl() -> torch.Tensor:
-            extracted = np.frombuffer(pybase64.b64decode(meta["routed_experts"].encode("utf-8")), dtype=np.int32)
+            extracted = np.frombuffer(
+                pybase64.b64decode(meta["routed_experts"].encode("utf-8")), dtype=np.int32
+            )
             routed_experts = torch.tensor(extracted.reshape(-1, LAYERS, TOP_K), dtype=torch.int16)
             aligned = routed_experts.new_zeros((rows + 1, *routed_experts.shape[1:]))
             aligned[:rows] = routed_experts[:rows]
@@ -185,11 +212,15 @@ def serve(text: str, rows: int) -> int:
         "finish_reason": {"type": "length", "length": rows},
         "weight_version": "0",
         "completion_tokens": rows,
-        "output_token_logprobs": [[-0.123456789 - i / rows, token, None] for i, token in enumerate(tokens)],
+        "output_token_logprobs": [
+            [-0.123456789 - i / rows, token, None] for i, token in enumerate(tokens)
+        ],
         "routed_experts": text,
     }
     mark = "the sample's name, asked for with the request"
-    content = json.dumps([{"output_ids": tokens, "meta_info": {"id": mark} | meta}], separators=(",", ":")).encode()
+    content = json.dumps(
+        [{"output_ids": tokens, "meta_info": {"id": mark} | meta}], separators=(",", ":")
+    ).encode()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -232,14 +263,26 @@ def measure_loop(tokens: int, repeats: int) -> dict[str, Any]:
     with server(tokens) as url:
         for repeat, (name, parse) in itertools.product(range(-1, repeats), parsers):
             client = RolloutClient([url], cfg, spec=SPEC, want_routes=True)
-            with patch.object(module_of_requests(), "parse_body", parse), patched_loop(client, waits[name]):
+            with (
+                patch.object(module_of_requests(), "parse_body", parse),
+                patched_loop(client, waits[name]),
+            ):
                 (group,) = client.generate(
-                    [PROMPT], 1, temperature=1.0, max_tokens=tokens, stop_token_ids=[0], policy_version=0
+                    [PROMPT],
+                    1,
+                    temperature=1.0,
+                    max_tokens=tokens,
+                    stop_token_ids=[0],
+                    policy_version=0,
                 )
             assert group.rollouts[0].response_length == tokens - 1
             if repeat < 0:  # the first one loads modules and compiled code
                 waits[name].clear()
-    return {"loop_ms": {name: (1e3 * min(each), 1e3 * statistics.median(each)) for name, each in waits.items()}}
+    return {
+        "loop_ms": {
+            name: (1e3 * min(each), 1e3 * statistics.median(each)) for name, each in waits.items()
+        }
+    }
 
 
 def module_of_requests() -> ModuleType:

@@ -1,14 +1,18 @@
-"""How many of the bfloat16 weights that servers hold change from one weight sync to the next, in a real run?
+"""How many of the bfloat16 weights that servers hold change from one weight sync to the next, in a
+real run?
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/delta_density.py record FOLDER \
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/delta_density.py record
+    FOLDER \
         --config examples/tiny_cpu/demo.toml --run.name density --run.num_steps 15 [--optim.lr 1e-6]
     python benchmarks/delta_density.py report FOLDER
 
-record trains, and compares on every source each bucket's bfloat16 image with that of the weight sync before, bit by bit.  report
-prints for each weight sync: the share of weights that changed; the share of tensors without a change; and the bytes of two exact
-deltas as shares of the full image: one bit per weight and the changed values (mask), and the gaps between changed positions in 7
-bits per byte and the changed values (gaps).  expected: the mean of min(1, |change of the float32 weight| / spacing of bfloat16
-there), which rounding to nearest gives for independent positions: other learning rates and weights can be estimated with it.
+record trains, and compares on every source each bucket's bfloat16 image with that of the weight
+sync before, bit by bit.  report prints for each weight sync: the share of weights that changed; the
+share of tensors without a change; and the bytes of two exact deltas as shares of the full image:
+one bit per weight and the changed values (mask), and the gaps between changed positions in 7 bits
+per byte and the changed values (gaps).  expected: the mean of min(1, |change of the float32 weight|
+/ spacing of bfloat16 there), which rounding to nearest gives for independent positions: other
+learning rates and weights can be estimated with it.
 """
 
 from __future__ import annotations
@@ -101,14 +105,19 @@ def report(folder: Path) -> int:
             row = json.loads(line)
             versions.setdefault(row.pop("version"), Counter()).update(row)
     total: Counter[str] = Counter()
-    print("version  changed  expected  tensors without a change  mask  gaps (of the full image's bytes)")
+    print(
+        "version  changed  expected  tensors without a change  mask  gaps (of the full image's"
+        " bytes)"
+    )
     for version, found in sorted(versions.items()):
         if not found["values"]:
             continue  # the first one
         total.update(found)
         print(f"{version:7}  {shares(found)}")
     print(f"    all  {shares(total)}")
-    for kind in sorted(key.removeprefix("values of ") for key in total if key.startswith("values of ")):
+    for kind in sorted(
+        key.removeprefix("values of ") for key in total if key.startswith("values of ")
+    ):
         print(f"  {kind}: {total[f'changed of {kind}'] / total[f'values of {kind}']:.3%} changed")
     return 0
 
@@ -116,7 +125,10 @@ def report(folder: Path) -> int:
 def shares(found: Counter[str]) -> str:
     values, unchanged = found["values"], found["unchanged_tensors"] / found["tensors"]
     mask, gaps = (found[f"{way}_bytes"] / (2 * values) for way in ("mask", "gaps"))
-    return f"{found['changed'] / values:7.3%}  {found['expected'] / values:8.3%}  {unchanged:24.1%}  {mask:4.1%}  {gaps:4.1%}"
+    return (
+        f"{found['changed'] / values:7.3%}  {found['expected'] / values:8.3%}  {unchanged:24.1%} "
+        f" {mask:4.1%}  {gaps:4.1%}"
+    )
 
 
 def main() -> int:

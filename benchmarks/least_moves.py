@@ -4,10 +4,12 @@
 
 Lengths as in benchmarks/balance.py.  Needs scipy (HiGHS).
 
-    exact     4 replicas of 8 sequences: the fewest tokens of any plan with our number of slots, under the cap, whose slots cost
-              no more in sum than ours (an integer program): the best found within --seconds, and what is proven of it
-    surplus   a bound for any number of replicas: a replica whose own sequences cost more than that sum sends the surplus away,
-              of its longest sequences, cut where needed (fewest tokens for the cost); and the same for pods
+    exact     4 replicas of 8 sequences: the fewest tokens of any plan with our number of slots,
+              under the cap, whose slots cost no more in sum than ours (an integer program): the
+              best found within --seconds, and what is proven of it
+    surplus   a bound for any number of replicas: a replica whose own sequences cost more than that
+              sum sends the surplus away, of its longest sequences, cut where needed (fewest tokens
+              for the cost); and the same for pods
     by work   the plan where pods get equal work only, not the same number and mix of lengths
 """
 
@@ -33,7 +35,9 @@ SMALL, EACH = 4, 8
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--replicas", nargs="+", type=int, default=[32, 1024])
@@ -44,23 +48,35 @@ def main() -> int:
             plan = plan_of(ours(lengths.tolist(), SMALL)[0])
             best, proven = exact(plan, lengths, args.seconds)
             print(
-                f"{kind}, {SMALL} replicas, seed {seed}: {shown(plan, lengths)}; least {best:.3f}, proven {proven:.3f}"
+                f"{kind}, {SMALL} replicas, seed {seed}: {shown(plan, lengths)}; least {best:.3f},"
+                f" proven {proven:.3f}"
             )
         for replicas in args.replicas:
             lengths = np.array(draw(kind, 0, replicas))
             plan = plan_of(ours(lengths.tolist(), replicas)[0])
-            bounds = ", ".join(f"{surplus(plan, lengths, size):.3f}" for size in (1, pod_size(replicas)))
-            print(f"{kind}, {replicas} replicas: {shown(plan, lengths)}; surplus of replicas, of pods: {bounds}")
+            bounds = ", ".join(
+                f"{surplus(plan, lengths, size):.3f}" for size in (1, pod_size(replicas))
+            )
+            print(
+                f"{kind}, {replicas} replicas: {shown(plan, lengths)}; surplus of replicas, of"
+                f" pods: {bounds}"
+            )
             if pod_size(replicas) < replicas:
                 with patch.object(assignment, "deal", deal_by_work):
-                    print(f"    by work: {shown(plan_of(ours(lengths.tolist(), replicas)[0]), lengths)}")
+                    print(
+                        "    by work:"
+                        f" {shown(plan_of(ours(lengths.tolist(), replicas)[0]), lengths)}"
+                    )
     return 0
 
 
 def shown(plan: Plan, lengths: np.ndarray) -> str:
     home = owners(plan, lengths)
     there, size = plan.places % plan.replicas, pod_size(plan.replicas)
-    moved, pods = (lengths[away].sum() / lengths.sum() for away in (there != home, there // size != home // size))
+    moved, pods = (
+        lengths[away].sum() / lengths.sum()
+        for away in (there != home, there // size != home // size)
+    )
     lockstep = plan.lockstep_efficiency(Work(lengths, CAP, BALANCE_LENGTH))
     return f"lockstep {lockstep:.3f}, moved {moved:.3f}, to another pod {pods:.3f}"
 
@@ -86,13 +102,16 @@ def surplus(plan: Plan, lengths: np.ndarray, size: int) -> float:
         own = np.sort(lengths[group == each])[::-1]
         costs = cost(own)
         over = costs.sum() - in_sum(plan, lengths) * size
-        sent = np.clip((over - (np.cumsum(costs) - costs)) / costs, 0, 1)  # of each sequence, the longest first
+        # of each sequence, the longest first
+        sent = np.clip((over - (np.cumsum(costs) - costs)) / costs, 0, 1)
         tokens += float((sent * own).sum())
     return tokens / lengths.sum()
 
 
 def deal_by_work(work: Work, pod_of_owner: np.ndarray, pods: int, size: int) -> np.ndarray:
-    """A pod for each sequence: a pod above the mean gives away its longest that fit the surplus, each to the cheapest pod."""
+    """A pod for each sequence: a pod above the mean gives away its longest that fit the surplus,
+    each to the cheapest pod.
+    """
     rows = np.asarray(work.rows, np.int64)
     costs = rows * (work.balance_length + rows)
     found, given = pod_of_owner.copy(), list[int]()

@@ -1,16 +1,19 @@
-"""Measured: which responses a small KV cache retracts, and how dropping them changes the lengths that are trained on.
+"""Measured: which responses a small KV cache retracts, and how dropping them changes the lengths
+that are trained on.
 
     OMP_NUM_THREADS=1 python benchmarks/length_bias.py [--responses 1120] [--tokens 1500] [--dtype bfloat16]
     python benchmarks/length_bias.py --simulate      # other causes of sampling again; no server
 
-A real SGLang server on the CPU serves a tiny random Qwen3-MoE whose responses end at a nearly constant rate.  Its KV cache has
---tokens tokens, for --running requests.  SGLang admits a request when 4,096 tokens are free for it, or max_new_tokens where that
-is less; here, with responses of 64 tokens on average, when 16 are free.  The same prompts are sampled twice: by the client,
-which keeps a retracted response, and by a client that refuses it and samples it again.  Then the rows of the kept responses are
-compared with transformers' forward in the same precision, and with the same server's prefill of the complete sequence, which is
-what it computes after a retraction.
+A real SGLang server on the CPU serves a tiny random Qwen3-MoE whose responses end at a nearly
+constant rate.  Its KV cache has --tokens tokens, for --running requests.  SGLang admits a request
+when 4,096 tokens are free for it, or max_new_tokens where that is less; here, with responses of 64
+tokens on average, when 16 are free.  The same prompts are sampled twice: by the client, which keeps
+a retracted response, and by a client that refuses it and samples it again.  Then the rows of the
+kept responses are compared with transformers' forward in the same precision, and with the same
+server's prefill of the complete sequence, which is what it computes after a retraction.
 
---simulate draws lognormal lengths and applies one event to a step in progress: a server that dies, a deadline, a signal.
+--simulate draws lognormal lengths and applies one event to a step in progress: a server that dies,
+a deadline, a signal.
 Shapes: S tokens of a sequence, P of them prompt, L layers, K top-k.
 """
 
@@ -48,7 +51,9 @@ BINS = (0, 20, 40, 60, 100, 150, MAX_TOKENS + 1)
 
 
 class Counting(RolloutClient):
-    """Notes how often each returned response was retracted; `drops`: refuses those that were, as unusable."""
+    """Notes how often each returned response was retracted; `drops`: refuses those that were, as
+    unusable.
+    """
 
     drops = False
 
@@ -65,14 +70,22 @@ class Counting(RolloutClient):
         return rollout
 
 
-def sample(url: str, cfg: RolloutConfig, num_responses: int, *, drops: bool) -> tuple[list[Rollout], Counting]:
+def sample(
+    url: str, cfg: RolloutConfig, num_responses: int, *, drops: bool
+) -> tuple[list[Rollout], Counting]:
     client = Counting([url], cfg, spec=SPEC, want_routes=True)
     client.drops = drops
     prompts = [
-        Prompt(f"q{i}", "", (5, 9, 2 + i % 60, 40, 7, 22, 3 + i // 60, 8), "") for i in range(num_responses // GROUP)
+        Prompt(f"q{i}", "", (5, 9, 2 + i % 60, 40, 7, 22, 3 + i // 60, 8), "")
+        for i in range(num_responses // GROUP)
     ]
     groups = client.generate(
-        prompts, GROUP, temperature=1.0, max_tokens=MAX_TOKENS, stop_token_ids=(1,), policy_version=0
+        prompts,
+        GROUP,
+        temperature=1.0,
+        max_tokens=MAX_TOKENS,
+        stop_token_ids=(1,),
+        policy_version=0,
     )
     return [rollout for group in groups for rollout in group.rollouts], client
 
@@ -82,8 +95,8 @@ def lengths_line(name: str, rollouts: list[Rollout], client: Counting) -> str:
     error = lengths.std(ddof=1) / np.sqrt(len(lengths))
     counters = client.counters
     return (
-        f"| {name} | {len(lengths)} | {counters.dropped['retracted']} | {lengths.mean():.1f} +- {error:.1f} | "
-        f"{(lengths >= LONG).mean():.1%} |"
+        f"| {name} | {len(lengths)} | {counters.dropped['retracted']} | {lengths.mean():.1f} +-"
+        f" {error:.1f} | {(lengths >= LONG).mean():.1%} |"
     )
 
 
@@ -105,7 +118,9 @@ def transformers_rows(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def prefill_rows(http: httpx.Client, tokens: np.ndarray) -> np.ndarray:
-    """[S - 1, L, K], sorted in each row: the server's, of one prefill of all tokens with an empty cache."""
+    """[S - 1, L, K], sorted in each row: the server's, of one prefill of all tokens with an empty
+    cache.
+    """
     while http.post("/flush_cache").status_code != 200:
         pass
     body = {
@@ -118,7 +133,9 @@ def prefill_rows(http: httpx.Client, tokens: np.ndarray) -> np.ndarray:
     return np.sort(rows.reshape(len(tokens) - 1, SPEC.num_layers, SPEC.top_k), axis=-1)
 
 
-def rows_table(url: str, checkpoint: Path, dtype: str, rollouts: list[Rollout], client: Counting, limit: int) -> str:
+def rows_table(
+    url: str, checkpoint: Path, dtype: str, rollouts: list[Rollout], client: Counting, limit: int
+) -> str:
     """(row, layer) pairs of responses whose experts differ, by whether the response was retracted."""
     from transformers import Qwen3MoeForCausalLM  # seconds to import
 
@@ -137,7 +154,10 @@ def rows_table(url: str, checkpoint: Path, dtype: str, rollouts: list[Rollout], 
                     ("prefill", prefill_rows(http, rollout.tokens)),
                 ):
                     other[is_retracted, name] += int((mine != rows[first:]).any(-1).sum())
-    lines = ["| responses | (row, layer) pairs | not transformers' | not those of a prefill |", "|---|---|---|---|"]
+    lines = [
+        "| responses | (row, layer) pairs | not transformers' | not those of a prefill |",
+        "|---|---|---|---|",
+    ]
     for is_retracted, name in ((True, "retracted"), (False, "not retracted")):
         pairs = other[is_retracted, "pairs"] or 1
         cells = [
@@ -149,10 +169,15 @@ def rows_table(url: str, checkpoint: Path, dtype: str, rollouts: list[Rollout], 
 
 
 def taken_back_line(log: Path, kept: list[Rollout], client: Counting) -> str:
-    """What the server says it freed; a response that was retracted twice counts twice, so it bounds the second forward's rows."""
+    """What the server says it freed; a response that was retracted twice counts twice, so it bounds
+    the second forward's rows.
+    """
     freed = [int(number) for number in re.findall(r"#new_tokens_gained: (\d+)", log.read_text())]
     rows = sum(len(r.tokens) - 1 for r in kept if client.retractions[r.id])
-    return f"tokens freed by retractions: {sum(freed)}; rows of the retracted responses, prompts included: {rows}"
+    return (
+        f"tokens freed by retractions: {sum(freed)}; rows of the retracted responses, prompts"
+        f" included: {rows}"
+    )
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
@@ -164,32 +189,45 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         max_running_requests=args.running,
         max_retries=100,
     )
-    with launch_server(checkpoint, cfg, device="cpu", log_path=folder / "server.log", seed=0) as server:
+    with launch_server(
+        checkpoint, cfg, device="cpu", log_path=folder / "server.log", seed=0
+    ) as server:
         kept, client = sample(server.url, cfg, args.responses, drops=False)
         print(retraction_table(kept, client), flush=True)
         print(
-            f"\n| retracted responses are | responses | dropped | mean tokens | at least {LONG} |\n|---|---|---|---|---|"
+            f"\n| retracted responses are | responses | dropped | mean tokens | at least {LONG}"
+            " |\n|---|---|---|---|---|"
         )
         print(lengths_line("kept", kept, client), flush=True)
         taken_back = taken_back_line(server.log_path, kept, client)
         if not args.no_drop:
-            print(lengths_line("sampled again", *sample(server.url, cfg, args.responses, drops=True)), flush=True)
-        print(f"\n{taken_back}\n\n{rows_table(server.url, checkpoint, args.dtype, kept, client, args.rows)}")
+            print(
+                lengths_line("sampled again", *sample(server.url, cfg, args.responses, drops=True)),
+                flush=True,
+            )
+        print(
+            f"\n{taken_back}\n\n{rows_table(server.url, checkpoint, args.dtype, kept, client, args.rows)}"
+        )
 
 
-# Simulated ------------------------------------------------------------------------------------------------------------
+# Simulated ----------------------------------------------------------------------------------------
 
 
 def simulate(num_steps: int, seed: int = 0) -> str:
-    """Mean trained length / mean drawn length, of steps in which one event occurs; and the responses drawn again.
+    """Mean trained length / mean drawn length, of steps in which one event occurs; and the
+    responses drawn again.
 
-    All responses of a step start together and grow at the same rate.  At the event, responses in progress are lost and drawn
-    again ("again"), or kept ("continued").  A server has half of the responses; a deadline or a signal affects all.
+    All responses of a step start together and grow at the same rate.  At the event, responses in
+    progress are lost and drawn again ("again"), or kept ("continued").  A server has half of the
+    responses; a deadline or a signal affects all.
     """
     rng = np.random.default_rng(seed)
     shape = (num_steps, 1024)
     first, second = (np.clip(rng.lognormal(np.log(3000), 0.8, shape), 1, 32_768) for _ in range(2))
-    lines = ["| event | in progress then: drawn again | mean length / that drawn |", "|---|---|---|"]
+    lines = [
+        "| event | in progress then: drawn again | mean length / that drawn |",
+        "|---|---|---|",
+    ]
     when = rng.uniform(0, first.max(1, keepdims=True))
     half = np.arange(shape[1]) < shape[1] // 2
     for name, meets in (
@@ -205,12 +243,16 @@ def simulate(num_steps: int, seed: int = 0) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--responses", type=int, default=1120)
     parser.add_argument("--tokens", type=int, default=1500, help="of the KV cache")
     parser.add_argument("--running", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--rows", type=int, default=200, help="responses of each kind whose rows are compared")
+    parser.add_argument(
+        "--rows", type=int, default=200, help="responses of each kind whose rows are compared"
+    )
     parser.add_argument("--no-drop", action="store_true", help="only the client as it is")
     parser.add_argument("--simulate", action="store_true")
     args = parser.parse_args()

@@ -1,12 +1,15 @@
-"""Token log-prob and entropy with both gradients: peak memory and time of torch, megatron-core, verl, slime and ours.
+"""Token log-prob and entropy with both gradients: peak memory and time of torch, megatron-core,
+verl, slime and ours.
 
     OMP_NUM_THREADS=1 python benchmarks/logprobs.py [--peers DIR...] [--repeats 7] [--device cpu|cuda]
 
-One unit is one float32 [T, V].  Peak is the maximum allocated beyond the inputs, the returned gradients included, as counted by
-torch: on a CPU the running sum of the profiler's allocation records, on a GPU max_memory_allocated.  Time is forward and
-backward, on a CPU this process's CPU time.  The candidates alternate, the first round is not counted, and a ratio is the median
-over rounds.  DIR is a source checkout of verl or slime (or a directory with checkouts of those names).  Of each, one file is
-loaded and its function called as its trainer does, on one tensor rank.  verl's needs a C++ compiler.
+One unit is one float32 [T, V].  Peak is the maximum allocated beyond the inputs, the returned
+gradients included, as counted by
+torch: on a CPU the running sum of the profiler's allocation records, on a GPU max_memory_allocated.
+Time is forward and backward, on a CPU this process's CPU time.  The candidates alternate, the first
+round is not counted, and a ratio is the median over rounds.  DIR is a source checkout of verl or
+slime (or a directory with checkouts of those names).  Of each, one file is loaded and its function
+called as its trainer does, on one tensor rank.  verl's needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ OnLogits = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peers", type=Path, nargs="*", default=[])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -54,7 +59,7 @@ def main() -> None:
     parallel.destroy()
 
 
-# Ways to compute it -------------------------------------------------------------------------------------------------
+# Ways to compute it -------------------------------------------------------------------------------
 
 
 def our_ways(columns: int) -> dict[str, OnLogits]:
@@ -62,11 +67,18 @@ def our_ways(columns: int) -> dict[str, OnLogits]:
         logp = logits.float().log_softmax(-1)
         return logp.gather(1, labels[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
-    def core(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:  # edits a float32 input: the clone is needed
-        return (-tensor_parallel.vocab_parallel_cross_entropy(logits.clone()[None], labels[None]).squeeze(0),)
+    # edits a float32 input: the clone is needed
+    def core(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        return (
+            -tensor_parallel.vocab_parallel_cross_entropy(
+                logits.clone()[None], labels[None]
+            ).squeeze(0),
+        )
 
     def ours(overwrite: bool) -> OnLogits:
-        return lambda logits, labels: token_logprobs(logits, labels, vocab_size=columns, overwrite=overwrite)
+        return lambda logits, labels: token_logprobs(
+            logits, labels, vocab_size=columns, overwrite=overwrite
+        )
 
     return {
         "torch": torch_plain,
@@ -80,7 +92,12 @@ def peer_ways(places: list[Path]) -> dict[str, OnLogits]:
     """The peers' functions, each as its trainer calls it; a line for each that is not found."""
     ways: dict[str, OnLogits] = {}
     for name, file in PEERS.items():
-        found = [path for place in places for path in (place / file, place / name / file) if path.is_file()]
+        found = [
+            path
+            for place in places
+            for path in (place / file, place / name / file)
+            if path.is_file()
+        ]
         if not found:
             print(f"{name}: no {file} under --peers, not measured")
             continue
@@ -103,7 +120,9 @@ def verl_way(module: Any) -> OnLogits:
     ) -> tuple[Tensor, ...]:  # as its Megatron engine: a copy for the cross entropy
         copy = logits.clone()
         entropy = module.vocab_parallel_entropy(logits)
-        return module.vocab_parallel_log_probs_from_logits(copy[None], labels[None]).squeeze(0), entropy
+        return module.vocab_parallel_log_probs_from_logits(copy[None], labels[None]).squeeze(
+            0
+        ), entropy
 
     return run
 
@@ -118,7 +137,7 @@ def slime_way(module: Any) -> OnLogits:
     return run
 
 
-# Measurements -------------------------------------------------------------------------------------------------------
+# Measurements -------------------------------------------------------------------------------------
 
 
 def on_logits(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
@@ -164,7 +183,10 @@ def fused(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
             run()
         peaks = {name: peak(run, device) / unit for name, run in runs.items()}
         times = take_turns(runs, arguments.repeats, device)
-        title = f"hidden {str(dtype)[6:]} [{rows}, {arguments.hidden}], head [{columns}, {arguments.hidden}]"
+        title = (
+            f"hidden {str(dtype)[6:]} [{rows}, {arguments.hidden}], head [{columns},"
+            f" {arguments.hidden}]"
+        )
         table(title, peaks, times, ["LM head, then ours, overwriting"])
 
 
@@ -178,18 +200,27 @@ def growth(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
             hidden, head, labels, weights = make_head(arguments, rows, torch.float32)
 
             most = peak(partial(fused_call, hidden, head, labels, weights, into_main_grad), device)
-            cells.append(f"T = {rows}: {most / 2**20:.0f} ({most / (4 * rows * arguments.columns):.3f})")
+            cells.append(
+                f"T = {rows}: {most / 2**20:.0f} ({most / (4 * rows * arguments.columns):.3f})"
+            )
         print(
-            f"- {'d weight into main_grad' if into_main_grad else 'd weight a tensor of its own'}: {', '.join(cells)}"
+            f"- {'d weight into main_grad' if into_main_grad else 'd weight a tensor of its own'}:"
+            f" {', '.join(cells)}"
         )
 
 
-def fused_call(hidden: Tensor, head: Tensor, labels: Tensor, weights: list[Tensor], into_main_grad: bool) -> Any:
-    outputs = fused_logprobs(hidden, head, labels, vocab_size=len(head), into_main_grad=into_main_grad)
+def fused_call(
+    hidden: Tensor, head: Tensor, labels: Tensor, weights: list[Tensor], into_main_grad: bool
+) -> Any:
+    outputs = fused_logprobs(
+        hidden, head, labels, vocab_size=len(head), into_main_grad=into_main_grad
+    )
     return torch.autograd.grad(outputs, [hidden, head], weights, allow_unused=True)
 
 
-def head_call(way: OnLogits, hidden: Tensor, head: Tensor, labels: Tensor, weights: list[Tensor]) -> Any:
+def head_call(
+    way: OnLogits, hidden: Tensor, head: Tensor, labels: Tensor, weights: list[Tensor]
+) -> Any:
     """Three matrix products and a way on logits."""
     return torch.autograd.grad(way(hidden @ head.t(), labels), [hidden, head], weights)
 
@@ -199,17 +230,24 @@ def make_head(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     torch.manual_seed(0)
     hidden = torch.randn(rows, arguments.hidden).to(arguments.device, dtype).requires_grad_()
-    head = (3 * arguments.hidden**-0.5 * torch.randn(arguments.columns, arguments.hidden)).to(arguments.device, dtype)
+    head = (3 * arguments.hidden**-0.5 * torch.randn(arguments.columns, arguments.hidden)).to(
+        arguments.device, dtype
+    )
     head.requires_grad_().main_grad = torch.zeros_like(head, dtype=torch.float32)  # type: ignore[attr-defined]
     labels = torch.randint(0, arguments.columns, (rows,)).to(arguments.device)
     return hidden, head, labels, [torch.randn(rows).to(arguments.device) for _ in range(2)]
 
 
 def accuracy(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
-    """Against float64, on 256 rows: largest error of log-prob and entropy, relative error of the gradient, edited logits."""
+    """Against float64, on 256 rows: largest error of log-prob and entropy, relative error of the
+    gradient, edited logits.
+    """
     rows, columns = 256, arguments.columns
     print(f"\naccuracy against float64, {rows} rows\n")
-    print("| logits | way | log-prob | entropy | gradient, relative | logits as before |\n|---|---|---|---|---|---|")
+    print(
+        "| logits | way | log-prob | entropy | gradient, relative | logits as before"
+        " |\n|---|---|---|---|---|---|"
+    )
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         logits = (3 * torch.randn(rows, columns)).to(arguments.device, dtype)
@@ -221,17 +259,32 @@ def accuracy(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
         for name, way in ways.items():
             leaf = logits.clone().requires_grad_()
             got = way(leaf, labels)
-            errors = [f"{float((a.double() - b).abs().max()):.1e}" for a, b in zip(got, expected, strict=False)]
+            errors = [
+                f"{float((a.double() - b).abs().max()):.1e}"
+                for a, b in zip(got, expected, strict=False)
+            ]
             given = weights[: len(got)]
-            (grad,) = torch.autograd.grad(got, leaf, [w.to(a.dtype) for w, a in zip(given, got, strict=True)])
-            (expected_grad,) = torch.autograd.grad(expected[: len(got)], exact, given, retain_graph=True)
+            (grad,) = torch.autograd.grad(
+                got, leaf, [w.to(a.dtype) for w, a in zip(given, got, strict=True)]
+            )
+            (expected_grad,) = torch.autograd.grad(
+                expected[: len(got)], exact, given, retain_graph=True
+            )
             relative = float((grad.double() - expected_grad).norm() / expected_grad.norm())
-            same = "yes" if torch.equal(leaf, logits) else "no, as asked" if "overwriting" in name else "no"
+            same = (
+                "yes"
+                if torch.equal(leaf, logits)
+                else "no, as asked"
+                if "overwriting" in name
+                else "no"
+            )
             entropy = errors[1] if len(errors) > 1 else "-"
-            print(f"| {str(dtype)[6:]} | {name} | {errors[0]} | {entropy} | {relative:.1e} | {same} |")
+            print(
+                f"| {str(dtype)[6:]} | {name} | {errors[0]} | {entropy} | {relative:.1e} | {same} |"
+            )
 
 
-# Measuring ----------------------------------------------------------------------------------------------------------
+# Measuring ----------------------------------------------------------------------------------------
 
 
 def peak(run: Callable[[], Any], device: torch.device) -> int:
@@ -243,7 +296,9 @@ def peak(run: Callable[[], Any], device: torch.device) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         run()
     now = most = 0
     for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
@@ -276,10 +331,14 @@ def take_turns(
     return times
 
 
-def table(title: str, peaks: dict[str, float], times: dict[str, list[float]], baselines: list[str]) -> None:
+def table(
+    title: str, peaks: dict[str, float], times: dict[str, list[float]], baselines: list[str]
+) -> None:
     """Ratios are to the fastest of `baselines`."""
     best = min(baselines, key=lambda name: statistics.median(times[name]))
-    print(f"\n{title}\n\n| way | peak, units | least ms | time / {best} (median) |\n|---|---|---|---|")
+    print(
+        f"\n{title}\n\n| way | peak, units | least ms | time / {best} (median) |\n|---|---|---|---|"
+    )
     for name, seconds in times.items():
         ratio = statistics.median(a / b for a, b in zip(seconds, times[best], strict=True))
         print(f"| {name} | {peaks[name]:.2f} | {1e3 * min(seconds):.0f} | {ratio:.2f} |")

@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/memory.py
 
-A Qwen3-MoE of 4 layers, hidden 256, 16 experts, top-4, vocabulary 4,096, float32, one micro-batch of 4 x 512 rows.  Activations
-are the storages that autograd keeps for backward (without parameters), at their peak, with megatron-core's local layers and
-this project's attention; TransformerEngine's layers keep other storages.
+A Qwen3-MoE of 4 layers, hidden 256, 16 experts, top-4, vocabulary 4,096, float32, one micro-batch
+of 4 x 512 rows.  Activations are the storages that autograd keeps for backward (without
+parameters), at their peak, with megatron-core's local layers and this project's attention;
+TransformerEngine's layers keep other storages.
 """
 
 from __future__ import annotations
@@ -66,8 +67,10 @@ class Kept:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = random_checkpoint(
-            Path(folder) / "model", hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
-            head_dim=32, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4, vocab_size=VOCABULARY,
+            Path(folder) / "model", hidden_size=256, num_hidden_layers=4, num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=32, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4,
+            vocab_size=VOCABULARY,
             max_position_embeddings=SEQUENCE,
         )  # fmt: skip
         for recompute in ("none", "selective", "full"):
@@ -75,7 +78,8 @@ def main() -> None:
             for name, predicted, measured in measure(cfg):
                 ratio = predicted / measured
                 print(
-                    f"recompute {recompute:9s} {name:12s} {predicted / MIB:8.2f} of {measured / MIB:8.2f} MiB, {ratio:.2f}"
+                    f"recompute {recompute:9s} {name:12s} {predicted / MIB:8.2f} of"
+                    f" {measured / MIB:8.2f} MiB, {ratio:.2f}"
                 )
 
 
@@ -119,7 +123,10 @@ def state_bytes(engine: Engine) -> int:
     optimizers = getattr(engine.optimizer.core, "chained_optimizers", [engine.optimizer.core])
     states = [state for each in optimizers for state in each.optimizer.state.values()]
     return sum(
-        value.nbytes for state in states for value in state.values() if isinstance(value, Tensor) and value.dim()
+        value.nbytes
+        for state in states
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim()
     )
 
 

@@ -1,10 +1,12 @@
-"""Cost of the formulation's metrics: their share of the two passes, and time per million response tokens.
+"""Cost of the formulation's metrics: their share of the two passes, and time per million response
+tokens.
 
     OMP_NUM_THREADS=1 python benchmarks/metric_cost.py --model .cache/tiny_moe-0 [--steps 5]
 
-One rank trains the demo's model on random sequences of the demo's shape (1,024 responses, N = 2, R3, full recompute).  Times are
-CPU time of one thread (other processes do not count).  "metrics" is everything that the step spends on them: gathering flips,
-log-ratios, histograms, responses, and their part of the reduction at its end.
+One rank trains the demo's model on random sequences of the demo's shape (1,024 responses, N = 2,
+R3, full recompute).  Times are CPU time of one thread (other processes do not count).  "metrics" is
+everything that the step spends on them: gathering flips, log-ratios, histograms, responses, and
+their part of the reduction at its end.
 """
 
 from __future__ import annotations
@@ -34,24 +36,30 @@ GAUGES = ("flips_per_token", "pass_tokens", "add_old_pass", "add_update_pass")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="directory with the demo's checkpoint")
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cost, total = measure_step(arguments.model, arguments.steps)
     print(
-        f"demo's shape: metrics {1e3 * cost:.1f} ms of {1e3 * total:.0f} ms of both passes, {100 * cost / total:.2f} %"
+        f"demo's shape: metrics {1e3 * cost:.1f} ms of {1e3 * total:.0f} ms of both passes,"
+        f" {100 * cost / total:.2f} %"
     )
     for length in (1_000, 10_000):
         per_million = measure_tokens(length)
         print(
-            f"responses of {length} tokens: {1e3 * per_million:.0f} ms per million response tokens, both passes together"
+            f"responses of {length} tokens: {1e3 * per_million:.0f} ms per million response tokens,"
+            " both passes together"
         )
 
 
 def measure_step(model: str, steps: int) -> tuple[float, float]:
-    """Median seconds of the metrics, and of the old-logprob passes, updates and reduction of a step."""
+    """Median seconds of the metrics, and of the old-logprob passes, updates and reduction of a
+    step.
+    """
     cfg = load_config(
         None,
         [],
@@ -112,7 +120,13 @@ def make_batches(engine: engine_module.Engine) -> list[MiniBatch]:
             logprobs = rng.normal(-1, 0.3, RESPONSE).astype(np.float32)
             tokens = rng.integers(2, spec.vocab_size, size)
             rollout = Rollout(
-                f"{index}.{number}", tokens, PROMPT, logprobs, routes, "stop", np.zeros(RESPONSE, np.int32)
+                f"{index}.{number}",
+                tokens,
+                PROMPT,
+                logprobs,
+                routes,
+                "stop",
+                np.zeros(RESPONSE, np.int32),
             )
             samples.append(Sample(rollout, float(rng.normal())))
         batch = make_mini_batch(samples, max_tokens=2048, rule=engine.pack_rule, dp_group=None)
@@ -135,7 +149,10 @@ def measure_tokens(length: int, total: int = 1_000_000) -> float:
     times = []
     for _ in range(4):
         sums, start = MetricSums(), time.thread_time()
-        for add in (lambda t: add_old_pass(sums, t, old), lambda t: add_update_pass(sums, t, old + 0.01, old)):  # noqa: B023
+        for add in (
+            lambda t: add_old_pass(sums, t, old),
+            lambda t: add_update_pass(sums, t, old + 0.01, old),
+        ):  # noqa: B023
             add(pass_tokens(batches, flips, mini_batch=0, cp_group=None))
         times.append(time.thread_time() - start)
     return min(times[1:])

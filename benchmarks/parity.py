@@ -1,18 +1,21 @@
-"""Difference between trainer and server with equal weights, by precision, model size, depth and prompt length.
+"""Difference between trainer and server with equal weights, by precision, model size, depth and
+prompt length.
 
     OMP_NUM_THREADS=1 python benchmarks/parity.py [--models NAME ...] [--servers bfloat16 ...] [--json FILE]
 
-For each model, random weights are written as an HF checkpoint and served by a real SGLang server in each precision.
-megatron-core, in each precision, sends its weights with the project's weight sync.  Sampled responses are then compared by
-the project's parity check (megatron_rl/engine/parity.py).  The limits of that check come from these figures.
+For each model, random weights are written as an HF checkpoint and served by a real SGLang server in
+each precision. megatron-core, in each precision, sends its weights with the project's weight sync.
+Sampled responses are then compared by the project's parity check (megatron_rl/engine/parity.py).
+The limits of that check come from these figures.
 
-Weights: each matrix N(0, 1 / its inputs); matrices that add to the residual stream are divided by the square root of the
-number of layers; embedding N(0, 1/4); norms 1.  So the stream stays near 1 at every depth.  The output head is scaled until
-a token's entropy is about --entropy nats.  `trained` is the demo's model (tools/megatron_rl_tools/make_tiny_moe.py), with its own
-prompts only.
+Weights: each matrix N(0, 1 / its inputs); matrices that add to the residual stream are divided by
+the square root of the number of layers; embedding N(0, 1/4); norms 1.  So the stream stays near 1
+at every depth.  The output head is scaled until a token's entropy is about --entropy nats.
+`trained` is the demo's model (tools/megatron_rl_tools/make_tiny_moe.py), with its own prompts only.
 
-A row is a model, a pair of precisions and a prompt length.  Wrong models follow, with the shortest prompts: the trainer or the
-server's answer is changed as named (tests/wrong_models.py), and the same rollouts are compared again.
+A row is a model, a pair of precisions and a prompt length.  Wrong models follow, with the shortest
+prompts: the trainer or the server's answer is changed as named (tests/wrong_models.py), and the
+same rollouts are compared again.
 fp8: bf16 servers that hold weights rounded to block-scaled e4m3 (rollout.quantize = fp8).
 """
 
@@ -55,10 +58,18 @@ from megatron_rl_tools.make_tiny_moe import make_tiny_moe
 from tests.wrong_models import wrong_models
 
 SHARED = {
-    "vocab_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "rope_theta": 1e6,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "eos_token_id": 1, "pad_token_id": 0,
+    "vocab_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
-SMALL = {"vocab_size": 512, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 
 
 @dataclass(frozen=True)
@@ -72,13 +83,18 @@ class Model:
     more: dict[str, Any] | None = None
 
     def config(self) -> Qwen3Config | Qwen3MoeConfig:
-        sizes = {"num_hidden_layers": self.layers, "hidden_size": self.hidden, "intermediate_size": self.ffn}
+        sizes = {
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+        }
         settings = SHARED | (self.more or {}) | sizes
         if self.experts is None:
             return Qwen3Config(**settings)
         number, top_k, width = self.experts
         return Qwen3MoeConfig(
-            **settings, num_experts=number, num_experts_per_tok=top_k, moe_intermediate_size=width, norm_topk_prob=True,
+            **settings, num_experts=number, num_experts_per_tok=top_k, moe_intermediate_size=width,
+            norm_topk_prob=True,
             decoder_sparse_step=1, mlp_only_layers=[],
         )  # fmt: skip
 
@@ -114,7 +130,9 @@ class Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--servers", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--trainers", nargs="+", default=["float32", "bfloat16"])
@@ -123,8 +141,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip-wrong", action="store_true", help="compare equal weights only")
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept")
-    parser.add_argument("--json", type=Path, help="append every comparison to this file, one a line")
-    parser.add_argument("--report", type=Path, help="measure nothing: the tables of what --json has written")
+    parser.add_argument(
+        "--json", type=Path, help="append every comparison to this file, one a line"
+    )
+    parser.add_argument(
+        "--report", type=Path, help="measure nothing: the tables of what --json has written"
+    )
     args = parser.parse_args()
     if args.report:
         print(report([Row(**json.loads(line)) for line in args.report.read_text().splitlines()]))
@@ -152,7 +174,7 @@ def one_rank_environment() -> None:
     os.environ.setdefault("MASTER_PORT", str(free_port("127.0.0.1")))
 
 
-# Checkpoints --------------------------------------------------------------------------------------------------------
+# Checkpoints --------------------------------------------------------------------------------------
 
 
 def make_checkpoint(name: str, folder: Path, seed: int, entropy: float) -> Path:
@@ -170,7 +192,9 @@ def make_checkpoint(name: str, folder: Path, seed: int, entropy: float) -> Path:
                 parameter.normal_(0.0, 0.5)
             elif parameter.dim() > 1:
                 adds = any(word in parameter_name for word in ("o_proj", "down_proj"))
-                parameter.normal_(0.0, (parameter.shape[-1] * (model.layers if adds else 1)) ** -0.5)
+                parameter.normal_(
+                    0.0, (parameter.shape[-1] * (model.layers if adds else 1)) ** -0.5
+                )
     scale_head(made, entropy)
     made.save_pretrained(path)
     return path
@@ -178,7 +202,9 @@ def make_checkpoint(name: str, folder: Path, seed: int, entropy: float) -> Path:
 
 @torch.no_grad()
 def scale_head(model: Any, entropy: float) -> None:
-    """Multiply the output head so that the mean entropy of a token after random ones is about `entropy` nats."""
+    """Multiply the output head so that the mean entropy of a token after random ones is about
+    `entropy` nats.
+    """
     vocabulary = model.config.vocab_size
     ids = torch.randint(2, vocabulary, (4, 32))
     logits = model(ids).logits[:, 8:]
@@ -190,11 +216,13 @@ def scale_head(model: Any, entropy: float) -> None:
     model.lm_head.weight.mul_(scale)
 
 
-# Measured -----------------------------------------------------------------------------------------------------------
+# Measured -----------------------------------------------------------------------------------------
 
 
 def measure_model(name: str, path: Path, scratch: Path, args: argparse.Namespace) -> Iterator[Row]:
-    parallel = make_parallel(configuration(path, "float32", "float32").parallel, device="cpu", timeout_minutes=30)
+    parallel = make_parallel(
+        configuration(path, "float32", "float32").parallel, device="cpu", timeout_minutes=30
+    )
     try:
         for server_dtype in args.servers:
             cfg = configuration(path, "float32", server_dtype)
@@ -202,13 +230,21 @@ def measure_model(name: str, path: Path, scratch: Path, args: argparse.Namespace
             with launch_server(
                 path, cfg.rollout, device="cpu", log_path=log, seed=0, want_routes=cfg.needs_routes
             ) as server:
-                yield from measure_server(name, path, server.url, server_dtype, parallel, scratch, args)
+                yield from measure_server(
+                    name, path, server.url, server_dtype, parallel, scratch, args
+                )
     finally:
         parallel.destroy()
 
 
 def measure_server(
-    name: str, path: Path, url: str, dtype: str, parallel: Parallel, scratch: Path, args: argparse.Namespace
+    name: str,
+    path: Path,
+    url: str,
+    dtype: str,
+    parallel: Parallel,
+    scratch: Path,
+    args: argparse.Namespace,
 ) -> Iterator[Row]:
     """Every trainer with this server; each sends its weights."""
     version = 0
@@ -229,9 +265,17 @@ def measure_server(
 
 
 def measure_pair(
-    name: str, path: Path, engine: Engine, cfg: Config, inference: Any, pair: Any, args: argparse.Namespace
+    name: str,
+    path: Path,
+    engine: Engine,
+    cfg: Config,
+    inference: Any,
+    pair: Any,
+    args: argparse.Namespace,
 ) -> Iterator[Row]:
-    parameters = sum(tensor.numel() for chunk in engine.chunks for tensor in chunk.parameters()) / 1e6
+    parameters = (
+        sum(tensor.numel() for chunk in engine.chunks for tensor in chunk.parameters()) / 1e6
+    )
     groups: dict[int, list[RolloutGroup]] = {}
     for length in args.lengths if MODELS[name] is not None else args.lengths[:1]:
         groups[length] = sample(name, path, inference, engine.spec, length, args.seed)
@@ -249,19 +293,32 @@ def measure_pair(
         yield row(shortest, wrong, found)
 
 
-def sample(name: str, path: Path, inference: Any, spec: Any, length: int, seed: int) -> list[RolloutGroup]:
+def sample(
+    name: str, path: Path, inference: Any, spec: Any, length: int, seed: int
+) -> list[RolloutGroup]:
     count, samples, tokens = LENGTHS[length]
     rng = np.random.default_rng([seed, length])
     if MODELS[name] is None:
-        rows = [json.loads(line)["prompt"] for line in (path / "train.jsonl").read_text().splitlines()[:count]]
+        rows = [
+            json.loads(line)["prompt"]
+            for line in (path / "train.jsonl").read_text().splitlines()[:count]
+        ]
         vocabulary = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]
-        prompts = [Prompt(f"p{i}", text, tuple(vocabulary[char] for char in text), "") for i, text in enumerate(rows)]
+        prompts = [
+            Prompt(f"p{i}", text, tuple(vocabulary[char] for char in text), "")
+            for i, text in enumerate(rows)
+        ]
     else:
         ids = rng.integers(2, spec.vocab_size, (count, length))
         prompts = [Prompt(f"p{i}", "", tuple(row.tolist()), "") for i, row in enumerate(ids)]
     stop = () if MODELS[name] is not None else (AutoConfig.from_pretrained(path).eos_token_id,)
     groups = inference.client.generate(
-        prompts, samples, temperature=1.0, max_tokens=tokens, stop_token_ids=stop, policy_version=inference.version
+        prompts,
+        samples,
+        temperature=1.0,
+        max_tokens=tokens,
+        stop_token_ids=stop,
+        policy_version=inference.version,
     )
     return [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
 
@@ -288,7 +345,8 @@ def weight_pusher(
 ) -> Iterator[WeightPusher]:
     pusher = WeightPusher(
         [url], checkpoint=path, dtype=getattr(torch, dtype), transport="distributed", bucket_mb=64,
-        device=torch.device("cpu"), timeout_seconds=1800.0, disk_dir=scratch / "weights", fp8_keep=fp8_keep,
+        device=torch.device("cpu"), timeout_seconds=1800.0, disk_dir=scratch / "weights",
+        fp8_keep=fp8_keep,
     )  # fmt: skip
     try:
         yield pusher
@@ -296,21 +354,30 @@ def weight_pusher(
         pusher.close()
 
 
-# Report -------------------------------------------------------------------------------------------------------------
+# Report -------------------------------------------------------------------------------------------
 
 
 def cells(row: Row) -> str:
-    shares = ["-" if value is None else f"{100 * value:.2f} %" for value in (row.experts_equal, row.expert_overlap)]
+    shares = [
+        "-" if value is None else f"{100 * value:.2f} %"
+        for value in (row.experts_equal, row.expert_overlap)
+    ]
     values = [f"{row.logprob_diff_mean:.1e}", f"{row.logprob_diff_max:.1e}", *shares]
     name = f"{row.model} ({row.parameters:g} M, {row.layers} layers)"
-    return f"| {name} | {row.trainer} | {row.server} | {row.prompt} | {row.wrong} | " + " | ".join(values) + " |"
+    return (
+        f"| {name} | {row.trainer} | {row.server} | {row.prompt} | {row.wrong} | "
+        + " | ".join(values)
+        + " |"
+    )
 
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8"}
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Tables of equal weights (worst prompt length): mean difference, expert overlap; and of the wrong models."""
+    """Tables of equal weights (worst prompt length): mean difference, expert overlap; and of the
+    wrong models.
+    """
     equal = [row for row in rows if not row.wrong]
     with_experts = [row for row in equal if row.expert_overlap is not None]
     tables = [
@@ -321,13 +388,23 @@ def report(rows: Sequence[Row]) -> str:
     return "\n\n".join(tables)
 
 
-def table(title: str, rows: Sequence[Row], label: Callable[[Row], str], cell: Callable[[Sequence[Row]], str]) -> str:
+def table(
+    title: str,
+    rows: Sequence[Row],
+    label: Callable[[Row], str],
+    cell: Callable[[Sequence[Row]], str],
+) -> str:
     """A line per label and a column per pair of precisions."""
     pairs = dict.fromkeys((row.trainer, row.server) for row in rows)
-    lines = [table_row(title, *(f"{SHORT[trainer]} / {SHORT[server]}" for trainer, server in pairs))]
+    lines = [
+        table_row(title, *(f"{SHORT[trainer]} / {SHORT[server]}" for trainer, server in pairs))
+    ]
     lines.append(table_row(*["---"] * (len(pairs) + 1)))
     for name in dict.fromkeys(map(label, rows)):
-        found = [[row for row in rows if (label(row), row.trainer, row.server) == (name, *pair)] for pair in pairs]
+        found = [
+            [row for row in rows if (label(row), row.trainer, row.server) == (name, *pair)]
+            for pair in pairs
+        ]
         lines.append(table_row(name, *(cell(each) if each else "" for each in found)))
     return "\n".join(lines)
 
@@ -346,7 +423,9 @@ def largest_mean(rows: Sequence[Row]) -> str:
 
 def overlap(rows: Sequence[Row]) -> str:
     """The least overlap, and the share of equal expert sets with it."""
-    least_overlap, equal = min((row.expert_overlap or 0.0, row.experts_equal or 0.0) for row in rows)
+    least_overlap, equal = min(
+        (row.expert_overlap or 0.0, row.experts_equal or 0.0) for row in rows
+    )
     return f"{100 * least_overlap:.1f} ({100 * equal:.1f})"
 
 

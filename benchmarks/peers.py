@@ -1,10 +1,13 @@
-"""verl's and slime's own alignment of rollout routes, run from source checkouts, for comparison in align.py.
+"""verl's and slime's own alignment of rollout routes, run from source checkouts, for comparison in
+align.py.
 
-Their functions query megatron-core's process-wide parallel state, which is replaced by one that returns the sizes and ranks of a
-Job.  Only the modules with those functions are imported, unchanged, not their packages.  Exceptions: verl.utils.model is a
-stand-in with the one required name (a type), unless its dependencies are installed.  Without CUDA, verl's device is the CPU and
+Their functions query megatron-core's process-wide parallel state, which is replaced by one that
+returns the sizes and ranks of a Job.  Only the modules with those functions are imported,
+unchanged, not their packages.  Exceptions: verl.utils.model is a stand-in with the one required
+name (a type), unless its dependencies are installed.  Without CUDA, verl's device is the CPU and
 slime's pinned buffers are plain memory, which is faster.
-Shapes: S tokens of a rollout, N layers of the model, dense ones included, K top-k, t rows of the rank.
+Shapes: S tokens of a rollout, N layers of the model, dense ones included, K top-k, t rows of the
+rank.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's place.  chunks: per model chunk (VPP) its MoE layers, as indices among the model's `num_layers`."""
+    """One rank's place.
+
+    chunks: per model chunk (VPP) its MoE layers, as indices among the model's `num_layers`.
+    """
 
     num_layers: int
     num_experts: int
@@ -48,7 +54,8 @@ class Peer:
     """A peer's alignment.
 
     given: routes [S - 1, N, K] of each micro-batch's rollouts, as its trainer gets them.
-    align: a Job and those -> per micro-batch its routers' ids [t, K], each in its own type; freed when dropped.
+    align: a Job and those -> per micro-batch its routers' ids [t, K], each in its own type; freed
+    when dropped.
     bounds: a Job and the lengths S -> where each sequence begins among T packed rows, and T.
     """
 
@@ -62,14 +69,21 @@ def load_peers(checkouts: Sequence[Path]) -> list[Peer]:
     """The peers found in source checkouts; a line on stderr for what is not."""
     peers = []
     for checkout in checkouts:
-        found = [make for name, make in (("verl", load_verl), ("slime", load_slime)) if (checkout / name).is_dir()]
+        found = [
+            make
+            for name, make in (("verl", load_verl), ("slime", load_slime))
+            if (checkout / name).is_dir()
+        ]
         if not found:
             print(f"peers: {checkout} has neither verl/ nor slime/: skipped", file=sys.stderr)
         for make in found:
             try:
                 peers.append(make(checkout))
             except ImportError as error:
-                print(f"peers: {checkout} cannot be used: {type(error).__name__}: {error}: skipped", file=sys.stderr)
+                print(
+                    f"peers: {checkout} cannot be used: {type(error).__name__}: {error}: skipped",
+                    file=sys.stderr,
+                )
     return peers
 
 
@@ -89,32 +103,45 @@ def parallel_state_of(job: Job) -> Iterator[None]:
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
-            stack.enter_context(patch.object(parallel_state, name, lambda *_, answer=answer, **__: answer))
+            stack.enter_context(
+                patch.object(parallel_state, name, lambda *_, answer=answer, **__: answer)
+            )
         yield
 
 
 def load_verl(checkout: Path) -> Peer:
-    """Per micro-batch and model chunk: align_r3_router_replay_data, build_r3_replay_mask, set_router_replay_data.
+    """Per micro-batch and model chunk: align_r3_router_replay_data, build_r3_replay_mask,
+    set_router_replay_data.
 
     Raises ImportError for a checkout without them (they came in 2026).
     """
-    make_packages(checkout, "verl", "verl.utils", "verl.utils.megatron", "verl.models", "verl.models.mcore")
+    make_packages(
+        checkout, "verl", "verl.utils", "verl.utils.megatron", "verl.models", "verl.models.mcore"
+    )
     if importlib.util.find_spec("tensordict") is None:
         stand_in = sys.modules["verl.utils.model"] = ModuleType("verl.utils.model")
         stand_in.CausalLMOutputForPPO = object  # type: ignore[attr-defined]
-    importlib.import_module("transformers.utils.logging")  # gives loggers a method that verl's code calls
+    # gives loggers a method that verl's code calls
+    importlib.import_module("transformers.utils.logging")
     utils = importlib.import_module("verl.utils.megatron.router_replay_utils")
-    importlib.import_module("verl.models.mcore.util").logger.setLevel("ERROR")  # one warning per short sequence
-    setattr(utils, "device_name", "cuda" if torch.cuda.is_available() else "cpu")  # noqa: B010  its own guess is cuda
+    # one warning per short sequence
+    importlib.import_module("verl.models.mcore.util").logger.setLevel("ERROR")
+    # its own guess is cuda
+    setattr(utils, "device_name", "cuda" if torch.cuda.is_available() else "cpu")  # noqa: B010
     replay = importlib.import_module("verl.utils.megatron.router_replay_patch").RouterReplay
-    if not all(hasattr(utils, name) for name in ("align_r3_router_replay_data", "build_r3_replay_mask")):
+    if not all(
+        hasattr(utils, name) for name in ("align_r3_router_replay_data", "build_r3_replay_mask")
+    ):
         raise ImportError("router_replay_utils has no align_r3_router_replay_data: an older verl")
 
     def given(routes: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
         parts = [torch.from_numpy(ids.astype(np.int16)) for ids in routes]
         tokens = [torch.zeros(len(ids) + 1, dtype=torch.int64) for ids in routes]
-        nested = [torch.nested.as_nested_tensor(values, layout=torch.jagged) for values in (parts, tokens)]
-        return nested[0], nested[1], torch.ones(len(routes), 1)  # one response token each is all the mask asks for
+        nested = [
+            torch.nested.as_nested_tensor(values, layout=torch.jagged) for values in (parts, tokens)
+        ]
+        # one response token each is all the mask asks for
+        return nested[0], nested[1], torch.ones(len(routes), 1)
 
     def align(job: Job, micro_batches: Sequence[Any]) -> list[list[Tensor]]:
         config = SimpleNamespace(fp8=None, num_layers=job.num_layers)
@@ -125,7 +152,9 @@ def load_verl(checkout: Path) -> Peer:
                 for chunk, model in enumerate(models):
                     full = utils.align_r3_router_replay_data(routes, tokens)
                     mask = utils.build_r3_replay_mask(tokens, response_mask)
-                    utils.set_router_replay_data(full, None, config, chunk, replay_mask=mask, model=model)
+                    utils.set_router_replay_data(
+                        full, None, config, chunk, replay_mask=mask, model=model
+                    )
                 routers = [router.router_replay for model in models for router in model]
                 aligned.append([router.target_topk_idx for router in routers])
                 for router in routers:  # as if the micro-batch were done: only one is in flight
@@ -143,7 +172,8 @@ def make_chunk(layers: Sequence[int], replay: type) -> torch.nn.ModuleList:
     """What verl walks to find a model chunk's routers."""
     routers = []
     for layer in layers:
-        router = TopKRouter.__new__(TopKRouter)  # only its type, number and replay object are looked at
+        # only its type, number and replay object are looked at
+        router = TopKRouter.__new__(TopKRouter)
         torch.nn.Module.__init__(router)
         router.layer_number, router.router_replay = layer + 1, replay()
         routers.append(router)
@@ -151,11 +181,14 @@ def make_chunk(layers: Sequence[int], replay: type) -> torch.nn.ModuleList:
 
 
 def load_slime(checkout: Path) -> Peer:
-    """prepare_routed_experts_for_routing_replay and RoutingReplay.record, in the loop of its actor's fill_routing_replay.
+    """prepare_routed_experts_for_routing_replay and RoutingReplay.record, in the loop of its
+    actor's fill_routing_replay.
 
     That loop is copied, because its module needs the complete trainer (Ray).
     """
-    make_packages(checkout, "slime", "slime.utils", "slime.backends", "slime.backends.megatron_utils")
+    make_packages(
+        checkout, "slime", "slime.utils", "slime.backends", "slime.backends.megatron_utils"
+    )
     prepare = importlib.import_module(
         "slime.backends.megatron_utils.cp_utils"
     ).prepare_routed_experts_for_routing_replay
@@ -182,14 +215,21 @@ def load_slime(checkout: Path) -> Peer:
                     sequence_parallel=job.sequence_parallel,
                     allgather_cp=False,
                 )
-                for router, layer in zip(replays, (x for layers in job.chunks for x in layers), strict=True):
+                for router, layer in zip(
+                    replays, (x for layers in job.chunks for x in layers), strict=True
+                ):
                     router.record(prepared[:, layer])
         replay.all_routing_replays.clear()
-        return [list(ids) for ids in zip(*(router.top_indices_list for router in replays), strict=True)]
+        return [
+            list(ids) for ids in zip(*(router.top_indices_list for router in replays), strict=True)
+        ]
 
     def bounds(job: Job, lengths: Sequence[int]) -> list[int]:
         starts = running(lengths, 2 * job.cp_size if job.cp_size > 1 else 1)
-        return [*starts, -(-starts[-1] // (rule := job.cp_size * job.tp_size * job.pad_multiplier)) * rule]
+        return [
+            *starts,
+            -(-starts[-1] // (rule := job.cp_size * job.tp_size * job.pad_multiplier)) * rule,
+        ]
 
     return Peer("slime", given, align, bounds)
 
@@ -199,7 +239,9 @@ def unpinned_empty_like(tensor: Tensor, *, pin_memory: bool = False, **settings:
 
 
 def make_packages(checkout: Path, *names: str) -> None:
-    """Packages whose modules can be imported without running their __init__, which would import a complete trainer."""
+    """Packages whose modules can be imported without running their __init__, which would import a
+    complete trainer.
+    """
     for name in names:
         package = sys.modules[name] = ModuleType(name)
         package.__path__ = [str(checkout / name.replace(".", "/"))]

@@ -1,16 +1,20 @@
-"""Weight sync: every pipeline stage and expert rank sends its own part, against rank 0 alone; and its overhead per tensor.
+"""Weight sync: every pipeline stage and expert rank sends its own part, against rank 0 alone; and
+its overhead per tensor.
 
     OMP_NUM_THREADS=1 python benchmarks/push.py [--pp 4 --ep 2] [--servers 2] [--pushes 5] [--slime CHECKOUT]
     OMP_NUM_THREADS=1 python benchmarks/push.py --overhead
 
-The first starts pp x ep ranks with a Qwen3-MoE of megatron-core (--layers, --experts, --hidden; bfloat16) and receivers that load
-one bucket at a time, as SGLang does (tests/fake_receiver.py, over gloo).  Rank 0 alone is the same code with one source; slime is
-its own update code (push_slime.py).  After each way every receiver must hold every tensor, bit by bit.  All of it shares this
-machine's cores, so seconds compare the ways here; bytes are the same on any machine.  Of each way: seconds of a push, CPU seconds
-of each rank, bytes that it sends to the servers and to other ranks, and the most memory above that before the push (medians).
+The first starts pp x ep ranks with a Qwen3-MoE of megatron-core (--layers, --experts, --hidden;
+bfloat16) and receivers that load one bucket at a time, as SGLang does (tests/fake_receiver.py, over
+gloo).  Rank 0 alone is the same code with one source; slime is its own update code (push_slime.py).
+After each way every receiver must hold every tensor, bit by bit.  All of it shares this machine's
+cores, so seconds compare the ways here; bytes are the same on any machine.  Of each way: seconds of
+a push, CPU seconds of each rank, bytes that it sends to the servers and to other ranks, and the
+most memory above that before the push (medians).
 
---overhead: one rank with 48 layers of 128 experts (18,432 expert tensors, Qwen3-30B-A3B) whose tensors have only a few values, so
-that what remains is the time per tensor: export, checks, buckets and the JSON that names them.  CPU time; nothing is sent.
+--overhead: one rank with 48 layers of 128 experts (18,432 expert tensors, Qwen3-30B-A3B) whose
+tensors have only a few values, so that what remains is the time per tensor: export, checks, buckets
+and the JSON that names them.  CPU time; nothing is sent.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ MIB = 1 << 20
 CPU = torch.device("cpu")
 
 
-# Overhead -----------------------------------------------------------------------------------------------------------
+# Overhead -----------------------------------------------------------------------------------------
 
 
 class Layer(torch.nn.Module):
@@ -89,7 +93,9 @@ def small_model(spec: ModelSpec) -> torch.nn.Module:
     for entry in entries(spec):
         tensor = torch.zeros(shard_shape(entry, 1), dtype=torch.bfloat16)
         if entry.layer is not None:
-            layers.setdefault(entry.layer, {})[entry.name.removeprefix(f"decoder.layers.{entry.layer}.")] = tensor
+            layers.setdefault(entry.layer, {})[
+                entry.name.removeprefix(f"decoder.layers.{entry.layer}.")
+            ] = tensor
             continue
         module: torch.nn.Module = model
         *parents, own = entry.name.split(".")
@@ -100,14 +106,17 @@ def small_model(spec: ModelSpec) -> torch.nn.Module:
         module.register_parameter(own, torch.nn.Parameter(tensor))
     if not hasattr(model, "decoder"):
         model.add_module("decoder", torch.nn.Module())
-    model.decoder.layers = torch.nn.ModuleList(Layer(number + 1, layers[number]) for number in sorted(layers))
+    model.decoder.layers = torch.nn.ModuleList(
+        Layer(number + 1, layers[number]) for number in sorted(layers)
+    )
     return model
 
 
 def overhead(folder: Path) -> None:
     spec = make_spec(load_hf_config(random_checkpoint(folder / "model")))
     spec = replace(
-        spec, num_layers=48, moe_layers=tuple(range(48)), num_experts=128, hidden_size=8, expert_ffn_size=4, num_heads=2,
+        spec, num_layers=48, moe_layers=tuple(range(48)), num_experts=128, hidden_size=8,
+        expert_ffn_size=4, num_heads=2,
         num_kv_heads=1, head_dim=4,
     )  # fmt: skip
     model = small_model(spec)
@@ -141,17 +150,19 @@ def overhead(folder: Path) -> None:
         seconds.append(time.process_time() - start)
     experts = sum("experts" in name for name in expected)
     print(
-        f"{len(expected)} tensors, {experts} of experts: plan {planned:.2f} s (once), push {statistics.median(seconds):.3f} s"
+        f"{len(expected)} tensors, {experts} of experts: plan {planned:.2f} s (once), push"
+        f" {statistics.median(seconds):.3f} s"
     )
     print(
-        f"{sent} bytes of weights, {size} of names; {1e6 * statistics.median(seconds) / len(expected):.1f} us per tensor"
+        f"{sent} bytes of weights, {size} of names;"
+        f" {1e6 * statistics.median(seconds) / len(expected):.1f} us per tensor"
     )
     profile = cProfile.Profile()
     profile.runcall(push)
     pstats.Stats(profile).sort_stats("tottime").print_stats(12)
 
 
-# Every rank against rank 0 -------------------------------------------------------------------------------------------
+# Every rank against rank 0 ------------------------------------------------------------------------
 
 
 @dataclass
@@ -165,20 +176,27 @@ class Way:
 
 @dataclass
 class Moved:
-    """Bytes that this rank has sent: to the servers (one copy, however many they are), and to other ranks."""
+    """Bytes that this rank has sent: to the servers (one copy, however many they are), and to other
+    ranks.
+    """
 
     to_servers: int = 0
     to_ranks: int = 0
 
     def count(self) -> None:
-        """Count, from now on, what goes through torch.distributed.  Our broadcasts do not: PushReport has those."""
+        """Count, from now on, what goes through torch.distributed.
+
+        Our broadcasts do not: PushReport has those.
+        """
         send, gather, broadcast = dist.send, dist.all_gather, dist.broadcast
 
         def counted_send(tensor: torch.Tensor, *args: Any, **rest: Any) -> Any:
             self.to_ranks += tensor.nbytes
             return send(tensor, *args, **rest)
 
-        def counted_gather(parts: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **rest: Any) -> Any:
+        def counted_gather(
+            parts: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **rest: Any
+        ) -> Any:
             self.to_ranks += (len(parts) - 1) * tensor.nbytes
             return gather(parts, tensor, *args, **rest)
 
@@ -191,12 +209,22 @@ class Moved:
 
 def memory(field: str) -> int:
     """Bytes of this process, from /proc: VmRSS now, VmHWM the most since the last reset."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) * 1024
 
 
 def measure(
-    checkpoint: Path, layout: dict[str, int], urls: list[str], way: Way, bucket_bytes: int, pushes: int, folder: Path
+    checkpoint: Path,
+    layout: dict[str, int],
+    urls: list[str],
+    way: Way,
+    bucket_bytes: int,
+    pushes: int,
+    folder: Path,
 ) -> dict[str, float]:
     """On a rank.  Medians of the pushes after the first one, which makes the connections."""
     chunks, spec, _, parallel = build(checkpoint, dtype="bfloat16", **layout)
@@ -205,7 +233,8 @@ def measure(
         update = slime_push(way.slime, chunks, spec, parallel, urls, bucket_bytes)
     else:
         pusher = WeightPusher(
-            urls, checkpoint=checkpoint, dtype=torch.bfloat16, transport="distributed", bucket_mb=1, device=CPU,
+            urls, checkpoint=checkpoint, dtype=torch.bfloat16, transport="distributed", bucket_mb=1,
+            device=CPU,
             timeout_seconds=300, disk_dir=folder, ranks=Ranks.of(parallel),
         )  # fmt: skip
         pusher.bucket_bytes = bucket_bytes
@@ -247,20 +276,32 @@ def measure(
 def compare(args: argparse.Namespace, folder: Path) -> None:
     world, bucket_bytes = args.pp * args.ep, int(args.bucket_mib * MIB)
     checkpoint = random_checkpoint(
-        folder / "model", dtype=torch.bfloat16, num_hidden_layers=args.layers, num_experts=args.experts,
+        folder / "model", dtype=torch.bfloat16, num_hidden_layers=args.layers,
+        num_experts=args.experts,
         hidden_size=args.hidden, moe_intermediate_size=args.hidden // 2, vocab_size=1024,
     )  # fmt: skip
     tensors = load_file(checkpoint / "model.safetensors")
-    expected, total = {name: fingerprint(tensor) for name, tensor in tensors.items()}, size_of(tensors)
-    print(f"{total / MIB:.1f} MiB in {len(tensors)} tensors, buckets of {args.bucket_mib:g} MiB, {world} ranks")
-    ways = [Way("every rank", world), Way("rank 0 alone", 1), *(Way("slime", args.pp, path) for path in args.slime)]
+    expected, total = (
+        {name: fingerprint(tensor) for name, tensor in tensors.items()},
+        size_of(tensors),
+    )
+    print(
+        f"{total / MIB:.1f} MiB in {len(tensors)} tensors, buckets of {args.bucket_mib:g} MiB,"
+        f" {world} ranks"
+    )
+    ways = [
+        Way("every rank", world),
+        Way("rank 0 alone", 1),
+        *(Way("slime", args.pp, path) for path in args.slime),
+    ]
     empty = folder / "empty.safetensors"
     save_file({"nothing": torch.zeros(1)}, empty)
     first: list[dict[str, float]] = []
     for way in ways:
         with receivers(empty, args.servers) as servers:
             found = run_ranks(
-                measure, world, checkpoint, {"pp": args.pp, "ep": args.ep}, [each.url for each in servers], way,
+                measure, world, checkpoint, {"pp": args.pp, "ep": args.ep},
+                [each.url for each in servers], way,
                 bucket_bytes, args.pushes, folder, timeout=1200,
             )  # fmt: skip
             for each in servers:
@@ -273,7 +314,11 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
 
 
 def report(
-    way: Way, found: list[dict[str, float]], first: list[dict[str, float]], total: int, bucket_bytes: int
+    way: Way,
+    found: list[dict[str, float]],
+    first: list[dict[str, float]],
+    total: int,
+    bucket_bytes: int,
 ) -> None:
     def all_of(key: str) -> list[float]:
         return [each[key] for each in found]
@@ -281,19 +326,26 @@ def report(
     seconds, through = max(all_of("seconds")), [each["sent"] + each["moved"] for each in found]
     ratio = seconds / max(each["seconds"] for each in first)
     print(
-        f"{way.name}: {seconds:.2f} s (fastest {max(all_of('fastest')):.2f}), {ratio:.2f} x the first way's", end="; "
+        f"{way.name}: {seconds:.2f} s (fastest {max(all_of('fastest')):.2f}), {ratio:.2f} x the"
+        " first way's",
+        end="; ",
     )
     print(f"load {os.getloadavg()[0]:.1f}")
     print(f"  MiB to servers {in_mib(all_of('sent'))}, to other ranks {in_mib(all_of('moved'))}")
     print(
-        f"  most sent by a rank {max(through) / total:.3f} x total = {max(through) * len(found) / total:.2f} x total / ranks"
+        f"  most sent by a rank {max(through) / total:.3f} x total ="
+        f" {max(through) * len(found) / total:.2f} x total / ranks"
     )
     print(
-        f"  CPU seconds of a rank {' '.join(f'{each:.2f}' for each in all_of('cpu'))}: {sum(all_of('cpu')):.2f}",
+        f"  CPU seconds of a rank {' '.join(f'{each:.2f}' for each in all_of('cpu'))}:"
+        f" {sum(all_of('cpu')):.2f}",
         end="; ",
     )
     most = max(all_of("extra"))
-    print(f"memory above that before: {most / MIB:.1f} MiB = {most / bucket_bytes:.2f} buckets", flush=True)
+    print(
+        f"memory above that before: {most / MIB:.1f} MiB = {most / bucket_bytes:.2f} buckets",
+        flush=True,
+    )
 
 
 def size_of(tensors: dict[str, torch.Tensor]) -> int:
@@ -305,7 +357,9 @@ def in_mib(sizes: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--overhead", action="store_true")
     sizes = {"pp": 4, "ep": 2, "servers": 2, "pushes": 5, "layers": 8, "experts": 32, "hidden": 512}
     for name, value in sizes.items():
@@ -313,7 +367,8 @@ def main() -> None:
     parser.add_argument("--bucket_mib", type=float, default=4)
     parser.add_argument("--slime", type=Path, nargs="*", default=(), help="source checkout")
     args = parser.parse_args()
-    # so that freed buckets leave the process, for both ways alike: a rank's memory is read from /proc
+    # so that freed buckets leave the process, for both ways alike: a rank's memory is read from
+    # /proc
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB // 4)
     with tempfile.TemporaryDirectory() as folder:
         if args.overhead:

@@ -1,8 +1,11 @@
-"""slime's own weight update, UpdateWeightFromDistributed, run from a source checkout over gloo, for comparison in push.py.
+"""slime's own weight update, UpdateWeightFromDistributed, run from a source checkout over gloo, for
+comparison in push.py.
 
-Its gathers, conversion, buckets and broadcasts are unchanged, over megatron-core's own groups.  Replaced, as they need Ray or a
-GPU: ray.get and the engines' methods (a thread with an HTTP call each), the lock actor (the job's store), the accelerator module
-(the CPU), and two imports of which only a type and one function are used.  Its names of parameters are TransformerEngine's.
+Its gathers, conversion, buckets and broadcasts are unchanged, over megatron-core's own groups.
+Replaced, as they need Ray or a
+GPU: ray.get and the engines' methods (a thread with an HTTP call each), the lock actor (the job's
+store), the accelerator module (the CPU), and two imports of which only a type and one function are
+used.  Its names of parameters are TransformerEngine's.
 """
 
 from __future__ import annotations
@@ -41,12 +44,15 @@ def slime_push(
     module = load(checkout)
     importlib.import_module("slime.utils.distributed_utils").init_gloo_group()
     args = Namespace(
-        num_experts=spec.num_experts, vocab_size=spec.vocab_size, kv_channels=spec.head_dim, hidden_size=spec.hidden_size,
+        num_experts=spec.num_experts, vocab_size=spec.vocab_size, kv_channels=spec.head_dim,
+        hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_heads, num_query_groups=spec.num_kv_heads, q_lora_rank=None,
         update_weight_buffer_size=bucket_bytes, rollout_num_gpus_per_engine=1,
     )  # fmt: skip
     model = [Renamed(chunk) for chunk in chunks]
-    update = module.UpdateWeightFromDistributed(args, model, dict, model_name="qwen3_moe", quantization_config=None)
+    update = module.UpdateWeightFromDistributed(
+        args, model, dict, model_name="qwen3_moe", quantization_config=None
+    )
     store = dist.distributed_c10d._get_default_store()
     if parallel.rank == 0:
         store.set(LOCK, "free")
@@ -60,7 +66,8 @@ def slime_push(
     for rank in range(parallel.world_size):
         if rank == parallel.rank:
             update.connect_rollout_engines([Engine(url, threads) for url in urls], lock)
-        dist.barrier()  # two sources at once can wait for each other: a server joins one group after the other
+        # two sources at once can wait for each other: a server joins one group after the other
+        dist.barrier()
     return update.update_weights
 
 
@@ -74,8 +81,12 @@ class Renamed:
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in self.chunk.named_parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-            name = re.sub(r"local_experts\.(\d+)\.(\w+)\.weight", r"\2.weight\1", name.removeprefix("module."))
-            name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+            name = re.sub(
+                r"local_experts\.(\d+)\.(\w+)\.weight", r"\2.weight\1", name.removeprefix("module.")
+            )
+            name = name.replace(
+                "input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"
+            )
             yield f"module.module.{name}", parameter
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,11 +131,15 @@ def load(checkout: Path) -> ModuleType:
     stand_in("ray", get=get, ObjectRef=Future, _private=SimpleNamespace(services=Services))
     stand_in("ray.actor", ActorHandle=object)
     megatron = "slime.backends.megatron_utils"
-    make_packages(checkout, "slime", "slime.utils", "slime.backends", megatron, f"{megatron}.update_weight")
+    make_packages(
+        checkout, "slime", "slime.utils", "slime.backends", megatron, f"{megatron}.update_weight"
+    )
     stand_in("slime.utils.types", ParamInfo=object)
     stand_in("slime.utils.http_utils", _wrap_ipv6=str)
     accelerator = stand_in(
-        "slime.utils.accelerator", current_device=lambda: "cpu", weight_update_backend=lambda: "gloo"
+        "slime.utils.accelerator",
+        current_device=lambda: "cpu",
+        weight_update_backend=lambda: "gloo",
     )
     sys.modules["slime.utils"].accelerator = accelerator  # type: ignore[attr-defined]
     return importlib.import_module(f"{megatron}.update_weight.update_weight_from_distributed")

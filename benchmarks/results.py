@@ -34,15 +34,22 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
-BLOCK = re.compile(r"(<!-- results: (\S+)(?: (table|lines) (.+?))? -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
-LINK = re.compile(r"\[([^\]]*\d[^\]]*)\]\([^)\s]*\bresults/(\w+)\.json\)")  # without a digit it quotes nothing
+BLOCK = re.compile(
+    r"(<!-- results: (\S+)(?: (table|lines) (.+?))? -->\n)(.*?)(<!-- end of results -->)", re.DOTALL
+)
+# without a digit it quotes nothing
+LINK = re.compile(r"\[([^\]]*\d[^\]]*)\]\([^)\s]*\bresults/(\w+)\.json\)")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["save", "quote"])
     parser.add_argument("name", nargs="?", help="of the file in results/")
-    parser.add_argument("--note", default="", help="about the machine, for instance what else was running")
+    parser.add_argument(
+        "--note", default="", help="about the machine, for instance what else was running"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     if arguments.action == "quote":
@@ -58,7 +65,9 @@ def save(name: str, command: list[str], note: str = "") -> int:
     """Run the command, write results/NAME.json, and return the exit status of the command."""
     started, load, lines = time.monotonic(), os.getloadavg()[0], []
     words = [sys.executable, *command[1:]] if command[0] == "python" else command
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+    with subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             lines.append(line.rstrip().replace(str(ROOT), "."))
@@ -68,8 +77,15 @@ def save(name: str, command: list[str], note: str = "") -> int:
         "commit": code_version(),
         "date": datetime.now(UTC).date().isoformat(),
         "seconds": round(time.monotonic() - started),
-        "machine": {**machine(), "load_average": [round(load, 1), round(os.getloadavg()[0], 1)], "note": note},
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
+        "machine": {
+            **machine(),
+            "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
+            "note": note,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{package: version(package) for package in PACKAGES},
+        },
         "output": lines,
     }
     RESULTS.mkdir(exist_ok=True)
@@ -81,7 +97,11 @@ def machine() -> dict[str, Any]:
     """Sizes and the kind of CPU, but nothing that names one machine."""
     models = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = round(psutil.virtual_memory().total / 2**30)
-    return {"cores": os.cpu_count(), "memory_gib": memory, "cpu": models[0] if models else platform.machine()}
+    return {
+        "cores": os.cpu_count(),
+        "memory_gib": memory,
+        "cpu": models[0] if models else platform.machine(),
+    }
 
 
 def version(package: str) -> str | None:
@@ -95,13 +115,15 @@ def code_version() -> str:
     """The last commit that changed the package; + where it has changes that are in no commit."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
 
     commit = git("log", "-1", "--format=%h", "--", "megatron_rl")
     return commit + ("+" if git("status", "--porcelain", "megatron_rl") else "")
 
 
-# Quotes -------------------------------------------------------------------------------------------------------------
+# Quotes -------------------------------------------------------------------------------------------
 
 
 def pages() -> Iterator[Path]:
@@ -115,14 +137,22 @@ def quoted(text: str) -> str:
 
 
 def block(name: str, kind: str | None, which: str | None) -> str:
-    """The text of a block.  Lines that match REGEX are in a code fence, as the program prints them."""
+    """The text of a block.
+
+    Lines that match REGEX are in a code fence, as the program prints them.
+    """
     lines = output(name)
     if kind == "table":
         return "\n".join(tables(lines)[int(which or 1) - 1]) + "\n"
     if kind == "lines":
-        return "\n".join(["```", *(line for line in lines if re.search(which or "", line)), "```\n"])
-    parts = ("\n".join(part).strip("\n") for _, part in groupby(lines, lambda line: line.startswith("|")))
-    return "\n\n".join(part for part in parts if part) + "\n"  # Markdown needs an empty line before a table
+        return "\n".join(
+            ["```", *(line for line in lines if re.search(which or "", line)), "```\n"]
+        )
+    parts = (
+        "\n".join(part).strip("\n") for _, part in groupby(lines, lambda line: line.startswith("|"))
+    )
+    # Markdown needs an empty line before a table
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def output(name: str) -> list[str]:
@@ -131,13 +161,21 @@ def output(name: str) -> list[str]:
 
 
 def tables(lines: list[str]) -> list[list[str]]:
-    return [list(rows) for is_table, rows in groupby(lines, lambda line: line.startswith("|")) if is_table]
+    return [
+        list(rows)
+        for is_table, rows in groupby(lines, lambda line: line.startswith("|"))
+        if is_table
+    ]
 
 
 def wrong_links(text: str) -> list[tuple[str, str]]:
     """(quote, name) of each link whose text its file does not have."""
     quotes = ((" ".join(quote.split()), name) for quote, name in LINK.findall(text))
-    return [(quote, name) for quote, name in quotes if quote not in " ".join(" ".join(output(name)).split())]
+    return [
+        (quote, name)
+        for quote, name in quotes
+        if quote not in " ".join(" ".join(output(name)).split())
+    ]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Measured: routes of retracted responses against those of the forward that sampled, on a real SGLang server on the CPU.
+"""Measured: routes of retracted responses against those of the forward that sampled, on a real
+SGLang server on the CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/retraction_rows.py [--dtype bfloat16] [--batch 8] [--responses 48]
 
-A tiny random Qwen3-MoE samples greedily, with a frequency penalty against loops, so the same batch of prompts gives the same
-tokens by the same forwards.  Each batch is sampled three times: undisturbed, undisturbed again (the noise of the method), and
-with /pause_generation mode retract in between.  The stream of tokens shows the number n of tokens before the retraction of each
-response: the first n rows are of the second forward, and the rows of the undisturbed response are those of the forward that
-sampled.
+A tiny random Qwen3-MoE samples greedily, with a frequency penalty against loops, so the same batch
+of prompts gives the same tokens by the same forwards.  Each batch is sampled three times:
+undisturbed, undisturbed again (the noise of the method), and with /pause_generation mode retract in
+between.  The stream of tokens shows the number n of tokens before the retraction of each
+response: the first n rows are of the second forward, and the rows of the undisturbed response are
+those of the forward that sampled.
 
-Shapes: S tokens of a sequence, P of them prompt, R response, n before the retraction; rows [S - 1, L, K], sorted in each row.
+Shapes: S tokens of a sequence, P of them prompt, R response, n before the retraction; rows [S - 1,
+L, K], sorted in each row.
 """
 
 from __future__ import annotations
@@ -40,14 +43,20 @@ PROMPT_TOKENS, QUIET_SECONDS = 8, 0.5  # a pause of the stream that says: the se
 
 @dataclass
 class Streamed:
-    """The responses to one batch, as far as they have come: index -> tokens; the last chunk of each."""
+    """The responses to one batch, as far as they have come: index -> tokens; the last chunk of
+    each.
+    """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     last: dict[int, dict[str, Any]] = field(default_factory=dict)
     grown: threading.Event = field(default_factory=threading.Event)
 
     def shortest(self, size: int) -> int:
-        return min((len(t) for t in self.tokens.values()), default=0) if len(self.tokens) == size else 0
+        return (
+            min((len(t) for t in self.tokens.values()), default=0)
+            if len(self.tokens) == size
+            else 0
+        )
 
     def lengths(self, size: int) -> list[int]:
         return [len(self.tokens.get(i, ())) for i in range(size)]
@@ -93,7 +102,9 @@ def sampled(
     while http.post("/flush_cache").status_code != 200:
         pass
     streamed, places = Streamed(), [0] * len(prompts)
-    thread = threading.Thread(target=sample, args=(str(http.base_url), prompts, num_tokens, streamed), daemon=True)
+    thread = threading.Thread(
+        target=sample, args=(str(http.base_url), prompts, num_tokens, streamed), daemon=True
+    )
     thread.start()
     if retract_at:
         while streamed.shortest(len(prompts)) < retract_at and thread.is_alive():
@@ -116,7 +127,9 @@ def differing(counts: Counter[str], name: str, mine: np.ndarray, other: np.ndarr
     counts[f"{name} all"] += len(mine)
 
 
-def compare(http: httpx.Client, model: Any, prompts: list[list[int]], num_tokens: int, retract_at: int) -> Counter[str]:
+def compare(
+    http: httpx.Client, model: Any, prompts: list[list[int]], num_tokens: int, retract_at: int
+) -> Counter[str]:
     """Rows of the tokens before the retraction, by what they are compared with."""
     first, _ = sampled(http, prompts, num_tokens)
     again, _ = sampled(http, prompts, num_tokens)
@@ -134,7 +147,10 @@ def compare(http: httpx.Client, model: Any, prompts: list[list[int]], num_tokens
         counts["tokens"] += len(retracted.tokens[i])
         sequence = np.array(prompt + retracted.tokens[i])
         mine, reference = retracted.rows(i)[rows], first.rows(i)[rows]
-        prefill, theirs = prefill_rows(http, sequence)[rows], transformers_rows(model, sequence)[rows]
+        prefill, theirs = (
+            prefill_rows(http, sequence)[rows],
+            transformers_rows(model, sequence)[rows],
+        )
         differing(counts, "sampled again, undisturbed", again.rows(i)[rows], reference)
         differing(counts, "retracted", mine, reference)
         differing(counts, "retracted, against a prefill of the server", mine, prefill)
@@ -144,8 +160,10 @@ def compare(http: httpx.Client, model: Any, prompts: list[list[int]], num_tokens
 
 def table(dtype: str, batch: int, counts: Counter[str]) -> str:
     lines = [
-        f"{dtype}, batches of {batch}: {counts['responses']} responses of {counts['tokens']} tokens "
-        f"({counts['unusable']} unusable)",
+        (
+            f"{dtype}, batches of {batch}: {counts['responses']} responses of {counts['tokens']}"
+            f" tokens ({counts['unusable']} unusable)"
+        ),
         "",
         "| rows of the first n tokens | rows | differ | (row, layer) pairs that differ |",
         "|---|---|---|---|",
@@ -154,14 +172,20 @@ def table(dtype: str, batch: int, counts: Counter[str]) -> str:
         name, rows = key.removesuffix(" all"), counts[key]
         pairs = rows * SPEC.num_layers
         other, unlike = counts[f"{name} rows"], counts[f"{name} pairs"]
-        lines.append(f"| {name} | {rows} | {other} ({other / rows:.2%}) | {unlike} ({unlike / pairs:.3%}) |")
+        lines.append(
+            f"| {name} | {rows} | {other} ({other / rows:.2%}) | {unlike} ({unlike / pairs:.3%}) |"
+        )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--responses", type=int, default=48)
-    parser.add_argument("--batch", type=int, default=8, help="responses sampled, and retracted, together")
+    parser.add_argument(
+        "--batch", type=int, default=8, help="responses sampled, and retracted, together"
+    )
     parser.add_argument("--tokens", type=int, default=160, help="of each response")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
@@ -173,7 +197,9 @@ def main() -> int:
         dtype = getattr(torch, args.dtype)
         checkpoint = random_checkpoint(Path(folder) / "tiny", dtype=dtype)
         model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
-        cfg = RolloutConfig(dtype=args.dtype, max_total_tokens=8192, max_running_requests=max(16, args.batch))
+        cfg = RolloutConfig(
+            dtype=args.dtype, max_total_tokens=8192, max_running_requests=max(16, args.batch)
+        )
         log = Path(folder) / "server.log"
         with (
             launch_server(checkpoint, cfg, device="cpu", log_path=log, seed=0) as server,
@@ -181,7 +207,9 @@ def main() -> int:
         ):
             for _ in range(args.responses // args.batch):
                 prompts = rng.integers(2, SPEC.vocab_size, (args.batch, PROMPT_TOKENS)).tolist()
-                counts += compare(http, model, prompts, args.tokens, int(rng.integers(1, args.tokens - 20)))
+                counts += compare(
+                    http, model, prompts, args.tokens, int(rng.integers(1, args.tokens - 20))
+                )
     print(table(args.dtype, args.batch, counts))
     return 0
 

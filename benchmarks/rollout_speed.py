@@ -1,11 +1,13 @@
-"""Continuous sampling, measured against its simulation: the real Scheduler, Inference and client over HTTP with a slow server.
+"""Continuous sampling, measured against its simulation: the real Scheduler, Inference and client
+over HTTP with a slow server.
 
     OMP_NUM_THREADS=1 python -m benchmarks.rollout_speed [--repeats 3] [--k 0 1 2 4] [--update abort] [--base 0.06]
 
-The server (of tests/fake_server.py) answers each request when its responses would be complete: it follows the model of
-benchmarks/sampling_model.py in real time.  Training and weight syncs are sleeps.  Lengths, and all parameters, are those of
-the simulation beside it: a step of 8 prompts x 4 responses, with the length distribution of benchmarks/rollout_sim.py in
-tokens that take 4 times --base / 32,768 of its time.  A ratio of 1: the simulation predicts the speed-up over k = 0.
+The server (of tests/fake_server.py) answers each request when its responses would be complete: it
+follows the model of benchmarks/sampling_model.py in real time.  Training and weight syncs are
+sleeps.  Lengths, and all parameters, are those of the simulation beside it: a step of 8 prompts x 4
+responses, with the length distribution of benchmarks/rollout_sim.py in tokens that take 4 times
+--base / 32,768 of its time.  A ratio of 1: the simulation predicts the speed-up over k = 0.
 """
 
 from __future__ import annotations
@@ -34,11 +36,15 @@ from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.scheduler import Scheduler
 from tests.fake_server import SPEC, FakeServer
 
-PARALLEL = SimpleNamespace(dp_rank=0, dp_size=1, rank=0, device=torch.device("cpu"), host_group=None)
+PARALLEL = SimpleNamespace(
+    dp_rank=0, dp_size=1, rank=0, device=torch.device("cpu"), host_group=None
+)
 LOW, FIRST = (
     30,
     4,
-)  # a prompt is (3, FIRST + number % LOW, FIRST + number // LOW); response k begins with the token FIRST + k
+    # a prompt is (3, FIRST + number % LOW, FIRST + number // LOW); response k begins with the token
+    # FIRST + k
+)
 
 
 @dataclass
@@ -107,14 +113,21 @@ class SlowServer(FakeServer):
         with self.changed:
             for name, response in zip(names, responses, strict=True):
                 del self.live[response.key], self.by_id[name]
-            return {name: self.sample(response, name) for name, response in zip(names, responses, strict=True)}
+            return {
+                name: self.sample(response, name)
+                for name, response in zip(names, responses, strict=True)
+            }
 
     def responses(self, inputs: list[list[int]]) -> list[Response]:
         """Those that these tokens continue, or others of the prompt, which are not in progress."""
         number = inputs[0][1] - FIRST + LOW * (inputs[0][2] - FIRST)
         lengths = self.workload.lengths(number)
         continued = {(number, ids[3] - FIRST) for ids in inputs if len(ids) > 3}
-        free = [key for k in range(len(lengths)) if (key := (number, k)) not in self.live and key not in continued]
+        free = [
+            key
+            for k in range(len(lengths))
+            if (key := (number, k)) not in self.live and key not in continued
+        ]
         free.sort(key=lambda key: self.sampled.get(key, 0) > 0)
         found = []
         for ids in inputs:
@@ -128,12 +141,18 @@ class SlowServer(FakeServer):
         before, done = self.sampled[response.key], int(response.done + 1e-6)
         self.sampled[response.key] = done
         new = [FIRST + response.key[1] if place == 0 else 2 for place in range(before, done)]
-        reason = {"type": "length", "length": len(new)} if done == self.workload.cap else {"type": "stop", "matched": 1}
+        reason = (
+            {"type": "length", "length": len(new)}
+            if done == self.workload.cap
+            else {"type": "stop", "matched": 1}
+        )
         if done == response.length and reason["type"] == "stop":
             new[-1] = 1
         meta = {
             "id": name,
-            "finish_reason": reason if done == response.length else {"type": "abort", "message": "Abort"},
+            "finish_reason": reason
+            if done == response.length
+            else {"type": "abort", "message": "Abort"},
             "prompt_tokens": 3 + before,
             "completion_tokens": len(new),
             "weight_version": str(self.version),
@@ -147,14 +166,20 @@ def measure(workload: Workload, speed: Speed, settings: dict[str, object]) -> Re
     """`workload.steps` steps of the loop of train.py without training."""
     rollout = {"max_response_tokens": workload.cap, "max_concurrency": 10_000} | settings
     sections = {
-        "run": {"num_steps": workload.steps, "prompts_per_step": workload.prompts, "group_size": workload.group},
+        "run": {
+            "num_steps": workload.steps,
+            "prompts_per_step": workload.prompts,
+            "group_size": workload.group,
+        },
         "model": {"path": "unused"},
         "data": {"train": "unused"},
         "replay": {"mode": "none", "measure": False},
         "rollout": rollout,
     }
     cfg, record = load_config(None, [], sections), Record(workload)
-    prompts = [Prompt(str(n), "", (3, FIRST + n % LOW, FIRST + n // LOW), "") for n in range(LOW * LOW)]
+    prompts = [
+        Prompt(str(n), "", (3, FIRST + n % LOW, FIRST + n // LOW), "") for n in range(LOW * LOW)
+    ]
     source = PromptSource(prompts, seed=0, shuffle=False)
     with one_rank(), SlowServer(workload, speed) as server:
 
@@ -167,7 +192,9 @@ def measure(workload: Workload, speed: Speed, settings: dict[str, object]) -> Re
         inference = Inference(
             lambda: (), client=client, pusher=pusher, server_pool=None, urls=[server.url], log=print
         )  # fmt: skip
-        scheduler = Scheduler(cfg, PARALLEL, inference, source, [1], lambda *_: nullcontext(lambda amount: None))
+        scheduler = Scheduler(
+            cfg, PARALLEL, inference, source, [1], lambda *_: nullcontext(lambda amount: None)
+        )
         started = time.monotonic()
         try:
             for step in range(workload.steps):
@@ -198,23 +225,35 @@ def measure(workload: Workload, speed: Speed, settings: dict[str, object]) -> Re
 
 
 def segments(rollout: Rollout) -> list[tuple[int, float]]:
-    return [(version, len(list(tokens))) for version, tokens in groupby(rollout.policy_versions.tolist())]
+    return [
+        (version, len(list(tokens)))
+        for version, tokens in groupby(rollout.policy_versions.tolist())
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--k", type=int, nargs="+", default=[0, 1, 2, 4])
-    parser.add_argument("--update", choices=["drain", "abort"], default="abort", help="rollout.weight_update")
+    parser.add_argument(
+        "--update", choices=["drain", "abort"], default="abort", help="rollout.weight_update"
+    )
     parser.add_argument("--base", type=float, default=0.06, help="seconds of a token")
     parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args(argv)
-    speed = Speed(servers=1, slots=96, base=args.base, per_request=args.base / 128, prefill=args.base / 400)
+    speed = Speed(
+        servers=1, slots=96, base=args.base, per_request=args.base / 128, prefill=args.base / 400
+    )
     workload = Workload(prompts=8, group=4, steps=args.steps, median=12, cap=128, sync=0.1)
     workload = with_update_share(workload, speed)
     modes = {k: {"max_staleness": k, "weight_update": args.update} if k else {} for k in args.k}
     simulated = {k: simulate(workload, speed, settings) for k, settings in modes.items()}
-    print("| k | repeat | load | simulated s | measured s | speed-up simulated | measured | ratio | idle | age |")
+    print(
+        "| k | repeat | load | simulated s | measured s | speed-up simulated | measured | ratio |"
+        " idle | age |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for repeat in range(args.repeats):
         measured: dict[int, Record] = {}
@@ -223,7 +262,8 @@ def main(argv: list[str] | None = None) -> int:
             expected = simulated[args.k[0]].seconds / simulated[k].seconds
             found = measured[args.k[0]].seconds / record.seconds
             cells = [
-                k, repeat + 1, f"{os.getloadavg()[0]:.1f}", f"{simulated[k].seconds:.1f}", f"{record.seconds:.1f}",
+                k, repeat + 1, f"{os.getloadavg()[0]:.1f}", f"{simulated[k].seconds:.1f}",
+                f"{record.seconds:.1f}",
                 f"{expected:.2f}", f"{found:.2f}", f"{found / expected:.2f}",
                 f"{simulated[k].all_idle_share:.0%}, {record.all_idle_share:.0%}",
                 f"{simulated[k].mean_age:.2f}, {record.mean_age:.2f}",

@@ -1,15 +1,19 @@
-"""megatron-core's top-k routing: native, with our override recording, replaying, and replaying while it measures.
+"""megatron-core's top-k routing: native, with our override recording, replaying, and replaying
+while it measures.
 
     OMP_NUM_THREADS=1 python benchmarks/router.py [--repeats 15] [--memory both|reused|fresh] [--device cpu|cuda]
 
-8,192 tokens, softmax routing, forward, one thread; on a CPU the thread's CPU time (other processes do not count).  The variants
-alternate.  A ratio is the median over rounds of time / native, in brackets that of the minima.  "Routing" is core's complete
-topk_routing_with_score_function: from logits to the dense probabilities and map [tokens, experts], without the router's matrix
-product.  `choose` is only the part that replay replaces: ids and their scores, ours / top-k.
+8,192 tokens, softmax routing, forward, one thread; on a CPU the thread's CPU time (other processes
+do not count).  The variants alternate.  A ratio is the median over rounds of time / native, in
+brackets that of the minima.  "Routing" is core's complete
+topk_routing_with_score_function: from logits to the dense probabilities and map [tokens, experts],
+without the router's matrix product.  `choose` is only the part that replay replaces: ids and their
+scores, ours / top-k.
 
-Core makes six dense tensors per call.  If their pages are returned to the system after each call, page faults cost more than all
-arithmetic except top-k.  `reused` makes glibc keep them, as CUDA's allocator always does; `fresh` makes it return them every time
-(MALLOC_*_ below).  By default glibc does sometimes the one, sometimes the other.
+Core makes six dense tensors per call.  If their pages are returned to the system after each call,
+page faults cost more than all arithmetic except top-k.  `reused` makes glibc keep them, as CUDA's
+allocator always does; `fresh` makes it return them every time (MALLOC_*_ below).  By default glibc
+does sometimes the one, sometimes the other.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ MALLOC = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--memory", choices=("both", *MALLOC), default="both")
     parser.add_argument("--device", default="cpu")
@@ -52,7 +58,8 @@ def main() -> None:
     torch.set_num_threads(1)
     memory = arguments.memory if arguments.device == "cpu" else "CUDA's allocator"
     print(
-        f"memory: {memory}\n| experts, top-k | native ms | record | replay | replay + measure | choose |\n|{'---|' * 6}"
+        f"memory: {memory}\n| experts, top-k | native ms | record | replay | replay + measure |"
+        f" choose |\n|{'---|' * 6}"
     )
     for experts, top_k in SHAPES:
         times = measure(experts, top_k, arguments.repeats, torch.device(arguments.device))
@@ -74,7 +81,10 @@ def run_again(memory: str, repeats: int) -> None:
 
 def ratio(times: list[float], to: list[float]) -> str:
     """Median of the ratios of each turn, and in brackets the ratio of the minima."""
-    return f"{statistics.median(a / b for a, b in zip(times, to, strict=True)):.3f} ({min(times) / min(to):.3f})"
+    return (
+        f"{statistics.median(a / b for a, b in zip(times, to, strict=True)):.3f}"
+        f" ({min(times) / min(to):.3f})"
+    )
 
 
 @torch.no_grad()
@@ -89,7 +99,9 @@ def measure(experts: int, top_k: int, repeats: int, device: torch.device) -> dic
     manager = ReplayManager([(0, router)], num_experts=experts)
 
     def route(override: object) -> torch.Tensor:
-        return topk_routing_with_score_function(logits, top_k, score_function="softmax", router_replay=override)[1]
+        return topk_routing_with_score_function(
+            logits, top_k, score_function="softmax", router_replay=override
+        )[1]
 
     def in_pass(routes: Routes, record: bool = False) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:

@@ -1,12 +1,15 @@
-"""A model of servers and of a workload, for simulations of what is sampled when (rollout_sim.py): no server, nothing measured.
+"""A model of servers and of a workload, for simulations of what is sampled when (rollout_sim.py):
+no server, nothing measured.
 
-Servers decode all running requests in lockstep: a token of each takes base + per_request x (running requests of a server)
-seconds.  Requests are divided evenly; those beyond the slots wait, first come, first served.  A response that is continued
-first has its tokens computed again (prefill): a server does nothing else meanwhile.  Prompts take no time.
+Servers decode all running requests in lockstep: a token of each takes base + per_request x (running
+requests of a server) seconds.  Requests are divided evenly; those beyond the slots wait, first
+come, first served.  A response that is continued first has its tokens computed again (prefill): a
+server does nothing else meanwhile.  Prompts take no time.
 
-Lengths are lognormal, a share of them at the cap; the share of a prompt's responses at the cap is Beta-distributed.  A
-response has the same length whenever it is sampled, so that sampling again does not shorten it.  The time of an update is
-proportional to its tokens; a weight sync takes constant time, in which servers decode nothing.
+Lengths are lognormal, a share of them at the cap; the share of a prompt's responses at the cap is
+Beta-distributed.  A response has the same length whenever it is sampled, so that sampling again
+does not shorten it.  The time of an update is proportional to its tokens; a weight sync takes
+constant time, in which servers decode nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Workload:
-    """prompts x group responses per step.  alike: the concentration of the Beta distribution; large: the responses of a prompt
-    are independent.  update: seconds of an update per token; sync: of a weight sync."""
+    """prompts x group responses per step.  alike: the concentration of the Beta distribution;
+    large: the responses of a prompt are independent.  update: seconds of an update per token; sync:
+    of a weight sync."""
 
     prompts: int = 64
     group: int = 16
@@ -58,12 +62,18 @@ class Workload:
     @cached_property
     def step_tokens(self) -> float:
         """Mean tokens of a step."""
-        return sum(sum(self.lengths(prompt)) for prompt in range(self.prompts * self.steps)) / self.steps
+        return (
+            sum(sum(self.lengths(prompt)) for prompt in range(self.prompts * self.steps))
+            / self.steps
+        )
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of `servers` with `slots` each.  base, per_request: seconds of a token; prefill: of a token that is computed again."""
+    """Of `servers` with `slots` each.
+
+    base, per_request: seconds of a token; prefill: of a token that is computed again.
+    """
 
     servers: int = 8
     slots: int = 128
@@ -117,8 +127,12 @@ class Servers:
         self.waiting.append(response)
         self._admit()
 
-    def advance(self, until: float = math.inf, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Decode up to the time `until`, or until `is_enough`, asked at first and after every response."""
+    def advance(
+        self, until: float = math.inf, is_enough: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Decode up to the time `until`, or until `is_enough`, asked at first and after every
+        response.
+        """
         while not is_enough():
             if not self.running:
                 if until == math.inf:
@@ -144,10 +158,13 @@ class Servers:
         self.clock += seconds
 
     def next_version(self) -> None:
-        """A weight sync, which interrupts no request: what its responses have so far is of the version before."""
+        """A weight sync, which interrupts no request: what its responses have so far is of the
+        version before.
+        """
         for _, _, start, response in self.running:
             self._extend(response, self.tokens - start)
-        self.running = [(end, key, self.tokens, response) for end, key, _, response in self.running]  # still a heap
+        # still a heap
+        self.running = [(end, key, self.tokens, response) for end, key, _, response in self.running]
         self.version += 1
 
     def stop(self) -> list[Response]:
@@ -175,7 +192,11 @@ class Servers:
         """When the next response is complete, if nothing else happens."""
         if not self.running:
             return math.inf
-        return self.clock + self.debt + (self.running[0][0] - self.tokens) * self.speed.token(len(self.running))
+        return (
+            self.clock
+            + self.debt
+            + (self.running[0][0] - self.tokens) * self.speed.token(len(self.running))
+        )
 
     def _extend(self, response: Response, tokens: float) -> None:
         if tokens > 0:
@@ -186,16 +207,21 @@ class Servers:
             response = self.waiting.popleft()
             done = response.done
             self.debt += done * self.speed.prefill / self.speed.servers
-            heapq.heappush(self.running, (self.tokens + response.length - done, response.key, self.tokens, response))
+            heapq.heappush(
+                self.running,
+                (self.tokens + response.length - done, response.key, self.tokens, response),
+            )
 
 
 @dataclass
 class Record:
-    """What a simulated run did.  idle: seconds in which the trainer waited for responses; a weight sync is its own work.
+    """What a simulated run did.  idle: seconds in which the trainer waited for responses; a weight
+    sync is its own work.
 
-    ages: versions between sampling a token and training on it -> tokens.  oldest: of a response's oldest token -> responses.
-    ends: (clock, idle, tokens) after each step.  Shares and speeds are of the steps without the first and last sixth, in
-    which queues fill and empty.
+    ages: versions between sampling a token and training on it -> tokens.  oldest: of a response's
+    oldest token -> responses.
+    ends: (clock, idle, tokens) after each step.  Shares and speeds are of the steps without the
+    first and last sixth, in which queues fill and empty.
     """
 
     workload: Workload
@@ -210,7 +236,9 @@ class Record:
     dropped: int = 0
     running: float = 0.0  # requests, mean
 
-    def train(self, responses: Sequence[tuple[Key, Sequence[tuple[int, float]]]], version: int) -> float:
+    def train(
+        self, responses: Sequence[tuple[Key, Sequence[tuple[int, float]]]], version: int
+    ) -> float:
         """Train on these (key, segments) from weights `version`; returns the seconds of the update."""
         tokens = 0.0
         for key, segments in responses:
@@ -226,16 +254,19 @@ class Record:
         self.seconds = clock
         self.ends.append((clock, self.idle, self.tokens))
 
-    def check(self, started: Iterable[int], waiting: Iterable[int], budget: float = math.inf) -> None:
-        """Every prompt that was started is trained on once, or dropped, or waiting.  Raises RuntimeError if not, or for a
-        response older than `budget`."""
+    def check(
+        self, started: Iterable[int], waiting: Iterable[int], budget: float = math.inf
+    ) -> None:
+        """Every prompt that was started is trained on once, or dropped, or waiting.  Raises
+        RuntimeError if not, or for a response older than `budget`."""
         started, waiting, group = set(started), set(waiting), self.workload.group
         prompts = Counter(prompt for prompt, _ in self.trained)
         counts = {
             "lost": len(started - set(prompts) - waiting) - self.dropped,
             "unknown": len(set(prompts) - started) + len(waiting - started),
             "incomplete": sum(count != group for count in prompts.values()),
-            "twice": sum(count - 1 for count in self.trained.values()) + len(waiting & set(prompts)),
+            "twice": sum(count - 1 for count in self.trained.values())
+            + len(waiting & set(prompts)),
             "too_old": sum(count for age, count in self.oldest.items() if age > budget),
         }
         if any(counts.values()):
@@ -287,9 +318,10 @@ class Bound:
 
     training  an update and a weight sync
     servers   the tokens of a step with every slot taken, and the pause of a weight sync
-    longest   a response at the cap.  drain: it has to end between two weight syncs.  Else before its first token is more than
-              k versions old: where every step waits W, (k + 1) W + k updates pass from the beginning of the wait of step v to
-              the end of that of step v + k.  It runs at the load that the tokens of a step need.
+    longest   a response at the cap.  drain: it has to end between two weight syncs.  Else before
+              its first token is more than k versions old: where every step waits W, (k + 1) W + k
+              updates pass from the beginning of the wait of step v to the end of that of step v +
+              k.  It runs at the load that the tokens of a step need.
     """
 
     training: float
@@ -307,7 +339,10 @@ class Bound:
     @property
     def limit(self) -> str:
         """What it is that limits; "training" is the ideal."""
-        return max(("training", "servers", "longest"), key=lambda name: (getattr(self, name), name == "training"))
+        return max(
+            ("training", "servers", "longest"),
+            key=lambda name: (getattr(self, name), name == "training"),
+        )
 
 
 def bound(workload: Workload, speed: Speed, k: int, *, drains: bool) -> Bound:
@@ -330,9 +365,11 @@ def bound(workload: Workload, speed: Speed, k: int, *, drains: bool) -> Bound:
 
 
 def _wait(workload: Workload, speed: Speed, k: int, update: float, rate: float) -> float:
-    """Of every step, so that a response at the cap ends in time while servers make `rate` tokens per second.
+    """Of every step, so that a response at the cap ends in time while servers make `rate` tokens
+    per second.
 
-    With n running requests on each server, rate = servers n / token and token = base + per_request n.
+    With n running requests on each server, rate = servers n / token and token = base + per_request
+    n.
     """
     token = speed.base / (1 - speed.per_request * rate / speed.servers)
     return max(0.0, (workload.cap * token - k * update) / (k + 1))

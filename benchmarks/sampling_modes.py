@@ -1,8 +1,8 @@
 """The trainer's own Scheduler (rollout/scheduler.py) on the simulated clock of sampling_model.py.
 
-Only what is below the Scheduler is simulated: Inference, client and servers.  A Rollout is a record of the real class whose
-"tokens" are the numbers of tokens of its segments, one per weight version, so that the Scheduler finds versions where it
-looks for them.
+Only what is below the Scheduler is simulated: Inference, client and servers.  A Rollout is a record
+of the real class whose "tokens" are the numbers of tokens of its segments, one per weight version,
+so that the Scheduler finds versions where it looks for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Settings = Mapping[str, object]
 
 
 class SimulatedInference:
-    """In place of Inference: one open or closed task at a time, over simulated servers.  See RolloutClient.fill.
+    """In place of Inference: one open or closed task at a time, over simulated servers.  See
+    RolloutClient.fill.
 
     concurrency: groups in progress at a time (rollout.max_concurrency).
     """
@@ -45,7 +46,9 @@ class SimulatedInference:
         self.queue: list[PartialGroup] = []  # not requested yet
         self.version, self.has_news = 0, True
 
-    def start(self, groups: list[PartialGroup], *, keep: int | None, is_open: bool, **settings: object) -> None:
+    def start(
+        self, groups: list[PartialGroup], *, keep: int | None, is_open: bool, **settings: object
+    ) -> None:
         self.pending, self.keep, self.is_open = [], len(groups) if keep is None else keep, is_open
         self.version = self.servers.version
         self.add(groups)
@@ -57,13 +60,19 @@ class SimulatedInference:
         self._begin()
 
     def renew(self, groups: list[PartialGroup], oldest: int) -> None:
-        """After a weight sync that kept the requests, as in Call.renew: those that may be too old are aborted."""
+        """After a weight sync that kept the requests, as in Call.renew: those that may be too old
+        are aborted.
+        """
         if self.pending is None or self.version == self.servers.version:
             return
         self.version = self.servers.version
         for group in [*self.of.values()]:
             if any(group.begins_at(version) for version in range(oldest)):
-                for response in [response for response in self.asked.values() if self.of[response.key[0]] is group]:
+                for response in [
+                    response
+                    for response in self.asked.values()
+                    if self.of[response.key[0]] is group
+                ]:
                     self.servers.remove(response)
                     self._put(response, "abort")
         drop_older(groups, oldest, self.client.counters)
@@ -102,7 +111,9 @@ class SimulatedInference:
             lengths = self.workload.lengths(number)
             for index in group.missing:
                 prefix = group.prefixes.get(index)
-                response = Response((number, index), lengths[index], [] if prefix is None else segments_of(prefix))
+                response = Response(
+                    (number, index), lengths[index], [] if prefix is None else segments_of(prefix)
+                )
                 self.asked[response.key] = response
                 self.servers.submit(response)
 
@@ -122,7 +133,8 @@ class SimulatedInference:
         self._put(response, "stop")
         if group.sent_to is None:
             self.has_news = True
-            self.queue[:0] = [] if group.is_complete else [group]  # a response of an earlier request was too old
+            # a response of an earlier request was too old
+            self.queue[:0] = [] if group.is_complete else [group]
             self._begin()
 
     def _cut(self) -> None:
@@ -160,9 +172,13 @@ def one_rank() -> Iterator[None]:
 
 
 class Run:
-    """`workload.steps` steps of the loop of train.py, with the settings of [rollout]; `record` afterwards."""
+    """`workload.steps` steps of the loop of train.py, with the settings of [rollout]; `record`
+    afterwards.
+    """
 
-    def __init__(self, workload: Workload, speed: Speed, settings: Settings, concurrency: int | None = None) -> None:
+    def __init__(
+        self, workload: Workload, speed: Speed, settings: Settings, concurrency: int | None = None
+    ) -> None:
         sections = {
             "run": {
                 "num_steps": workload.steps,
@@ -174,16 +190,22 @@ class Run:
             "replay": {"mode": "none", "measure": False},
             "rollout": dict(settings),
         }
-        self.workload, self.cfg, self.record = workload, load_config(None, [], sections), Record(workload)
+        self.workload, self.cfg, self.record = (
+            workload,
+            load_config(None, [], sections),
+            Record(workload),
+        )
         ahead, over = self.cfg.rollout.steps_ahead, self.cfg.rollout.over_sample
         longest_queue = int(workload.prompts * (1 + ahead + over)) + 1
         self.inference = SimulatedInference(workload, speed, concurrency or longest_queue)
         prompts = [
-            Prompt(str(number), "", (0,), "") for number in range(workload.prompts * (workload.steps + 2 + ahead) * 2)
+            Prompt(str(number), "", (0,), "")
+            for number in range(workload.prompts * (workload.steps + 2 + ahead) * 2)
         ]
         self.source = PromptSource(prompts, seed=0, shuffle=False)
         self.scheduler = Scheduler(
-            self.cfg, PARALLEL, self.inference, self.source, [1], lambda *_: nullcontext(lambda amount: None)
+            self.cfg, PARALLEL, self.inference, self.source, [1],
+            lambda *_: nullcontext(lambda amount: None)
         )  # fmt: skip
 
     def run(self) -> Record:
@@ -216,7 +238,9 @@ def responses_of(sampled: Sampled) -> list[tuple[tuple[int, int], list[tuple[int
     ]
 
 
-def simulate(workload: Workload, speed: Speed, settings: Settings, concurrency: int | None = None) -> Record:
+def simulate(
+    workload: Workload, speed: Speed, settings: Settings, concurrency: int | None = None
+) -> Record:
     with one_rank():
         return Run(workload, speed, settings, concurrency).run()
 

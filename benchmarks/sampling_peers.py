@@ -1,21 +1,29 @@
-"""slime's and verl's fully asynchronous training by their own rules, on the simulated clock of sampling_model.py.
+"""slime's and verl's fully asynchronous training by their own rules, on the simulated clock of
+sampling_model.py.
 
 slime 624b824 (slime/rollout/fully_async_rollout.py, train_async.py):
-    a worker keeps sglang_server_concurrency x engines groups in progress, and starts none while as many complete ones wait
-    (AsyncRolloutWorker._loop, once per second); as many responses are requested at a time, first come, first served
-    (GenerateState.semaphore).  A rollout is the rollout_batch_size groups that were complete first (get_completed_groups), the
-    next one is collected while the model trains, and is complete before weights change (train_async.train).  A weight sync
-    aborts what runs (pause_generation); a group with an aborted response goes back to the buffer when its other responses have
-    ended (_make_done_cb), from which the next groups are taken first (RolloutDataSourceWithBuffer).  Its tokens are the input
-    of the next request (_prepare_prompt_ids), although the example's README says that it starts over.  No age is checked.
-verl 1dda039 (verl/experimental/fully_async_policy, fully_async_rollouter.py and fully_async_trainer.py):
-    a prompt is requested with all its responses; at most 16 prompts per server are in progress (concurrent_samples_per_replica).
-    None is started once (1 + staleness_threshold) x a step's prompts were started since the last weight sync, those that were in
-    progress or in the queue then included (_should_pause_generation, reset_staleness).  The trainer takes prompts in the order
-    of completion, a mini-batch at a time (_get_samples_from_queue), and sends weights after trigger_parameter_sync_step of
-    them, which aborts what runs; it is continued (FullyAsyncLLMServerClient.generate).  No age is checked.
+    a worker keeps sglang_server_concurrency x engines groups in progress, and starts none while as
+    many complete ones wait (AsyncRolloutWorker._loop, once per second); as many responses are
+    requested at a time, first come, first served (GenerateState.semaphore).  A rollout is the
+    rollout_batch_size groups that were complete first (get_completed_groups), the next one is
+    collected while the model trains, and is complete before weights change (train_async.train).  A
+    weight sync aborts what runs (pause_generation); a group with an aborted response goes back to
+    the buffer when its other responses have ended (_make_done_cb), from which the next groups are
+    taken first (RolloutDataSourceWithBuffer).  Its tokens are the input of the next request
+    (_prepare_prompt_ids), although the example's README says that it starts over.  No age is
+    checked.
+verl 1dda039 (verl/experimental/fully_async_policy, fully_async_rollouter.py and
+fully_async_trainer.py):
+    a prompt is requested with all its responses; at most 16 prompts per server are in progress
+    (concurrent_samples_per_replica). None is started once (1 + staleness_threshold) x a step's
+    prompts were started since the last weight sync, those that were in progress or in the queue
+    then included (_should_pause_generation, reset_staleness).  The trainer takes prompts in the
+    order of completion, a mini-batch at a time (_get_samples_from_queue), and sends weights after
+    trigger_parameter_sync_step of them, which aborts what runs; it is continued
+    (FullyAsyncLLMServerClient.generate).  No age is checked.
 
-Prompts of a step, mini-batches and time are the workload's.  Both wait a second at some places; here nothing does.
+Prompts of a step, mini-batches and time are the workload's.  Both wait a second at some places;
+here nothing does.
 """
 
 from __future__ import annotations
@@ -29,7 +37,10 @@ from benchmarks.sampling_model import Record, Response, Servers, Speed, Workload
 
 @dataclass(eq=False)
 class Group:
-    """A prompt's responses.  left: those that have not ended in this attempt; cut: whether one of them was aborted."""
+    """A prompt's responses.
+
+    left: those that have not ended in this attempt; cut: whether one of them was aborted.
+    """
 
     number: int
     responses: list[Response]
@@ -42,7 +53,9 @@ class Group:
 
 @dataclass
 class Peer:
-    """What both have in common: a queue of complete groups in the order of completion, and a trainer that takes from it."""
+    """What both have in common: a queue of complete groups in the order of completion, and a
+    trainer that takes from it.
+    """
 
     workload: Workload
     speed: Speed
@@ -58,7 +71,9 @@ class Peer:
     def new_group(self) -> Group:
         number = next(self.numbers)
         lengths = self.workload.lengths(number)
-        self.groups[number] = Group(number, [Response((number, k), length) for k, length in enumerate(lengths)])
+        self.groups[number] = Group(
+            number, [Response((number, k), length) for k, length in enumerate(lengths)]
+        )
         return self.groups[number]
 
     def ended(self, response: Response) -> None:
@@ -79,7 +94,9 @@ class Peer:
 
     def train(self, groups: list[Group]) -> float:
         """When the update ends."""
-        responses = [(response.key, response.segments) for group in groups for response in group.responses]
+        responses = [
+            (response.key, response.segments) for group in groups for response in group.responses
+        ]
         for group in groups:
             del self.groups[group.number]
         return self.servers.clock + self.record.train(responses, self.servers.version)
@@ -93,7 +110,9 @@ class Peer:
 
 @dataclass
 class Slime(Peer):
-    """concurrency: sglang_server_concurrency, of responses at a time and of groups in progress, per server."""
+    """concurrency: sglang_server_concurrency, of responses at a time and of groups in progress, per
+    server.
+    """
 
     concurrency: int = 128
     starts_over: bool = False
@@ -179,7 +198,11 @@ class Verl(Peer):
         return self.finish()
 
     def fill(self) -> None:
-        while self.active < self.most and self.started < self.limit and len(self.complete) < self.limit:
+        while (
+            self.active < self.most
+            and self.started < self.limit
+            and len(self.complete) < self.limit
+        ):
             group = self.new_group()
             group.left = len(group.responses)
             self.active += 1

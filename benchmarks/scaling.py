@@ -1,28 +1,34 @@
-"""Time that one rank spends in our own code as the job grows from 8 to 4,096 ranks with the same work per rank: simulated.
+"""Time that one rank spends in our own code as the job grows from 8 to 4,096 ranks with the same
+work per rank: simulated.
 
     OMP_NUM_THREADS=1 python benchmarks/scaling.py [--ranks 8 32 128 512 1024 4096] [--repeats 3]
 
-Every rank is a data-parallel replica with 32 responses of a mini-batch (lognormal lengths, median 400, routes of 12 layers,
-top-8), experts over 8 ranks.  CPU milliseconds of one rank, minimum of the repeats.  Other ranks are stand-ins: an all-reduce
-returns what the real one would, an all-to-all returns as much as the rank sent.  The watchdogs' store is real (TCP, this
-machine) and has the heartbeats of all ranks.  The network's own time is not included.
+Every rank is a data-parallel replica with 32 responses of a mini-batch (lognormal lengths, median
+400, routes of 12 layers, top-8), experts over 8 ranks.  CPU milliseconds of one rank, minimum of
+the repeats.  Other ranks are stand-ins: an all-reduce returns what the real one would, an
+all-to-all returns as much as the rank sent.  The watchdogs' store is real (TCP, this machine) and
+has the heartbeats of all ranks.  The network's own time is not included.
 
     plan       make_plan: the rank's pod, and its work for all sequences of the job
     exchange   destinations, packing into bytes and unpacking, and the rounds in which they are sent
     pack       micro-batches, and this rank's routes in the layout of its routers
     dry run    --dry-run of the configuration (once, before a run)
-    watchdog   one tick of a rank, every two seconds; of rank 0, which compares all, mean of the ticks between two readings
+    watchdog   one tick of a rank, every two seconds; of rank 0, which compares all, mean of the
+               ticks between two readings
     status     status.json of all ranks, on rank 0, every two seconds
     metrics    combining the metric names of all ranks, once per step
-    plan save  rank 0's part of the plan of a run's first save: the parts of all ranks (300 tensors each) are read and validated
-               twice, as core does, and so are the write plans, of which the beginning of .metadata is made
-    save       rank 0's end of every save: where all ranks wrote, .metadata written and its digest, the manifest; both with
-               Python's garbage collector as in a run (rollout/garbage.py)
-    join       seconds of the job's store until a gloo group of all ranks has connected for its first collectives, computed:
-               4 log2(n) - 1 requests per rank with answers of 154 bytes (both counted with 8, 32, 128 and 512 ranks, torch 2.13),
-               times those of one request, measured
-    at once    the same where every rank connects to every other as the group is made (TORCH_GLOO_LAZY_INIT=0): 2n + 1 requests
-               with answers of 154 + 8n bytes (counted with 2 to 128 ranks)
+    plan save  rank 0's part of the plan of a run's first save: the parts of all ranks (300 tensors
+               each) are read and validated twice, as core does, and so are the write plans, of
+               which the beginning of .metadata is made
+    save       rank 0's end of every save: where all ranks wrote, .metadata written and its digest,
+               the manifest; both with Python's garbage collector as in a run (rollout/garbage.py)
+    join       seconds of the job's store until a gloo group of all ranks has connected for its
+               first collectives, computed: 4 log2(n) - 1 requests per rank with answers of 154
+               bytes (both counted with 8, 32, 128 and 512 ranks, torch 2.13), times those of one
+               request, measured
+    at once    the same where every rank connects to every other as the group is made
+               (TORCH_GLOO_LAZY_INIT=0): 2n + 1 requests with answers of 154 + 8n bytes (counted
+               with 2 to 128 ranks)
 """
 
 from __future__ import annotations
@@ -43,7 +49,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-import megatron_rl.distributed  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
+# before megatron-core: makes it work without CUDA, and quiet
+import megatron_rl.distributed  # noqa: F401
 
 # isort: split
 import torch
@@ -52,7 +59,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -75,7 +86,9 @@ SHARE, CAP, LAYERS, TOP_K, EXPERTS, BALANCE_LENGTH, TENSORS = 32, 4096, 12, 8, 1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 32, 128, 512, 1024, 4096])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
@@ -83,7 +96,9 @@ def main() -> int:
     parts = list(next(iter(rows.values())))
     print("  ".join([f"{'ranks':>6s}", *(f"{part:>{max(8, len(part))}s}" for part in parts)]))
     for ranks, found in rows.items():
-        print("  ".join([f"{ranks:6d}", *(f"{found[part]:{max(8, len(part))}.2f}" for part in parts)]))
+        print(
+            "  ".join([f"{ranks:6d}", *(f"{found[part]:{max(8, len(part))}.2f}" for part in parts)])
+        )
     return 0
 
 
@@ -126,7 +141,9 @@ def draw(ranks: int) -> np.ndarray:
 
 
 def plan_of_all(work: Work, owners: np.ndarray, ranks: int) -> Plan:
-    """Put together from the pods, each of which fills in its own sequences; all have the slots of the one that needs most."""
+    """Put together from the pods, each of which fills in its own sequences; all have the slots of
+    the one that needs most.
+    """
     most = 0
 
     def all_reduce(values: np.ndarray, op: Any) -> np.ndarray:
@@ -145,8 +162,16 @@ def plan_of_all(work: Work, owners: np.ndarray, ranks: int) -> Plan:
 
 
 def plan_of_one(work: Work, owners: np.ndarray, ranks: int, complete: Plan) -> None:
-    """Rank 0's: from the lengths of all to its micro-batches, destinations and the gauge of the plan."""
-    plan = make_plan(work, owners, ranks, 0, lambda values, op: complete.places if op == dist.ReduceOp.SUM else values)
+    """Rank 0's: from the lengths of all to its micro-batches, destinations and the gauge of the
+    plan.
+    """
+    plan = make_plan(
+        work,
+        owners,
+        ranks,
+        0,
+        lambda values, op: complete.places if op == dist.ReduceOp.SUM else values,
+    )
     plan.micro_batches(0)
     plan.destinations(slice(0, SHARE))
     plan.lockstep_efficiency(work)
@@ -161,9 +186,9 @@ def make_samples(lengths: np.ndarray) -> list[Sample]:
                 tokens=rng.integers(2, 1000, length),
                 prompt_length=4,
                 rollout_logprobs=np.full(length - 4, -1, np.float32),
-                routed_experts=np.argsort(rng.random((length - 1, LAYERS, EXPERTS), np.float32))[..., :TOP_K].astype(
-                    np.uint8
-                ),
+                routed_experts=np.argsort(rng.random((length - 1, LAYERS, EXPERTS), np.float32))[
+                    ..., :TOP_K
+                ].astype(np.uint8),
                 finish_reason="stop",
                 policy_versions=np.zeros(length - 4, np.int32),
             ),
@@ -174,7 +199,10 @@ def make_samples(lengths: np.ndarray) -> list[Sample]:
 
 
 def trade(samples: list[Sample], complete: Plan, ranks: int) -> None:
-    """As many bytes arrive as leave.  The collectives do nothing: what arrives is of the right size."""
+    """As many bytes arrive as leave.
+
+    The collectives do nothing: what arrives is of the right size.
+    """
 
     def all_to_all(out: torch.Tensor, data: torch.Tensor, *sizes: Any, **on: Any) -> None:
         if not sizes:  # the sizes of the parts
@@ -192,13 +220,19 @@ def trade(samples: list[Sample], complete: Plan, ranks: int) -> None:
 
 
 def pack_all(samples: list[Sample], counts: list[int]) -> None:
-    """The plan's number of micro-batches, from this rank's own samples: as many tokens as arrive from the others."""
+    """The plan's number of micro-batches, from this rank's own samples: as many tokens as arrive
+    from the others.
+    """
     layout = RankLayout(
-        layers=tuple(range(LAYERS)), tp_rank=0, tp_size=1, sequence_parallel=False, num_experts=EXPERTS, top_k=TOP_K, ep_size=8
+        layers=tuple(range(LAYERS)), tp_rank=0, tp_size=1, sequence_parallel=False,
+        num_experts=EXPERTS, top_k=TOP_K, ep_size=8
     )  # fmt: skip
     rule, share = PackRule(), -(-len(samples) // len(counts))
     for start in range(0, len(samples), share):
-        batch = pack(part := samples[start : start + share], rule.rows([len(each.rollout.tokens) for each in part]))
+        batch = pack(
+            part := samples[start : start + share],
+            rule.rows([len(each.rollout.tokens) for each in part]),
+        )
         assert batch.routed_experts is not None
         layout.local_routes(batch.routed_experts, batch.cu_seqlens)
 
@@ -219,21 +253,32 @@ def dry_run(ranks: int, folder: Path) -> Callable[[], str]:
 def watch(ranks: int, repeats: int) -> dict[str, float]:
     """A tick of rank 1 and of rank 0, all ranks having beaten."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.PrefixStore("megatron_rl", store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
-    settings: dict[str, Any] = {"stage_seconds": 600, "silence_seconds": 300, "folder": Path(), "stop": print}
+    # not in torch's stubs
+    client = dist.PrefixStore("megatron_rl", store.clone())  # type: ignore[attr-defined]
+    settings: dict[str, Any] = {
+        "stage_seconds": 600,
+        "silence_seconds": 300,
+        "folder": Path(),
+        "stop": print,
+    }
     dogs = [Watchdog(client, rank, ranks, **settings) for rank in (0, 1)]
     for rank in range(ranks):
         beat = Heartbeat(1, 7, "update", "update of step 4", 12.5, "", "host")
         client.set(f"beat/{rank}", json.dumps(list(vars(beat).values())))
     now, turns = time.monotonic(), -(-ranks // READ_AT_ONCE)
-    other, first = (least(lambda dog=dog: [dog.tick(now) for _ in range(turns)], repeats) for dog in dogs[::-1])
+    other, first = (
+        least(lambda dog=dog: [dog.tick(now) for _ in range(turns)], repeats) for dog in dogs[::-1]
+    )
     return {"watchdog": other / turns, "rank 0's": first / turns}
 
 
 def write_status(ranks: int) -> Callable[[], None]:
     writer = StatusWriter(Path(tempfile.mkdtemp()), 10)
     writer.beats(
-        {rank: Heartbeat(1, 7, "update", "update of step 4", 12.5, "", "host", 2**30) for rank in range(ranks)}
+        {
+            rank: Heartbeat(1, 7, "update", "update of step 4", 12.5, "", "host", 2**30)
+            for rank in range(ranks)
+        }
     )
     return writer._write
 
@@ -246,14 +291,20 @@ def save(ranks: int, repeats: int) -> dict[str, float]:
     planned = least(lambda: begun.append(plan_save(parts, plans)), 1)
     gc.collect()  # cycles of core's plan
     with tempfile.TemporaryDirectory() as folder:
-        return {"plan save": planned, "save": least(lambda: finish_save(ranks, begun[0], Path(folder)), repeats)}
+        return {
+            "plan save": planned,
+            "save": least(lambda: finish_save(ranks, begun[0], Path(folder)), repeats),
+        }
 
 
 def parts_of(rank: int, ranks: int) -> list[ShardedTensor]:
-    """Rows of TENSORS matrices, of which every rank has a few; the boxes of the distributed optimizer have no regular grid."""
+    """Rows of TENSORS matrices, of which every rank has a few; the boxes of the distributed
+    optimizer have no regular grid.
+    """
     return [
         ShardedTensor(
-            f"optimizer.state.exp_avg.decoder.layers.{i}.mlp.linear_fc1.weight", None, torch.float32, (4, 512),
+            f"optimizer.state.exp_avg.decoder.layers.{i}.mlp.linear_fc1.weight", None,
+            torch.float32, (4, 512),
             (4 * ranks, 512), (4 * rank, 0), axis_fragmentations=None, replica_id=(0, 0, 0)
         )
         for i in range(TENSORS)
@@ -264,15 +315,20 @@ def write_plan(parts: list[ShardedTensor]) -> SavePlan:
     items = []
     for part in parts:
         chunk = ChunkStorageMetadata(torch.Size(part.global_offset), torch.Size(part.local_shape))
-        data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), torch.Size(part.global_shape))
-        items.append(WriteItem(MetadataIndex(part.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        data = TensorWriteData(
+            chunk, TensorProperties(dtype=part.dtype), torch.Size(part.global_shape)
+        )
+        items.append(
+            WriteItem(MetadataIndex(part.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+        )
     return SavePlan(items)
 
 
 def plan_save(parts: bytes, plans: list[bytes]) -> bytes:
     with patch.object(dist, "get_rank", lambda: 0):
         for _ in range(2):
-            validate_sharding_integrity([pickle.loads(parts) for _ in plans])  # noqa: S301  (its own bytes)
+            # its own bytes
+            validate_sharding_integrity([pickle.loads(parts) for _ in plans])  # noqa: S301
     everyone = [pickle.loads(plan) for plan in plans]  # noqa: S301
     return beginning(MCoreSavePlanner(flatten_state_dict=False).create_global_plan(everyone)[1])
 
@@ -287,8 +343,14 @@ def finish_save(ranks: int, begun: bytes, folder: Path) -> None:
     written = [pickle.loads(sent) for _ in range(ranks)]  # noqa: S301  (its own bytes)
     with open(folder / ".metadata", "wb") as file:
         file.writelines(complete(begun, (places for places, _ in written)))
-    files = {f"{rank}{name}": digest for rank, (_, found) in enumerate(written) for name, digest in found.items()}
-    manifest_text(files | digest_files(folder, [".metadata"]), {"step": 1, "serial": 1, "value": None})
+    files = {
+        f"{rank}{name}": digest
+        for rank, (_, found) in enumerate(written)
+        for name, digest in found.items()
+    }
+    manifest_text(
+        files | digest_files(folder, [".metadata"]), {"step": 1, "serial": 1, "value": None}
+    )
 
 
 def as_in_a_run(work: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -300,7 +362,9 @@ def as_in_a_run(work: Callable[[], dict[str, float]]) -> dict[str, float]:
 
 
 def requests(ranks: int, each: int, num_bytes: int) -> float:
-    """Seconds of `each` requests of every rank, one after the other, as one client measures them with answers of this size."""
+    """Seconds of `each` requests of every rank, one after the other, as one client measures them
+    with answers of this size.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
     client.set("address", bytes(num_bytes))
@@ -314,12 +378,17 @@ def requests(ranks: int, each: int, num_bytes: int) -> float:
 
 def gather_names(ranks: int) -> Callable[[], Any]:
     """What all_gather_object leaves to Python: unpickle every rank's names, unite them."""
-    mine = [[f"train/metric_{index}" for index in range(60)], [f"rollout/fault_{index}_total" for index in range(30)]]
+    mine = [
+        [f"train/metric_{index}" for index in range(60)],
+        [f"rollout/fault_{index}_total" for index in range(30)],
+    ]
     sent = pickle.dumps(mine)
 
     def unite() -> list[Any]:
         everyone = [pickle.loads(sent) for _ in range(ranks)]  # noqa: S301  (its own bytes)
-        return [sorted({name for rank in everyone for name in rank[kind]}) for kind in range(len(mine))]
+        return [
+            sorted({name for rank in everyone for name in rank[kind]}) for kind in range(len(mine))
+        ]
 
     return unite
 

@@ -1,9 +1,11 @@
-"""Seconds of a step's sampling and scoring where complete groups are scored while others are sampled, and where all are after.
+"""Seconds of a step's sampling and scoring where complete groups are scored while others are
+sampled, and where all are after.
 
     OMP_NUM_THREADS=1 python -m benchmarks.scoring [--repeats 5]
 
-One replica, a fake server and a real reward pool of one worker: 8 groups of 4 responses, of which group i is complete after
-0.2 (i + 1) s; a reward takes 50 ms.  Sampling alone takes 1.6 s, scoring 1.6 s.
+One replica, a fake server and a real reward pool of one worker: 8 groups of 4 responses, of which
+group i is complete after 0.2 (i + 1) s; a reward takes 50 ms.  Sampling alone takes 1.6 s, scoring
+1.6 s.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ def slow(prompt: str, response: str, label: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
     import torch.distributed as dist

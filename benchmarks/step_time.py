@@ -1,12 +1,14 @@
-"""Old-logprob pass and update on a CPU: seconds computed by the step-time model against seconds measured with the engine.
+"""Old-logprob pass and update on a CPU: seconds computed by the step-time model against seconds
+measured with the engine.
 
     OMP_NUM_THREADS=1 python benchmarks/step_time.py [--repeats 3] [--ranks 1 2]
 
-First the row "cpu" of plan/hardware.py is measured here: a matrix product, a copy, an all-to-all over gloo.  The first case then
-calibrates `matrices`, `experts` and `attention` (one share for all three) from its old-logprob pass, and the fixed time of a
-layer from the same model with 64 rows.  All other cases are predicted from these two, with other models, rows, sequences,
-recompute or layouts.  Float32, one thread per rank, local layers; CPU seconds of the slowest rank, minimum of the repeats.
-Rollout and weight sync are not measured here.
+First the row "cpu" of plan/hardware.py is measured here: a matrix product, a copy, an all-to-all
+over gloo.  The first case then calibrates `matrices`, `experts` and `attention` (one share for all
+three) from its old-logprob pass, and the fixed time of a layer from the same model with 64 rows.
+All other cases are predicted from these two, with other models, rows, sequences, recompute or
+layouts.  Float32, one thread per rank, local layers; CPU seconds of the slowest rank, minimum of
+the repeats. Rollout and weight sync are not measured here.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from megatron_rl.plan.training_time import Tokens, TrainingModel
 from tests.dist.launch import run_ranks
 
 BASE = {
-    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
+    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 32,
     "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "vocab_size": 4096,
     "max_position_embeddings": 4096,
 }  # fmt: skip
@@ -40,7 +43,9 @@ BASE = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is changed of BASE, and a step's shape: `micro_batches` on every replica, of rows / sequence sequences each."""
+    """What is changed of BASE, and a step's shape: `micro_batches` on every replica, of rows /
+    sequence sequences each.
+    """
 
     name: str
     model: dict[str, int] = field(default_factory=dict)
@@ -58,8 +63,14 @@ CASES = [
     Case("sequences of 2,048", rows=4096, sequence=2048),
     Case("full recompute", recompute="full"),
     Case("selective recompute", recompute="selective"),
-    Case("twice as wide", model={"hidden_size": 512, "num_attention_heads": 16, "moe_intermediate_size": 256}),
-    Case("8 layers, 32 experts, top-2", model={"num_hidden_layers": 8, "num_experts": 32, "num_experts_per_tok": 2}),
+    Case(
+        "twice as wide",
+        model={"hidden_size": 512, "num_attention_heads": 16, "moe_intermediate_size": 256},
+    ),
+    Case(
+        "8 layers, 32 experts, top-2",
+        model={"num_hidden_layers": 8, "num_experts": 32, "num_experts_per_tok": 2},
+    ),
     Case("vocabulary of 32,768", model={"vocab_size": 32_768}),
     Case("the same, fused LM head", model={"vocab_size": 32_768}, fused_lm_head=True),
     Case("8 micro-batches of 256", rows=256, sequence=128, micro_batches=8),
@@ -74,7 +85,9 @@ TWO_RANKS = [
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], choices=(1, 2))
     parser.add_argument("--json", action="store_true")
@@ -82,12 +95,19 @@ def main() -> int:
     cases = [CALIBRATION, SMALL, *CASES]
     with tempfile.TemporaryDirectory() as folder:
         (alone,) = run_ranks(measure_all, 1, cases, folder, args.repeats, timeout=1500)
-        together = run_ranks(measure_all, 2, TWO_RANKS, folder, args.repeats, timeout=900) if 2 in args.ranks else []
+        together = (
+            run_ranks(measure_all, 2, TWO_RANKS, folder, args.repeats, timeout=900)
+            if 2 in args.ranks
+            else []
+        )
     hardware = replace(HARDWARE["cpu"], flops=alone["flops"], bandwidth=alone["bandwidth"])
     if together:
         hardware = replace(hardware, nvlink=min(rank["link"] for rank in together))
     assumed = calibrate(hardware, alone["seconds"])
-    rows = [compare(case, 1, hardware, assumed, seconds) for case, seconds in zip(cases, alone["seconds"], strict=True)]
+    rows = [
+        compare(case, 1, hardware, assumed, seconds)
+        for case, seconds in zip(cases, alone["seconds"], strict=True)
+    ]
     for index, case in enumerate(TWO_RANKS if together else []):
         old, update = (max(rank["seconds"][index][which] for rank in together) for which in (0, 1))
         rows.append(compare(case, 2, hardware, assumed, (old, update)))
@@ -119,8 +139,12 @@ def measure(cfg: Config, case: Case, parallel: Any, repeats: int) -> tuple[float
     from megatron_rl.metrics.reduce import MetricSums
 
     engine = Engine(cfg, parallel, total_updates=100)
-    own = samples(case.micro_batches * case.rows // case.sequence, case.sequence, cfg, parallel.dp_rank)
-    batch = make_mini_batch(own, max_tokens=case.rows, rule=engine.pack_rule, dp_group=parallel.dp_group)
+    own = samples(
+        case.micro_batches * case.rows // case.sequence, case.sequence, cfg, parallel.dp_rank
+    )
+    batch = make_mini_batch(
+        own, max_tokens=case.rows, rule=engine.pack_rule, dp_group=parallel.dp_group
+    )
     assert len(batch.micro_batches) == case.micro_batches
     old, updates = [], []
     for _ in range(repeats + 1):
@@ -131,7 +155,8 @@ def measure(cfg: Config, case: Case, parallel: Any, repeats: int) -> tuple[float
         engine.update(batch, passed, sums, replay="none")
         old.append(middle - start)
         updates.append(time.process_time() - middle)
-    return min(old[1:]), min(updates[1:])  # the first ones fill caches and make the optimizer's state
+    # the first ones fill caches and make the optimizer's state
+    return min(old[1:]), min(updates[1:])
 
 
 def config(case: Case, folder: Path) -> Config:
@@ -179,7 +204,7 @@ def samples(count: int, length: int, cfg: Config, seed: int) -> list[Any]:
     ]
 
 
-# What this CPU can do -----------------------------------------------------------------------------------------------
+# What this CPU can do -----------------------------------------------------------------------------
 
 
 def best_of(work: Callable[[], Any], repeats: int = 7) -> float:
@@ -217,20 +242,27 @@ def link() -> float:
     return sent.nbytes * (world - 1) / world / min(seconds)
 
 
-# Predicted ----------------------------------------------------------------------------------------------------------
+# Predicted ----------------------------------------------------------------------------------------
 
 
 def calibrate(hardware: Hardware, seconds: list[tuple[float, float]]) -> Assumptions:
-    """The share of peak and the fixed time of a layer with which the two calibration cases' old-logprob passes come out right."""
+    """The share of peak and the fixed time of a layer with which the two calibration cases'
+    old-logprob passes come out right.
+    """
     layers = BASE["num_hidden_layers"]
-    assumed = replace(Assumptions(), bandwidth=1.0, nvlink=1.0, lockstep=1.0, fill=1.0, layer_seconds=1e-9)
+    assumed = replace(
+        Assumptions(), bandwidth=1.0, nvlink=1.0, lockstep=1.0, fill=1.0, layer_seconds=1e-9
+    )
     for _ in range(50):
         large = predict(CALIBRATION, 1, hardware, assumed)[0]
         products = large.matrices + large.experts + large.attention
         share = assumed.matrices * products / (seconds[0][0] - (large.total - products))
         assumed = replace(assumed, matrices=share, experts=share, attention=share)
         small = predict(SMALL, 1, hardware, assumed)[0]
-        assumed = replace(assumed, layer_seconds=max(1e-9, (seconds[1][0] - (small.total - small.layers)) / layers))
+        assumed = replace(
+            assumed,
+            layer_seconds=max(1e-9, (seconds[1][0] - (small.total - small.layers)) / layers),
+        )
     return assumed
 
 
@@ -252,7 +284,9 @@ def predict(case: Case, world: int, hardware: Hardware, assumed: Assumptions) ->
     cfg = load_config(None, [], sections)
     trainer = TrainingModel(spec, cfg, world, hardware, assumed)
     replicas = world // (cfg.parallel.tp * cfg.parallel.cp * cfg.parallel.pp)
-    tokens = Tokens(replicas * case.micro_batches * case.rows / case.sequence, case.sequence, case.sequence)
+    tokens = Tokens(
+        replicas * case.micro_batches * case.rows / case.sequence, case.sequence, case.sequence
+    )
     return trainer.old_logprob(tokens), trainer.update(tokens)
 
 
@@ -263,23 +297,37 @@ def compare(
     for name, parts, measured in zip(
         ("old_logprob", "update"), predict(case, ranks, hardware, assumed), seconds, strict=True
     ):
-        computed = parts.total - parts.waiting if ranks > 1 else parts.total  # waiting is no CPU time
+        # waiting is no CPU time
+        computed = parts.total - parts.waiting if ranks > 1 else parts.total
         ratio = round(computed / measured, 2)
-        found[name] = {"computed": round(computed, 4), "measured": round(measured, 4), "ratio": ratio}
+        found[name] = {
+            "computed": round(computed, 4),
+            "measured": round(measured, 4),
+            "ratio": ratio,
+        }
     return found
 
 
 def report(hardware: Hardware, assumed: Assumptions, rows: list[dict[str, Any]]) -> str:
-    rates = f"{hardware.flops / 1e9:.0f} GFLOP/s, {hardware.bandwidth / 1e9:.1f} GB/s; a link {hardware.nvlink / 1e9:.2f} GB/s"
+    rates = (
+        f"{hardware.flops / 1e9:.0f} GFLOP/s, {hardware.bandwidth / 1e9:.1f} GB/s; a link"
+        f" {hardware.nvlink / 1e9:.2f} GB/s"
+    )
     lines = [
         f"torch {torch.__version__}, megatron-core {metadata.version('megatron-core')}",
         f"one thread: {rates}",
         f"calibrated: {assumed.matrices:.2f} of peak, {1e3 * assumed.layer_seconds:.2f} ms a layer",
-        f"{'case':30s} ranks  old-logprob computed / measured, s      update computed / measured, s",
+        (
+            f"{'case':30s} ranks  old-logprob computed / measured, s      update computed /"
+            " measured, s"
+        ),
     ]
     for row in rows:
         found = [row["old_logprob"], row["update"]]
-        cells = [f"{each['computed']:8.3f} / {each['measured']:8.3f} = {each['ratio']:.2f}" for each in found]
+        cells = [
+            f"{each['computed']:8.3f} / {each['measured']:8.3f} = {each['ratio']:.2f}"
+            for each in found
+        ]
         lines.append(f"{row['case']:30s} {row['ranks']:5d}  {cells[0]:>34s} {cells[1]:>34s}")
     return "\n".join(lines)
 

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/token_data_cost.py --model .cache/tiny_moe-0 [--steps 10] [--share 0.05]
 
-One rank trains the demo's model on random sequences of the demo's shape (metric_cost.py).  Every call of the recorder and of what
-it writes in its thread is timed, in CPU time of the thread that runs it, so other processes do not count; and steps with and
-without it alternate.
+One rank trains the demo's model on random sequences of the demo's shape (metric_cost.py).  Every
+call of the recorder and of what it writes in its thread is timed, in CPU time of the thread that
+runs it, so other processes do not count; and steps with and without it alternate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ GROUP_SIZE = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="directory with the demo's checkpoint")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--share", type=float, default=0.05, help="rollout.save_tensors")
@@ -48,15 +50,20 @@ def main() -> None:
     off, on = statistics.median(totals[False]), statistics.median(totals[True])
     for name, seconds in costs.items():
         print(
-            f"{name:16} {1e3 * statistics.median(seconds):7.2f} ms, {100 * statistics.median(seconds) / off:5.2f} % of a step"
+            f"{name:16} {1e3 * statistics.median(seconds):7.2f} ms,"
+            f" {100 * statistics.median(seconds) / off:5.2f} % of a step"
         )
-    print(f"step without it {off:.3f} s, with it {on:.3f} s of CPU time, {100 * (on / off - 1):.2f} %")
+    print(
+        f"step without it {off:.3f} s, with it {on:.3f} s of CPU time, {100 * (on / off - 1):.2f} %"
+    )
 
 
 Seconds = dict[str, list[float]]
 
 
-def measure(model: str, share: float, steps: int, folder: Path) -> tuple[Seconds, dict[bool, list[float]]]:
+def measure(
+    model: str, share: float, steps: int, folder: Path
+) -> tuple[Seconds, dict[bool, list[float]]]:
     """CPU seconds per step of each part of the recorder; and of all passes, with and without it."""
     sections: dict[str, dict[str, Any]] = {
         "run": {"dir": str(folder), "name": "run"},
@@ -113,7 +120,10 @@ def measure(model: str, share: float, steps: int, folder: Path) -> tuple[Seconds
 def with_choice(batch: MiniBatch, chosen: frozenset[int]) -> MiniBatch:
     """`batch` with the tensors of these groups saved."""
     samples = tuple(
-        tuple(dataclasses.replace(each, save_tokens=number_of(each) // GROUP_SIZE in chosen) for each in part)
+        tuple(
+            dataclasses.replace(each, save_tokens=number_of(each) // GROUP_SIZE in chosen)
+            for each in part
+        )
         for part in batch.samples
     )
     return dataclasses.replace(batch, samples=samples)

@@ -1,8 +1,10 @@
-"""The viewer on large runs: the first indexing, the first page, filters, sorting, search, far pages.
+"""The viewer on large runs: the first indexing, the first page, filters, sorting, search, far
+pages.
 
     python -m benchmarks.viewer [--rollouts 100000 1000000] [--characters 400]
 
-Made-up runs without tensors (tests/viewer_run.py); the server's own code, called as it calls itself, JSON included.
+Made-up runs without tensors (tests/viewer_run.py); the server's own code, called as it calls
+itself, JSON included.
 """
 
 import argparse
@@ -22,10 +24,14 @@ REPEATS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rollouts", nargs="+", type=int, default=[100_000, 1_000_000])
     parser.add_argument("--characters", type=int, default=400, help="of a response")
-    parser.add_argument("--folder", type=Path, help="of the made-up runs (default: a temporary one)")
+    parser.add_argument(
+        "--folder", type=Path, help="of the made-up runs (default: a temporary one)"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for rollouts in arguments.rollouts:
@@ -41,7 +47,10 @@ def measure(folder: Path, rollouts: int, characters: int) -> None:
     indexed, cpu = time.perf_counter() - start, time.process_time() - cpu
     database = runs.runs[0].index.path.stat().st_size
     print(f"{rollouts} rollouts of {characters} characters, {size / 1e6:.0f} MB")
-    print(f"  {'first indexing':34} {indexed:9.1f} s ({cpu:.1f} s of CPU), index {database / 1e6:.0f} MB")
+    print(
+        f"  {'first indexing':34} {indexed:9.1f} s ({cpu:.1f} s of CPU), index"
+        f" {database / 1e6:.0f} MB"
+    )
     start = time.perf_counter()
     again = Runs([run], folder / "cache")
     again.runs[0].update()
@@ -49,7 +58,12 @@ def measure(folder: Path, rollouts: int, characters: int) -> None:
     client = TestClient(create_app(again, "token", follow=False))
     client.get("/api/runs?token=token")
     half = json.dumps([{"column": "reward", "op": ">=", "value": 0.5}])
-    few = json.dumps([{"column": "reward", "op": ">=", "value": 0.999}, {"column": "length", "op": "<", "value": 4000}])
+    few = json.dumps(
+        [
+            {"column": "reward", "op": ">=", "value": 0.999},
+            {"column": "length", "op": "<", "value": 4000},
+        ]
+    )
     table = "/api/runs/0/rollouts"
     requests = {
         "runs": "/api/runs",
@@ -72,7 +86,10 @@ def measure(folder: Path, rollouts: int, characters: int) -> None:
             assert client.get(path).status_code == 200
             times.append(time.perf_counter() - start)
         cpu = (time.process_time() - cpu) / REPEATS
-        print(f"  {name:34} {statistics.median(times) * 1e3:9.0f} ms (first {times[0] * 1e3:.0f}; CPU {cpu * 1e3:.0f})")
+        print(
+            f"  {name:34} {statistics.median(times) * 1e3:9.0f} ms (first {times[0] * 1e3:.0f}; CPU"
+            f" {cpu * 1e3:.0f})"
+        )
 
 
 if __name__ == "__main__":

@@ -1,20 +1,23 @@
-"""Measured: log-probs and routes of responses whose weights change while they are sampled, on a real SGLang server on the CPU.
+"""Measured: log-probs and routes of responses whose weights change while they are sampled, on a
+real SGLang server on the CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/weight_update.py [--responses 48] [--change 0.001 0.01 0.1]
 
-A tiny random Qwen3-MoE in float32 samples batches of 8.  In the middle of each: /pause_generation, new weights (every tensor of
-the old ones plus noise of --change times its norm), /continue_generation.
+A tiny random Qwen3-MoE in float32 samples batches of 8.  In the middle of each: /pause_generation,
+new weights (every tensor of the old ones plus noise of --change times its norm),
+/continue_generation.
 
     in_place  requests are kept with their keys and values
     retract   requests are kept, and computed again from the start
     abort     requests are cut short, and continued by new ones
     overlap   in_place on a server with SGLang's default schedule
 
-Reported of tokens before and after the change: |log mu - log pi_old|, where log mu is the server's, and pi_old is transformers'
-forward of the complete sequence under the weights that the server names for the token; and rows that are not those of the
-forward that sampled the next token.  That forward read keys and values of the old weights with in_place, of the new ones
-otherwise; transformers does the same ("as sampled").
-Last, the same prompts are sampled after an in_place change, with and without a key of their own for the prefix cache.
+Reported of tokens before and after the change: |log mu - log pi_old|, where log mu is the server's,
+and pi_old is transformers' forward of the complete sequence under the weights that the server names
+for the token; and rows that are not those of the forward that sampled the next token.  That forward
+read keys and values of the old weights with in_place, of the new ones otherwise; transformers does
+the same ("as sampled"). Last, the same prompts are sampled after an in_place change, with and
+without a key of their own for the prefix cache.
 """
 
 from __future__ import annotations
@@ -58,7 +61,11 @@ class Bench:
         self.http.post(path, json=body).raise_for_status()
 
     def load(self, version: int) -> None:
-        self.post("/update_weights_from_disk", model_path=str(self.checkpoints[version]), flush_cache=False)
+        self.post(
+            "/update_weights_from_disk",
+            model_path=str(self.checkpoints[version]),
+            flush_cache=False,
+        )
         self.post("/update_weight_version", new_version=str(version), abort_all_requests=False)
 
     def flush(self) -> None:
@@ -75,17 +82,34 @@ class Bench:
         self.post("/continue_generation")
         return time.monotonic() - start
 
-    def sample(self, prompts: Sequence[Sequence[int]], most: Sequence[int], key: str | None = None) -> Samples:
-        return dict(enumerate(self.http.post("/generate", json=request(prompts, most, key)).raise_for_status().json()))
+    def sample(
+        self, prompts: Sequence[Sequence[int]], most: Sequence[int], key: str | None = None
+    ) -> Samples:
+        return dict(
+            enumerate(
+                self.http.post("/generate", json=request(prompts, most, key))
+                .raise_for_status()
+                .json()
+            )
+        )
 
 
-def request(prompts: Sequence[Sequence[int]], most: Sequence[int], key: str | None) -> dict[str, Any]:
+def request(
+    prompts: Sequence[Sequence[int]], most: Sequence[int], key: str | None
+) -> dict[str, Any]:
     limits = [{"max_new_tokens": limit, "temperature": 1.0, "ignore_eos": True} for limit in most]
     flags = {"return_logprob": True, "return_routed_experts": True}
-    return {"input_ids": prompts, "sampling_params": limits, **flags, **({} if key is None else {"extra_key": key})}
+    return {
+        "input_ids": prompts,
+        "sampling_params": limits,
+        **flags,
+        **({} if key is None else {"extra_key": key}),
+    }
 
 
-def changed_in_the_middle(bench: Bench, prompts: list[list[int]], mode: str, change_at: int) -> tuple[Samples, float]:
+def changed_in_the_middle(
+    bench: Bench, prompts: list[list[int]], mode: str, change_at: int
+) -> tuple[Samples, float]:
     """Samples of weights 0 and then 1, and the length of the pause."""
     bench.change("abort", 0)
     streamed, url = Streamed(), str(bench.http.base_url)
@@ -110,7 +134,10 @@ def joined(prompt: list[int], first: dict[str, Any], rest: dict[str, Any]) -> di
     before, after = first["meta_info"], rest["meta_info"]
     size, rows = len(first["output_ids"]), rows_of(rest)
     rows[: len(prompt) + size - 1] = rows_of(first)
-    later = [span | {"start": span["start"] + size, "end": span["end"] + size} for span in after["weight_versions"]]
+    later = [
+        span | {"start": span["start"] + size, "end": span["end"] + size}
+        for span in after["weight_versions"]
+    ]
     meta = after | {
         "weight_versions": before["weight_versions"] + later,
         "output_token_logprobs": before["output_token_logprobs"] + after["output_token_logprobs"],
@@ -126,21 +153,28 @@ def rows_of(sample: dict[str, Any]) -> np.ndarray:
 
 def to_rollout(prompt: Sequence[int], sample: dict[str, Any]) -> Rollout:
     meta = sample["meta_info"]
-    spans = [(int(span["version"]), span["end"] - span["start"]) for span in meta["weight_versions"]]
+    spans = [
+        (int(span["version"]), span["end"] - span["start"]) for span in meta["weight_versions"]
+    ]
     versions, sizes = zip(*spans, strict=True)
     return Rollout(
         id="q",
         tokens=np.array([*prompt, *sample["output_ids"]]),
         prompt_length=len(prompt),
-        rollout_logprobs=np.array([entry[0] for entry in meta["output_token_logprobs"]], np.float32),
+        rollout_logprobs=np.array(
+            [entry[0] for entry in meta["output_token_logprobs"]], np.float32
+        ),
         routed_experts=rows_of(sample).astype(np.uint8),
         finish_reason="length",
         policy_versions=np.repeat(np.array(versions, np.int32), sizes),
     )
 
 
-def compare(bench: Bench, rollout: Rollout, found: dict[str, list[np.ndarray]], *, keeps: bool) -> None:
-    """Append to `found`, before and after the change: differences of log-probs, and whether rows differ.
+def compare(
+    bench: Bench, rollout: Rollout, found: dict[str, list[np.ndarray]], *, keeps: bool
+) -> None:
+    """Append to `found`, before and after the change: differences of log-probs, and whether rows
+    differ.
 
     keeps: tokens after the change attend to keys and values of before.
     """
@@ -155,7 +189,9 @@ def compare(bench: Bench, rollout: Rollout, found: dict[str, list[np.ndarray]], 
     if not keeps:
         log_sampled = log_pi
     assert rollout.routed_experts is not None
-    other = (np.sort(rollout.routed_experts, axis=-1) != routes).any((1, 2))[rollout.prompt_length - 1 :]
+    other = (np.sort(rollout.routed_experts, axis=-1) != routes).any((1, 2))[
+        rollout.prompt_length - 1 :
+    ]
     for name, which in (("before", versions == 0), ("after", versions == 1)):
         found[f"{name}: log pi_old"].append(np.abs(rollout.rollout_logprobs - log_pi)[which])
         found[f"{name}: as sampled"].append(np.abs(rollout.rollout_logprobs - log_sampled)[which])
@@ -167,8 +203,10 @@ def line(mode: str, change: float, found: dict[str, list[np.ndarray]], pauses: l
     before, after = values["before: log pi_old"], values["after: log pi_old"]
     rows = [f"{values[f'{name}: rows'].mean():.1%}" for name in ("before", "after")]
     return (
-        f"| {mode} | {change:g} | {before.max():.1e} | {after.mean():.1e} | {np.percentile(after, 99):.1e} | "
-        f"{after.max():.1e} | {values['after: as sampled'].max():.1e} | {rows[0]} | {rows[1]} | {np.median(pauses):.2f} |"
+        f"| {mode} | {change:g} | {before.max():.1e} | {after.mean():.1e} |"
+        f" {np.percentile(after, 99):.1e} | {after.max():.1e} |"
+        f" {values['after: as sampled'].max():.1e} | {rows[0]} | {rows[1]} |"
+        f" {np.median(pauses):.2f} |"
     )
 
 
@@ -177,12 +215,16 @@ HEAD = """
 |---|---|---|---|---|---|---|---|---|---|"""
 
 
-def measure(bench: Bench, mode: str, num_responses: int, rng: np.random.Generator) -> tuple[Any, list[float]]:
+def measure(
+    bench: Bench, mode: str, num_responses: int, rng: np.random.Generator
+) -> tuple[Any, list[float]]:
     found: dict[str, list[np.ndarray]] = defaultdict(list)
     pauses = []
     for _ in range(num_responses // BATCH):
         prompts = rng.integers(2, SPEC.vocab_size, (BATCH, PROMPT_TOKENS)).tolist()
-        samples, seconds = changed_in_the_middle(bench, prompts, mode, int(rng.integers(20, TOKENS - 60)))
+        samples, seconds = changed_in_the_middle(
+            bench, prompts, mode, int(rng.integers(20, TOKENS - 60))
+        )
         pauses.append(seconds)
         for index, prompt in enumerate(prompts):
             compare(bench, to_rollout(prompt, samples[index]), found, keeps=mode == "in_place")
@@ -202,32 +244,44 @@ def again(bench: Bench, rng: np.random.Generator) -> str:
         cached = [sample["meta_info"]["cached_tokens"] for sample in samples.values()]
         largest = np.concatenate(found["after: log pi_old"]).max()
         lines.append(
-            f"key {key!r}: {sum(cached)} of {BATCH * PROMPT_TOKENS} prompt tokens cached, largest {largest:.1e}"
+            f"key {key!r}: {sum(cached)} of {BATCH * PROMPT_TOKENS} prompt tokens cached, largest"
+            f" {largest:.1e}"
         )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--responses", type=int, default=48, help="for each mode and change")
     parser.add_argument("--change", type=float, nargs="+", default=[0.001, 0.01, 0.1])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         old = random_checkpoint(folder / "old")
-        new = {change: changed_checkpoint(folder / f"new_{change:g}", old, change) for change in args.change}
+        new = {
+            change: changed_checkpoint(folder / f"new_{change:g}", old, change)
+            for change in args.change
+        }
         print(HEAD, flush=True)
         for modes, options in ((MODES, ("--disable-overlap-schedule",)), (("overlap",), ())):
-            cfg = RolloutConfig(dtype="float32", max_total_tokens=8192, max_running_requests=16, server_args=options)
+            cfg = RolloutConfig(
+                dtype="float32", max_total_tokens=8192, max_running_requests=16, server_args=options
+            )
             with (
-                launch_server(old, cfg, device="cpu", log_path=folder / "server.log", seed=0) as server,
+                launch_server(
+                    old, cfg, device="cpu", log_path=folder / "server.log", seed=0
+                ) as server,
                 httpx.Client(base_url=server.url, timeout=120.0) as http,
             ):
                 for change in args.change:
                     bench = Bench(http, {0: old, 1: new[change]})
                     for mode in modes:
                         rng = np.random.default_rng(0)  # the same prompts
-                        measured = measure(bench, "in_place" if mode == "overlap" else mode, args.responses, rng)
+                        measured = measure(
+                            bench, "in_place" if mode == "overlap" else mode, args.responses, rng
+                        )
                         print(line(mode, change, *measured), flush=True)
                 if modes == MODES:
                     print(again(bench, np.random.default_rng(1)), file=sys.stderr, flush=True)

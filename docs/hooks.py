@@ -1,6 +1,7 @@
 """MkDocs hook: a repository file that a page links to becomes part of the site, under source/.
 
-So one relative link works in the repository and on the site, and `mkdocs build --strict` checks both.
+So one relative link works in the repository and on the site, and `mkdocs build --strict` checks
+both.
 """
 
 import posixpath
@@ -21,7 +22,11 @@ ALWAYS = (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
 
 def source_uri(path: Path) -> str:
     """Where a file of the repository is in the site's sources."""
-    return path.relative_to(DOCS).as_posix() if path.is_relative_to(DOCS) else f"source/{path.relative_to(ROOT)}"
+    return (
+        path.relative_to(DOCS).as_posix()
+        if path.is_relative_to(DOCS)
+        else f"source/{path.relative_to(ROOT)}"
+    )
 
 
 def linked(document: Path) -> Iterator[Path]:
@@ -33,7 +38,14 @@ def linked(document: Path) -> Iterator[Path]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    todo = [*ALWAYS, *(path for file in files.documentation_pages() for path in linked(Path(file.abs_src_path or "")))]
+    todo = [
+        *ALWAYS,
+        *(
+            path
+            for file in files.documentation_pages()
+            for path in linked(Path(file.abs_src_path or ""))
+        ),
+    ]
     seen = set()
     while todo:
         path = todo.pop()

@@ -1,4 +1,6 @@
-"""Griffe extension: aligned lists in docstrings (name, two spaces or more, meaning) are shown as they are written."""
+"""Griffe extension: aligned lists in docstrings (name, two spaces or more, meaning) are shown as
+they are written.
+"""
 
 import re
 from typing import Any

@@ -1,7 +1,9 @@
-"""Draws docs/assets/three_turns.svg, the picture of the guide "Train an agent": python docs/three_turns.py
+"""Draws docs/assets/three_turns.svg, the picture of the guide "Train an agent": python
+docs/three_turns.py
 
-An episode like those of `make demo-tools`, one box per token: who wrote it, whether it is learned from, and which request's
-experts are replayed in its row.  It has a background of its own, so that it is the same on light and dark pages.
+An episode like those of `make demo-tools`, one box per token: who wrote it, whether it is learned
+from, and which request's experts are replayed in its row.  It has a background of its own, so that
+it is the same on light and dark pages.
 """
 
 from itertools import pairwise
@@ -20,8 +22,8 @@ WIDTH, HEIGHT, LEFT, TOP = 22, 38, 106, 46
 
 
 def routes(writers: list[str]) -> list[int | None]:
-    """Per row the number of the request whose experts it holds: the one that sampled token j + 1, else the first that computed
-    token j; None for the last token, which was never an input."""
+    """Per row the number of the request whose experts it holds: the one that sampled token j + 1,
+    else the first that computed token j; None for the last token, which was never an input."""
     rows: list[int | None] = []
     request = 1
     for writer, following in pairwise(writers):
@@ -37,8 +39,9 @@ def box(column: int, row: int, fill: str, text: str) -> str:
     x, y = LEFT + column * WIDTH, TOP + row * HEIGHT
     color = INK if fill == FAINT else "#fff"
     return (
-        f'<rect x="{x + 1}" y="{y}" width="{WIDTH - 2}" height="26" rx="3" fill="{fill}"/>'
-        f'<text x="{x + WIDTH / 2}" y="{y + 18}" text-anchor="middle" fill="{color}" class="m">{text}</text>'
+        f'<rect x="{x + 1}" y="{y}" width="{WIDTH - 2}" height="26" rx="3" fill="{fill}"/><text'
+        f' x="{x + WIDTH / 2}" y="{y + 18}" text-anchor="middle" fill="{color}"'
+        f' class="m">{text}</text>'
     )
 
 
@@ -53,11 +56,19 @@ def draw() -> str:
         label(LEFT - 8, TOP + row * HEIGHT + 18, name, "end")
         for row, name in enumerate(("token", "learned", "request"))
     ]
-    for column, (letter, writer, request) in enumerate(zip(letters, writers, routes(writers), strict=True)):
+    for column, (letter, writer, request) in enumerate(
+        zip(letters, writers, routes(writers), strict=True)
+    ):
         parts.append(box(column, 0, FILLS[writer], SHOWN.get(letter, letter)))
-        parts.append(box(column, 1, FILLS[MODEL], "&#10003;") if writer == MODEL else box(column, 1, FAINT, ""))
         parts.append(
-            box(column, 2, FAINT, "-") if request is None else box(column, 2, REQUESTS[request - 1], str(request))
+            box(column, 1, FILLS[MODEL], "&#10003;")
+            if writer == MODEL
+            else box(column, 1, FAINT, "")
+        )
+        parts.append(
+            box(column, 2, FAINT, "-")
+            if request is None
+            else box(column, 2, REQUESTS[request - 1], str(request))
         )
     start = 0
     for name, text, _ in SPANS:

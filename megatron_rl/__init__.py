@@ -1,4 +1,5 @@
-"""Stable RL for large MoE language models: megatron-core training, SGLang rollouts, exact routing replay.
+"""Stable RL for large MoE language models: megatron-core training, SGLang rollouts, exact routing
+replay.
 
 The public API (docs/reference; `import megatron_rl` imports no torch):
 
@@ -15,9 +16,10 @@ The public API (docs/reference; `import megatron_rl` imports no torch):
     megatron_rl_tools.convert.convert_hf.convert(source, out)
         HF checkpoint <-> Megatron distributed checkpoint
 
-Stability: these names, their documented arguments, the settings of a configuration and the files of a run keep their
-meaning within a minor version (0.3.x).  CHANGELOG.md lists the changes of the next one, which refuses a former name and
-prints the new one.  Everything else is internal and may change at any time.
+Stability: these names, their documented arguments, the settings of a configuration and the files of
+a run keep their meaning within a minor version (0.3.x).  CHANGELOG.md lists the changes of the next
+one, which refuses a former name and prints the new one.  Everything else is internal and may change
+at any time.
 """
 
 from __future__ import annotations

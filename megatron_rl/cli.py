@@ -60,15 +60,22 @@ def overview() -> str:
             *(f"  {name:<{width}}{commands.help_of(name)}" for name in names),
             "",
             *missing,
-            "megatron-rl COMMAND --help describes one.  N ranks: megatron-rl launch --nproc_per_node N -m megatron_rl.train ...",
+            (
+                "megatron-rl COMMAND --help describes one.  N ranks: megatron-rl launch"
+                " --nproc_per_node N -m megatron_rl.train ..."
+            ),
         ]
     )
 
 
-# The commands of this package.  Help, refused options and the dry run come before the imports that take seconds. ------
+# The commands of this package. Help, refused options and the dry run come before the imports that
+# take seconds. ------
 
 
-CHECK = "Check a configuration and print what the run will do.  Starts nothing, needs no GPU; the options are those of train."
+CHECK = (
+    "Check a configuration and print what the run will do.  Starts nothing, needs no GPU; the"
+    " options are those of train."
+)
 
 
 def train() -> int:
@@ -86,7 +93,9 @@ def launch() -> int:
 
 def dry_run() -> int:
     """Check a configuration and print what the run will do."""
-    return import_module("megatron_rl.plan.dry_run").print_report(*parse(["--dry-run", *sys.argv[1:]], CHECK))
+    return import_module("megatron_rl.plan.dry_run").print_report(
+        *parse(["--dry-run", *sys.argv[1:]], CHECK)
+    )
 
 
 def evaluate() -> int:
@@ -101,7 +110,9 @@ def settings() -> int:
     from megatron_rl.config.settings import explain
 
     parser = argparse.ArgumentParser(description="Explain the settings of a configuration.")
-    parser.add_argument("name", nargs="?", default="", metavar="SECTION[.KEY]", help="default: list the sections")
+    parser.add_argument(
+        "name", nargs="?", default="", metavar="SECTION[.KEY]", help="default: list the sections"
+    )
     try:
         print(explain(parser.parse_args().name))
     except ConfigError as error:

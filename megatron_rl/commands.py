@@ -1,7 +1,8 @@
-"""The commands of `megatron-rl`: entry points of the group megatron_rl.commands, of any installed package.
+"""The commands of `megatron-rl`: entry points of the group megatron_rl.commands, of any installed
+package.
 
-An entry point names a function without arguments that reads sys.argv and returns an exit status (None: 0).  The first line
-of its docstring is the command's help.
+An entry point names a function without arguments that reads sys.argv and returns an exit status
+(None: 0).  The first line of its docstring is the command's help.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ GROUP = "megatron_rl.commands"
 PACKAGES = {
     ".": ("train", "launch", "dry-run", "settings", "evaluate"),
     "./tools": (
-        "check-rollouts", "convert", "doctor", "explain-mismatch", "gpu-check", "make-tiny-model", "plan", "quantize",
+        "check-rollouts", "convert", "doctor", "explain-mismatch", "gpu-check", "make-tiny-model",
+        "plan", "quantize",
         "replay-batch", "top", "trace", "verify-replay",
     ),
     "./viewer": ("report", "view"),
@@ -27,7 +29,9 @@ def installed() -> dict[str, EntryPoint]:
     """Name -> entry point of every installed command, ours first, in the order of PACKAGES."""
     ours = [name for names in PACKAGES.values() for name in names]
     points = {point.name: point for point in entry_points(group=GROUP)}
-    return {name: points[name] for name in [*ours, *sorted(points.keys() - set(ours))] if name in points}
+    return {
+        name: points[name] for name in [*ours, *sorted(points.keys() - set(ours))] if name in points
+    }
 
 
 def folder_of(name: str) -> str | None:

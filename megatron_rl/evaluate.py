@@ -1,4 +1,5 @@
-"""avg@n and pass@k on evaluation sets, through the same client and reward pool as training: within a run, or as a command.
+"""avg@n and pass@k on evaluation sets, through the same client and reward pool as training: within
+a run, or as a command.
 
 options.py has the options of the command, `megatron-rl evaluate`.
 """
@@ -31,10 +32,13 @@ from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.standalone import StandaloneSampler
 
 Results = dict[str, Any]
-"""The content of results.json: checkpoint, settings, and for each set its file, counts and metrics."""
+"""The content of results.json: checkpoint, settings, and for each set its file, counts and metrics.
+"""
 
 SampleAndScore = Callable[[Sequence[Prompt]], list[RolloutGroup]]
-"""This replica's prompts -> groups of n responses with rewards (NaN: not scored), [] off its leader.  Collective."""
+"""This replica's prompts -> groups of n responses with rewards (NaN: not scored), [] off its
+leader.  Collective.
+"""
 
 
 def evaluate(
@@ -49,7 +53,8 @@ def evaluate(
 ) -> dict[str, float]:
     """eval/NAME/... of every set, see `summarize` and docs/reference/metrics.md.
 
-    Collective over all ranks; every replica takes every dp_size-th prompt, and every rank gets the same numbers.
+    Collective over all ranks; every replica takes every dp_size-th prompt, and every rank gets the
+    same numbers.
     """
     metrics: dict[str, float] = {}
     for name, prompts in sets.items():
@@ -65,7 +70,9 @@ def evaluate(
 
 
 def users_metrics(name: str, groups: Sequence[RolloutGroup]) -> MetricSums:
-    """Those of the reward function and of the rollout function or environment, averaged over the responses that have them."""
+    """Those of the reward function and of the rollout function or environment, averaged over the
+    responses that have them.
+    """
     sums = MetricSums()
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         for metric, value in rollout.reward_metrics.items():
@@ -76,7 +83,9 @@ def users_metrics(name: str, groups: Sequence[RolloutGroup]) -> MetricSums:
 
 
 def tabulate_groups(groups: Sequence[RolloutGroup]) -> np.ndarray:
-    """float64 [P, n, 3]: reward (NaN: not scored), response tokens, whether it was cut off at the limit."""
+    """float64 [P, n, 3]: reward (NaN: not scored), response tokens, whether it was cut off at the
+    limit.
+    """
     return np.array(
         [
             [
@@ -89,8 +98,13 @@ def tabulate_groups(groups: Sequence[RolloutGroup]) -> np.ndarray:
     )
 
 
-def summarize(name: str, table: np.ndarray, config: EvalConfig, on_error: float | str) -> dict[str, float]:
-    """The metrics of one set from its table [P, n, 3] (see `tabulate`).  on_error: what counts for a reward that is NaN."""
+def summarize(
+    name: str, table: np.ndarray, config: EvalConfig, on_error: float | str
+) -> dict[str, float]:
+    """The metrics of one set from its table [P, n, 3] (see `tabulate`).
+
+    on_error: what counts for a reward that is NaN.
+    """
     rewards, samples = table[..., 0], config.samples
     failed = np.isnan(rewards)
     if not isinstance(on_error, str):
@@ -112,14 +126,16 @@ def summarize(name: str, table: np.ndarray, config: EvalConfig, on_error: float 
     return metrics
 
 
-# As a tool ----------------------------------------------------------------------------------------------------------
+# As a tool ----------------------------------------------------------------------------------------
 
 
 def evaluate_checkpoint(config: Config, out: Path) -> Results:
-    """avg@n and pass@k of the HF checkpoint config.model.path on the sets of config.eval.sets: `megatron_rl.evaluate`.
+    """avg@n and pass@k of the HF checkpoint config.model.path on the sets of config.eval.sets:
+    `megatron_rl.evaluate`.
 
-    Starts SGLang servers, or uses those of config.rollout.urls.  Writes results.json and responses.jsonl into `out` and
-    returns the results.  Raises ValueError for bad input, RuntimeError for a server that does not serve this model.
+    Starts SGLang servers, or uses those of config.rollout.urls.  Writes results.json and
+    responses.jsonl into `out` and returns the results.  Raises ValueError for bad input,
+    RuntimeError for a server that does not serve this model.
     """
     return run_tool(config, out, console_of(config))
 
@@ -130,9 +146,13 @@ def console_of(cfg: Config) -> Console:
 
 
 def run_tool(cfg: Config, out: Path, console: Console) -> Results:
-    """Evaluate cfg.model.path on cfg.eval.sets; writes `out`/results.json and responses.jsonl, returns the results."""
+    """Evaluate cfg.model.path on cfg.eval.sets; writes `out`/results.json and responses.jsonl,
+    returns the results.
+    """
     tokenizer = load_tokenizer(cfg.model.path)
-    files = load_prompt_files({name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()}, tokenizer)
+    files = load_prompt_files(
+        {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()}, tokenizer
+    )
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.toml").write_text(dump_config(cfg))
     results: Results = {"checkpoint": str(cfg.model.path), "settings": settings_of(cfg), "sets": {}}
@@ -150,10 +170,17 @@ def run_tool(cfg: Config, out: Path, console: Console) -> Results:
                 "num_prompts": len(groups),
                 "samples": cfg.eval.samples,
                 "seconds": time.monotonic() - started,
-                "failures": {kind: sampler.pool.counters[kind] - before.get(kind, 0) for kind in KINDS},
-                **{key.removeprefix(f"eval/{name}/"): None if np.isnan(v) else v for key, v in metrics.items()},
+                "failures": {
+                    kind: sampler.pool.counters[kind] - before.get(kind, 0) for kind in KINDS
+                },
+                **{
+                    key.removeprefix(f"eval/{name}/"): None if np.isnan(v) else v
+                    for key, v in metrics.items()
+                },
             }
-            responses.writelines(json.dumps(line) + "\n" for group in groups for line in lines_of_set(name, group))
+            responses.writelines(
+                json.dumps(line) + "\n" for group in groups for line in lines_of_set(name, group)
+            )
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     return results
 
@@ -193,15 +220,28 @@ def table_of(results: Results) -> str:
     """A readable table: one line per set, values with their 95 % intervals."""
     rows = []
     for name, found in results["sets"].items():
-        scores = [key for key in found if key.startswith(("avg@", "pass@")) and not key.endswith(("_low", "_high"))]
+        scores = [
+            key
+            for key in found
+            if key.startswith(("avg@", "pass@")) and not key.endswith(("_low", "_high"))
+        ]
         row = {"set": name, "prompts": str(found["num_prompts"])}
-        row |= {key: with_interval(*(found[key + end] for end in ("", "_low", "_high"))) for key in scores}
-        row |= {"tokens": f"{found['response_length_mean']:.1f}", "truncated": f"{found['truncated_frac']:.3f}"}
+        row |= {
+            key: with_interval(*(found[key + end] for end in ("", "_low", "_high")))
+            for key in scores
+        }
+        row |= {
+            "tokens": f"{found['response_length_mean']:.1f}",
+            "truncated": f"{found['truncated_frac']:.3f}",
+        }
         rows.append(row | {"failed": f"{found['failed_frac']:.3f}"})
     columns = list(rows[0])
     widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in columns}
     lines = [{column: column for column in columns}, *rows]
-    return "\n".join("  ".join(line[column].ljust(widths[column]) for column in columns).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(line[column].ljust(widths[column]) for column in columns).rstrip()
+        for line in lines
+    )
 
 
 def with_interval(value: float | None, low: float | None, high: float | None) -> str:
@@ -209,7 +249,10 @@ def with_interval(value: float | None, low: float | None, high: float | None) ->
 
 
 def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, Path]:
-    """The configuration that the arguments describe, and the directory for results.  Raises ConfigError."""
+    """The configuration that the arguments describe, and the directory for results.
+
+    Raises ConfigError.
+    """
     evaluation: dict[str, object] = {}
     sets = dict(named_file(text) for text in args.sets)
     if sets:
@@ -221,16 +264,22 @@ def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, P
     sections: dict[str, dict[str, object]] = {"eval": evaluation}
     if args.run is not None:
         model, path, out = args.run / "hf", args.run / "config.toml", args.run / "evaluation"
-        sections["rollout"] = {"urls": []}  # the run's servers have other weights by now, or have stopped
+        # the run's servers have other weights by now, or have stopped
+        sections["rollout"] = {"urls": []}
         if not model.is_dir():
             raise ConfigError(
-                f"--run {args.run}: no exported model in it ({model}); finish the run with checkpoint.export_hf = true, or "
-                "convert a checkpoint with megatron-rl convert"
+                f"--run {args.run}: no exported model in it ({model}); finish the run with"
+                " checkpoint.export_hf = true, or convert a checkpoint with megatron-rl convert"
             )
     else:
-        model, path, out = args.checkpoint, args.config, Path("runs") / f"eval-{args.checkpoint.resolve().name}"
+        model, path, out = (
+            args.checkpoint,
+            args.config,
+            Path("runs") / f"eval-{args.checkpoint.resolve().name}",
+        )
     sections["model"] = {"path": str(model)}
-    sections["checkpoint"] = {"best_metric": None}  # of the run's own sets and samples; nothing is saved here
+    # of the run's own sets and samples; nothing is saved here
+    sections["checkpoint"] = {"best_metric": None}
     if path is None:
         sections["data"] = {"train": next(iter(sets.values()), "none")}  # not read
     cfg = load_config(path, overrides, sections, of_a_run=args.run is not None)
@@ -247,7 +296,9 @@ def named_file(text: str) -> tuple[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 2 bad arguments or configuration, 1 anything that stopped it."""
+    """Returns the exit status: 0 done, 2 bad arguments or configuration, 1 anything that stopped
+    it.
+    """
     args, overrides = parse_evaluate(argv)
     lines = LogLines(args.log_format or "text")
     if args.log_format:
@@ -268,7 +319,9 @@ def main(argv: list[str] | None = None) -> int:
         lines.print_error("megatron_rl.evaluate: interrupted; stopped", error="KeyboardInterrupt")
         return 130
     except (ValueError, RuntimeError, OSError) as error:
-        lines.print_error(f"megatron_rl.evaluate: {type(error).__name__}: {error}", error=type(error).__name__)
+        lines.print_error(
+            f"megatron_rl.evaluate: {type(error).__name__}: {error}", error=type(error).__name__
+        )
         return 1
     return 0
 

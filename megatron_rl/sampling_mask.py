@@ -1,7 +1,9 @@
-"""The kept set S_t of every sampled token: what top-k, top-p and min-p left to sample from, kept compact on the way.
+"""The kept set S_t of every sampled token: what top-k, top-p and min-p left to sample from, kept
+compact on the way.
 
-A server that samples from a truncated distribution draws y_t from mu renormalised over S_t.  The trainer computes its log-prob
-over the same set, log pi~(y_t) = z_t[y_t] - logsumexp_{v in S_t} z_t[v] with z = logits / temperature.
+A server that samples from a truncated distribution draws y_t from mu renormalised over S_t.  The
+trainer computes its log-prob over the same set, log pi~(y_t) = z_t[y_t] - logsumexp_{v in S_t}
+z_t[v] with z = logits / temperature.
 
 Shapes: R sampled tokens of one rollout, N ids of all their sets, T rows of a micro-batch.
 """
@@ -25,8 +27,9 @@ class SamplingMask:
     """The sets of one rollout's sampled tokens.
 
     sizes  uint16 [R], ids of each set
-    codes  uint8 [bytes], the ids of set after set, ascending: the first as it is, every other as its distance from the one
-           before, in groups of 7 bits with the lowest first; all bytes of a number but its last have the top bit set (LEB128)
+    codes  uint8 [bytes], the ids of set after set, ascending: the first as it is, every other as
+           its distance from the one before, in groups of 7 bits with the lowest first; all bytes of
+           a number but its last have the top bit set (LEB128)
 
     A set of n ids takes 2 bytes and 1 to 3 bytes an id: results/sampling.md.
     """
@@ -45,12 +48,15 @@ class SamplingMask:
     def of(cls, sizes: np.ndarray, ids: np.ndarray) -> SamplingMask:
         """From int [R] and the ids int [N] of set after set, in any order within a set.
 
-        Raises ValueError for an empty set, one of more than MOST_KEPT ids, a negative id and an id twice in a set.
+        Raises ValueError for an empty set, one of more than MOST_KEPT ids, a negative id and an id
+        twice in a set.
         """
         if int(sizes.sum()) != len(ids):
             raise ValueError(f"{len(ids)} ids for sets of {int(sizes.sum())} in all")
         if len(sizes) and not 1 <= sizes.min() <= sizes.max() <= MOST_KEPT:
-            raise ValueError(f"sets of {sizes.min()} to {sizes.max()} ids, must be 1 to {MOST_KEPT}")
+            raise ValueError(
+                f"sets of {sizes.min()} to {sizes.max()} ids, must be 1 to {MOST_KEPT}"
+            )
         token = np.repeat(np.arange(len(sizes)), sizes)
         ids = ids[np.lexsort((ids, token))].astype(np.int64)
         steps = np.diff(ids, prepend=0)
@@ -60,7 +66,9 @@ class SamplingMask:
         is_first[first] = True
         if (wrong := (steps < 0) | ((steps == 0) & ~is_first)).any():
             at = int(wrong.argmax())
-            raise ValueError(f"set {token[at]} has id {ids[at]}: must be 0 or more, and once in a set")
+            raise ValueError(
+                f"set {token[at]} has id {ids[at]}: must be 0 or more, and once in a set"
+            )
         return cls(sizes.astype(np.uint16), to_varints(steps))
 
     def part(self, start: int, stop: int) -> SamplingMask:
@@ -71,11 +79,15 @@ class SamplingMask:
         return SamplingMask(self.sizes[start:stop], self.codes[first:last])
 
     def ids(self) -> np.ndarray:
-        """int64 [N], ascending within a set.  Raises ValueError where codes and sizes do not belong together."""
+        """int64 [N], ascending within a set.
+
+        Raises ValueError where codes and sizes do not belong together.
+        """
         steps = from_varints(self.codes)
         if len(steps) != int(self.sizes.sum()) or not self.sizes.all():
             raise ValueError(
-                f"{len(steps)} ids are encoded for {len(self.sizes)} sets of {int(self.sizes.sum())} in all"
+                f"{len(steps)} ids are encoded for {len(self.sizes)} sets of"
+                f" {int(self.sizes.sum())} in all"
             )
         total = np.cumsum(steps)
         first = first_of_sets(self.sizes)
@@ -84,14 +96,18 @@ class SamplingMask:
 
 def join_masks(parts: Sequence[SamplingMask]) -> SamplingMask:
     """Of the tokens of `parts`, in order."""
-    return SamplingMask(np.concatenate([part.sizes for part in parts]), np.concatenate([part.codes for part in parts]))
+    return SamplingMask(
+        np.concatenate([part.sizes for part in parts]),
+        np.concatenate([part.codes for part in parts]),
+    )
 
 
 def check_mask(name: str, mask: SamplingMask, sampled: np.ndarray) -> np.ndarray:
-    """The ids int64 [N] of `mask`, which must be that of the tokens `sampled` int [R] of rollout `name`.
+    """The ids int64 [N] of `mask`, which must be that of the tokens `sampled` int [R] of rollout
+    `name`.
 
-    Raises ValueError, naming rollout, token and position among the sampled ones, for a token outside its own set: it was
-    sampled from another one.
+    Raises ValueError, naming rollout, token and position among the sampled ones, for a token
+    outside its own set: it was sampled from another one.
     """
     if len(mask) != len(sampled):
         raise ValueError(f"rollout {name}: {len(mask)} kept sets for {len(sampled)} sampled tokens")
@@ -107,15 +123,17 @@ def check_mask(name: str, mask: SamplingMask, sampled: np.ndarray) -> np.ndarray
         own = ids[int(mask.sizes[:at].sum()) :][: int(mask.sizes[at])]
         shown = f"{own[:8].tolist()}{' ...' if len(own) > 8 else ''}"
         raise ValueError(
-            f"rollout {name}: sampled token {at} of {len(sampled)} is {int(sampled[at])}, not in its kept set of {len(own)} ids "
-            f"{shown}: the set is another token's, or tokens were edited after sampling"
+            f"rollout {name}: sampled token {at} of {len(sampled)} is {int(sampled[at])}, not in"
+            f" its kept set of {len(own)} ids {shown}: the set is another token's, or tokens were"
+            " edited after sampling"
         )
     return ids
 
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The sets of the rows of a micro-batch, on its device; a row without one (prompt, pad) has none of the ids.
+    """The sets of the rows of a micro-batch, on its device; a row without one (prompt, pad) has
+    none of the ids.
 
     offsets  int64 [T + 1] on the host: row t has the ids offsets[t] to offsets[t + 1]
     ids, rows  int64 [N], ids and the row of each
@@ -130,14 +148,21 @@ class KeptTokens:
     def blocks(self, start: int, stop: int) -> Iterator[slice]:
         """Rows start..stop in blocks of at most BLOCK_IDS ids (or one row)."""
         while start < stop:
-            end = int(np.searchsorted(self.offsets, self.offsets[start] + BLOCK_IDS, side="right")) - 1
+            end = (
+                int(np.searchsorted(self.offsets, self.offsets[start] + BLOCK_IDS, side="right"))
+                - 1
+            )
             end = min(max(end, start + 1), stop)
             yield slice(start, end)
             start = end
 
 
-def sets_of_tokens(masks: Sequence[SamplingMask], tokens: np.ndarray, device: torch.device | str = "cpu") -> KeptTokens:
-    """Sets of the rows whose sampled tokens have the numbers `tokens` int [T] among those of `masks` (-1: no set)."""
+def sets_of_tokens(
+    masks: Sequence[SamplingMask], tokens: np.ndarray, device: torch.device | str = "cpu"
+) -> KeptTokens:
+    """Sets of the rows whose sampled tokens have the numbers `tokens` int [T] among those of
+    `masks` (-1: no set).
+    """
     sizes = np.concatenate([mask.sizes for mask in masks]).astype(np.int64)
     ids = np.concatenate([mask.ids() for mask in masks])
     own = np.where(tokens < 0, 0, sizes[tokens])
@@ -173,7 +198,10 @@ def to_varints(values: np.ndarray) -> np.ndarray:
 
 
 def from_varints(codes: np.ndarray) -> np.ndarray:
-    """int64 [N]; the inverse of `to_varints`.  Raises ValueError where the last number has no end, or is too long."""
+    """int64 [N]; the inverse of `to_varints`.
+
+    Raises ValueError where the last number has no end, or is too long.
+    """
     if not len(codes):
         return np.zeros(0, np.int64)
     ends = np.flatnonzero(codes < 128)

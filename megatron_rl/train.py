@@ -2,9 +2,12 @@
 
     torchrun --nproc_per_node N -m megatron_rl.train --config FILE.toml [--section.key value ...]
         --dry-run [--gpus N]   check everything that needs no GPU and print what the run will do (megatron-rl dry-run)
-        --only rollout         sample and score every step, write the rollouts with their tensors, train nothing
-        --from-rollouts DIR    train on the rollouts that the run in DIR wrote, step by step, without a server
-        --resume               continue from the newest checkpoint of the run directory, which must have one
+        --only rollout         sample and score every step, write the rollouts with their tensors,
+                               train nothing
+        --from-rollouts DIR    train on the rollouts that the run in DIR wrote, step by step,
+                               without a server
+        --resume               continue from the newest checkpoint of the run directory, which must
+                               have one
 
 Read `train` first: it is the algorithm.  Each stage that it calls has its own folder.
 """
@@ -20,18 +23,26 @@ from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.launch.errors import report_error
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from megatron_rl.launch.log_lines import LogLines
-from megatron_rl.launch.signals import REQUEUE, StoppedBySignal, StopSignal, follow_launcher, grace_period
+from megatron_rl.launch.signals import (
+    REQUEUE,
+    StoppedBySignal,
+    StopSignal,
+    follow_launcher,
+    grace_period,
+)
 from megatron_rl.metrics.trackers.background import leave
 from megatron_rl.options import parse
 
 
 def train(cfg: Config, rollouts: Path | None = None) -> None:
-    """Train `cfg.run.num_steps` steps: rollouts, advantages, N mini-batches, old log-probs, N updates, weight sync, report.
+    """Train `cfg.run.num_steps` steps: rollouts, advantages, N mini-batches, old log-probs, N
+    updates, weight sync, report.
 
-    With rollout.max_staleness servers sample while the steps train, and mu_old may be of weights before those of pi_old
-    (docs/design/architecture.md#scheduler).
+    With rollout.max_staleness servers sample while the steps train, and mu_old may be of weights
+    before those of pi_old (docs/design/architecture.md#scheduler).
 
-    rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or sent then.
+    rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or
+    sent then.
     """
     # these load torch and megatron-core, seconds that --dry-run saves
     from megatron_rl.distributed import device_of
@@ -44,7 +55,8 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
         for step in trainer.steps():
             groups = trainer.sample(step)  # y ~ mu_old, with log mu_old, e^mu_old and R(x, y)
             batches = trainer.make_batches(groups, step)  # A(x, y), N mini-batches
-            old_passes = trainer.old_logprobs(batches)  # log pi_old; R2 records here, R3 replays here
+            # log pi_old; R2 records here, R3 replays here
+            old_passes = trainer.old_logprobs(batches)
             for batch, old in zip(batches, old_passes, strict=True):
                 trainer.update(batch, old)  # Eq. 7 with routing replay: theta
             trainer.sync_weights(version=step + 1)  # mu_old <- theta
@@ -68,8 +80,9 @@ def collect(cfg: Config) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Parse arguments and train.  Ends the process itself where a tracker hangs.
 
-    Returns the exit status: 0 done, 2 bad configuration, 85 saved and stopped by SIGTERM or SIGUSR1 (start it again), 130
-    interrupted, 1 anything else that stopped the run.  The watchdog ends the process with 87 (launch/exit_codes.py).
+    Returns the exit status: 0 done, 2 bad configuration, 85 saved and stopped by SIGTERM or SIGUSR1
+    (start it again), 130 interrupted, 1 anything else that stopped the run.  The watchdog ends the
+    process with 87 (launch/exit_codes.py).
     """
     status = run(argv)
     leave(status)
@@ -85,23 +98,30 @@ def run(argv: list[str] | None) -> int:
     try:
         cfg = load_config(arguments.config, overrides)
     except ConfigError as error:
-        LogLines(arguments.log_format or "text").print_error(f"megatron_rl.train: {error}", error="ConfigError")
+        LogLines(arguments.log_format or "text").print_error(
+            f"megatron_rl.train: {error}", error="ConfigError"
+        )
         return BAD_CONFIG
     lines = LogLines(cfg.run.log_format, (cfg.rollout.api_key_env,))
     signal.signal(signal.SIGTERM, raise_interrupt)
     follow_launcher()
     try:
-        with lines.clean_stderr():  # before the imports: some libraries keep the stream that they find
+        # before the imports: some libraries keep the stream that they find
+        with lines.clean_stderr():
             collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
     except StoppedBySignal as stopped:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher repeats the signal while the other ranks exit
+        # a launcher repeats the signal while the other ranks exit
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.environ.get("RANK", "0") == "0":
             lines.print_error(f"megatron_rl.train: {stopped}", error="StoppedBySignal")
         return REQUEUE
     except KeyboardInterrupt:
-        lines.print_error(f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", error="KeyboardInterrupt")
+        lines.print_error(
+            f"rank {os.environ.get('RANK', 0)}: interrupted; stopped", error="KeyboardInterrupt"
+        )
         return INTERRUPTED
-    except Exception as error:  # the cause and the user's frames on the terminal, the traceback in a file
+    # the cause and the user's frames on the terminal, the traceback in a file
+    except Exception as error:
         report_error(error, cfg.run_dir, lines=lines)
         return 1
     return 0

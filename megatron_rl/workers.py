@@ -1,5 +1,5 @@
-"""What worker processes of users' code share: a socket as standard input, one JSON line per message, and an end with all that
-they started.  Loads only the standard library.
+"""What worker processes of users' code share: a socket as standard input, one JSON line per
+message, and an end with all that they started.  Loads only the standard library.
 
 A worker leads a session of its own, so that killing its process group also kills its children.
 """
@@ -27,7 +27,10 @@ PRINTED_CHARACTERS = 4096  # per call: a gigabyte would bury the run's own outpu
 def start_worker(
     module: str, arguments: Sequence[str], hidden_env: str | None = None
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """`python -m MODULE ARGUMENTS` and this side of its connection.  hidden_env: a variable that it does not get."""
+    """`python -m MODULE ARGUMENTS` and this side of its connection.
+
+    hidden_env: a variable that it does not get.
+    """
     ours, theirs = socket.socketpair()
     env = {name: value for name, value in os.environ.items() if name != hidden_env}
     with theirs:
@@ -46,12 +49,12 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-# In the worker ----------------------------------------------------------------------------------------------------------
+# In the worker ------------------------------------------------------------------------------------
 
 
 def open_channel() -> socket.socket:
-    """The connection, a copy of standard input that children do not inherit: one that outlives a crashed worker would keep
-    it open."""
+    """The connection, a copy of standard input that children do not inherit: one that outlives a
+    crashed worker would keep it open."""
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what C code or children print belongs to standard error
@@ -75,8 +78,13 @@ def json_line(value: object) -> bytes:
 
 def frames_of(error: BaseException, *hidden: str) -> list[str]:
     """The last frames of a traceback, innermost last; hidden: files that are not shown."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in hidden]
-    return [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"[:500] for frame in frames[-FRAMES:]]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in hidden
+    ]
+    return [
+        f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"[:500]
+        for frame in frames[-FRAMES:]
+    ]
 
 
 class Printed(io.TextIOBase):

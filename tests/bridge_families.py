@@ -1,4 +1,6 @@
-"""Small random HF checkpoints of architectures that Megatron-Bridge knows, and whether it is installed."""
+"""Small random HF checkpoints of architectures that Megatron-Bridge knows, and whether it is
+installed.
+"""
 
 import importlib.util
 import json
@@ -12,9 +14,12 @@ import transformers
 from tests.families import BIASED, COMMON, EXPERTS, FAMILIES, LATENT, save_random
 
 HAS_BRIDGE = (
-    importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.bridge") is not None
+    importlib.util.find_spec("megatron") is not None
+    and importlib.util.find_spec("megatron.bridge") is not None
 )
-needs_bridge = pytest.mark.skipif(not HAS_BRIDGE, reason="Megatron-Bridge is not installed here: make test-bridge")
+needs_bridge = pytest.mark.skipif(
+    not HAS_BRIDGE, reason="Megatron-Bridge is not installed here: make test-bridge"
+)
 
 BOTH: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": []},  # Bridge's Qwen3-MoE knows no dense layers in between
@@ -59,14 +64,29 @@ BRIDGE_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2": (
         "MiniMaxM2",
-        {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "partial_rotary_factor": 0.5},
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "partial_rotary_factor": 0.5,
+        },
     ),
     "glm4_moe_lite": ("Glm4MoeLite", {**BIASED, **LATENT, "q_lora_rank": 20, "rms_norm_eps": 1e-5}),
     "hy_v3": ("HYV3", {**EXPERTS, "head_dim": 16, "first_k_dense_replace": 1}),
-    "exaone_moe": ("ExaoneMoe", {**EXPERTS, "head_dim": 16, "first_k_dense_replace": 1, "num_shared_experts": 1}),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {**EXPERTS, "head_dim": 16, "first_k_dense_replace": 1, "num_shared_experts": 1},
+    ),
     "kimi_k2": (
         "DeepseekV3",
-        {**BIASED, **LATENT, "q_lora_rank": 20, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+        {
+            **BIASED,
+            **LATENT,
+            "q_lora_rank": 20,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+        },
     ),
     "bailing": (
         "BailingMoeV2",
@@ -91,21 +111,32 @@ DELTA_NETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The same, with gated delta nets."""
 DELTA_NET_LIMIT = 1e-3
-"""Of logits (standard deviation 2): transformers' own float32 differs from its float64 by up to 4.1e-4, as the output of a delta
-net may be nearly 0 before its norm."""
+"""Of logits (standard deviation 2): transformers' own float32 differs from its float64 by up to
+4.1e-4, as the output of a delta net may be nearly 0 before its norm."""
 
 CONFIGS = {"qwen3_5_moe": "Qwen3_5MoeTextConfig"}
 """Class of the configuration, where it is not the prefix and Config."""
 WRITTEN = {
-    "kimi_k2": {"architectures": ["KimiK2ForCausalLM"], "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "kimi_k2": {
+        "architectures": ["KimiK2ForCausalLM"],
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
     "exaone_moe": {"architectures": ["ExaoneMoEForCausalLM"]},
     "hy_v3": {"route_norm": True, "qk_norm": True},
-    "minimax_m2": {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True, "rotary_dim": 8},
+    "minimax_m2": {
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "rotary_dim": 8,
+    },
 }
 """What published files have in config.json beside transformers' own keys."""
 
 
-def bridge_checkpoint(path: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+def bridge_checkpoint(
+    path: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Path:
     """Write a random checkpoint of this family to `path`."""
     prefix, own = {**FAMILIES, **BRIDGE_ONLY, **DELTA_NETS}[name]
     source: Any = transformers
@@ -113,11 +144,16 @@ def bridge_checkpoint(path: Path, name: str, *, seed: int = 0, dtype: torch.dtyp
         from megatron_rl.engine.bridge import open_package
 
         open_package(te=False)
-        from megatron.bridge.models.bailing import configuration_bailing_moe_v2, modeling_bailing_moe_v2
+        from megatron.bridge.models.bailing import (
+            configuration_bailing_moe_v2,
+            modeling_bailing_moe_v2,
+        )
 
         config = configuration_bailing_moe_v2.BailingMoeV2Config(**{**COMMON, **own})
         config.architectures = ["BailingMoeV2ForCausalLM"]
-        return save_random(modeling_bailing_moe_v2.BailingMoeV2ForCausalLM, config, path, seed=seed, dtype=dtype)
+        return save_random(
+            modeling_bailing_moe_v2.BailingMoeV2ForCausalLM, config, path, seed=seed, dtype=dtype
+        )
     settings = {**COMMON, **own, **BOTH.get(name, {})}
     if "rope_parameters" in own:
         settings.pop("rope_theta")

@@ -1,4 +1,6 @@
-"""A real browser without a window, and the viewer's server beside it in a thread: for tests and for the pictures of the docs."""
+"""A real browser without a window, and the viewer's server beside it in a thread: for tests and for
+the pictures of the docs.
+"""
 
 import contextlib
 import shutil

@@ -5,7 +5,11 @@ import signal
 import pytest
 from hypothesis import settings
 
-from tests.reruns import pytest_collection_modifyitems, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
+from tests.reruns import (
+    pytest_collection_modifyitems,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+)  # noqa: F401
 from tests.shapes import enforce_shapes
 
 settings.register_profile("project", deadline=None)  # a busy machine is not a bug
@@ -15,7 +19,9 @@ enforce_shapes()
 
 @pytest.fixture
 def sigint():
-    """SIGINT raises KeyboardInterrupt, as in a terminal: where tests are a shell's background job it would be ignored."""
+    """SIGINT raises KeyboardInterrupt, as in a terminal: where tests are a shell's background job
+    it would be ignored.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

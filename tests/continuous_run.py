@@ -1,7 +1,8 @@
 """A run of two ranks that samples two steps ahead from servers of its own (token_server.py).
 
-A replica samples one prompt at a time, in their order: so a step's groups, and the weights of a run, do not depend on when
-weights change, servers die or the run is killed.  The versions of the tokens do, and are checked.
+A replica samples one prompt at a time, in their order: so a step's groups, and the weights of a
+run, do not depend on when weights change, servers die or the run is killed.  The versions of the
+tokens do, and are checked.
 """
 
 import json
@@ -20,9 +21,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_prompts(work: Path, steps: int) -> None:
-    """`work`/train.jsonl: every prompt of the run is another one.  `work`/server: started in place of Python for SGLang."""
+    """`work`/train.jsonl: every prompt of the run is another one.
+
+    `work`/server: started in place of Python for SGLang.
+    """
     rows = [
-        {"id": str(number), "prompt": f"{number}+1=", "label": "0"} for number in range((steps + STALENESS) * PROMPTS)
+        {"id": str(number), "prompt": f"{number}+1=", "label": "0"}
+        for number in range((steps + STALENESS) * PROMPTS)
     ]
     (work / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     script = work / "server"
@@ -31,15 +36,24 @@ def make_prompts(work: Path, steps: int) -> None:
 
 
 def sections(work: Path, weight_update: str | None) -> dict[str, dict[str, Any]]:
-    """What the configuration has beside that of a run on saved rollouts.  weight_update: None for a synchronous run."""
-    ahead = {} if weight_update is None else {"max_staleness": STALENESS, "weight_update": weight_update}
+    """What the configuration has beside that of a run on saved rollouts.
+
+    weight_update: None for a synchronous run.
+    """
+    ahead = (
+        {}
+        if weight_update is None
+        else {"max_staleness": STALENESS, "weight_update": weight_update}
+    )
     return {
         "data": {"shuffle": False},
         "reward": {"function": "tests.e2e.rewards:parity", "timeout_seconds": 60.0},
         "rollout": {
             "max_concurrency": 1, "max_response_tokens": 8, **ahead,
-            "python": str(work / "server"), "num_servers": SERVERS, "max_server_restarts": 100, "weight_sync": "disk",
-            "verify_push": "version", "parity_warn_logprob_diff": 1e3, "parity_max_logprob_diff": 1e3,
+            "python": str(work / "server"), "num_servers": SERVERS, "max_server_restarts": 100,
+            "weight_sync": "disk",
+            "verify_push": "version", "parity_warn_logprob_diff": 1e3,
+            "parity_max_logprob_diff": 1e3,
             "parity_warn_expert_overlap": 0.0, "parity_min_expert_overlap": 0.0,
         },
     }  # fmt: skip
@@ -47,12 +61,18 @@ def sections(work: Path, weight_update: str | None) -> dict[str, dict[str, Any]]
 
 def servers(ranks: list[int]) -> list[psutil.Process]:
     """The servers that these ranks started and that live."""
-    children = [child for rank in ranks if psutil.pid_exists(rank) for child in psutil.Process(rank).children()]
+    children = [
+        child
+        for rank in ranks
+        if psutil.pid_exists(rank)
+        for child in psutil.Process(rank).children()
+    ]
     return [child for child in children if "tests.token_server" in " ".join(child.cmdline())]
 
 
 def check_rollouts(run: Path, steps: int) -> dict[int, int]:
-    """Every attempt at a step had the step's own prompts, and the last one all of them, each response once; no token is too old.
+    """Every attempt at a step had the step's own prompts, and the last one all of them, each
+    response once; no token is too old.
 
     Returns age -> tokens.
     """
@@ -69,7 +89,9 @@ def check_rollouts(run: Path, steps: int) -> dict[int, int]:
         assert sorted(attempts) == list(range(1, steps + 1))
         for step, found in attempts.items():
             ids = expected(step, replica)
-            assert found[-1] == ids and all(each == ids[: len(each)] for each in found), f"step {step}: {found}"
+            assert found[-1] == ids and all(each == ids[: len(each)] for each in found), (
+                f"step {step}: {found}"
+            )
     assert set(ages) <= set(range(STALENESS + 1)), dict(ages)
     return dict(sorted(ages.items()))
 
@@ -77,4 +99,8 @@ def check_rollouts(run: Path, steps: int) -> dict[int, int]:
 def expected(step: int, replica: int) -> list[str]:
     """Ids of the responses of a step (from 1) on one of two replicas."""
     first = PROMPTS * (step - 1)
-    return [f"{prompt}/{place}" for prompt in range(first + replica, first + PROMPTS, 2) for place in range(GROUP)]
+    return [
+        f"{prompt}/{place}"
+        for prompt in range(first + replica, first + PROMPTS, 2)
+        for place in range(GROUP)
+    ]

@@ -1,6 +1,7 @@
 """Ends a forked process at its n-th change to the disk, as a power cut or a full disk would.
 
-A change is a write, fsync, rename, unlink, mkdir or rmdir by Python code (torch writes shards through Python files).  Modes:
+A change is a write, fsync, rename, unlink, mkdir or rmdir by Python code (torch writes shards
+through Python files).  Modes:
     exit     the change happens (of a write only the first half), then the process ends
     lost     the change does not happen, the process ends, and the power fails: see `Disk`
     full     from the n-th on every write fails with "No space left on device"
@@ -43,7 +44,9 @@ class Disk:
         shutil.rmtree(self.inodes, ignore_errors=True)
         self.inodes.mkdir()
         for folder, _, files in os.walk(root):
-            self.names[os.stat(folder).st_ino] = {name: inode_of(Path(folder, name)) for name in os.listdir(folder)}
+            self.names[os.stat(folder).st_ino] = {
+                name: inode_of(Path(folder, name)) for name in os.listdir(folder)
+            }
             for name in files:
                 self.link(Path(folder, name))
 
@@ -86,7 +89,11 @@ class Disk:
         Yields the set.  Of more than `most` sets: none and all, all up to one, all but one, one.
         """
         count = len(self.changes)
-        kept = set(itertools.product([False, True], repeat=count)) if 2**count <= most else extremes(count)
+        kept = (
+            set(itertools.product([False, True], repeat=count))
+            if 2**count <= most
+            else extremes(count)
+        )
         root = inode_of(self.root)
         for survived in sorted({self.consistent(each) for each in kept}):
             names = dict(self.names)
@@ -115,7 +122,9 @@ class Disk:
                 self.build(path / name, entry, names)
             else:
                 content = (self.inodes / str(entry)).read_bytes()
-                (path / name).write_bytes(content[: len(content) // 2] if entry in self.unsynced else content)
+                (path / name).write_bytes(
+                    content[: len(content) // 2] if entry in self.unsynced else content
+                )
 
 
 def inode_of(path: Path | str, *, within: int | None = None) -> int:
@@ -130,11 +139,16 @@ def extremes(count: int) -> set[tuple[bool, ...]]:
     numbers = range(count)
     alone = {tuple(number == other for other in numbers) for number in numbers}
     all_but_one = {tuple(number != other for other in numbers) for number in numbers}
-    return alone | all_but_one | {tuple(other < number for other in numbers) for number in range(count + 1)}
+    return (
+        alone
+        | all_but_one
+        | {tuple(other < number for other in numbers) for number in range(count + 1)}
+    )
 
 
 class Crash:
-    """install() in a forked process.  `at` counts from 1; 0 = never: then `count` is the number of points.
+    """install() in a forked process.  `at` counts from 1; 0 = never: then `count` is the number of
+    points.
 
     root: the folder whose changes count; `Disk` makes another one beside it.
     """
@@ -170,8 +184,14 @@ class Crash:
 
     def counted(self, name, real):
         def change(*args, **options):
-            places = [os.path.split(os.fspath(path)) for path in args[:2] if isinstance(path, str | os.PathLike)]
-            folders = {inode_of(folder or ".", within=options.get("dir_fd")) for folder, _ in places}
+            places = [
+                os.path.split(os.fspath(path))
+                for path in args[:2]
+                if isinstance(path, str | os.PathLike)
+            ]
+            folders = {
+                inode_of(folder or ".", within=options.get("dir_fd")) for folder, _ in places
+            }
             if not folders & self.disk.names.keys():
                 return real(*args, **options)
             (folder,) = folders  # a rename into another folder would be a change of two
@@ -182,7 +202,9 @@ class Crash:
             names = {name: None for _, name in places}
             if name in ("rename", "replace", "mkdir"):
                 path = args[len(places) - 1]
-                names[places[-1][1]] = self.disk.add_folder(path) if name == "mkdir" else inode_of(path)
+                names[places[-1][1]] = (
+                    self.disk.add_folder(path) if name == "mkdir" else inode_of(path)
+                )
             self.disk.change(folder, names)
             if is_now:
                 self.die()
@@ -200,7 +222,9 @@ class Crash:
             self.die()
 
     def open(self, file, mode="r", *args, **options):
-        is_ours = not isinstance(file, int) and os.path.abspath(os.fspath(file)).startswith(f"{self.root}/")
+        is_ours = not isinstance(file, int) and os.path.abspath(os.fspath(file)).startswith(
+            f"{self.root}/"
+        )
         if not is_ours or not any(letter in mode for letter in "wax+"):
             return _open(file, mode, *args, **options)
         is_new = not os.path.exists(file)
@@ -248,7 +272,8 @@ class Writes:
 
 
 def run_forked(work, crash: Crash | None = None, *, install: bool = True) -> int:
-    """Exit status of `work()` in a forked process: 0 done, EXIT_CODE crashed as planned, 2 the disk was full, 1 raised.
+    """Exit status of `work()` in a forked process: 0 done, EXIT_CODE crashed as planned, 2 the disk
+    was full, 1 raised.
 
     install: before `work`; else `work` does it.
     """

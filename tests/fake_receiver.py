@@ -1,9 +1,10 @@
-"""A process that receives weights as an SGLang server does: one bucket at a time, in the order of the calls, over real gloo.
+"""A process that receives weights as an SGLang server does: one bucket at a time, in the order of
+the calls, over real gloo.
 
     python -m tests.fake_receiver CHECKPOINT PORT
 
-It starts with the tensors of CHECKPOINT (safetensors) as version 0.  GET /held says what it has: its version, whether it is
-paused, and the sha256 of each tensor.
+It starts with the tensors of CHECKPOINT (safetensors) as version 0.  GET /held says what it has:
+its version, whether it is paused, and the sha256 of each tensor.
 """
 
 import hashlib
@@ -39,7 +40,8 @@ class Receiver:
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if path in ("/held", "/model_info", "/server_info"):
             return 200, {
-                "held": self.held, "paused": self.paused, "weight_version": self.version, "tp_size": 1, "device": "cpu",
+                "held": self.held, "paused": self.paused, "weight_version": self.version,
+                "tp_size": 1, "device": "cpu",
                 "startup_time": self.start,
             }  # fmt: skip
         with self.lock:  # as SGLang's is_pause_cond
@@ -68,7 +70,13 @@ class Receiver:
         self.session = False
 
     def init_weights_update_group(
-        self, master_address: str, master_port: int, world_size: int, group_name: str, backend: str, rank_offset: int
+        self,
+        master_address: str,
+        master_port: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        rank_offset: int,
     ) -> None:
         limit = timedelta(seconds=30)
         store = dist.TCPStore(master_address, master_port, world_size, False, limit)
@@ -115,14 +123,18 @@ class Receiver:
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(
+        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    ).hexdigest()
 
 
 def serve(receiver: Receiver, port: int) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
-            status, answer = receiver.answer(self.path, json.loads(self.rfile.read(length)) if length else {})
+            status, answer = receiver.answer(
+                self.path, json.loads(self.rfile.read(length)) if length else {}
+            )
             content = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))

@@ -1,7 +1,9 @@
-"""A server that answers /generate wrongly on purpose: faults a real SGLang cannot be made to show on demand.
+"""A server that answers /generate wrongly on purpose: faults a real SGLang cannot be made to show
+on demand.
 
-A behaviour is a name, or NAME@POINT: a fault of the transport (reset, close, die, hang, drip) happens at that point of the
-request; a wrong answer is complete, and its delivery pauses there.  POINTS are in the order in which a request passes them.
+A behaviour is a name, or NAME@POINT: a fault of the transport (reset, close, die, hang, drip)
+happens at that point of the request; a wrong answer is complete, and its delivery pauses there.
+POINTS are in the order in which a request passes them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,17 @@ from tests.faults.samples import (
     honest_sample,
 )
 
-__all__ = ["GAPS", "POINTS", "ROUTE_FAULTS", "SAMPLE_FAULTS", "SPEC", "VERSION", "FakeServer", "send", "wait_for"]
+__all__ = [
+    "GAPS",
+    "POINTS",
+    "ROUTE_FAULTS",
+    "SAMPLE_FAULTS",
+    "SPEC",
+    "VERSION",
+    "FakeServer",
+    "send",
+    "wait_for",
+]
 
 POINTS = ("connect", "before_headers", "in_headers", "mid_body", "end")
 PAUSE_SECONDS = 0.02
@@ -43,18 +55,23 @@ Answer = tuple[int, bytes]
 
 
 class FakeServer:
-    """`script` names what each /generate request gets, in order; the last entry repeats.  "ok" is an honest answer.
+    """`script` names what each /generate request gets, in order; the last entry repeats.  "ok" is
+    an honest answer.
 
-    source: body, prompt, sample id -> an honest sample.  served: sample id -> the honest samples of complete answers,
-    without those that a fault changed; what a client returns must be among them.  aborted: sample ids of /abort_request.
+    source: body, prompt, sample id -> an honest sample.  served: sample id -> the honest samples of
+    complete answers, without those that a fault changed; what a client returns must be among them.
+    aborted: sample ids of /abort_request.
     late: called when a request begins to hang, drip or be slow: a test's clock moves on.
     "slow" answers when it is aborted; "all_rows" ignores routed_experts_start_len.
-    "growing" samples a token every `step_seconds`, of the version that `source` has then, until it is aborted, and at most
-    `most_tokens`; while the server is paused it samples none, and returns none.  progress: request id -> how many there are.
+    "growing" samples a token every `step_seconds`, of the version that `source` has then, until it
+    is aborted, and at most `most_tokens`; while the server is paused it samples none, and returns
+    none.  progress: request id -> how many there are.
     pauses: the modes of /pause_generation.  control_faults: path -> how it fails.
     """
 
-    def __init__(self, *script: str, source: Callable[[dict[str, Any], list[int], str], dict] = honest_sample) -> None:
+    def __init__(
+        self, *script: str, source: Callable[[dict[str, Any], list[int], str], dict] = honest_sample
+    ) -> None:
         self.script = list(script)
         self.source = source
         self.requests: list[dict[str, Any]] = []
@@ -100,11 +117,14 @@ class FakeServer:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
-        self.http.socket.listen(1024)  # with the default of 5, a busy machine resets connections that come together
+        # with the default of 5, a busy machine resets connections that come together
+        self.http.socket.listen(1024)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -170,7 +190,9 @@ class FakeServer:
                     reset(handler)
                     return
             elif name == "slow":
-                sent = [cut_start(sample, body) for sample in self.until_aborted([*honest.values()])]
+                sent = [
+                    cut_start(sample, body) for sample in self.until_aborted([*honest.values()])
+                ]
             elif name == "all_rows":
                 sent = [*honest.values()]
             elif name != "ok":
@@ -183,13 +205,20 @@ class FakeServer:
 
     def honest(self, body: dict[str, Any]) -> dict[str, dict[str, Any]]:
         ids = [f"{body['rid']}_{index}" for index in range(len(body["input_ids"]))]
-        return {name: self.source(body, prompt, name) for name, prompt in zip(ids, body["input_ids"], strict=True)}
+        return {
+            name: self.source(body, prompt, name)
+            for name, prompt in zip(ids, body["input_ids"], strict=True)
+        }
 
     def until_aborted(self, samples: Samples) -> Samples:
-        """Wait for the abort of all samples, then return 2 tokens of each; after `patience` return all tokens."""
+        """Wait for the abort of all samples, then return 2 tokens of each; after `patience` return
+        all tokens.
+        """
         names = {s["meta_info"]["id"] for s in samples}
         self.late()
-        is_cut = wait_for(lambda: self.stopping.is_set() or names <= set(self.aborted), self.patience)
+        is_cut = wait_for(
+            lambda: self.stopping.is_set() or names <= set(self.aborted), self.patience
+        )
         return [cut_short(sample, 2) for sample in samples] if is_cut else samples
 
     def grown(self, body: dict[str, Any], samples: Samples) -> Samples:
@@ -201,17 +230,28 @@ class FakeServer:
                 break
             time.sleep(self.step_seconds)
             with self.lock:
-                versions += [] if self.is_paused or len(versions) >= self.most_tokens else [self.source.version]
+                versions += (
+                    []
+                    if self.is_paused or len(versions) >= self.most_tokens
+                    else [self.source.version]
+                )
                 self.progress[body["rid"]] = len(versions)
         return [
             grown_sample(sample, versions[: len(sample["output_ids"])], prompt)
             for sample, prompt in zip(samples, body["input_ids"], strict=True)
         ]
 
-    def deliver(self, handler: BaseHTTPRequestHandler, status: int, content: bytes, fault: str, point: str) -> None:
-        """Send the answer up to `point`, inject the fault, and send the rest unless the fault ends the answer."""
+    def deliver(
+        self, handler: BaseHTTPRequestHandler, status: int, content: bytes, fault: str, point: str
+    ) -> None:
+        """Send the answer up to `point`, inject the fault, and send the rest unless the fault ends
+        the answer.
+        """
         length = len(content) + (10**6 if fault == "drip" else 0)
-        head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
+        head = (
+            f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length:"
+            f" {length}\r\n\r\n".encode()
+        )
         places = {"in_headers": len(head) // 2, "mid_body": len(head) + len(content) // 2}
         cut = places.get(point, len(head) + len(content) - 1 if point == "end" else 0)
         try:
@@ -235,7 +275,11 @@ class FakeServer:
 def grown_sample(sample: dict[str, Any], versions: list[int], prompt: list[int]) -> dict[str, Any]:
     """The first tokens of an honest sample, each of its version."""
     meta, tokens = sample["meta_info"], sample["output_ids"]
-    reason = meta["finish_reason"] if len(versions) == len(tokens) else {"type": "abort", "message": "Abort"}
+    reason = (
+        meta["finish_reason"]
+        if len(versions) == len(tokens)
+        else {"type": "abort", "message": "Abort"}
+    )
     if not versions:  # as SGLang answers for a request in its queue
         return {"output_ids": [], "meta_info": {"id": meta["id"], "finish_reason": reason}}
     return mixed_answer(versions, prompt, np.array(tokens[: len(versions)]), meta["id"], reason)

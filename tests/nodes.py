@@ -1,6 +1,8 @@
-"""Several nodes on one machine: one network namespace each, joined by a bridge, each with its own host name.
+"""Several nodes on one machine: one network namespace each, joined by a bridge, each with its own
+host name.
 
-Where that is not permitted, distinct loopback addresses; all nodes then have the machine's host name.
+Where that is not permitted, distinct loopback addresses; all nodes then have the machine's host
+name.
 """
 
 import contextlib
@@ -52,7 +54,11 @@ class Node:
         """Start a script of examples/launch; its output goes to `log`."""
         self.log = work / f"{self.host}_{self.rank}.{self.starts}.log"
         self.starts += 1
-        own = {"GLOO_SOCKET_IFNAME": self.interface, "LOG_DIR": str(work / "logs"), "OMP_NUM_THREADS": "1"}
+        own = {
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "LOG_DIR": str(work / "logs"),
+            "OMP_NUM_THREADS": "1",
+        }
         env = os.environ | own | variables
         command = [*self.prefix, "bash", str(ROOT / "examples/launch" / script), *arguments]
         with open(self.log, "wb") as log:
@@ -61,11 +67,16 @@ class Node:
             )
 
     def wait(self, timeout: float) -> int:
-        """Exit status.  Raises AssertionError with the output when it takes longer than `timeout` seconds."""
+        """Exit status.
+
+        Raises AssertionError with the output when it takes longer than `timeout` seconds.
+        """
         try:
             return self.running.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.host} is still running after {timeout:.0f} s:\n{self.text()}") from None
+            raise AssertionError(
+                f"{self.host} is still running after {timeout:.0f} s:\n{self.text()}"
+            ) from None
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -93,7 +104,10 @@ def make_nodes(count: int) -> Iterator[list[Node]]:
         try:
             nodes = [in_namespace(rank, name, names[0], stack) for rank, name in enumerate(names)]
         except (OSError, subprocess.CalledProcessError):
-            nodes = [Node(rank, f"127.0.0.{rank + 2}", "lo", f"loopback{rank}", []) for rank in range(count)]
+            nodes = [
+                Node(rank, f"127.0.0.{rank + 2}", "lo", f"loopback{rank}", [])
+                for rank in range(count)
+            ]
         try:
             yield nodes
         finally:
@@ -115,7 +129,19 @@ def in_namespace(rank: int, name: str, first: str, stack: contextlib.ExitStack) 
         run(*here, "link", "add", "cluster", "type", "bridge")
         interface = "cluster"
     else:
-        run(*here, "link", "add", "eth", "type", "veth", "peer", "name", f"port{rank}", "netns", first)
+        run(
+            *here,
+            "link",
+            "add",
+            "eth",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            f"port{rank}",
+            "netns",
+            first,
+        )
         run(*there, "link", "set", f"port{rank}", "master", "cluster", "up")
         interface = "eth"
     run(*here, "addr", "add", f"{address}/24", "dev", interface)

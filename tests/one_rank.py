@@ -27,7 +27,8 @@ def one_rank_config(checkpoint: Path, **rollout) -> Config:
         "run": {"device": "cpu", "dir": str(checkpoint.parent / "runs")},
         "model": {"path": str(checkpoint), "dtype": "float32"},
         "data": {"train": "none.jsonl"},
-        "rollout": {"dtype": "float32", "request_timeout_seconds": 60.0, "max_retries": 2} | rollout,
+        "rollout": {"dtype": "float32", "request_timeout_seconds": 60.0, "max_retries": 2}
+        | rollout,
     }
     return load_config(None, [], sections)
 
@@ -39,7 +40,10 @@ def one_rank_inference(
     export: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     server_pool: ServerPool | None,
 ) -> Iterator[Inference]:
-    """`export` yields what the trainer's engine would: HF names and tensors.  Enter `server_pool` first."""
+    """`export` yields what the trainer's engine would: HF names and tensors.
+
+    Enter `server_pool` first.
+    """
     urls = cfg.rollout.urls if server_pool is None else server_pool.take()
     pusher = WeightPusher(
         urls,
@@ -55,7 +59,12 @@ def one_rank_inference(
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield Inference(
-            lambda: given(export()), client=client, pusher=pusher, server_pool=server_pool, urls=urls, log=print
+            lambda: given(export()),
+            client=client,
+            pusher=pusher,
+            server_pool=server_pool,
+            urls=urls,
+            log=print,
         )
     finally:
         pusher.close()
@@ -63,4 +72,12 @@ def one_rank_inference(
 
 
 def make_server_pool(cfg: Config, log: Callable[[str], None] = print) -> ServerPool:
-    return ServerPool(cfg.model.path, cfg.rollout, device="cpu", log_dir=cfg.run_dir, seed=0, want_routes=True, log=log)
+    return ServerPool(
+        cfg.model.path,
+        cfg.rollout,
+        device="cpu",
+        log_dir=cfg.run_dir,
+        seed=0,
+        want_routes=True,
+        log=log,
+    )

@@ -1,7 +1,9 @@
-"""The referee of training: transformers in float64, losses as the papers print them, Adam as its paper prints it.
+"""The referee of training: transformers in float64, losses as the papers print them, Adam as its
+paper prints it.
 
-Nothing here is shared with megatron_rl but the records that describe a response.  A step of N mini-batches: log pi_old of every
-response under the step's first weights, then one update per mini-batch.  Gradients and weights come under HF names.
+Nothing here is shared with megatron_rl but the records that describe a response.  A step of N
+mini-batches: log pi_old of every response under the step's first weights, then one update per
+mini-batch.  Gradients and weights come under HF names.
 Shapes: S tokens of a sequence, n response tokens, E experts, K top-k.
 """
 
@@ -26,7 +28,10 @@ BETA1, BETA2 = 0.9, 0.95
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the step is trained.  eps is large so that Adam's division stays well-conditioned where a gradient is almost 0."""
+    """How the step is trained.
+
+    eps is large so that Adam's division stays well-conditioned where a gradient is almost 0.
+    """
 
     loss: str = "minirl"
     replay: str = "R3"
@@ -41,8 +46,10 @@ class Recipe:
 class Outcome:
     """gradients: of each update, after clipping by the norm; norms: before it; weights: at the end.
 
-    clipped, truncated: tokens without gradient because of M_t (or a PPO clip), tokens whose weight was bounded;
-    margin: the smallest distance of any ratio from the bound that decides on it: none may lie within rounding."""
+    clipped, truncated: tokens without gradient because of M_t (or a PPO clip), tokens whose weight
+    was bounded;
+    margin: the smallest distance of any ratio from the bound that decides on it: none may lie
+    within rounding."""
 
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -58,7 +65,8 @@ EPISODES = {2: 2, 9: 3, 15: 2}  # sequence -> how many, with those before it, ar
 def make_samples(
     count: int, *, vocab_size: int, num_layers: int, num_experts: int, top_k: int, seed: int = 0
 ) -> list[Sample]:
-    """Responses of `count` random sequences with random routes (none for a dense model), log mu and advantages of both signs.
+    """Responses of `count` random sequences with random routes (none for a dense model), log mu and
+    advantages of both signs.
 
     Some are episodes of several sequences: see EPISODES.
     """
@@ -84,7 +92,9 @@ def make_samples(
         if last < count:
             *earlier, end = samples[last - size + 1 : last + 1]
             episode = replace(end.rollout, earlier=tuple(sample.rollout for sample in earlier))
-            samples[last - size + 1 : last + 1] = [replace(end, rollout=episode.named(end.rollout.id))]
+            samples[last - size + 1 : last + 1] = [
+                replace(end, rollout=episode.named(end.rollout.id))
+            ]
     return samples
 
 
@@ -94,15 +104,21 @@ def train(path: Path, mini_batches: Sequence[Sequence[Sample]], recipe: Recipe) 
     outcome = Outcome()
     old, replayed = {}, {}
     with torch.no_grad():
-        for rollout in (part for batch in mini_batches for sample in batch for part in sample.rollout.sequences):
+        for rollout in (
+            part for batch in mini_batches for sample in batch for part in sample.rollout.sequences
+        ):
             given = rollout_routes(rollout) if recipe.replay == "R3" else None
             old[rollout.id], chosen = response_logprobs(model, rollout, recipe.temperature, given)
             replayed[rollout.id] = {"none": None, "R2": chosen, "R3": given}[recipe.replay]
     adam = Adam(model, recipe)
     for batch in mini_batches:
         terms = []
-        for sample, rollout in ((whole, part) for whole in batch for part in whole.rollout.sequences):
-            logprobs, _ = response_logprobs(model, rollout, recipe.temperature, replayed[rollout.id])
+        for sample, rollout in (
+            (whole, part) for whole in batch for part in whole.rollout.sequences
+        ):
+            logprobs, _ = response_logprobs(
+                model, rollout, recipe.temperature, replayed[rollout.id]
+            )
             mu = torch.from_numpy(rollout.rollout_logprobs).double()
             advantage = np.float32(sample.advantage).item()
             terms.append(Terms(logprobs, old[rollout.id], mu, advantage, sample.rollout.id))
@@ -131,41 +147,57 @@ def response_logprobs(
 
 def rollout_routes(rollout: Rollout) -> list[Tensor]:
     """int64 [S - 1, K] per MoE layer."""
-    return [torch.from_numpy(layer.astype(np.int64)) for layer in rollout.routed_experts.swapaxes(0, 1)]
+    return [
+        torch.from_numpy(layer.astype(np.int64)) for layer in rollout.routed_experts.swapaxes(0, 1)
+    ]
 
 
 @contextmanager
 def forced(model: torch.nn.Module, routes: list[Tensor] | None):
-    """Give every layer's experts these ids, with the gate weights that the router's live scores have for them.
+    """Give every layer's experts these ids, with the gate weights that the router's live scores
+    have for them.
 
-    Rows beyond the given ones (the last token, of which no server sends a route) keep the router's choice.
+    Rows beyond the given ones (the last token, of which no server sends a route) keep the router's
+    choice.
     """
     with ExitStack() as stack:
         blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
         for block, ids in zip(blocks, routes or [], strict=bool(routes)):
-            stack.callback(block.experts.register_forward_pre_hook(force(model.config, block.gate, ids)).remove)
+            stack.callback(
+                block.experts.register_forward_pre_hook(force(model.config, block.gate, ids)).remove
+            )
         yield
 
 
 def force(config, gate: torch.nn.Module, ids: Tensor) -> Callable:
-    """sigmoid scores for DeepSeek-V3 and GLM-4.5, softmax for all others; divided by their sum where the family does so."""
+    """sigmoid scores for DeepSeek-V3 and GLM-4.5, softmax for all others; divided by their sum
+    where the family does so.
+    """
 
     def before(_, args):
         hidden, live, weights = args
         chosen = torch.cat([ids, live[len(ids) :]])
         logits = hidden.flatten(0, -2) @ gate.weight.T
-        scores = logits.sigmoid() if hasattr(gate, "e_score_correction_bias") else logits.softmax(-1)
+        scores = (
+            logits.sigmoid() if hasattr(gate, "e_score_correction_bias") else logits.softmax(-1)
+        )
         forced_weights = scores.gather(1, chosen)
         if getattr(config, "norm_topk_prob", config.model_type == "mixtral"):
             forced_weights = forced_weights / forced_weights.sum(-1, keepdim=True)
-        return hidden, chosen, (forced_weights * getattr(config, "routed_scaling_factor", 1.0)).to(weights.dtype)
+        return (
+            hidden,
+            chosen,
+            (forced_weights * getattr(config, "routed_scaling_factor", 1.0)).to(weights.dtype),
+        )
 
     return before
 
 
 @dataclass(frozen=True)
 class Terms:
-    """One sequence: log pi (with gradient), log pi_old, log mu [n], A, and the episode that it is of, which is one response."""
+    """One sequence: log pi (with gradient), log pi_old, log mu [n], A, and the episode that it is
+    of, which is one response.
+    """
 
     logprobs: Tensor
     old: Tensor
@@ -190,7 +222,10 @@ def minirl(responses: Sequence[Terms], outcome: Outcome) -> Tensor:
         dropped = dropped_tokens(ratio, r.advantage, 0.8, 1.27, outcome)
         outcome.truncated += int((weight > 5).sum())
         outcome.margin = min(outcome.margin, float((weight / 5 - 1).abs().min()))
-        total = total + (torch.where(dropped, 0.0, weight.clamp(max=5.0)) * r.advantage * r.logprobs).sum()
+        total = (
+            total
+            + (torch.where(dropped, 0.0, weight.clamp(max=5.0)) * r.advantage * r.logprobs).sum()
+        )
     return -total / len(lengths(responses))
 
 
@@ -202,18 +237,24 @@ def grpo(responses: Sequence[Terms], outcome: Outcome) -> Tensor:
 
 def dapo(responses: Sequence[Terms], outcome: Outcome) -> Tensor:
     """arXiv 2503.14476: PPO's clip with a higher upper bound, the mean over all tokens."""
-    return -sum(ppo(r, 0.8, 1.28, outcome).sum() for r in responses) / sum(len(r.old) for r in responses)
+    return -sum(ppo(r, 0.8, 1.28, outcome).sum() for r in responses) / sum(
+        len(r.old) for r in responses
+    )
 
 
 def gspo(responses: Sequence[Terms], outcome: Outcome) -> Tensor:
-    """arXiv 2507.18071: PPO's clip on the geometric mean of a sequence's ratios; sequences weigh by their tokens."""
+    """arXiv 2507.18071: PPO's clip on the geometric mean of a sequence's ratios; sequences weigh by
+    their tokens.
+    """
     low, high = 1 - 3e-4, 1 + 4e-4
     total, sizes = torch.zeros((), dtype=torch.float64), lengths(responses)
     for r in responses:
         ratio = (r.logprobs - r.old).mean().exp()
         dropped_tokens(ratio.detach()[None], r.advantage, low, high, outcome)
         share = len(r.old) / sizes[r.episode]
-        total = total + share * torch.minimum(ratio * r.advantage, ratio.clamp(low, high) * r.advantage)
+        total = total + share * torch.minimum(
+            ratio * r.advantage, ratio.clamp(low, high) * r.advantage
+        )
     return -total / len(sizes)
 
 
@@ -237,7 +278,9 @@ def ppo(r: Terms, low: float, high: float, outcome: Outcome) -> Tensor:
     return torch.minimum(ratio * r.advantage, ratio.clamp(low, high) * r.advantage)
 
 
-def dropped_tokens(ratio: Tensor, advantage: float, low: float, high: float, outcome: Outcome) -> Tensor:
+def dropped_tokens(
+    ratio: Tensor, advantage: float, low: float, high: float, outcome: Outcome
+) -> Tensor:
     """Where the ratio has moved as far as it may in the direction of the advantage; counted."""
     bound = high if advantage > 0 else low
     dropped = ratio > bound if advantage > 0 else ratio < bound
@@ -256,7 +299,9 @@ def clip_gradient(model: torch.nn.Module, limit: float) -> float:
 
 
 class Adam:
-    """Kingma and Ba's algorithm 1 with decoupled weight decay (Loshchilov and Hutter); none for norms and biases."""
+    """Kingma and Ba's algorithm 1 with decoupled weight decay (Loshchilov and Hutter); none for
+    norms and biases.
+    """
 
     def __init__(self, model: torch.nn.Module, recipe: Recipe) -> None:
         self.parameters, self.recipe, self.t = list(model.parameters()), recipe, 0
@@ -278,7 +323,9 @@ class Adam:
 
 @torch.no_grad()
 def saved(model: torch.nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
-    """The model's weights, or their gradients in their place, float64, under the names of its HF files."""
+    """The model's weights, or their gradients in their place, float64, under the names of its HF
+    files.
+    """
     values = [p.data for p in model.parameters()]
     if gradients:
         for p in model.parameters():
@@ -292,9 +339,13 @@ def saved(model: torch.nn.Module, *, gradients: bool = False) -> dict[str, Tenso
 
 
 def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Of each tensor, the norm of its error relative to its own norm; of one that should be 0, relative to 1."""
+    """Of each tensor, the norm of its error relative to its own norm; of one that should be 0,
+    relative to 1.
+    """
     assert found.keys() == expected.keys(), set(found) ^ set(expected)
     return {
-        name: float((found[name].double() - tensor).norm() / (tensor.norm() if tensor.norm() > 0 else 1.0))
+        name: float(
+            (found[name].double() - tensor).norm() / (tensor.norm() if tensor.norm() > 0 else 1.0)
+        )
         for name, tensor in expected.items()
     }

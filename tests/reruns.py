@@ -1,7 +1,8 @@
-"""Hooks of pytest: a test that waits for processes, servers or sockets is run a second time when it fails, no other test is.
+"""Hooks of pytest: a test that waits for processes, servers or sockets is run a second time when it
+fails, no other test is.
 
-A second run is listed as RERUN, and means a race, in the test or in the code.  The last lines say how many tests had one; a
-session with more than MOST of them fails.
+A second run is listed as RERUN, and means a race, in the test or in the code.  The last lines say
+how many tests had one; a session with more than MOST of them fails.
 """
 
 import pytest
@@ -50,7 +51,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     count = len(repeated(config))
     failure = f": more than {MOST}, so the session fails" if count > MOST else ""
     terminalreporter.write_line(f"tests run a second time: {count}{failure}", red=bool(failure))

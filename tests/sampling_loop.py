@@ -1,4 +1,6 @@
-"""What train.py does with its rollouts, without training, over a fake server: for tests of the scheduler."""
+"""What train.py does with its rollouts, without training, over a fake server: for tests of the
+scheduler.
+"""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -35,9 +37,13 @@ def config(agent=None, **rollout):
 
 
 class Loop:
-    """What train.py does with its rollouts, without training: every weight sync is a new version of the fake model."""
+    """What train.py does with its rollouts, without training: every weight sync is a new version of
+    the fake model.
+    """
 
-    def __init__(self, cfg, urls, model, parallel=PARALLEL, *, leads: bool = True, server_pool=None) -> None:
+    def __init__(
+        self, cfg, urls, model, parallel=PARALLEL, *, leads: bool = True, server_pool=None
+    ) -> None:
         self.cfg, self.model = cfg, model
         client = RolloutClient(urls, cfg.rollout, spec=SPEC, want_routes=True) if leads else None
         pusher = SimpleNamespace(push=self.serve, set_urls=lambda urls: None)
@@ -48,10 +54,20 @@ class Loop:
         prompts = [Prompt(str(i), "", (3, 4 + i % 60, 4 + i // 60), "") for i in range(1000)]
         self.source = PromptSource(prompts, seed=0, shuffle=False)
         self.rollouts = LiveRollouts(
-            cfg, parallel, None, TOKENIZER, self.source, {}, self.inference, None, StepMeter(), Console(enabled=False)
+            cfg,
+            parallel,
+            None,
+            TOKENIZER,
+            self.source,
+            {},
+            self.inference,
+            None,
+            StepMeter(),
+            Console(enabled=False),
         )
         self.scheduler = self.rollouts.scheduler
-        self.while_paused = lambda: None  # called in the middle of a weight sync that keeps requests
+        # called in the middle of a weight sync that keeps requests
+        self.while_paused = lambda: None
 
     def serve(self, tensors, version: int, *, serve: bool, keep_requests: bool) -> None:
         assert serve and keep_requests == (self.inference.pending is not None)
@@ -70,7 +86,9 @@ class Loop:
 
     def push(self, version: int) -> None:
         self.rollouts.sync_weights(version)
-        assert self.rollouts.policy_version == self.inference.version == self.model.version == version
+        assert (
+            self.rollouts.policy_version == self.inference.version == self.model.version == version
+        )
 
     def step(self, step: int):
         sampled = []
@@ -86,7 +104,9 @@ class Loop:
 
 
 class SlowOnSome(FakeServer):
-    """Prompts whose number `is_slow` get the behaviour `slowness`: answered when they are aborted, or after `patience`."""
+    """Prompts whose number `is_slow` get the behaviour `slowness`: answered when they are aborted,
+    or after `patience`.
+    """
 
     is_slow = staticmethod(lambda number: False)
     slowness = "slow"
@@ -111,14 +131,20 @@ def training(*script: str, **rollout):
 def contents(groups) -> list:
     """Everything of the responses that training uses, bit for bit."""
     return [
-        (group.prompt.id, r.id, r.finish_reason, r.tokens.tolist(), r.rollout_logprobs.tobytes(), r.policy_versions.tolist(),
+        (group.prompt.id, r.id, r.finish_reason, r.tokens.tolist(), r.rollout_logprobs.tobytes(),
+        r.policy_versions.tolist(),
          r.routed_experts.tolist(), r.routes_digest)
         for group in groups for r in group.rollouts
     ]  # fmt: skip
 
 
 def ages(sampled, step: int) -> set[int]:
-    return {step - int(version) for group in sampled.groups for r in group.rollouts for version in r.policy_versions}
+    return {
+        step - int(version)
+        for group in sampled.groups
+        for r in group.rollouts
+        for version in r.policy_versions
+    }
 
 
 RESUME = {"over_sample": 1.0, "partial": "resume"}

@@ -1,6 +1,7 @@
 """Checks jaxtyping's shapes and dtypes at every call of a function whose signature has them.
 
-tests/conftest.py installs this before anything imports the package; ranks that a test spawns, and mutants, run without it.
+tests/conftest.py installs this before anything imports the package; ranks that a test spawns, and
+mutants, run without it.
 """
 
 from collections.abc import Callable
@@ -37,5 +38,7 @@ def typechecker(function: F) -> F:
     `function` is not the package's function; jaxtyping makes it from the signature, for each check.
     """
     hints = function.__annotations__
-    function.__annotations__ = {name: hint for name, hint in hints.items() if any(s in str(hint) for s in SHAPED)}
+    function.__annotations__ = {
+        name: hint for name, hint in hints.items() if any(s in str(hint) for s in SHAPED)
+    }
     return beartype(function)

@@ -1,4 +1,5 @@
-"""A process that replaces an SGLang server in tests: its control calls and honest samples, ready in half a second.
+"""A process that replaces an SGLang server in tests: its control calls and honest samples, ready in
+half a second.
 
     python -m tests.stub_server --host H --port P --weight-version V   (other options are ignored)
 
@@ -34,10 +35,16 @@ class Stub(BaseHTTPRequestHandler):
     def generate(self, body: dict[str, Any]) -> Any:
         print("generating", flush=True)
         time.sleep(float(os.environ.get("STUB_SECONDS", "0")))
-        version = {"weight_version": Stub.version, "weight_versions": [{"version": Stub.version, "start": 0, "end": 5}]}
+        version = {
+            "weight_version": Stub.version,
+            "weight_versions": [{"version": Stub.version, "start": 0, "end": 5}],
+        }
         if "rid" not in body:  # server_info samples a token
             return {"output_ids": [0], "meta_info": version}
-        samples = [honest_sample(body, prompt, f"{body['rid']}_{i}") for i, prompt in enumerate(body["input_ids"])]
+        samples = [
+            honest_sample(body, prompt, f"{body['rid']}_{i}")
+            for i, prompt in enumerate(body["input_ids"])
+        ]
         return [sample | {"meta_info": sample["meta_info"] | version} for sample in samples]
 
     def reply(self, answer: Any) -> None:

@@ -1,7 +1,8 @@
-"""Ranks as threads of this process, over real gloo: for collective code whose process group is an argument.
+"""Ranks as threads of this process, over real gloo: for collective code whose process group is an
+argument.
 
-Quick (some 20 ms for a few ranks).  torch has one default group for all threads, so dist.get_rank and sums over the world are
-patched meanwhile to use the thread's own group.
+Quick (some 20 ms for a few ranks).  torch has one default group for all threads, so dist.get_rank
+and sums over the world are patched meanwhile to use the thread's own group.
 """
 
 import threading
@@ -15,11 +16,16 @@ from torch.distributed import distributed_c10d
 
 
 def run_thread_ranks(fn: Callable[[dist.ProcessGroup, int], Any], world_size: int) -> list[Any]:
-    """Call fn(group, rank) on every rank, and return the results in rank order.  The first error of a rank is raised."""
+    """Call fn(group, rank) on every rank, and return the results in rank order.
+
+    The first error of a rank is raised.
+    """
     store, results, errors = dist.HashStore(), [None] * world_size, []
     own, all_reduce = threading.local(), dist.all_reduce
 
-    def sum_over(tensor: torch.Tensor, *args: Any, group: dist.ProcessGroup | None = None, **options: Any) -> Any:
+    def sum_over(
+        tensor: torch.Tensor, *args: Any, group: dist.ProcessGroup | None = None, **options: Any
+    ) -> Any:
         return all_reduce(tensor, *args, group=own.group if group is None else group, **options)
 
     def run(rank: int) -> None:
@@ -31,8 +37,13 @@ def run_thread_ranks(fn: Callable[[dist.ProcessGroup, int], Any], world_size: in
         finally:
             del distributed_c10d._world.pg_map[group], distributed_c10d._world.pg_group_ranks[group]
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
-    with patch.object(dist, "all_reduce", sum_over), patch.object(dist, "get_rank", lambda: own.group.rank()):
+    threads = [
+        threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
+    with (
+        patch.object(dist, "all_reduce", sum_over),
+        patch.object(dist, "get_rank", lambda: own.group.rank()),
+    ):
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -1,4 +1,6 @@
-"""A small random Qwen3-MoE HF checkpoint for tests: config.json and safetensors, no tokenizer, written in milliseconds."""
+"""A small random Qwen3-MoE HF checkpoint for tests: config.json and safetensors, no tokenizer,
+written in milliseconds.
+"""
 
 from pathlib import Path
 
@@ -6,7 +8,9 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
-def random_checkpoint(path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> Path:
+def random_checkpoint(
+    path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides
+) -> Path:
     """Write a random checkpoint to `path` and return it; `overrides` go to Qwen3MoeConfig."""
     settings = dict(
         vocab_size=64,

@@ -1,9 +1,11 @@
-"""A process that replaces an SGLang server in a run that trains: a response follows from its prompt and its place in the group.
+"""A process that replaces an SGLang server in a run that trains: a response follows from its prompt
+and its place in the group.
 
     python -m tests.token_server --model-path M --host H --port P --weight-version V   (other options are ignored)
 
-It keeps the version of its weights, not the weights; a token takes TOKEN_SECONDS, and an abort cuts a request short.  So runs of
-other timing, with servers that die, train on the same tokens, log-probs and routes.
+It keeps the version of its weights, not the weights; a token takes TOKEN_SECONDS, and an abort cuts
+a request short.  So runs of other timing, with servers that die, train on the same tokens,
+log-probs and routes.
 """
 
 import argparse
@@ -26,7 +28,10 @@ END, ZERO, END_OF_PROMPT = 1, 3, 15
 
 
 def response(prompt: list[int], place: int) -> list[int]:
-    """Of 2 to MOST_TOKENS tokens.  The first one names the place, so that a continuation is of a known response."""
+    """Of 2 to MOST_TOKENS tokens.
+
+    The first one names the place, so that a continuation is of a known response.
+    """
     rng = np.random.default_rng(zlib.crc32(bytes(prompt), place))
     tokens = [ZERO + place, *(ZERO + rng.integers(0, 10, MOST_TOKENS - 1)).tolist()]
     length = int(rng.integers(2, MOST_TOKENS + 1))
@@ -41,7 +46,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.reply({
-            "weight_version": Handler.version, "version": "0.5.21", "model_path": Handler.model_path, "dtype": "float32",
+            "weight_version": Handler.version, "version": "0.5.21",
+            "model_path": Handler.model_path, "dtype": "float32",
             "enable_return_routed_experts": True, "tp_size": 1, "startup_time": Handler.start,
         })  # fmt: skip
 
@@ -73,7 +79,9 @@ class Handler(BaseHTTPRequestHandler):
         ]
 
     def missing(self, given: list[int], place: int) -> list[int]:
-        """The rest of a response to `given`: a prompt, perhaps with the start of a response, which names its own place."""
+        """The rest of a response to `given`: a prompt, perhaps with the start of a response, which
+        names its own place.
+        """
         start = given.index(END_OF_PROMPT) + 1
         prompt, prefix = given[:start], given[start:]
         tokens = response(prompt, prefix[0] - ZERO if prefix else place)
@@ -87,7 +95,11 @@ class Handler(BaseHTTPRequestHandler):
         if len(new) < len(rest):
             reason: dict[str, Any] = {"type": "abort", "message": "Abort"}
         else:
-            reason = {"type": "stop", "matched": END} if new[-1] == END else {"type": "length", "length": MOST_TOKENS}
+            reason = (
+                {"type": "stop", "matched": END}
+                if new[-1] == END
+                else {"type": "length", "length": MOST_TOKENS}
+            )
         found = answer(0, given, np.array(new, np.int64), name, reason)
         spans = [{"version": Handler.version, "start": 0, "end": len(new)}]
         found["meta_info"].update(weight_version=Handler.version, weight_versions=spans)

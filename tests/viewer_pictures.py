@@ -18,12 +18,17 @@ from tests.browser import TOKEN, open_browser, serve_runs, why_no_browser
 MAX_BYTES = 150_000
 SIZE = {"width": 1280, "height": 800}
 COLORS = 128  # of a PNG with a palette
-FLIPPED = '[{"column": "flip_frac", "op": ">", "value": 0}, {"column": "has_tensors", "op": "=", "value": 1}]'
+FLIPPED = (
+    '[{"column": "flip_frac", "op": ">", "value": 0}, {"column": "has_tensors", "op": "=",'
+    ' "value": 1}]'
+)
 """The picture of one rollout is of the longest response with a flip."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
@@ -69,7 +74,9 @@ def longest_with_flips(page, address: str) -> str:
         if answer["rows"] and answer["indexing"] is None:
             return answer["rows"][0]["key"]
         time.sleep(0.5)
-    raise RuntimeError("no rollout of this run has tensors and a flip: rollout.save_tensors = true saves them")
+    raise RuntimeError(
+        "no rollout of this run has tensors and a flip: rollout.save_tensors = true saves them"
+    )
 
 
 def save(png: bytes, path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A made-up run with all files that the viewer reads, consistent in itself: no model, no server, milliseconds.
+"""A made-up run with all files that the viewer reads, consistent in itself: no model, no server,
+milliseconds.
 
 python -m tests.viewer_run DIR [STEPS]        a run to look at
 """
@@ -18,20 +19,41 @@ from megatron_rl.config import dump_config, load_config
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
 PROMPTS, GROUP = 4, 4
 FLIP_FRAC = 0.1
-WORDS = ("sum", "of", "two", "numbers", "is", "the", "carry", "then", "add", "check", "so", "answer", "maybe", "wait")
+WORDS = (
+    "sum",
+    "of",
+    "two",
+    "numbers",
+    "is",
+    "the",
+    "carry",
+    "then",
+    "add",
+    "check",
+    "so",
+    "answer",
+    "maybe",
+    "wait",
+)
 VOCABULARY = "?0123456789+=<>"
 FINISH = ("stop", "stop", "stop", "length")
 
 
-def write_run(folder: Path, *, steps: int = 6, tokenizer: bool = True, replicas: int = 1, tensors: bool = True) -> Path:
+def write_run(
+    folder: Path, *, steps: int = 6, tokenizer: bool = True, replicas: int = 1, tensors: bool = True
+) -> Path:
     """Write the run and return its folder; `tokenizer` also writes hf/ with one token per letter."""
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, steps)
     if tokenizer:
         (folder / "hf").mkdir(exist_ok=True)
         vocabulary = {letter: token for token, letter in enumerate(VOCABULARY)}
-        Tokenizer(models.WordLevel(vocabulary, unk_token="?")).save(str(folder / "hf/tokenizer.json"))
-        (folder / "hf/config.json").write_text(json.dumps({"num_experts": EXPERTS, "num_experts_per_tok": TOP_K}))
+        Tokenizer(models.WordLevel(vocabulary, unk_token="?")).save(
+            str(folder / "hf/tokenizer.json")
+        )
+        (folder / "hf/config.json").write_text(
+            json.dumps({"num_experts": EXPERTS, "num_experts_per_tok": TOP_K})
+        )
     for step in range(1, steps + 1):
         add_step(folder, step, replicas=replicas, tensors=tensors)
     add_events(folder, {"step": steps, "kind": "stop", "text": "the last step is finished"})
@@ -40,7 +62,8 @@ def write_run(folder: Path, *, steps: int = 6, tokenizer: bool = True, replicas:
 
 def write_config(folder: Path, steps: int) -> None:
     sections = {
-        "run": {"dir": str(folder.parent), "name": folder.name, "num_steps": steps, "prompts_per_step": PROMPTS,
+        "run": {"dir": str(folder.parent), "name": folder.name, "num_steps": steps,
+        "prompts_per_step": PROMPTS,
                 "group_size": GROUP, "device": "cpu"},
         "model": {"path": str(folder / "hf")},
         "data": {"train": "train.jsonl"},
@@ -53,7 +76,15 @@ def add_step(folder: Path, step: int, *, replicas: int = 1, tensors: bool = True
     for replica in range(replicas):
         add_rollouts(folder, step, replica, replicas, tensors)
     add_metrics(folder, step)
-    add_events(folder, {"step": step, "kind": "weight_sync", "text": f"weights of version {step}", "seconds": 0.25})
+    add_events(
+        folder,
+        {
+            "step": step,
+            "kind": "weight_sync",
+            "text": f"weights of version {step}",
+            "seconds": 0.25,
+        },
+    )
 
 
 def add_rollouts(folder: Path, step: int, replica: int, replicas: int, tensors: bool) -> None:
@@ -62,7 +93,9 @@ def add_rollouts(folder: Path, step: int, replica: int, replicas: int, tensors: 
     of_server, of_trainer, lines, trained = {}, {}, [], []
     for prompt in range(replica, PROMPTS, replicas):
         for k in range(GROUP):
-            line, server, line_of_trainer, trainer = make_rollout(step, f"Q{prompt}/{k}", trained_name, name)
+            line, server, line_of_trainer, trainer = make_rollout(
+                step, f"Q{prompt}/{k}", trained_name, name
+            )
             lines.append(line)
             trained.append(line_of_trainer)
             of_server |= {f"{line['id']}:{kind}": array for kind, array in server.items()}
@@ -70,13 +103,15 @@ def add_rollouts(folder: Path, step: int, replica: int, replicas: int, tensors: 
     append(folder / f"{name}.jsonl", lines)
     if tensors:
         save_file(of_server, folder / f"{name}_{step:06d}.safetensors", metadata={"schema": "1"})
-        save_file(of_trainer, folder / f"{trained_name}_{step:06d}.safetensors", metadata={"schema": "1"})
+        save_file(
+            of_trainer, folder / f"{trained_name}_{step:06d}.safetensors", metadata={"schema": "1"}
+        )
         append(folder / f"{trained_name}.jsonl", trained)
 
 
 def make_rollout(step: int, name: str, trained_name: str, sampled_by: str):
-    """(line, tensors of the server's half, line, tensors of the trainer's half).  Every value of every token is unique in
-    its rollout, so that one at the wrong token is noticed."""
+    """(line, tensors of the server's half, line, tensors of the trainer's half).  Every value of
+    every token is unique in its rollout, so that one at the wrong token is noticed."""
     prompt, k = int(name[1:].split("/")[0]), int(name.split("/")[1])
     rng = np.random.default_rng([step, prompt, k])
     prompt_length, sampled = 4 + prompt, int(rng.integers(6, 14))
@@ -92,27 +127,40 @@ def make_rollout(step: int, name: str, trained_name: str, sampled_by: str):
     words = " ".join(WORDS[int(i)] for i in rng.integers(0, len(WORDS), 8))
     reward = float(rng.random() < 0.3 + 0.1 * step)
     line = {
-        "step": step, "id": name, "prompt_id": f"Q{prompt}", "prompt": f"{prompt + 10}+{step}=", "label": str(prompt + 10 + step),
-        "response": f"<script>alert({k})</script> {words} {prompt + 10 + step}", "reward": reward, "advantage": reward - 0.5,
+        "step": step, "id": name, "prompt_id": f"Q{prompt}", "prompt": f"{prompt + 10}+{step}=",
+        "label": str(prompt + 10 + step),
+        "response": f"<script>alert({k})</script> {words} {prompt + 10 + step}", "reward": reward,
+        "advantage": reward - 0.5,
         "prompt_length": prompt_length, "response_length": sampled, "finish_reason": FINISH[k],
-        "policy_versions": [[step - 1, sampled - 2], [step, 2]], "environment_length": 2 * len(environment),
+        "policy_versions": [[step - 1, sampled - 2], [step, 2]],
+        "environment_length": 2 * len(environment),
         "episode": "", "num_turns": 1 + len(environment),
     }  # fmt: skip
-    of_server = {"tokens": rng.integers(1, len(VOCABULARY), length), "logprobs": mu, "routed_experts": server}
+    of_server = {
+        "tokens": rng.integers(1, len(VOCABULARY), length),
+        "logprobs": mu,
+        "routed_experts": server,
+    }
     if environment:
         of_server["environment"] = np.array(environment, np.int64)
     of_trainer = {
-        "old_logprobs": old, "logprobs": new[None], "ratio": np.exp(new - old), "weight": np.exp(new - mu),
-        "flags": flags, "advantage": np.array([reward - 0.5], np.float32), "entropy": -fingerprint(sampled, 0.2),
-        "loss": fingerprint(sampled, 0.3), "own_experts": own, "margin": np.where(flips, 0.001, 0.5).astype(np.float16),
-        "flips": np.packbits(flips, axis=1, bitorder="little"), "rank": np.arange(sampled, dtype=np.int32),
+        "old_logprobs": old, "logprobs": new[None], "ratio": np.exp(new - old),
+        "weight": np.exp(new - mu),
+        "flags": flags, "advantage": np.array([reward - 0.5], np.float32),
+        "entropy": -fingerprint(sampled, 0.2),
+        "loss": fingerprint(sampled, 0.3), "own_experts": own, "margin": np.where(flips, 0.001,
+        0.5).astype(np.float16),
+        "flips": np.packbits(flips, axis=1, bitorder="little"), "rank": np.arange(sampled,
+        dtype=np.int32),
     }  # fmt: skip
     trained = {
         "schema": 1, "step": step, "id": name, "sampled_by": sampled_by, "key": name,
         "tensors": f"{trained_name}_{step:06d}.safetensors",
         "mini_batch": prompt % 2, "kl": float(np.mean(mu - old)), "kl_k3": 1e-4,
-        "max_log_ratio": float(np.abs(old - mu).max()), "max_staleness": float(np.abs(new - old).max()),
-        "clipped_frac": float(flags.mean()), "weight_mean": 1.0, "entropy_mean": 0.5, "flip_frac": float(flips.mean()),
+        "max_log_ratio": float(np.abs(old - mu).max()),
+        "max_staleness": float(np.abs(new - old).max()),
+        "clipped_frac": float(flags.mean()), "weight_mean": 1.0, "entropy_mean": 0.5,
+        "flip_frac": float(flips.mean()),
         "loss": 0.1,
     }  # fmt: skip
     return line, of_server, trained, of_trainer
@@ -125,13 +173,16 @@ def fingerprint(count: int, scale: float) -> np.ndarray:
 
 def add_metrics(folder: Path, step: int, **more: float) -> None:
     metrics = {
-        "rollout/reward_mean": 0.3 + 0.1 * step, "train/kl_mu_pi": 1e-3, "train/kl_mu_pi_k3": 1e-3, "train/entropy": 1.0,
-        "first_order/total_p95": 0.01, "optim/grad_norm": 2.0, "optim/skipped_updates": 0.0, "time/step": 4.0,
+        "rollout/reward_mean": 0.3 + 0.1 * step, "train/kl_mu_pi": 1e-3, "train/kl_mu_pi_k3": 1e-3,
+        "train/entropy": 1.0,
+        "first_order/total_p95": 0.01, "optim/grad_norm": 2.0, "optim/skipped_updates": 0.0,
+        "time/step": 4.0,
         "routing/router_mismatch": FLIP_FRAC,
     }  # fmt: skip
     per_layer = {"routing/flip_rate": [FLIP_FRAC + layer / 100 for layer in range(LAYERS)]}
     append(
-        folder / "metrics.jsonl", [{"step": step, "policy_version": step, **metrics, **more, "per_layer": per_layer}]
+        folder / "metrics.jsonl",
+        [{"step": step, "policy_version": step, **metrics, **more, "per_layer": per_layer}],
     )
 
 
@@ -160,13 +211,19 @@ def write_many(folder: Path, rollouts: int, *, per_step: int = 512, characters: 
             name = f"Q{n // 8}/{n % 8}"
             response = " ".join(words[rng.integers(0, len(words), characters // 6)].tolist())
             lines.append({
-                "step": step, "id": name, "prompt_id": f"Q{n // 8}", "prompt": f"{n}+{step}=", "response": f"{response} {n}",
-                "label": "1", "reward": round(float(rewards[n]), 3), "advantage": round(float(rewards[n]) - 0.5, 3),
-                "prompt_length": 9, "response_length": int(lengths[n]), "finish_reason": FINISH[n % 4],
-                "policy_versions": [[step - 1, int(lengths[n])]], "environment_length": 0, "episode": "", "num_turns": 1,
+                "step": step, "id": name, "prompt_id": f"Q{n // 8}", "prompt": f"{n}+{step}=",
+                "response": f"{response} {n}",
+                "label": "1", "reward": round(float(rewards[n]), 3),
+                "advantage": round(float(rewards[n]) - 0.5, 3),
+                "prompt_length": 9, "response_length": int(lengths[n]),
+                "finish_reason": FINISH[n % 4],
+                "policy_versions": [[step - 1, int(lengths[n])]], "environment_length": 0,
+                "episode": "", "num_turns": 1,
             })  # fmt: skip
-            trained.append({"schema": 1, "step": step, "id": name, "sampled_by": "rollouts", "tensors": None,
-                            "kl": float(rewards[n]) / 1e3, "max_log_ratio": float(rewards[n]), "clipped_frac": 0.01,
+            trained.append({"schema": 1, "step": step, "id": name, "sampled_by": "rollouts",
+            "tensors": None,
+                            "kl": float(rewards[n]) / 1e3, "max_log_ratio": float(rewards[n]),
+                            "clipped_frac": 0.01,
                             "flip_frac": 0.02})  # fmt: skip
         append(folder / "rollouts.jsonl", lines)
         append(folder / "trained.jsonl", trained)

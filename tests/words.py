@@ -1,4 +1,7 @@
-"""Small tokenizers: of the words w0 .. w63, where token i is wi; and of bytes or characters with the tokens of a chat format."""
+"""Small tokenizers: of the words w0 ..
+
+w63, where token i is wi; and of bytes or characters with the tokens of a chat format.
+"""
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -27,7 +30,9 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
     core.pre_tokenizer, core.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     core.add_tokens([AddedToken(token, special=False) for token in TAGS])
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
 
 
 def small_qwen_tokenizer() -> PreTrainedTokenizerFast:

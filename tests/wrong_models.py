@@ -1,6 +1,8 @@
-"""Trainers that do not hold the model that was served: what the start-up comparison must tell from rounding.
+"""Trainers that do not hold the model that was served: what the start-up comparison must tell from
+rounding.
 
-Each is made from an engine that does, compared with rollouts of the served model, and undone.  Import on a rank.
+Each is made from an engine that does, compared with rollouts of the served model, and undone.
+Import on a rank.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from megatron_rl.engine.parity import ParityReport, compare
 from megatron_rl.records import RolloutGroup
 
 
-def wrong_models(engine: Engine, groups: list[RolloutGroup], cfg: Config) -> Iterator[tuple[str, ParityReport]]:
+def wrong_models(
+    engine: Engine, groups: list[RolloutGroup], cfg: Config
+) -> Iterator[tuple[str, ParityReport]]:
     """(what is wrong, the comparison) one at a time; the engine is as before afterwards."""
     middle = engine.spec.num_layers // 2
     edits: dict[str, Callable[[], Any]] = {
@@ -31,22 +35,31 @@ def wrong_models(engine: Engine, groups: list[RolloutGroup], cfg: Config) -> Ite
     if engine.spec.moe_layers:
         experts = f"layers.{middle}.mlp.experts."
         edits[f"experts of layer {middle} permuted"] = lambda: changed(engine, experts, next_expert)
-        edits["experts of all layers permuted"] = lambda: changed(engine, ".mlp.experts.", next_expert)
+        edits["experts of all layers permuted"] = lambda: changed(
+            engine, ".mlp.experts.", next_expert
+        )
     for wrong, edit in edits.items():
         with edit():
             yield wrong, compare(engine, groups, cfg)
     for temperature in (0.7, 0.9):
-        engine.cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"temperature": temperature})})
+        engine.cfg = cfg.model_copy(
+            update={"rollout": cfg.rollout.model_copy(update={"temperature": temperature})}
+        )
         yield f"temperature {temperature} instead of 1", compare(engine, groups, cfg)
     engine.cfg = cfg
     yield "answers shifted by one token", compare(engine, [shifted(group) for group in groups], cfg)
 
 
 @contextmanager
-def changed(engine: Engine, part: str, edit: Callable[[dict[str, torch.Tensor]], None]) -> Iterator[None]:
+def changed(
+    engine: Engine, part: str, edit: Callable[[dict[str, torch.Tensor]], None]
+) -> Iterator[None]:
     """`edit` applied to the matrices whose names hold `part`."""
     names = {
-        name: p.data for chunk in engine.chunks for name, p in chunk.named_parameters() if part in name and p.dim() > 1
+        name: p.data
+        for chunk in engine.chunks
+        for name, p in chunk.named_parameters()
+        if part in name and p.dim() > 1
     }
     assert names, part
     before = {name: tensor.clone() for name, tensor in names.items()}
@@ -95,7 +108,9 @@ def shifted(group: RolloutGroup) -> RolloutGroup:
         replace(
             rollout,
             rollout_logprobs=np.roll(rollout.rollout_logprobs, 1),
-            routed_experts=None if rollout.routed_experts is None else np.roll(rollout.routed_experts, 1, axis=0),
+            routed_experts=None
+            if rollout.routed_experts is None
+            else np.roll(rollout.routed_experts, 1, axis=0),
             routes_digest=None,
         )
         for rollout in group.rollouts

@@ -2,8 +2,9 @@
 
     python tools/nccl_versions.py python /opt/sglang/bin/python
 
-Training ranks and servers form one NCCL communicator (rollout.weight_sync = "distributed"), and NCCL refuses peers of another
-version.  torch.cuda.nccl.version() is what torch was compiled with; here the library that torch calls is asked.
+Training ranks and servers form one NCCL communicator (rollout.weight_sync = "distributed"), and
+NCCL refuses peers of another version.  torch.cuda.nccl.version() is what torch was compiled with;
+here the library that torch calls is asked.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ class Found:
 def main(argv: list[str] | None = None) -> int:
     """Print each environment's versions, then the remedy where they differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("pythons", nargs="+", metavar="PYTHON", help="interpreters; the first is the training ranks'")
+    parser.add_argument(
+        "pythons",
+        nargs="+",
+        metavar="PYTHON",
+        help="interpreters; the first is the training ranks'",
+    )
     try:
         found = [probe(python) for python in parser.parse_args(argv).pythons]
     except RuntimeError as error:
@@ -77,13 +83,22 @@ def difference(found: list[Found]) -> str:
     for each in others:
         newer, older = sorted((trainer, each), key=lambda side: numbers(side.nccl), reverse=True)
         lines += [
-            f"{each.python} has NCCL {each.nccl}, {trainer.python} {trainer.nccl}: weight sync over NCCL needs equal versions",
-            f"  use {newer.nccl} for both: a torch runs with a newer NCCL than its own, but not with an older one",
+            (
+                f"{each.python} has NCCL {each.nccl}, {trainer.python} {trainer.nccl}: weight sync"
+                " over NCCL needs equal versions"
+            ),
+            (
+                f"  use {newer.nccl} for both: a torch runs with a newer NCCL than its own, but not"
+                " with an older one"
+            ),
         ]
         if older is each:
             package = f"nvidia-nccl-cu{cuda_major(each)}=={newer.nccl}"
             lines += [
-                f"  1. {each.python} -m pip install --no-deps {package}  (image: --build-arg SERVER_NCCL={package})",
+                (
+                    f"  1. {each.python} -m pip install --no-deps {package}  (image: --build-arg"
+                    f" SERVER_NCCL={package})"
+                ),
                 f"  2. where the package index lacks it: {preload(newer)} for the servers",
             ]
         else:
@@ -91,7 +106,9 @@ def difference(found: list[Found]) -> str:
                 f"  1. {preload(newer)} for the training ranks",
                 f"  2. or an image with NCCL {newer.nccl}: --build-arg NGC_TAG=...",
             ]
-    lines.append('  or no NCCL between them: rollout.weight_sync = "disk"  (image: --build-arg CHECK_NCCL=0)')
+    lines.append(
+        '  or no NCCL between them: rollout.weight_sync = "disk"  (image: --build-arg CHECK_NCCL=0)'
+    )
     return "\n".join(lines)
 
 

@@ -2,7 +2,8 @@
 
 torchrun --nproc_per_node 2 docs/upstream/latent_attention_tp.py
 
-Prints the relative error of output and gradients against tp = 1, with and without sequence parallelism.
+Prints the relative error of output and gradients against tp = 1, with and without sequence
+parallelism.
 """
 
 from importlib.metadata import version
@@ -30,7 +31,9 @@ class CoreAttention(torch.nn.Module):
         super().__init__()
 
     def forward(self, query, key, value, *args, **kwargs):
-        out = torch.nn.functional.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.permute(1, 2, 0, 3) for x in (query, key, value))
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -41,16 +44,30 @@ class Norm(torch.nn.RMSNorm):
 
 
 def run(
-    tp: int, sequence_parallel: bool, attention: type = mla.MLASelfAttention, q_lora_rank: int | None = LATENT
+    tp: int,
+    sequence_parallel: bool,
+    attention: type = mla.MLASelfAttention,
+    q_lora_rank: int | None = LATENT,
 ) -> dict[str, torch.Tensor]:
-    """Output and gradients of one layer, gathered over the tensor ranks; weights and input are the same for every tp."""
+    """Output and gradients of one layer, gathered over the tensor ranks; weights and input are the
+    same for every tp.
+    """
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     config = MLATransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, q_lora_rank=q_lora_rank, kv_lora_rank=LATENT, qk_head_dim=8,
-        qk_pos_emb_head_dim=ROTARY, v_head_dim=8, rope_type="rope", qk_layernorm=True, add_bias_linear=False,
-        tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel and tp > 1, use_cpu_initialization=True,
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, q_lora_rank=q_lora_rank,
+        kv_lora_rank=LATENT, qk_head_dim=8,
+        qk_pos_emb_head_dim=ROTARY, v_head_dim=8, rope_type="rope", qk_layernorm=True,
+        add_bias_linear=False,
+        tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel and tp > 1,
+        use_cpu_initialization=True,
     )  # fmt: skip
-    names = ["linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
+    names = [
+        "linear_q_proj",
+        "linear_q_down_proj",
+        "linear_q_up_proj",
+        "linear_kv_down_proj",
+        "linear_kv_up_proj",
+    ]
     parts = mla.MLASelfAttentionSubmodules(
         **dict.fromkeys(names, ColumnParallelLinear),
         core_attention=CoreAttention, linear_proj=RowParallelLinear, kv_layernorm=Norm,
@@ -61,12 +78,18 @@ def run(
     layer = attention(config, parts, 1, AttnMaskType.causal, pg_collection=groups)
     x, direction = torch.randn(ROWS, 1, HIDDEN), torch.randn(ROWS, 1, HIDDEN)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    mine = slice(rank * ROWS // tp, (rank + 1) * ROWS // tp) if config.sequence_parallel else slice(None)
+    mine = (
+        slice(rank * ROWS // tp, (rank + 1) * ROWS // tp)
+        if config.sequence_parallel
+        else slice(None)
+    )
     x = x[mine].requires_grad_()
     out, _ = layer(x, None)
     (out * direction[mine]).sum().backward()
     layer.ddp_config = DistributedDataParallelConfig()
-    finalize_model_grads.__globals__["_allreduce_non_tensor_model_parallel_grads"]([layer], config, groups.tp)
+    finalize_model_grads.__globals__["_allreduce_non_tensor_model_parallel_grads"](
+        [layer], config, groups.tp
+    )
 
     def gather(tensor):
         parts = [torch.empty_like(tensor) for _ in range(tp)]
@@ -89,7 +112,9 @@ def run(
 
 def errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative, by name."""
-    return {name: float((found[name] - value).norm() / value.norm()) for name, value in expected.items()}
+    return {
+        name: float((found[name] - value).norm() / value.norm()) for name, value in expected.items()
+    }
 
 
 if __name__ == "__main__":
@@ -98,7 +123,10 @@ if __name__ == "__main__":
     for sequence_parallel in (True, False):
         found = run(2, sequence_parallel)
         if dist.get_rank() == 0:
-            print(f"megatron-core {version('megatron-core')}, tp = 2, sequence_parallel = {sequence_parallel}")
+            print(
+                f"megatron-core {version('megatron-core')}, tp = 2, sequence_parallel ="
+                f" {sequence_parallel}"
+            )
             for name, error in errors(found, expected).items():
                 print(f"  {name}: relative error {error:.1e}")
     dist.destroy_process_group()

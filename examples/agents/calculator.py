@@ -3,7 +3,8 @@
     agent.function = "examples.agents.calculator:rollout"
     agent.renderer = "qwen3"
 
-NOT RUN with a model that knows tool calls: none was available.  Tested: the format and every kind of call.
+NOT RUN with a model that knows tool calls: none was available.  Tested: the format and every kind
+of call.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ async def rollout(session: Session, prompt: Prompt) -> Episode:
         answers = [calculate(call) for call in calls]
         errors += sum(answer.startswith("error") for answer in answers)
         session.observe([{"role": "tool", "content": answer} for answer in answers])
-    return session.finish(metrics={"calls": len(session.turns) - 1, "tool_errors": errors})  # reward.function scores
+    # reward.function scores
+    return session.finish(metrics={"calls": len(session.turns) - 1, "tool_errors": errors})
 
 
 def calculate(call: str) -> str:
-    """The answer to {"name": "calculate", "arguments": {"a": 1, "operator": "+", "b": 2}}; text that starts with "error"."""
+    """The answer to {"name": "calculate", "arguments": {"a": 1, "operator": "+", "b": 2}}; text
+    that starts with "error".
+    """
     try:
         arguments = json.loads(call)["arguments"]
         return str(OPERATORS[arguments["operator"]](float(arguments["a"]), float(arguments["b"])))

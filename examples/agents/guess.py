@@ -1,5 +1,5 @@
-"""A small game: the model answers the question, and after a wrong number hears whether the right one is larger ("+") or not
-("="), and the question again.
+"""A small game: the model answers the question, and after a wrong number hears whether the right
+one is larger ("+") or not ("="), and the question again.
 
     agent.environment = "examples.agents.guess:Guess"
 """

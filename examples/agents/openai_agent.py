@@ -1,10 +1,12 @@
-"""A program that uses the openai package, as it would with any service.  Nothing in it knows of training.
+"""A program that uses the openai package, as it would with any service.  Nothing in it knows of
+training.
 
     agent.command = ["python", "examples/agents/openai_agent.py"]
     agent.renderer = "qwen3"
     data.chat_template = false     # the program writes its messages itself
 
-NOT RUN with a model that knows tool calls: none was available.  Tested: every request, against a server with fixed answers.
+NOT RUN with a model that knows tool calls: none was available.  Tested: every request, against a
+server with fixed answers.
 """
 
 from __future__ import annotations
@@ -41,11 +43,21 @@ def main() -> None:
     messages: list = [{"role": "user", "content": question["text"]}]
     calls = 0
     for _ in range(MAX_TURNS):
-        answer = client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATE]).choices[0].message
+        answer = (
+            client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATE])
+            .choices[0]
+            .message
+        )
         messages.append(answer.model_dump(exclude_none=True))
         for call in answer.tool_calls or []:
             calls += 1
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": calculate(call.function.arguments)})
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": call.id,
+                    "content": calculate(call.function.arguments),
+                }
+            )
         if not answer.tool_calls:
             break
     reward = float(question["label"] in (answer.content or ""))
@@ -53,7 +65,9 @@ def main() -> None:
 
 
 def calculate(arguments: str) -> str:
-    """The answer to {"a": 1, "operator": "+", "b": 2}; text that starts with "error", from which the model learns."""
+    """The answer to {"a": 1, "operator": "+", "b": 2}; text that starts with "error", from which
+    the model learns.
+    """
     try:
         given = json.loads(arguments)
         return str(OPERATORS[given["operator"]](float(given["a"]), float(given["b"])))

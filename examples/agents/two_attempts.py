@@ -1,4 +1,5 @@
-"""Two attempts: after a wrong answer the question is asked again.  For the tiny model, whose text is "12+34=":
+"""Two attempts: after a wrong answer the question is asked again.  For the tiny model, whose text
+is "12+34=":
 
     torchrun ... -m megatron_rl.train --config examples/tiny_cpu/demo.toml \\
         --agent.function examples.agents.two_attempts:rollout --rollout.max_response_tokens 24

@@ -1,6 +1,8 @@
-"""An environment of verifiers 0.4.0, as its documentation writes them: a task with a reward, and a tool server.
+"""An environment of verifiers 0.4.0, as its documentation writes them: a task with a reward, and a
+tool server.
 
-Run by verifiers_env.py; nothing here knows of training.  (A Toolset is started as `python -m` its module.)
+Run by verifiers_env.py; nothing here knows of training.  (A Toolset is started as `python -m` its
+module.)
 """
 
 from __future__ import annotations

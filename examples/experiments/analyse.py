@@ -1,8 +1,10 @@
-"""From the results of an experiment's cells to tables.md and one picture per table, in the results folder:
+"""From the results of an experiment's cells to tables.md and one picture per table, in the results
+folder:
 
     python -m examples.experiments.analyse paper_tiny [--results DIR]
 
-Shapes: a curve is [steps]; the curves of one line's seeds are stacked to [seeds, steps], NaN after a run's end.
+Shapes: a curve is [steps]; the curves of one line's seeds are stacked to [seeds, steps], NaN after
+a run's end.
 """
 
 from __future__ import annotations
@@ -35,24 +37,32 @@ class Run:
     table: Table
 
     def curve(self, name: str) -> np.ndarray:
-        return np.array([np.nan if value is None else value for value in self.data["columns"][name]], dtype=float)
+        return np.array(
+            [np.nan if value is None else value for value in self.data["columns"][name]],
+            dtype=float,
+        )
 
     @property
     def window(self) -> int:
-        """Steps of the moving average: a tenth of the planned run, so that all tables have the same smoothing."""
+        """Steps of the moving average: a tenth of the planned run, so that all tables have the same
+        smoothing.
+        """
         return max(2, self.table.num_steps // 10)
 
     @property
     def reward(self) -> np.ndarray:
-        """Trailing moving average of the training reward, [steps - window + 1]; the plain mean of a shorter run."""
+        """Trailing moving average of the training reward, [steps - window + 1]; the plain mean of a
+        shorter run.
+        """
         reward = self.curve(REWARD)
         window = min(self.window, len(reward))
         return np.convolve(reward, np.ones(window) / window, "valid")
 
     @property
     def collapse_step(self) -> int | None:
-        """Rule: the run stopped on numbers that are not finite, or its smoothed reward fell below COLLAPSE_FRACTION of its
-        highest so far and was still below that fraction of the peak at the end.  The step of the fall, or None.
+        """Rule: the run stopped on numbers that are not finite, or its smoothed reward fell below
+        COLLAPSE_FRACTION of its highest so far and was still below that fraction of the peak at the
+        end.  The step of the fall, or None.
         """
         steps = len(self.curve(REWARD))
         if self.data["outcome"] == "diverged":
@@ -62,7 +72,8 @@ class Run:
         if reward[-1] >= COLLAPSE_FRACTION * highest[-1]:
             return None
         last_high = int(np.flatnonzero(reward >= COLLAPSE_FRACTION * highest)[-1])
-        return last_high + 1 + steps - len(reward) + 1  # the average at index i ends at step i + window
+        # the average at index i ends at step i + window
+        return last_high + 1 + steps - len(reward) + 1
 
     def share(self, name: str, part: slice) -> float:
         return float(np.nanmean(self.curve(name)[part]))
@@ -73,7 +84,9 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("experiment", choices=NAMES)
     parser.add_argument("--results", type=Path, help="default: examples/EXPERIMENT/results")
     arguments = parser.parse_args()
@@ -114,41 +127,58 @@ def unfinished_table(folder: Path) -> str:
         data = json.loads(path.read_text())
         for attempt in (*data.get("earlier_attempts", []), data):
             if attempt["outcome"] not in ENDED:
-                rows.append(f"| {path.stem} | {attempt['outcome']} | {attempt['seconds']:.0f} | {attempt['commit']} |")
-    return "\n".join(["| cell | outcome | seconds | commit |", "|---|---|---|---|", *rows]) if rows else "None."
+                rows.append(
+                    f"| {path.stem} | {attempt['outcome']} | {attempt['seconds']:.0f} |"
+                    f" {attempt['commit']} |"
+                )
+    return (
+        "\n".join(["| cell | outcome | seconds | commit |", "|---|---|---|---|", *rows])
+        if rows
+        else "None."
+    )
 
 
 def stability_table(lines: dict[str, list[Run]]) -> str:
-    """One row per line; mean +- standard deviation over seeds.  First and last mean a tenth of the run's steps."""
+    """One row per line; mean +- standard deviation over seeds.
+
+    First and last mean a tenth of the run's steps.
+    """
     head = (
-        "| line | seeds | collapsed (step) | peak reward | last reward | best score | last score | last entropy "
-        "| KL first -> last | growth | experts differ | clipped |"
+        "| line | seeds | collapsed (step) | peak reward | last reward | best score | last score |"
+        " last entropy | KL first -> last | growth | experts differ | clipped |"
     )
     rows = [head, "|" + "---|" * 12]
     for line, runs in lines.items():
         collapsed = [run.collapse_step for run in runs if run.collapse_step is not None]
-        first, last = ([run.share(KL, part(run)) for run in runs] for part in (first_tenth, last_tenth))
+        first, last = (
+            [run.share(KL, part(run)) for run in runs] for part in (first_tenth, last_tenth)
+        )
         rows.append(
             f"| {runs[0].table.lines[line].label} | {len(runs)} | {len(collapsed)}/{len(runs)}"
             + (f" ({', '.join(map(str, collapsed))})" if collapsed else "")
-            + f" | {spread([float(run.reward.max()) for run in runs])} | {spread([float(run.reward[-1]) for run in runs])}"
-            f" | {spread([max(score for _, score in run.evals) for run in runs])}"
-            f" | {spread([run.evals[-1][1] for run in runs])}"
-            f" | {spread([run.share(ENTROPY, last_tenth(run)) for run in runs])}"
-            f" | {statistics.mean(first):.1e} -> {statistics.mean(last):.1e}"
-            f" | x{geometric([b / a for a, b in zip(first, last, strict=True)]):.1f}"
-            f" | {statistics.mean(run.share('routing/router_mismatch', last_tenth(run)) for run in runs):.1%}"
+            + f" | {spread([float(run.reward.max()) for run in runs])} |"
+            f" {spread([float(run.reward[-1]) for run in runs])} |"
+            f" {spread([max(score for _, score in run.evals) for run in runs])} |"
+            f" {spread([run.evals[-1][1] for run in runs])} |"
+            f" {spread([run.share(ENTROPY, last_tenth(run)) for run in runs])} |"
+            f" {statistics.mean(first):.1e} -> {statistics.mean(last):.1e} |"
+            f" x{geometric([b / a for a, b in zip(first, last, strict=True)]):.1f} |"
+            f" {statistics.mean(run.share('routing/router_mismatch', last_tenth(run)) for run in runs):.1%}"
             f" | {statistics.mean(clipped(run) for run in runs):.1%} |"
         )
     return "\n".join(rows)
 
 
 def effects_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]]) -> str:
-    """One row per question and table: differences of the same seed's runs with and without the ingredient.
+    """One row per question and table: differences of the same seed's runs with and without the
+    ingredient.
 
     Mean +- standard error over the pairs; "better" counts pairs with a higher last score.
     """
-    rows = ["| change | table | pairs | last score | better | last reward | KL ratio |", "|" + "---|" * 7]
+    rows = [
+        "| change | table | pairs | last score | better | last reward | KL ratio |",
+        "|" + "---|" * 7,
+    ]
     for question, pairs in experiment.questions:
         for name, table in experiment.tables.items():
             matched = [
@@ -161,18 +191,24 @@ def effects_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]
                 continue
             score = [b.evals[-1][1] - a.evals[-1][1] for a, b in matched]
             reward = [float(b.reward[-1] - a.reward[-1]) for a, b in matched]
-            kl = geometric([b.share(KL, slice(None)) / a.share(KL, slice(None)) for a, b in matched])
+            kl = geometric(
+                [b.share(KL, slice(None)) / a.share(KL, slice(None)) for a, b in matched]
+            )
             rows.append(
-                f"| {question} | {name} | {len(matched)} | {with_error(score)} | {sum(d > 0 for d in score)}/{len(matched)} "
-                f"| {with_error(reward)} | x{kl:.2f} |"
+                f"| {question} | {name} | {len(matched)} | {with_error(score)} |"
+                f" {sum(d > 0 for d in score)}/{len(matched)} | {with_error(reward)} | x{kl:.2f} |"
             )
     return "\n".join(rows)
 
 
 def hypotheses_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]]) -> str:
-    """The comparison that decides each hypothesis: mean difference of the last score with a 95 % interval of Student's t, and
-    how many runs of each of the two lines collapsed, in the order of the comparison, with p of Fisher's exact test."""
-    rows = ["| hypothesis | table | comparison | pairs | last score, 95 % interval | collapsed (p) |", "|" + "---|" * 6]
+    """The comparison that decides each hypothesis: mean difference of the last score with a 95 %
+    interval of Student's t, and how many runs of each of the two lines collapsed, in the order of
+    the comparison, with p of Fisher's exact test."""
+    rows = [
+        "| hypothesis | table | comparison | pairs | last score, 95 % interval | collapsed (p) |",
+        "|" + "---|" * 6,
+    ]
     for name, table, before, after in experiment.hypotheses:
         pairs = same_seed(lines, table, before, after)
         if len(pairs) < 2:
@@ -190,7 +226,9 @@ def hypotheses_table(experiment: Experiment, lines: dict[tuple[str, str], list[R
     return "\n".join(rows)
 
 
-def same_seed(lines: dict[tuple[str, str], list[Run]], table: str, before: str, after: str) -> list[tuple[Run, Run]]:
+def same_seed(
+    lines: dict[tuple[str, str], list[Run]], table: str, before: str, after: str
+) -> list[tuple[Run, Run]]:
     return [
         (old, new)
         for old in lines.get((table, before), [])
@@ -200,7 +238,11 @@ def same_seed(lines: dict[tuple[str, str], list[Run]], table: str, before: str, 
 
 
 def with_error(differences: list[float]) -> str:
-    error = f" +- {statistics.stdev(differences) / len(differences) ** 0.5:.3f}" if len(differences) > 1 else ""
+    error = (
+        f" +- {statistics.stdev(differences) / len(differences) ** 0.5:.3f}"
+        if len(differences) > 1
+        else ""
+    )
     return f"{statistics.mean(differences):+.3f}{error}"
 
 
@@ -214,7 +256,9 @@ def last_tenth(run: Run) -> slice:
 
 def clipped(run: Run) -> float:
     """Fraction of response tokens that clipping dropped, over the run."""
-    return run.share("train/clip_high_frac", slice(None)) + run.share("train/clip_low_frac", slice(None))
+    return run.share("train/clip_high_frac", slice(None)) + run.share(
+        "train/clip_low_frac", slice(None)
+    )
 
 
 def spread(values: list[float]) -> str:
@@ -226,15 +270,21 @@ def geometric(values: list[float]) -> float:
     return float(np.exp(np.mean(np.log(values))))
 
 
-# Plots --------------------------------------------------------------------------------------------------------------
+# Plots --------------------------------------------------------------------------------------------
 
 
 def plot(table: Table, lines: dict[str, list[Run]], path: Path) -> None:
-    """The paper's four panels against updates; a line is the mean over seeds, its band from the lowest to the highest."""
+    """The paper's four panels against updates; a line is the mean over seeds, its band from the
+    lowest to the highest.
+    """
     figure = Figure(figsize=(11, 7.5), layout="constrained", facecolor="white")
     axes = figure.subplots(2, 2, sharex=True)
     for index, (line, runs) in enumerate(lines.items()):
-        style = {"color": f"C{index}", "label": f"{table.lines[line].label} ({len(runs)})", "lw": 1.6}
+        style = {
+            "color": f"C{index}",
+            "label": f"{table.lines[line].label} ({len(runs)})",
+            "lw": 1.6,
+        }
         for axis, name in zip(axes.flat, (REWARD, None, ENTROPY, KL), strict=True):
             curves = evals(runs) if name is None else smoothed(runs, name, table.num_steps)
             draw(axis, *curves, table.num_mini_batches, style)
@@ -246,7 +296,9 @@ def plot(table: Table, lines: dict[str, list[Run]], path: Path) -> None:
     for axis in axes[1]:
         axis.set_xlabel("updates")
     axes[0, 0].legend(fontsize=8)
-    figure.suptitle(f"{table.title}: mean and range over seeds (their number in brackets)", fontsize=11)
+    figure.suptitle(
+        f"{table.title}: mean and range over seeds (their number in brackets)", fontsize=11
+    )
     figure.savefig(path, dpi=80)
 
 
@@ -265,15 +317,24 @@ def smoothed(runs: list[Run], name: str, steps: int) -> tuple[np.ndarray, np.nda
 def evals(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
     """(steps [E], scores [seeds, E]); NaN where a run has no evaluation."""
     steps = sorted({step for run in runs for step, _ in run.evals})
-    return np.array(steps), np.array([[dict(run.evals).get(step, np.nan) for step in steps] for run in runs])
+    return np.array(steps), np.array(
+        [[dict(run.evals).get(step, np.nan) for step in steps] for run in runs]
+    )
 
 
-def draw(axis: Axes, steps: np.ndarray, curves: np.ndarray, num_mini_batches: int, style: dict[str, Any]) -> None:
+def draw(
+    axis: Axes, steps: np.ndarray, curves: np.ndarray, num_mini_batches: int, style: dict[str, Any]
+) -> None:
     held = ~np.isnan(curves).all(axis=0)
     updates, curves = steps[held] * num_mini_batches, curves[:, held]
     axis.plot(updates, np.nanmean(curves, axis=0), **style)
     axis.fill_between(
-        updates, np.nanmin(curves, axis=0), np.nanmax(curves, axis=0), color=style["color"], alpha=0.12, lw=0
+        updates,
+        np.nanmin(curves, axis=0),
+        np.nanmax(curves, axis=0),
+        color=style["color"],
+        alpha=0.12,
+        lw=0,
     )
 
 

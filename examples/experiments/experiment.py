@@ -1,7 +1,9 @@
-"""What an experiment is: tables of cells, each cell a few settings on top of those that the experiment's cells share.
+"""What an experiment is: tables of cells, each cell a few settings on top of those that the
+experiment's cells share.
 
-examples/NAME/cells.py holds EXPERIMENT, examples/NAME/NAME.toml the shared settings, examples/NAME/results what was run.
-N = updates per step.  As in the paper the mini-batch stays and the step grows with N.
+examples/NAME/cells.py holds EXPERIMENT, examples/NAME/NAME.toml the shared settings,
+examples/NAME/results what was run. N = updates per step.  As in the paper the mini-batch stays and
+the step grows with N.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any, NamedTuple
 EXAMPLES = Path(__file__).resolve().parents[1]
 NAMES = ("paper_tiny", "paper_long")
 
-ENDED = ("finished", "diverged")  # outcomes that are results; a cell that failed or timed out is run again
+# outcomes that are results; a cell that failed or timed out is run again
+ENDED = ("finished", "diverged")
 
 Settings = Mapping[str, Mapping[str, Any]]  # section -> key -> value
 
@@ -51,7 +54,10 @@ class Hypothesis(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """model: arguments of make_tiny_moe besides the seed.  questions: what is changed -> pairs of lines (without it, with it)."""
+    """model: arguments of make_tiny_moe besides the seed.
+
+    questions: what is changed -> pairs of lines (without it, with it).
+    """
 
     name: str
     model: Mapping[str, Any]
@@ -64,8 +70,13 @@ class Experiment:
     def folder(self) -> Path:
         return EXAMPLES / self.name
 
-    def cells(self, tables: Sequence[str], seeds: Sequence[int], lines: Sequence[str] = ()) -> Iterator[Cell]:
-        """Seed by seed, so that whatever is there after an interruption covers every line.  lines: only these."""
+    def cells(
+        self, tables: Sequence[str], seeds: Sequence[int], lines: Sequence[str] = ()
+    ) -> Iterator[Cell]:
+        """Seed by seed, so that whatever is there after an interruption covers every line.
+
+        lines: only these.
+        """
         for seed in seeds:
             for table in tables:
                 for line in self.tables[table].lines:
@@ -104,7 +115,10 @@ class Cell:
             },
             "model": {"path": str(self.model)},
             "data": {"train": str(self.model / "train.jsonl")},
-            "eval": {"every": max(1, table.num_steps // 4), "sets": {"heldout": str(self.model / "heldout.jsonl")}},
+            "eval": {
+                "every": max(1, table.num_steps // 4),
+                "sets": {"heldout": str(self.model / "heldout.jsonl")},
+            },
         }
         return merged(own, table.settings, table.lines[self.line].settings)
 

@@ -1,19 +1,25 @@
-"""Which metric says first that a run will collapse?  Lead times and false alarms of rules, from results/cells to lead_times.md:
+"""Which metric says first that a run will collapse?  Lead times and false alarms of rules, from
+results/cells to lead_times.md:
 
     python -m examples.experiments.lead_times paper_tiny [--results DIR]
 
-A rule gives an alarm at the first step s > `first` at which its metric was, in `consecutive` steps, beyond a bound: a value, or
-a factor times its median over the run's own first steps.  Collapse: analyse.Run.collapse_step.
-    detected     the alarm of a run that collapses comes at least one step before the collapse; the lead is that many steps
+A rule gives an alarm at the first step s > `first` at which its metric was, in `consecutive` steps,
+beyond a bound: a value, or a factor times its median over the run's own first steps.  Collapse:
+analyse.Run.collapse_step.
+    detected     the alarm of a run that collapses comes at least one step before the collapse; the
+                 lead is that many steps
     false alarm  a run that does not collapse has one at any step
-Every run that collapses counts.  Of the others only those count in which the rule can fire: the runs of a line (one
-configuration) in which the metric moves.  Staleness is exactly 0 on policy, so these runs cannot have a false alarm of it, and
-with them in the denominator any bound would look good.
-The best rule of a set (decided before it was computed): of the rules with false alarms in at most MOST_FALSE of the runs that
-do not collapse the one that detects most; then the largest median lead; then the fewest false alarms.
-    Among so many rules the best one looks better than it is.  So it is also chosen without the runs of a seed and tried on
-them, for every seed: "held out".  A rule is taken into the run's health line if, held out, the choice among all metrics
-detects at least LEAST_DETECTED of the collapses with false alarms in at most MOST_FALSE of the others.
+Every run that collapses counts.  Of the others only those count in which the rule can fire: the
+runs of a line (one configuration) in which the metric moves.  Staleness is exactly 0 on policy, so
+these runs cannot have a false alarm of it, and with them in the denominator any bound would look
+good. The best rule of a set (decided before it was computed): of the rules with false alarms in at
+most MOST_FALSE of the runs that do not collapse the one that detects most; then the largest median
+lead; then the fewest false alarms.
+    Among so many rules the best one looks better than it is.  So it is also chosen without the runs
+    of a seed and tried on
+them, for every seed: "held out".  A rule is taken into the run's health line if, held out, the
+choice among all metrics detects at least LEAST_DETECTED of the collapses with false alarms in at
+most MOST_FALSE of the others.
 
 Shapes: a metric is [steps].
 """
@@ -40,7 +46,8 @@ MOST_FALSE, LEAST_DETECTED = 0.1, 0.5
 FIRST_STEPS = (2, 3, 5)
 CONSECUTIVE = (1, 2)
 FACTORS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-QUANTILES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)  # of a metric's values in all runs: the grid of bounds
+# of a metric's values in all runs: the grid of bounds
+QUANTILES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 
 Side = Literal["above", "below"]
 
@@ -56,7 +63,10 @@ class Metric:
     def values(self, run: Run) -> np.ndarray:
         """NaN throughout where a column was not stored."""
         steps = len(run.curve("rollout/reward_mean"))
-        found = [run.curve(name) if name in run.data["columns"] else np.full(steps, np.nan) for name in self.columns]
+        found = [
+            run.curve(name) if name in run.data["columns"] else np.full(steps, np.nan)
+            for name in self.columns
+        ]
         return np.sum(found, axis=0)
 
 
@@ -95,7 +105,9 @@ class Rule:
         """The step of the alarm, counted from 1; None where there is none."""
         if len(values) <= self.first:
             return None
-        bound = self.bound * float(np.nanmedian(values[: self.first])) if self.is_factor else self.bound
+        bound = (
+            self.bound * float(np.nanmedian(values[: self.first])) if self.is_factor else self.bound
+        )
         rest = values[self.first :]
         beyond = rest > bound if self.metric.side == "above" else rest < bound
         single = beyond
@@ -105,7 +117,11 @@ class Rule:
 
     def __str__(self) -> str:
         text = f"{self.metric.side} {self.bound:.3g}"
-        text += f" x the median of {self.first} steps" if self.is_factor else f" after {self.first} steps"
+        text += (
+            f" x the median of {self.first} steps"
+            if self.is_factor
+            else f" after {self.first} steps"
+        )
         return text + (f", {self.consecutive} in a row" if self.consecutive > 1 else "")
 
 
@@ -148,13 +164,20 @@ class Score:
         return self.false_share <= MOST_FALSE, len(self.leads), lead, -self.false_alarms
 
     def cells(self) -> str:
-        leads = f"{statistics.median(self.leads):g} ({min(self.leads)} to {max(self.leads)})" if self.leads else ""
+        leads = (
+            f"{statistics.median(self.leads):g} ({min(self.leads)} to {max(self.leads)})"
+            if self.leads
+            else ""
+        )
         return f"{len(self.leads)}/{self.collapses} | {leads} | {self.false_alarms}/{self.others}"
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity
 class Curves:
-    """A run as the rules see it.  moving: metrics that are not the same number in all steps of all runs of the run's line."""
+    """A run as the rules see it.
+
+    moving: metrics that are not the same number in all steps of all runs of the run's line.
+    """
 
     table: str
     seed: int
@@ -171,7 +194,9 @@ def curves_of(lines: Iterable[Sequence[Run]]) -> list[Curves]:
 def curves_of_line(runs: Sequence[Run]) -> Iterator[Curves]:
     values = [{metric: metric.values(run) for metric in METRICS} for run in runs]
     moving = frozenset(
-        metric for metric in METRICS if len(np.unique(np.concatenate([each[metric] for each in values]))) > 1
+        metric
+        for metric in METRICS
+        if len(np.unique(np.concatenate([each[metric] for each in values]))) > 1
     )
     for run, of_run in zip(runs, values, strict=True):
         yield Curves(run.data["table"], run.data["seed"], run.collapse_step, of_run, moving)
@@ -184,15 +209,21 @@ def rules_of(metric: Metric, runs: Sequence[Curves]) -> Iterator[Rule]:
     if not len(everything):
         return
     is_above = metric.side == "above"
-    bounds = np.unique(np.quantile(everything, QUANTILES if is_above else [1 - q for q in QUANTILES]))
+    bounds = np.unique(
+        np.quantile(everything, QUANTILES if is_above else [1 - q for q in QUANTILES])
+    )
     for first in FIRST_STEPS:
         for consecutive in CONSECUTIVE:
             yield from (Rule(metric, float(bound), False, first, consecutive) for bound in bounds)
-            yield from (Rule(metric, f if is_above else 1 / f, True, first, consecutive) for f in FACTORS)
+            yield from (
+                Rule(metric, f if is_above else 1 / f, True, first, consecutive) for f in FACTORS
+            )
 
 
 def score(rule: Rule, runs: Sequence[Curves]) -> Score:
-    """Runs that did not store the metric are left out, and so are those without a collapse in which it does not move."""
+    """Runs that did not store the metric are left out, and so are those without a collapse in which
+    it does not move.
+    """
     found = Score()
     for run in runs:
         values = run.values[rule.metric]
@@ -207,7 +238,9 @@ def alarm(rule: Rule, run: Curves) -> int | None:
 
 
 def best(metrics: Sequence[Metric], runs: Sequence[Curves]) -> Rule | None:
-    """The first of the best by the criterion; None where no rule detects anything within MOST_FALSE."""
+    """The first of the best by the criterion; None where no rule detects anything within
+    MOST_FALSE.
+    """
     rated = [pair for metric in metrics if (pair := rated_best(metric, tuple(runs))) is not None]
     if not rated:
         return None
@@ -216,14 +249,16 @@ def best(metrics: Sequence[Metric], runs: Sequence[Curves]) -> Rule | None:
 
 
 @functools.cache  # every metric alone, then all of them
-def rated_best(metric: Metric, runs: tuple[Curves, ...]) -> tuple[tuple[bool, int, float, int], Rule] | None:
+def rated_best(
+    metric: Metric, runs: tuple[Curves, ...]
+) -> tuple[tuple[bool, int, float, int], Rule] | None:
     rated = [(score(rule, runs).order, rule) for rule in rules_of(metric, runs)]
     return max(rated, key=lambda pair: pair[0], default=None)
 
 
 def held_out(metrics: Sequence[Metric], runs: Sequence[Curves]) -> Score:
-    """The best rule of all other seeds, on every seed's runs.  Where there is none, every collapse is missed, and no other run
-    counts."""
+    """The best rule of all other seeds, on every seed's runs.  Where there is none, every collapse
+    is missed, and no other run counts."""
     total = Score()
     for seed in sorted({run.seed for run in runs}):
         mine, rest = ([run for run in runs if (run.seed == seed) is own] for own in (True, False))
@@ -242,15 +277,31 @@ def is_justified(found: Score) -> bool:
 
 def table(runs: Sequence[Curves]) -> str:
     """One row per metric, and one for the choice among all."""
-    head = ("metric", "best rule", "detected", "lead, median", "false alarms", *["held out", "lead", "false"])
+    head = (
+        "metric",
+        "best rule",
+        "detected",
+        "lead, median",
+        "false alarms",
+        *["held out", "lead", "false"],
+    )
     rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    stored = [metric for metric in METRICS if not all(np.isnan(run.values[metric]).all() for run in runs)]
-    for label, metrics in (*((metric.label, (metric,)) for metric in METRICS), ("**all of them**", METRICS)):
+    stored = [
+        metric for metric in METRICS if not all(np.isnan(run.values[metric]).all() for run in runs)
+    ]
+    for label, metrics in (
+        *((metric.label, (metric,)) for metric in METRICS),
+        ("**all of them**", METRICS),
+    ):
         if not set(metrics) & set(stored):
             rows.append(f"| {label} | not stored |" + " |" * 6)
             continue
         rule, outside = best(metrics, runs), held_out(metrics, runs)
-        found = "none | | | " if rule is None else f"{shown(rule, len(metrics) > 1)} | {score(rule, runs).cells()}"
+        found = (
+            "none | | | "
+            if rule is None
+            else f"{shown(rule, len(metrics) > 1)} | {score(rule, runs).cells()}"
+        )
         rows.append(f"| {label} | {found} | {outside.cells()} |")
     return "\n".join(rows)
 
@@ -261,7 +312,10 @@ def shown(rule: Rule, with_metric: bool) -> str:
 
 def by_table(rule: Rule | None, runs: Sequence[Curves]) -> str:
     """One row per table of the experiment."""
-    rows = ["| best rule of all, by table | detected | lead, median | false alarms |", "|" + "---|" * 4]
+    rows = [
+        "| best rule of all, by table | detected | lead, median | false alarms |",
+        "|" + "---|" * 4,
+    ]
     for name in dict.fromkeys(run.table for run in runs):
         found = Score() if rule is None else score(rule, [run for run in runs if run.table == name])
         rows.append(f"| {name} | {found.cells()} |")
@@ -272,39 +326,61 @@ def report(name: str, runs: Sequence[Curves]) -> str:
     collapsed = sum(run.collapse is not None for run in runs)
     with_collapse = {run.table for run in runs if run.collapse is not None}
     return (
-        f"# {name}: lead times of metrics\n\n{len(runs)} runs, {collapsed} collapsed.  Steps; rules and criterion: "
-        f"examples/experiments/lead_times.py.\n\n{table(runs)}\n\n{by_table(best(METRICS, runs), runs)}\n\n"
-        f"A rule in the run's health line: {verdict(runs)} (held out, at least {LEAST_DETECTED:.0%} detected with at most "
-        f"{MOST_FALSE:.0%} false alarms).  In the tables with a collapse alone: "
-        f"{verdict([run for run in runs if run.table in with_collapse])}.\n"
+        f"# {name}: lead times of metrics\n\n{len(runs)} runs, {collapsed} collapsed.  Steps; rules"
+        " and criterion:"
+        f" examples/experiments/lead_times.py.\n\n{table(runs)}\n\n{by_table(best(METRICS, runs), runs)}\n\nA"
+        f" rule in the run's health line: {verdict(runs)} (held out, at least {LEAST_DETECTED:.0%}"
+        f" detected with at most {MOST_FALSE:.0%} false alarms).  In the tables with a collapse"
+        f" alone: {verdict([run for run in runs if run.table in with_collapse])}.\n"
     )
 
 
 def verdict(runs: Sequence[Curves]) -> str:
     chosen = held_out(METRICS, runs)
     word = "justified" if is_justified(chosen) else "not justified"
-    return f"{word}, {len(chosen.leads)}/{chosen.collapses} and {chosen.false_alarms}/{chosen.others}"
+    return (
+        f"{word}, {len(chosen.leads)}/{chosen.collapses} and {chosen.false_alarms}/{chosen.others}"
+    )
 
 
 def health_table(lines: Iterable[Sequence[Run]]) -> str:
-    """Count the runs that the rules of health name, at the last step and before the collapse, by table and end of the run."""
+    """Count the runs that the rules of health name, at the last step and before the collapse, by
+    table and end of the run.
+    """
     counts: dict[tuple[str, str], Counter[str]] = {}
     for run in (run for runs in lines for run in runs):
         steps, collapse = len(run.curve("rollout/reward_mean")), run.collapse_step
-        count = counts.setdefault((run.data["table"], "stable" if collapse is None else "collapsed"), Counter(runs=0))
+        count = counts.setdefault(
+            (run.data["table"], "stable" if collapse is None else "collapsed"), Counter(runs=0)
+        )
         count["runs"] += 1
         named = health_levels(run, steps)
         count["named"] += bool(named)
         count["bad"] += "bad" in named.values()
         count["by another rule"] += bool(named.keys() - {"rollout/reward_mean"})
         count["first-order error"] += "first_order/total_p95" in named
-        count["before"] += collapse is not None and any(health_levels(run, step) for step in range(1, collapse))
+        count["before"] += collapse is not None and any(
+            health_levels(run, step) for step in range(1, collapse)
+        )
     names = ("runs", "named", "bad", "by another rule", "first-order error", "before")
-    head = ("table", "end", "runs", "named", "bad", "by a rule but the reward's", "first-order error", "named before")
+    head = (
+        "table",
+        "end",
+        "runs",
+        "named",
+        "bad",
+        "by a rule but the reward's",
+        "first-order error",
+        "named before",
+    )
     rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for (table, end), count in counts.items():
         rows.append(f"| {table} | {end} | {' | '.join(str(count[name]) for name in names)} |")
-    return "What health says at the last step, and before the step of the collapse:\n\n" + "\n".join(rows) + "\n"
+    return (
+        "What health says at the last step, and before the step of the collapse:\n\n"
+        + "\n".join(rows)
+        + "\n"
+    )
 
 
 def health_levels(run: Run, steps: int) -> dict[str, str]:
@@ -317,7 +393,9 @@ def health_levels(run: Run, steps: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("experiment", choices=NAMES)
     parser.add_argument("--results", type=Path, help="default: examples/EXPERIMENT/results")
     arguments = parser.parse_args()

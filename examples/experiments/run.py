@@ -3,10 +3,11 @@
     python -m examples.experiments.run paper_tiny [--tables n2 n8] [--lines r2 r3] [--seeds 0 1 2] [--results DIR] \
         [--section.key value ...]
 
-One SGLang server serves all cells (each pushes its own weights first); every cell is one rank, forked from this process so
-that nothing of one cell reaches the next.  A run that finishes or diverges is a result, and is not run again.  One that
-fails for another reason, or that takes too long, is written too (outcome), left out of the analysis, and run again the
-next time; its file then lists the earlier attempts.
+One SGLang server serves all cells (each pushes its own weights first); every cell is one rank,
+forked from this process so that nothing of one cell reaches the next.  A run that finishes or
+diverges is a result, and is not run again.  One that fails for another reason, or that takes too
+long, is written too (outcome), left out of the analysis, and run again the next time; its file then
+lists the earlier attempts.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ from megatron_rl.weights.hf.fp8 import QuantizeError
 ROOT = Path(__file__).resolve().parents[2]
 DIVERGED = 3  # exit status of a cell whose weights or gradients stopped being finite
 KEPT = (  # columns of a result file
-    "rollout/reward_mean", "rollout/response_length_mean", "rollout/truncated_frac", "rollout/zero_advantage_groups_frac",
+    "rollout/reward_mean", "rollout/response_length_mean", "rollout/truncated_frac",
+    "rollout/zero_advantage_groups_frac",
     "rollout/staleness_mean",
-    "train/entropy", "train/kl_mu_pi", "train/kl_mu_pi_k3", "train/logratio_abs_max", "train/ratio_max", "train/ess",
-    "train/clip_high_frac", "train/clip_low_frac", "train/tis_truncated_frac", "train/nonfinite_frac",
+    "train/entropy", "train/kl_mu_pi", "train/kl_mu_pi_k3", "train/logratio_abs_max",
+    "train/ratio_max", "train/ess",
+    "train/clip_high_frac", "train/clip_low_frac", "train/tis_truncated_frac",
+    "train/nonfinite_frac",
     "first_order/total_p95", "first_order/train_infer_p95", "first_order/staleness_p95",
     "logratio/f2_frac", "logratio/train_infer_p99", "logratio/staleness_p99",
     "routing/router_mismatch", "routing/replayed_mismatch", "routing/token_mismatch",
@@ -47,24 +51,42 @@ KEPT = (  # columns of a result file
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("experiment", choices=NAMES)
     parser.add_argument("--tables", nargs="+", default=[], help="only these tables")
     parser.add_argument("--lines", nargs="+", default=[], help="only these lines of the tables")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--results", type=Path, help="default: examples/EXPERIMENT/results/cells")
     parser.add_argument("--timeout-minutes", type=float, default=30.0, help="for one cell")
-    parser.add_argument("--stop-after-minutes", type=float, default=float("inf"), help="start no cell after this time")
+    parser.add_argument(
+        "--stop-after-minutes",
+        type=float,
+        default=float("inf"),
+        help="start no cell after this time",
+    )
     arguments, overrides = parser.parse_known_args()
     os.chdir(ROOT)
     experiment = load_experiment(arguments.experiment)
     for kind, given, known in (
         ("--tables", arguments.tables, list(experiment.tables)),
-        ("--lines", arguments.lines, [line for table in experiment.tables.values() for line in table.lines]),
+        (
+            "--lines",
+            arguments.lines,
+            [line for table in experiment.tables.values() for line in table.lines],
+        ),
     ):
         if unknown := [name for name in given if name not in known]:
-            parser.error(f"{kind} {' '.join(unknown)}: {experiment.name} has {', '.join(dict.fromkeys(known))}")
-    cells = list(experiment.cells(arguments.tables or list(experiment.tables), arguments.seeds, arguments.lines))
+            parser.error(
+                f"{kind} {' '.join(unknown)}: {experiment.name} has"
+                f" {', '.join(dict.fromkeys(known))}"
+            )
+    cells = list(
+        experiment.cells(
+            arguments.tables or list(experiment.tables), arguments.seeds, arguments.lines
+        )
+    )
     results = arguments.results or experiment.folder / "results/cells"
     results.mkdir(parents=True, exist_ok=True)
     todo = [cell for cell in cells if stored(results, cell).get("outcome") not in ENDED]
@@ -86,7 +108,11 @@ def main() -> int:
             if outcome not in ENDED:
                 failed.append(cell.name)
             shutil.rmtree(cfg.run_dir / "checkpoints", ignore_errors=True)
-            print(f"{number}/{len(todo)} {cell.name}: {outcome} in {seconds:.0f} s; log {log_path(cfg)}", flush=True)
+            print(
+                f"{number}/{len(todo)} {cell.name}: {outcome} in {seconds:.0f} s; log"
+                f" {log_path(cfg)}",
+                flush=True,
+            )
     if failed:
         print(f"failed, to be tried again: {' '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
@@ -95,9 +121,15 @@ def main() -> int:
 def make_model(cell: Cell) -> None:
     """The checkpoint and prompts of the cell's seed, in .cache; made only if they are missing."""
     settings = {**cell.experiment.model, "seed": cell.seed}
-    options = [word for key, value in settings.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    options = [
+        word
+        for key, value in settings.items()
+        for word in (f"--{key.replace('_', '-')}", str(value))
+    ]
     subprocess.run(
-        [sys.executable, "-m", "megatron_rl_tools.make_tiny_moe", str(cell.model), *options], cwd=ROOT, check=True
+        [sys.executable, "-m", "megatron_rl_tools.make_tiny_moe", str(cell.model), *options],
+        cwd=ROOT,
+        check=True,
     )
 
 
@@ -108,7 +140,9 @@ def cell_config(cell: Cell, overrides: list[str]) -> Config:
 
 
 def start_server(cfg: Config) -> Server:
-    """A server for all cells: they have the same shapes, and each pushes its own weights before it samples."""
+    """A server for all cells: they have the same shapes, and each pushes its own weights before it
+    samples.
+    """
     log = cfg.run.dir / "server.log"
     print(f"starting an SGLang server, log in {log}", flush=True)
     return launch_server(cfg.model.path, cfg.rollout, device="cpu", log_path=log, seed=cfg.run.seed)
@@ -133,7 +167,8 @@ def run_cell(cfg: Config, timeout_seconds: float) -> tuple[str, float]:
 
 def train_in_child(cfg: Config) -> None:
     """Train with all output in the cell's log; the exit status says how it ended."""
-    sys.stdout = sys.stderr = open(log_path(cfg), "w", buffering=1)  # noqa: SIM115  until the process ends
+    # until the process ends
+    sys.stdout = sys.stderr = open(log_path(cfg), "w", buffering=1)  # noqa: SIM115
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
     try:
@@ -159,7 +194,10 @@ def stored(results: Path, cell: Cell) -> dict[str, Any]:
 
 
 def write(results: Path, cell: Cell, content: dict[str, Any]) -> None:
-    """Write the cell's file.  It keeps how earlier attempts of the cell ended, so that a failure is never lost."""
+    """Write the cell's file.
+
+    It keeps how earlier attempts of the cell ended, so that a failure is never lost.
+    """
     if earlier := stored(results, cell):
         attempt = {key: earlier[key] for key in ("outcome", "seconds", "commit")}
         content["earlier_attempts"] = [*earlier.get("earlier_attempts", []), attempt]
@@ -167,9 +205,11 @@ def write(results: Path, cell: Cell, content: dict[str, Any]) -> None:
 
 
 def result(cell: Cell, cfg: Config, commit: str, outcome: str, seconds: float) -> dict[str, Any]:
-    """One cell's result: how it ended, under which settings, and the kept metrics as columns over its steps.
+    """One cell's result: how it ended, under which settings, and the kept metrics as columns over
+    its steps.
 
-    Evaluations are rows of their own, {finished steps: score}.  A cell that failed before its first step has neither.
+    Evaluations are rows of their own, {finished steps: score}.  A cell that failed before its first
+    step has neither.
     """
     path = cfg.run_dir / "metrics.jsonl"
     cut_partial_line(path)  # a cell that was stopped may have left one
@@ -198,8 +238,12 @@ def short(value: float | None) -> float | None:
 
 
 def code_version() -> str:
-    """The commit of the code that is loaded now; + where megatron_rl has changes that are not in it."""
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "megatron_rl") else "")
+    """The commit of the code that is loaded now; + where megatron_rl has changes that are not in
+    it.
+    """
+    return git("rev-parse", "--short", "HEAD") + (
+        "+" if git("status", "--porcelain", "megatron_rl") else ""
+    )
 
 
 def git(*words: str) -> str:

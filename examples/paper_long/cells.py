@@ -1,4 +1,6 @@
-"""The questions of README.md as data: four tables of cells, each cell a few settings on top of paper_long.toml."""
+"""The questions of README.md as data: four tables of cells, each cell a few settings on top of
+paper_long.toml.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ EXPERIMENT = Experiment(
         "n4": Table("Off policy, N = 4", 4, 20, rate(8e-4), OFF_POLICY),
         "n8": Table("Off policy, N = 8", 8, 12, rate(8e-4), OFF_POLICY),
         "sampling": Table("Sampling (N = 1)", 1, 60, rate(4e-4), SAMPLING),
-        "algorithms": Table("Algorithms, N = 8", 8, 12, {**rate(8e-4), "advantage": {"kind": "auto"}}, ALGORITHMS),
+        "algorithms": Table(
+            "Algorithms, N = 8", 8, 12, {**rate(8e-4), "advantage": {"kind": "auto"}}, ALGORITHMS
+        ),
     },
     questions=(*QUESTIONS, ("top-p 0.95", (("all", "top_p"),))),
     hypotheses=(
@@ -55,6 +59,10 @@ EXPERIMENT = Experiment(
         Hypothesis("H5, R2 and none", "n8", "clip", "r2"),
         Hypothesis("H5, R3 and none", "n8", "clip", "r3"),
         Hypothesis("H6", "sampling", "all", "top_p"),
-        *(Hypothesis(f"H7, {name}", "algorithms", "minirl", name) for name in ALGORITHMS if name != "minirl"),
+        *(
+            Hypothesis(f"H7, {name}", "algorithms", "minirl", name)
+            for name in ALGORITHMS
+            if name != "minirl"
+        ),
     ),
 )

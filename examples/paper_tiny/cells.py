@@ -1,4 +1,6 @@
-"""The paper's experiments, and sampling k steps ahead, as data: tables of cells, each some settings on top of paper_tiny.toml."""
+"""The paper's experiments, and sampling k steps ahead, as data: tables of cells, each some settings
+on top of paper_tiny.toml.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ QUESTIONS = (
 
 
 def rate(lr: float) -> dict[str, dict[str, float]]:
-    """README.md, the search: at these the reference line of a table learns; higher, none does; lower, all do."""
+    """README.md, the search: at these the reference line of a table learns; higher, none does;
+    lower, all do.
+    """
     return {"optim": {"lr": lr}}
 
 

@@ -1,6 +1,7 @@
 """Routing replay in a plain megatron-core job: replay the experts that an inference engine chose.
 
-torchrun --nproc_per_node 2 examples/replay_only/replay_only.py    (on the CPU; experts are spread over the ranks)
+torchrun --nproc_per_node 2 examples/replay_only/replay_only.py    (on the CPU; experts are spread
+over the ranks)
 
 Shapes: S tokens of a sequence, L MoE layers, K top-k.
 """
@@ -24,11 +25,15 @@ LAYERS, EXPERTS, TOP_K, VOCABULARY = 2, 8, 2, 64
 
 def make_model(ranks: int) -> GPTModel:
     """Your own model: nothing of megatron_rl in it."""
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=ranks, create_gloo_process_groups=False
+    )
     model_parallel_cuda_manual_seed(0)
     config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=32, num_attention_heads=4, num_moe_experts=EXPERTS, moe_router_topk=TOP_K,
-        moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", expert_model_parallel_size=ranks,
+        num_layers=LAYERS, hidden_size=32, num_attention_heads=4, num_moe_experts=EXPERTS,
+        moe_router_topk=TOP_K,
+        moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none",
+        expert_model_parallel_size=ranks,
         add_bias_linear=False, use_cpu_initialization=True,
     )  # fmt: skip
     return GPTModel(config, get_gpt_layer_local_spec(EXPERTS), VOCABULARY, max_sequence_length=64)
@@ -37,35 +42,52 @@ def make_model(ranks: int) -> GPTModel:
 def install(model: GPTModel, ranks: int) -> tuple[ReplayManager, RankLayout]:
     """Set the overrides on the model's routers, once, after it was built.
 
-    A router's number counts the model's MoE layers from 0, those of earlier pipeline stages included.
+    A router's number counts the model's MoE layers from 0, those of earlier pipeline stages
+    included.
     """
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     manager = ReplayManager(list(enumerate(routers)), num_experts=EXPERTS)
     layout = RankLayout(
-        manager.layers, tp_rank=0, tp_size=1, sequence_parallel=False, num_experts=EXPERTS, top_k=TOP_K, ep_size=ranks
+        manager.layers,
+        tp_rank=0,
+        tp_size=1,
+        sequence_parallel=False,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        ep_size=ranks,
     )
     return manager, layout
 
 
 def train_pass(
-    model: GPTModel, manager: ReplayManager, layout: RankLayout, batches: list[torch.Tensor], routes: list[np.ndarray]
+    model: GPTModel,
+    manager: ReplayManager,
+    layout: RankLayout,
+    batches: list[torch.Tensor],
+    routes: list[np.ndarray],
 ) -> list[float]:
-    """Forward and backward of one sequence [S] per micro-batch.  routes: ids [S - 1, L, K] of each, as the engine sent them.
+    """Forward and backward of one sequence [S] per micro-batch.  routes: ids [S - 1, L, K] of each,
+    as the engine sent them.
 
-    Returns the losses.  Raises RuntimeError unless every router consumed the routes of every micro-batch exactly once.
+    Returns the losses.  Raises RuntimeError unless every router consumed the routes of every
+    micro-batch exactly once.
     """
     given = []
     for tokens, ids in zip(batches, routes, strict=True):
         bounds = torch.tensor([0, len(tokens)])
-        last = torch.arange(len(tokens))[layout.rows(bounds)] == len(tokens) - 1  # never an input of the engine
+        # never an input of the engine
+        last = torch.arange(len(tokens))[layout.rows(bounds)] == len(tokens) - 1
         local = torch.from_numpy(layout.local_routes([ids], bounds))  # this rank's part
         given.append(Routes(replay=local, live_rows=last.nonzero().flatten()))
     losses = []
     with manager.run_pass(given, training=True):  # its end checks that everything was consumed
         for index, tokens in enumerate(batches):
-            with manager.forward(index):  # names the micro-batch; outside it a router call is an activation recompute
+            # names the micro-batch; outside it a router call is an activation recompute
+            with manager.forward(index):
                 positions = torch.arange(len(tokens))
-                loss = model(tokens[None], positions[None], None, labels=tokens.roll(-1)[None])[0, :-1].mean()
+                loss = model(tokens[None], positions[None], None, labels=tokens.roll(-1)[None])[
+                    0, :-1
+                ].mean()
             loss.backward()
             losses.append(loss.item())
     return losses
@@ -74,11 +96,15 @@ def train_pass(
 def main() -> None:
     cpu.install_cpu()  # lets megatron-core run without a GPU; does nothing where there is one
     dist.init_process_group("gloo")
-    ranks, rng = dist.get_world_size(), np.random.default_rng(dist.get_rank())  # every rank has its own sequences
+    # every rank has its own sequences
+    ranks, rng = dist.get_world_size(), np.random.default_rng(dist.get_rank())
     model = make_model(ranks)
     manager, layout = install(model, ranks)
     batches = [torch.from_numpy(rng.integers(0, VOCABULARY, size)) for size in (16, 24)]
-    routes = [rng.random((len(tokens) - 1, LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K] for tokens in batches]
+    routes = [
+        rng.random((len(tokens) - 1, LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K]
+        for tokens in batches
+    ]
     print(train_pass(model, manager, layout, batches, [ids.astype(np.uint8) for ids in routes]))
     dist.destroy_process_group()
 

@@ -1,7 +1,8 @@
 """A reward of your own: [reward] function = "examples.rewards.exact_match:exact_match".
 
-Any importable function (prompt, response, label) -> finite number can be a reward.  It runs in worker processes with a
-time-out.  An exception is counted, and the response gets reward.on_error (default 0).
+Any importable function (prompt, response, label) -> finite number can be a reward.  It runs in
+worker processes with a time-out.  An exception is counted, and the response gets reward.on_error
+(default 0).
 """
 
 

@@ -1,10 +1,11 @@
-"""A language model as the judge, over HTTP: [reward] function = "examples.rewards.judge:judge", timeout_seconds = 60.
+"""A language model as the judge, over HTTP: [reward] function = "examples.rewards.judge:judge",
+timeout_seconds = 60.
 
     pip install openai
     export JUDGE_URL=http://127.0.0.1:40000/v1 JUDGE_MODEL=Qwen/Qwen3-32B
 
-reward.concurrency calls run at a time in each of reward.num_workers processes.  An answer without a grade is an error, which
-is counted and gets reward.on_error: never silently 0.  Not run.
+reward.concurrency calls run at a time in each of reward.num_workers processes.  An answer without a
+grade is an error, which is counted and gets reward.on_error: never silently 0.  Not run.
 """
 
 import functools
@@ -24,7 +25,10 @@ MAX_CHARACTERS = 20_000  # of the answer's end
 
 
 async def judge(episode: Episode) -> Score:
-    """The grade / 10, and logs reward/turns.  Reads the column "rubric" of the data, where it has one."""
+    """The grade / 10, and logs reward/turns.
+
+    Reads the column "rubric" of the data, where it has one.
+    """
     question = QUESTION.format(
         prompt=episode.prompt,
         label=episode.label,
@@ -48,4 +52,6 @@ def client():
     """One per worker process, in whose event loop all calls run."""
     from openai import AsyncOpenAI  # here: only the workers need it
 
-    return AsyncOpenAI(base_url=os.environ["JUDGE_URL"], api_key=os.environ.get("JUDGE_KEY", "none"), max_retries=2)
+    return AsyncOpenAI(
+        base_url=os.environ["JUDGE_URL"], api_key=os.environ.get("JUDGE_KEY", "none"), max_retries=2
+    )

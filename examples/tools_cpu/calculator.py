@@ -2,7 +2,8 @@
 
     agent.function = "examples.tools_cpu.calculator:rollout"
 
-A turn that begins with "[" is a call.  Any other is the final answer, which the reward compares with the label.
+A turn that begins with "[" is a call.  Any other is the final answer, which the reward compares
+with the label.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ async def rollout(session: Session, prompt: Prompt) -> Episode:
         session.observe(answer)
         turn = await session.generate(max_tokens=TURN_TOKENS)
     return session.finish(
-        float(turn.text == prompt.label), {"tool_calls": len(session.turns) - 1, "tool_errors": errors}
+        float(turn.text == prompt.label),
+        {"tool_calls": len(session.turns) - 1, "tool_errors": errors},
     )
 
 

@@ -1,1 +1,3 @@
-"""Turns rollouts into training batches: advantages, mini-batch split, the packed order, exchange between ranks."""
+"""Turns rollouts into training batches: advantages, mini-batch split, the packed order, exchange
+between ranks.
+"""

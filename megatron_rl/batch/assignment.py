@@ -1,8 +1,10 @@
-"""The plan of a mini-batch over all data-parallel replicas, at a cost per rank that does not grow with their number.
+"""The plan of a mini-batch over all data-parallel replicas, at a cost per rank that does not grow
+with their number.
 
-Planning takes little time for some tens of replicas (balance.py).  More are divided into pods of neighbours: sequences are
-assigned to the pods so that each gets the same mix of lengths (stay_home.py); every pod makes its own plan, all with the same
-number of slots; then the pods exchange their plans.  Each rank computes the plan of its own pod, as all ranks of the pod do.
+Planning takes little time for some tens of replicas (balance.py).  More are divided into pods of
+neighbours: sequences are assigned to the pods so that each gets the same mix of lengths
+(stay_home.py); every pod makes its own plan, all with the same number of slots; then the pods
+exchange their plans.  Each rank computes the plan of its own pod, as all ranks of the pod do.
 Shapes: N sequences of the whole job, in the order of their owners; R replicas.
 """
 
@@ -48,11 +50,16 @@ class Plan:
         of = self.places[inside] % self.replicas
         order = np.argsort(of, kind="stable")
         return [
-            part.tolist() for part in np.split(inside[order], np.cumsum(np.bincount(of, minlength=self.replicas))[:-1])
+            part.tolist()
+            for part in np.split(
+                inside[order], np.cumsum(np.bincount(of, minlength=self.replicas))[:-1]
+            )
         ]
 
     def lockstep_efficiency(self, work: Work) -> float:
-        """Work / (R x sum over slots of the costliest micro-batch): 1 = no replica ever waits for another."""
+        """Work / (R x sum over slots of the costliest micro-batch): 1 = no replica ever waits for
+        another.
+        """
         rows, size = np.asarray(work.rows, np.int64), self.num_slots * self.replicas
         if work.padded:
             longest = np.zeros(size, np.int64)
@@ -82,16 +89,20 @@ def make_plan(
     count_multiple: int = 1,
     equal_sizes: bool = False,
 ) -> Plan:
-    """The plan of the entire job, the same on every rank; owners: [N], the replica that holds each sequence; own: this rank's.
+    """The plan of the entire job, the same on every rank; owners: [N], the replica that holds each
+    sequence; own: this rank's.
 
-    equal_sizes: micro-batches side by side are padded to the rows of the largest.  Where sequences are padded too, all replicas
-    are one pod: padding to the longest sequence of another pod might exceed the cap.
-    Over all N sequences a rank does a few array operations only; the rest is for the sequences of its pod.
+    equal_sizes: micro-batches side by side are padded to the rows of the largest.  Where sequences
+    are padded too, all replicas are one pod: padding to the longest sequence of another pod might
+    exceed the cap. Over all N sequences a rank does a few array operations only; the rest is for
+    the sequences of its pod.
 
-    Collective through `all_reduce` where there are several pods.  Raises ValueError, on every rank, where no plan exists.
+    Collective through `all_reduce` where there are several pods.  Raises ValueError, on every rank,
+    where no plan exists.
     """
     size = replicas if work.padded and equal_sizes else pod_size(replicas)
-    pods, first = replicas // size, own // size * size  # this pod is of the replicas `first` to first + size
+    # this pod is of the replicas `first` to first + size
+    pods, first = replicas // size, own // size * size
     if pods > 1:
         rows = np.asarray(work.rows, np.int64)
         members = np.flatnonzero(deal(work, owners // size, pods, size) == own // size)
@@ -109,18 +120,26 @@ def make_plan(
 
 
 def stay(slots: Sequence[Slot], owners: Sequence[int], work: Work, replicas: int) -> list[Slot]:
-    """The slots with micro-batch r for replica r, where as much as the balance allows stays with its owner."""
+    """The slots with micro-batch r for replica r, where as much as the balance allows stays with
+    its owner.
+    """
     return swap_home(assign(slots, owners, work.rows, replicas), owners, work, replicas)
 
 
 def pod_size(replicas: int) -> int:
-    """The largest divisor of `replicas` up to POD, where that is LEAST_POD or more; else all of them are one pod."""
+    """The largest divisor of `replicas` up to POD, where that is LEAST_POD or more; else all of
+    them are one pod.
+    """
     size = max(size for size in range(1, POD + 1) if replicas % size == 0)
     return size if size >= min(LEAST_POD, POD) else replicas
 
 
-def plan_alike(work: Work, replicas: int, all_reduce: AllReduce, count_multiple: int) -> list[Slot] | None:
-    """This pod's plan with the number of slots of the pod that needs most; None, on every rank, where a pod has no plan."""
+def plan_alike(
+    work: Work, replicas: int, all_reduce: AllReduce, count_multiple: int
+) -> list[Slot] | None:
+    """This pod's plan with the number of slots of the pod that needs most; None, on every rank,
+    where a pod has no plan.
+    """
     count, fewest = 1, 0
     slots: list[Slot] = []
     while fewest < count:  # a pod that needs more slots makes all others plan again
@@ -131,6 +150,8 @@ def plan_alike(work: Work, replicas: int, all_reduce: AllReduce, count_multiple:
         own = len(slots) if len(slots) >= count else IMPOSSIBLE
         count, fewest = (
             int(sign * most)
-            for sign, most in zip((1, -1), all_reduce(np.array([own, -own]), dist.ReduceOp.MAX), strict=True)
+            for sign, most in zip(
+                (1, -1), all_reduce(np.array([own, -own]), dist.ReduceOp.MAX), strict=True
+            )
         )
     return None if count == IMPOSSIBLE else slots

@@ -1,9 +1,11 @@
-"""Which replica computes which sequences, micro-batch by micro-batch: equal work side by side, none above the token cap.
+"""Which replica computes which sequences, micro-batch by micro-batch: equal work side by side, none
+above the token cap.
 
-With expert parallelism the all-to-all of every layer spans data-parallel replicas, so replicas run in lockstep, one
-micro-batch at a time: an unequal count would hang the job, and in a slot (the micro-batches that run side by side) all wait
-for the slowest.  Responses to one prompt have similar lengths, so the replicas' work differs: sequences are redistributed over
-all replicas.  The plan is a pure function of the lengths, in integers: every rank computes it (many replicas: assignment.py).
+With expert parallelism the all-to-all of every layer spans data-parallel replicas, so replicas run
+in lockstep, one micro-batch at a time: an unequal count would hang the job, and in a slot (the
+micro-batches that run side by side) all wait for the slowest.  Responses to one prompt have similar
+lengths, so the replicas' work differs: sequences are redistributed over all replicas.  The plan is
+a pure function of the lengths, in integers: every rank computes it (many replicas: assignment.py).
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ Slot = list[list[int]]
 """The sequences of the micro-batches that run side by side, one micro-batch per replica."""
 
 SLACK = 1.3
-"""A slot is filled to this x the mean of what is left: less takes more slots, more makes the first ones uneven."""
+"""A slot is filled to this x the mean of what is left: less takes more slots, more makes the first
+ones uneven.
+"""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Rows of every sequence, the cap on the rows of a micro-batch, and what a sequence costs: rows x (balance_length + rows).
+    """Rows of every sequence, the cap on the rows of a micro-batch, and what a sequence costs: rows
+    x (balance_length + rows).
 
-    balance_length: the number of rows at which a sequence's attention costs as much as everything else.
+    balance_length: the number of rows at which a sequence's attention costs as much as everything
+    else.
     padded: every sequence of a micro-batch counts the rows of its longest.
     """
 
@@ -43,34 +49,44 @@ class Work:
         return sum(n * (self.balance_length + n) for n in rows)
 
 
-def plan_slots(work: Work, replicas: int, *, count_multiple: int = 1, at_least: int = 1) -> list[Slot]:
-    """Assign all sequences to slots of one micro-batch per replica, costliest first; as few as the cap and `at_least` allow.
+def plan_slots(
+    work: Work, replicas: int, *, count_multiple: int = 1, at_least: int = 1
+) -> list[Slot]:
+    """Assign all sequences to slots of one micro-batch per replica, costliest first; as few as the
+    cap and `at_least` allow.
 
-    No micro-batch is empty; one above the cap holds a single sequence; the number of slots is a multiple of `count_multiple`.
-    Raises ValueError where there are too few sequences for that.
+    No micro-batch is empty; one above the cap holds a single sequence; the number of slots is a
+    multiple of `count_multiple`. Raises ValueError where there are too few sequences for that.
     """
     most = len(work.rows) // replicas // count_multiple * count_multiple
     if most == 0:
         raise ValueError(
-            f"cannot make {count_multiple * replicas} non-empty micro-batches from {len(work.rows)} sequences: "
-            f"{count_multiple} for each of {replicas} data-parallel replicas"
+            f"cannot make {count_multiple * replicas} non-empty micro-batches from {len(work.rows)}"
+            f" sequences: {count_multiple} for each of {replicas} data-parallel replicas"
         )
     # a sequence above the cap takes one micro-batch, like one at the cap
     least_rows = sum(min(rows, work.max_rows) for rows in work.rows)
     fewest = max(-(-least_rows // (work.max_rows * replicas)), at_least)
     fewest = -(-fewest // count_multiple) * count_multiple
     for count in range(min(fewest, most), most + 1, count_multiple):
-        slots = plan_padded(work, count, replicas) if work.padded else plan_packed(work, count, replicas)
+        slots = (
+            plan_padded(work, count, replicas)
+            if work.padded
+            else plan_packed(work, count, replicas)
+        )
         if slots is not None:
             return sorted(slots, key=lambda slot: -max(work.cost(part) for part in slot))
     raise ValueError(
-        f"{len(work.rows)} sequences do not fit into {most} micro-batches of {work.max_rows} rows on each of {replicas} "
-        "data-parallel replicas, and more would leave one empty; raise run.max_tokens_per_micro_batch"
+        f"{len(work.rows)} sequences do not fit into {most} micro-batches of {work.max_rows} rows"
+        f" on each of {replicas} data-parallel replicas, and more would leave one empty; raise"
+        " run.max_tokens_per_micro_batch"
     )
 
 
 def plan_packed(work: Work, count: int, replicas: int) -> list[Slot] | None:
-    """`count` slots, each filled from the longest sequences left, up to the cost of the longest or its share; None: no room."""
+    """`count` slots, each filled from the longest sequences left, up to the cost of the longest or
+    its share; None: no room.
+    """
     costs = [work.cost([i]) for i in range(len(work.rows))]
     left = sorted(range(len(work.rows)), key=lambda i: -work.rows[i])
     slots, cost_left = [], sum(costs)
@@ -84,11 +100,19 @@ def plan_packed(work: Work, count: int, replicas: int) -> list[Slot] | None:
 
 
 def fill_slot(
-    work: Work, costs: Sequence[int], descending: Sequence[int], replicas: int, limit: float, *, keep: int
+    work: Work,
+    costs: Sequence[int],
+    descending: Sequence[int],
+    replicas: int,
+    limit: float,
+    *,
+    keep: int,
 ) -> tuple[Slot, list[int]]:
-    """(a slot, the rest): the longest sequence to each replica, then from long to short to the cheapest one so far.
+    """(a slot, the rest): the longest sequence to each replica, then from long to short to the
+    cheapest one so far.
 
-    A sequence that would exceed `limit` (cost) or the cap there is left, and so are the shortest `keep` sequences.
+    A sequence that would exceed `limit` (cost) or the cap there is left, and so are the shortest
+    `keep` sequences.
     """
     slot = [[i] for i in descending[:replicas]]
     rows = [work.rows[i] for i in descending[:replicas]]
@@ -120,20 +144,24 @@ def no_room(work: Work, rows: int, cost: int, more_rows: int, more_cost: int, li
 
 
 def plan_padded(work: Work, count: int, replicas: int) -> list[Slot] | None:
-    """`count` slots of sequences of similar length: few pads, and one shape side by side; None: no room.
+    """`count` slots of sequences of similar length: few pads, and one shape side by side; None: no
+    room.
 
-    A slot is a run of the sequences in descending order, assigned to the replicas one by one.  The shortest sequences, which
-    `replicas` does not divide, go into a slot with room for one more.
+    A slot is a run of the sequences in descending order, assigned to the replicas one by one.  The
+    shortest sequences, which `replicas` does not divide, go into a slot with room for one more.
     """
     order = sorted(range(len(work.rows)), key=lambda i: -work.rows[i])
     whole = len(order) // replicas * replicas
-    sizes = [work.rows[i] for i in order[:whole:replicas]]  # the longest of each `replicas` neighbours
+    # the longest of each `replicas` neighbours
+    sizes = [work.rows[i] for i in order[:whole:replicas]]
     if len(cuts(sizes, work.max_rows)) > count:
         return None
     lowest_cap = bisect_left(range(work.max_rows), -count, key=lambda cap: -len(cuts(sizes, cap)))
     runs = [range(a, b) for a, b in pairwise([*cuts(sizes, lowest_cap), len(sizes)])]
     while len(runs) < count:
-        costliest = max((run for run in runs if len(run) > 1), key=lambda run: len(run) * sizes[run.start])
+        costliest = max(
+            (run for run in runs if len(run) > 1), key=lambda run: len(run) * sizes[run.start]
+        )
         at = runs.index(costliest)
         half = len(costliest) // 2
         runs[at : at + 1] = [costliest[:half], costliest[half:]]
@@ -148,7 +176,9 @@ def plan_padded(work: Work, count: int, replicas: int) -> list[Slot] | None:
 
 
 def cuts(descending: Sequence[int], cap: int) -> list[int]:
-    """Where the runs of `descending` start; each is filled while its first length x its size stays under the cap."""
+    """Where the runs of `descending` start; each is filled while its first length x its size stays
+    under the cap.
+    """
     starts, at = [], 0
     while at < len(descending):
         starts.append(at)
@@ -156,15 +186,21 @@ def cuts(descending: Sequence[int], cap: int) -> list[int]:
     return starts
 
 
-def assign(slots: Sequence[Slot], owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int) -> list[Slot]:
-    """The slots with micro-batch r for replica r: each goes to the replica that holds most of its rows, so that few are sent.
+def assign(
+    slots: Sequence[Slot], owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int
+) -> list[Slot]:
+    """The slots with micro-batch r for replica r: each goes to the replica that holds most of its
+    rows, so that few are sent.
 
-    owners: the replica that holds each sequence, or any other number.  Sequences of a micro-batch are in ascending order.
+    owners: the replica that holds each sequence, or any other number.  Sequences of a micro-batch
+    are in ascending order.
     """
     return [assign_slot(slot, owners, rows, replicas) for slot in slots]
 
 
-def assign_slot(slot: Slot, owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int) -> Slot:
+def assign_slot(
+    slot: Slot, owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int
+) -> Slot:
     given: dict[int, list[int]] = {}  # the first parts, which cost most, choose first
     unassigned = []
     for part in slot:
@@ -176,4 +212,7 @@ def assign_slot(slot: Slot, owners: Sequence[int], rows: Sequence[int] | np.ndar
             given[max(held, key=lambda replica: held[replica])] = part
         else:
             unassigned.append(part)
-    return [sorted(given[replica] if replica in given else unassigned.pop()) for replica in range(replicas)]
+    return [
+        sorted(given[replica] if replica in given else unassigned.pop())
+        for replica in range(replicas)
+    ]

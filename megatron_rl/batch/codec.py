@@ -1,7 +1,8 @@
-"""A rollout as a JSON header and named arrays: the one form in which it is sent to ranks and written to files.
+"""A rollout as a JSON header and named arrays: the one form in which it is sent to ranks and
+written to files.
 
-Used by transfer.py (between ranks), rollout/recorder.py and rollout/saved.py (files of a run) and rollout/partial.py (files of
-a checkpoint).
+Used by transfer.py (between ranks), rollout/recorder.py and rollout/saved.py (files of a run) and
+rollout/partial.py (files of a checkpoint).
 Shapes: S tokens of a rollout, R of them sampled, L MoE layers, K top-k, n rollouts.
 """
 
@@ -15,14 +16,23 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from megatron_rl.records import Rollout, check_digest, check_episode, spanned_versions, version_spans
+from megatron_rl.records import (
+    Rollout,
+    check_digest,
+    check_episode,
+    spanned_versions,
+    version_spans,
+)
 from megatron_rl.sampling_mask import SamplingMask, check_mask
 
 ALIGNMENT = 16  # bytes: every array starts at a multiple, so that views of any dtype are aligned
 
 
 def header_of(rollout: Rollout) -> dict[str, Any]:
-    """All fields of a sequence but the arrays.  versions: [[version, tokens], ...] of the response, in order."""
+    """All fields of a sequence but the arrays.
+
+    versions: [[version, tokens], ...] of the response, in order.
+    """
     optional = {
         "reward": rollout.reward,
         "metrics": dict(rollout.metrics),
@@ -40,10 +50,11 @@ def header_of(rollout: Rollout) -> dict[str, Any]:
 
 
 def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
-    """Of one sequence: tokens int64 [S], logprobs float32 [R]; environment int64 [spans, 2] where it wrote any; with routes
-    also routed_experts uint8 | int16 [S - 1, L, K] and routes_digest uint8 [16], and missing_routes bool [S - 1] where some rows
-    hold none; episode_digest uint8 [16] where it ends an episode of several; with kept sets mask_sizes uint16 [R] and mask_codes
-    uint8 [bytes], see SamplingMask."""
+    """Of one sequence: tokens int64 [S], logprobs float32 [R]; environment int64 [spans, 2] where
+    it wrote any; with routes also routed_experts uint8 | int16 [S - 1, L, K] and routes_digest
+    uint8 [16], and missing_routes bool [S - 1] where some rows hold none; episode_digest uint8 [16]
+    where it ends an episode of several; with kept sets mask_sizes uint16 [R] and mask_codes uint8
+    [bytes], see SamplingMask."""
     arrays = {"tokens": rollout.tokens, "logprobs": rollout.rollout_logprobs}
     if rollout.environment:
         arrays["environment"] = np.array(rollout.environment, np.int64)
@@ -53,33 +64,51 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
     if rollout.missing_routes is not None:
         arrays["missing_routes"] = rollout.missing_routes
     if rollout.sampling_mask is not None:
-        arrays |= {"mask_sizes": rollout.sampling_mask.sizes, "mask_codes": rollout.sampling_mask.codes}
+        arrays |= {
+            "mask_sizes": rollout.sampling_mask.sizes,
+            "mask_codes": rollout.sampling_mask.codes,
+        }
     if rollout.episode_digest is not None:
         arrays["episode_digest"] = np.frombuffer(rollout.episode_digest, np.uint8)
     return arrays
 
 
 def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | None]) -> Rollout:
-    """The sequence of `header`, without its text; array(kind): one of `to_arrays`, or None.  See `joined` for an episode.
+    """The sequence of `header`, without its text; array(kind): one of `to_arrays`, or None.  See
+    `joined` for an episode.
 
-    Raises ValueError for arrays of other lengths than the header's, and for routes without a digest.  `pack` checks that the
-    digest is that of these tokens and routes.
+    Raises ValueError for arrays of other lengths than the header's, and for routes without a
+    digest.  `pack` checks that the digest is that of these tokens and routes.
     """
-    tokens, logprobs, versions = array("tokens"), array("logprobs"), spanned_versions(header["versions"])
+    tokens, logprobs, versions = (
+        array("tokens"),
+        array("logprobs"),
+        spanned_versions(header["versions"]),
+    )
     if tokens is None or logprobs is None:
-        raise ValueError(f"rollout {header['id']}: tokens or log-probs are missing; record it again")
+        raise ValueError(
+            f"rollout {header['id']}: tokens or log-probs are missing; record it again"
+        )
     environment = to_spans(array("environment"))
     observed = sum(end - start for start, end in environment)
     sizes = (len(tokens) - header["prompt_length"] - observed, len(logprobs), len(versions))
     if len(set(sizes)) > 1:
         others = f" and an environment of {observed}" if observed else ""
         raise ValueError(
-            f"rollout {header['id']}: {len(tokens)} tokens with a prompt of {header['prompt_length']}{others}, {sizes[1]} "
-            f"log-probs and {sizes[2]} weight versions must describe one response; record it again"
+            f"rollout {header['id']}: {len(tokens)} tokens with a prompt of"
+            f" {header['prompt_length']}{others}, {sizes[1]} log-probs and {sizes[2]} weight"
+            " versions must describe one response; record it again"
         )
-    routes, digest, of_episode = array("routed_experts"), array("routes_digest"), array("episode_digest")
+    routes, digest, of_episode = (
+        array("routed_experts"),
+        array("routes_digest"),
+        array("episode_digest"),
+    )
     if routes is not None and digest is None:
-        raise ValueError(f"rollout {header['id']}: expert ids without their digest, both are required; record it again")
+        raise ValueError(
+            f"rollout {header['id']}: expert ids without their digest, both are required; record it"
+            " again"
+        )
     return Rollout(
         id=header["id"],
         tokens=tokens,
@@ -111,15 +140,17 @@ def joined(rollout: Rollout, earlier: Sequence[Rollout]) -> Rollout:
         return check_episode(rollout)
     if rollout.episode_digest is None:
         raise ValueError(
-            f"rollout {rollout.id}: {len(earlier) + 1} sequences without the digest that binds them, which is required; "
-            "record it again"
+            f"rollout {rollout.id}: {len(earlier) + 1} sequences without the digest that binds"
+            " them, which is required; record it again"
         )
     return check_episode(replace(rollout, earlier=tuple(earlier)))
 
 
 def to_spans(environment: np.ndarray | None) -> tuple[tuple[int, int], ...]:
     """Rollout.environment of its array, int64 [spans, 2] or None."""
-    return () if environment is None else tuple((int(start), int(end)) for start, end in environment)
+    return (
+        () if environment is None else tuple((int(start), int(end)) for start, end in environment)
+    )
 
 
 def to_mask(sizes: np.ndarray | None, codes: np.ndarray | None, name: str) -> SamplingMask | None:
@@ -136,7 +167,13 @@ def check_origin(rollout: Rollout) -> Rollout:
     if rollout.sampling_mask is not None:
         check_mask(rollout.id, rollout.sampling_mask, rollout.tokens[rollout.sampled])
     if rollout.routed_experts is not None:
-        check_digest(rollout.id, rollout.tokens, rollout.routed_experts, rollout.routes_digest, rollout.environment)
+        check_digest(
+            rollout.id,
+            rollout.tokens,
+            rollout.routed_experts,
+            rollout.routes_digest,
+            rollout.environment,
+        )
     return rollout
 
 
@@ -145,17 +182,25 @@ FORMER_KINDS = {"routed_experts": "routes", "routes_digest": "digest", "missing_
 
 
 def file_arrays(name: str, rollout: Rollout) -> dict[str, np.ndarray]:
-    """`to_arrays` as tensors "NAME:KIND" of a safetensors file; "NAME/0:KIND", "NAME/1:KIND" ... of earlier sequences."""
+    """`to_arrays` as tensors "NAME:KIND" of a safetensors file; "NAME/0:KIND", "NAME/1:KIND" ...
+
+    of earlier sequences.
+    """
     names = [*(f"{name}/{number}" for number in range(len(rollout.earlier))), name]
     return {
-        f"{own}:{kind}": np.ascontiguousarray(array)  # safetensors writes the memory of a view, not its elements
+        # safetensors writes the memory of a view, not its elements
+        f"{own}:{kind}": np.ascontiguousarray(array)
         for own, sequence in zip(names, (*rollout.earlier, rollout), strict=True)
         for kind, array in to_arrays(sequence).items()
     }
 
 
-def arrays_in_file(file: safe_open, names: Collection[str], name: str) -> Callable[[str], np.ndarray | None]:
-    """For `from_arrays`: kind -> tensor "NAME:KIND" of an open safetensors file, None if not among its `names`."""
+def arrays_in_file(
+    file: safe_open, names: Collection[str], name: str
+) -> Callable[[str], np.ndarray | None]:
+    """For `from_arrays`: kind -> tensor "NAME:KIND" of an open safetensors file, None if not among
+    its `names`.
+    """
 
     def array(kind: str) -> np.ndarray | None:
         if f"{name}:{kind}" in names:
@@ -163,22 +208,29 @@ def arrays_in_file(file: safe_open, names: Collection[str], name: str) -> Callab
         former = f"{name}:{FORMER_KINDS.get(kind, kind)}"
         if former not in names:
             return None
-        return file.get_tensor(former).transpose(1, 0, 2) if kind == "routed_experts" else file.get_tensor(former)
+        return (
+            file.get_tensor(former).transpose(1, 0, 2)
+            if kind == "routed_experts"
+            else file.get_tensor(former)
+        )
 
     return array
 
 
 def layer_major(routes: np.ndarray) -> np.ndarray:
-    """The same ids [S - 1, L, K], in memory [L, S - 1, K]: ranks copy some of the layers, all rows of them."""
+    """The same ids [S - 1, L, K], in memory [L, S - 1, K]: ranks copy some of the layers, all rows
+    of them.
+    """
     return np.ascontiguousarray(routes.transpose(1, 0, 2)).transpose(1, 0, 2)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Rollouts as bytes, of which any part can be copied: a step's routes take gigabytes, which are never all copied.
+    """Rollouts as bytes, of which any part can be copied: a step's routes take gigabytes, which are
+    never all copied.
 
-    blocks: uint8, views of the rollouts' arrays.  Each starts at a multiple of ALIGNMENT, after zeros; starts: int64, with
-    the number of all bytes at the end.
+    blocks: uint8, views of the rollouts' arrays.  Each starts at a multiple of ALIGNMENT, after
+    zeros; starts: int64, with the number of all bytes at the end.
     """
 
     blocks: Sequence[np.ndarray]
@@ -191,7 +243,9 @@ class Encoded:
         """Fill `out`, uint8, with the bytes from `start` on."""
         out[:] = 0
         end = start + len(out)
-        for index in range(int(np.searchsorted(self.starts, start, side="right")) - 1, len(self.blocks)):
+        for index in range(
+            int(np.searchsorted(self.starts, start, side="right")) - 1, len(self.blocks)
+        ):
             at = int(self.starts[index])
             if at >= end:
                 return
@@ -218,8 +272,11 @@ def encode(rollouts: Sequence[Rollout], **columns: np.ndarray) -> Encoded:
         for sequence in (*rollout.earlier, rollout):
             own = to_arrays(sequence)
             if "routed_experts" in own:
-                own["routed_experts"] = own["routed_experts"].transpose(1, 0, 2)  # layer-major, so this is contiguous
-            headers.append(header_of(sequence) | {"arrays": list(own), "num_earlier": len(sequence.earlier)})
+                # layer-major, so this is contiguous
+                own["routed_experts"] = own["routed_experts"].transpose(1, 0, 2)
+            headers.append(
+                header_of(sequence) | {"arrays": list(own), "num_earlier": len(sequence.earlier)}
+            )
             arrays += own.values()
     header = {
         "rollouts": headers,
@@ -234,7 +291,8 @@ def encode(rollouts: Sequence[Rollout], **columns: np.ndarray) -> Encoded:
 
 def from_bytes(data: np.ndarray) -> tuple[list[Rollout], dict[str, np.ndarray]]:
     """(rollouts, columns); inverse of `to_bytes` up to texts.  Arrays are views of `data`."""
-    at, length = ALIGNMENT, int(data[:8].view(np.int64)[0])  # the first block is the length of the header
+    # the first block is the length of the header
+    at, length = ALIGNMENT, int(data[:8].view(np.int64)[0])
     header = json.loads(data[at : at + length].tobytes())
     at += aligned(length)
     arrays = []

@@ -1,4 +1,6 @@
-"""Small sums and maxima over the ranks of a group, through whatever device the group's backend needs."""
+"""Small sums and maxima over the ranks of a group, through whatever device the group's backend
+needs.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ def device_of_group(group: dist.ProcessGroup) -> torch.device:
 
 
 def all_reduce(
-    values: Sequence[float] | np.ndarray, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+    values: Sequence[float] | np.ndarray,
+    op: dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup | None,
 ) -> np.ndarray:
-    """int64 [n] of integers, float64 [n] of floats; the same on every rank of `group` (None: a single replica)."""
+    """int64 [n] of integers, float64 [n] of floats; the same on every rank of `group` (None: a
+    single replica).
+    """
     array = np.array(values)
     if group is None or group.size() == 1:
         return array
@@ -26,6 +32,8 @@ def all_reduce(
     return tensor.cpu().numpy()
 
 
-def all_reduce_ints(values: Sequence[int], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
+def all_reduce_ints(
+    values: Sequence[int], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> list[int]:
     """Reduce a few integers over `group`."""
     return all_reduce(values, op, group).tolist()

@@ -1,9 +1,10 @@
-"""The packed order, defined once: sequences end to end, then pads.  Everything per token is built here together.
+"""The packed order, defined once: sequences end to end, then pads.  Everything per token is built
+here together.
 
-Row t holds input token t and everything about predicting token t + 1 of the same sequence, so a sampled token at sequence
-position s is in row s - 1.  Context parallelism cuts every sequence into equal chunks, and a padded (BSHD) micro-batch has the
-same number of rows for all, so each may be followed by pads of its own, inside its bounds in cu_seqlens: causal attention
-hides them.
+Row t holds input token t and everything about predicting token t + 1 of the same sequence, so a
+sampled token at sequence position s is in row s - 1.  Context parallelism cuts every sequence into
+equal chunks, and a padded (BSHD) micro-batch has the same number of rows for all, so each may be
+followed by pads of its own, inside its bounds in cu_seqlens: causal attention hides them.
 Shapes: S tokens of a sequence, T packed rows, B sequences, L MoE layers, K top-k.
 """
 
@@ -24,13 +25,20 @@ from megatron_rl.sampling_mask import SamplingMask, check_mask
 class PackRule:
     """What the engine's layout requires of a micro-batch's rows.
 
-    pad_multiple: T is a multiple of it (tensor ranks under sequence parallelism); a multiple of sequence_multiple.
-    equal_sizes: rows are equal on all data-parallel replicas (the allgather dispatcher gathers tokens over them).
-    sequence_multiple: every sequence's rows are a multiple of it (2 x cp under context parallelism).
-    count_multiple: the number of micro-batches is a multiple of it (pp under the interleaved schedule).
-    padded: all sequences of a micro-batch have the rows of its longest, T = B x rows; pad_multiple then has no effect.
-    mask_missing_routes: a token predicted by a row without a route leaves the loss (replay.on_missing_route = mask_token).
-    balance_length: rows at which a sequence's attention costs as much as everything else (models/cost.py).
+    pad_multiple: T is a multiple of it (tensor ranks under sequence parallelism); a multiple of
+    sequence_multiple.
+    equal_sizes: rows are equal on all data-parallel replicas (the allgather dispatcher gathers
+    tokens over them).
+    sequence_multiple: every sequence's rows are a multiple of it (2 x cp under context
+    parallelism).
+    count_multiple: the number of micro-batches is a multiple of it (pp under the interleaved
+    schedule).
+    padded: all sequences of a micro-batch have the rows of its longest, T = B x rows; pad_multiple
+    then has no effect.
+    mask_missing_routes: a token predicted by a row without a route leaves the loss
+    (replay.on_missing_route = mask_token).
+    balance_length: rows at which a sequence's attention costs as much as everything else
+    (models/cost.py).
     """
 
     pad_multiple: int = 1
@@ -46,9 +54,11 @@ class PackRule:
         return -(-num_tokens // self.sequence_multiple) * self.sequence_multiple
 
     def rows(self, lengths: Sequence[int], beside: Sequence[Sequence[int]] = ()) -> list[int]:
-        """Rows of every sequence of a micro-batch whose sequences need `lengths`, then of the pad sequences, if any.
+        """Rows of every sequence of a micro-batch whose sequences need `lengths`, then of the pad
+        sequences, if any.
 
-        beside: the lengths of the micro-batches that run side by side with it on other replicas, for equal_sizes.
+        beside: the lengths of the micro-batches that run side by side with it on other replicas,
+        for equal_sizes.
         """
         equal = [lengths, *beside] if self.equal_sizes else [lengths]
         if self.padded:
@@ -58,15 +68,21 @@ class PackRule:
 
 
 def pack(
-    samples: Sequence[Sample], rows: Sequence[int] | None = None, *, mask_missing_routes: bool = False
+    samples: Sequence[Sample],
+    rows: Sequence[int] | None = None,
+    *,
+    mask_missing_routes: bool = False,
 ) -> PackedBatch:
-    """Pack `samples` in the given order into one micro-batch of `rows` each, see PackRule.rows (default: no pads).
+    """Pack `samples` in the given order into one micro-batch of `rows` each, see PackRule.rows
+    (default: no pads).
 
-    The last row of every sequence, and rows without a route, are RowState.LIVE.  A sequence with fewer tokens than rows is
-    followed by pads; `rows` beyond the samples are pad sequences: no real token attends to a pad.
-    mask_missing_routes: the token that a row without a route predicts is left out of the loss mask.  response_lengths and the
-    counts that divide the loss still include it, so that the weight of all other tokens does not change.
-    Raises ValueError when arrays do not match the tokens, in length or by their digest.
+    The last row of every sequence, and rows without a route, are RowState.LIVE.  A sequence with
+    fewer tokens than rows is followed by pads; `rows` beyond the samples are pad sequences: no real
+    token attends to a pad.
+    mask_missing_routes: the token that a row without a route predicts is left out of the loss mask.
+    response_lengths and the counts that divide the loss still include it, so that the weight of all
+    other tokens does not change. Raises ValueError when arrays do not match the tokens, in length
+    or by their digest.
     """
     if not samples:
         raise ValueError("a micro-batch needs at least one sequence")
@@ -74,7 +90,9 @@ def pack(
         check_rollout(sample.rollout)
     lengths = [len(sample.rollout.tokens) for sample in samples]
     rows = lengths if rows is None else rows
-    assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), "too few rows"
+    assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), (
+        "too few rows"
+    )
     boundaries = np.concatenate([[0], np.cumsum(rows)])
     num_rows = int(boundaries[-1])
     columns = {
@@ -90,7 +108,9 @@ def pack(
         "row_state": np.full(num_rows, RowState.PAD, np.uint8),
         "policy_versions": np.full(num_rows, -1, np.int64),
     }
-    for index, (sample, start, length) in enumerate(zip(samples, boundaries, lengths, strict=False)):
+    for index, (sample, start, length) in enumerate(
+        zip(samples, boundaries, lengths, strict=False)
+    ):
         own = {name: column[start : start + length] for name, column in columns.items()}
         fill_sequence(own, index, sample)
         mark_missing_routes(own, sample.rollout, mask=mask_missing_routes)
@@ -122,41 +142,56 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
     rows["sequence_ids"][:] = index
     rows["response_ids"][:] = -1 if sample.response is None else sample.response
     rows["response_lengths"][:] = max(sample.length, 1)
-    rows["row_state"][:-1] = RowState.REPLAYED if rollout.routed_experts is not None else RowState.LIVE
+    rows["row_state"][:-1] = (
+        RowState.REPLAYED if rollout.routed_experts is not None else RowState.LIVE
+    )
     rows["row_state"][-1] = RowState.LIVE  # the last token was never an input of the server
 
 
 def mark_missing_routes(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: bool) -> None:
-    """In rows without a route the router chooses; with `mask` what they predict is left out of the loss."""
+    """In rows without a route the router chooses; with `mask` what they predict is left out of the
+    loss.
+    """
     if rollout.missing_routes is None:
         return
     missing = np.append(rollout.missing_routes, False)
     rows["row_state"][missing] = RowState.LIVE
     if mask:
-        for name in ("loss_mask", "rollout_logprobs", "advantages"):  # PackedBatch: the last two are 0 outside the mask
+        # PackedBatch: the last two are 0 outside the mask
+        for name in ("loss_mask", "rollout_logprobs", "advantages"):
             rows[name][missing] = 0
         rows["policy_versions"][missing] = -1
 
 
 def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
-    """Each rollout's expert ids [S - 1, L, K], not copied: most ranks need only a small part of them."""
+    """Each rollout's expert ids [S - 1, L, K], not copied: most ranks need only a small part of
+    them.
+    """
     routes = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
     if routes and len(routes) < len(rollouts):
         missing = [rollout.id for rollout in rollouts if rollout.routed_experts is None]
-        raise ValueError(f"rollouts {missing} have no routed experts but others of the same micro-batch do")
+        raise ValueError(
+            f"rollouts {missing} have no routed experts but others of the same micro-batch do"
+        )
     return tuple(routes) or None
 
 
 def pack_masks(
     rollouts: Sequence[Rollout], boundaries: np.ndarray
 ) -> tuple[tuple[SamplingMask, ...] | None, torch.Tensor | None]:
-    """PackedBatch.sampling_masks, not decoded, and mask_tokens; (None, None) where no rollout has a mask."""
-    masks = tuple(rollout.sampling_mask for rollout in rollouts if rollout.sampling_mask is not None)
+    """PackedBatch.sampling_masks, not decoded, and mask_tokens; (None, None) where no rollout has a
+    mask.
+    """
+    masks = tuple(
+        rollout.sampling_mask for rollout in rollouts if rollout.sampling_mask is not None
+    )
     if not masks:
         return None, None
     if len(masks) < len(rollouts):
         missing = [rollout.id for rollout in rollouts if rollout.sampling_mask is None]
-        raise ValueError(f"rollouts {missing} have no kept sets but others of the same micro-batch do")
+        raise ValueError(
+            f"rollouts {missing} have no kept sets but others of the same micro-batch do"
+        )
     tokens, first = np.full(int(boundaries[-1]), -1, np.int64), 0
     for rollout, start in zip(rollouts, boundaries, strict=False):
         count = rollout.response_length
@@ -169,21 +204,33 @@ def check_rollout(rollout: Rollout) -> None:
     """Raise ValueError when a rollout's arrays do not describe the same tokens."""
     length, name = len(rollout.tokens), f"rollout {rollout.id}"
     if rollout.earlier:
-        raise ValueError(f"{name}: an episode of {len(rollout.sequences)} sequences; pack Sample.sequences, one by one")
+        raise ValueError(
+            f"{name}: an episode of {len(rollout.sequences)} sequences; pack Sample.sequences, one"
+            " by one"
+        )
     if not 1 <= rollout.prompt_length < length:
-        raise ValueError(f"{name}: prompt of {rollout.prompt_length} in {length} tokens leaves no response")
+        raise ValueError(
+            f"{name}: prompt of {rollout.prompt_length} in {length} tokens leaves no response"
+        )
     check_environment_tokens(rollout)
-    per_token = {"rollout_logprobs": rollout.rollout_logprobs, "policy_versions": rollout.policy_versions}
+    per_token = {
+        "rollout_logprobs": rollout.rollout_logprobs,
+        "policy_versions": rollout.policy_versions,
+    }
     for key, values in per_token.items():
         if len(values) != rollout.response_length:
-            raise ValueError(f"{name}: {len(values)} {key} for {rollout.response_length} sampled tokens")
+            raise ValueError(
+                f"{name}: {len(values)} {key} for {rollout.response_length} sampled tokens"
+            )
     if rollout.sampling_mask is not None:
         check_mask(rollout.id, rollout.sampling_mask, rollout.tokens[rollout.sampled])
     routes, missing = rollout.routed_experts, rollout.missing_routes
     if routes is None:
         return
     if len(routes) != length - 1:
-        raise ValueError(f"{name}: routed_experts has {len(routes)} rows, must be tokens - 1 = {length - 1}")
+        raise ValueError(
+            f"{name}: routed_experts has {len(routes)} rows, must be tokens - 1 = {length - 1}"
+        )
     if missing is not None and (missing.shape != (length - 1,) or missing.dtype != bool):
         found = f"{missing.dtype} {list(missing.shape)}"
         raise ValueError(f"{name}: missing_routes is {found}, must be bool [{length - 1}]")
@@ -191,10 +238,17 @@ def check_rollout(rollout: Rollout) -> None:
 
 
 def check_environment_tokens(rollout: Rollout) -> None:
-    """Raise ValueError unless a sampled token comes before, between and after the environment's spans."""
-    bounds = [rollout.prompt_length, *(place for span in rollout.environment for place in span), len(rollout.tokens)]
+    """Raise ValueError unless a sampled token comes before, between and after the environment's
+    spans.
+    """
+    bounds = [
+        rollout.prompt_length,
+        *(place for span in rollout.environment for place in span),
+        len(rollout.tokens),
+    ]
     if any(a >= b for a, b in pairwise(bounds)):
         raise ValueError(
-            f"rollout {rollout.id}: environment = {list(rollout.environment)} in tokens {rollout.prompt_length} to "
-            f"{len(rollout.tokens)}: must be (start, end) in order, with sampled tokens before, between and after them"
+            f"rollout {rollout.id}: environment = {list(rollout.environment)} in tokens"
+            f" {rollout.prompt_length} to {len(rollout.tokens)}: must be (start, end) in order,"
+            " with sampled tokens before, between and after them"
         )

@@ -1,4 +1,5 @@
-"""Length penalties: DAPO's overlong shaping (arXiv 2503.14476, section 3.4) and a constant price per token.
+"""Length penalties: DAPO's overlong shaping (arXiv 2503.14476, section 3.4) and a constant price
+per token.
 
 Shapes: G responses.
 """
@@ -15,19 +16,27 @@ from megatron_rl.records import RolloutGroup
 
 
 def with_penalties(groups: Sequence[RolloutGroup], config: Config) -> list[RolloutGroup]:
-    """Fill `penalties` of every group, which advantages add to the rewards; unchanged groups where none is configured.
+    """Fill `penalties` of every group, which advantages add to the rewards; unchanged groups where
+    none is configured.
 
-    penalty = overlong_penalty (batch.overlong_cache) - batch.length_penalty x sampled tokens / rollout.max_response_tokens.
-    What an environment wrote counts towards the limit, and has no price.  Of an episode of several sequences all sampled
-    tokens are paid for; the limit is that of a sequence, and the longest one counts.
+    penalty = overlong_penalty (batch.overlong_cache) - batch.length_penalty x sampled tokens /
+    rollout.max_response_tokens. What an environment wrote counts towards the limit, and has no
+    price.  Of an episode of several sequences all sampled tokens are paid for; the limit is that of
+    a sequence, and the longest one counts.
     """
-    cache, price, limit = config.batch.overlong_cache, config.batch.length_penalty, config.rollout.max_response_tokens
+    cache, price, limit = (
+        config.batch.overlong_cache,
+        config.batch.length_penalty,
+        config.rollout.max_response_tokens,
+    )
     if not cache and not price:
         return list(groups)
     shaped = []
     for group in groups:
         sampled = np.array([rollout.episode_length for rollout in group.rollouts])
-        longest = np.array([max(len(s.tokens) - s.prompt_length for s in r.sequences) for r in group.rollouts])
+        longest = np.array(
+            [max(len(s.tokens) - s.prompt_length for s in r.sequences) for r in group.rollouts]
+        )
         penalties = (-price * sampled / limit).astype(np.float32)
         if cache:
             penalties += overlong_penalty(longest, limit, cache)
@@ -36,8 +45,12 @@ def with_penalties(groups: Sequence[RolloutGroup], config: Config) -> list[Rollo
 
 
 def overlong_penalty(lengths: np.ndarray, max_tokens: int, cache_tokens: int) -> np.ndarray:
-    """float32 [G] for response lengths [G]: 0 up to L_max - L_c, then falling linearly to -1 at L_max.
+    """float32 [G] for response lengths [G]: 0 up to L_max - L_c, then falling linearly to -1 at
+    L_max.
 
-    penalty = ((L_max - L_c) - length) / L_c, within [-1, 0]; L_max = max_tokens, L_c = cache_tokens.
+    penalty = ((L_max - L_c) - length) / L_c, within [-1, 0]; L_max = max_tokens, L_c =
+    cache_tokens.
     """
-    return np.clip((max_tokens - cache_tokens - lengths) / cache_tokens, -1.0, 0.0).astype(np.float32)
+    return np.clip((max_tokens - cache_tokens - lengths) / cache_tokens, -1.0, 0.0).astype(
+        np.float32
+    )

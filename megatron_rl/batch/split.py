@@ -1,4 +1,5 @@
-"""Groups -> N mini-batches -> micro-batches under a token cap, the same number on every data-parallel replica.
+"""Groups -> N mini-batches -> micro-batches under a token cap, the same number on every
+data-parallel replica.
 
 Which sequences share a micro-batch, and which replica computes it: assignment.py and balance.py.
 """
@@ -33,17 +34,19 @@ def split(
 ) -> list[MiniBatch]:
     """Split this replica's groups into N mini-batches of packed micro-batches.
 
-    All responses to a prompt are in one mini-batch; every response is used exactly once; the partition is a permutation seeded
-    with (run.seed, `seed`).  Responses without a reward (NaN: reward.on_error = drop) are left out of the loss and its
-    denominators; with batch.filter_truncated also those cut off at the length limit (DAPO's overlong filtering).
-    save_tokens: indices of the groups whose token data is written, wherever they are trained.  policy_version: see MiniBatch.
-    Collective over `dp_group` (None: a single replica).
+    All responses to a prompt are in one mini-batch; every response is used exactly once; the
+    partition is a permutation seeded with (run.seed, `seed`).  Responses without a reward (NaN:
+    reward.on_error = drop) are left out of the loss and its denominators; with
+    batch.filter_truncated also those cut off at the length limit (DAPO's overlong filtering).
+    save_tokens: indices of the groups whose token data is written, wherever they are trained.
+    policy_version: see MiniBatch. Collective over `dp_group` (None: a single replica).
     """
     run = config.run
     if len(groups) % run.num_mini_batches:
         raise ValueError(
-            f"this replica has {len(groups)} prompt groups for run.num_mini_batches = {run.num_mini_batches}; "
-            "run.prompts_per_step must be a multiple of num_mini_batches times the data-parallel size"
+            f"this replica has {len(groups)} prompt groups for run.num_mini_batches ="
+            f" {run.num_mini_batches}; run.prompts_per_step must be a multiple of num_mini_batches"
+            " times the data-parallel size"
         )
     order = np.random.default_rng([run.seed, seed]).permutation(len(groups))
     own = 0 if dp_group is None else dp_group.rank()
@@ -54,26 +57,39 @@ def split(
             for index in part
             for sample in make_samples(groups[index], config.batch.filter_truncated)
         ]
-        batch = make_mini_batch(samples, max_tokens=run.max_tokens_per_micro_batch, rule=rule, dp_group=dp_group)
+        batch = make_mini_batch(
+            samples, max_tokens=run.max_tokens_per_micro_batch, rule=rule, dp_group=dp_group
+        )
         batches.append(replace(batch, index=number, policy_version=policy_version))
     return batches
 
 
 def make_mini_batch(
-    samples: Sequence[Sample], *, max_tokens: int, rule: PackRule, dp_group: dist.ProcessGroup | None
+    samples: Sequence[Sample],
+    *,
+    max_tokens: int,
+    rule: PackRule,
+    dp_group: dist.ProcessGroup | None,
 ) -> MiniBatch:
-    """Assign the sequences of all replicas' samples to micro-batches of equal work side by side, send them there, and pack
-    those of this replica.  Collective over `dp_group`.
+    """Assign the sequences of all replicas' samples to micro-batches of equal work side by side,
+    send them there, and pack those of this replica.  Collective over `dp_group`.
 
     Raises ValueError where there are too few samples for the number of micro-batches.
     """
     replicas, own = (1, 0) if dp_group is None else (dp_group.size(), dp_group.rank())
-    learned = [sample.length for sample in samples if sample.in_loss]  # an episode of several sequences is one response
+    # an episode of several sequences is one response
+    learned = [sample.length for sample in samples if sample.in_loss]
     sizes = [len(learned) * (replica == own) for replica in range(replicas)]
-    *sizes, num_response_tokens = all_reduce_ints([*sizes, sum(learned)], dist.ReduceOp.SUM, dp_group)
+    *sizes, num_response_tokens = all_reduce_ints(
+        [*sizes, sum(learned)], dist.ReduceOp.SUM, dp_group
+    )
     num_responses = sum(sizes)
-    samples = [sequence for sample in numbered(samples, sum(sizes[:own])) for sequence in sample.sequences]
-    counts, rows = gather_rows([rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group)
+    samples = [
+        sequence for sample in numbered(samples, sum(sizes[:own])) for sequence in sample.sequences
+    ]
+    counts, rows = gather_rows(
+        [rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group
+    )
     try:
         plan, work = make_job_plan(counts, rows, max_tokens, rule, dp_group)
     except ValueError:  # the same on every rank
@@ -85,13 +101,17 @@ def make_mini_batch(
     start = sum(counts[:own])  # this replica's first sequence in the job's order
     arrived = exchange(samples, plan.destinations(slice(start, start + len(samples))), dp_group)
     parts = plan.micro_batches(own)
-    mine = dict(zip(sorted(i for part in parts for i in part), chain.from_iterable(arrived), strict=True))
+    mine = dict(
+        zip(sorted(i for part in parts for i in part), chain.from_iterable(arrived), strict=True)
+    )
     micro_batches, chosen = [], []
     for number, part in enumerate(parts):
         others = plan.side_by_side(number) if rule.equal_sizes else []
         its_rows = rule.rows(rows[part].tolist(), beside=[rows[other].tolist() for other in others])
         chosen.append(tuple(mine[i] for i in part))
-        micro_batches.append(pack(chosen[-1], its_rows, mask_missing_routes=rule.mask_missing_routes))
+        micro_batches.append(
+            pack(chosen[-1], its_rows, mask_missing_routes=rule.mask_missing_routes)
+        )
     # at least 1: with no response in the loss, it is 0 whatever divides it
     return MiniBatch(
         tuple(micro_batches),
@@ -106,15 +126,21 @@ def numbered(samples: Sequence[Sample], first: int) -> Iterator[Sample]:
     """The samples, those in the loss with the numbers from `first` on as their `response`."""
     numbers = count(first)
     for sample in samples:
-        # a sequence of a saved mini-batch keeps its number: it may be one of several of its response
+        # a sequence of a saved mini-batch keeps its number: it may be one of several of its
+        # response
         is_new = sample.in_loss and sample.episode_length is None
         yield replace(sample, response=next(numbers)) if is_new else sample
 
 
 def make_job_plan(
-    counts: Sequence[int], rows: np.ndarray, max_tokens: int, rule: PackRule, dp_group: dist.ProcessGroup | None
+    counts: Sequence[int],
+    rows: np.ndarray,
+    max_tokens: int,
+    rule: PackRule,
+    dp_group: dist.ProcessGroup | None,
 ) -> tuple[Plan, Work]:
-    """The plan of all replicas' sequences, and what it was made from.  counts, rows: of gather_rows.  Collective.
+    """The plan of all replicas' sequences, and what it was made from.  counts, rows: of
+    gather_rows.  Collective.
 
     Raises ValueError, on every rank, where there is none.
     """
@@ -134,33 +160,49 @@ def make_job_plan(
 def with_copies(
     samples: Sequence[Sample], counts: Sequence[int], rows: np.ndarray, own: int, number: int
 ) -> tuple[list[Sample], list[int], np.ndarray]:
-    """(samples, counts, rows) with `number` copies of the job's shortest sequence, at the end of its owner's sequences.
+    """(samples, counts, rows) with `number` copies of the job's shortest sequence, at the end of
+    its owner's sequences.
 
-    Episodes have any number of sequences: where two are too long for one micro-batch, some replicas would have fewer than others.
-    A copy is computed and not learned from; all its rows route live, so that no metric counts them.
+    Episodes have any number of sequences: where two are too long for one micro-batch, some replicas
+    would have fewer than others. A copy is computed and not learned from; all its rows route live,
+    so that no metric counts them.
     """
     shortest, ends = int(rows.argmin()), np.cumsum(counts)
     owner = int(np.searchsorted(ends, shortest, side="right"))
     samples = list(samples)
     if owner == own:
         sample = samples[shortest - int(ends[own])]  # counted from the end
-        rollout = replace(sample.rollout, missing_routes=np.ones(len(sample.rollout.tokens) - 1, bool))
+        rollout = replace(
+            sample.rollout, missing_routes=np.ones(len(sample.rollout.tokens) - 1, bool)
+        )
         samples += [
-            replace(sample, rollout=rollout, in_loss=False, episode_length=0, save_tokens=False, response=None)
+            replace(
+                sample,
+                rollout=rollout,
+                in_loss=False,
+                episode_length=0,
+                save_tokens=False,
+                response=None,
+            )
         ] * number
     counts = [count + number * (replica == owner) for replica, count in enumerate(counts)]
     return samples, counts, np.insert(rows, int(ends[owner]), [rows[shortest]] * number)
 
 
-def gather_rows(rows: Sequence[int], group: dist.ProcessGroup | None) -> tuple[list[int], np.ndarray]:
+def gather_rows(
+    rows: Sequence[int], group: dist.ProcessGroup | None
+) -> tuple[list[int], np.ndarray]:
     """(number of sequences of every replica, rows int64 [N] of all of them in the same order)."""
     if group is None or group.size() == 1:
         return [len(rows)], np.array(rows, np.int64)
     counts = all_reduce_ints(
-        [len(rows) * (replica == group.rank()) for replica in range(group.size())], dist.ReduceOp.SUM, group
+        [len(rows) * (replica == group.rank()) for replica in range(group.size())],
+        dist.ReduceOp.SUM,
+        group,
     )
     start = sum(counts[: group.rank()])
-    everyone = np.zeros(sum(counts), np.int64)  # a sum of disjoint parts is a gather, of unequal sizes
+    # a sum of disjoint parts is a gather, of unequal sizes
+    everyone = np.zeros(sum(counts), np.int64)
     everyone[start : start + len(rows)] = rows
     return counts, all_reduce(everyone, dist.ReduceOp.SUM, group)
 
@@ -168,8 +210,14 @@ def gather_rows(rows: Sequence[int], group: dist.ProcessGroup | None) -> tuple[l
 def make_samples(group: RolloutGroup, filter_truncated: bool) -> Iterator[Sample]:
     """The responses of one prompt with their advantages, and whether they are in the loss."""
     if group.advantages is None:
-        raise ValueError(f"prompt {group.prompt.id}: advantages are missing; call with_advantages first")
+        raise ValueError(
+            f"prompt {group.prompt.id}: advantages are missing; call with_advantages first"
+        )
     rewards = np.zeros(len(group.rollouts)) if group.rewards is None else group.rewards
     for rollout, advantage, reward in zip(group.rollouts, group.advantages, rewards, strict=True):
         is_filtered = filter_truncated and rollout.finish_reason == "length"
-        yield Sample(check_episode(rollout), float(advantage), in_loss=not is_filtered and not np.isnan(reward))
+        yield Sample(
+            check_episode(rollout),
+            float(advantage),
+            in_loss=not is_filtered and not np.isnan(reward),
+        )

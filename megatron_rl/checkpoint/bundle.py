@@ -1,10 +1,14 @@
-"""One mini-batch on disk, with everything that its update is computed from: what `megatron-rl replay-batch` reads.
+"""One mini-batch on disk, with everything that its update is computed from: what `megatron-rl
+replay-batch` reads.
 
 A bundle is a folder with
-    bundle.json                why it was saved, step and update, layout, configuration, and the results
-    replica_DDDDD.safetensors  of data-parallel replica D: per micro-batch its sequences, advantages and rows
-    rank_RRRRR.safetensors     of rank R: its place, and per micro-batch log pi_old, log pi_ref and flips of its rows, and the
-                               experts that R2 recorded; with loss.router_shift the experts of the old-logprob pass and the
+    bundle.json                why it was saved, step and update, layout, configuration, and the
+                               results
+    replica_DDDDD.safetensors  of data-parallel replica D: per micro-batch its sequences, advantages
+                               and rows
+    rank_RRRRR.safetensors     of rank R: its place, and per micro-batch log pi_old, log pi_ref and
+                               flips of its rows, and the experts that R2 recorded; with
+                               loss.router_shift the experts of the old-logprob pass and the
                                router's log-probabilities of them
     weights/                   HF checkpoint of the policy before the update, unless saved without
 Shapes: T rows of a rank's micro-batch, l MoE layers of its stage, t router rows, K top-k.
@@ -37,7 +41,12 @@ from megatron_rl.checkpoint.bundle_sequences import (
     read_replica,
     replica_name,
 )
-from megatron_rl.checkpoint.checkpointer import CheckpointError, gather_values, layout_name, on_every_rank
+from megatron_rl.checkpoint.checkpointer import (
+    CheckpointError,
+    gather_values,
+    layout_name,
+    on_every_rank,
+)
 from megatron_rl.config import ParallelConfig, plain_values
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.engine.engine import Engine, OldPass, ReplayMode
@@ -60,8 +69,8 @@ class Age(TypedDict, total=False):
 
 
 class Header(Age):
-    """bundle.json.  step and update count from 0; device: "cpu" or the GPU's name; metrics: null where not
-    finite; gradients: digest of every rank."""
+    """bundle.json.  step and update count from 0; device: "cpu" or the GPU's name; metrics: null
+    where not finite; gradients: digest of every rank."""
 
     version: int
     reason: str
@@ -129,10 +138,11 @@ def write_bundle(
     with_weights: bool,
     weights: str,
 ) -> None:
-    """Write `folder`, complete or not at all; collective.  Before the update: `weights/` is what the gradient belongs to.
+    """Write `folder`, complete or not at all; collective.  Before the update: `weights/` is what
+    the gradient belongs to.
 
-    weights: where else they are, for people, without `with_weights`.  Raises CheckpointError on every rank where one could not
-    write.
+    weights: where else they are, for people, without `with_weights`.  Raises CheckpointError on
+    every rank where one could not write.
     """
     temporary = folder.with_name(f".{folder.name}.part")
     header: Header = {
@@ -191,11 +201,18 @@ def write_rank(folder: Path, engine: Engine, batch: MiniBatch, old: OldPass) -> 
     parallel = engine.parallel
     if parallel.is_replica_leader:
         tensors = {}
-        for number, (samples, micro_batch) in enumerate(zip(batch.samples, batch.micro_batches, strict=True)):
+        for number, (samples, micro_batch) in enumerate(
+            zip(batch.samples, batch.micro_batches, strict=True)
+        ):
             tensors[f"{number}:samples"] = torch.from_numpy(encode_samples(samples))
             tensors[f"{number}:rows"] = micro_batch.cu_seqlens.diff()
         save_file(tensors, folder / replica_name(parallel.dp_rank))
-    parts = {"logprobs": old.logprobs, "reference": old.reference, "flips": old.flips, "recorded": old.recorded}
+    parts = {
+        "logprobs": old.logprobs,
+        "reference": old.reference,
+        "flips": old.flips,
+        "recorded": old.recorded,
+    }
     bounds, layout = [micro_batch.cu_seqlens for micro_batch in batch.micro_batches], engine.layout
     values = {
         f"{number}:{kind}": value.contiguous().cpu()
@@ -205,9 +222,17 @@ def write_rank(folder: Path, engine: Engine, batch: MiniBatch, old: OldPass) -> 
     if old.router is not None:
         for number in range(len(bounds)):
             stacked = old.router.stacked(number)
-            values |= {f"{number}:{kind}": value.cpu() for kind, value in zip(OF_ROUTERS, stacked or (), strict=False)}
-    values |= {f"{number}:model_rows": indices(layout.model_rows(bound)) for number, bound in enumerate(bounds)}
-    values |= {f"{number}:router_rows": indices(layout.rows(bound)) for number, bound in enumerate(bounds)}
+            values |= {
+                f"{number}:{kind}": value.cpu()
+                for kind, value in zip(OF_ROUTERS, stacked or (), strict=False)
+            }
+    values |= {
+        f"{number}:model_rows": indices(layout.model_rows(bound))
+        for number, bound in enumerate(bounds)
+    }
+    values |= {
+        f"{number}:router_rows": indices(layout.rows(bound)) for number, bound in enumerate(bounds)
+    }
     values["place"] = torch.tensor([parallel.dp_rank, *layout.layers])
     save_file(values, folder / rank_name(parallel.rank))
 
@@ -220,27 +245,39 @@ def read_header(folder: Path) -> Header:
     try:
         header: Header = json.loads((folder / BUNDLE).read_text())
     except (OSError, ValueError) as error:
-        raise BundleError(f"{folder}: not a saved mini-batch: {error}; name a folder of RUN/batches") from error
+        raise BundleError(
+            f"{folder}: not a saved mini-batch: {error}; name a folder of RUN/batches"
+        ) from error
     if header.get("version") != VERSION or (missing := Header.__required_keys__ - header.keys()):
         raise BundleError(
-            f"{folder / BUNDLE}: version {header.get('version')} (known: {VERSION}), missing {sorted(missing)}"
+            f"{folder / BUNDLE}: version {header.get('version')} (known: {VERSION}), missing"
+            f" {sorted(missing)}"
             if header.get("version") == VERSION
-            else f"{folder / BUNDLE}: version {header.get('version')}, must be {VERSION}; use the program that wrote it"
+            else (
+                f"{folder / BUNDLE}: version {header.get('version')}, must be {VERSION}; use the"
+                " program that wrote it"
+            )
         )
     return header
 
 
 class Bundle:
-    """A bundle in the layout of `engine`: the same micro-batches where that is the saved one, else packed again."""
+    """A bundle in the layout of `engine`: the same micro-batches where that is the saved one, else
+    packed again.
+    """
 
     def __init__(self, folder: Path, engine: Engine) -> None:
         self.folder, self.engine, self.header = folder, engine, read_header(folder)
 
     @property
     def is_same_layout(self) -> bool:
-        saved, here = ParallelConfig.model_validate(self.header["config"]["parallel"]), self.engine.cfg.parallel
+        saved, here = (
+            ParallelConfig.model_validate(self.header["config"]["parallel"]),
+            self.engine.cfg.parallel,
+        )
         return (
-            (self.header["layout"], self.header["ranks"]) == (layout_name(self.engine), self.engine.parallel.world_size)
+            (self.header["layout"], self.header["ranks"])
+            == (layout_name(self.engine), self.engine.parallel.world_size)
             and saved.layers_per_stage == here.layers_per_stage
             and saved.use_sequence_parallel == here.use_sequence_parallel
         )
@@ -252,7 +289,9 @@ class Bundle:
 
     @property
     def replay(self) -> ReplayMode:
-        """What R2 recorded belongs to the rows of its layout; in another it is given with the rollouts, as under R3."""
+        """What R2 recorded belongs to the rows of its layout; in another it is given with the
+        rollouts, as under R3.
+        """
         mode = self.engine.cfg.replay.mode
         return "R3" if mode == "R2" and not self.is_same_layout else mode
 
@@ -285,15 +324,21 @@ class Bundle:
             reference=every["reference"] or None,
             router=self._router_record([every[kind] for kind in OF_ROUTERS], len(parts)),
         )
-        micro_batches = tuple(pack(samples, rows, mask_missing_routes=mask) for samples, rows in parts)
+        micro_batches = tuple(
+            pack(samples, rows, mask_missing_routes=mask) for samples, rows in parts
+        )
         counts = self.header["num_responses"], self.header["num_response_tokens"]
-        return MiniBatch(micro_batches, *counts, samples=tuple(samples for samples, _ in parts)), old
+        return MiniBatch(
+            micro_batches, *counts, samples=tuple(samples for samples, _ in parts)
+        ), old
 
     def _packed_again(self) -> tuple[MiniBatch, OldPass]:
         engine, parallel = self.engine, self.engine.parallel
         saved = SavedSequences(self.folder, self.header["replicas"], self.header["ranks"])
         batch = make_mini_batch(
-            saved.samples(with_record=self.replay != engine.cfg.replay.mode)[parallel.dp_rank :: parallel.dp_size],
+            saved.samples(with_record=self.replay != engine.cfg.replay.mode)[
+                parallel.dp_rank :: parallel.dp_size
+            ],
             max_tokens=engine.cfg.run.max_tokens_per_micro_batch,
             rule=engine.pack_rule,
             dp_group=parallel.dp_group,
@@ -304,14 +349,27 @@ class Bundle:
         router = None
         if engine.cfg.loss.switches.router_shift:
             layers = engine.layout.layers
-            found = [[tuple(self._rows_of(saved, f"{kind} {layer}", batch)) for layer in layers] for kind in OF_ROUTERS]
+            found = [
+                [tuple(self._rows_of(saved, f"{kind} {layer}", batch)) for layer in layers]
+                for kind in OF_ROUTERS
+            ]
             # [kind][layer][micro-batch] -> [kind][micro-batch], its layers stacked
-            stacked = [tuple(torch.stack(parts) for parts in zip(*every_layer, strict=True)) for every_layer in found]
+            stacked = [
+                tuple(torch.stack(parts) for parts in zip(*every_layer, strict=True))
+                for every_layer in found
+            ]
             router = self._router_record(stacked, len(batch.micro_batches))
-        return batch, OldPass(every["logprobs"], None, None, None, every["reference"] or None, router)
+        return batch, OldPass(
+            every["logprobs"], None, None, None, every["reference"] or None, router
+        )
 
-    def _router_record(self, found: Sequence[Sequence[Tensor]], num_micro_batches: int) -> RouterRecord | None:
-        """found: of every kind of OF_ROUTERS, [l, t, K] per micro-batch.  Raises BundleError where the loss needs more."""
+    def _router_record(
+        self, found: Sequence[Sequence[Tensor]], num_micro_batches: int
+    ) -> RouterRecord | None:
+        """found: of every kind of OF_ROUTERS, [l, t, K] per micro-batch.
+
+        Raises BundleError where the loss needs more.
+        """
         engine = self.engine
         if not engine.cfg.loss.switches.router_shift:
             return None
@@ -319,22 +377,27 @@ class Bundle:
         ids, values = found
         if engine.layout.layers and not len(ids) == len(values) == num_micro_batches:
             raise BundleError(
-                f"{self.folder}: no router probabilities, which loss.router_shift = true needs; save the mini-batch again "
-                "(an earlier version saved none)"
+                f"{self.folder}: no router probabilities, which loss.router_shift = true needs;"
+                " save the mini-batch again (an earlier version saved none)"
             )
         for number, parts in enumerate(zip(ids, values, strict=True)):
             record.put(number, *parts)
         return record
 
     def _rows_of(self, saved: SavedSequences, kind: str, batch: MiniBatch) -> Iterator[Tensor]:
-        """This rank's rows of every micro-batch, of its model or routers; nothing where none were saved.  Pads are 0."""
+        """This rank's rows of every micro-batch, of its model or routers; nothing where none were
+        saved.  Pads are 0.
+        """
         for samples, micro_batch in zip(batch.samples, batch.micro_batches, strict=True):
             values = saved.blank(kind, micro_batch.num_tokens)
             if values is None:
                 return
             for sample, start in zip(samples, micro_batch.cu_seqlens.tolist(), strict=False):
                 if (found := saved.values(sample.rollout.id, kind)) is None:
-                    raise BundleError(f"{self.folder}: {sample.rollout.id} has no {kind}, which other responses have")
+                    raise BundleError(
+                        f"{self.folder}: {sample.rollout.id} has no {kind}, which other responses"
+                        " have"
+                    )
                 values[start : start + len(found)] = found
             yield values[self._rows(kind, micro_batch.cu_seqlens)].to(self.engine.parallel.device)
 

@@ -1,4 +1,7 @@
-"""The sequences of a saved mini-batch, whatever layout saved them.  Shapes: T packed rows, L MoE layers, K top-k."""
+"""The sequences of a saved mini-batch, whatever layout saved them.
+
+Shapes: T packed rows, L MoE layers, K top-k.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,10 @@ class SavedSequences:
 
     def __init__(self, folder: Path, replicas: int, ranks: int) -> None:
         self._samples: list[Sample] = []
-        self._places: dict[str, tuple[int, int, slice]] = {}  # id -> replica, micro-batch, packed rows
-        self._rows: dict[tuple[int, int, str], Tensor] = {}  # of a replica's micro-batch, all packed rows
+        # id -> replica, micro-batch, packed rows
+        self._places: dict[str, tuple[int, int, slice]] = {}
+        # of a replica's micro-batch, all packed rows
+        self._rows: dict[tuple[int, int, str], Tensor] = {}
         sizes: dict[tuple[int, int], int] = {}
         for replica in range(replicas):
             for number, (samples, rows) in enumerate(read_replica(folder, replica)):
@@ -46,7 +51,9 @@ class SavedSequences:
 
     def samples(self, *, with_record: bool) -> list[Sample]:
         """with_record: with the experts that R2 recorded, in place of the server's."""
-        return [self._recorded(sample) for sample in self._samples] if with_record else self._samples
+        return (
+            [self._recorded(sample) for sample in self._samples] if with_record else self._samples
+        )
 
     def values(self, name: str, kind: str) -> Tensor | None:
         """Those of a sequence's own rows; None where none were saved."""
@@ -59,7 +66,9 @@ class SavedSequences:
         found = next((table for (*_, name), table in self._rows.items() if name == kind), None)
         return None if found is None else found.new_zeros(num_rows, *found.shape[1:])
 
-    def _add(self, replica: int, number: int, samples: Sequence[Sample], rows: Sequence[int]) -> None:
+    def _add(
+        self, replica: int, number: int, samples: Sequence[Sample], rows: Sequence[int]
+    ) -> None:
         start = 0
         for sample, size in zip(samples, rows, strict=False):  # pads come last
             rollout = sample.rollout
@@ -69,7 +78,9 @@ class SavedSequences:
             self._places[rollout.id] = replica, number, slice(start, start + len(rollout.tokens))
             start += size
 
-    def _read_rank(self, values: Mapping[str, Tensor], sizes: Mapping[tuple[int, int], int]) -> None:
+    def _read_rank(
+        self, values: Mapping[str, Tensor], sizes: Mapping[tuple[int, int], int]
+    ) -> None:
         replica, *layers = values["place"].tolist()
         for number in range(len(keys_of(values, "model_rows"))):
             of_model, of_router = values[f"{number}:model_rows"], values[f"{number}:router_rows"]
@@ -81,24 +92,37 @@ class SavedSequences:
                 if (found := values.get(f"{number}:{kind}")) is not None:
                     for layer, rows in zip(layers, found, strict=True):
                         key = replica, number, f"{kind} {layer}"
-                        table = self._rows.setdefault(key, rows.new_zeros(sizes[key[:2]], rows.shape[1]))
+                        table = self._rows.setdefault(
+                            key, rows.new_zeros(sizes[key[:2]], rows.shape[1])
+                        )
                         table[of_router] = rows
 
     def _recorded(self, sample: Sample) -> Sample:
         rollout, layers = sample.rollout, itertools.count()
         found = list(iter(lambda: self.values(rollout.id, f"recorded {next(layers)}"), None))
         if not found:
-            raise BundleError(f"rollout {rollout.id}: no recorded experts; replay.mode = R2 needs them")
-        # of the saved type: a micro-batch has one for all its sequences, whatever their largest ids are
+            raise BundleError(
+                f"rollout {rollout.id}: no recorded experts; replay.mode = R2 needs them"
+            )
+        # of the saved type: a micro-batch has one for all its sequences, whatever their largest ids
+        # are
         routes = np.stack([ids[:-1].numpy() for ids in found]).transpose(1, 0, 2)
-        return replace(sample, rollout=replace(rollout, routed_experts=routes, missing_routes=None, routes_digest=None))
+        return replace(
+            sample,
+            rollout=replace(
+                rollout, routed_experts=routes, missing_routes=None, routes_digest=None
+            ),
+        )
 
 
 def read_replica(folder: Path, replica: int) -> list[tuple[tuple[Sample, ...], list[int]]]:
     """(sequences, rows of each and then of pads) of every micro-batch of a replica."""
     tensors = read_bundle_tensors(folder / replica_name(replica))
     return [
-        (tuple(decode_samples(tensors[f"{number}:samples"].numpy())), tensors[f"{number}:rows"].tolist())
+        (
+            tuple(decode_samples(tensors[f"{number}:samples"].numpy())),
+            tensors[f"{number}:rows"].tolist(),
+        )
         for number in range(len(tensors) // 2)
     ]
 
@@ -113,4 +137,6 @@ def read_bundle_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise BundleError(f"{path}: cannot be read: {error}; the folder is not complete, copy it again") from error
+        raise BundleError(
+            f"{path}: cannot be read: {error}; the folder is not complete, copy it again"
+        ) from error

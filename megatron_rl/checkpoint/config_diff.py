@@ -13,34 +13,47 @@ Sections = Mapping[str, Mapping[str, object]]
 """A configuration as plain values: {"section": {"key": value}}."""
 FREE = (
     # where and on what it runs
-    "run.name", "run.dir", "run.device", "run.collective_timeout_minutes", "run.silence_timeout_seconds", "parallel.*",
-    "track.*", "run.log_format", "checkpoint.*", "eval.*", "run.save_batches", "run.anomaly_*", "run.trace",
+    "run.name", "run.dir", "run.device", "run.collective_timeout_minutes",
+    "run.silence_timeout_seconds", "parallel.*",
+    "track.*", "run.log_format", "checkpoint.*", "eval.*", "run.save_batches", "run.anomaly_*",
+    "run.trace",
     "reward.num_workers", "reward.timeout_seconds", "data.train",
-    "rollout.urls", "rollout.num_servers", "rollout.max_server_restarts", "rollout.gpus", "rollout.python", "rollout.api_key_env",
-    "rollout.host", "rollout.port", "rollout.server_args", "rollout.max_total_tokens", "rollout.max_running_requests",
-    "agent.*_seconds", "agent.concurrency", "agent.resume", "agent.isolation", "agent.process_memory_gib",
+    "rollout.urls", "rollout.num_servers", "rollout.max_server_restarts", "rollout.gpus",
+    "rollout.python", "rollout.api_key_env",
+    "rollout.host", "rollout.port", "rollout.server_args", "rollout.max_total_tokens",
+    "rollout.max_running_requests",
+    "agent.*_seconds", "agent.concurrency", "agent.resume", "agent.isolation",
+    "agent.process_memory_gib",
     "agent.endpoint_host", "agent.pass_env",
-    "rollout.*_seconds", "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors", "rollout.weight_sync",
-    "rollout.weight_sync_bucket_mb", "rollout.release_memory", "rollout.allow_unproven", "rollout.verify_push*",
+    "rollout.*_seconds", "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors",
+    "rollout.weight_sync",
+    "rollout.weight_sync_bucket_mb", "rollout.release_memory", "rollout.allow_unproven",
+    "rollout.verify_push*",
     # how the same numbers are computed
-    "run.max_tokens_per_micro_batch", "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",
+    "run.max_tokens_per_micro_batch", "model.layer_spec", "model.batch_format", "model.recompute",
+    "model.recompute_layers",
     "model.fused_lm_head", "model.token_dispatcher",
     # what is measured
-    "replay.measure", "replay.missing_route_budget", "optim.max_skipped_updates", "rollout.parity_*",
+    "replay.measure", "replay.missing_route_budget", "optim.max_skipped_updates",
+    "rollout.parity_*",
 )  # fmt: skip
-"""Keys (shell patterns) that may change freely: another place, layout or order of summation of the same training.  data.train is
-only a path: whether the prompts are the same is checked by their content."""
+"""Keys (shell patterns) that may change freely: another place, layout or order of summation of the
+same training.  data.train is only a path: whether the prompts are the same is checked by their
+content."""
 FREE_IF_CONSTANT = ("run.num_steps",)
 """Free while optim.schedule = constant: other schedules are stretched over all steps."""
 FREE_IF_PLAIN = ("rollout.quantize_keep",)
-"""Free while rollout.quantize = none: then nothing is rounded, and only the default of this version is accepted."""
+"""Free while rollout.quantize = none: then nothing is rounded, and only the default of this version
+is accepted.
+"""
 
 
 def check_changes(saved: Sections, cfg: Config, where: str) -> list[str]:
-    """Keys that changed and may; `saved` is the checkpoint's configuration, possibly with former names.
+    """Keys that changed and may; `saved` is the checkpoint's configuration, possibly with former
+    names.
 
-    Raises ValueError listing every key that changed and may not, with both values, unless checkpoint.allow_changes names it.
-    A key that one side does not know has its default there.
+    Raises ValueError listing every key that changed and may not, with both values, unless
+    checkpoint.allow_changes names it. A key that one side does not know has its default there.
     """
     fresh = type(cfg)(model={"path": cfg.model.path}, data={"train": cfg.data.train})  # type: ignore[arg-type]
     defaults = flat_settings(fresh.model_dump(mode="json"))
@@ -48,9 +61,14 @@ def check_changes(saved: Sections, cfg: Config, where: str) -> list[str]:
     saved = Redactor((cfg.rollout.api_key_env,)).tree(with_new_names(saved))
     before, now = defaults | flat_settings(saved), defaults | flat_settings(plain_values(cfg))
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    if refused := [key for key in matters(changed, cfg) if not matches(key, cfg.checkpoint.allow_changes)]:
+    if refused := [
+        key for key in matters(changed, cfg) if not matches(key, cfg.checkpoint.allow_changes)
+    ]:
         lines = [
-            f"{where} was made with other settings, which matter for what is trained (checkpoint -> now):",
+            (
+                f"{where} was made with other settings, which matter for what is trained"
+                " (checkpoint -> now):"
+            ),
             *(f"  {key}: {before.get(key)} -> {now.get(key)}" for key in refused),
             f"set them back, or accept them: --checkpoint.allow_changes {' '.join(refused)}",
         ]
@@ -71,4 +89,8 @@ def matches(key: str, patterns: Sequence[str]) -> bool:
 
 def flat_settings(sections: Sections) -> dict[str, object]:
     """{"section.key": value}."""
-    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    return {
+        f"{section}.{key}": value
+        for section, keys in sections.items()
+        for key, value in keys.items()
+    }

@@ -1,8 +1,9 @@
 """The folder of a run's checkpoints: names, atomic commit, the `latest` pointer, retention.
 
-A checkpoint is written to .step_NNNNNN.tmp and renamed to step_NNNNNN when all of it is on the disk (step_NNNNNN.2, ... where
-the name is taken: no checkpoint is ever replaced); then `latest` is renamed into place.  So at every moment each visible
-checkpoint is complete and `latest` names one of them.
+A checkpoint is written to .step_NNNNNN.tmp and renamed to step_NNNNNN when all of it is on the disk
+(step_NNNNNN.2, ... where the name is taken: no checkpoint is ever replaced); then `latest` is
+renamed into place.  So at every moment each visible checkpoint is complete and `latest` names one
+of them.
 """
 
 from __future__ import annotations
@@ -25,14 +26,20 @@ LATEST = "latest"
 STATE = "state.json"
 """In a checkpoint: a State."""
 STOPPED = "stopped"
-"""A file that exists when a signal ended the run and its state is saved: for job scripts whose launcher hides exit codes."""
+"""A file that exists when a signal ended the run and its state is saved: for job scripts whose
+launcher hides exit codes.
+"""
 NAME = re.compile(r"step_(\d+)(?:\.\d+)?")
 Progress = dict[str, Any]
-"""Where a run is, beside the engine, as plain values; each source of rollouts has its own keys (trainer/rollout_source.py)."""
+"""Where a run is, beside the engine, as plain values; each source of rollouts has its own keys
+(trainer/rollout_source.py).
+"""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or must not be loaded; the message names the file and the remedy."""
+    """A checkpoint that could not be written or must not be loaded; the message names the file and
+    the remedy.
+    """
 
 
 class Schedule(TypedDict):
@@ -41,7 +48,9 @@ class Schedule(TypedDict):
 
 
 class State(TypedDict):
-    """step: finished steps; adam_step: updates that Adam has made; ranks, layout: where it was saved; config: all settings."""
+    """step: finished steps; adam_step: updates that Adam has made; ranks, layout: where it was
+    saved; config: all settings.
+    """
 
     version: int
     step: int
@@ -56,7 +65,10 @@ class State(TypedDict):
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint that was complete when it got its name.  serial, value: see Facts; -1 and None without a manifest."""
+    """A checkpoint that was complete when it got its name.
+
+    serial, value: see Facts; -1 and None without a manifest.
+    """
 
     path: Path
     step: int
@@ -65,7 +77,9 @@ class Kept:
 
 
 def checkpoints(folder: Path) -> list[Kept]:
-    """The checkpoints of `folder` in the order of saving; those without a manifest that can be read, by step, come first."""
+    """The checkpoints of `folder` in the order of saving; those without a manifest that can be
+    read, by step, come first.
+    """
     found = []
     for path in folder.glob("step_*"):
         match = NAME.fullmatch(path.name)
@@ -80,9 +94,11 @@ def checkpoints(folder: Path) -> list[Kept]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names; without that file (the first commit was interrupted) the one saved last; or None.
+    """The checkpoint that `latest` names; without that file (the first commit was interrupted) the
+    one saved last; or None.
 
-    Raises ValueError, listing the checkpoints, when `latest` is damaged or names one that does not exist or was replaced.
+    Raises ValueError, listing the checkpoints, when `latest` is damaged or names one that does not
+    exist or was replaced.
     """
     pointer, kept = folder / LATEST, checkpoints(folder)
     if not pointer.exists():
@@ -101,14 +117,18 @@ def latest_checkpoint(folder: Path) -> Path | None:
     except ManifestError:
         return path  # loading it reports the damage
     if have != digest:
-        raise ValueError(f"{pointer}: {path.name} is not the checkpoint it was written for (another manifest); {fix}")
+        raise ValueError(
+            f"{pointer}: {path.name} is not the checkpoint it was written for (another manifest);"
+            f" {fix}"
+        )
     return path
 
 
 def choose_checkpoint(folder: Path, cfg: CheckpointConfig) -> str | None:
     """The checkpoint to continue from.  On rank 0.
 
-    A run that was started with checkpoint.load and is restarted by the same command continues from its own newest checkpoint.
+    A run that was started with checkpoint.load and is restarted by the same command continues from
+    its own newest checkpoint.
     """
     if not cfg.resume:
         return None
@@ -117,11 +137,15 @@ def choose_checkpoint(folder: Path, cfg: CheckpointConfig) -> str | None:
         return str(latest)
     if cfg.load is not None:
         if not cfg.load.is_dir():
-            raise ValueError(f"checkpoint.load = {cfg.load}: no such directory; it must be like {folder}/step_000010")
+            raise ValueError(
+                f"checkpoint.load = {cfg.load}: no such directory; it must be like"
+                f" {folder}/step_000010"
+            )
         return str(cfg.load)
     if cfg.require:
         raise ValueError(
-            f"checkpoint.require = true (--resume), but {folder} holds no checkpoint; omit it to start over"
+            f"checkpoint.require = true (--resume), but {folder} holds no checkpoint; omit it to"
+            " start over"
         )
     return None
 
@@ -164,31 +188,45 @@ def temporary_folder(folder: Path, step: int) -> Path:
 def commit(temporary: Path, step: int) -> Path:
     """Give `temporary` its name, and `latest` that name.  Returns the checkpoint.
 
-    Every file in it is synced, and the manifest came last: `write_text` has synced the names of them all with it.
+    Every file in it is synced, and the manifest came last: `write_text` has synced the names of
+    them all with it.
     """
     folder = temporary.parent
-    names = itertools.chain([f"step_{step:06d}"], (f"step_{step:06d}.{again}" for again in itertools.count(2)))
+    names = itertools.chain(
+        [f"step_{step:06d}"], (f"step_{step:06d}.{again}" for again in itertools.count(2))
+    )
     final = next(folder / name for name in names if not (folder / name).exists())
     os.rename(temporary, final)
     sync(folder)  # `latest` must not be on the disk before what it names
-    write_text(folder / LATEST, json.dumps({"name": final.name, "manifest": read_manifest(final).digest}) + "\n")
+    write_text(
+        folder / LATEST,
+        json.dumps({"name": final.name, "manifest": read_manifest(final).digest}) + "\n",
+    )
     return final
 
 
 def retire(folder: Path, *, keep_last: int, keep_every: int, best: str | None) -> list[Path]:
-    """Remove the checkpoints that no rule keeps, once a new one is complete; returns them.  keep_last 0 keeps all.
+    """Remove the checkpoints that no rule keeps, once a new one is complete; returns them.
+    keep_last 0 keeps all.
 
-    Kept are the `keep_last` saved last, every one whose step is a multiple of `keep_every` (0: none), the best by value (best
-    "max" or "min"; of equals the last), and all whose manifest cannot be read: the user decides about those.
+    Kept are the `keep_last` saved last, every one whose step is a multiple of `keep_every` (0:
+    none), the best by value (best "max" or "min"; of equals the last), and all whose manifest
+    cannot be read: the user decides about those.
     """
     if not keep_last:
         return []
     readable = [item for item in checkpoints(folder) if item.serial >= 0]
     kept = {item.path for item in readable[-keep_last:]}
     kept |= {item.path for item in readable if keep_every and item.step % keep_every == 0}
-    # NaN, as of an evaluation that scored nothing, is neither above nor below the others: it might hide the best of them
-    values = {item.path: item.value for item in reversed(readable) if item.value is not None and isfinite(item.value)}
-    if best is not None and values:  # max and min return the first of equals, which is the last saved
+    # NaN, as of an evaluation that scored nothing, is neither above nor below the others: it might
+    # hide the best of them
+    values = {
+        item.path: item.value
+        for item in reversed(readable)
+        if item.value is not None and isfinite(item.value)
+    }
+    # max and min return the first of equals, which is the last saved
+    if best is not None and values:
         kept.add((max if best == "max" else min)(values, key=lambda path: values[path]))
     removed = [item.path for item in readable if item.path not in kept]
     # hidden first: a part of one must never look like a checkpoint
@@ -197,7 +235,9 @@ def retire(folder: Path, *, keep_last: int, keep_every: int, best: str | None) -
 
 
 def remove_hidden(folder: Path, hidden: Iterable[Path]) -> None:
-    """Remove folders of `folder` once their hidden names are on the disk: a power cut must not bring back a part of one."""
+    """Remove folders of `folder` once their hidden names are on the disk: a power cut must not
+    bring back a part of one.
+    """
     sync(folder)
     for path in hidden:
         shutil.rmtree(path)

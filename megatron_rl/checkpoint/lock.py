@@ -1,8 +1,10 @@
-"""One run at a time in a run directory: a second one would delete the checkpoint that the first is writing.
+"""One run at a time in a run directory: a second one would delete the checkpoint that the first is
+writing.
 
-An advisory lock (flock) on LOCK, held by rank 0's process.  The kernel releases it when that process ends, however it ends.
-Between nodes it works where the file system forwards flock: NFS, Lustre mounted with -o flock, GPFS; without support there is
-a warning, and the run continues without a lock.
+An advisory lock (flock) on LOCK, held by rank 0's process.  The kernel releases it when that
+process ends, however it ends. Between nodes it works where the file system forwards flock: NFS,
+Lustre mounted with -o flock, GPFS; without support there is a warning, and the run continues
+without a lock.
 """
 
 from __future__ import annotations
@@ -39,16 +41,21 @@ def locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise ValueError(
-                f"{folder} is in use by {file.read().strip() or 'another process'}: only one run at a time in a run directory; "
-                "wait until it ends, stop it, or set another run.name"
+                f"{folder} is in use by {file.read().strip() or 'another process'}: only one run at"
+                " a time in a run directory; wait until it ends, stop it, or set another run.name"
             ) from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
             log.warning(
-                "%s: no lock on this file system (%s): do not start a second run in this directory", path, error
+                "%s: no lock on this file system (%s): do not start a second run in this directory",
+                path,
+                error,
             )
         file.truncate(0)
-        file.write(f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.write(
+            f"pid {os.getpid()} on {socket.gethostname()}, started"
+            f" {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+        )
         file.flush()
         yield

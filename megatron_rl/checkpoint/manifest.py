@@ -1,7 +1,9 @@
-"""The digest manifest: size and BLAKE2b of every file of a folder, so that damage is found before anything is loaded.
+"""The digest manifest: size and BLAKE2b of every file of a folder, so that damage is found before
+anything is loaded.
 
-MANIFEST is two lines of text: a JSON object, and the BLAKE2b of that line.  A file's digest is the BLAKE2b of the digests of
-its blocks of BLOCK bytes, so that threads share large files (hashlib releases the GIL).
+MANIFEST is two lines of text: a JSON object, and the BLAKE2b of that line.  A file's digest is the
+BLAKE2b of the digests of its blocks of BLOCK bytes, so that threads share large files (hashlib
+releases the GIL).
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ class Manifest:
 
 
 def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileDigest]:
-    """Read files `names` of `folder` on a few threads.  Raises OSError for one that cannot be read."""
+    """Read files `names` of `folder` on a few threads.
+
+    Raises OSError for one that cannot be read.
+    """
     names = list(names)
     sizes = {name: (folder / name).stat().st_size for name in names}
     blocks = [(name, start) for name in names for start in range(0, sizes[name], BLOCK)]
@@ -86,7 +91,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
-    """One line for each damaged file among `names` (default: all) of `folder`, naming it; [] when they are as written."""
+    """One line for each damaged file among `names` (default: all) of `folder`, naming it; [] when
+    they are as written.
+    """
     found, present = [], []
     for name in manifest.files if names is None else names:
         path, expected = folder / name, manifest.files[name].size
@@ -104,13 +111,17 @@ def damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None)
     except OSError as error:
         return [*found, f"{error.filename}: {error.strerror}"]
     wrong = [name for name in present if digests[name] != manifest.files[name]]
-    return found + [f"{folder / name}: its bytes are not those that were written (BLAKE2b differs)" for name in wrong]
+    return found + [
+        f"{folder / name}: its bytes are not those that were written (BLAKE2b differs)"
+        for name in wrong
+    ]
 
 
 def _digest_block(path: Path, start: int) -> bytes:
     digest, left = _blake2b(), BLOCK
     try:
-        # without a buffer, and not a block at once: on every thread of every rank that would be gigabytes per host
+        # without a buffer, and not a block at once: on every thread of every rank that would be
+        # gigabytes per host
         with open(path, "rb", buffering=0) as file:
             file.seek(start)
             while left and (data := file.read(min(left, BUFFER))):

@@ -1,17 +1,20 @@
-"""The state of core's distributed optimizer as parts of parameters: every rank saves and loads what it owns, without a gather.
+"""The state of core's distributed optimizer as parts of parameters: every rank saves and loads what
+it owns, without a gather.
 
-core cuts a buffer of parameters into equal flat ranges, one for each data-parallel rank, so a rank owns a run of a
-parameter's values.  A run of a tensor's values in memory is at most 2 n - 1 boxes of its n axes: the end of a row, whole rows,
-the start of one.  Names and shapes are those of core's `fully_reshardable` format, which gathers all of it on every
-rank; checkpoints of either load in every layout.
+core cuts a buffer of parameters into equal flat ranges, one for each data-parallel rank, so a rank
+owns a run of a parameter's values.  A run of a tensor's values in memory is at most 2 n - 1 boxes
+of its n axes: the end of a row, whole rows, the start of one.  Names and shapes are those of core's
+`fully_reshardable` format, which gathers all of it on every rank; checkpoints of either load in
+every layout.
 
-core's formats without the gather do not serve: dp_reshardable loads only in the layout it was saved in, and
-fully_sharded_model_space needs flattened ranges, which core 0.16.1 and 0.19.2 refuse.
+core's formats without the gather do not serve: dp_reshardable loads only in the layout it was saved
+in, and fully_sharded_model_space needs flattened ranges, which core 0.16.1 and 0.19.2 refuse.
 """
 
 from __future__ import annotations
 
-import megatron_rl.distributed  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
+# before megatron-core: makes it work without CUDA, and quiet
+import megatron_rl.distributed  # noqa: F401
 
 # isort: split
 import math
@@ -36,7 +39,10 @@ STEP = "step"
 
 
 class Box(NamedTuple):
-    """A box of a tensor whose values follow one another in memory.  first: of them, counted from the tensor's first."""
+    """A box of a tensor whose values follow one another in memory.
+
+    first: of them, counted from the tensor's first.
+    """
 
     first: int
     offsets: tuple[int, ...]
@@ -44,7 +50,9 @@ class Box(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """Values [start, stop) of a model's parameter that this rank updates; state: flat tensors of them, by core's names."""
+    """Values [start, stop) of a model's parameter that this rank updates; state: flat tensors of
+    them, by core's names.
+    """
 
     parameter: Tensor
     start: int
@@ -55,29 +63,44 @@ class Owned(NamedTuple):
 def sharded_parts(
     optimizer: DistributedOptimizer, models: ShardedStateDict, *, is_loading: bool = False
 ) -> ShardedStateDict:
-    """This rank's optimizer state as sharded tensors that share its memory.  models: core's sharded state of all chunks.
+    """This rank's optimizer state as sharded tensors that share its memory.  models: core's sharded
+    state of all chunks.
 
     is_loading: also what `load_parts` needs afterwards.
     """
-    places = {id(place.data): place for place in nested_values(extract_sharded_tensors_and_factories(models)[0])}
+    places = {
+        id(place.data): place
+        for place in nested_values(extract_sharded_tensors_and_factories(models)[0])
+    }
     parts: ShardedStateDict = {}
     found = list(owned(optimizer))
     for index, each in enumerate(found):
         place = places[id(each.parameter)]
         parts[str(index)] = {
             name: dict(
-                enumerate(parts_of_tensor(place, name, values, each.start, optimizer.distributed_optimizer_instance_id))
+                enumerate(
+                    parts_of_tensor(
+                        place, name, values, each.start, optimizer.distributed_optimizer_instance_id
+                    )
+                )
             )
             for name, values in each.state.items()
             if name != STEP
         }
-    kept = {"owned": LocalNonpersistentObject([(each.parameter, each.state) for each in found])} if is_loading else {}
+    kept = (
+        {"owned": LocalNonpersistentObject([(each.parameter, each.state) for each in found])}
+        if is_loading
+        else {}
+    )
     return {"param_state": parts, **kept}
 
 
 @torch.no_grad()
 def load_parts(optimizer: DistributedOptimizer, loaded: StateDict) -> None:
-    """Put the filled `sharded_parts` into the optimizer.  Most of it shares the optimizer's memory, and is there already."""
+    """Put the filled `sharded_parts` into the optimizer.
+
+    Most of it shares the optimizer's memory, and is there already.
+    """
     for parameter, state in loaded["owned"]:
         optimizer._set_main_param_and_optimizer_states(parameter, state)
 
@@ -93,9 +116,15 @@ def owned(optimizer: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def parts_of_tensor(
-    place: ShardedTensor | ShardedTensorFactory, name: str, values: Tensor, start: int, instance: int
+    place: ShardedTensor | ShardedTensorFactory,
+    name: str,
+    values: Tensor,
+    start: int,
+    instance: int,
 ) -> Iterator[ShardedTensor]:
-    """Sharded tensors of `values`, which are those of the parameter at `place` from number `start` on."""
+    """Sharded tensors of `values`, which are those of the parameter at `place` from number `start`
+    on.
+    """
     for part, begin in stored_parts(place):
         shape, axes = tuple(part.local_shape), part.prepend_axis_num
         low, high = max(start, begin), min(start + len(values), begin + math.prod(shape))
@@ -111,18 +140,26 @@ def parts_of_tensor(
                 part.global_shape,
                 tuple(a + b for a, b in zip(part.global_offset, offsets, strict=True)),
                 axis_fragmentations=None,  # boxes differ in size
-                replica_id=(*part.replica_id[:2], instance),  # the third is the data-parallel rank: each has its own
+                # the third is the data-parallel rank: each has its own
+                replica_id=(*part.replica_id[:2], instance),
                 allow_shape_mismatch=part.allow_shape_mismatch,
             )
 
 
-def stored_parts(place: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
-    """The tensors that core stores for a parameter, without data, each with the number of its first value in the parameter."""
+def stored_parts(
+    place: ShardedTensor | ShardedTensorFactory,
+) -> Iterator[tuple[ShardedTensor, int]]:
+    """The tensors that core stores for a parameter, without data, each with the number of its first
+    value in the parameter.
+    """
     if isinstance(place, ShardedTensor):
         yield place.without_data(), 0
         return
-    whole = torch.empty(place.data.shape, device="meta")  # a factory cuts a parameter into views of it
-    for part in nested_values([place.build_fn(place.key, whole, place.replica_id, place.flattened_range)]):
+    # a factory cuts a parameter into views of it
+    whole = torch.empty(place.data.shape, device="meta")
+    for part in nested_values(
+        [place.build_fn(place.key, whole, place.replica_id, place.flattened_range)]
+    ):
         assert part.data.is_contiguous(), f"{part.key}: parts of a parameter must be rows of it"
         yield replace(part, data=None), part.data.storage_offset()
 

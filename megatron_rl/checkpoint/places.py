@@ -1,9 +1,11 @@
-"""`.metadata` of a checkpoint, put together from what every rank has pickled: rank 0 only copies bytes.
+"""`.metadata` of a checkpoint, put together from what every rank has pickled: rank 0 only copies
+bytes.
 
-torch's format is one pickle with the place of every part of every rank.  A pickle is a program for a machine with a stack, so
-that it can be written in pieces: the beginning leaves the object and an empty dictionary on the stack; each rank's piece puts
-its places into that dictionary; the end gives the dictionary to the object.  Pieces have protocol 3, the last one in which
-what is used again has an explicit number: the numbers of a piece overwrite those of the one before.
+torch's format is one pickle with the place of every part of every rank.  A pickle is a program for
+a machine with a stack, so that it can be written in pieces: the beginning leaves the object and an
+empty dictionary on the stack; each rank's piece puts its places into that dictionary; the end gives
+the dictionary to the object.  Pieces have protocol 3, the last one in which what is used again has
+an explicit number: the numbers of a piece overwrite those of the one before.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ EMPTY = pickle.EMPTY_DICT + pickle.BINPUT + b"\0"
 
 
 def beginning(metadata: Metadata) -> bytes:
-    """All of the metadata but the places, which core does not know yet.  Its copy of all ranks' plans, half of the file, is no
-    field and is left out: only core's own check of a plan that it loads has a use for it."""
+    """All of the metadata but the places, which core does not know yet.  Its copy of all ranks'
+    plans, half of the file, is no field and is left out: only core's own check of a plan that it
+    loads has a use for it."""
     object_only = pickle.dumps(replace(metadata), PROTOCOL).removesuffix(pickle.STOP)
     field = pickle.BINUNICODE + len(FIELD).to_bytes(4, "little") + FIELD
     return object_only + pickle.EMPTY_DICT + field + pickle.EMPTY_DICT

@@ -1,4 +1,5 @@
-"""Checkpoints and signals for the training loop: when to save, where to resume, and what to save of a step that is aborted.
+"""Checkpoints and signals for the training loop: when to save, where to resume, and what to save of
+a step that is aborted.
 
 Every method is collective: all ranks call it at the same place.
 """
@@ -15,7 +16,14 @@ import torch.distributed as dist
 
 from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.checkpoint.checkpointer import Checkpointer, Restored, Snapshot
-from megatron_rl.checkpoint.folder import STATE, STOPPED, Progress, choose_checkpoint, origin, write_text
+from megatron_rl.checkpoint.folder import (
+    STATE,
+    STOPPED,
+    Progress,
+    choose_checkpoint,
+    origin,
+    write_text,
+)
 from megatron_rl.config.renamed import new_metric
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.launch.signals import StoppedBySignal, StopSignal
@@ -28,7 +36,9 @@ PROGRESS = {"policy_version", "prompts", "totals"}
 
 
 class CheckpointPolicy:
-    """Steps are counted as finished ones; files are those that this rank adds to a checkpoint (Snapshot.files)."""
+    """Steps are counted as finished ones; files are those that this rank adds to a checkpoint
+    (Snapshot.files).
+    """
 
     def __init__(
         self,
@@ -36,14 +46,17 @@ class CheckpointPolicy:
         before_save: Callable[[], None] = lambda: None,
         events: Events | None = None,
     ) -> None:
-        """before_save: called by all ranks before each save, to have the weights and the optimizer state in place."""
+        """before_save: called by all ranks before each save, to have the weights and the optimizer
+        state in place.
+        """
         self.checkpointer = checkpointer
         self._events = events or Events()
         self._before_save = before_save
         self._saved_step: int | None = None
         self._stop: StopSignal | None = None
         self._start: Snapshot | None = None  # the state at the start of this step
-        self._measured: tuple[int | None, dict[str, float]] = (None, {})  # a step, and its known metrics
+        # a step, and its known metrics
+        self._measured: tuple[int | None, dict[str, float]] = (None, {})
         self._totals: dict[str, float] = {}  # counts since the run's first start, as last reported
         self._carried: dict[str, float] = {}  # the part of them that earlier processes counted
 
@@ -53,17 +66,28 @@ class CheckpointPolicy:
         self._stop = stop
 
     def begin(self, step: int, progress: Progress) -> None:
-        """After `step` finished ones: the state to save if the next is aborted.  Completes a background save that is done."""
+        """After `step` finished ones: the state to save if the next is aborted.
+
+        Completes a background save that is done.
+        """
         self.checkpointer.poll()
         self._start = self._snapshot(step, progress)
 
     def stop_if_signalled(self, files: Callable[[], Files] = dict) -> None:
-        """Between stages of a step that has trained nothing yet.  Raises StoppedBySignal when a signal came."""
+        """Between stages of a step that has trained nothing yet.
+
+        Raises StoppedBySignal when a signal came.
+        """
         if self._start is not None and (name := self._asked()):
             self._save_and_stop(name, replace(self._start, files=files()))
 
-    def end(self, step: int, progress: Progress, files: Callable[[], Files] = dict, *, is_due: bool) -> None:
-        """After `step` finished ones: save if that is due.  On a signal, save and raise StoppedBySignal."""
+    def end(
+        self, step: int, progress: Progress, files: Callable[[], Files] = dict, *, is_due: bool
+    ) -> None:
+        """After `step` finished ones: save if that is due.
+
+        On a signal, save and raise StoppedBySignal.
+        """
         if name := self._asked():
             self._save_and_stop(name, replace(self._snapshot(step, progress), files=files()))
         if is_due:
@@ -83,19 +107,23 @@ class CheckpointPolicy:
         self._measured = step, known | dict(metrics)
 
     def add_previous_totals(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add what earlier processes counted to the metrics that count since the run's first start (left_out.py).
+        """Add what earlier processes counted to the metrics that count since the run's first start
+        (left_out.py).
 
         Returns these metrics as the step before left them.
         """
         before = self._totals
-        metrics |= {name: value + self._carried.get(name, 0.0) for name, value in totals_of(metrics).items()}
+        metrics |= {
+            name: value + self._carried.get(name, 0.0) for name, value in totals_of(metrics).items()
+        }
         self._totals = self._carried | totals_of(metrics)
         return before
 
     def resume(self) -> Restored | None:
         """Load the checkpoint that the configuration selects; None where there is none.
 
-        Raises ValueError where checkpoint.require is set and there is none, and what Checkpointer.load raises.
+        Raises ValueError where checkpoint.require is set and there is none, and what
+        Checkpointer.load raises.
         """
         folder, cfg = self.checkpointer.folder, self.checkpointer.cfg
         name = from_rank_0(lambda: choose_checkpoint(folder, cfg))
@@ -104,10 +132,14 @@ class CheckpointPolicy:
         restored = self.checkpointer.load(Path(name))
         if missing := PROGRESS - restored.progress.keys():
             names = ", ".join(sorted(missing))
-            raise ValueError(f"{name}/{STATE}: progress without {names}; resume from another checkpoint")
+            raise ValueError(
+                f"{name}/{STATE}: progress without {names}; resume from another checkpoint"
+            )
         if Path(name).parent.resolve() == folder.resolve():
             self._saved_step = restored.step
-        self._totals = self._carried = {new_metric(k): total for k, total in restored.progress["totals"].items()}
+        self._totals = self._carried = {
+            new_metric(k): total for k, total in restored.progress["totals"].items()
+        }
         restored.lines.insert(0, f"resumed from {name}: step {restored.step}")
         return restored
 
@@ -116,13 +148,17 @@ class CheckpointPolicy:
         if self._stop is None:
             return None
         name = self._stop.name
-        (number,) = all_reduce_ints([signal.Signals[name].value if name else 0], dist.ReduceOp.MAX, dist.group.WORLD)
+        (number,) = all_reduce_ints(
+            [signal.Signals[name].value if name else 0], dist.ReduceOp.MAX, dist.group.WORLD
+        )
         return signal.Signals(number).name if number else None
 
     def _snapshot(self, step: int, progress: Progress) -> Snapshot:
         cfg, (measured_at, values) = self.checkpointer.cfg, self._measured
         value = values.get(cfg.best_metric or "") if measured_at == step else None
-        return Snapshot(step, progress | {"totals": self._totals, "origin": origin(cfg)}, value=value)
+        return Snapshot(
+            step, progress | {"totals": self._totals, "origin": origin(cfg)}, value=value
+        )
 
     def _save(self, snapshot: Snapshot) -> None:
         if self._saved_step != snapshot.step:
@@ -132,11 +168,16 @@ class CheckpointPolicy:
             self._saved_step = snapshot.step
 
     def _save_and_stop(self, name: str, snapshot: Snapshot) -> NoReturn:
-        (has_files,) = all_reduce_ints([int(bool(snapshot.files))], dist.ReduceOp.MAX, dist.group.WORLD)
+        (has_files,) = all_reduce_ints(
+            [int(bool(snapshot.files))], dist.ReduceOp.MAX, dist.group.WORLD
+        )
         if has_files:  # sampled since this step was saved, if it was: that checkpoint lacks them
             self._saved_step = None
         self._save(snapshot)
         self.wait()
-        text = f"{name}: stopped after step {snapshot.step}, which is saved; the same command continues from there"
+        text = (
+            f"{name}: stopped after step {snapshot.step}, which is saved; the same command"
+            " continues from there"
+        )
         from_rank_0(lambda: write_text(self.checkpointer.folder / STOPPED, f"{text}\n"))
         raise StoppedBySignal(text)

@@ -1,14 +1,16 @@
 """Model, optimizer and random generators of this rank -> the content of a checkpoint, and back.
 
-Only the results of training are saved of the optimizer: the two moments (and the float32 copy of bfloat16 weights) of every
-parameter, under the parameter's global name, and Adam's step count, which is the same for all parameters because an update is
-applied to all or to none.  The rest follows from the configuration and the position in the schedule.  So a checkpoint is
-independent of the number of optimizers and ranks, and loads into any layout.
+Only the results of training are saved of the optimizer: the two moments (and the float32 copy of
+bfloat16 weights) of every parameter, under the parameter's global name, and Adam's step count,
+which is the same for all parameters because an update is applied to all or to none.  The rest
+follows from the configuration and the position in the schedule.  So a checkpoint is independent of
+the number of optimizers and ranks, and loads into any layout.
 """
 
 from __future__ import annotations
 
-import megatron_rl.distributed  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
+# before megatron-core: makes it work without CUDA, and quiet
+import megatron_rl.distributed  # noqa: F401
 
 # isort: split
 import random
@@ -28,16 +30,23 @@ from torch import Tensor
 from megatron_rl.checkpoint.optimizer_parts import load_parts, sharded_parts
 from megatron_rl.engine.engine import Engine
 
-# Model and optimizer ------------------------------------------------------------------------------------------------
+# Model and optimizer ------------------------------------------------------------------------------
 
 
 def sharded_state(engine: Engine, *, is_loading: bool = False) -> ShardedStateDict:
-    """This rank's part of a checkpoint: sharded tensors only, whose names are the same in every layout.
+    """This rank's part of a checkpoint: sharded tensors only, whose names are the same in every
+    layout.
 
-    is_loading: for a load to fill, then passed to `load_state`.  The tensors share the memory of model and optimizer.
+    is_loading: for a load to fill, then passed to `load_state`.  The tensors share the memory of
+    model and optimizer.
     """
-    models = {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(engine.chunks)}
-    states = [_optimizer_state(optimizer, models, is_loading=is_loading) for optimizer in inner_optimizers(engine)]
+    models = {
+        f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(engine.chunks)
+    }
+    states = [
+        _optimizer_state(optimizer, models, is_loading=is_loading)
+        for optimizer in inner_optimizers(engine)
+    ]
     return models | {"optimizer": {str(index): state for index, state in enumerate(states)}}
 
 
@@ -52,7 +61,10 @@ def load_state(engine: Engine, loaded: StateDict, *, adam_step: float) -> None:
 
 
 def adam_step(engine: Engine) -> float:
-    """Updates that Adam has made, the same for every parameter.  Raises ValueError if they differ."""
+    """Updates that Adam has made, the same for every parameter.
+
+    Raises ValueError if they differ.
+    """
     steps = {
         float(step)
         for optimizer in inner_optimizers(engine)
@@ -60,7 +72,9 @@ def adam_step(engine: Engine) -> float:
         for step in _steps_of(optimizer.optimizer)
     }
     if len(steps) > 1:
-        raise ValueError(f"Adam has made {sorted(steps)} updates, must be the same number for every parameter")
+        raise ValueError(
+            f"Adam has made {sorted(steps)} updates, must be the same number for every parameter"
+        )
     return steps.pop() if steps else 0.0
 
 
@@ -68,7 +82,8 @@ def set_adam_step(optimizer: torch.optim.Optimizer, step: float) -> None:
     """Set Adam's step count."""
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         for entry in optimizer.state.values():
-            entry["step"] = torch.tensor(step, dtype=torch.float32)  # one each: Adam increments it in place
+            # one each: Adam increments it in place
+            entry["step"] = torch.tensor(step, dtype=torch.float32)
     else:  # fused optimizers count in their parameter groups
         for group in optimizer.param_groups:
             group["step"] = int(step)
@@ -80,15 +95,21 @@ def inner_optimizers(engine: Engine) -> list[MegatronOptimizer]:
     return list(getattr(core, "chained_optimizers", [core]))
 
 
-def _optimizer_state(optimizer: MegatronOptimizer, models: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
-    """Sharded tensors in core's structure; {} where this rank has none of the optimizer's parameters."""
+def _optimizer_state(
+    optimizer: MegatronOptimizer, models: ShardedStateDict, *, is_loading: bool
+) -> ShardedStateDict:
+    """Sharded tensors in core's structure; {} where this rank has none of the optimizer's
+    parameters.
+    """
     if optimizer.optimizer is None:
         return {}
     _fill_moments(optimizer.optimizer)
     if isinstance(optimizer, DistributedOptimizer):
         return sharded_parts(optimizer, models, is_loading=is_loading)
     state = optimizer.sharded_state_dict(models, is_loading=False)
-    tensors: ShardedStateDict = extract_matching_values(state, lambda value: isinstance(value, ShardedBase))[0]
+    tensors: ShardedStateDict = extract_matching_values(
+        state, lambda value: isinstance(value, ShardedBase)
+    )[0]
     return tensors
 
 
@@ -99,7 +120,8 @@ def _fill(optimizer: MegatronOptimizer, tensors: StateDict) -> None:
         load_parts(optimizer, tensors)
         return
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    for index, moments in tensors.get("optimizer", tensors)["state"].items():  # torch numbers parameters in this order
+    # torch numbers parameters in this order
+    for index, moments in tensors.get("optimizer", tensors)["state"].items():
         for name, value in moments.items():
             inner.state[parameters[index]][name].copy_(value)
     masters = [tensor for group in tensors.get("fp32_from_fp16_params", []) for tensor in group]
@@ -110,10 +132,16 @@ def _fill(optimizer: MegatronOptimizer, tensors: StateDict) -> None:
 
 
 def _fill_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create zero moments before the first update, so that a checkpoint of step 0 has the same tensors as any other."""
-    missing = [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]]
+    """Create zero moments before the first update, so that a checkpoint of step 0 has the same
+    tensors as any other.
+    """
+    missing = [
+        p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]
+    ]
     for parameter in missing:
-        optimizer.state[parameter] = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {
+            name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")
+        }
     if missing:
         set_adam_step(optimizer, 0.0)
 
@@ -127,11 +155,13 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> Iterator[float | Tensor]:
             yield group["step"]
 
 
-# Random generators --------------------------------------------------------------------------------------------------
+# Random generators --------------------------------------------------------------------------------
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Every random generator of this process: python, numpy, torch, cuda (where there is one), megatron-core's tracker."""
+    """Every random generator of this process: python, numpy, torch, cuda (where there is one),
+    megatron-core's tracker.
+    """
     version, numbers, gauss = random.getstate()
     legacy = cast(tuple[str, NDArray[np.uint32], int, int, float], np.random.get_state())
     name, keys, position, has_gauss, cached = legacy
@@ -147,16 +177,22 @@ def rng_state() -> dict[str, Tensor]:
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    return state | {f"tracker/{name}": value.clone() for name, value in tracker.get_states().items()}
+    return state | {
+        f"tracker/{name}": value.clone() for name, value in tracker.get_states().items()
+    }
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:
-    """Restore the result of rng_state().  Raises ValueError where this process has other generators."""
+    """Restore the result of rng_state().
+
+    Raises ValueError where this process has other generators.
+    """
     tracker = tensor_parallel.get_cuda_rng_tracker()
     if differing := state.keys() ^ rng_state().keys():
         names = ", ".join(sorted(differing))
         raise ValueError(
-            f"random generators {names} are only in the checkpoint or only here; resume on the same kind of device"
+            f"random generators {names} are only in the checkpoint or only here; resume on the same"
+            " kind of device"
         )
     gauss = state["python/gauss"].tolist()
     random.setstate((3, tuple(state["python/words"].tolist()), gauss[0] if gauss else None))

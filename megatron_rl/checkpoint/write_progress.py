@@ -1,4 +1,6 @@
-"""Shows how far the files of a checkpoint are written: other code writes them, this follows their sizes."""
+"""Shows how far the files of a checkpoint are written: other code writes them, this follows their
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ POLL_SECONDS = 0.5
 
 
 @contextmanager
-def show_writing(progress: ShowProgress, text: str, files: Sequence[Path], num_bytes: int) -> Iterator[None]:
+def show_writing(
+    progress: ShowProgress, text: str, files: Sequence[Path], num_bytes: int
+) -> Iterator[None]:
     """While the block writes `files`, of `num_bytes` together, show how much of them there is."""
     done = threading.Event()
     with progress(text, num_bytes // MIB, "MiB") as advance:

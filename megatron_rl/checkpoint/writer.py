@@ -1,16 +1,17 @@
 """megatron-core's torch_dist format, planned by core and written by threads of this process.
 
-core itself forks a process per file and one more for their results, which outlives a killed rank; and when one rank cannot
-write, the others wait for it.  Here every rank writes its own shards on a few threads, and all ranks know of a failure before
-the checkpoint gets its name.
+core itself forks a process per file and one more for their results, which outlives a killed rank;
+and when one rank cannot write, the others wait for it.  Here every rank writes its own shards on a
+few threads, and all ranks know of a failure before the checkpoint gets its name.
 
-core also plans every save, with the parts of all ranks on every rank.  What a run saves does not change: here the ranks
-plan once, and compare their own parts in later saves.
+core also plans every save, with the parts of all ranks on every rank.  What a run saves does not
+change: here the ranks plan once, and compare their own parts in later saves.
 """
 
 from __future__ import annotations
 
-import megatron_rl.distributed  # noqa: F401  before megatron-core: makes it work without CUDA, and quiet
+# before megatron-core: makes it work without CUDA, and quiet
+import megatron_rl.distributed  # noqa: F401
 
 # isort: split
 import contextlib
@@ -32,9 +33,14 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from megatron.core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -44,15 +50,19 @@ from megatron_rl.checkpoint import places
 FORMAT = ("torch_dist", 1)
 FILES_PER_RANK = 2
 METADATA = ".metadata"
-Bucket = tuple[Path, str, tuple[list[tuple[WriteItem, io.BytesIO]], list[tuple[WriteItem, torch.Tensor]]]]
+Bucket = tuple[
+    Path, str, tuple[list[tuple[WriteItem, io.BytesIO]], list[tuple[WriteItem, torch.Tensor]]]
+]
 """Path and name of a file, and the objects and tensors in it (core's WriteBucket)."""
 
 
 @dataclass
 class Shards:
-    """What this rank writes, one file per bucket.  metadata: on rank 0, places.beginning of the checkpoint's.
+    """What this rank writes, one file per bucket.  metadata: on rank 0, places.beginning of the
+    checkpoint's.
 
-    live: addresses of the memory that training will change; core's plan has already copied views of memory on the host.
+    live: addresses of the memory that training will change; core's plan has already copied views of
+    memory on the host.
     """
 
     writer: FileSystemWriterAsync
@@ -70,9 +80,11 @@ class Shards:
         return sum(tensor.nbytes for _, _, (_, tensors) in self.buckets for _, tensor in tensors)
 
     def stage(self, *, copy: bool) -> None:
-        """Copy the tensors to the host.  copy: also those on the host, because training changes them during the write.
+        """Copy the tensors to the host.  copy: also those on the host, because training changes
+        them during the write.
 
-        The copies are not pinned: torch rounds pinned memory up to powers of two, and keeps it for the process.
+        The copies are not pinned: torch rounds pinned memory up to powers of two, and keeps it for
+        the process.
         """
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,18 +96,25 @@ class Shards:
         ]
 
     def write(self) -> bytes:
-        """Write and sync the files; where their parts are, for `write_metadata`.  Raises what writing raised."""
+        """Write and sync the files; where their parts are, for `write_metadata`.
+
+        Raises what writing raised.
+        """
         with ThreadPoolExecutor(FILES_PER_RANK) as pool:
             results = list(pool.map(self._write_bucket, self.buckets))
         self.buckets = []  # frees the copies
         return places.piece(item for result in results for item in result)
 
     def _write_bucket(self, bucket: Bucket) -> list[WriteResult]:
-        results: queue.SimpleQueue[tuple[int, list[WriteResult] | BaseException]] = queue.SimpleQueue()
+        results: queue.SimpleQueue[tuple[int, list[WriteResult] | BaseException]] = (
+            queue.SimpleQueue()
+        )
         started: queue.Queue[int] = queue.Queue()
         started.put(0)
         # the last argument: fsync
-        FileSystemWriterAsync.write_preloaded_data([self.writer.transforms], 0, bucket, results, started, True)
+        FileSystemWriterAsync.write_preloaded_data(
+            [self.writer.transforms], 0, bucket, results, started, True
+        )
         _, outcome = results.get()
         if isinstance(outcome, BaseException):
             raise outcome
@@ -110,14 +129,21 @@ class Shards:
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """core's plan, without core's writing.  It keeps the first one: `Planner` decides whether that serves again."""
+    """core's plan, without core's writing.
+
+    It keeps the first one: `Planner` decides whether that serves again.
+    """
 
     def __init__(self) -> None:
         super().__init__(*FORMAT, thread_count=FILES_PER_RANK, cached_metadata=True)
         self.metadata = b""
 
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *how: str) -> Shards:
-        """core 0.19 has ways of writing, by default that of another package; the plan needs only core's own."""
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *how: str
+    ) -> Shards:
+        """core 0.19 has ways of writing, by default that of another package; the plan needs only
+        core's own.
+        """
         save = super().async_save
         own = ("mcore",) if "async_strategy" in inspect.signature(save).parameters else ()
         shards: Shards = save(sharded_state_dict, checkpoint_dir, *own)
@@ -126,7 +152,8 @@ class _Strategy(TorchDistSaveShardedStrategy):
     def _get_save_and_finalize_callbacks(
         self, writer: FileSystemWriterAsync, plan: tuple[object, Metadata | None], *how: str
     ) -> Shards:
-        buckets, writer.write_buckets = writer.write_buckets or [], None  # only here: freed when they are written
+        # only here: freed when they are written
+        buckets, writer.write_buckets = writer.write_buckets or [], None
         if plan[1] is not None:  # on rank 0, in the first save
             self.metadata = places.beginning(plan[1])
         self.validated_cache_reuse = True  # core would gather and compare all plans once more
@@ -134,10 +161,11 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 class Planner:
-    """Assigns the parts of every save to ranks, replicated tensors spread over the ranks of `group`.
+    """Assigns the parts of every save to ranks, replicated tensors spread over the ranks of
+    `group`.
 
-    The first save gathers the parts of all ranks, on every rank.  Later ones take the same plan where all ranks have the same
-    parts again: names, shapes and places.
+    The first save gathers the parts of all ranks, on every rank.  Later ones take the same plan
+    where all ranks have the same parts again: names, shapes and places.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -150,7 +178,9 @@ class Planner:
         sharded, plain = save_preprocess(state, validate_access_integrity=False)
         assert not list(nested_values(plain)), "only sharded tensors are written here"
         parts = [part.without_data() for part in nested_values(sharded)]
-        live = frozenset(address(each.data) for each in nested_values(sharded) if isinstance(each, ShardedTensor))
+        live = frozenset(
+            address(each.data) for each in nested_values(sharded) if isinstance(each, ShardedTensor)
+        )
         strategy = self._strategy
         if not on_all_ranks(parts == self._parts):
             validate_sharding_integrity(determine_global_metadata(sharded)[1])
@@ -166,7 +196,8 @@ class Planner:
 
     def _new(self) -> _Strategy | FullyParallelSaveStrategyWrapper:
         strategy = _Strategy()
-        if self._group.size() == 1:  # nothing to spread, and core would gather all parts in every save
+        # nothing to spread, and core would gather all parts in every save
+        if self._group.size() == 1:
             return strategy
         return FullyParallelSaveStrategyWrapper(strategy, self._group, do_cache_distribution=True)
 

@@ -1,4 +1,5 @@
-"""Rows of a prompt file (jsonl, parquet), and the keys of a row's prompt and label: those of public datasets, or dotted keys.
+"""Rows of a prompt file (jsonl, parquet), and the keys of a row's prompt and label: those of public
+datasets, or dotted keys.
 
 No tokenizer is needed here, so a dry run checks files by the same rules as a run.
 """
@@ -25,8 +26,8 @@ JsonRow: TypeAlias = dict[str, object]
 AUTO = "auto"
 PROMPT_KEYS = ("prompt", "messages", "problem", "question", "Problem", "Question")
 LABEL_KEYS = ("label", "reward_model.ground_truth", "final_answer", "answer", "Answer")
-"""Tried in this order for auto.  slime: prompt, label.  verl: prompt, reward_model.ground_truth.  AIME, AMC, MATH-500, HMMT:
-problem or question, answer."""
+"""Tried in this order for auto.  slime: prompt, label.  verl: prompt, reward_model.ground_truth.
+AIME, AMC, MATH-500, HMMT: problem or question, answer."""
 MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 MISSING = object()
 MAX_ERRORS_SHOWN = 5
@@ -38,7 +39,8 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt before it is rendered.  `messages` end with the one to answer, in data.template; keys: (prompt, label).
+    """One prompt before it is rendered.  `messages` end with the one to answer, in data.template;
+    keys: (prompt, label).
 
     metadata: the further columns, for reward functions; every value is JSON.
     """
@@ -64,9 +66,20 @@ def parse_rows(path: Path, config: DataConfig) -> Iterator[Row | BrokenRow]:
         try:
             row = parse_line(raw) if isinstance(raw, bytes) else raw
             keys = keys or resolve_keys(row, config.prompt_key, config.label_key)
-            name = f"{path.stem}:{number}" if row.get("id") is None else checked_unicode(str(row["id"]), "id")
+            name = (
+                f"{path.stem}:{number}"
+                if row.get("id") is None
+                else checked_unicode(str(row["id"]), "id")
+            )
             messages, label = tuple(prompt_messages(row, keys[0], config)), label_text(row, keys[1])
-            yield Row(number, name, messages, label, keys, metadata_of(row, keys, config.max_metadata_bytes))
+            yield Row(
+                number,
+                name,
+                messages,
+                label,
+                keys,
+                metadata_of(row, keys, config.max_metadata_bytes),
+            )
         except DataError as error:
             yield BrokenRow(number, str(error))
 
@@ -83,7 +96,9 @@ def check_rows(path: Path, config: DataConfig, most: int) -> None:
 
 def describe_broken_rows(path: Path, broken: Sequence[BrokenRow]) -> str:
     """The first few broken rows, and how many more there are."""
-    lines = [f"{path}, {unit(path)} {row.number}: {row.why}" for row in sorted(broken)[:MAX_ERRORS_SHOWN]]
+    lines = [
+        f"{path}, {unit(path)} {row.number}: {row.why}" for row in sorted(broken)[:MAX_ERRORS_SHOWN]
+    ]
     more = len(broken) - MAX_ERRORS_SHOWN
     return "\n".join([*lines, f"... and {more} more"] if more > 0 else lines)
 
@@ -91,7 +106,9 @@ def describe_broken_rows(path: Path, broken: Sequence[BrokenRow]) -> str:
 def read_rows(path: Path) -> Iterator[tuple[int, JsonRow | bytes]]:
     """(line or row number from 1, the row or its bytes); blank lines of a jsonl file are skipped."""
     if not path.is_file():
-        raise DataError(f"{path}: cannot be read: {'it is a directory' if path.is_dir() else 'No such file'}")
+        raise DataError(
+            f"{path}: cannot be read: {'it is a directory' if path.is_dir() else 'No such file'}"
+        )
     if path.suffix == ".parquet":
         import pyarrow.parquet  # takes 0.3 s: not for jsonl files
 
@@ -106,7 +123,9 @@ def read_rows(path: Path) -> Iterator[tuple[int, JsonRow | bytes]]:
                 if line.strip():
                     yield number, line
     else:
-        raise DataError(f"{path}: unknown suffix {path.suffix!r}; prompt files are .jsonl or .parquet")
+        raise DataError(
+            f"{path}: unknown suffix {path.suffix!r}; prompt files are .jsonl or .parquet"
+        )
 
 
 def unit(path: Path) -> str:
@@ -118,7 +137,9 @@ def parse_line(line: bytes) -> JsonRow:
     try:
         row = json.loads(line.decode("utf-8-sig"))  # Windows editors write a byte-order mark
     except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}") from error
+        raise DataError(
+            f"not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}"
+        ) from error
     except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"not JSON: {error}") from error
     if not isinstance(row, dict):
@@ -127,7 +148,9 @@ def parse_line(line: bytes) -> JsonRow:
 
 
 def resolve_keys(row: JsonRow, prompt_key: str, label_key: str) -> tuple[str, str]:
-    """The keys of a file, from its first row: for "auto" the first known one that the row has, else the first."""
+    """The keys of a file, from its first row: for "auto" the first known one that the row has, else
+    the first.
+    """
 
     def resolve(key: str, known: Sequence[str]) -> str:
         if key != AUTO:
@@ -138,7 +161,9 @@ def resolve_keys(row: JsonRow, prompt_key: str, label_key: str) -> tuple[str, st
 
 
 def lookup(row: object, key: str) -> object:
-    """The value at `key`: a key of exactly that name, or a path of keys and list indices joined by dots; else MISSING."""
+    """The value at `key`: a key of exactly that name, or a path of keys and list indices joined by
+    dots; else MISSING.
+    """
     if isinstance(row, dict) and key in row:
         return row[key]
     head, dot, rest = key.partition(".")
@@ -164,7 +189,8 @@ def prompt_messages(row: JsonRow, key: str, config: DataConfig) -> list[Message]
     for media in MEDIA_KEYS:
         if row.get(media):
             raise DataError(
-                f"{media!r} is not empty: prompts are text only; leave out rows with images, video or audio"
+                f"{media!r} is not empty: prompts are text only; leave out rows with images, video"
+                " or audio"
             )
     if isinstance(prompt, str):
         check_text(prompt, key)
@@ -172,9 +198,14 @@ def prompt_messages(row: JsonRow, key: str, config: DataConfig) -> list[Message]
     elif isinstance(prompt, list):
         messages = [checked_message(message, key) for message in prompt]
         if not config.chat_template:
-            raise DataError(f"{key!r} is a list of chat messages, which needs data.chat_template = true")
+            raise DataError(
+                f"{key!r} is a list of chat messages, which needs data.chat_template = true"
+            )
         if not messages or messages[-1]["role"] == "assistant":
-            raise DataError(f"{key!r} must end with a message to answer, not with the assistant's, got {prompt!r:.200}")
+            raise DataError(
+                f"{key!r} must end with a message to answer, not with the assistant's, got"
+                f" {prompt!r:.200}"
+            )
     else:
         raise DataError(f"{key!r} must be text or a list of chat messages, got {kind(prompt)}")
     messages[-1]["content"] = config.template.replace("{prompt}", messages[-1]["content"])
@@ -183,7 +214,10 @@ def prompt_messages(row: JsonRow, key: str, config: DataConfig) -> list[Message]
 
 def checked_message(message: object, key: str) -> Message:
     """The message without its null fields: in parquet every message has the fields of all."""
-    if not (isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
+    if not (
+        isinstance(message, dict)
+        and all(isinstance(message.get(k), str) for k in ("role", "content"))
+    ):
         raise DataError(f"{key!r} must be text, or chat messages {{'role': text, 'content': text}}")
     check_text(message["content"], key)
     return {name: value for name, value in message.items() if value is not None}
@@ -203,29 +237,41 @@ def label_text(row: JsonRow, key: str) -> str:
 
 
 def metadata_of(row: JsonRow, keys: tuple[str, str], limit: int) -> JsonRow:
-    """The columns of a row but for those of its prompt, label and id, and empty ones.  limit: data.max_metadata_bytes; 0: none.
+    """The columns of a row but for those of its prompt, label and id, and empty ones.  limit:
+    data.max_metadata_bytes; 0: none.
 
-    The column of a dotted key is kept.  Dates, decimals and UUIDs, which parquet has and JSON has not, become text.
+    The column of a dotted key is kept.  Dates, decimals and UUIDs, which parquet has and JSON has
+    not, become text.
     """
-    kept = {key: value for key, value in row.items() if key not in (*keys, "id") and value is not None} if limit else {}
+    kept = (
+        {key: value for key, value in row.items() if key not in (*keys, "id") and value is not None}
+        if limit
+        else {}
+    )
     if not kept:
         return {}
     text = json.dumps(kept, default=to_json)
     if len(text) > limit:
-        key, size = max(((key, len(json.dumps(kept[key], default=to_json))) for key in kept), key=lambda pair: pair[1])
+        key, size = max(
+            ((key, len(json.dumps(kept[key], default=to_json))) for key in kept),
+            key=lambda pair: pair[1],
+        )
         raise DataError(
-            f"the columns besides prompt and label take {len(text)} bytes as JSON, data.max_metadata_bytes = {limit} (the "
-            f"longest is {key!r} with {size}); raise the limit, leave out the column, or set 0 to keep none of them"
+            f"the columns besides prompt and label take {len(text)} bytes as JSON,"
+            f" data.max_metadata_bytes = {limit} (the longest is {key!r} with {size}); raise the"
+            " limit, leave out the column, or set 0 to keep none of them"
         )
     return json.loads(text)
 
 
 def to_json(value: object) -> str:
-    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal | uuid.UUID):
+    if isinstance(
+        value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal | uuid.UUID
+    ):
         return str(value)
     raise DataError(
-        f"a column has a value of type {kind(value)}, which is not JSON; leave out the column, or set "
-        "data.max_metadata_bytes = 0 to keep no further columns"
+        f"a column has a value of type {kind(value)}, which is not JSON; leave out the column, or"
+        " set data.max_metadata_bytes = 0 to keep no further columns"
     )
 
 
@@ -237,11 +283,15 @@ def check_text(text: str, key: str) -> None:
 
 
 def checked_unicode(text: str, key: str) -> str:
-    """The text; DataError where it is not valid Unicode, which tokenizers, files and servers refuse."""
+    """The text; DataError where it is not valid Unicode, which tokenizers, files and servers
+    refuse.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{key!r} has half a character at position {error.start} (a lone surrogate)") from error
+        raise DataError(
+            f"{key!r} has half a character at position {error.start} (a lone surrogate)"
+        ) from error
     return text
 
 

@@ -1,4 +1,5 @@
-"""Process groups of a job (groups.py), megatron-core on a machine without CUDA (cpu.py), exact float32 (tf32.py).
+"""Process groups of a job (groups.py), megatron-core on a machine without CUDA (cpu.py), exact
+float32 (tf32.py).
 
 Importing this package first makes megatron-core work where there is no GPU, and quiet.
 """
@@ -7,11 +8,13 @@ import warnings
 
 from megatron_rl.distributed import cpu
 
-# core warns on every import of each optional kernel that is not installed; `megatron-rl doctor` reports them
+# core warns on every import of each optional kernel that is not installed; `megatron-rl doctor`
+# reports them
 warnings.filterwarnings("ignore", message=r".*not installed\. Falling back to")
 cpu.install_cpu()
 
-from megatron_rl.distributed.groups import Parallel, device_of, from_rank_0, make_parallel  # noqa: E402  after the set-up
+# after the set-up
+from megatron_rl.distributed.groups import Parallel, device_of, from_rank_0, make_parallel  # noqa: E402
 from megatron_rl.distributed.tf32 import disable_tf32  # noqa: E402
 
 __all__ = ["Parallel", "device_of", "disable_tf32", "from_rank_0", "make_parallel"]

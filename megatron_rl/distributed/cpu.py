@@ -1,8 +1,8 @@
 """What megatron-core needs in order to run without CUDA (CPU tensors, gloo), in one table.
 
-`install()` is called once, by `megatron_rl.distributed`'s __init__; with a GPU it does nothing.  Each row of `PATCHES` names
-one symbol, its replacement and why megatron-core uses it on a CPU.  A test runs training steps and fails for a row that
-megatron-core no longer uses.
+`install()` is called once, by `megatron_rl.distributed`'s __init__; with a GPU it does nothing.
+Each row of `PATCHES` names one symbol, its replacement and why megatron-core uses it on a CPU.  A
+test runs training steps and fails for a row that megatron-core no longer uses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Event:
 def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`make`, one of torch's factories, with the CPU where the caller names a GPU.
 
-    A TorchFunctionMode would do the same for all functions, and cost every operation 2 us: 18 % of a step of a tiny model.
+    A TorchFunctionMode would do the same for all functions, and cost every operation 2 us: 18 % of
+    a step of a tiny model.
     """
 
     @functools.wraps(make)
@@ -53,16 +54,24 @@ def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return call
 
 
-def tensor_type(self: torch.Tensor, dtype: torch.dtype | str | None = None, *args: object, **kwargs: object) -> object:
-    """Tensor.type() that answers 'torch.cuda.FloatTensor' for a CPU tensor, as the optimizer compares those strings."""
+def tensor_type(
+    self: torch.Tensor, dtype: torch.dtype | str | None = None, *args: object, **kwargs: object
+) -> object:
+    """Tensor.type() that answers 'torch.cuda.FloatTensor' for a CPU tensor, as the optimizer
+    compares those strings.
+    """
     if dtype is not None:
-        return _TENSOR_TYPE(self, dtype, *args, **kwargs)  # type: ignore[call-overload]  # passed through
-    name = _TENSOR_TYPE(self)  # under a TorchFunctionMode this comes back through here, already renamed
+        # passed through
+        return _TENSOR_TYPE(self, dtype, *args, **kwargs)  # type: ignore[call-overload]
+    # under a TorchFunctionMode this comes back through here, already renamed
+    name = _TENSOR_TYPE(self)
     return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
 
 
 def move_to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """Already on the host; but collectives need split sizes as numbers, and core converts CUDA tensors only."""
+    """Already on the host; but collectives need split sizes as numbers, and core converts CUDA
+    tensors only.
+    """
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -89,7 +98,9 @@ def reduce_scatter_rows(
     input_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """This rank's part of the sum over ranks; gloo scatters equal sizes only, so unequal ones are all-reduced, then cut."""
+    """This rank's part of the sum over ranks; gloo scatters equal sizes only, so unequal ones are
+    all-reduced, then cut.
+    """
     if group.size() == 1:
         return rows
     if input_split_sizes is None:
@@ -101,7 +112,9 @@ def reduce_scatter_rows(
     return total.split(list(input_split_sizes))[group.rank()].clone()
 
 
-def zigzag_positions(embedding: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGroup) -> torch.Tensor:
+def zigzag_positions(
+    embedding: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGroup
+) -> torch.Tensor:
     """Position embeddings of this context-parallel rank's two chunks of a sequence."""
     rank, size = cp_group.rank(), cp_group.size()
     chunks = embedding.unflatten(seq_dim, (2 * size, -1))
@@ -132,17 +145,59 @@ class Patch:
 
 
 PATCHES = (
-    Patch("torch.cuda", "current_device", lambda: CPU, "the device of nearly every buffer core allocates"),
-    Patch("torch.cuda", "Stream", Stream, "side streams of the token dispatcher and of gradient reduction"),
-    Patch("torch.cuda", "current_stream", lambda *_: Stream(), "the token dispatcher orders its copies"),
-    Patch("torch.cuda", "stream", lambda _: contextlib.nullcontext(), "the token dispatcher's side stream"),
+    Patch(
+        "torch.cuda",
+        "current_device",
+        lambda: CPU,
+        "the device of nearly every buffer core allocates",
+    ),
+    Patch(
+        "torch.cuda",
+        "Stream",
+        Stream,
+        "side streams of the token dispatcher and of gradient reduction",
+    ),
+    Patch(
+        "torch.cuda",
+        "current_stream",
+        lambda *_: Stream(),
+        "the token dispatcher orders its copies",
+    ),
+    Patch(
+        "torch.cuda",
+        "stream",
+        lambda _: contextlib.nullcontext(),
+        "the token dispatcher's side stream",
+    ),
     Patch("torch.cuda", "synchronize", lambda *_: None, "point-to-point pipeline communication"),
     Patch("torch.cuda", "manual_seed", manual_seed, "model_parallel_cuda_manual_seed"),
-    Patch("torch.cuda", "get_rng_state", get_rng_state, "the RNG tracker records the state of each seed"),
-    Patch("torch.Tensor", "type", tensor_type, "optimizers and clip_grads compare 'torch.cuda.FloatTensor'"),
-    Patch("torch.Tensor", "cuda", lambda self, *_, **__: self, "tied embeddings and optimizer state"),
-    Patch("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", get_rng_state, "saved by fork and recompute"),
-    Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", set_cuda_rng_state, "restored by them"),
+    Patch(
+        "torch.cuda",
+        "get_rng_state",
+        get_rng_state,
+        "the RNG tracker records the state of each seed",
+    ),
+    Patch(
+        "torch.Tensor",
+        "type",
+        tensor_type,
+        "optimizers and clip_grads compare 'torch.cuda.FloatTensor'",
+    ),
+    Patch(
+        "torch.Tensor", "cuda", lambda self, *_, **__: self, "tied embeddings and optimizer state"
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random",
+        "_get_cuda_rng_state",
+        get_rng_state,
+        "saved by fork and recompute",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random",
+        "_set_cuda_rng_state",
+        set_cuda_rng_state,
+        "restored by them",
+    ),
     Patch(
         "megatron.core.tensor_parallel.mappings",
         "_gather_along_first_dim",
@@ -159,9 +214,16 @@ PATCHES = (
         "megatron.core.models.common.embeddings.rotary_pos_embedding",
         "get_pos_emb_on_this_cp_rank",
         zigzag_positions,
-        "RoPE of padded sequences under context parallelism; core's goes through pinned memory, which needs CUDA",
+        "RoPE of padded sequences under context parallelism; core's goes through pinned memory,"
+        " which needs CUDA",
     ),
-    Patch("megatron.core.transformer.moe.moe_utils", "te_general_gemm", None, "read even when TE is absent", True),
+    Patch(
+        "megatron.core.transformer.moe.moe_utils",
+        "te_general_gemm",
+        None,
+        "read even when TE is absent",
+        True,
+    ),
     Patch(
         "megatron.core.transformer.moe.token_dispatcher",
         "maybe_move_tensor_to_cpu",
@@ -171,15 +233,20 @@ PATCHES = (
 )
 
 FACTORIES = ("tensor", "zeros", "ones", "full", "empty", "empty_like", "arange")
-"""torch's functions that core calls with device="cuda", literally or by a variable.  Others fail: torch has no CUDA here."""
+"""torch's functions that core calls with device="cuda", literally or by a variable.
+
+Others fail: torch has no CUDA here.
+"""
 
 
 def install_cpu() -> None:
     """Apply every patch, once per process; no effect where CUDA is available."""
     if torch.cuda.is_available() or _is_installed():
         return
-    _device._device_constructors()  # `with torch.device(...)` knows factories by identity: cached, so that it keeps torch's own
-    for name in FACTORIES:  # first: core's modules, imported below, may keep one as a default argument
+    # `with torch.device(...)` knows factories by identity: cached, so that it keeps torch's own
+    _device._device_constructors()
+    # first: core's modules, imported below, may keep one as a default argument
+    for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     for patch in PATCHES:
         owner = _owner(patch.module)
@@ -191,8 +258,8 @@ def check_no_gpu() -> None:
     """Raise ValueError where a model on the CPU would be mixed with core's buffers on a GPU."""
     if torch.cuda.is_available():
         raise ValueError(
-            "a model on the CPU (run.device = cpu): torch sees a GPU, and megatron-core would put its buffers on it; hide it "
-            'with CUDA_VISIBLE_DEVICES="", or set run.device = cuda'
+            "a model on the CPU (run.device = cpu): torch sees a GPU, and megatron-core would put"
+            ' its buffers on it; hide it with CUDA_VISIBLE_DEVICES="", or set run.device = cuda'
         )
 
 

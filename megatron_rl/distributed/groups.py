@@ -1,6 +1,8 @@
-"""Process groups from the configuration: torch.distributed (nccl or gloo), megatron-core's groups, seeds.
+"""Process groups from the configuration: torch.distributed (nccl or gloo), megatron-core's groups,
+seeds.
 
-Rank order is megatron-core's "tp-cp-ep-dp-pp": tensor ranks are neighbours, pipeline ranks are farthest apart.
+Rank order is megatron-core's "tp-cp-ep-dp-pp": tensor ranks are neighbours, pipeline ranks are
+farthest apart.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 
 @dataclass(frozen=True)
 class Parallel:
-    """This rank's place in the job.  All groups come from here; nothing else reads megatron's globals for them.
+    """This rank's place in the job.  All groups come from here; nothing else reads megatron's
+    globals for them.
 
-    A data-parallel replica is one complete model: tp x cp x pp ranks with the same `dp_rank`.  They train on the same
-    sequences (`replica_group`), and the one at tp 0, cp 0, pp 0 (`replica_leader`, a global rank) fetches them.
+    A data-parallel replica is one complete model: tp x cp x pp ranks with the same `dp_rank`.  They
+    train on the same sequences (`replica_group`), and the one at tp 0, cp 0, pp 0
+    (`replica_leader`, a global rank) fetches them.
     """
 
     rank: int
@@ -48,14 +52,16 @@ class Parallel:
     dp_group: dist.ProcessGroup
     """Ranks with equal tp, cp, pp: other data, same part of the model."""
     dp_cp_group: dist.ProcessGroup
-    """dp_group and the context-parallel ranks: everything that adds gradient to the same dense parameters."""
+    """dp_group and the context-parallel ranks: everything that adds gradient to the same dense
+    parameters.
+    """
     model_group: dist.ProcessGroup
     """tp x pp: the ranks that compute one context rank's rows together."""
     replica_group: dist.ProcessGroup
     """Over gloo, as host_group."""
     host_group: dist.ProcessGroup
-    """All ranks, over gloo: a rank that waits there, for minutes while responses are sampled, leaves its GPU idle.  NCCL would
-    run a kernel all the time."""
+    """All ranks, over gloo: a rank that waits there, for minutes while responses are sampled,
+    leaves its GPU idle.  NCCL would run a kernel all the time."""
     replica_leader: int
     vp_size: int
     owns_process_group: bool
@@ -98,13 +104,15 @@ class Parallel:
         if self.world_size == 1:
             return None
         default = dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore("megatron_rl", default.clone())  # type: ignore[attr-defined]  # not in torch's stub
+        # not in torch's stub
+        return dist.PrefixStore("megatron_rl", default.clone())  # type: ignore[attr-defined]
 
     def destroy(self) -> None:
-        """End every group that make_parallel made, and torch.distributed itself where it started that.  Collective.
+        """End every group that make_parallel made, and torch.distributed itself where it started
+        that.  Collective.
 
-        megatron-core only forgets its groups: on gloo each would keep three threads, which add up where one process builds
-        several layouts.
+        megatron-core only forgets its groups: on gloo each would keep three threads, which add up
+        where one process builds several layouts.
         """
         if self.owns_process_group:
             parallel_state.destroy_model_parallel()
@@ -112,7 +120,8 @@ class Parallel:
             return
         groups = _groups_of(vars(parallel_state).values()) | {self.replica_group, self.host_group}
         parallel_state.destroy_model_parallel()
-        dist.barrier()  # a rank that is still inside a collective would fail with a closed connection
+        # a rank that is still inside a collective would fail with a closed connection
+        dist.barrier()
         for group in groups - {dist.group.WORLD}:
             dist.destroy_process_group(group)
 
@@ -126,10 +135,12 @@ def device_of(setting: str) -> Device:
 
 @contextmanager
 def lazy_gloo() -> Iterator[None]:
-    """gloo groups made inside connect two ranks when one first sends to the other, unless TORCH_GLOO_LAZY_INIT says otherwise.
+    """gloo groups made inside connect two ranks when one first sends to the other, unless
+    TORCH_GLOO_LAZY_INIT says otherwise.
 
-    Else each rank connects to all n as a group is made: 2n + 1 requests to the job's store instead of 1 (benchmarks/scaling.py).
-    The variable is removed afterwards: servers that this process starts would inherit it.
+    Else each rank connects to all n as a group is made: 2n + 1 requests to the job's store instead
+    of 1 (benchmarks/scaling.py). The variable is removed afterwards: servers that this process
+    starts would inherit it.
     """
     if LAZY_GLOO in os.environ:
         yield
@@ -145,15 +156,19 @@ def lazy_gloo() -> Iterator[None]:
 def make_parallel(
     cfg: ParallelConfig, *, device: str = "auto", timeout_minutes: float = 30.0, seed: int = 0
 ) -> Parallel:
-    """Start torch.distributed where it is not running (env:// under torchrun, else a world of one); build all groups.
+    """Start torch.distributed where it is not running (env:// under torchrun, else a world of one);
+    build all groups.
 
-    `device` is auto, cpu or cuda (nccl, one GPU per local rank).  Seeds every RNG; tensor and expert ranks get different seeds.
-    Raises ValueError, naming key, value and rule, for sizes that do not fit the number of ranks.
+    `device` is auto, cpu or cuda (nccl, one GPU per local rank).  Seeds every RNG; tensor and
+    expert ranks get different seeds. Raises ValueError, naming key, value and rule, for sizes that
+    do not fit the number of ranks.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("run.device = cuda: torch sees no GPU; use auto or cpu")
     use_cuda = device_of(device) == "cuda"
-    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    )
     check_sizes(cfg, world_size)
     owns = not dist.is_initialized()
     if owns:
@@ -197,10 +212,12 @@ def make_parallel(
 
 
 def from_rank_0(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What `make` returns on rank 0 (small, plain data), on every rank.  Collective over all ranks of the job.
+    """What `make` returns on rank 0 (small, plain data), on every rank.  Collective over all ranks
+    of the job.
 
-    group: Parallel.host_group where `make` takes long, such as the start of a server; None for the default group.
-    Rank 0 raises what `make` raises; then the other ranks raise RuntimeError with the same message.
+    group: Parallel.host_group where `make` takes long, such as the start of a server; None for the
+    default group. Rank 0 raises what `make` raises; then the other ranks raise RuntimeError with
+    the same message.
     """
     box: list[tuple[T | None, str | None]] = [(None, None)]
     if dist.get_rank() == 0:
@@ -208,7 +225,8 @@ def from_rank_0(make: Callable[[], T], group: dist.ProcessGroup | None = None) -
             box = [(make(), None)]
         except (
             Exception
-        ) as error:  # the others wait for an answer, whatever failed: send them the reason, then raise it
+            # the others wait for an answer, whatever failed: send them the reason, then raise it
+        ) as error:
             dist.broadcast_object_list([(None, str(error))], group=group)
             raise
     dist.broadcast_object_list(box, group=group)
@@ -238,7 +256,9 @@ def _start(use_cuda: bool, timeout_minutes: float) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
+        )
 
 
 def make_host_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
@@ -249,7 +269,9 @@ def make_host_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
-def _make_replica_group(host_group: dist.ProcessGroup, timeout: datetime.timedelta) -> tuple[dist.ProcessGroup, int]:
+def _make_replica_group(
+    host_group: dist.ProcessGroup, timeout: datetime.timedelta
+) -> tuple[dist.ProcessGroup, int]:
     """The gloo group of all ranks with this rank's data-parallel rank, and its first global rank.
 
     megatron-core's own model-parallel group leaves context-parallel ranks out.

@@ -1,4 +1,6 @@
-"""Work that all ranks of a job do together, in which each of them may fail, and its order between them."""
+"""Work that all ranks of a job do together, in which each of them may fail, and its order between
+them.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ class Ranks:
         return cls(parallel.rank, parallel.host_group, parallel.store() or dist.HashStore())
 
     def together(self, work: Callable[[], T], expected: type[Exception]) -> list[T]:
-        """The result of work() on each rank, in their order (small, plain data).  Collective: it waits for all of them.
+        """The result of work() on each rank, in their order (small, plain data).  Collective: it
+        waits for all of them.
 
-        Where some raise `expected`, every rank raises it, with all messages.  Where one raises anything else, it raises that,
-        and the others RuntimeError.
+        Where some raise `expected`, every rank raises it, with all messages.  Where one raises
+        anything else, it raises that, and the others RuntimeError.
         """
         value, error = None, None
         try:

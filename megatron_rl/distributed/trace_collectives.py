@@ -1,11 +1,12 @@
 """Spans of this rank's collectives: where it waits for others.
 
-For the time of a traced step the functions of torch.distributed are replaced, as no hook of torch reports when a call of any
-backend begins and ends: what is called as `torch.distributed.NAME` is seen, which is how megatron-core and this package call
-them.  (torch.profiler has them too, with every operator: 100 times the events.)
+For the time of a traced step the functions of torch.distributed are replaced, as no hook of torch
+reports when a call of any backend begins and ends: what is called as `torch.distributed.NAME` is
+seen, which is how megatron-core and this package call them.  (torch.profiler has them too, with
+every operator: 100 times the events.)
 
-On a CPU a collective returns when it is done, so its span is the wait for the slowest rank and the transfer.  NCCL's return when
-they are queued: there torch's profile of the GPU has them.
+On a CPU a collective returns when it is done, so its span is the wait for the slowest rank and the
+transfer.  NCCL's return when they are queued: there torch's profile of the GPU has them.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ import torch.distributed as dist
 from megatron_rl.launch.trace import Trace
 
 COLLECTIVES = (
-    "all_reduce", "reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor", "gather", "scatter",
-    "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv",
-    "batch_isend_irecv", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "all_reduce", "reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor",
+    "gather", "scatter",
+    "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv",
+    "isend", "irecv",
+    "batch_isend_irecv", "all_gather_object", "gather_object", "broadcast_object_list",
+    "scatter_object_list",
 )  # fmt: skip
 
 
@@ -52,14 +56,18 @@ def traced(trace: Trace, name: str, function: Callable[..., Any]) -> Callable[..
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with trace.span(name, "collective", ranks=dist.get_world_size(group_of_call(parameters, args, kwargs))):
+        with trace.span(
+            name, "collective", ranks=dist.get_world_size(group_of_call(parameters, args, kwargs))
+        ):
             found = function(*args, **kwargs)
         return watched(trace, name, found)
 
     return call
 
 
-def group_of_call(parameters: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
+def group_of_call(
+    parameters: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dist.ProcessGroup | None:
     """Of a call, by position or name; a batch of P2POps has that of its first."""
     values = parameters.bind(*args, **kwargs).arguments
     batch: Sequence[dist.P2POp] = values.get("p2p_op_list", ())

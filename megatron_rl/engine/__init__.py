@@ -1,3 +1,4 @@
 """The training engine: megatron-core model, passes and optimizer."""
 
-import megatron_rl.distributed  # noqa: F401  first: makes megatron-core work without CUDA, and quiet
+# first: makes megatron-core work without CUDA, and quiet
+import megatron_rl.distributed  # noqa: F401

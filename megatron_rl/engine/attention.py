@@ -1,11 +1,13 @@
-"""Core attention on torch SDPA for megatron-core's local layer spec, where TransformerEngine is absent.
+"""Core attention on torch SDPA for megatron-core's local layer spec, where TransformerEngine is
+absent.
 
-core's own local attention supports neither packed sequences nor context parallelism.  Under CP each rank holds two of the
-2 x cp chunks of every sequence (replay.layout.zigzag_rows); keys and values are gathered over the CP group, so each rank's
-queries see all earlier keys of their own sequence, and their gradients are reduce-scattered back.
-What depends on the sequences' bounds alone is computed once per micro-batch, on the host, and shared by all layers.
-Shapes: T packed tokens, t = T / cp of this rank, S sequence, B batch, A query heads and G key heads of this tensor rank,
-D head size.
+core's own local attention supports neither packed sequences nor context parallelism.  Under CP each
+rank holds two of the 2 x cp chunks of every sequence (replay.layout.zigzag_rows); keys and values
+are gathered over the CP group, so each rank's queries see all earlier keys of their own sequence,
+and their gradients are reduce-scattered back. What depends on the sequences' bounds alone is
+computed once per micro-batch, on the host, and shared by all layers.
+Shapes: T packed tokens, t = T / cp of this rank, S sequence, B batch, A query heads and G key heads
+of this tensor rank, D head size.
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ from megatron_rl.replay.layout import zigzag_rows
 
 @dataclass
 class PlannedSeqParams(PackedSeqParams):
-    """megatron-core's parameters of a packed micro-batch, with the plan that the first PackedAttention makes of them.
+    """megatron-core's parameters of a packed micro-batch, with the plan that the first
+    PackedAttention makes of them.
 
-    cu_seqlens are where the attention reads them: on the host for PackedAttention, on the device for TransformerEngine.
-    on_host: the same for core's unfused RoPE, whose loop over sequences would wait for the device in every layer.
+    cu_seqlens are where the attention reads them: on the host for PackedAttention, on the device
+    for TransformerEngine.
+    on_host: the same for core's unfused RoPE, whose loop over sequences would wait for the device
+    in every layer.
     """
 
     plan: AttentionPlan | None = None
@@ -41,7 +46,9 @@ class PlannedSeqParams(PackedSeqParams):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention inside each sequence, in the calling convention of megatron-core's SelfAttention."""
+    """Causal attention inside each sequence, in the calling convention of megatron-core's
+    SelfAttention.
+    """
 
     def __init__(
         self,
@@ -55,9 +62,16 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if config.attention_dropout:
-            raise ValueError(f"attention_dropout = {config.attention_dropout}: the local attention has no dropout")
-        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
-        self.cp_group: dist.ProcessGroup | None = pg_collection.cp if config.context_parallel_size > 1 else None
+            raise ValueError(
+                f"attention_dropout = {config.attention_dropout}: the local attention has no"
+                " dropout"
+            )
+        self.softmax_scale = (
+            softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        )
+        self.cp_group: dist.ProcessGroup | None = (
+            pg_collection.cp if config.context_parallel_size > 1 else None
+        )
 
     def forward(
         self,
@@ -71,21 +85,31 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """Return [S, B, A * D] for query [S, B, A, D] and key, value [S, B, G, D].
 
-        With `packed_seq_params`: [t, A * D] for query [t, A, D] and key, value [t, G, D]; its cu_seqlens are those of all
-        T rows, as TransformerEngine expects.  Pads after a sequence may count as part of it: no earlier row sees them.
-        `attention_mask` is not read: every sequence is causal.
+        With `packed_seq_params`: [t, A * D] for query [t, A, D] and key, value [t, G, D]; its
+        cu_seqlens are those of all T rows, as TransformerEngine expects.  Pads after a sequence may
+        count as part of it: no earlier row sees them. `attention_mask` is not read: every sequence
+        is causal.
         """
         if packed_seq_params is None:
             return padded_attention(query, key, value, self.softmax_scale, self.cp_group)
         if packed_seq_params.plan is None:  # the first layer of this micro-batch
-            packed_seq_params.plan = plan_attention(packed_seq_params.cu_seqlens_q, query.device, self.cp_group)
-        return packed_attention(query, key, value, packed_seq_params.plan, self.softmax_scale, self.cp_group)
+            packed_seq_params.plan = plan_attention(
+                packed_seq_params.cu_seqlens_q, query.device, self.cp_group
+            )
+        return packed_attention(
+            query, key, value, packed_seq_params.plan, self.softmax_scale, self.cp_group
+        )
 
 
 def padded_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, cp_group: dist.ProcessGroup | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Causal attention of [S, B, heads, D] tensors -> [S, B, A * D]; under CP, S are the rank's rows of each sequence.
+    """Causal attention of [S, B, heads, D] tensors -> [S, B, A * D]; under CP, S are the rank's
+    rows of each sequence.
 
     Raises ValueError where a CP rank's rows are not two equal chunks.
     """
@@ -93,9 +117,15 @@ def padded_attention(
         return causal_attention(query, key, value, scale)
     rows = query.size(0)
     if rows % 2:
-        raise ValueError(f"sequences of {rows} rows on a CP rank are not two equal chunks: pad to a multiple of 2 x cp")
+        raise ValueError(
+            f"sequences of {rows} rows on a CP rank are not two equal chunks: pad to a multiple of"
+            " 2 x cp"
+        )
     total = rows * cp_group.size()
-    key, value = (in_sequence_order(gathered, cp_group.size()) for gathered in gather_keys(key, value, cp_group))
+    key, value = (
+        in_sequence_order(gathered, cp_group.size())
+        for gathered in gather_keys(key, value, cp_group)
+    )
     chunk, outputs = rows // 2, []
     for queries, first in zip(query.split(chunk), first_rows(total, cp_group), strict=True):
         keys = first + chunk  # later ones would be masked: do not compute them
@@ -112,17 +142,22 @@ def packed_attention(
     scale: float,
     cp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Causal attention inside each sequence of the plan, [t, heads, D] -> [t, A * D].  No device-to-host copy.
+    """Causal attention inside each sequence of the plan, [t, heads, D] -> [t, A * D].  No
+    device-to-host copy.
 
     Raises ValueError where the plan is for another number of rows.
     """
     if plan.num_rows != query.size(0):
         cp_size = 1 if cp_group is None else cp_group.size()
         raise ValueError(
-            f"cu_seqlens ends at {plan.num_rows * cp_size}, but there are {query.size(0) * cp_size} packed tokens"
+            f"cu_seqlens ends at {plan.num_rows * cp_size}, but there are {query.size(0) * cp_size}"
+            " packed tokens"
         )
     if cp_group is not None and plan.key_order is not None:
-        key, value = (gathered.index_select(0, plan.key_order) for gathered in gather_keys(key, value, cp_group))
+        key, value = (
+            gathered.index_select(0, plan.key_order)
+            for gathered in gather_keys(key, value, cp_group)
+        )
     outputs = []
     for bucket in plan.buckets:
         out = causal_attention(
@@ -152,7 +187,8 @@ class AttentionPlan:
     num_rows: int  # t
     buckets: tuple[QueryBucket, ...]  # runs of queries by size
     order: Tensor  # int64 [t] index of each row in the buckets' concatenated outputs
-    key_order: Tensor | None  # int64 [T] index of each packed row in the CP ranks' concatenated keys; None without CP
+    key_order: Tensor | None
+    """Int64 [T] index of each packed row in the CP ranks' concatenated keys; None without CP."""
 
 
 def plan_attention(
@@ -160,42 +196,63 @@ def plan_attention(
 ) -> AttentionPlan:
     """The plan of sequences at rows cu_seqlens[i]:cu_seqlens[i + 1] of T, for this CP rank.
 
-    Runs of queries whose sizes round up to the same powers of two go through one padded SDPA call, four times faster than
-    a call each for dozens of short ones.  Raises ValueError where a sequence is not a multiple of 2 x cp.
+    Runs of queries whose sizes round up to the same powers of two go through one padded SDPA call,
+    four times faster than a call each for dozens of short ones.  Raises ValueError where a sequence
+    is not a multiple of 2 x cp.
     """
     cu_seqlens = cu_seqlens.cpu()
     bounds = cu_seqlens.tolist()
     cp_size = 1 if cp_group is None else cp_group.size()
     key_order = None
     if cp_group is not None:
-        key_order = torch.cat([zigzag_rows(cu_seqlens, rank, cp_size) for rank in range(cp_size)]).argsort().to(device)
+        key_order = (
+            torch.cat([zigzag_rows(cu_seqlens, rank, cp_size) for rank in range(cp_size)])
+            .argsort()
+            .to(device)
+        )
     groups: dict[tuple[int, int], list[KeySpan]] = {}
     for span in spans_of(bounds, cp_group):
-        groups.setdefault(((span.queries - 1).bit_length(), (span.keys - 1).bit_length()), []).append(span)
+        groups.setdefault(
+            ((span.queries - 1).bit_length(), (span.keys - 1).bit_length()), []
+        ).append(span)
     num_rows = bounds[-1] // cp_size
     buckets, rows = [], []
     for spans in groups.values():
         first_query, queries, first_key, keys = torch.tensor(spans).unbind(1)
         steps = torch.arange(int(queries.max()))
-        # rows past the end of a shorter run: causal masking hides those keys, and `kept` drops those queries
+        # rows past the end of a shorter run: causal masking hides those keys, and `kept` drops
+        # those queries
         query_rows = (first_query[:, None] + steps).clamp(max=num_rows - 1)
         key_rows = (first_key[:, None] + torch.arange(int(keys.max()))).clamp(max=bounds[-1] - 1)
         kept = (steps < queries[:, None]).flatten().nonzero().squeeze(1)
         rows.append(query_rows.flatten()[kept])
         first = None if cp_group is None else (keys - queries).to(device)
-        buckets.append(QueryBucket(query_rows.to(device), key_rows.to(device), kept.to(device), first))
+        buckets.append(
+            QueryBucket(query_rows.to(device), key_rows.to(device), kept.to(device), first)
+        )
     return AttentionPlan(num_rows, tuple(buckets), torch.cat(rows).argsort().to(device), key_order)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, first: Tensor | None = None) -> Tensor:
-    """Query i of batch b sees keys 0..first[b] + i (first: 0 where None), [S, B, heads, D] -> [S, B, A * D]."""
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, first: Tensor | None = None
+) -> Tensor:
+    """Query i of batch b sees keys 0..first[b] + i (first: 0 where None), [S, B, heads, D] -> [S,
+    B, A * D].
+    """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     mask = None
     if first is not None:
         last_key = first[:, None] + torch.arange(q.size(2), device=q.device)
-        mask = (torch.arange(k.size(2), device=q.device) <= last_key[..., None])[:, None]  # [B, 1, S, keys]
+        # [B, 1, S, keys]
+        mask = (torch.arange(k.size(2), device=q.device) <= last_key[..., None])[:, None]
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.size(1) != k.size(1)
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.size(1) != k.size(1),
     )
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -210,7 +267,9 @@ class KeySpan(NamedTuple):
 
 
 def spans_of(bounds: list[int], cp_group: dist.ProcessGroup | None) -> list[KeySpan]:
-    """One span per sequence; under CP its two chunks on this rank, which lie end to end among the rank's rows."""
+    """One span per sequence; under CP its two chunks on this rank, which lie end to end among the
+    rank's rows.
+    """
     spans: list[KeySpan] = []
     row = 0
     for start, end in pairwise(bounds):
@@ -234,9 +293,11 @@ def first_rows(length: int, cp_group: dist.ProcessGroup) -> list[int]:
 
 
 def gather_keys(key: Tensor, value: Tensor, cp_group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Keys and values of all CP ranks, rank after rank: [t, ..., G, D] -> [T, ..., G, D] each, in one collective.
+    """Keys and values of all CP ranks, rank after rank: [t, ..., G, D] -> [T, ..., G, D] each, in
+    one collective.
 
-    Backward: the ranks' gradients are summed and scattered, since each rank's loss reads all of them.
+    Backward: the ranks' gradients are summed and scattered, since each rank's loss reads all of
+    them.
     """
     gathered = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-2), group=cp_group)
     key, value = gathered.chunk(2, dim=-2)
@@ -244,7 +305,9 @@ def gather_keys(key: Tensor, value: Tensor, cp_group: dist.ProcessGroup) -> tupl
 
 
 def in_sequence_order(gathered: Tensor, cp_size: int) -> Tensor:
-    """Rows of one sequence [S, ...], CP rank after CP rank, in their order: rank r holds chunks r and 2 cp - 1 - r."""
+    """Rows of one sequence [S, ...], CP rank after CP rank, in their order: rank r holds chunks r
+    and 2 cp - 1 - r.
+    """
     chunks = gathered.unflatten(0, (cp_size, 2, -1))
     return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 

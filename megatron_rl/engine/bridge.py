@@ -1,8 +1,10 @@
-"""model.provider = bridge: the model is built, loaded and exported by Megatron-Bridge (AutoBridge -> provider -> model).
+"""model.provider = bridge: the model is built, loaded and exported by Megatron-Bridge (AutoBridge
+-> provider -> model).
 
-Bridge's provider is itself a TransformerConfig.  It keeps what Bridge reads from the checkpoint; the settings that this program
-chooses for every model (engine.model.run_settings) are set over it.  With TransformerEngine and a GPU the layers are
-TransformerEngine's, else those of te_layers.py, under the same names.
+Bridge's provider is itself a TransformerConfig.  It keeps what Bridge reads from the checkpoint;
+the settings that this program chooses for every model (engine.model.run_settings) are set over it.
+With TransformerEngine and a GPU the layers are TransformerEngine's, else those of te_layers.py,
+under the same names.
 """
 
 from __future__ import annotations
@@ -27,10 +29,27 @@ from safetensors import SafetensorError
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine import te_layers
-from megatron_rl.engine.core_fields import CORE_ERRORS, check_fields, fields_of, named_settings, reason_of
-from megatron_rl.engine.model import LATENT_EPS, core_settings, run_settings, uses_transformer_engine
+from megatron_rl.engine.core_fields import (
+    CORE_ERRORS,
+    check_fields,
+    fields_of,
+    named_settings,
+    reason_of,
+)
+from megatron_rl.engine.model import (
+    LATENT_EPS,
+    core_settings,
+    run_settings,
+    uses_transformer_engine,
+)
 from megatron_rl.models.fit import check_fit
-from megatron_rl.models.spec import ModelError, ModelSpec, RouterKind, load_hf_config, padded_vocab_size
+from megatron_rl.models.spec import (
+    ModelError,
+    ModelSpec,
+    RouterKind,
+    load_hf_config,
+    padded_vocab_size,
+)
 from megatron_rl.weights.hf.export import HFStream, HFTensor, with_pairs_together
 from megatron_rl.weights.hf.files import CheckpointError, is_left_out, listed, outline, read_headers
 
@@ -39,7 +58,9 @@ if TYPE_CHECKING:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
 VERSION = "0.6.2"
-INSTALL = f"pip install --no-deps megatron-bridge=={VERSION} omegaconf einops antlr4-python3-runtime"
+INSTALL = (
+    f"pip install --no-deps megatron-bridge=={VERSION} omegaconf einops antlr4-python3-runtime"
+)
 TRANSFORMER_ENGINE = "transformer_engine"
 
 
@@ -47,7 +68,11 @@ class BridgeProvider:
     """By Megatron-Bridge's tables."""
 
     def __init__(
-        self, model: ModelConfig, sizes: ParallelConfig, parallel: Parallel, fields: Mapping[str, object]
+        self,
+        model: ModelConfig,
+        sizes: ParallelConfig,
+        parallel: Parallel,
+        fields: Mapping[str, object],
     ) -> None:
         te = uses_transformer_engine(model, parallel.device)
         self.model, self.parallel = model, parallel
@@ -55,7 +80,9 @@ class BridgeProvider:
         self.core_config = make_provider_of(self.bridge, model.path)
         self.spec = spec_of(self.core_config, self.bridge)
         check_fit(self.spec, model, sizes)
-        check_fields(fields, core_settings(self.spec, model, sizes, parallel.device), is_mla=self.spec.is_mla)
+        check_fields(
+            fields, core_settings(self.spec, model, sizes, parallel.device), is_mla=self.spec.is_mla
+        )
         settings = run_settings(self.spec, model, sizes, parallel.device) | OVERRIDES
         if te:  # else off: they need TransformerEngine or a GPU
             settings = {name: value for name, value in settings.items() if name not in FUSIONS}
@@ -63,12 +90,16 @@ class BridgeProvider:
         for name, value in (settings | users).items():
             setattr(self.core_config, name, value)
         self._vocabulary = {
-            name for name, header in read_headers(model.path).items() if header.shape[:1] == (self.spec.vocab_size,)
+            name
+            for name, header in read_headers(model.path).items()
+            if header.shape[:1] == (self.spec.vocab_size,)
         }
         try:
             self.core_config.finalize()
         except CORE_ERRORS as error:
-            chosen = ", ".join(filter(None, ("model.provider = bridge", named_settings(users, fields))))
+            chosen = ", ".join(
+                filter(None, ("model.provider = bridge", named_settings(users, fields)))
+            )
             raise ModelError(
                 f"{chosen}: megatron-core refuses these settings for {self.spec.architecture}: "
                 f"{first_line(reason_of(error))}; change [parallel] or [megatron]"
@@ -86,7 +117,8 @@ class BridgeProvider:
                 )
             except ImportError as error:
                 raise ModelError(
-                    f"model.provider = bridge: the layers of {self.spec.architecture} need another package: {first_line(error)}"
+                    f"model.provider = bridge: the layers of {self.spec.architecture} need another"
+                    f" package: {first_line(error)}"
                 ) from error
             self._check(chunk)
             for parameter in chunk.parameters():
@@ -95,25 +127,41 @@ class BridgeProvider:
         return chunks
 
     def load(self, chunks: list[GPTModel]) -> None:
-        """Bridge reports neither a parameter without a mapping nor damaged files: none may stay NaN."""
+        """Bridge reports neither a parameter without a mapping nor damaged files: none may stay
+        NaN.
+        """
         with torch.no_grad():
             for _, tensor in tensors_of(chunks):
                 tensor.fill_(math.nan)
         try:
             self.bridge.load_hf_weights(chunks)
-        except (AttributeError, KeyError, ValueError, OSError, RuntimeError, SafetensorError) as error:
+        except (
+            AttributeError,
+            KeyError,
+            ValueError,
+            OSError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:
             if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
                 raise  # a stop by a signal, memory, a lost rank: not the files
-            raise CheckpointError(f"{self.model.path}: Megatron-Bridge cannot load it: {first_line(error)}") from error
-        unfilled = [name for name, tensor in tensors_of(chunks) if not bool(tensor.isfinite().all())]
+            raise CheckpointError(
+                f"{self.model.path}: Megatron-Bridge cannot load it: {first_line(error)}"
+            ) from error
+        unfilled = [
+            name for name, tensor in tensors_of(chunks) if not bool(tensor.isfinite().all())
+        ]
         if unfilled:
             raise CheckpointError(
-                f"{self.model.path}: {listed('were not filled with finite values by Megatron-Bridge', unfilled)}; the file is "
-                "damaged, or Bridge has no mapping for them"
+                f"{self.model.path}:"
+                f" {listed('were not filled with finite values by Megatron-Bridge', unfilled)}; the"
+                " file is damaged, or Bridge has no mapping for them"
             )
 
     def export(self, chunks: list[GPTModel], max_sources: int) -> HFStream:
-        """Rank 0 is the only source: Bridge gathers every tensor on every rank, in an order of its own."""
+        """Rank 0 is the only source: Bridge gathers every tensor on every rank, in an order of its
+        own.
+        """
         stream = self._export(chunks)
         return with_pairs_together(stream) if self.spec.q_lora_rank else stream
 
@@ -123,7 +171,8 @@ class BridgeProvider:
             if is_left_out(name, has):
                 continue  # Bridge exports a tied head where the checkpoint has a copy of it
             if tensor.shape[0] == padded and name in self._vocabulary:
-                tensor = tensor[: self.spec.vocab_size]  # Bridge does not cut the rows that it has added
+                # Bridge does not cut the rows that it has added
+                tensor = tensor[: self.spec.vocab_size]
             mine = None if self.parallel.rank else tensor.contiguous()
             yield HFTensor(name, tuple(tensor.shape), tensor.dtype, 0, mine)
 
@@ -132,8 +181,8 @@ class BridgeProvider:
         kind, heads = self.spec.architecture, self.spec.head_dim
         if not isinstance(chunk, GPTModel):
             raise ModelError(
-                f"model.provider = bridge: Megatron-Bridge builds {kind} as {type(chunk).__name__}, the engine trains GPTModel "
-                "only; use a text model with attention in every layer"
+                f"model.provider = bridge: Megatron-Bridge builds {kind} as {type(chunk).__name__},"
+                " the engine trains GPTModel only; use a text model with attention in every layer"
             )
         for name, module in chunk.named_modules():
             if (
@@ -143,16 +192,22 @@ class BridgeProvider:
                 and not self.spec.is_mla
             ):
                 raise ModelError(
-                    f"parallel.tp = {self.parallel.tp_size}: {kind} normalises queries over all heads, but a tensor rank has "
-                    "only some, and the gradient would lack the others'; set it to 1 (and use ep)"
+                    f"parallel.tp = {self.parallel.tp_size}: {kind} normalises queries over all"
+                    " heads, but a tensor rank has only some, and the gradient would lack the"
+                    " others'; set it to 1 (and use ep)"
                 )
-            if name.endswith(("linear_q_up_proj", "linear_kv_up_proj")) and hasattr(module, "layer_norm_weight"):
-                module.eps = LATENT_EPS  # transformers' and SGLang's norms of latents do not use rms_norm_eps
+            if name.endswith(("linear_q_up_proj", "linear_kv_up_proj")) and hasattr(
+                module, "layer_norm_weight"
+            ):
+                # transformers' and SGLang's norms of latents do not use rms_norm_eps
+                module.eps = LATENT_EPS
 
 
 OVERRIDES: dict[str, object] = {
-    "transformer_impl": "transformer_engine",  # its layer specs, with its layers or those of te_layers.py
-    "moe_grouped_gemm": True,  # of TransformerEngine or of te_layers.py: Bridge knows experts by these names
+    # its layer specs, with its layers or those of te_layers.py
+    "transformer_impl": "transformer_engine",
+    # of TransformerEngine or of te_layers.py: Bridge knows experts by these names
+    "moe_grouped_gemm": True,
     "moe_shared_expert_overlap": False,
     "moe_z_loss_coeff": None,
     "mtp_num_layers": None,  # layers for multi-token prediction are neither trained nor exported
@@ -166,7 +221,10 @@ OVERRIDES: dict[str, object] = {
 
 
 WRONG = {
-    "Ernie4_5_MoeForCausalLM": "it routes by sigmoid scores, transformers and the servers by softmax: other experts, other gates",
+    "Ernie4_5_MoeForCausalLM": (
+        "it routes by sigmoid scores, transformers and the servers by softmax: other experts, other"
+        " gates"
+    ),
 }
 """Architectures that Megatron-Bridge 0.6.2 builds as another model, found by comparing logits."""
 
@@ -177,31 +235,37 @@ FUSIONS = ("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion")
 
 def read_spec(model: ModelConfig, device: torch.device | None) -> ModelSpec:
     """The sizes of the model; device: where this process builds it afterwards, if it does."""
-    bridge = open_bridge(model.path, te=device is not None and uses_transformer_engine(model, device))
+    bridge = open_bridge(
+        model.path, te=device is not None and uses_transformer_engine(model, device)
+    )
     return spec_of(make_provider_of(bridge, model.path), bridge)
 
 
 def make_provider_of(bridge: AutoBridge, path: Path) -> GPTModelProvider:
-    """Bridge's configuration of the model.  Raises ModelError for a config.json without what Bridge reads."""
+    """Bridge's configuration of the model.
+
+    Raises ModelError for a config.json without what Bridge reads.
+    """
     try:
         return bridge.to_megatron_provider(load_weights=False)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(
-            f"model.provider = bridge: Megatron-Bridge {VERSION} cannot read {path}/config.json: {type(error).__name__}: "
-            f"{first_line(error)}; take the published config.json"
+            f"model.provider = bridge: Megatron-Bridge {VERSION} cannot read {path}/config.json:"
+            f" {type(error).__name__}: {first_line(error)}; take the published config.json"
         ) from error
 
 
 def open_bridge(path: Path, *, te: bool) -> AutoBridge:
-    """Megatron-Bridge's bridge of this checkpoint; te: its layers are TransformerEngine's own, on a GPU.
+    """Megatron-Bridge's bridge of this checkpoint; te: its layers are TransformerEngine's own, on a
+    GPU.
 
     Raises ModelError where it does not know the model, and as open_package.
     """
     architecture = str((load_hf_config(path).get("architectures") or ["(none)"])[0])
     if architecture in WRONG:
         raise ModelError(
-            f"model.provider = bridge: Megatron-Bridge {VERSION} does not compute {architecture} as published: "
-            f"{WRONG[architecture]}; not supported"
+            f"model.provider = bridge: Megatron-Bridge {VERSION} does not compute {architecture} as"
+            f" published: {WRONG[architecture]}; not supported"
         )
     AutoBridge = open_package(te=te)
     try:
@@ -211,9 +275,13 @@ def open_bridge(path: Path, *, te: bool) -> AutoBridge:
 
 
 def open_package(*, te: bool) -> type[AutoBridge]:
-    """Import Megatron-Bridge.  Raises ModelError where it is absent or of another version, and as te_layers.choose."""
+    """Import Megatron-Bridge.
+
+    Raises ModelError where it is absent or of another version, and as te_layers.choose.
+    """
     check_installed()
-    te_layers.choose_layers(te=te)  # before Bridge is imported: its modules take the classes from core
+    # before Bridge is imported: its modules take the classes from core
+    te_layers.choose_layers(te=te)
     if importlib.util.find_spec(TRANSFORMER_ENGINE) is None:
         add_placeholder_transformer_engine()
     from megatron.bridge import AutoBridge
@@ -222,7 +290,9 @@ def open_package(*, te: bool) -> type[AutoBridge]:
 
 
 def check_installed() -> None:
-    """Raise ModelError, with the line that installs it, unless the tested version of Megatron-Bridge is there."""
+    """Raise ModelError, with the line that installs it, unless the tested version of
+    Megatron-Bridge is there.
+    """
     try:
         found = metadata.version("megatron-bridge")
     except metadata.PackageNotFoundError:
@@ -230,8 +300,8 @@ def check_installed() -> None:
     if found != VERSION:
         python = ".".join(map(str, sys.version_info[:2]))
         raise ModelError(
-            f"model.provider = bridge: needs Megatron-Bridge {VERSION}, found: {found}; install it (Python 3.12, here {python}): "
-            f"{INSTALL}"
+            f"model.provider = bridge: needs Megatron-Bridge {VERSION}, found: {found}; install it"
+            f" (Python 3.12, here {python}): {INSTALL}"
         )
 
 
@@ -248,7 +318,8 @@ def spec_of(provider: GPTModelProvider, bridge: AutoBridge) -> ModelSpec:
             qk_rope_dim=core.qk_pos_emb_head_dim,
             v_head_dim=core.v_head_dim,
         )
-    architectures = bridge.hf_pretrained.config.architectures or ["(none)"]  # Bridge chose its class by the first
+    # Bridge chose its class by the first
+    architectures = bridge.hf_pretrained.config.architectures or ["(none)"]
     return ModelSpec(
         architecture=architectures[0],
         num_layers=core.num_layers,
@@ -285,7 +356,9 @@ def spec_of(provider: GPTModelProvider, bridge: AutoBridge) -> ModelSpec:
 
 
 def moe_layers(frequency: int | list[int], num_layers: int) -> tuple[int, ...]:
-    """Which layers core gives experts, by its moe_layer_freq: every n-th from the first, or a 1 for each."""
+    """Which layers core gives experts, by its moe_layer_freq: every n-th from the first, or a 1 for
+    each.
+    """
     if isinstance(frequency, int):
         return tuple(range(0, num_layers, frequency))
     return tuple(layer for layer, is_moe in enumerate(frequency) if is_moe)
@@ -295,7 +368,9 @@ def tensors_of(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters, and the buffers that are in a checkpoint (biases that select experts)."""
     for chunk in chunks:
         yield from chunk.named_parameters()
-        yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("expert_bias"))
+        yield from (
+            (name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")
+        )
 
 
 def first_line(error: Exception | str) -> str:
@@ -305,7 +380,8 @@ def first_line(error: Exception | str) -> str:
 
 
 def add_placeholder_transformer_engine() -> None:
-    """A placeholder module: Megatron-Bridge imports TransformerEngine for layers that are never made here.
+    """A placeholder module: Megatron-Bridge imports TransformerEngine for layers that are never
+    made here.
 
     megatron-core has already been imported, and still runs without it.
     """
@@ -317,7 +393,8 @@ def add_placeholder_transformer_engine() -> None:
         module.__version__ = "0.0.0"  # type: ignore[attr-defined]  # core compares it
         module.__getattr__ = partial(getattr, Absent)  # type: ignore[method-assign]  # PEP 562
     sys.modules.update(modules)
-    modules[TRANSFORMER_ENGINE].pytorch = modules[f"{TRANSFORMER_ENGINE}.pytorch"]  # type: ignore[attr-defined]  # as above
+    # as above
+    modules[TRANSFORMER_ENGINE].pytorch = modules[f"{TRANSFORMER_ENGINE}.pytorch"]  # type: ignore[attr-defined]
 
 
 class _AnyName(type):

@@ -1,8 +1,9 @@
 """[megatron]: fields of megatron-core's configurations by their own names, with core's own types.
 
-A name belongs to TransformerConfig, to DistributedDataParallelConfig or to OptimizerConfig, in some cases to two of them: then
-both get the value.  Fields that other settings or the checkpoint define are refused here; what replay cannot be exact with is
-refused afterwards, from the finished TransformerConfig (replay/compatibility.py).
+A name belongs to TransformerConfig, to DistributedDataParallelConfig or to OptimizerConfig, in some
+cases to two of them: then both get the value.  Fields that other settings or the checkpoint define
+are refused here; what replay cannot be exact with is refused afterwards, from the finished
+TransformerConfig (replay/compatibility.py).
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ ELSEWHERE = {
     "parallel.ep": ("expert_model_parallel_size",),
     "parallel.etp": ("expert_tensor_parallel_size",),
     "parallel.sequence_parallel": ("sequence_parallel",),
-    "parallel.layers_per_stage": ("pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage"),
+    "parallel.layers_per_stage": (
+        "pipeline_model_parallel_layout",
+        "num_layers_in_first_pipeline_stage",
+    ),
     "optim.lr": ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
     "optim.beta1 or optim.beta2": ("adam_beta1", "adam_beta2"),
     "optim.eps": ("adam_eps",),
@@ -64,7 +68,8 @@ NOT_POSSIBLE = {
     "use_layer_wise_distributed_optimizer": "it is of optimizers other than adam; optim.distributed shards adam's state",
     "optimizer_cuda_graph": "core's own training loop captures that graph; here no step would be replayed from one",
     **dict.fromkeys(
-        ("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "use_torch_fsdp2"),
+        ("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy",
+        "use_torch_fsdp2"),
         "models are wrapped in core's DistributedDataParallel; optim.distributed shards the optimizer state",
     ),
     **dict.fromkeys(
@@ -74,19 +79,29 @@ NOT_POSSIBLE = {
     "moe_router_force_biased": "every pass would add another random bias to the router's scores",
     "mtp_num_layers": "layers for multi-token prediction are neither loaded nor trained",
     **dict.fromkeys(
-        ("window_size", "softmax_type", "moe_latent_size", "moe_apply_probs_on_input", "layernorm_zero_centered_gamma",
-         "rotary_interleaved", "no_rope_freq", "attention_output_gate", "softmax_scale", "qk_l2_norm", "glu_linear_offset",
-         "activation_func_clamp_value", "apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices",
-         "use_mup", "rotary_percent", "rotary_base", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
+        ("window_size", "softmax_type", "moe_latent_size", "moe_apply_probs_on_input",
+        "layernorm_zero_centered_gamma",
+         "rotary_interleaved", "no_rope_freq", "attention_output_gate", "softmax_scale",
+         "qk_l2_norm", "glu_linear_offset",
+         "activation_func_clamp_value", "apply_residual_connection_post_layernorm",
+         "moe_router_topk_limited_devices",
+         "use_mup", "rotary_percent", "rotary_base", "moe_mlp_glu_interleave_size",
+         "moe_shared_expert_glu_interleave_size"),
         "the trainer would compute another model than the checkpoint's, which the servers compute",
     ),
 }  # fmt: skip
 """Fields of core that this program cannot change, with the reason."""
 
 NOT_WITH_RELEASED_MEMORY = {
-    "cuda_graph_impl": "a graph keeps the addresses of memory that is freed while the servers sample",
-    "enable_cuda_graph": "a graph keeps the addresses of memory that is freed while the servers sample",
-    "external_cuda_graph": "a graph keeps the addresses of memory that is freed while the servers sample",
+    "cuda_graph_impl": (
+        "a graph keeps the addresses of memory that is freed while the servers sample"
+    ),
+    "enable_cuda_graph": (
+        "a graph keeps the addresses of memory that is freed while the servers sample"
+    ),
+    "external_cuda_graph": (
+        "a graph keeps the addresses of memory that is freed while the servers sample"
+    ),
     "nccl_ub": "nccl keeps the addresses of memory that is freed while the servers sample",
     "fp8_param": "weights in fp8 have more parts than the one that is freed",
     "fp4_param": "weights in fp4 have more parts than the one that is freed",
@@ -94,16 +109,21 @@ NOT_WITH_RELEASED_MEMORY = {
 """Fields that cannot be used with rollout.release_memory (engine/offload.py), with the reason."""
 
 CHANGES_NO_ROUTE = (
-    "moe_permute_fusion", "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion",
+    "moe_permute_fusion", "gradient_accumulation_fusion", "bias_activation_fusion",
+    "bias_dropout_fusion", "apply_rope_fusion",
     "masked_softmax_fusion", "persist_layer_norm", "deterministic_mode", "recompute_modules",
 )  # fmt: skip
-"""Fields of TransformerConfig with which replay is tested, or that act after the router's choice."""
+"""Fields of TransformerConfig with which replay is tested, or that act after the router's choice.
+"""
 
 DEFAULTS_OF_OURS = (
-    "moe_token_dispatcher_type", "batch_p2p_comm", "overlap_p2p_comm", "attention_softmax_in_fp32", "use_cpu_initialization",
+    "moe_token_dispatcher_type", "batch_p2p_comm", "overlap_p2p_comm", "attention_softmax_in_fp32",
+    "use_cpu_initialization",
     "moe_aux_loss_coeff", "moe_router_load_balancing_type",
 )  # fmt: skip
-"""Fields that the program sets to a default of its own, which [megatron] may change; replay/compatibility.py judges them."""
+"""Fields that the program sets to a default of its own, which [megatron] may change;
+replay/compatibility.py judges them.
+"""
 
 
 CORE_ERRORS = (ValueError, RuntimeError, AssertionError, ImportError, TypeError)
@@ -115,16 +135,22 @@ def check_released_memory(values: Mapping[str, object]) -> None:
     for name, reason in NOT_WITH_RELEASED_MEMORY.items():
         if values.get(name) not in (None, False, "none", "false"):
             raise ConfigError(
-                f"megatron.{name} = {values[name]!r} with rollout.release_memory = true: {reason}; remove one of them"
+                f"megatron.{name} = {values[name]!r} with rollout.release_memory = true: {reason};"
+                " remove one of them"
             )
 
 
 def check_fields(
-    values: Mapping[str, object], ours: Mapping[str, object] = types.MappingProxyType({}), *, is_mla: bool = True
+    values: Mapping[str, object],
+    ours: Mapping[str, object] = types.MappingProxyType({}),
+    *,
+    is_mla: bool = True,
 ) -> None:
-    """Raise ConfigError, one line for each name that cannot be set: unknown, set elsewhere, or of another type.
+    """Raise ConfigError, one line for each name that cannot be set: unknown, set elsewhere, or of
+    another type.
 
-    ours: the fields of TransformerConfig that this program derives from the checkpoint.  is_mla: whether it has latent attention.
+    ours: the fields of TransformerConfig that this program derives from the checkpoint.  is_mla:
+    whether it has latent attention.
     """
     problems = []
     for name, value in values.items():
@@ -137,10 +163,17 @@ def check_fields(
             problems.append(f"{key}: set {setting} instead")
         elif name in NOT_POSSIBLE:
             problems.append(f"{key}: {NOT_POSSIBLE[name]}; remove it")
-        elif not is_mla and all(name not in field_types(kind) for kind in KINDS if kind is not MLATransformerConfig):
-            problems.append(f"{key}: only latent attention reads it, which this checkpoint does not have; remove it")
+        elif not is_mla and all(
+            name not in field_types(kind) for kind in KINDS if kind is not MLATransformerConfig
+        ):
+            problems.append(
+                f"{key}: only latent attention reads it, which this checkpoint does not have;"
+                " remove it"
+            )
         elif name in ours and name not in CHANGES_NO_ROUTE and name not in DEFAULTS_OF_OURS:
-            problems.append(f"{key}: is fixed here or comes from the checkpoint's config.json; remove it")
+            problems.append(
+                f"{key}: is fixed here or comes from the checkpoint's config.json; remove it"
+            )
         else:
             try:
                 converted(name, value)
@@ -152,13 +185,18 @@ def check_fields(
 
 def fields_of(kind: type, values: Mapping[str, object]) -> dict[str, object]:
     """The fields of `kind` among `values`, converted to core's types."""
-    return {name: converted(name, value) for name, value in values.items() if name in field_types(kind)}
+    return {
+        name: converted(name, value) for name, value in values.items() if name in field_types(kind)
+    }
 
 
-def make_core(kind: Callable[..., T], ours: Mapping[str, object], values: Mapping[str, object]) -> T:
+def make_core(
+    kind: Callable[..., T], ours: Mapping[str, object], values: Mapping[str, object]
+) -> T:
     """A configuration of core: `ours`, and those of `values` that are its fields.
 
-    Raises ConfigError where core refuses a user's field, with what core says, else core's own error.
+    Raises ConfigError where core refuses a user's field, with what core says, else core's own
+    error.
     """
     fields = fields_of(kind, values)  # type: ignore[arg-type]  # a dataclass
     try:
@@ -178,7 +216,10 @@ def named_settings(fields: Iterable[str], values: Mapping[str, object]) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """What core says.  Where TransformerEngine is absent, core compares its version, which is None: a TypeError."""
+    """What core says.
+
+    Where TransformerEngine is absent, core compares its version, which is None: a TypeError.
+    """
     reason = str(error) or "an assertion without a message"
     if isinstance(error, TypeError) and not has_transformer_engine():
         return f"it needs TransformerEngine ({reason})"
@@ -186,13 +227,18 @@ def reason_of(error: Exception) -> str:
 
 
 def has_transformer_engine() -> bool:
-    """Whether the package is installed.  The placeholder that engine/bridge.py puts in its place has no loader."""
+    """Whether the package is installed.
+
+    The placeholder that engine/bridge.py puts in its place has no loader.
+    """
     found = importlib.util.find_spec("transformer_engine")
     return found is not None and found.loader is not None
 
 
 def forward_fields(values: Mapping[str, object]) -> dict[str, object]:
-    """The fields that reach the forward pass: of TransformerConfig, with or without latent attention."""
+    """The fields that reach the forward pass: of TransformerConfig, with or without latent
+    attention.
+    """
     return fields_of(MLATransformerConfig, values)
 
 
@@ -215,14 +261,21 @@ def converted(name: str, value: object) -> object:
         value = value.split()  # the command line has one string for all words
     for kind in [*options, *(item for option in lists for item in typing.get_args(option))]:
         if isinstance(kind, enum.EnumType):
-            return [member(kind, name) for name in value] if isinstance(value, list) else member(kind, value)
+            return (
+                [member(kind, name) for name in value]
+                if isinstance(value, list)
+                else member(kind, value)
+            )
     if not any(is_plain(option) for option in options):
         raise ValueError("its type cannot be written in a configuration file")
     try:
-        adapter: TypeAdapter[object] = TypeAdapter(hint)  # type: ignore[arg-type]  # a type that core's annotations name
+        # a type that core's annotations name
+        adapter: TypeAdapter[object] = TypeAdapter(hint)  # type: ignore[arg-type]
         return adapter.validate_python(value)
     except ValidationError as error:
-        rules = dict.fromkeys(item["msg"].removeprefix("Input should be ") for item in error.errors())
+        rules = dict.fromkeys(
+            item["msg"].removeprefix("Input should be ") for item in error.errors()
+        )
         raise ValueError(f"must be {' or '.join(rules)}") from None
 
 

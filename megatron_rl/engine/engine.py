@@ -1,6 +1,8 @@
-"""The training engine: one model on this rank's share of the job.  old_logprobs, update, export, checkpoint state.
+"""The training engine: one model on this rank's share of the job.  old_logprobs, update, export,
+checkpoint state.
 
-Shapes: T packed rows of a micro-batch (this rank's, under context parallelism), L MoE layers, K top-k.
+Shapes: T packed rows of a micro-batch (this rank's, under context parallelism), L MoE layers, K
+top-k.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from megatron_rl.engine.optim import Optimizer, StepOutcome, wrap_ddp
 from megatron_rl.engine.provider import make_provider
 from megatron_rl.engine.reference import Reference
 from megatron_rl.engine.routers import check_router_shift, check_routers
-from megatron_rl.engine.statistics import PassTokens, add_old_pass, add_update, add_update_pass, pass_tokens
+from megatron_rl.engine.statistics import (
+    PassTokens,
+    add_old_pass,
+    add_update,
+    add_update_pass,
+    pass_tokens,
+)
 from megatron_rl.loss import policy_loss, token_shares
 from megatron_rl.loss.custom import check_loss
 from megatron_rl.loss.policy import PolicyLoss
@@ -46,7 +54,9 @@ ReplayMode = Literal["none", "R2", "R3"]
 
 @dataclass(frozen=True)
 class UpdateTokens:
-    """What the loss of one micro-batch was computed from: this rank's rows, without gradient, on the last stage."""
+    """What the loss of one micro-batch was computed from: this rank's rows, without gradient, on
+    the last stage.
+    """
 
     index: int  # of the micro-batch
     micro_batch: PackedBatch
@@ -62,7 +72,9 @@ ObserveTokens = Callable[[UpdateTokens], None]
 
 @dataclass(frozen=True)
 class OldPass:
-    """Results of the old-logprob pass for the update of the same mini-batch, per micro-batch; they stay on the rank."""
+    """Results of the old-logprob pass for the update of the same mini-batch, per micro-batch; they
+    stay on the rank.
+    """
 
     logprobs: tuple[Tensor, ...]  # float32 [T], on the last pipeline stage (empty elsewhere)
     recorded: tuple[Tensor, ...] | None  # ids [l, t, K] (R2 only)
@@ -70,32 +82,42 @@ class OldPass:
     flips: (
         tuple[Tensor, ...] | None
     )  # uint8 [T] MoE layers where a token's experts are not the rollout's; None: not measured
-    reference: tuple[Tensor, ...] | None = None  # as logprobs, of the reference policy; None without loss.kl_coef
+    reference: tuple[Tensor, ...] | None = None
+    """As logprobs, of the reference policy; None without loss.kl_coef."""
     router: RouterRecord | None = (
         None  # the router's probabilities of the experts it used; None without loss.router_shift
     )
 
 
 class Engine:
-    """Build with `Engine(cfg, parallel, total_updates)`: loads the HF checkpoint of `model.path` into this rank's shards.
+    """Build with `Engine(cfg, parallel, total_updates)`: loads the HF checkpoint of `model.path`
+    into this rank's shards.
 
     spec: replaces the one of the checkpoint's config.json (another kind of router, same tensors).
     """
 
-    def __init__(self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None) -> None:
+    def __init__(
+        self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None
+    ) -> None:
         check_loss(cfg.loss)
         self.cfg = cfg
         self.parallel = parallel
         self.provider = make_provider(cfg.model, cfg.parallel, parallel, cfg.megatron.fields, spec)
         self.spec, self.core_config = self.provider.spec, self.provider.core_config
         check_compatibility(
-            self.core_config, mode=cfg.replay.mode, measure=cfg.replay.measure, core_version=core_version
+            self.core_config,
+            mode=cfg.replay.mode,
+            measure=cfg.replay.measure,
+            core_version=core_version,
         )
         self.chunks = self.provider.build()
         check_routers(self.chunks, self.spec.moe_layers)
         check_router_shift(cfg.loss, self.spec)
         self.provider.load(self.chunks)
-        routers = [(self.spec.moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
+        routers = [
+            (self.spec.moe_layers.index(layer), router)
+            for layer, router in moe_routers(self.chunks)
+        ]
         router = self.spec.router
         self.manager = ReplayManager(
             routers,
@@ -123,8 +145,11 @@ class Engine:
             mask_missing_routes=cfg.replay.on_missing_route == "mask_token",
             balance_length=balance_length(self.spec),
         )
-        self._rollout_routes = RolloutRoutes(self.layout, len(self.spec.moe_layers), parallel.device)
-        self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None  # before anything changes the weights
+        self._rollout_routes = RolloutRoutes(
+            self.layout, len(self.spec.moe_layers), parallel.device
+        )
+        # before anything changes the weights
+        self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
         self.models = wrap_ddp(self.chunks, self.core_config, cfg)
@@ -132,19 +157,27 @@ class Engine:
         self.offload = Offload(self.models, self.optimizer.core, parallel.device)
 
     def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:
-        """log pi_old of every response token (forward only).  R3 replays the rollout's experts, R2 records.
+        """log pi_old of every response token (forward only).  R3 replays the rollout's experts, R2
+        records.
 
-        Adds the training-inference discrepancy of this mini-batch to `sums`.  With loss.kl_coef also log pi_ref, of the weights
-        as loaded, in a second pass with the routes of the update, so that the two differ by their weights only.
+        Adds the training-inference discrepancy of this mini-batch to `sums`.  With loss.kl_coef
+        also log pi_ref, of the weights as loaded, in a second pass with the routes of the update,
+        so that the two differ by their weights only.
         """
         micro_batches = self._to_device(batch)
-        routes = self._rollout_routes.of(batch, replay=replay == "R3", compare=self.cfg.replay.measure)
+        routes = self._rollout_routes.of(
+            batch, replay=replay == "R3", compare=self.cfg.replay.measure
+        )
         router = self._router_record()
-        logprobs, replayed = self._forward(micro_batches, routes, record=replay == "R2", watch=router)
+        logprobs, replayed = self._forward(
+            micro_batches, routes, record=replay == "R2", watch=router
+        )
         flips = None
         if replayed.mismatch is not None:
             bounds = [micro_batch.cu_seqlens for micro_batch in micro_batches]
-            flips = flips_per_token(replayed.mismatch, self.layout, bounds, self.parallel.model_group)
+            flips = flips_per_token(
+                replayed.mismatch, self.layout, bounds, self.parallel.model_group
+            )
         if self._contributes:
             tokens = self._pass_tokens(micro_batches, flips, batch)
             add_old_pass(sums, tokens, torch.cat(logprobs))
@@ -155,7 +188,9 @@ class Engine:
                 reference, _ = self._forward(micro_batches, routes)
         return OldPass(logprobs, replayed.recorded, replayed.mismatch, flips, reference, router)
 
-    def update(self, batch: MiniBatch, old: OldPass, sums: MetricSums, *, replay: ReplayMode) -> None:
+    def update(
+        self, batch: MiniBatch, old: OldPass, sums: MetricSums, *, replay: ReplayMode
+    ) -> None:
         """One optimizer step on one mini-batch."""
         self.apply_gradient(self.compute_gradient(batch, old, sums, replay=replay), batch, sums)
 
@@ -168,9 +203,11 @@ class Engine:
         replay: ReplayMode,
         observe: ObserveTokens | None = None,
     ) -> float:
-        """Forward and backward of one mini-batch (loss.name), with the routes that `replay` names; the gradient's global norm.
+        """Forward and backward of one mini-batch (loss.name), with the routes that `replay` names;
+        the gradient's global norm.
 
-        observe: called with what every micro-batch's loss was computed from, on the ranks of the last stage.
+        observe: called with what every micro-batch's loss was computed from, on the ranks of the
+        last stage.
         """
         micro_batches = self._to_device(batch)
         routes = self._update_routes(batch, old.recorded, replay)
@@ -200,17 +237,29 @@ class Engine:
             total = self.cfg.loss.scale * shares.sum()
             if observe is not None:
                 values = logprobs.detach(), old.logprobs[index], found.entropy.detach()
-                observe(UpdateTokens(index, micro_batch, *values, loss, self.cfg.loss.scale * shares.detach()))
+                observe(
+                    UpdateTokens(
+                        index, micro_batch, *values, loss, self.cfg.loss.scale * shares.detach()
+                    )
+                )
             if self._contributes:
                 parts = len(batch.micro_batches) * self.parallel.dp_size * self.parallel.cp_size
-                add_update(sums, total, parts, loss, found, micro_batch, batch.policy_version, batch.index)
+                add_update(
+                    sums, total, parts, loss, found, micro_batch, batch.policy_version, batch.index
+                )
                 seen.append(logprobs.detach())
             return total
 
         self._set_mode(training=True)
         self.optimizer.zero_grad()
         run_schedule(
-            self.models, self.manager, micro_batches, routes, loss_of, training=True, padded=self.layout.padded
+            self.models,
+            self.manager,
+            micro_batches,
+            routes,
+            loss_of,
+            training=True,
+            padded=self.layout.padded,
         )
         if self._contributes:
             tokens = self._pass_tokens(micro_batches, old.flips, batch)
@@ -218,9 +267,15 @@ class Engine:
         return self.optimizer.prepare()
 
     def _further_inputs(
-        self, batch: MiniBatch, micro_batches: Sequence[PackedBatch], routes: Sequence[Routes], old: OldPass
+        self,
+        batch: MiniBatch,
+        micro_batches: Sequence[PackedBatch],
+        routes: Sequence[Routes],
+        old: OldPass,
     ) -> list[dict[str, Any]]:
-        """Per micro-batch, what policy_loss is given by name: made for the complete mini-batch before its update."""
+        """Per micro-batch, what policy_loss is given by name: made for the complete mini-batch
+        before its update.
+        """
         router_shift = self._router_shift(micro_batches, routes, old.router)
         if not self.parallel.is_last_stage:  # where the loss is computed
             return []
@@ -232,7 +287,10 @@ class Engine:
             "sequences": make_sequences(batch, micro_batches, old.logprobs, loss, parallel),
         }
         count = range(len(micro_batches))
-        return [{name: None if parts is None else parts[i] for name, parts in columns.items()} for i in count]
+        return [
+            {name: None if parts is None else parts[i] for name, parts in columns.items()}
+            for i in count
+        ]
 
     def _router_record(self) -> RouterRecord | None:
         if not self.cfg.loss.switches.router_shift:
@@ -240,10 +298,14 @@ class Engine:
         return RouterRecord(self.manager.scores_are_logits, self.manager.id_dtype)
 
     def _router_shift(
-        self, micro_batches: Sequence[PackedBatch], routes: Sequence[Routes], old: RouterRecord | None
+        self,
+        micro_batches: Sequence[PackedBatch],
+        routes: Sequence[Routes],
+        old: RouterRecord | None,
     ) -> tuple[Tensor, ...] | None:
-        """loss.router_shift: shift_t [T] of every micro-batch.  One more forward pass, with the weights and routes of the update:
-        the last stage computes the loss of a micro-batch before other stages could send it their layers' part.
+        """loss.router_shift: shift_t [T] of every micro-batch.  One more forward pass, with the
+        weights and routes of the update: the last stage computes the loss of a micro-batch before
+        other stages could send it their layers' part.
         """
         if old is None:
             return None
@@ -260,7 +322,10 @@ class Engine:
         )
 
     def _pass_tokens(
-        self, micro_batches: Sequence[PackedBatch], flips: Sequence[torch.Tensor] | None, batch: MiniBatch
+        self,
+        micro_batches: Sequence[PackedBatch],
+        flips: Sequence[torch.Tensor] | None,
+        batch: MiniBatch,
     ) -> PassTokens:
         return pass_tokens(
             micro_batches,
@@ -271,9 +336,12 @@ class Engine:
         )
 
     def apply_gradient(self, grad_norm: float, batch: MiniBatch, sums: MetricSums) -> StepOutcome:
-        """Change the weights by the gradient of `batch`, whose norm is `grad_norm`, unless it is not finite or 0."""
+        """Change the weights by the gradient of `batch`, whose norm is `grad_norm`, unless it is
+        not finite or 0.
+        """
         outcome = self.optimizer.apply(grad_norm)
-        if self.parallel.rank == 0:  # every rank has the same numbers, and the sums are added over ranks
+        # every rank has the same numbers, and the sums are added over ranks
+        if self.parallel.rank == 0:
             sums.add("optim/grad_norm", outcome.grad_norm)
             sums.add("optim/lr", outcome.lr)
             sums.add("optim/skipped_updates", float(outcome.skipped))
@@ -293,16 +361,24 @@ class Engine:
         )
 
     def export(self) -> Iterator[tuple[str, Tensor | None]]:
-        """(HF name, full tensor; None off rank 0) of every parameter.  Collective: every rank must exhaust it."""
+        """(HF name, full tensor; None off rank 0) of every parameter.
+
+        Collective: every rank must exhaust it.
+        """
         return on_rank_0(self.export_parts(1), self.parallel.rank, self.parallel.device)
 
     def export_parts(self, max_sources: int) -> HFStream:
-        """Every parameter as HF tensors, each on one of at most `max_sources` ranks.  Collective, as export."""
+        """Every parameter as HF tensors, each on one of at most `max_sources` ranks.
+
+        Collective, as export.
+        """
         return self.provider.export(self.chunks, max_sources)
 
     @property
     def _contributes(self) -> bool:
-        """Whether this rank's statistics count: tensor ranks hold the same values, context ranks their own tokens."""
+        """Whether this rank's statistics count: tensor ranks hold the same values, context ranks
+        their own tokens.
+        """
         return self.parallel.is_last_stage and self.parallel.tp_rank == 0
 
     def _forward(
@@ -313,7 +389,9 @@ class Engine:
         record: bool = False,
         watch: WatchRouters | None = None,
     ) -> tuple[tuple[Tensor, ...], ReplayPass]:
-        """Log-probs of every micro-batch without gradient (last stage; empty elsewhere), and the replay pass."""
+        """Log-probs of every micro-batch without gradient (last stage; empty elsewhere), and the
+        replay pass.
+        """
         logprobs: list[Tensor] = []
 
         def keep(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
@@ -336,16 +414,22 @@ class Engine:
             )
         return tuple(logprobs), replayed
 
-    def _update_routes(self, batch: MiniBatch, recorded: Sequence[Tensor] | None, replay: ReplayMode) -> list[Routes]:
+    def _update_routes(
+        self, batch: MiniBatch, recorded: Sequence[Tensor] | None, replay: ReplayMode
+    ) -> list[Routes]:
         """What the update replays.  Raises ValueError for R2 without a record."""
         if replay != "R2":  # the old-logprob pass has checked these routes
             return self._rollout_routes.of(batch, replay=replay == "R3", compare=False, check=False)
         if recorded is None:
-            raise ValueError("replay = R2: the old-logprob pass recorded nothing; run it with replay = R2 too")
+            raise ValueError(
+                "replay = R2: the old-logprob pass recorded nothing; run it with replay = R2 too"
+            )
         return [Routes(replay=ids) for ids in recorded]
 
     def _to_device(self, batch: MiniBatch) -> list[PackedBatch]:
-        return to_device(batch, self.layout, self.parallel.device, with_kept=self.parallel.is_last_stage)
+        return to_device(
+            batch, self.layout, self.parallel.device, with_kept=self.parallel.is_last_stage
+        )
 
     def _token_logprobs(self, output: Tensor, micro_batch: PackedBatch) -> TokenLogprobs:
         """Of what the last stage returned: logits, or hidden states (model.fused_lm_head)."""
@@ -369,7 +453,8 @@ class Engine:
             temperature=temperature,
             tp_group=self.parallel.tp_group,
             sequence_parallel=self.core_config.sequence_parallel,
-            into_main_grad=not self.models[-1].ddp_config.overlap_grad_reduce,  # its hooks wait for weight.grad
+            # its hooks wait for weight.grad
+            into_main_grad=not self.models[-1].ddp_config.overlap_grad_reduce,
         )
 
     def _set_mode(self, *, training: bool) -> None:

@@ -1,8 +1,10 @@
-"""Token log-prob and entropy straight from hidden states and the LM head: logits exist for a chunk of rows at a time.
+"""Token log-prob and entropy straight from hidden states and the LM head: logits exist for a chunk
+of rows at a time.
 
-Shapes: T packed tokens, H hidden size, v this rank's vocabulary columns (V / tp), c those of them that are real.
-Four matrix products instead of three: the backward pass computes the logits of a chunk again and overwrites them with their
-gradient, then d hidden = d logits @ weight and d weight += d logits' @ hidden.
+Shapes: T packed tokens, H hidden size, v this rank's vocabulary columns (V / tp), c those of them
+that are real. Four matrix products instead of three: the backward pass computes the logits of a
+chunk again and overwrites them with their gradient, then d hidden = d logits @ weight and d weight
++= d logits' @ hidden.
 """
 
 from __future__ import annotations
@@ -13,12 +15,28 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
-from megatron_rl.engine.kept_logprobs import make_kept_slopes, reduce_kept, scan_kept, write_kept_gradient
+from megatron_rl.engine.kept_logprobs import (
+    make_kept_slopes,
+    reduce_kept,
+    scan_kept,
+    write_kept_gradient,
+)
 from megatron_rl.engine.logprobs import TokenLogprobs
-from megatron_rl.engine.shards import Shard, compute_dtype, make_shard, make_slopes, reduce_rows, scan, write_gradient
+from megatron_rl.engine.shards import (
+    Shard,
+    compute_dtype,
+    make_shard,
+    make_slopes,
+    reduce_rows,
+    scan,
+    write_gradient,
+)
 from megatron_rl.models.spec import ModelError
 from megatron_rl.sampling_mask import KeptTokens
 
@@ -27,9 +45,9 @@ CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 256 << 20}
 
 
 class HeadSettings(TypedDict):
-    """into_main_grad: add d weight to weight.main_grad, chunk by chunk, in its precision, and set `grad_added_to_main_grad`
-    for Megatron's DDP, as core's gradient accumulation fusion does (not with overlap_grad_reduce, which waits for
-    weight.grad).  Otherwise autograd gets it as a tensor.
+    """into_main_grad: add d weight to weight.main_grad, chunk by chunk, in its precision, and set
+    `grad_added_to_main_grad` for Megatron's DDP, as core's gradient accumulation fusion does (not
+    with overlap_grad_reduce, which waits for weight.grad).  Otherwise autograd gets it as a tensor.
     chunk_rows: rows whose logits exist at a time; by default from CHUNK_BYTES.
     """
 
@@ -49,11 +67,13 @@ def fused_logprobs(
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
     """token_logprobs of the logits hidden @ weight', differentiable in `hidden` and `weight`.
 
-    hidden: [b, t, H] as a model returns it, or [t, H]; T = b * t rows, with `sequence_parallel` b * t * tp: each tensor
-    rank holds its part of the sequence, which is gathered, and its gradient reduce-scattered, as core's output layer does
-    (without it d hidden is summed over the tensor ranks).  `weight` and `hidden` have one dtype.
+    hidden: [b, t, H] as a model returns it, or [t, H]; T = b * t rows, with `sequence_parallel` b *
+    t * tp: each tensor rank holds its part of the sequence, which is gathered, and its gradient
+    reduce-scattered, as core's output layer does (without it d hidden is summed over the tensor
+    ranks).  `weight` and `hidden` have one dtype.
 
-    Raises ValueError for different dtypes, different numbers of rows, or a weight without main_grad.
+    Raises ValueError for different dtypes, different numbers of rows, or a weight without
+    main_grad.
     """
     found = fused_kept_logprobs(hidden, weight, labels, None, **settings)
     return found.logprobs, found.entropy
@@ -74,23 +94,34 @@ def fused_kept_logprobs(
 ) -> TokenLogprobs:
     """kept_token_logprobs of the logits hidden @ weight'; see `fused_logprobs`."""
     if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: the LM head needs one dtype")
+        raise ValueError(
+            f"hidden is {hidden.dtype}, weight {weight.dtype}: the LM head needs one dtype"
+        )
     if into_main_grad and weight.requires_grad and not hasattr(weight, "main_grad"):
-        raise ValueError("into_main_grad = True, but weight has no main_grad: wrap the model in Megatron's DDP")
+        raise ValueError(
+            "into_main_grad = True, but weight has no main_grad: wrap the model in Megatron's DDP"
+        )
     shard = make_shard(len(weight), vocab_size, temperature, None, tp_group)
     rows = gather_hidden(hidden, tp_group, sequence_parallel)
     if len(rows) != len(labels):
-        raise ValueError(f"{len(rows)} rows of hidden states, {len(labels)} labels: every row needs one label")
-    size = chunk_rows or max(1, CHUNK_BYTES.get(weight.device.type, 40 << 20) // (weight.itemsize * len(weight)))
+        raise ValueError(
+            f"{len(rows)} rows of hidden states, {len(labels)} labels: every row needs one label"
+        )
+    size = chunk_rows or max(
+        1, CHUNK_BYTES.get(weight.device.type, 40 << 20) // (weight.itemsize * len(weight))
+    )
     chunks = shard.split(len(rows), size)
-    return TokenLogprobs(*_FusedLogprobs.apply(rows, weight, labels, kept, shard, chunks, into_main_grad))
+    return TokenLogprobs(
+        *_FusedLogprobs.apply(rows, weight, labels, kept, shard, chunks, into_main_grad)
+    )
 
 
 def defer_lm_head(model: GPTModel) -> None:
     """Make a last stage return hidden states [b, t, H] in place of logits [b, t, V / tp].
 
     core's output layer keeps its weight, sharding and tying; only its forward returns its input.
-    Raises ModelError for an output layer that is more than a matrix product, such as one that caps the logits (Gemma).
+    Raises ModelError for an output layer that is more than a matrix product, such as one that caps
+    the logits (Gemma).
     """
 
     def identity(
@@ -103,8 +134,8 @@ def defer_lm_head(model: GPTModel) -> None:
     forward = type(model.output_layer).forward
     if not forward.__module__.startswith("megatron.core."):
         raise ModelError(
-            f"model.fused_lm_head = true: the model's output layer ({forward.__qualname__}) does more than multiply, which would "
-            "be left out; set it to false"
+            f"model.fused_lm_head = true: the model's output layer ({forward.__qualname__}) does"
+            " more than multiply, which would be left out; set it to false"
         )
     model.output_layer.forward = identity
 
@@ -118,11 +149,15 @@ def lm_head_weight(model: GPTModel) -> Float[Tensor, "v H"]:
 def gather_hidden(
     hidden: Float[Tensor, "*b t H"], group: dist.ProcessGroup | None, sequence_parallel: bool
 ) -> Float[Tensor, "T H"]:
-    """All rows, batch-major, on every tensor rank; the backward pass sums what the ranks' columns contribute."""
+    """All rows, batch-major, on every tensor rank; the backward pass sums what the ranks' columns
+    contribute.
+    """
     if group is not None and group.size() > 1:
         if sequence_parallel:
             # core gathers along dim 0, so the sequence goes there and back
-            hidden = gather_from_sequence_parallel_region(hidden.transpose(0, -2), group=group).transpose(0, -2)
+            hidden = gather_from_sequence_parallel_region(
+                hidden.transpose(0, -2), group=group
+            ).transpose(0, -2)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
     return hidden.reshape(-1, hidden.shape[-1])
@@ -147,7 +182,9 @@ class _FusedLogprobs(torch.autograd.Function):
         scanned_kept = scanned[:3].clone() if kept is not None else None
         logits = make_logits_buffer(chunks, weight, shard)
         for rows in chunks:
-            part = torch.mm(hidden[rows], weight[: shard.columns].t(), out=logits[: rows.stop - rows.start])
+            part = torch.mm(
+                hidden[rows], weight[: shard.columns].t(), out=logits[: rows.stop - rows.start]
+            )
             scanned[:, rows] = scan(part, labels[rows], shard)
             if kept is not None and scanned_kept is not None:
                 scanned_kept[:, rows] = scan_kept(part, kept, rows.start, shard)
@@ -155,7 +192,8 @@ class _FusedLogprobs(torch.autograd.Function):
         result = reduce_rows(scanned, labels, shard, dtype)
         ctx.settings = (kept, shard, chunks)
         into_main_grad = into_main_grad and weight.requires_grad
-        ctx.main_grad = weight.main_grad if into_main_grad else None  # type: ignore[attr-defined]  # Megatron's
+        # Megatron's
+        ctx.main_grad = weight.main_grad if into_main_grad else None  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         if kept is None or scanned_kept is None:
             ctx.save_for_backward(hidden, weight, labels, *result.saved)
@@ -187,7 +225,9 @@ class _FusedLogprobs(torch.autograd.Function):
             if inside is None:
                 write_gradient(part, part, labels[rows], slopes.of(rows), shard)
             else:
-                write_kept_gradient(part, part, labels[rows], (slopes, inside), kept, rows.start, shard)
+                write_kept_gradient(
+                    part, part, labels[rows], (slopes, inside), kept, rows.start, shard
+                )
             if grad_hidden is not None:
                 torch.mm(part, used, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -195,7 +235,11 @@ class _FusedLogprobs(torch.autograd.Function):
         if ctx.main_grad is not None:
             weight.grad_added_to_main_grad = True
             grad_weight = None
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            *(None,) * 5,
+        )
 
 
 def make_logits_buffer(chunks: list[slice], weight: Tensor, shard: Shard) -> Float[Tensor, "n c"]:
@@ -203,14 +247,20 @@ def make_logits_buffer(chunks: list[slice], weight: Tensor, shard: Shard) -> Flo
 
 
 def make_weight_gradient(ctx: Any, weight: Tensor) -> Float[Tensor, "v H"] | None:
-    """Accumulator for d weight: Megatron's buffer, or one of at least float32; None where no gradient is needed."""
+    """Accumulator for d weight: Megatron's buffer, or one of at least float32; None where no
+    gradient is needed.
+    """
     if not ctx.needs_input_grad[1] or ctx.main_grad is not None:
         return ctx.main_grad
     return torch.zeros_like(weight, dtype=compute_dtype(weight))
 
 
-def add_product(total: Float[Tensor, "c H"], grad: Float[Tensor, "n c"], hidden: Float[Tensor, "n H"]) -> None:
-    """total += grad' @ hidden; where the sum is of another dtype, in pieces, so that the product is no larger than `grad`."""
+def add_product(
+    total: Float[Tensor, "c H"], grad: Float[Tensor, "n c"], hidden: Float[Tensor, "n H"]
+) -> None:
+    """total += grad' @ hidden; where the sum is of another dtype, in pieces, so that the product is
+    no larger than `grad`.
+    """
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), hidden)
         return

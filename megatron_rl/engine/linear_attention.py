@@ -1,8 +1,11 @@
-"""Gated delta nets (linear attention of Qwen3-Next and Qwen3.5) on torch, for machines without a GPU.
+"""Gated delta nets (linear attention of Qwen3-Next and Qwen3.5) on torch, for machines without a
+GPU.
 
-core computes them with kernels of flash-linear-attention, which need one.  These functions take their place: they have the
-same arguments and results, also for packed sequences.  core's own torch version, of its deterministic mode, cannot pack.
-Shapes: B batch, S rows, T rows of all packed sequences (then B = 1), A heads, D head size, C channels, W width of the filter.
+core computes them with kernels of flash-linear-attention, which need one.  These functions take
+their place: they have the same arguments and results, also for packed sequences.  core's own torch
+version, of its deterministic mode, cannot pack.
+Shapes: B batch, S rows, T rows of all packed sequences (then B = 1), A heads, D head size, C
+channels, W width of the filter.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from torch import Tensor
 
 
 def install_linear_attention() -> None:
-    """Put these functions in the place of flash-linear-attention's in core, whether that is installed or not."""
+    """Put these functions in the place of flash-linear-attention's in core, whether that is
+    installed or not.
+    """
     from megatron.core.ssm.gated_delta_net import common, gdn
 
     rule = per_sequence(common.torch_chunk_gated_delta_rule)
@@ -42,7 +47,9 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """silu of a causal convolution of each channel of x [B, S, C] with weight [C, W], apart for each packed sequence."""
+    """silu of a causal convolution of each channel of x [B, S, C] with weight [C, W], apart for
+    each packed sequence.
+    """
     assert activation in ("silu", "swish")
     channels, width = weight.shape
     parts = []
@@ -56,7 +63,14 @@ def per_sequence(rule: Callable[..., tuple[Tensor, None]]) -> Callable[..., tupl
     """core's rule for q, k, v [B, S, A, D], g, beta [B, S, A], applied to each packed sequence."""
 
     def apply(
-        q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **kwargs: object
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        g: Tensor,
+        beta: Tensor,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: object,
     ) -> tuple[Tensor, None]:
         parts = [
             rule(q[:, rows], k[:, rows], v[:, rows], g=g[:, rows], beta=beta[:, rows], **kwargs)[0]

@@ -1,4 +1,5 @@
-"""Inputs of the loss that depend on the complete mini-batch: computed before its update, on the last pipeline stage.
+"""Inputs of the loss that depend on the complete mini-batch: computed before its update, on the
+last pipeline stage.
 
 Shapes: T packed rows of a micro-batch (this rank's, under context parallelism).
 """
@@ -19,14 +20,23 @@ from megatron_rl.records import MiniBatch, PackedBatch
 
 
 def selected_tokens(
-    micro_batches: Sequence[PackedBatch], old_logprobs: Sequence[Tensor], loss: LossConfig, parallel: Parallel
+    micro_batches: Sequence[PackedBatch],
+    old_logprobs: Sequence[Tensor],
+    loss: LossConfig,
+    parallel: Parallel,
 ) -> tuple[Tensor, ...] | None:
     """Return what loss.select chooses, bool [T] of every micro-batch; None without it."""
     switches = loss.switches
     if switches.select == "none":
         return None
-    keys = [token_keys(b.rollout_ids, b.sequence_ids, b.positions, b.rollout_logprobs) for b in micro_batches]
-    old, mask = torch.cat(list(old_logprobs)), torch.cat([batch.loss_mask for batch in micro_batches])
+    keys = [
+        token_keys(b.rollout_ids, b.sequence_ids, b.positions, b.rollout_logprobs)
+        for b in micro_batches
+    ]
+    old, mask = (
+        torch.cat(list(old_logprobs)),
+        torch.cat([batch.loss_mask for batch in micro_batches]),
+    )
     mask = mask & finite_tokens(old)
     advantages = torch.cat([batch.advantages for batch in micro_batches])
     chosen = select_tokens(old, advantages, mask, torch.cat(keys), switches, parallel.dp_cp_group)
@@ -42,19 +52,23 @@ def make_sequences(
 ) -> list[Sequences]:
     """The sequence of every row of every micro-batch, with n_i where loss.aggregation = kept_mean.
 
-    batch: this replica's mini-batch on the host; micro_batches: the same, this rank's rows on the device.
-    Raises ValueError for kept_mean where the mini-batch does not tell which sequences are one response.
+    batch: this replica's mini-batch on the host; micro_batches: the same, this rank's rows on the
+    device. Raises ValueError for kept_mean where the mini-batch does not tell which sequences are
+    one response.
     """
     every = [
-        Sequences(part.sequence_ids, len(part.rollout_ids), part.response_lengths, parallel.cp_group)
+        Sequences(
+            part.sequence_ids, len(part.rollout_ids), part.response_lengths, parallel.cp_group
+        )
         for part in micro_batches
     ]
     if loss.switches.aggregation != "kept_mean":
         return every
     if any((part.loss_mask & (part.response_ids < 0)).any() for part in batch.micro_batches):
         raise ValueError(
-            "loss.aggregation = kept_mean needs Sample.response of every sequence in the loss, and this mini-batch lacks "
-            "it: a version that did not write it saved the mini-batch; compute it with the program that saved it"
+            "loss.aggregation = kept_mean needs Sample.response of every sequence in the loss, and"
+            " this mini-batch lacks it: a version that did not write it saved the mini-batch;"
+            " compute it with the program that saved it"
         )
     kept = [
         kept_tokens(old, part.rollout_logprobs, part.loss_mask, sequences, loss)
@@ -63,4 +77,6 @@ def make_sequences(
     responses = torch.cat([part.response_ids for part in micro_batches])
     lengths = count_kept(torch.cat(kept), responses, batch.num_responses, parallel.dp_cp_group)
     parts = lengths.split([len(part) for part in kept])
-    return [replace(sequences, kept_lengths=part) for sequences, part in zip(every, parts, strict=True)]
+    return [
+        replace(sequences, kept_lengths=part) for sequences, part in zip(every, parts, strict=True)
+    ]

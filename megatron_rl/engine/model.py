@@ -1,7 +1,7 @@
 """ModelSpec -> TransformerConfig -> megatron-core GPTModel chunks of this pipeline stage.
 
-Families are read by models/families.py.  With TransformerEngine and a GPU the TE layer spec is used, otherwise the
-local one with our RMSNorm and PackedAttention.
+Families are read by models/families.py.  With TransformerEngine and a GPU the TE layer spec is
+used, otherwise the local one with our RMSNorm and PackedAttention.
 """
 
 from __future__ import annotations
@@ -37,10 +37,14 @@ from megatron_rl.weights.names import te_keys
 
 
 def uses_transformer_engine(model: ModelConfig, device: torch.device) -> bool:
-    """Whether the TE layer spec is built: bfloat16 where TE is installed and there is a GPU, unless layer_spec is local."""
+    """Whether the TE layer spec is built: bfloat16 where TE is installed and there is a GPU, unless
+    layer_spec is local.
+    """
     available = has_transformer_engine() and device.type == "cuda"
     if model.layer_spec == "transformer_engine" and not available:
-        raise ModelError("model.layer_spec = transformer_engine: needs a GPU and transformer_engine; use auto")
+        raise ModelError(
+            "model.layer_spec = transformer_engine: needs a GPU and transformer_engine; use auto"
+        )
     return available and model.layer_spec != "local" and not model.is_exact
 
 
@@ -104,13 +108,15 @@ def run_settings(
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
         sequence_parallel=parallel.use_sequence_parallel and parallel.tp > 1,
-        variable_seq_lengths=parallel.pp > 1,  # only stages exchange shapes; core refuses it with allgather dispatch
+        # only stages exchange shapes; core refuses it with allgather dispatch
+        variable_seq_lengths=parallel.pp > 1,
         **pipeline_settings(parallel, device),
         # numbers
         params_dtype=dtype,
         pipeline_dtype=dtype,  # of activations between stages
         bf16=dtype is torch.bfloat16,
-        calculate_per_token_loss=True,  # our loss carries its own global denominator: core must not divide gradients
+        # our loss carries its own global denominator: core must not divide gradients
+        calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
         transformer_impl="transformer_engine" if te else "local",
         persist_layer_norm=False,
@@ -152,8 +158,10 @@ def latent_settings(spec: ModelSpec) -> dict[str, object]:
 
 def pipeline_settings(parallel: ParallelConfig, device: torch.device) -> dict[str, object]:
     """core's settings for how layers are cut into stages and how stages communicate."""
-    # Interleaved stages send in both directions at the same time.  Batched, with two pipeline ranks, both messages go to one
-    # peer and core posts them in an order that exchanges them, silently; overlapped, each direction is a separate call.
+    # Interleaved stages send in both directions at the same time. Batched, with two pipeline ranks,
+    # both messages go to one peer and core posts them in an order that exchanges them, silently;
+    # overlapped, each direction
+    # is a separate call.
     interleaved = parallel.vp > 1
     layout = [["decoder"] * count for count in parallel.layers_per_stage]
     if layout:
@@ -179,14 +187,20 @@ def recompute_settings(model: ModelConfig) -> dict[str, object]:
     }
 
 
-def make_model(spec: ModelSpec, model: ModelConfig, config: TransformerConfig, parallel: Parallel) -> list[GPTModel]:
-    """The chunks of this pipeline stage (`parallel.vp_size` of them), with random weights: load a checkpoint next."""
+def make_model(
+    spec: ModelSpec, model: ModelConfig, config: TransformerConfig, parallel: Parallel
+) -> list[GPTModel]:
+    """The chunks of this pipeline stage (`parallel.vp_size` of them), with random weights: load a
+    checkpoint next.
+    """
     te = uses_transformer_engine(model, parallel.device)
     chunks = []
     for vp_stage in range(parallel.vp_size):
         chunk = GPTModel(
             config,
-            _layer_spec(config, te, vp_stage if parallel.vp_size > 1 else None, qk_norm=spec.qk_norm),
+            _layer_spec(
+                config, te, vp_stage if parallel.vp_size > 1 else None, qk_norm=spec.qk_norm
+            ),
             vocab_size=padded_vocab_size(spec, parallel.tp_size),
             max_sequence_length=spec.max_positions,
             pre_process=parallel.is_first_stage and vp_stage == 0,
@@ -205,7 +219,8 @@ def make_model(spec: ModelSpec, model: ModelConfig, config: TransformerConfig, p
         chunks.append(chunk.to(parallel.device))
     limit = spec.router
     if limit.num_groups and limit.group_topk and not limit.core_limits_groups(spec.top_k):
-        for _, router in moe_routers(chunks):  # core's own group limit would select other groups than transformers
+        # core's own group limit would select other groups than transformers
+        for _, router in moe_routers(chunks):
             router.router_replay = GroupLimit(limit.num_groups, limit.group_topk, limit.group_best)
     return chunks
 
@@ -215,11 +230,15 @@ def save_under_te_names(chunk: GPTModel) -> None:
     for layer in chunk.decoder.layers:
         is_moe = getattr(layer.mlp, "router", None) is not None
         names = te_keys(is_latent=chunk.config.multi_latent_attention, is_moe=is_moe)
-        layer.submodules_config = dataclasses.replace(layer.submodules_config, sharded_state_dict_keys_map=names)
+        layer.submodules_config = dataclasses.replace(
+            layer.submodules_config, sharded_state_dict_keys_map=names
+        )
 
 
 def moe_routers(chunks: list[GPTModel]) -> list[tuple[int, TopKRouter]]:
-    """(global 0-based layer, router) of every decoder MoE layer here, ascending; identity is core's layer_number."""
+    """(global 0-based layer, router) of every decoder MoE layer here, ascending; identity is core's
+    layer_number.
+    """
     routers = []
     for chunk in chunks:
         for layer in chunk.decoder.layers:
@@ -230,12 +249,15 @@ def moe_routers(chunks: list[GPTModel]) -> list[tuple[int, TopKRouter]]:
 
 
 class RMSNorm(torch.nn.Module):
-    """HF's order: normalise in float32, cast to the input's dtype, then multiply by the weight (torch differs in bf16).
+    """HF's order: normalise in float32, cast to the input's dtype, then multiply by the weight
+    (torch differs in bf16).
 
     Marks its weight for sequence parallelism, which megatron-core's torch norm refuses.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -248,18 +270,27 @@ class RMSNorm(torch.nn.Module):
 
 
 class LatentNorm(RMSNorm):
-    """Norm of compressed queries, keys and values: transformers fixes its epsilon, whatever rms_norm_eps is."""
+    """Norm of compressed queries, keys and values: transformers fixes its epsilon, whatever
+    rms_norm_eps is.
+    """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object
+    ) -> None:
         super().__init__(config, hidden_size, LATENT_EPS)
 
 
 class VectorNorm(RMSNorm):
-    """RMSNorm over all heads of queries (or keys) together: x [..., heads, D], weight [heads x D].  For tp = 1 only."""
+    """RMSNorm over all heads of queries (or keys) together: x [..., heads, D], weight [heads x D].
+
+    For tp = 1 only.
+    """
 
     heads = "num_attention_heads"
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object
+    ) -> None:
         super().__init__(config, getattr(config, self.heads) * hidden_size, eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -273,7 +304,9 @@ class KeyVectorNorm(VectorNorm):
 def _layer_spec(
     config: TransformerConfig, te: bool, vp_stage: int | None, qk_norm: str = "head"
 ) -> TransformerBlockSubmodules:
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization="RMSNorm", vp_stage=vp_stage)
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=te, normalization="RMSNorm", vp_stage=vp_stage
+    )
     if qk_norm == "vector":
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.q_layernorm = VectorNorm
@@ -287,16 +320,20 @@ def _layer_spec(
         attention = layer.submodules.self_attention.submodules
         if config.multi_latent_attention:
             if not isinstance(multi_latent_attention.TELinear, type):
-                multi_latent_attention.HAVE_TE = False  # core 0.16 mistakes its own placeholders for TE, and fails
+                # core 0.16 mistakes its own placeholders for TE, and fails
+                multi_latent_attention.HAVE_TE = False
             attention.kv_layernorm = LatentNorm
-            attention.q_layernorm = LatentNorm if config.q_lora_rank else IdentityOp  # only compressed queries have one
+            # only compressed queries have one
+            attention.q_layernorm = LatentNorm if config.q_lora_rank else IdentityOp
         _replace_modules(layer, {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention})
     block.layer_norm = RMSNorm
     return block
 
 
 def _replace_modules(spec: Any, replacements: dict[type, type]) -> None:
-    """Swap module classes in a tree of specs and submodules, in place (core builds a fresh tree each time)."""
+    """Swap module classes in a tree of specs and submodules, in place (core builds a fresh tree
+    each time).
+    """
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
         if isinstance(value, type) and value in replacements:

@@ -1,8 +1,10 @@
-"""A rank's weights, gradients and optimizer state in host memory while servers have its GPU (rollout.release_memory).
+"""A rank's weights, gradients and optimizer state in host memory while servers have its GPU
+(rollout.release_memory).
 
-The memory of a tensor's storage is freed in place (resize_(0)) and allocated again at its size, so that every view of it, of
-which megatron-core keeps many, is valid again after `restore`, with the same bits.  Order: free_training (gradients, optimizer
-state), weight sync, free_weights; then restore, in reverse.  Gradients are not copied: every update starts by zeroing them.
+The memory of a tensor's storage is freed in place (resize_(0)) and allocated again at its size, so
+that every view of it, of which megatron-core keeps many, is valid again after `restore`, with the
+same bits.  Order: free_training (gradients, optimizer state), weight sync, free_weights; then
+restore, in reverse.  Gradients are not copied: every update starts by zeroing them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer as ParamAndGradBuffer
+from megatron.core.distributed.param_and_grad_buffer import (
+    _ParamAndGradBuffer as ParamAndGradBuffer,
+)
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
@@ -21,7 +25,10 @@ CHUNK_BYTES = 1 << 30  # a power of two: torch rounds the size of pinned memory 
 
 @dataclass
 class HostMemory:
-    """Host memory in chunks, pinned for a GPU.  It is kept for the run: pinning takes longer than copying."""
+    """Host memory in chunks, pinned for a GPU.
+
+    It is kept for the run: pinning takes longer than copying.
+    """
 
     pinned: bool
     chunk_bytes: int = CHUNK_BYTES
@@ -33,7 +40,9 @@ class HostMemory:
         while num_bytes:
             index, start = divmod(self.used, self.chunk_bytes)
             if index == len(self.chunks):
-                self.chunks.append(torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=self.pinned))
+                self.chunks.append(
+                    torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=self.pinned)
+                )
             piece = self.chunks[index][start : start + num_bytes]
             self.used += len(piece)
             num_bytes -= len(piece)
@@ -42,7 +51,10 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Freed:
-    """A storage of `num_bytes` without memory.  copies: its content on the host, in order; None: it is zeros."""
+    """A storage of `num_bytes` without memory.
+
+    copies: its content on the host, in order; None: it is zeros.
+    """
 
     storage: torch.UntypedStorage
     num_bytes: int
@@ -53,7 +65,10 @@ class Offload:
     """Of one rank: `models` and their optimizer.  What is on another device stays there."""
 
     def __init__(
-        self, models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, device: torch.device
+        self,
+        models: Sequence[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        device: torch.device,
     ) -> None:
         self.models = models
         self.optimizer = optimizer
@@ -62,17 +77,26 @@ class Offload:
         self.freed: list[Freed] = []
 
     def free_training(self) -> int:
-        """Free gradients and optimizer state; returns the bytes.  No forward with gradient may follow before `restore`."""
+        """Free gradients and optimizer state; returns the bytes.
+
+        No forward with gradient may follow before `restore`.
+        """
         weights = self._storages(self._weights())
         gradients = self._storages(self._gradients())
         state = self._storages(self._optimizer_state())
-        # float32 weights are the optimizer's own parameters; a buffer that both share (MXFP8) has weights
-        kept = {key: each for key, each in state.items() if key not in weights and key not in gradients}
+        # float32 weights are the optimizer's own parameters; a buffer that both share (MXFP8) has
+        # weights
+        kept = {
+            key: each for key, each in state.items() if key not in weights and key not in gradients
+        }
         zeroed = {key: each for key, each in gradients.items() if key not in weights}
         return self._free(kept.values(), copy=True) + self._free(zeroed.values(), copy=False)
 
     def free_weights(self) -> int:
-        """Free the weights; returns the bytes.  The model cannot be used or exported before `restore`."""
+        """Free the weights; returns the bytes.
+
+        The model cannot be used or exported before `restore`.
+        """
         return self._free(self._storages(self._weights()).values(), copy=True)
 
     def restore(self) -> None:
@@ -84,7 +108,9 @@ class Offload:
             if each.copies is None:
                 content.zero_()
                 continue
-            for piece, part in zip(each.copies, content.split([len(piece) for piece in each.copies]), strict=True):
+            for piece, part in zip(
+                each.copies, content.split([len(piece) for piece in each.copies]), strict=True
+            ):
                 part.copy_(piece)
         self.host.used = 0
 
@@ -104,19 +130,25 @@ class Offload:
     def _copied(self, storage: torch.UntypedStorage) -> list[Tensor]:
         content = bytes_of_storage(storage)
         copies = list(self.host.pieces(len(content)))
-        for piece, part in zip(copies, content.split([len(piece) for piece in copies]), strict=True):
+        for piece, part in zip(
+            copies, content.split([len(piece) for piece in copies]), strict=True
+        ):
             piece.copy_(part)
         return copies
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
         """Each storage on the device once, by its address in torch: many tensors are views of one."""
-        storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == self.device.type)
+        storages = (
+            tensor.untyped_storage() for tensor in tensors if tensor.device.type == self.device.type
+        )
         return {storage._cdata: storage for storage in storages}
 
     def _weights(self) -> Iterator[Tensor]:
         for model in self.models:
             yield from (parameter.data for parameter in model.parameters())
-            yield from (buffer.param_data for buffer in buffers(model) if buffer.param_data is not None)
+            yield from (
+                buffer.param_data for buffer in buffers(model) if buffer.param_data is not None
+            )
 
     def _gradients(self) -> Iterator[Tensor]:
         for model in self.models:

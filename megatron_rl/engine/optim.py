@@ -1,7 +1,8 @@
-"""megatron-core's DDP, optimizer and learning-rate schedule; updates with a gradient that is not finite are skipped.
+"""megatron-core's DDP, optimizer and learning-rate schedule; updates with a gradient that is not
+finite are skipped.
 
-Gradients are pure sums over micro-batches and data-parallel ranks: the loss already carries its global denominator, and
-`calculate_per_token_loss = True` makes core's DDP sum instead of average.
+Gradients are pure sums over micro-batches and data-parallel ranks: the loss already carries its
+global denominator, and `calculate_per_token_loss = True` makes core's DDP sum instead of average.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ import math
 from dataclasses import dataclass
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -25,8 +30,12 @@ class TrainingDiverged(RuntimeError):
     """Too many updates in a row had a non-finite gradient."""
 
 
-def wrap_ddp(chunks: list[GPTModel], config: TransformerConfig, cfg: Config) -> list[DistributedDataParallel]:
-    """Wrap model chunks for gradient reduction in float32 and set how core's schedules finalize gradients."""
+def wrap_ddp(
+    chunks: list[GPTModel], config: TransformerConfig, cfg: Config
+) -> list[DistributedDataParallel]:
+    """Wrap model chunks for gradient reduction in float32 and set how core's schedules finalize
+    gradients.
+    """
     ddp_config = make_ddp_config(cfg)
     modules = [ModelInBF16(config, chunk) if config.bf16 else chunk for chunk in chunks]
     wrapped = [  # core buckets the first chunk only, as its own training loop does
@@ -34,7 +43,8 @@ def wrap_ddp(chunks: list[GPTModel], config: TransformerConfig, cfg: Config) -> 
         for index, module in enumerate(modules)
     ]
     config.finalize_model_grads_func = finalize_summed_grads
-    if ddp_config.overlap_grad_reduce:  # reduce only with the last micro-batch, when a bucket's sum is complete
+    # reduce only with the last micro-batch, when a bucket's sum is complete
+    if ddp_config.overlap_grad_reduce:
         functions = [module.no_sync for module in wrapped]
         config.no_sync_func = functions[0] if len(functions) == 1 else functions
     return wrapped
@@ -46,7 +56,8 @@ def make_ddp_config(cfg: Config) -> DistributedDataParallelConfig:
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=cfg.optim.distributed,
         overlap_grad_reduce=False,
-        check_for_nan_in_grad=False,  # step() checks the norm and skips; core's check would stop the job
+        # step() checks the norm and skips; core's check would stop the job
+        check_for_nan_in_grad=False,
     )
     return make_core(DistributedDataParallelConfig, ours, cfg.megatron.fields)
 
@@ -71,9 +82,11 @@ def make_optimizer_config(cfg: Config) -> OptimizerConfig:
 
 
 class ModelInBF16(Float16Module):
-    """core's wrapper without its float32 copy of the last stage's output, which would take [T, V / tp] more memory.
+    """core's wrapper without its float32 copy of the last stage's output, which would take [T, V /
+    tp] more memory.
 
-    Float32 buffers stay float32: rounded to 16 bits, the biases that select experts would select others.
+    Float32 buffers stay float32: rounded to 16 bits, the biases that select experts would select
+    others.
     """
 
     def __init__(self, config: TransformerConfig, module: GPTModel) -> None:
@@ -91,15 +104,19 @@ class ModelInBF16(Float16Module):
         return super().forward(*inputs, fp32_output=False, **kwargs)
 
 
-def finalize_summed_grads(models: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: object) -> None:
-    """core's finalize_model_grads without its division by a token count: the loss has the denominator."""
+def finalize_summed_grads(
+    models: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: object
+) -> None:
+    """core's finalize_model_grads without its division by a token count: the loss has the
+    denominator.
+    """
     finalize_model_grads(models, None, **kwargs)
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """grad_norm: global L2 norm before clipping.  The weights did not change where the update was skipped (a gradient that
-    is not finite) or empty (a gradient of exactly 0)."""
+    """grad_norm: global L2 norm before clipping.  The weights did not change where the update was
+    skipped (a gradient that is not finite) or empty (a gradient of exactly 0)."""
 
     grad_norm: float
     lr: float
@@ -110,7 +127,9 @@ class StepOutcome:
 class Optimizer:
     """Steps megatron-core's optimizer unless the gradient is not finite, or 0 everywhere."""
 
-    def __init__(self, models: list[DistributedDataParallel], cfg: Config, *, total_updates: int) -> None:
+    def __init__(
+        self, models: list[DistributedDataParallel], cfg: Config, *, total_updates: int
+    ) -> None:
         config = cfg.optim
         self.core: MegatronOptimizer = get_megatron_optimizer(
             make_optimizer_config(cfg), models, use_gloo_process_groups=False
@@ -129,8 +148,8 @@ class Optimizer:
             wd_incr_style="constant",
         )
         if config.warmup_updates:
-            # core starts a warm-up at lr 0, so the first update would train nothing: skip that step; lr_decay_steps is one
-            # longer for it, else the last update would have lr 0
+            # core starts a warm-up at lr 0, so the first update would train nothing: skip that
+            # step; lr_decay_steps is one longer for it, else the last update would have lr 0
             self.scheduler.step(increment=1)
         self._models = models
         self._max_skipped = config.max_skipped_updates
@@ -142,19 +161,24 @@ class Optimizer:
         self.core.zero_grad()
 
     def prepare(self) -> float:
-        """Unscale the gradient; its global L2 norm before clipping, not finite where an element is not.  Collective."""
+        """Unscale the gradient; its global L2 norm before clipping, not finite where an element is
+        not.  Collective.
+        """
         found_inf = self.core.prepare_grads()
         grad_norm = float(self.core.get_grad_norm())
         return math.nan if found_inf and math.isfinite(grad_norm) else grad_norm
 
     def apply(self, grad_norm: float) -> StepOutcome:
-        """Clip and apply the gradient that `prepare` measured, or skip the update; every rank decides the same, by the norm.
+        """Clip and apply the gradient that `prepare` measured, or skip the update; every rank
+        decides the same, by the norm.
 
-        A gradient of exactly 0 (every response filtered, clipped or without advantage) is not applied: Adam would still move
-        along its momentum, and weight decay would shrink the weights, for a batch without information.
-        Raises TrainingDiverged after `optim.max_skipped_updates` skipped updates in a row.
+        A gradient of exactly 0 (every response filtered, clipped or without advantage) is not
+        applied: Adam would still move along its momentum, and weight decay would shrink the
+        weights, for a batch without information. Raises TrainingDiverged after
+        `optim.max_skipped_updates` skipped updates in a row.
         """
-        lr = float(self.core.param_groups[0]["lr"]) if self.core.param_groups else 0.0  # a rank may own no parameters
+        # a rank may own no parameters
+        lr = float(self.core.param_groups[0]["lr"]) if self.core.param_groups else 0.0
         if not math.isfinite(grad_norm):
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row >= self._max_skipped:

@@ -1,7 +1,9 @@
-"""Who builds, loads and exports the model: this program's own tables (native), or Megatron-Bridge (bridge).
+"""Who builds, loads and exports the model: this program's own tables (native), or Megatron-Bridge
+(bridge).
 
-The rest of the program sees a model through this: its sizes, core's configuration, and three operations.  Replay, losses,
-log-probs and checkpoints work on megatron-core's modules, whoever made them.
+The rest of the program sees a model through this: its sizes, core's configuration, and three
+operations.  Replay, losses, log-probs and checkpoints work on megatron-core's modules, whoever made
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from megatron_rl.distributed.cpu import check_no_gpu
 from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.models.families import READERS, make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
-from megatron_rl.weights.hf.export import ExportStep, HFStream, export_planned, few_sources, forwarded, plan_export
+from megatron_rl.weights.hf.export import (
+    ExportStep,
+    HFStream,
+    export_planned,
+    few_sources,
+    forwarded,
+    plan_export,
+)
 from megatron_rl.weights.hf.load import load_hf
 
 
@@ -33,10 +42,16 @@ class ModelProvider(Protocol):
         """The chunks of this pipeline stage, without the checkpoint's weights."""
 
     def load(self, chunks: list[GPTModel]) -> None:
-        """Fill every parameter from the HF checkpoint.  Raises CheckpointError where one stays unfilled.  Collective."""
+        """Fill every parameter from the HF checkpoint.
+
+        Raises CheckpointError where one stays unfilled.  Collective.
+        """
 
     def export(self, chunks: list[GPTModel], max_sources: int) -> HFStream:
-        """Every tensor of the HF checkpoint, each on one of at most `max_sources` ranks.  Collective."""
+        """Every tensor of the HF checkpoint, each on one of at most `max_sources` ranks.
+
+        Collective.
+        """
 
 
 class NativeProvider:
@@ -65,7 +80,9 @@ class NativeProvider:
         if self.plan is None:
             self.plan = plan_export(chunks, self.spec, self.parallel)
         stream = export_planned(self.plan, chunks, self.spec, self.parallel)
-        return forwarded(stream, few_sources(self.plan, max_sources), self.parallel.rank, self.parallel.device)
+        return forwarded(
+            stream, few_sources(self.plan, max_sources), self.parallel.rank, self.parallel.device
+        )
 
 
 def make_provider(
@@ -75,7 +92,8 @@ def make_provider(
     fields: Mapping[str, object],
     spec: ModelSpec | None = None,
 ) -> ModelProvider:
-    """The provider that model.provider names.  `fields`: of [megatron]; `spec`: replaces a native model's own.
+    """The provider that model.provider names.  `fields`: of [megatron]; `spec`: replaces a native
+    model's own.
 
     Raises ValueError for a model on the CPU where torch sees a GPU.
     """
@@ -83,13 +101,16 @@ def make_provider(
         check_no_gpu()
     if provider_of(model) == "native" or spec is not None:
         return NativeProvider(model, sizes, parallel, fields, spec)
-    from megatron_rl.engine.bridge import BridgeProvider  # Megatron-Bridge is optional, and takes seconds to import
+    # Megatron-Bridge is optional, and takes seconds to import
+    from megatron_rl.engine.bridge import BridgeProvider
 
     return BridgeProvider(model, sizes, parallel, fields)
 
 
 def provider_of(model: ModelConfig) -> Literal["native", "bridge"]:
-    """What model.provider = auto means for this checkpoint: native for every family that the native tables know."""
+    """What model.provider = auto means for this checkpoint: native for every family that the native
+    tables know.
+    """
     if model.provider != "auto":
         return model.provider
     names = load_hf_config(model.path).get("architectures") or ["(none)"]
@@ -99,7 +120,8 @@ def provider_of(model: ModelConfig) -> Literal["native", "bridge"]:
 def provider_spec(model: ModelConfig, device: torch.device | None = None) -> ModelSpec:
     """The sizes of the model, without building it.
 
-    device: where this process builds it afterwards: Bridge's layers are chosen once; None in a process that builds none.
+    device: where this process builds it afterwards: Bridge's layers are chosen once; None in a
+    process that builds none.
     """
     if provider_of(model) == "native":
         return make_spec(load_hf_config(model.path))

@@ -1,7 +1,8 @@
-"""A frozen copy of the weights as they were loaded, for the KL to the reference policy (`loss.kl_coef`).
+"""A frozen copy of the weights as they were loaded, for the KL to the reference policy
+(`loss.kl_coef`).
 
-It is kept on the host and swapped with the weights for one forward pass: no second model and no device memory, but the weights
-cross the bus four times a pass.
+It is kept on the host and swapped with the weights for one forward pass: no second model and no
+device memory, but the weights cross the bus four times a pass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the reference weights; afterwards its own again, bit for bit, also after an error."""
+        """Inside, the model has the reference weights; afterwards its own again, bit for bit, also
+        after an error.
+        """
         self._swap()
         try:
             yield

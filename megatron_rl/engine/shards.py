@@ -1,6 +1,8 @@
-"""One rank's shard of the vocabulary: what a row's log-prob, entropy and gradient take of it, a few rows at a time.
+"""One rank's shard of the vocabulary: what a row's log-prob, entropy and gradient take of it, a few
+rows at a time.
 
-Shapes: T packed tokens, v this rank's vocabulary columns (V / tp), c those of them that are real (not padding).
+Shapes: T packed tokens, v this rank's vocabulary columns (V / tp), c those of them that are real
+(not padding).
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
-"""Size of one buffer: on a CPU a few fit in the cache, on a GPU it is large enough to keep it busy."""
+"""Size of one buffer: on a CPU a few fit in the cache, on a GPU it is large enough to keep it busy.
+"""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of the vocabulary: `columns` real ones from `first` on, of `vocab_size` in all."""
+    """This rank's part of the vocabulary: `columns` real ones from `first` on, of `vocab_size` in
+    all.
+    """
 
     first: int
     columns: int
@@ -38,7 +43,9 @@ class Shard:
     def blocks(self, num_rows: int, device: torch.device, itemsize: int) -> list[slice]:
         """Rows to take at a time; none where this rank has padding only."""
         row_bytes = itemsize * max(self.columns, 1)
-        return self.split(num_rows, self.block_rows or max(1, BLOCK_BYTES.get(device.type, 2 << 20) // row_bytes))
+        return self.split(
+            num_rows, self.block_rows or max(1, BLOCK_BYTES.get(device.type, 2 << 20) // row_bytes)
+        )
 
     def split(self, num_rows: int, size: int) -> list[slice]:
         """Blocks of `size` rows; none where this rank has padding only."""
@@ -47,7 +54,10 @@ class Shard:
 
 
 class Rows(NamedTuple):
-    """Per row, over the entire vocabulary.  saved: largest logit m, log sum e, entropy, float64 [T] each."""
+    """Per row, over the entire vocabulary.
+
+    saved: largest logit m, log sum e, entropy, float64 [T] each.
+    """
 
     logprobs: Tensor
     entropy: Tensor
@@ -56,7 +66,9 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Slopes:
-    """d loss / d logit = e * (slope * z + constant), plus `at_label` in the label's column; [T] each."""
+    """d loss / d logit = e * (slope * z + constant), plus `at_label` in the label's column; [T]
+    each.
+    """
 
     maximum: Tensor
     slope: Tensor | None
@@ -69,16 +81,25 @@ class Slopes:
 
 
 def make_shard(
-    width: int, vocab_size: int, temperature: float, block_rows: int | None, group: dist.ProcessGroup | None
+    width: int,
+    vocab_size: int,
+    temperature: float,
+    block_rows: int | None,
+    group: dist.ProcessGroup | None,
 ) -> Shard:
     """The shard of this rank of `group`, each of which holds `width` columns, padding included."""
     first = width * (group.rank() if group is not None else 0)
-    return Shard(first, max(0, min(width, vocab_size - first)), vocab_size, temperature, block_rows, group)
+    return Shard(
+        first, max(0, min(width, vocab_size - first)), vocab_size, temperature, block_rows, group
+    )
 
 
-def scan(logits: Float[Tensor, "T v"], labels: Int[Tensor, " T"], shard: Shard) -> Float[Tensor, "4 T"]:
-    """Of each row over this rank's columns: largest logit m, sum e, sum e * z, the logit in the label's (clamped) column,
-    with z = (logit - m) / temperature and e = exp z.  float64; the logits are read once.
+def scan(
+    logits: Float[Tensor, "T v"], labels: Int[Tensor, " T"], shard: Shard
+) -> Float[Tensor, "4 T"]:
+    """Of each row over this rank's columns: largest logit m, sum e, sum e * z, the logit in the
+    label's (clamped) column, with z = (logit - m) / temperature and e = exp z.  float64; the logits
+    are read once.
     """
     dtype = compute_dtype(logits)
     result = torch.zeros(4, len(logits), dtype=torch.float64, device=logits.device)
@@ -103,15 +124,21 @@ def scan(logits: Float[Tensor, "T v"], labels: Int[Tensor, " T"], shard: Shard) 
     return result
 
 
-def reduce_rows(scanned: Float[Tensor, "4 T"], labels: Int[Tensor, " T"], shard: Shard, dtype: torch.dtype) -> Rows:
-    """Log-prob and entropy, in `dtype`, from every rank's scan.  Combined in float64, so that a sum in shards is the sum."""
+def reduce_rows(
+    scanned: Float[Tensor, "4 T"], labels: Int[Tensor, " T"], shard: Shard, dtype: torch.dtype
+) -> Rows:
+    """Log-prob and entropy, in `dtype`, from every rank's scan.
+
+    Combined in float64, so that a sum in shards is the sum.
+    """
     local_maximum, sum_e, sum_ez, label_logit = scanned
     maximum = local_maximum.clone()
     reduce_over_tp(maximum, dist.ReduceOp.MAX, shard.group)
     _, owned = shard.find(labels)
     if shard.columns:
         shift = (local_maximum - maximum) / shard.temperature  # <= 0: to the common maximum
-        shift = shift.clamp(min=-1e300)  # -inf where no id of a kept set is here: times a sum of 0 it would be NaN
+        # -inf where no id of a kept set is here: times a sum of 0 it would be NaN
+        shift = shift.clamp(min=-1e300)
         factor = shift.exp()
         label_logit = torch.where(owned, label_logit, 0.0)
         sums = torch.stack([factor * sum_e, factor * (sum_ez + shift * sum_e), label_logit])
@@ -130,7 +157,8 @@ def make_slopes(
 ) -> Slopes | None:
     """From d loss / d logp = g and d loss / d H = h, with p = e / sum e:
 
-    d loss / d z = g (onehot - p) - h p (log p + H),  log p = z - log sum e;  None where both are None.
+    d loss / d z = g (onehot - p) - h p (log p + H),  log p = z - log sum e;  None where both are
+    None.
     """
     maximum, log_sum, entropy = saved
     if grad_logprobs is None and grad_entropy is None:
@@ -163,7 +191,11 @@ def write_gradient(
     buffers = make_buffers((not direct) + (slope is not None), blocks, shard, logits, dtype)
     out[:, shard.columns :] = 0.0
     for rows in blocks:
-        count, values, target = rows.stop - rows.start, logits[rows, : shard.columns], out[rows, : shard.columns]
+        count, values, target = (
+            rows.stop - rows.start,
+            logits[rows, : shard.columns],
+            out[rows, : shard.columns],
+        )
         e = target if direct else buffers[-1][:count]
         z = e if slope is None else buffers[0][:count]
         if values.dtype == dtype:
@@ -179,7 +211,9 @@ def write_gradient(
             target.copy_(e)
 
 
-def make_buffers(count: int, blocks: list[slice], shard: Shard, like: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def make_buffers(
+    count: int, blocks: list[slice], shard: Shard, like: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
     rows = blocks[0].stop if blocks else 0
     return [torch.empty(rows, shard.columns, dtype=dtype, device=like.device) for _ in range(count)]
 
@@ -188,6 +222,8 @@ def compute_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def reduce_over_tp(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+def reduce_over_tp(
+    tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> None:
     if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)

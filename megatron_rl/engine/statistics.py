@@ -1,6 +1,8 @@
-"""Per-token and per-response statistics of the two passes, added to sums that are reduced once per step.
+"""Per-token and per-response statistics of the two passes, added to sums that are reduced once per
+step.
 
-No host sync here: all values stay on the device until `MetricSums.reduce`.  Formulas: docs/reference/metrics.md.
+No host sync here: all values stay on the device until `MetricSums.reduce`.  Formulas:
+docs/reference/metrics.md.
 Shapes: T packed rows of a micro-batch; n rows of all micro-batches of a pass; R their responses.
 """
 
@@ -26,7 +28,8 @@ FLIP_GROUPS = {"flips_0": 0, "flips_1": 1, "flips_2_3": 2, "flips_4_7": 4, "flip
 """Groups of tokens by how many MoE layers flipped, and the fewest flips of each."""
 
 AGE_GROUPS = {"age_0": 0, "age_1": 1, "age_2_3": 2, "age_4_up": 4}
-"""Groups of tokens by how many weight versions ago they were sampled, and the lowest age of each."""
+"""Groups of tokens by how many weight versions ago they were sampled, and the lowest age of each.
+"""
 
 LARGEST_LOG = 300.0  # exp of it and the square of that are finite in float64
 
@@ -87,7 +90,10 @@ def pass_tokens(
 
 
 def add_old_pass(sums: MetricSums, tokens: PassTokens, old_logprobs: Float[Tensor, " n"]) -> None:
-    """Training-inference discrepancy of one mini-batch: pi_old and mu_old.  Collective over tokens.cp_group."""
+    """Training-inference discrepancy of one mini-batch: pi_old and mu_old.
+
+    Collective over tokens.cp_group.
+    """
     mask = tokens.mask & finite_tokens(old_logprobs, tokens.rollout_logprobs)
     gap = log_ratio(old_logprobs, tokens.rollout_logprobs, mask)
     count = mask.sum()
@@ -102,21 +108,31 @@ def add_old_pass(sums: MetricSums, tokens: PassTokens, old_logprobs: Float[Tenso
     if tokens.flip_group is not None:
         compared = (mask & (tokens.flip_group < len(FLIP_GROUPS))).sum()
         for index, group in enumerate(FLIP_GROUPS):
-            sums.add(f"logratio/share/{group}", (mask & (tokens.flip_group == index)).sum(), compared)
+            sums.add(
+                f"logratio/share/{group}", (mask & (tokens.flip_group == index)).sum(), compared
+            )
     if tokens.age_group is not None:
         for index, group in enumerate(AGE_GROUPS):
             sums.add(f"logratio/share/{group}", (mask & (tokens.age_group == index)).sum(), count)
 
 
 def add_update_pass(
-    sums: MetricSums, tokens: PassTokens, logprobs: Float[Tensor, " n"], old_logprobs: Float[Tensor, " n"]
+    sums: MetricSums,
+    tokens: PassTokens,
+    logprobs: Float[Tensor, " n"],
+    old_logprobs: Float[Tensor, " n"],
 ) -> None:
-    """Staleness of one mini-batch, pi and pi_old, and the total of both parts.  Collective over tokens.cp_group."""
+    """Staleness of one mini-batch, pi and pi_old, and the total of both parts.
+
+    Collective over tokens.cp_group.
+    """
     mask = tokens.mask & finite_tokens(logprobs, old_logprobs, tokens.rollout_logprobs)
     staleness = log_ratio(logprobs, old_logprobs, mask)
     total = log_ratio(logprobs, tokens.rollout_logprobs, mask)
     add_log_ratio(sums, "logratio/staleness", staleness, mask, tokens)
-    add_first_order(sums, {"first_order/staleness": staleness, "first_order/total": total}, mask, tokens)
+    add_first_order(
+        sums, {"first_order/staleness": staleness, "first_order/total": total}, mask, tokens
+    )
 
 
 def add_update(
@@ -131,11 +147,12 @@ def add_update(
 ) -> None:
     """Statistics of this rank's rows of one micro-batch of an update.
 
-    share_of_loss: their part of the mini-batch loss; parts: the number of such parts over micro-batches, DP and CP.
-    policy_version, mini_batch (its index): see MiniBatch.
+    share_of_loss: their part of the mini-batch loss; parts: the number of such parts over
+    micro-batches, DP and CP. policy_version, mini_batch (its index): see MiniBatch.
     """
     mask, count = loss.mask, loss.mask.sum()
-    sums.add("train/loss", share_of_loss.detach(), 1 / parts)  # the weights of all parts add up to 1: a sum of the loss
+    # the weights of all parts add up to 1: a sum of the loss
+    sums.add("train/loss", share_of_loss.detach(), 1 / parts)
     ratio, weight = masked(loss.ratio, mask), masked(loss.is_weight, mask)
     sums.add("train/entropy", masked(found.entropy.detach(), mask).sum(), count)
     sums.add("train/ratio_mean", ratio.sum(), count)
@@ -174,24 +191,39 @@ def add_update(
 
 
 def add_log_ratio(
-    sums: MetricSums, name: str, gap: Float[Tensor, " n"], mask: Bool[Tensor, " n"], tokens: PassTokens
+    sums: MetricSums,
+    name: str,
+    gap: Float[Tensor, " n"],
+    mask: Bool[Tensor, " n"],
+    tokens: PassTokens,
 ) -> None:
-    """The spread of a log-ratio over the tokens under `mask`: all, of this mini-batch, by flips, and by age."""
-    groups = tokens.flip_group if tokens.flip_group is not None else torch.zeros_like(tokens.response)
+    """The spread of a log-ratio over the tokens under `mask`: all, of this mini-batch, by flips,
+    and by age.
+    """
+    groups = (
+        tokens.flip_group if tokens.flip_group is not None else torch.zeros_like(tokens.response)
+    )
     spread = tabulate(gap, mask, groups, len(FLIP_GROUPS) + 1)
     for group in ("", f"mini_batch_{tokens.mini_batch}"):
         sums.add_histogram(name, spread.together(), (group,))
     if tokens.flip_group is not None:
-        sums.add_histogram(name, Histogram(spread.sums[:-1], spread.largest[:-1]), tuple(FLIP_GROUPS))
+        sums.add_histogram(
+            name, Histogram(spread.sums[:-1], spread.largest[:-1]), tuple(FLIP_GROUPS)
+        )
     if tokens.age_group is not None:
-        sums.add_histogram(name, tabulate(gap, mask, tokens.age_group, len(AGE_GROUPS)), tuple(AGE_GROUPS))
+        sums.add_histogram(
+            name, tabulate(gap, mask, tokens.age_group, len(AGE_GROUPS)), tuple(AGE_GROUPS)
+        )
 
 
 def add_first_order(
-    sums: MetricSums, gaps: Mapping[str, Float[Tensor, " n"]], mask: Bool[Tensor, " n"], tokens: PassTokens
+    sums: MetricSums,
+    gaps: Mapping[str, Float[Tensor, " n"]],
+    mask: Bool[Tensor, " n"],
+    tokens: PassTokens,
 ) -> None:
-    """Per response abs(prod_t (1 + delta_t) - (1 + sum_t delta_t)) with 1 + delta = exp(gap): what the first-order
-    approximation leaves out.
+    """Per response abs(prod_t (1 + delta_t) - (1 + sum_t delta_t)) with 1 + delta = exp(gap): what
+    the first-order approximation leaves out.
 
     The product is a sum of logarithms; both are cut off at exp(300), so that the metric is finite.
     """
@@ -204,7 +236,8 @@ def add_first_order(
     counted = True
     if tokens.cp_group is not None and tokens.cp_group.size() > 1:
         dist.all_reduce(per_response, group=tokens.cp_group)
-        counted = tokens.cp_group.rank() == 0  # every context rank now has the same sums: count them once
+        # every context rank now has the same sums: count them once
+        counted = tokens.cp_group.rank() == 0
     count, *parts = per_response[:-1].unbind(1)
     for name, log_product, first_order in zip(gaps, parts[::2], parts[1::2], strict=True):
         rest = (torch.expm1(log_product.clamp(max=LARGEST_LOG)) - first_order).abs()
@@ -215,7 +248,10 @@ def add_first_order(
 
 def group_of(counts: Integer[Tensor, " n"], groups: Mapping[str, int]) -> Int[Tensor, " n"]:
     """Index into FLIP_GROUPS or AGE_GROUPS."""
-    return sum(((counts >= fewest).long() for fewest in list(groups.values())[1:]), torch.zeros_like(counts))
+    return sum(
+        ((counts >= fewest).long() for fewest in list(groups.values())[1:]),
+        torch.zeros_like(counts),
+    )
 
 
 def log_ratio(

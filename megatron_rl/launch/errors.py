@@ -1,4 +1,5 @@
-"""What a rank prints when an error ends the run: the cause first and last, the user's frames between, at most 15 lines.
+"""What a rank prints when an error ends the run: the cause first and last, the user's frames
+between, at most 15 lines.
 
 The full traceback is in error_rankN.txt of the run directory.
 """
@@ -21,13 +22,22 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def report_error(
-    error: BaseException, run_dir: Path, program: str = "megatron_rl.train", lines: LogLines | None = None
+    error: BaseException,
+    run_dir: Path,
+    program: str = "megatron_rl.train",
+    lines: LogLines | None = None,
 ) -> None:
-    """Print the error and save its traceback.  Frames are printed where code of the user, or a library, raised it."""
+    """Print the error and save its traceback.
+
+    Frames are printed where code of the user, or a library, raised it.
+    """
     log_lines = lines or LogLines()
     rank = os.environ.get("RANK", "0")
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    cause = f"{program}: rank {rank}: {type(error).__name__}: {error}{notes}{disk_advice(error, run_dir)}".splitlines()
+    cause = (
+        f"{program}: rank {rank}: {type(error).__name__}:"
+        f" {error}{notes}{disk_advice(error, run_dir)}".splitlines()
+    )
     shown = cause[:MAX_CAUSE_LINES] + (["  ..."] if len(cause) > MAX_CAUSE_LINES else [])
     path = write_traceback(error, run_dir / f"error_rank{rank}.txt", log_lines)
     frames = shown_frames(error)
@@ -36,39 +46,61 @@ def report_error(
         shown += [f"  full traceback: {path}"] if path is not None else []
         shown += cause[:1]
     log_lines.print_error(
-        "\n".join(shown), rank=int(rank), error=type(error).__name__, traceback=None if path is None else str(path)
+        "\n".join(shown),
+        rank=int(rank),
+        error=type(error).__name__,
+        traceback=None if path is None else str(path),
     )
 
 
 def disk_advice(error: BaseException, run_dir: Path) -> str:
-    """The file, the free space and the fix, where a disk refused to be written; "" for every other error."""
-    if getattr(error, "errno", None) not in DISK_ERRORS and os.strerror(errno.ENOSPC) not in str(error):
+    """The file, the free space and the fix, where a disk refused to be written; "" for every other
+    error.
+    """
+    if getattr(error, "errno", None) not in DISK_ERRORS and os.strerror(errno.ENOSPC) not in str(
+        error
+    ):
         return ""
-    path = Path(getattr(error, "filename", None) or written_file(error, run_dir) or run_dir).absolute()
+    path = Path(
+        getattr(error, "filename", None) or written_file(error, run_dir) or run_dir
+    ).absolute()
     existing = next(each for each in (path, *path.parents) if each.exists())
     free = shutil.disk_usage(existing).free / 2**30
     return (
-        f"; writing {path}: {free:.2f} GiB free there; make room (checkpoint.keep_last, rollout.save_tensors), or choose another "
-        "run.dir, then continue with --resume"
+        f"; writing {path}: {free:.2f} GiB free there; make room (checkpoint.keep_last,"
+        " rollout.save_tensors), or choose another run.dir, then continue with --resume"
     )
 
 
 def written_file(error: BaseException, run_dir: Path) -> str | None:
-    """The file that the code which raised the error was writing: the error of a full disk names none."""
+    """The file that the code which raised the error was writing: the error of a full disk names
+    none.
+    """
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        values = [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
+        values = [
+            *frame.f_locals.values(),
+            *getattr(frame.f_locals.get("self"), "__dict__", {}).values(),
+        ]
         for value in values:
             if isinstance(value, io.IOBase) and str(getattr(value, "mode", "r"))[0] in "wax":
                 return str(getattr(value, "name", ""))
-            if isinstance(value, Path) and value.suffix and value.absolute().is_relative_to(run_dir.absolute()):
+            if (
+                isinstance(value, Path)
+                and value.suffix
+                and value.absolute().is_relative_to(run_dir.absolute())
+            ):
                 return str(value)
     return None
 
 
 def shown_frames(error: BaseException) -> list[str]:
-    """The frame that raised and the last ones in the user's own files; none where this package itself raised."""
+    """The frame that raised and the last ones in the user's own files; none where this package
+    itself raised.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not is_ours(frame.filename) and not is_library(frame.filename)]
+    users = [
+        frame for frame in frames if not is_ours(frame.filename) and not is_library(frame.filename)
+    ]
     if not frames or (is_ours(frames[-1].filename) and not users):
         return []
     chosen = [frame for frame in frames if frame in users[-MAX_FRAMES + 1 :] or frame is frames[-1]]

@@ -1,7 +1,7 @@
 """The lines that this program writes, as text or as JSON (run.log_format), without secrets.
 
-A line of JSON is an object with "time" (Unix seconds), "event", "text" (the line for people) and the event's own keys
-(docs/reference/token_data.md#log-lines).
+A line of JSON is an object with "time" (Unix seconds), "event", "text" (the line for people) and
+the event's own keys (docs/reference/token_data.md#log-lines).
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Value: TypeAlias = "str | float | int | Mapping[str, Value] | Iterable[Value] | 
 
 
 class LogLines:
-    """Formats lines.  names: environment variables that hold secrets although their names do not look like it."""
+    """Formats lines.
+
+    names: environment variables that hold secrets although their names do not look like it.
+    """
 
     def __init__(self, log_format: LogFormat = "text", names: Iterable[str | None] = ()) -> None:
         self.log_format, self.redactor = log_format, Redactor(names)
@@ -33,11 +36,19 @@ class LogLines:
         return self.log_format == "json"
 
     def line(self, event: Event, text: str, **values: Value) -> str:
-        """One line, several where `text` has several and the format is text.  NaN and infinity become null."""
+        """One line, several where `text` has several and the format is text.
+
+        NaN and infinity become null.
+        """
         text = self.redactor.text(text)
         if not self.is_json:
             return text
-        row = {"time": round(time.time(), 3), "event": event, "text": text, **self.redactor.tree(values)}
+        row = {
+            "time": round(time.time(), 3),
+            "event": event,
+            "text": text,
+            **self.redactor.tree(values),
+        }
         return json.dumps(strict(row))
 
     def print_error(self, text: str, **values: Value) -> None:
@@ -53,7 +64,9 @@ class LogLines:
 
     @contextmanager
     def clean_stderr(self) -> Iterator[None]:
-        """Remove secrets from what Python code writes on standard error: warnings, tracebacks of threads, lines of libraries."""
+        """Remove secrets from what Python code writes on standard error: warnings, tracebacks of
+        threads, lines of libraries.
+        """
         before = sys.stderr
         sys.stderr = CleanStream(before, self.redactor)
         try:

@@ -1,7 +1,8 @@
-"""NCCL's environment: ranks and servers form one communicator for weight syncs, so both need the same settings.
+"""NCCL's environment: ranks and servers form one communicator for weight syncs, so both need the
+same settings.
 
-SGLang sets these variables in its own process where they are unset (entrypoints/engine.py, 0.5.21); NCCL's defaults are others.
-A value that the user sets is used on both sides.
+SGLang sets these variables in its own process where they are unset (entrypoints/engine.py, 0.5.21);
+NCCL's defaults are others. A value that the user sets is used on both sides.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ SET_BY_OPTIONS = {
 
 
 def set_defaults(environ: MutableMapping[str, str], server_args: Sequence[str] = ()) -> None:
-    """Set what is unset: for a training rank, or for a server with these options.  NCCL reads it when it first starts."""
+    """Set what is unset: for a training rank, or for a server with these options.
+
+    NCCL reads it when it first starts.
+    """
     for name, value in (DEFAULTS | needed_by(server_args)).items():
         environ.setdefault(name, value)
 
@@ -32,13 +36,15 @@ def needed_by(server_args: Sequence[str]) -> dict[str, str]:
 
 
 def check_nccl_of_servers(server_args: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise ValueError where a server with these options would use other values than a training rank with this environment."""
+    """Raise ValueError where a server with these options would use other values than a training
+    rank with this environment.
+    """
     for name, value in needed_by(server_args).items():
         if (ours := environ.get(name, DEFAULTS[name])) != value:
             raise ValueError(
-                f"rollout.server_args = {list(server_args)}: SGLang needs {name} = {value} for them, the training ranks have "
-                f"{ours}: must be equal, as both form one NCCL communicator; export {name}={value} for the run, or remove the "
-                "option"
+                f"rollout.server_args = {list(server_args)}: SGLang needs {name} = {value} for"
+                f" them, the training ranks have {ours}: must be equal, as both form one NCCL"
+                f" communicator; export {name}={value} for the run, or remove the option"
             )
 
 
@@ -46,4 +52,7 @@ def user_settings(environ: Mapping[str, str]) -> Iterator[str]:
     """One line for each variable that the user has set to another value than SGLang's default."""
     for name, value in DEFAULTS.items():
         if (ours := environ.get(name, value)) != value:
-            yield f"{name} = {ours}, set by the user (default {value}): servers need the same value; those of this run get it"
+            yield (
+                f"{name} = {ours}, set by the user (default {value}): servers need the same value;"
+                " those of this run get it"
+            )

@@ -1,8 +1,9 @@
 """SIGTERM and SIGUSR1: save and stop between two stages of a step, within checkpoint.grace_seconds.
 
-A separate thread notices the signal, also while the main thread waits in a collective.  No rank decides alone: the ranks agree
-at the places where they can stop (`Trainer.stop_if_signalled`).  When the grace period is over, for instance because a peer
-hangs, the process exits immediately; a restart continues from the last complete checkpoint.
+A separate thread notices the signal, also while the main thread waits in a collective.  No rank
+decides alone: the ranks agree at the places where they can stop (`Trainer.stop_if_signalled`).
+When the grace period is over, for instance because a peer hangs, the process exits immediately; a
+restart continues from the last complete checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class StoppedBySignal(RuntimeError):
 class StopSignal:
     """Use as a context manager in the main thread; `name`: of the first signal received, or None.
 
-    Until `hold` there is nothing to save: a signal interrupts the main thread, and the context raises StoppedBySignal.
+    Until `hold` there is nothing to save: a signal interrupts the main thread, and the context
+    raises StoppedBySignal.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -46,7 +48,8 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         os.set_blocking(self._write, False)
-        # Python runs handlers in the main thread only; the descriptor is written even while that waits in C
+        # Python runs handlers in the main thread only; the descriptor is written even while that
+        # waits in C
         self._old_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._old = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self._thread = threading.Thread(target=self._watch, daemon=True, name="stop-signal")
@@ -54,7 +57,10 @@ class StopSignal:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
@@ -64,11 +70,13 @@ class StopSignal:
         self._thread.join()
         os.close(self._read)
         if kind is KeyboardInterrupt and self._has_interrupted:
-            raise StoppedBySignal("stopped by a signal before the first step: nothing had been trained") from None
+            raise StoppedBySignal(
+                "stopped by a signal before the first step: nothing had been trained"
+            ) from None
 
     def hold(self, on_signal: Callable[[], None] = lambda: None) -> None:
-        """From now on a signal only sets `name`.  on_signal is then called once, on another thread, to cancel what may exceed the
-        grace period."""
+        """From now on a signal only sets `name`.  on_signal is then called once, on another thread,
+        to cancel what may exceed the grace period."""
         self._on_signal = on_signal
         self._is_held = True
 
@@ -78,7 +86,9 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """In the thread: each byte is the number of a signal, written by the interpreter's wakeup descriptor."""
+        """In the thread: each byte is the number of a signal, written by the interpreter's wakeup
+        descriptor.
+        """
         while numbers := os.read(self._read, 64):
             received = [signal.Signals(number) for number in numbers if number in SIGNALS]
             if received and self.name is None:
@@ -90,8 +100,9 @@ class StopSignal:
         started = time.monotonic()
         if not self._done.wait(self.grace_seconds):
             print(
-                f"rank {os.environ.get('RANK', 0)}: {self.name}: not saved {time.monotonic() - started:.0f} s after the signal "
-                "(checkpoint.grace_seconds); a restart continues from the last complete checkpoint",
+                f"rank {os.environ.get('RANK', 0)}: {self.name}: not saved"
+                f" {time.monotonic() - started:.0f} s after the signal (checkpoint.grace_seconds);"
+                " a restart continues from the last complete checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
@@ -99,12 +110,18 @@ class StopSignal:
 
 
 def grace_period(setting: float | Literal["auto"], device: Device) -> float:
-    """checkpoint.grace_seconds in seconds.  auto: plain torchrun kills its ranks after 30 s, which is enough on the CPU only."""
+    """checkpoint.grace_seconds in seconds.
+
+    auto: plain torchrun kills its ranks after 30 s, which is enough on the CPU only.
+    """
     is_killed_early = "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER not in os.environ
     return seconds(setting, GRACE_SECONDS, "cpu" if is_killed_early else device)
 
 
 def follow_launcher() -> None:
-    """Under torchrun: get SIGTERM when it dies, even by SIGKILL.  Orphaned ranks would keep their GPUs."""
+    """Under torchrun: get SIGTERM when it dies, even by SIGKILL.
+
+    Orphaned ranks would keep their GPUs.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,7 +1,7 @@
 """status.json of a run's folder: what every rank does, for `megatron-rl top`.  Imports no torch.
 
-Rank 0 writes it every STATUS_SECONDS, on a thread of its own: a file system that hangs must not stop the heartbeats.  A file
-without a recent `time` belongs to a run that was killed.
+Rank 0 writes it every STATUS_SECONDS, on a thread of its own: a file system that hangs must not
+stop the heartbeats.  A file without a recent `time` belongs to a run that was killed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Beat(Protocol):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """seconds: in its stage, at its last heartbeat; silent: from that to the last reading; waits_for: servers, or the error of
-    a rank that failed; memory: bytes."""
+    """seconds: in its stage, at its last heartbeat; silent: from that to the last reading;
+    waits_for: servers, or the error of a rank that failed; memory: bytes."""
 
     rank: int
     host: str
@@ -61,7 +61,8 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """times: Unix seconds.  step: finished steps; step_seconds: of the last one; metrics: of the last step, those of SHOWN.
+    """times: Unix seconds.  step: finished steps; step_seconds: of the last one; metrics: of the
+    last step, those of SHOWN.
     servers: URLs; `top` asks the servers themselves for the rest.
 
     state: stopped = by a signal or an interrupt; failed: `text` says why.
@@ -82,14 +83,16 @@ class Status:
 
 
 SHOWN = (
-    "rollout/reward_mean", "rollout/tokens_per_second", "perf/train_tokens_per_second", "routing/router_mismatch",
+    "rollout/reward_mean", "rollout/tokens_per_second", "perf/train_tokens_per_second",
+    "routing/router_mismatch",
     "routing/replayed_mismatch", "train/kl_mu_pi", "optim/grad_norm",
 )  # fmt: skip
 """Metrics in status.json."""
 
 
 class StatusWriter:
-    """Keeps status.json of `folder` up to date.  Methods return at once, except `close`.  Use as a context manager.
+    """Keeps status.json of `folder` up to date.  Methods return at once, except `close`.  Use as a
+    context manager.
 
     stopped: exceptions that end a run without a failure.
     """
@@ -108,7 +111,8 @@ class StatusWriter:
         self._status = Status(now, started=now, pid=os.getpid(), num_steps=num_steps)
         self._beats: Mapping[int, Beat] = {}
         self._read = 0.0  # when they were read
-        self._last_seen: dict[int, tuple[int, float]] = {}  # rank -> its count of heartbeats, and when that changed
+        # rank -> its count of heartbeats, and when that changed
+        self._last_seen: dict[int, tuple[int, float]] = {}
         self._stopped = stopped
         self._lock, self._done = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
@@ -120,7 +124,9 @@ class StatusWriter:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if error is None:
             self.close("finished")
         elif isinstance(error, (KeyboardInterrupt, *self._stopped)):
@@ -135,7 +141,8 @@ class StatusWriter:
     def note(self, **values: object) -> None:
         """Set fields of Status."""
         with self._lock:
-            self._status = replace(self._status, **values)  # type: ignore[arg-type]  # names are checked by `replace`
+            # names are checked by `replace`
+            self._status = replace(self._status, **values)  # type: ignore[arg-type]
 
     def close(self, state: State, text: str = "") -> None:
         """The last file, if that takes no longer than a few seconds."""
@@ -165,11 +172,14 @@ class StatusWriter:
             for rank, beat in self._beats.items()
         ]
         with self._lock:
-            status = replace(self._status, time=time.time(), text=shown(self._status.text), ranks=ranks)
+            status = replace(
+                self._status, time=time.time(), text=shown(self._status.text), ranks=ranks
+            )
         status = replace(status, servers=tuple(map(shown, self.urls())))
         temporary = self._path.with_name(f".{STATUS_FILE}")
         try:
-            # not `asdict`, which copies deeply: 30 ms for 4,096 ranks, in which no other thread runs
+            # not `asdict`, which copies deeply: 30 ms for 4,096 ranks, in which no other thread
+            # runs
             content = vars(status) | {"schema": SCHEMA, "ranks": [vars(rank) for rank in ranks]}
             content["metrics"] = strict(status.metrics)
             temporary.write_text(json.dumps(content))
@@ -177,7 +187,11 @@ class StatusWriter:
         except OSError as error:  # a full disk: the file is for people, and its age shows
             self.failures += 1
             if self.failures == 1:
-                logger.warning("%s cannot be written, megatron-rl top will show an old state: %s", self._path, error)
+                logger.warning(
+                    "%s cannot be written, megatron-rl top will show an old state: %s",
+                    self._path,
+                    error,
+                )
 
     def _silence(self, rank: int, beat: Beat) -> float:
         """Seconds since the count of this rank last changed, as the heartbeats were read."""
@@ -195,17 +209,27 @@ def read_status(folder: Path) -> Status:
     try:
         row = json.loads(path.read_text())
     except FileNotFoundError as error:
-        hint = "is it a run's folder? Runs of earlier versions have none" if folder.is_dir() else "no such folder"
+        hint = (
+            "is it a run's folder? Runs of earlier versions have none"
+            if folder.is_dir()
+            else "no such folder"
+        )
         raise ValueError(f"{path}: not found: {hint}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     schema = row.pop("schema", None) if isinstance(row, dict) else None
     if schema != SCHEMA:
-        raise ValueError(f"{path}: schema {schema}, must be {SCHEMA}: use the version of megatron_rl that wrote it")
+        raise ValueError(
+            f"{path}: schema {schema}, must be {SCHEMA}: use the version of megatron_rl that"
+            " wrote it"
+        )
     try:
-        row.pop("api_key_env", None)  # of a file of an earlier version; `top` takes no secret's name from a file
+        # of a file of an earlier version; `top` takes no secret's name from a file
+        row.pop("api_key_env", None)
         row["ranks"] = [RankStatus(**each) for each in row["ranks"]]
-        row["metrics"] = {name: math.nan if value is None else value for name, value in row["metrics"].items()}
+        row["metrics"] = {
+            name: math.nan if value is None else value for name, value in row["metrics"].items()
+        }
         return Status(**row)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: not a status: {error}") from error

@@ -1,4 +1,5 @@
-"""torchrun that returns the exit status of the ranks, and does not restart ranks that ended on purpose.
+"""torchrun that returns the exit status of the ranks, and does not restart ranks that ended on
+purpose.
 
 torchrun itself exits with 1 whatever its ranks exit with, restarts ranks
 that were preempted or whose configuration is invalid, and reuses the store of the failed attempt.
@@ -37,17 +38,23 @@ STUCK_SECONDS = 30.0
 """For a request to the rendezvous that takes milliseconds."""
 
 SAVE_SECONDS = 3600.0
-"""For ranks that save after a signal; checkpoint.grace_seconds ends them earlier.  torchrun itself kills them after 30 s."""
+"""For ranks that save after a signal; checkpoint.grace_seconds ends them earlier.
+
+torchrun itself kills them after 30 s.
+"""
 
 LAST_SECONDS = 60.0
-"""For the other ranks once the first one has ended: they save together, and one that is stopped would never end."""
+"""For the other ranks once the first one has ended: they save together, and one that is stopped
+would never end.
+"""
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent: starts, watches and restarts the ranks of this node.  `codes`: their exit statuses, last attempt.
+    """torchrun's agent: starts, watches and restarts the ranks of this node.  `codes`: their exit
+    statuses, last attempt.
 
-    While they run it asks the rendezvous for new nodes.  Where the network of its node is down that call never returns: then
-    this process exits once its ranks have.
+    While they run it asks the rendezvous for new nodes.  Where the network of its node is down that
+    call never returns: then this process exits once its ranks have.
     """
 
     def __init__(self, *args: Any, codes: list[int], lines: LogLines, **options: Any) -> None:
@@ -60,11 +67,21 @@ class Agent(LocalElasticAgent):
         while True:
             time.sleep(1)
             since, context = self._asks_since, self._pcontext
-            if since is None or not isinstance(context, SubprocessContext) or time.monotonic() - since < STUCK_SECONDS:
+            if (
+                since is None
+                or not isinstance(context, SubprocessContext)
+                or time.monotonic() - since < STUCK_SECONDS
+            ):
                 continue
-            if all(handler.proc.poll() is not None for handler in context.subprocess_handlers.values()):
+            if all(
+                handler.proc.poll() is not None for handler in context.subprocess_handlers.values()
+            ):
                 self._shutdown()
-                os._exit(ended_ranks(self._lines, "the rendezvous does not answer", first_of(self._codes)))
+                os._exit(
+                    ended_ranks(
+                        self._lines, "the rendezvous does not answer", first_of(self._codes)
+                    )
+                )
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -82,8 +99,11 @@ class Agent(LocalElasticAgent):
         if args and args[0] in SIGNALS and isinstance(context, SubprocessContext):
             let_save(args[0], list(context.subprocess_handlers.values()))
         super()._shutdown(*args, **options)
-        if not self._codes and isinstance(context, SubprocessContext):  # a signal to this process: no rank had failed
-            self._codes[:] = [handler.proc.poll() or 0 for handler in context.subprocess_handlers.values()]
+        # a signal to this process: no rank had failed
+        if not self._codes and isinstance(context, SubprocessContext):
+            self._codes[:] = [
+                handler.proc.poll() or 0 for handler in context.subprocess_handlers.values()
+            ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._codes.clear()  # of the previous attempt
@@ -91,10 +111,13 @@ class Agent(LocalElasticAgent):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun.  Returns 0, or the exit status of the rank that failed first (128 + n where signal n killed it)."""
+    """Run torchrun.
+
+    Returns 0, or the exit status of the rank that failed first (128 + n where signal n killed it).
+    """
     options = sys.argv[1:] if argv is None else list(argv)
-    # a new store for every attempt, at rank 0: torchrun's own keeps what dead ranks wrote, and a node that joins after a
-    # restart does not get its address
+    # a new store for every attempt, at rank 0: torchrun's own keeps what dead ranks wrote, and a
+    # node that joins after a restart does not get its address
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[LAUNCHER] = "1"
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -104,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     arguments = parser.parse_args(options)
     lines = LogLines(arguments.log_format)
-    # torchrun has no option for the agent's class.  mypy: a function in place of a class; torch only calls it
+    # torchrun has no option for the agent's class. mypy: a function in place of a class; torch only
+    # calls it
     api.LocalElasticAgent = partial(Agent, codes=codes, lines=lines)  # type: ignore[misc, assignment]
     try:
         run.run(arguments)
@@ -113,10 +137,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended_ranks(lines, f"rank {rank} ended first", status_of(failure.exitcode))
     except SignalException as error:
         return ended_ranks(lines, error.sigval.name, first_of(codes) if codes else REQUEUE)
-    except RendezvousError as error:  # after a restart another node, or that of the rendezvous, is missing
+    # after a restart another node, or that of the rendezvous, is missing
+    except RendezvousError as error:
         cause = f"{type(error).__name__}: {error.__cause__ or error}".strip(": ")
         hint = "is train.sh started on every node, with one JOB_ID and MASTER_ADDR?"
-        return ended_ranks(lines, f"the nodes did not find each other ({cause}); {hint}", first_of(codes) or 1)
+        return ended_ranks(
+            lines, f"the nodes did not find each other ({cause}); {hint}", first_of(codes) or 1
+        )
     return 0
 
 
@@ -126,7 +153,9 @@ def let_save(number: signal.Signals, handlers: Sequence[SubprocessHandler]) -> N
         if handler.proc.poll() is None:
             handler.close(number)
     until = time.monotonic() + SAVE_SECONDS
-    while (running := sum(handler.proc.poll() is None for handler in handlers)) and time.monotonic() < until:
+    while (
+        running := sum(handler.proc.poll() is None for handler in handlers)
+    ) and time.monotonic() < until:
         if running < len(handlers):
             until = min(until, time.monotonic() + LAST_SECONDS)
         time.sleep(0.1)
@@ -137,7 +166,9 @@ def end_process(number: int, frame: FrameType | None) -> None:
 
 
 def first_of(codes: Sequence[int]) -> int:
-    """One status for all ranks: that of the first failure, REQUEUE where some saved and none failed, else 0."""
+    """One status for all ranks: that of the first failure, REQUEUE where some saved and none
+    failed, else 0.
+    """
     failures = [code for code in codes if code not in (0, REQUEUE)]
     return status_of(failures[0]) if failures else max(codes, default=0)  # REQUEUE > 0
 

@@ -1,6 +1,8 @@
-"""run.trace: what this process did when, as spans.  trace_file.py writes them for Perfetto.  Imports no torch.
+"""run.trace: what this process did when, as spans.  trace_file.py writes them for Perfetto.
+Imports no torch.
 
-A span belongs to a thread, where spans nest, or to a `key`: a request, an episode.  Those overlap, and get lanes in the file.
+A span belongs to a thread, where spans nest, or to a `key`: a request, an episode.  Those overlap,
+and get lanes in the file.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ MAIN = "main"
 
 @dataclass(frozen=True)
 class Span:
-    """start, end: time.monotonic_ns().  kind: step, stage, part, collective, sampling, request, episode, environment, reward.
+    """start, end: time.monotonic_ns().  kind: step, stage, part, collective, sampling, request,
+    episode, environment, reward.
 
-    process: URL of a server; "" for this rank.  thread: its name, or that of the lanes where there is a key.
+    process: URL of a server; "" for this rank.  thread: its name, or that of the lanes where there
+    is a key.
     """
 
     name: str
@@ -44,15 +48,25 @@ class Trace:
         self._open: dict[int, Span] = {}
 
     def span(
-        self, name: str, kind: str, *, process: str = "", thread: str = "", key: str = "", **values: object
+        self,
+        name: str,
+        kind: str,
+        *,
+        process: str = "",
+        thread: str = "",
+        key: str = "",
+        **values: object,
     ) -> AbstractContextManager[dict[str, object]]:
-        """What happens inside; the values that it yields are shown with the span, and may be added to.
+        """What happens inside; the values that it yields are shown with the span, and may be added
+        to.
 
         thread: by default the current one.
         """
         if not self.is_on:
             return nullcontext({})
-        return self._record(Span(name, kind, 0, 0, process, thread or current_thread(), key, values))
+        return self._record(
+            Span(name, kind, 0, 0, process, thread or current_thread(), key, values)
+        )
 
     def add(self, span: Span) -> None:
         """A span that is known already."""
@@ -60,11 +74,14 @@ class Trace:
             self._done.append(span)
 
     def take(self) -> list[Span]:
-        """Since the last call; spans that have not ended end now, marked as unfinished, and come again when they have ended."""
+        """Since the last call; spans that have not ended end now, marked as unfinished, and come
+        again when they have ended.
+        """
         done, self._done = self._done, []
         now = time.monotonic_ns()
         unfinished = [
-            replace(span, end=now, values={**span.values, "unfinished": True}) for span in [*self._open.values()]
+            replace(span, end=now, values={**span.values, "unfinished": True})
+            for span in [*self._open.values()]
         ]
         return done + unfinished
 

@@ -1,10 +1,13 @@
-"""Traces of a step as files in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Traces of a step as files in the Trace Event Format, which Perfetto (ui.perfetto.dev) and
+chrome://tracing open.
 
-A rank's file holds its own process and its requests, one process per server.  The ids of processes and threads are unique over
-all ranks, so that the events of several files together are one trace (`merge`).
+A rank's file holds its own process and its requests, one process per server.  The ids of processes
+and threads are unique over all ranks, so that the events of several files together are one trace
+(`merge`).
 
-Clocks: times are those of the host's monotonic clock, the same for all processes of a host.  Every rank notes when it left a
-barrier as the step began; between hosts `merge` lets these moments coincide, which is as exact as ranks leave a barrier together.
+Clocks: times are those of the host's monotonic clock, the same for all processes of a host.  Every
+rank notes when it left a barrier as the step began; between hosts `merge` lets these moments
+coincide, which is as exact as ranks leave a barrier together.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class SharedClock:
-    """synchronized: time.monotonic_ns() when this rank left the barrier; unix: time.time_ns() at that moment."""
+    """synchronized: time.monotonic_ns() when this rank left the barrier; unix: time.time_ns() at
+    that moment.
+    """
 
     host: str
     synchronized: int
@@ -86,7 +91,10 @@ def write_trace(
 
 
 def write_lines(
-    path: Path, events: Sequence[Event], about: dict[str, object], redact: Callable[[str], str] = str
+    path: Path,
+    events: Sequence[Event],
+    about: dict[str, object],
+    redact: Callable[[str], str] = str,
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
@@ -104,23 +112,33 @@ def read_rank(path: Path) -> RankTrace:
         if about["schema"] != SCHEMA:
             raise ValueError(f"schema {about['schema']}, must be {SCHEMA}")
         clock = SharedClock(about["host"], about["synchronized"], about["unix"])
-        return RankTrace(about["rank"], about["world_size"], about["step"], clock, content["traceEvents"])
+        return RankTrace(
+            about["rank"], about["world_size"], about["step"], clock, content["traceEvents"]
+        )
     except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the trace of a rank: {error!r}") from error
 
 
 def read_ranks(folder: Path) -> list[RankTrace]:
-    """The ranks of a step, as many as rank 0 had: an earlier run of the step may have left files of more."""
+    """The ranks of a step, as many as rank 0 had: an earlier run of the step may have left files of
+    more.
+    """
     first = read_rank(rank_path(folder, 0))
     others = (rank_path(folder, rank) for rank in range(1, first.world_size))
     return [first, *(read_rank(path) for path in others if path.exists())]
 
 
 def merge(ranks: Sequence[RankTrace]) -> list[Event]:
-    """The events of all ranks, on the clock of the first host, from 0.  Raises ValueError where they are of several steps."""
+    """The events of all ranks, on the clock of the first host, from 0.
+
+    Raises ValueError where they are of several steps.
+    """
     steps = sorted({each.step + 1 for each in ranks})
     if len(steps) > 1:
-        raise ValueError(f"the ranks' traces are of steps {steps}, must be of one: the run ended as they were written")
+        raise ValueError(
+            f"the ranks' traces are of steps {steps}, must be of one: the run ended as they were"
+            " written"
+        )
     left: dict[str, list[int]] = {}
     for each in ranks:
         left.setdefault(each.clock.host, []).append(each.clock.synchronized)
@@ -133,15 +151,27 @@ def merge(ranks: Sequence[RankTrace]) -> list[Event]:
     ]
     start = min((event["ts"] for event in events if "ts" in event), default=0.0)
     names = [event for event in events if event["ph"] == "M"]
-    unique = {json.dumps(event, sort_keys=True): event for event in names}  # every rank names the servers
-    return [*unique.values(), *({**event, "ts": event["ts"] - start} for event in events if "ts" in event)]
+    # every rank names the servers
+    unique = {json.dumps(event, sort_keys=True): event for event in names}
+    return [
+        *unique.values(),
+        *({**event, "ts": event["ts"] - start} for event in events if "ts" in event),
+    ]
 
 
 def rank_events(spans: Sequence[Span], rank: int, host: str) -> Iterator[Event]:
     """Metadata and complete events ("X") of one rank."""
     yield name_events("process_name", rank, 0, f"rank {rank} ({host})")
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-    threads = dict.fromkeys([*THREADS, *sorted({span.thread for span in spans if not span.process and not span.key})])
+    yield {
+        "ph": "M",
+        "name": "process_sort_index",
+        "pid": rank,
+        "tid": 0,
+        "args": {"sort_index": rank},
+    }
+    threads = dict.fromkeys(
+        [*THREADS, *sorted({span.thread for span in spans if not span.process and not span.key})]
+    )
     numbers = {name: number for number, name in enumerate(threads, 1)}
     used = {span.thread for span in spans if not span.process and not span.key}
     for name, number in numbers.items():
@@ -155,7 +185,9 @@ def rank_events(spans: Sequence[Span], rank: int, host: str) -> Iterator[Event]:
         pid, first = (server_pid(process), rank * LANES) if process else (rank, number * LANES)
         if process:
             yield name_events("process_name", pid, 0, f"server {process}")
-        inside = [span for span in spans if span.key and (span.process, span.thread) == (process, name)]
+        inside = [
+            span for span in spans if span.key and (span.process, span.thread) == (process, name)
+        ]
         prefix = f"rank {rank}: {name}" if process else name
         yield from lanes(inside, pid, first, prefix)
 
@@ -203,7 +235,8 @@ def event_of(span: Span, pid: int, tid: int) -> Event:
     values = {**span.values, "key": span.key} if span.key else span.values
     start, end = span.start / 1e3, span.end / 1e3
     return {
-        "ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid, "ts": start, "dur": end - start, "args": values
+        "ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid, "ts": start,
+        "dur": end - start, "args": values
     }  # fmt: skip
 
 
@@ -213,7 +246,13 @@ def name_events(what: str, pid: int, tid: int, name: str) -> Event:
 
 def thread(pid: int, tid: int, name: str) -> Iterator[Event]:
     yield name_events("thread_name", pid, tid, name)
-    yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+    yield {
+        "ph": "M",
+        "name": "thread_sort_index",
+        "pid": pid,
+        "tid": tid,
+        "args": {"sort_index": tid},
+    }
 
 
 def server_pid(url: str) -> int:

@@ -1,6 +1,8 @@
-"""Tokens chosen by the covariance of log-prob and advantage (Clip-Cov and KL-Cov, arXiv 2505.22617): `loss.select`.
+"""Tokens chosen by the covariance of log-prob and advantage (Clip-Cov and KL-Cov, arXiv
+2505.22617): `loss.select`.
 
-They are chosen once for a mini-batch, over all its ranks, before its update: the same ones however it is divided.
+They are chosen once for a mini-batch, over all its ranks, before its update: the same ones however
+it is divided.
 Shapes: n tokens, this rank's rows of all micro-batches of one mini-batch.
 """
 
@@ -27,10 +29,13 @@ def select_tokens(
     switches: LossSpec,
     group: dist.ProcessGroup | None = None,
 ) -> Bool[Tensor, " n"]:
-    """Which tokens of `mask` loss.select chooses: max(floor(select_share * N), 1) of the N of the whole mini-batch.
+    """Which tokens of `mask` loss.select chooses: max(floor(select_share * N), 1) of the N of the
+    whole mini-batch.
 
-    cov_t = (A_t - mean A) (log pi_old_t - mean log pi_old), means over the mini-batch's tokens, float64.
-    cov_band: of the tokens with cov_low < cov < cov_high those with the smallest `keys`, a random draw (`token_keys`).
+    cov_t = (A_t - mean A) (log pi_old_t - mean log pi_old), means over the mini-batch's tokens,
+    float64.
+    cov_band: of the tokens with cov_low < cov < cov_high those with the smallest `keys`, a random
+    draw (`token_keys`).
     cov_top: those with the largest cov; of equal ones those with the smallest keys.
     group: the ranks that hold the other tokens.  Collective over it; no wait for the device.
     """
@@ -52,17 +57,29 @@ def select_tokens(
 
 
 def smallest(
-    keys: Int[Tensor, " n"], candidates: Bool[Tensor, " n"], count: Int[Tensor, ""], group: dist.ProcessGroup | None
+    keys: Int[Tensor, " n"],
+    candidates: Bool[Tensor, " n"],
+    count: Int[Tensor, ""],
+    group: dist.ProcessGroup | None,
 ) -> Bool[Tensor, " n"]:
-    """The `count` candidates with the smallest keys on all ranks, or all of them where there are fewer."""
+    """The `count` candidates with the smallest keys on all ranks, or all of them where there are
+    fewer.
+    """
     return candidates & (keys <= nth_smallest(keys, candidates, count, group)) & (count > 0)
 
 
 def nth_smallest(
-    keys: Int[Tensor, " n"], candidates: Bool[Tensor, " n"], count: Int[Tensor, ""], group: dist.ProcessGroup | None
+    keys: Int[Tensor, " n"],
+    candidates: Bool[Tensor, " n"],
+    count: Int[Tensor, ""],
+    group: dist.ProcessGroup | None,
 ) -> Int[Tensor, ""]:
-    """The smallest bound that `count` candidates' keys do not exceed, by bisection: 64 sums over ranks, no keys travel."""
-    low, high = (torch.full((), bound, dtype=torch.int64, device=keys.device) for bound in (LOWEST, HIGHEST))
+    """The smallest bound that `count` candidates' keys do not exceed, by bisection: 64 sums over
+    ranks, no keys travel.
+    """
+    low, high = (
+        torch.full((), bound, dtype=torch.int64, device=keys.device) for bound in (LOWEST, HIGHEST)
+    )
     for _ in range(64):
         middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down, without overflow
         enough = sum_over_group((candidates & (keys <= middle)).sum(), group) >= count
@@ -71,12 +88,16 @@ def nth_smallest(
 
 
 def token_keys(
-    names: Sequence[str], ids: Int[Tensor, " T"], positions: Int[Tensor, " T"], rollout_logprobs: Float[Tensor, " T"]
+    names: Sequence[str],
+    ids: Int[Tensor, " T"],
+    positions: Int[Tensor, " T"],
+    rollout_logprobs: Float[Tensor, " T"],
 ) -> Int[Tensor, " T"]:
     """A pseudo-random int64 of each token of a micro-batch, the same wherever the token is packed.
 
-    names: of the sequences; ids: which of them each token belongs to (-1 on pads); positions: inside the sequence.  log mu, as
-    the server reported it, makes the draw another one where a prompt is sampled again.
+    names: of the sequences; ids: which of them each token belongs to (-1 on pads); positions:
+    inside the sequence.  log mu, as the server reported it, makes the draw another one where a
+    prompt is sampled again.
     """
     digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
     numbers = [
@@ -88,7 +109,9 @@ def token_keys(
 
 
 def mixed(values: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014), modulo 2^64: every bit of the input changes all others."""
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014), modulo 2^64: every bit of the
+    input changes all others.
+    """
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         values = (values ^ ((values >> shift) & (HIGHEST >> (shift - 1)))) * factor
     return values ^ ((values >> 31) & (HIGHEST >> 30))

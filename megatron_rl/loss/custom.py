@@ -16,7 +16,10 @@ from megatron_rl.loss.sequences import Sequences
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a loss; float32 (float64 where the log-probs are) [T], and 0 outside `mask`.  Only `logprobs` has gradient."""
+    """Inputs of a loss; float32 (float64 where the log-probs are) [T], and 0 outside `mask`.
+
+    Only `logprobs` has gradient.
+    """
 
     logprobs: Float[Tensor, " T"]  # log pi
     old_logprobs: Float[Tensor, " T"]  # log pi_old
@@ -24,12 +27,15 @@ class LossInputs:
     advantages: Float[Tensor, " T"]
     mask: Bool[Tensor, " T"]  # response tokens, all of them finite
     sequences: Sequences
-    selected: Bool[Tensor, " T"] | None = None  # the tokens that loss.select chose (loss/covariance.py)
-    router_shift: Float[Tensor, " T"] | None = None  # with loss.router_shift (replay/router_shift.py), 0 outside `mask`
+    selected: Bool[Tensor, " T"] | None = None
+    """The tokens that loss.select chose (loss/covariance.py)."""
+    router_shift: Float[Tensor, " T"] | None = None
+    """With loss.router_shift (replay/router_shift.py), 0 outside `mask`."""
 
 
 LossFunction = Callable[[LossInputs, LossConfig], Tensor]
-"""(inputs, LossConfig) -> loss per token [T], to be minimised, differentiable in inputs.logprobs."""
+"""(inputs, LossConfig) -> loss per token [T], to be minimised, differentiable in inputs.logprobs.
+"""
 
 
 def check_loss(config: LossConfig) -> None:
@@ -40,7 +46,10 @@ def check_loss(config: LossConfig) -> None:
 
 @functools.cache
 def load_loss(name: str) -> LossFunction:
-    """Import `package.module:function`.  Raises ValueError, naming the key, where there is no such function."""
+    """Import `package.module:function`.
+
+    Raises ValueError, naming the key, where there is no such function.
+    """
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)

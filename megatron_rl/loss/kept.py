@@ -1,7 +1,9 @@
 """n_i of `kept_mean`: the number of a response's tokens that the masks on pi_old/mu keep.
 
-It is counted before the update: the sequences of a response may lie in several micro-batches and on several ranks.
-Shapes: T packed tokens of one micro-batch; n rows of all micro-batches of one mini-batch on this rank.
+It is counted before the update: the sequences of a response may lie in several micro-batches and on
+several ranks.
+Shapes: T packed tokens of one micro-batch; n rows of all micro-batches of one mini-batch on this
+rank.
 """
 
 from __future__ import annotations
@@ -25,27 +27,38 @@ def kept_tokens(
     sequences: Sequences,
     config: LossConfig,
 ) -> Bool[Tensor, " T"]:
-    """Tokens with finite log-probs that neither loss.mask nor weight_mode = mask removes (a user's loss: all of them).
+    """Tokens with finite log-probs that neither loss.mask nor weight_mode = mask removes (a user's
+    loss: all of them).
 
-    The configuration refuses masks on other ratios than pi_old/mu beside `kept_mean`.  Collective over `sequences.group`
-    where the weight is that of a sequence.
+    The configuration refuses masks on other ratios than pi_old/mu beside `kept_mean`.  Collective
+    over `sequences.group` where the weight is that of a sequence.
     """
     mask = loss_mask & finite_tokens(old_logprobs, rollout_logprobs)
     if ":" in config.name:
         return mask
-    old, mu = (torch.where(mask, at_least_float32(value), 0.0) for value in (old_logprobs, rollout_logprobs))
-    *_, removed = importance_weight(LossInputs(old, old, mu, torch.zeros_like(old), mask, sequences), config.switches)
+    old, mu = (
+        torch.where(mask, at_least_float32(value), 0.0)
+        for value in (old_logprobs, rollout_logprobs)
+    )
+    *_, removed = importance_weight(
+        LossInputs(old, old, mu, torch.zeros_like(old), mask, sequences), config.switches
+    )
     return mask & ~removed
 
 
 def count_kept(
-    kept: Bool[Tensor, " n"], responses: Int[Tensor, " n"], num_responses: int, group: dist.ProcessGroup | None = None
+    kept: Bool[Tensor, " n"],
+    responses: Int[Tensor, " n"],
+    num_responses: int,
+    group: dist.ProcessGroup | None = None,
 ) -> Int[Tensor, " n"]:
     """At every row, the kept tokens of its response, at least 1: `Sequences.kept_lengths`.
 
-    responses: 0 .. num_responses - 1, the same number for all sequences of a response; -1 elsewhere.  Collective over
-    `group`, the ranks that hold the other rows of the mini-batch.
+    responses: 0 .. num_responses - 1, the same number for all sequences of a response; -1
+    elsewhere.  Collective over `group`, the ranks that hold the other rows of the mini-batch.
     """
     slots = torch.where(responses < 0, num_responses, responses)
-    counts = torch.zeros(num_responses + 1, dtype=torch.int64, device=kept.device).index_add_(0, slots, kept.long())
+    counts = torch.zeros(num_responses + 1, dtype=torch.int64, device=kept.device).index_add_(
+        0, slots, kept.long()
+    )
     return sum_over_group(counts, group)[slots].clamp(min=1)

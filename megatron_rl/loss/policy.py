@@ -1,11 +1,13 @@
-"""The one policy-loss kernel: every preset (megatron_rl/config/loss_presets.py) is a position of its switches.
+"""The one policy-loss kernel: every preset (megatron_rl/config/loss_presets.py) is a position of
+its switches.
 Shapes: T packed tokens.
 
     loss of a token = -keep_i * sg[W_t] * A_t * f_t  +  penalty_t  -  entropy_coef * H_t  +  kl_coef * KL_t
 
-with f_t = M_t log pi (form = logp: arXiv 2512.01374, Eq. 7), PPO's clipped ratio (form = ratio) or a soft function of it
-(loss/surrogate.py); `aggregate` sums it.
-A ratio that carries gradient is written sg[q_t] * pi/sg[pi]: its gradient is q_t grad log pi, at any level of q_t.
+with f_t = M_t log pi (form = logp: arXiv 2512.01374, Eq. 7), PPO's clipped ratio (form = ratio) or
+a soft function of it (loss/surrogate.py); `aggregate` sums it.
+A ratio that carries gradient is written sg[q_t] * pi/sg[pi]: its gradient is q_t grad log pi, at
+any level of q_t.
 """
 
 from __future__ import annotations
@@ -51,17 +53,22 @@ class PolicyLoss:
     weight: Float[Tensor, " T"]  # W_t: at its level, after its bounds
     is_weight: Float[Tensor, " T"]  # pi/mu, unbounded
     ratio: Float[Tensor, " T"]  # r_t = pi/pi_old
-    clipped_high: Bool[Tensor, " T"]  # dropped by M_t, or flat in the PPO surrogate (dual_clip counts as high)
+    clipped_high: Bool[Tensor, " T"]
+    """Dropped by M_t, or flat in the PPO surrogate (dual_clip counts as high)."""
     clipped_low: Bool[Tensor, " T"]
     bounded: Bool[Tensor, " T"]  # W_t was changed by its bounds
-    in_weight_mask: Bool[Tensor, " T"]  # `mask` without what weight_mode = mask, or loss.mask, removed
+    in_weight_mask: Bool[Tensor, " T"]
+    """`mask` without what weight_mode = mask, or loss.mask, removed."""
     rejected: Bool[Tensor, " T"]  # dropped by `reject` or `veto`
     selected: Bool[Tensor, " T"]  # by loss.select
-    gate: Float[Tensor, " T"] | None = None  # what a soft form multiplies the gradient by; None: no soft form
-    penalty_tokens: Bool[Tensor, " T"] | None = None  # tokens that the penalty applies to; None without one
+    gate: Float[Tensor, " T"] | None = None
+    """What a soft form multiplies the gradient by; None: no soft form."""
+    penalty_tokens: Bool[Tensor, " T"] | None = None
+    """Tokens that the penalty applies to; None without one."""
     penalised: Bool[Tensor, " T"] | None = None  # those of them whose penalty is not 0
     trust: Float[Tensor, " T"] | None = None  # gamma_t; None without router_shift
-    at_floor: Bool[Tensor, " T"] | None = None  # gamma_t was held at shift_floor; None without router_shift
+    at_floor: Bool[Tensor, " T"] | None = None
+    """gamma_t was held at shift_floor; None without router_shift."""
     kl: Float[Tensor, " T"] | None = None  # estimate of KL(pi || reference)
 
 
@@ -81,22 +88,38 @@ def policy_loss(
 ) -> PolicyLoss:
     """Per-token loss of `config`; only `logprobs` and `entropy` carry gradient.
 
-    logprobs = log pi_theta, old_logprobs = log pi_old (training engine), rollout_logprobs = log mu_old (inference
-    engine), reference_logprobs = log pi_ref (frozen), selected = `select_tokens` of the mini-batch, router_shift: see
-    replay/router_shift.py.  Computed in float64 where the log-probs are, else in float32.  A token with a non-finite one is
-    masked; the caller counts `loss_mask & ~mask`.  Collective over `sequences.group` where the loss uses sums over responses.
-    Raises ValueError where config asks for an entropy bonus, a KL, a selection or the router shift and its argument is missing.
+    logprobs = log pi_theta, old_logprobs = log pi_old (training engine), rollout_logprobs = log
+    mu_old (inference engine), reference_logprobs = log pi_ref (frozen), selected = `select_tokens`
+    of the mini-batch, router_shift: see replay/router_shift.py.  Computed in float64 where the
+    log-probs are, else in float32.  A token with a non-finite one is masked; the caller counts
+    `loss_mask & ~mask`.  Collective over `sequences.group` where the loss uses sums over responses.
+    Raises ValueError where config asks for an entropy bonus, a KL, a selection or the router shift
+    and its argument is missing.
     """
     if config.switches.select != "none" and selected is None:
-        raise ValueError(f"loss.select = {config.switches.select} needs selected: pass what select_tokens chose")
-    given = [logprobs, old_logprobs, rollout_logprobs, *extra_terms(config, entropy, reference_logprobs)]
+        raise ValueError(
+            f"loss.select = {config.switches.select} needs selected: pass what select_tokens chose"
+        )
+    given = [
+        logprobs,
+        old_logprobs,
+        rollout_logprobs,
+        *extra_terms(config, entropy, reference_logprobs),
+    ]
     mask = loss_mask & finite_tokens(*given, *([] if router_shift is None else [router_shift]))
     zero = torch.zeros((), dtype=at_least_float32(logprobs).dtype, device=logprobs.device)
-    # select before computing: a NaN outside the mask would reach the gradient even when multiplied by 0
+    # select before computing: a NaN outside the mask would reach the gradient even when multiplied
+    # by 0
     values = [torch.where(mask, at_least_float32(value), zero) for value in given]
     masked_advantages = torch.where(mask, advantages.to(zero.dtype), zero)
-    shift = None if router_shift is None else torch.where(mask, router_shift.detach().to(zero.dtype), zero)
-    inputs = LossInputs(values[0], values[1], values[2], masked_advantages, mask, sequences, selected, shift)
+    shift = (
+        None
+        if router_shift is None
+        else torch.where(mask, router_shift.detach().to(zero.dtype), zero)
+    )
+    inputs = LossInputs(
+        values[0], values[1], values[2], masked_advantages, mask, sequences, selected, shift
+    )
     loss = user_loss(inputs, config) if ":" in config.name else kernel(inputs, config.switches)
     terms, kl, extra = loss.terms, None, values[3:]
     if config.entropy_coef:
@@ -106,7 +129,12 @@ def policy_loss(
         if config.kl_weight != "none":
             kl = weighted_by_sampler(kl, *parts_of(inputs, config.kl_weight))
         terms = terms + config.kl_coef * kl
-    return replace(loss, per_token=torch.where(mask, loss.per_token, zero), terms=torch.where(mask, terms, zero), kl=kl)
+    return replace(
+        loss,
+        per_token=torch.where(mask, loss.per_token, zero),
+        terms=torch.where(mask, terms, zero),
+        kl=kl,
+    )
 
 
 def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
@@ -163,7 +191,10 @@ def vetoed_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
     """Tokens of responses with at least one token whose ratio is out of bounds."""
     if switches.veto == "none":
         return torch.zeros_like(inputs.mask)
-    found = outside(ratio_at(inputs, switches.veto, "token"), switches.veto_low, switches.veto_high) & inputs.mask
+    found = (
+        outside(ratio_at(inputs, switches.veto, "token"), switches.veto_low, switches.veto_high)
+        & inputs.mask
+    )
     return inputs.sequences.sum(found.to(inputs.logprobs.dtype)) > 0
 
 
@@ -193,20 +224,28 @@ def user_loss(inputs: LossInputs, config: LossConfig) -> PolicyLoss:
     per_token = load_loss(config.name)(inputs, config)
     if per_token.shape != inputs.logprobs.shape:
         raise ValueError(
-            f"loss.name = {config.name!r} returned shape {tuple(per_token.shape)}, must be one loss per token, "
-            f"{tuple(inputs.logprobs.shape)}; loss.aggregation sums it"
+            f"loss.name = {config.name!r} returned shape {tuple(per_token.shape)}, must be one loss"
+            f" per token, {tuple(inputs.logprobs.shape)}; loss.aggregation sums it"
         )
     return replace(kernel(inputs, LossSpec()), per_token=per_token)
 
 
-def extra_terms(config: LossConfig, entropy: Tensor | None, reference_logprobs: Tensor | None) -> list[Tensor]:
-    """The additional per-token values that config needs.  Raises ValueError where one is missing."""
+def extra_terms(
+    config: LossConfig, entropy: Tensor | None, reference_logprobs: Tensor | None
+) -> list[Tensor]:
+    """The additional per-token values that config needs.
+
+    Raises ValueError where one is missing.
+    """
     terms = []
     for key, what, value in (
         ("entropy_coef", "entropy", entropy), ("kl_coef", "reference_logprobs", reference_logprobs)
     ):  # fmt: skip
         if getattr(config, key):
             if value is None:
-                raise ValueError(f"loss.{key} = {getattr(config, key)} needs {what}; pass it, or set loss.{key} = 0")
+                raise ValueError(
+                    f"loss.{key} = {getattr(config, key)} needs {what}; pass it, or set"
+                    f" loss.{key} = 0"
+                )
             terms.append(value)
     return terms

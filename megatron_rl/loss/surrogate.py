@@ -1,6 +1,8 @@
-"""f_t, what a token's advantage is multiplied with: log pi, PPO's ratio, or a soft function of the ratio.
+"""f_t, what a token's advantage is multiplied with: log pi, PPO's ratio, or a soft function of the
+ratio.
 
-Shapes: T packed tokens.  Ratios carry no gradient; f_t carries it as q_t * pi/sg[pi], so that d f_t = f'(q_t) q_t d log pi.
+Shapes: T packed tokens.  Ratios carry no gradient; f_t carries it as q_t * pi/sg[pi], so that d f_t
+= f'(q_t) q_t d log pi.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ class Surrogate:
 def surrogate(
     inputs: LossInputs, ratio: Float[Tensor, " T"], dropped: Bool[Tensor, " T"], switches: LossSpec
 ) -> Surrogate:
-    """f_t of `form`, from q_t at clip_level and where M_t = 0.  Collective over sequences.group for form_level = geometric."""
+    """f_t of `form`, from q_t at clip_level and where M_t = 0.
+
+    Collective over sequences.group for form_level = geometric.
+    """
     logprobs = inputs.logprobs
     nothing = torch.zeros_like(dropped)
     if switches.form == "logp":
@@ -45,22 +50,31 @@ def surrogate(
     held = torch.where(dual, switches.dual_clip, held)
     dropped = dropped | dual
     if switches.form_level == "geometric":
-        logs = torch.where(dropped, held, ratio).log()  # the ratio is at least exp(-20), and no bound holds it at 0
+        # the ratio is at least exp(-20), and no bound holds it at 0
+        logs = torch.where(dropped, held, ratio).log()
         ratio = held = inputs.sequences.mean(logs, inputs.mask).exp()
     return Surrogate(torch.where(dropped, held, ratio * one), dual)
 
 
 def sigmoid_gate(inputs: LossInputs, ratio: Tensor, one: Tensor, switches: LossSpec) -> Surrogate:
-    """SAPO (arXiv 2511.20347): 4/tau sigmoid(tau (q - 1)), with slope 4 s (1 - s): 1 at q = 1, towards 0 away from it."""
-    tau = torch.full_like(ratio, switches.tau_negative).masked_fill(inputs.advantages > 0, switches.tau_positive)
+    """SAPO (arXiv 2511.20347): 4/tau sigmoid(tau (q - 1)), with slope 4 s (1 - s): 1 at q = 1,
+    towards 0 away from it.
+    """
+    tau = torch.full_like(ratio, switches.tau_negative).masked_fill(
+        inputs.advantages > 0, switches.tau_positive
+    )
     soft = torch.sigmoid(tau * (ratio * one - 1))
-    return Surrogate(4 / tau * soft, torch.zeros_like(inputs.mask), (4 * soft * (1 - soft)).detach())
+    return Surrogate(
+        4 / tau * soft, torch.zeros_like(inputs.mask), (4 * soft * (1 - soft)).detach()
+    )
 
 
 def quadratic_gate(inputs: LossInputs, ratio: Tensor, one: Tensor, switches: LossSpec) -> Surrogate:
-    """DRPO (arXiv 2606.09821, Eq. 8): q - sign(A) p (q - 1)^2 / (2 delta), p the anchor's probability of the token.
+    """DRPO (arXiv 2606.09821, Eq. 8): q - sign(A) p (q - 1)^2 / (2 delta), p the anchor's
+    probability of the token.
 
-    Its slope is 1 - sign(A (q - 1)) |pi - p| / delta: 0 where the probability moved by delta, and beyond it back.
+    Its slope is 1 - sign(A (q - 1)) |pi - p| / delta: 0 where the probability moved by delta, and
+    beyond it back.
     """
     anchor = inputs.old_logprobs if switches.clip_anchor == "old" else inputs.rollout_logprobs
     curvature = inputs.advantages.sign() * anchor.detach().exp() / switches.delta

@@ -1,4 +1,7 @@
-"""avg@n and pass@k from n responses to each prompt, with 95 % confidence intervals.  Shapes: P prompts, n responses."""
+"""avg@n and pass@k from n responses to each prompt, with 95 % confidence intervals.
+
+Shapes: P prompts, n responses.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,13 @@ def average(rewards: np.ndarray) -> Estimate:
 
 
 def pass_at(rewards: np.ndarray, k: int) -> Estimate:
-    """pass@k: mean over prompts of the expected best of k responses, estimated without bias from rewards [P, n], n >= k.
+    """pass@k: mean over prompts of the expected best of k responses, estimated without bias from
+    rewards [P, n], n >= k.
 
-    For rewards 0 and 1 this is 1 - C(n - c, k) / C(n, k) with c correct (arXiv 2107.03374, Eq. 1).  In general, with the
-    rewards in ascending order, sum_j C(j, k - 1) / C(n, k) r_j, j = 0 .. n - 1: of all subsets of k, the share whose best is
-    r_j.  NaN: not scored, left out, as is a prompt with fewer than k scored responses.
+    For rewards 0 and 1 this is 1 - C(n - c, k) / C(n, k) with c correct (arXiv 2107.03374, Eq. 1).
+    In general, with the rewards in ascending order, sum_j C(j, k - 1) / C(n, k) r_j, j = 0 .. n -
+    1: of all subsets of k, the share whose best is r_j.  NaN: not scored, left out, as is a prompt
+    with fewer than k scored responses.
     """
     best = []
     for row in rewards:
@@ -51,12 +56,13 @@ def shares_of_the_best(n: int, k: int) -> np.ndarray:
 
 
 def interval(scores: Sequence[float], *, draws: int) -> Estimate:
-    """The mean of the prompts' scores and its interval for another set of prompts from the same distribution.
+    """The mean of the prompts' scores and its interval for another set of prompts from the same
+    distribution.
 
-    Prompts are the sampling unit.  For scores within [0, 1]: Wilson's interval of p = mean with the effective size
-    N = P p (1 - p) / s^2, s^2 the scores' variance: P for scores of 0 and 1, more where the scores vary less, at most
-    P x draws (independent responses per score); N = P where p is 0 or 1, or P = 1.
-    Other scores: p +- 1.96 s / sqrt(P - 1).  NaN without prompts.
+    Prompts are the sampling unit.  For scores within [0, 1]: Wilson's interval of p = mean with the
+    effective size N = P p (1 - p) / s^2, s^2 the scores' variance: P for scores of 0 and 1, more
+    where the scores vary less, at most P x draws (independent responses per score); N = P where p
+    is 0 or 1, or P = 1. Other scores: p +- 1.96 s / sqrt(P - 1).  NaN without prompts.
     """
     count = len(scores)
     if not count:

@@ -1,7 +1,9 @@
-"""The terminal output of a run: one line per step, one per evaluation, progress of long work, a summary at the end.
+"""The terminal output of a run: one line per step, one per evaluation, progress of long work, a
+summary at the end.
 
-A bar needs a terminal; into a file or a pipe progress is a plain line every PLAIN_PROGRESS_SECONDS.  With run.log_format = json
-every line is a JSON object (launch/log_lines.py).  rich follows NO_COLOR.
+A bar needs a terminal; into a file or a pipe progress is a plain line every PLAIN_PROGRESS_SECONDS.
+With run.log_format = json every line is a JSON object (launch/log_lines.py).  rich follows
+NO_COLOR.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Advance(Protocol):
 class ShowProgress(Protocol):
     """Console.progress."""
 
-    def __call__(self, text: str, total: int, unit: str = "") -> AbstractContextManager[Advance]: ...
+    def __call__(
+        self, text: str, total: int, unit: str = ""
+    ) -> AbstractContextManager[Advance]: ...
 
 
 class Console:
@@ -57,14 +61,18 @@ class Console:
         """One line, without markup."""
         self._write("log", text)
 
-    def step(self, result: StepResult, num_steps: int, totals: Mapping[str, float] | None = None) -> None:
+    def step(
+        self, result: StepResult, num_steps: int, totals: Mapping[str, float] | None = None
+    ) -> None:
         """The line of a finished step.  totals: see step_line."""
         values: dict[str, Value] = {"step": result.step + 1, "num_steps": num_steps}
         values |= {"policy_version": result.policy_version, "metrics": result.metrics}
         self._write("step", step_line(result, num_steps, totals), **values)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The line of an evaluation after `step` finished steps: avg@k and pass@k, without their intervals, and what failed."""
+        """The line of an evaluation after `step` finished steps: avg@k and pass@k, without their
+        intervals, and what failed.
+        """
         text = f"eval after step {step}: {evaluation_text(metrics)}"
         self._write("evaluation", text, step=step, metrics=metrics)
 
@@ -78,13 +86,19 @@ class Console:
 
     @contextmanager
     def progress(self, text: str, total: int, unit: str = "") -> Iterator[Advance]:
-        """Show `text`, how many of `total` items are done, their rate and the time left; yields a function that counts more.
+        """Show `text`, how many of `total` items are done, their rate and the time left; yields a
+        function that counts more.
 
         unit: "MiB" for bytes, which are shown as such; else the name of an item.
         """
         job = Job(text, total, unit)
         if self._rich.is_terminal and not self._rich.quiet and not self.lines.is_json:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(unit))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                Rate(unit),
+            )
             times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
             with Progress(*columns, *times, console=self._rich, transient=True) as bar:
                 task = bar.add_task(text, total=total)
@@ -106,7 +120,9 @@ class Console:
 
 
 def evaluation_text(metrics: Mapping[str, float]) -> str:
-    """avg@k and pass@k of every set, without their intervals; the share of its responses that could not be scored."""
+    """avg@k and pass@k of every set, without their intervals; the share of its responses that could
+    not be scored.
+    """
     shown = {
         name: value
         for name, value in sorted(metrics.items())
@@ -157,7 +173,8 @@ class Job:
     def values(self) -> dict[str, Value]:
         left = self.seconds_left
         return {
-            "job": self.text, "done": self.done, "total": self.total, "unit": self.unit, "seconds": round(self.seconds, 1),
+            "job": self.text, "done": self.done, "total": self.total, "unit": self.unit,
+            "seconds": round(self.seconds, 1),
             "seconds_left": None if left is None else round(left, 1),
         }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """events.jsonl: what happened in a run beside its steps, for the time axis of the curves.
 
-One line is {"time": Unix seconds, "step": finished steps or the one in progress, counted from 1, "kind", "text"}, and
-"seconds" where it took some time.
+One line is {"time": Unix seconds, "step": finished steps or the one in progress, counted from 1,
+"kind", "text"}, and "seconds" where it took some time.
 """
 
 from __future__ import annotations
@@ -17,26 +17,46 @@ from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.metrics.lines import append_lines
 
 EventKind = Literal[
-    "start", "resume", "stop", "weight_sync", "server_restart", "skipped_update", "checkpoint", "anomaly", "evaluation"
+    "start",
+    "resume",
+    "stop",
+    "weight_sync",
+    "server_restart",
+    "skipped_update",
+    "checkpoint",
+    "anomaly",
+    "evaluation",
 ]
 EVENTS_FILE = "events.jsonl"
 
 
 class Events:
-    """Appends to `path`; None on ranks that write nothing.  hidden: environment variables whose values no text may show."""
+    """Appends to `path`; None on ranks that write nothing.
+
+    hidden: environment variables whose values no text may show.
+    """
 
     def __init__(
-        self, path: Path | None = None, files: FileWriter | None = None, hidden: Iterable[str | None] = ()
+        self,
+        path: Path | None = None,
+        files: FileWriter | None = None,
+        hidden: Iterable[str | None] = (),
     ) -> None:
         self.path, self.files = path, files
         self._redactor = Redactor(hidden)
 
     def add(self, kind: EventKind, step: int, text: str, seconds: float | None = None) -> None:
-        """Append one event.  A file that cannot be written is counted by the FileWriter, if there is one."""
+        """Append one event.
+
+        A file that cannot be written is counted by the FileWriter, if there is one.
+        """
         if self.path is None:
             return
         text = self._redactor.text(text)  # an error's may hold the URL that failed
-        path, event = self.path, {"time": round(time.time(), 3), "step": step, "kind": kind, "text": text}
+        path, event = (
+            self.path,
+            {"time": round(time.time(), 3), "step": step, "kind": kind, "text": text},
+        )
         if seconds is not None:
             event["seconds"] = round(seconds, 3)
         if self.files is None:

@@ -1,4 +1,6 @@
-"""Writes files that training can do without: in a thread, and an error is counted and logged, never raised."""
+"""Writes files that training can do without: in a thread, and an error is counted and logged, never
+raised.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,24 @@ class FileWriter:
         self._waiting: deque[Future[None]] = deque()
 
     def now(self, path: Path, write: Callable[[], None]) -> None:
-        """Call `write`, which writes `path`; a full disk or a folder that cannot be written is reported once."""
+        """Call `write`, which writes `path`; a full disk or a folder that cannot be written is
+        reported once.
+        """
         try:
             write()
         except (OSError, SafetensorError) as error:
             self.failed += 1
             if self.failed == 1:
                 self._log(
-                    f"{path} could not be written: {error}; training continues, further failures are counted only"
+                    f"{path} could not be written: {error}; training continues, further failures"
+                    " are counted only"
                 )
 
     def later(self, path: Path, write: Callable[[], None]) -> None:
-        """`now` in the thread, in the order of the calls.  Waits for older jobs where the disk is slower than training."""
+        """`now` in the thread, in the order of the calls.
+
+        Waits for older jobs where the disk is slower than training.
+        """
         self._waiting.append(self._pool.submit(self.now, path, write))
         while len(self._waiting) > MOST_WAITING:
             self._waiting.popleft().result()

@@ -1,10 +1,11 @@
-"""The health of a run, in words: the rules of docs/guides/trouble.md as one table (RULES), and what was left out, replaced
-or repeated in the last steps (left_out.py).
+"""The health of a run, in words: the rules of docs/guides/trouble.md as one table (RULES), and what
+was left out, replaced or repeated in the last steps (left_out.py).
 
-A rule compares the median of the last WINDOW steps, because single steps are noise, with a limit or with the run's own course.
-What must never happen (replay of other experts) needs no window.  The limits are chosen, not measured: values at which the
-direction that the guide describes is clear.  Those of first_order/total_p95 follow examples/paper_long.
-Imports no torch: the report, the end of a run and the viewer use it.
+A rule compares the median of the last WINDOW steps, because single steps are noise, with a limit or
+with the run's own course. What must never happen (replay of other experts) needs no window.  The
+limits are chosen, not measured: values at which the direction that the guide describes is clear.
+Those of first_order/total_p95 follow examples/paper_long. Imports no torch: the report, the end of
+a run and the viewer use it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ BATCH, ROUTING = f"{COLLAPSE}#the-batch", f"{COLLAPSE}#routing-routing"
 
 @dataclass(frozen=True)
 class Finding:
-    """bad: by the guide it precedes a collapse, or a step was wrong; since_step: where the stretch begins that lasts to the end;
+    """bad: by the guide it precedes a collapse, or a step was wrong; since_step: where the stretch
+    begins that lasts to the end;
     guide: a page of the repository with its anchor."""
 
     level: Level
@@ -58,10 +60,15 @@ class Finding:
 
 
 class Curves:
-    """Metrics of n steps, NaN where a step has no value; settings: {"section.key": value} of the run."""
+    """Metrics of n steps, NaN where a step has no value; settings: {"section.key": value} of the
+    run.
+    """
 
     def __init__(
-        self, steps: Sequence[int], metrics: Mapping[str, Sequence[float]], settings: Mapping[str, object]
+        self,
+        steps: Sequence[int],
+        metrics: Mapping[str, Sequence[float]],
+        settings: Mapping[str, object],
     ) -> None:
         self.steps, self.settings = list(steps), settings
         self._metrics = {name: np.array(values, float) for name, values in metrics.items()}
@@ -107,7 +114,9 @@ def grew(name: str, factor: float, floor: float) -> Condition:
 
 
 def lost(name: str, share: float, floor: float) -> Condition:
-    """For metrics that are positive when all is well: a share of a value near 0 or below says nothing."""
+    """For metrics that are positive when all is well: a share of a value near 0 or below says
+    nothing.
+    """
 
     def holds(curves: Curves) -> np.ndarray:
         median = curves.median(name)
@@ -171,7 +180,8 @@ RULES = (
         "train/kl_mu_pi_k3", "The engines drift apart",
         "KL(mu, pi_old) between the servers and the trainer, on the same weights, grows.",
         "Use R3, serve in a more precise dtype, check the weight sync.",
-        f"{MISMATCH}#later-it-grows", watch=grew("train/kl_mu_pi_k3", 10, 0.01), bad=above("train/kl_mu_pi_k3", 0.1),
+        f"{MISMATCH}#later-it-grows", watch=grew("train/kl_mu_pi_k3", 10, 0.01),
+        bad=above("train/kl_mu_pi_k3", 0.1),
     ),
     HealthRule(
         "logratio/f2_frac", "Extreme tokens",
@@ -251,7 +261,8 @@ RULES = (
         "rollout/reward_mean", "The reward falls",
         "It is the last to move: look at the other curves before it.",
         "Resume from a checkpoint before that step, with clipping, a lower learning rate or fewer mini-batches.",
-        BATCH, watch=lost("rollout/reward_mean", 0.3, 0.05), bad=lost("rollout/reward_mean", 0.6, 0.05),
+        BATCH, watch=lost("rollout/reward_mean", 0.3, 0.05), bad=lost("rollout/reward_mean", 0.6,
+        0.05),
     ),
     HealthRule(
         "routing/replayed_mismatch", "Replay does not replay",
@@ -263,25 +274,35 @@ RULES = (
 
 
 def examine(
-    steps: Sequence[int], metrics: Mapping[str, Sequence[float]], settings: Mapping[str, object] | None = None
+    steps: Sequence[int],
+    metrics: Mapping[str, Sequence[float]],
+    settings: Mapping[str, object] | None = None,
 ) -> list[Finding]:
     """What holds at the last step, the worst first; where nothing does, one finding of level "ok"."""
     curves = Curves(steps, metrics, settings or {})
     counters = [entry for name in sorted(metrics) if (entry := entry_of(name)) and entry.is_alarm]
     findings: list[Finding] = []
     if curves.steps:
-        found = [*(apply(rule, curves) for rule in RULES), *(apply_counter(entry, curves) for entry in counters)]
+        found = [
+            *(apply(rule, curves) for rule in RULES),
+            *(apply_counter(entry, curves) for entry in counters),
+        ]
         findings = [finding for finding in found if finding is not None]
     if findings:
         return sorted(findings, key=lambda finding: finding.level != "bad")
     looked = sum(bool(np.isfinite(curves.values(rule.metric)).any()) for rule in RULES)
-    text = f"{looked} of {len(RULES)} rules and {len(counters)} counters had values to look at, in {len(curves.steps)} steps."
+    text = (
+        f"{looked} of {len(RULES)} rules and {len(counters)} counters had values to look at, in"
+        f" {len(curves.steps)} steps."
+    )
     if len(curves.steps) < WINDOW:
         text += f" Most rules need {WINDOW} steps."
     return [Finding("ok", "Nothing stands out", None, text, "", "", FIRST)]
 
 
-def examine_results(results: Sequence[StepResult], settings: Mapping[str, object] | None = None) -> list[Finding]:
+def examine_results(
+    results: Sequence[StepResult], settings: Mapping[str, object] | None = None
+) -> list[Finding]:
     """The same of the lines of metrics.jsonl; an evaluation before the first step is no step."""
     trained = [result for result in results if result.step >= 0]
     names = {name for result in trained for name in result.metrics}
@@ -292,7 +313,11 @@ def examine_results(results: Sequence[StepResult], settings: Mapping[str, object
 def apply(rule: HealthRule, curves: Curves) -> Finding | None:
     """None unless a condition of the rule holds at the last step."""
     levels: tuple[tuple[Level, Condition | None], ...] = (("watch", rule.watch), ("bad", rule.bad))
-    held = {level: (condition, condition.holds(curves)) for level, condition in levels if condition is not None}
+    held = {
+        level: (condition, condition.holds(curves))
+        for level, condition in levels
+        if condition is not None
+    }
     reached = [level for level, (_, holds) in held.items() if holds[-1]]
     if not reached:
         return None
@@ -321,7 +346,9 @@ def apply_counter(entry: LeftOut, curves: Curves) -> Finding | None:
     level: Level = "bad" if is_above or entry.level == "bad" else "watch"
     title = entry.label[0].upper() + entry.label[1:]
     text = f"{entry.text} {said}. The rule: {rule}."
-    return Finding(level, title, since_step(curves, recent > 0), text, entry.advice, entry.metric, entry.guide)
+    return Finding(
+        level, title, since_step(curves, recent > 0), text, entry.advice, entry.metric, entry.guide
+    )
 
 
 def since_step(curves: Curves, holds: np.ndarray) -> int:

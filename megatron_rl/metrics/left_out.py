@@ -1,7 +1,9 @@
-"""Everything that a run leaves out, replaces or repeats, as one table (LEFT_OUT): its name, how it is counted, how bad it is.
+"""Everything that a run leaves out, replaces or repeats, as one table (LEFT_OUT): its name, how it
+is counted, how bad it is.
 
-Step line, summary, health and report show what the table says, and a checkpoint carries over the totals that it says count
-since the start.  A test compares it with every *_total that the program emits.  Imports no torch: the viewer uses it.
+Step line, summary, health and report show what the table says, and a checkpoint carries over the
+totals that it says count since the start.  A test compares it with every *_total that the program
+emits.  Imports no torch: the viewer uses it.
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ if TYPE_CHECKING:  # it loads torch
     from megatron_rl.records import StepResult
 
 Level = Literal["base", "same", "normal", "watch", "bad"]
-"""base: a number that others are a share of, not shown; same: counts the events of other entries from another side; normal:
-follows from a setting or from what the model writes; watch: worth a look; bad: wrong."""
+"""base: a number that others are a share of, not shown; same: counts the events of other entries
+from another side; normal: follows from a setting or from what the model writes; watch: worth a
+look; bad: wrong."""
 
 Per = Literal["run", "step", "steps"]
-"""The scope of a value.  run: everything since the run's first start; step: its own step; steps: it is a share or a flag, and
-the steps in which it is above 0 are counted."""
+"""The scope of a value.  run: everything since the run's first start; step: its own step; steps: it
+is a share or a flag, and the steps in which it is above 0 are counted."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """metric: a name, or a pattern in which NAME stands for any name, in the label too.  text: what it means.  guide: a page of
-    the repository with its anchor.
+    """metric: a name, or a pattern in which NAME stands for any name, in the label too.  text: what
+    it means.  guide: a page of the repository with its anchor.
 
-    bad_above: bad where this share of the metric `of` is exceeded over the last steps; without `of`, of the steps.
+    bad_above: bad where this share of the metric `of` is exceeded over the last steps; without
+    `of`, of the steps.
     line: a template in the step line in place of label and count; `percent` is 100 x the value.
     """
 
@@ -55,21 +59,26 @@ class LeftOut:
         return {"normal": " (normal)", "same": " (counted above)"}.get(self.level, "")
 
     def added(self, values: np.ndarray, first_step: int) -> np.ndarray:
-        """[n]: what was counted in each step, of the metric's values [n] (NaN: not reported); first_step: of values[0]."""
+        """[n]: what was counted in each step, of the metric's values [n] (NaN: not reported);
+        first_step: of values[0].
+        """
         if self.per == "steps":
             return (values > 0).astype(float)
         if self.per == "step":
             return np.nan_to_num(values)
         places = np.maximum.accumulate(np.where(np.isnan(values), -1, np.arange(len(values))))
         totals = np.where(places < 0, 0.0, values[places])
-        # a run that continues another's checkpoint in a new folder begins with what that one counted
+        # a run that continues another's checkpoint in a new folder begins with what that one
+        # counted
         before = totals[:1] if first_step > 1 else np.zeros(len(totals[:1]))
         return np.maximum(np.diff(totals, prepend=before), 0.0)
 
 
 @dataclass(frozen=True)
 class Count:
-    """amount: how many of `entry` in a step or a run; value: of the metric itself, as last reported."""
+    """amount: how many of `entry` in a step or a run; value: of the metric itself, as last
+    reported.
+    """
 
     entry: LeftOut
     amount: float
@@ -78,7 +87,10 @@ class Count:
     @property
     def line(self) -> str:
         """The text in the step line."""
-        return self.entry.line.format(percent=100 * self.value) or f"{self.entry.label} {self.amount:.0f}"
+        return (
+            self.entry.line.format(percent=100 * self.value)
+            or f"{self.entry.label} {self.amount:.0f}"
+        )
 
 
 REWARD, DATA = (
@@ -89,16 +101,31 @@ FAULTS, LENGTHS = (
     "docs/design/architecture.md#what-the-client-does",
     "docs/guides/sampling.md#what-favours-short-responses",
 )
-OVER_SAMPLING, BUDGET = "docs/design/architecture.md#over-sampling", "docs/guides/sampling.md#the-budget"
-PARTIAL, RETRACTIONS = "docs/guides/sampling.md#partial-rollouts", "docs/guides/sampling.md#retractions"
-EPISODES, RESUMED = "docs/guides/agents.md#what-fails", "docs/guides/agents.md#episodes-that-are-interrupted"
+OVER_SAMPLING, BUDGET = (
+    "docs/design/architecture.md#over-sampling",
+    "docs/guides/sampling.md#the-budget",
+)
+PARTIAL, RETRACTIONS = (
+    "docs/guides/sampling.md#partial-rollouts",
+    "docs/guides/sampling.md#retractions",
+)
+EPISODES, RESUMED = (
+    "docs/guides/agents.md#what-fails",
+    "docs/guides/agents.md#episodes-that-are-interrupted",
+)
 ANY_AGENT = "docs/guides/agents.md#any-agent"
 TOOLS, KNOWN = (
     "docs/guides/agents.md#messages-and-tools",
     "docs/guides/agents.md#routes-that-are-known-are-not-sent-again",
 )
-SERVER_DIES, ROUTES = "docs/guides/servers.md#a-server-dies", "docs/concepts/routing_replay.md#tokens-without-a-route"
-CLIPPING, BATCH = "docs/guides/trouble.md#clipping-truncation-sample-size", "docs/guides/trouble.md#the-batch"
+SERVER_DIES, ROUTES = (
+    "docs/guides/servers.md#a-server-dies",
+    "docs/concepts/routing_replay.md#tokens-without-a-route",
+)
+CLIPPING, BATCH = (
+    "docs/guides/trouble.md#clipping-truncation-sample-size",
+    "docs/guides/trouble.md#the-batch",
+)
 FIRST, SHAPING = "docs/guides/trouble.md#read-these-first", "docs/guides/data_and_reward.md#shaping"
 FILES = "docs/reference/token_data.md#size-and-cost"
 
@@ -143,12 +170,15 @@ LEFT_OUT = (
         per="steps", bad_above=0.5, line="all rewards 0",
     ),
     LeftOut("optim/empty_updates", "steps with empty updates", "normal", BATCH, per="steps"),
-    LeftOut("train/rejected_frac", "steps with rejected responses", "normal", CLIPPING, per="steps"),
+    LeftOut("train/rejected_frac", "steps with rejected responses", "normal", CLIPPING,
+    per="steps"),
     LeftOut("train/masked_frac", "steps with masked tokens", "normal", CLIPPING, per="steps"),
-    LeftOut("rollout/discarded_groups_frac", "steps with discarded groups", "normal", BATCH, per="steps"),
+    LeftOut("rollout/discarded_groups_frac", "steps with discarded groups", "normal", BATCH,
+    per="steps"),
     LeftOut(
         "eval/NAME/failed_frac", "evaluations of NAME with failed rewards", "watch", REWARD,
-        "Responses of the evaluation could not be scored.", "Read the first warnings in the log.", per="steps",
+        "Responses of the evaluation could not be scored.", "Read the first warnings in the log.",
+        per="steps",
     ),
     # rewards
     LeftOut("reward/responses_total", "responses to score", "base", REWARD),
@@ -157,7 +187,8 @@ LEFT_OUT = (
         'Read the first warnings in the log, which name its line; reward.on_error = "raise" stops at the first.',
     ),
     reward_failure(
-        "reward/timeouts_total", "reward time-outs", "The reward function did not answer within reward.timeout_seconds",
+        "reward/timeouts_total", "reward time-outs",
+        "The reward function did not answer within reward.timeout_seconds",
         "Raise reward.timeout_seconds or reward.num_workers; the log has the responses that took too long.",
     ),
     reward_failure(
@@ -165,7 +196,8 @@ LEFT_OUT = (
         "Call the function by hand on a response of the log.",
     ),
     reward_failure(
-        "reward/memory_total", "rewards out of memory", "The reward function ran out of its worker's memory",
+        "reward/memory_total", "rewards out of memory",
+        "The reward function ran out of its worker's memory",
         "Call the function by hand on a response of the log.",
     ),
     reward_failure(
@@ -173,7 +205,8 @@ LEFT_OUT = (
         "Look at the data file: the log has the labels.", DATA,
     ),
     reward_failure(
-        "reward/invalid_total", "invalid rewards", "The reward function returned no finite number, or a metric that is none",
+        "reward/invalid_total", "invalid rewards",
+        "The reward function returned no finite number, or a metric that is none",
         "Read the first warnings in the log, which have the value.",
     ),
     LeftOut("reward/unformatted_total", "unformatted responses", "normal", SHAPING),
@@ -196,11 +229,13 @@ LEFT_OUT = (
     # servers and their faults
     LeftOut(
         "rollout/server_restarts_total", "server restarts", "watch", SERVER_DIES,
-        "Servers of this run died and were replaced.", "Read the log of the server in the run's folder.",
+        "Servers of this run died and were replaced.",
+        "Read the log of the server in the run's folder.",
     ),
     LeftOut(
         "rollout/circuits_opened_total", "servers left alone", "watch", FAULTS,
-        "A server failed three requests in a row and got none for a while.", "The log names the server: read its log.",
+        "A server failed three requests in a row and got none for a while.",
+        "The log names the server: read its log.",
     ),
     fault(
         "rollout/faults_timeout_total", "requests timed out",
@@ -214,7 +249,8 @@ LEFT_OUT = (
     ),
     fault(
         "rollout/faults_http_total", "requests refused",
-        "Servers answered 5xx, 408, 425 or 429; the requests were sent again.", "Read the servers' logs.",
+        "Servers answered 5xx, 408, 425 or 429; the requests were sent again.",
+        "Read the servers' logs.",
     ),
     fault(
         "rollout/faults_body_total", "broken answers",
@@ -239,7 +275,8 @@ LEFT_OUT = (
     fault(
         "rollout/faults_sample_total", "malformed samples",
         "Samples with another id, or malformed tokens or log-probs, were dropped and sampled again.",
-        "Read the warnings in the log: the servers' version, or a router between run and servers.", "bad",
+        "Read the warnings in the log: the servers' version, or a router between run and servers.",
+        "bad",
     ),
     LeftOut(
         "rollout/lost_samples_total", "samples lost", "watch", PARTIAL,
@@ -299,11 +336,13 @@ LEFT_OUT = (
         "The log names the first: free space in run.dir.",
     ),
     LeftOut(
-        "run/unsaved_batches_total", "unsaved mini-batches", "watch", "docs/guides/mismatch.md#what-a-bundle-holds",
+        "run/unsaved_batches_total", "unsaved mini-batches", "watch",
+        "docs/guides/mismatch.md#what-a-bundle-holds",
         "Mini-batches that should have been saved could not be written.", "Free space in run.dir.",
     ),
     LeftOut(
-        "track/NAME_failures_total", "failures of NAME", "watch", "docs/guides/look_at_a_run.md#a-tracker-that-fails",
+        "track/NAME_failures_total", "failures of NAME", "watch",
+        "docs/guides/look_at_a_run.md#a-tracker-that-fails",
         "The tracker failed or did not keep up: it lacks values, metrics.jsonl has all.",
         "The log has the first failure.",
     ),
@@ -313,19 +352,27 @@ ENTRIES = {entry.metric: entry for entry in LEFT_OUT}
 
 @cache
 def entry_of(metric: str) -> LeftOut | None:
-    """The entry of a metric, with the name that NAME stands for in its label; None where the table has none."""
+    """The entry of a metric, with the name that NAME stands for in its label; None where the table
+    has none.
+    """
     if metric in ENTRIES:
         return ENTRIES[metric]
     for pattern, entry in ENTRIES.items():
         before, is_pattern, after = pattern.partition("NAME")
-        if is_pattern and (match := re.fullmatch(f"{re.escape(before)}(.+){re.escape(after)}", metric)):
+        if is_pattern and (
+            match := re.fullmatch(f"{re.escape(before)}(.+){re.escape(after)}", metric)
+        ):
             return replace(entry, metric=metric, label=entry.label.replace("NAME", match[1]))
     return None
 
 
 def totals_of(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics that count since the run's first start."""
-    return {name: value for name, value in metrics.items() if (entry := entry_of(name)) and entry.per == "run"}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if (entry := entry_of(name)) and entry.per == "run"
+    }
 
 
 def counts_of_step(metrics: Mapping[str, float], totals: Mapping[str, float]) -> list[Count]:
@@ -357,11 +404,18 @@ def counts_of_run(results: Sequence[StepResult]) -> list[Count]:
 
 
 def in_order(counts: Sequence[Count]) -> list[Count]:
-    """Without base entries and what is 0: those with a line of their own, then the bad, the largest first; last the normal."""
+    """Without base entries and what is 0: those with a line of their own, then the bad, the largest
+    first; last the normal.
+    """
     order = ("bad", "watch", "normal", "same")
     shown = [count for count in counts if count.amount > 0 and count.entry.level in order]
 
     def rank(count: Count) -> tuple[bool, int, float, str]:
-        return not count.entry.line, order.index(count.entry.level), -count.amount, count.entry.metric
+        return (
+            not count.entry.line,
+            order.index(count.entry.level),
+            -count.amount,
+            count.entry.metric,
+        )
 
     return sorted(shown, key=rank)

@@ -1,7 +1,7 @@
 """One step's metrics: counted locally without a device sync, reduced over the job once.
 
-A mean is (sum, count) per name: the reduced value is sum over ranks / count over ranks, so ranks may count different numbers
-of tokens, or none.
+A mean is (sum, count) per name: the reduced value is sum over ranks / count over ranks, so ranks
+may count different numbers of tokens, or none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ Number: TypeAlias = float | Tensor
 
 
 class MetricSums:
-    """Accumulates on this rank; `reduce` ends the step.  Tensors stay on their device until then."""
+    """Accumulates on this rank; `reduce` ends the step.
+
+    Tensors stay on their device until then.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Number, Number]] = {}
@@ -43,7 +46,9 @@ class MetricSums:
         value = exact(value)
         if name in self._maxima:
             old = torch.as_tensor(self._maxima[name], dtype=torch.float64)
-            value = torch.maximum(old.to(value.device) if isinstance(value, Tensor) else old, torch.as_tensor(value))
+            value = torch.maximum(
+                old.to(value.device) if isinstance(value, Tensor) else old, torch.as_tensor(value)
+            )
         self._maxima[name] = value
 
     def add_histogram(self, name: str, histogram: Histogram, groups: Sequence[str] = ("",)) -> None:
@@ -78,18 +83,29 @@ class MetricSums:
         total, count = pair.tolist()
         return total / count if count else math.nan
 
-    def reduce(self, group: dist.ProcessGroup | None, device: torch.device | str) -> dict[str, float]:
-        """Every name that any rank of `group` counted -> its value, the same on all ranks.  Collective.
+    def reduce(
+        self, group: dist.ProcessGroup | None, device: torch.device | str
+    ) -> dict[str, float]:
+        """Every name that any rank of `group` counted -> its value, the same on all ranks.
+        Collective.
 
-        One sum and one maximum all-reduce, in float64.  NaN where nothing was counted.  `group` None: this rank alone.
+        One sum and one maximum all-reduce, in float64.  NaN where nothing was counted.  `group`
+        None: this rank alone.
         """
         mine = [sorted(kind) for kind in (self._sums, self._totals, self._maxima, self._histograms)]
-        mean_names, total_names, max_names, keys = mine if group is None else union_of_names(mine, group)
+        mean_names, total_names, max_names, keys = (
+            mine if group is None else union_of_names(mine, group)
+        )
         pairs = [value for name in mean_names for value in self._sums.get(name, (0.0, 0.0))]
         totals: list[Number] = [self._totals.get(name, 0.0) for name in total_names]
-        nothing = torch.zeros(WIDTH, dtype=torch.float64, device=device), torch.zeros((), device=device)
+        nothing = (
+            torch.zeros(WIDTH, dtype=torch.float64, device=device),
+            torch.zeros((), device=device),
+        )
         histograms = [self._histograms.get(key, nothing) for key in keys]
-        sums = torch.cat([stack(pairs + totals, device), *(table.to(device) for table, _ in histograms)])
+        sums = torch.cat(
+            [stack(pairs + totals, device), *(table.to(device) for table, _ in histograms)]
+        )
         largest = [self._maxima.get(name, -math.inf) for name in max_names]
         maxima = stack(largest + [value for _, value in histograms], device)
         if group is not None:
@@ -105,7 +121,9 @@ class MetricSums:
 
 
 def reduce_maxima(maxima: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Element-wise maximum over the ranks; NaN counts as the largest, which ReduceOp.MAX does not guarantee."""
+    """Element-wise maximum over the ranks; NaN counts as the largest, which ReduceOp.MAX does not
+    guarantee.
+    """
     is_nan = maxima.isnan().double()
     both = torch.cat([is_nan, maxima.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
@@ -115,7 +133,10 @@ def reduce_maxima(maxima: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def statistics_of(keys: Sequence[str], sums: Tensor, largest: Tensor) -> dict[str, float]:
     """NAME_STATISTIC[/GROUP] -> value, of the statistics in HISTOGRAMS."""
-    columns = {statistic: values.tolist() for statistic, values in describe_histogram(sums, largest).items()}
+    columns = {
+        statistic: values.tolist()
+        for statistic, values in describe_histogram(sums, largest).items()
+    }
     found = {}
     for row, key in enumerate(keys):
         name, _, group = key.partition(" ")
@@ -133,12 +154,16 @@ def stack(values: list[Number], device: torch.device | str) -> Tensor:
     """float64 [n] on `device`."""
     if not values:
         return torch.zeros(0, dtype=torch.float64, device=device)
-    return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    return torch.stack(
+        [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
+    )
 
 
 def union_of_names(names: list[list[str]], group: dist.ProcessGroup) -> list[list[str]]:
-    """The names that any rank counted, kind by kind, in the same order on all: only leaders count rewards, only last stages
-    ratios."""
+    """The names that any rank counted, kind by kind, in the same order on all: only leaders count
+    rewards, only last stages ratios."""
     everyone: list[list[list[str]]] = [names] * dist.get_world_size(group)
     dist.all_gather_object(everyone, names, group=group)
-    return [sorted({name for rank in everyone for name in rank[kind]}) for kind in range(len(names))]
+    return [
+        sorted({name for rank in everyone for name in rank[kind]}) for kind in range(len(names))
+    ]

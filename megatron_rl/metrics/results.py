@@ -1,7 +1,7 @@
 """Reading the results of a run: one metric over its steps, its evaluations, its settings.
 
-A step is a number of finished steps: the policy that sampled step index s had finished s steps, and an evaluation after n
-steps is at n.
+A step is a number of finished steps: the policy that sampled step index s had finished s steps, and
+an evaluation after n steps is at n.
 """
 
 from __future__ import annotations
@@ -25,22 +25,37 @@ Results: TypeAlias = Sequence[StepResult]
 
 def series(results: Results, name: str) -> tuple[np.ndarray, np.ndarray]:
     """(finished steps, values) of the finite values of a metric."""
-    points = [(result.step + 1, result.metrics[name]) for result in results if name in result.metrics]
+    points = [
+        (result.step + 1, result.metrics[name]) for result in results if name in result.metrics
+    ]
     points = [(step, value) for step, value in points if math.isfinite(value)]
     return np.array([step for step, _ in points]), np.array([value for _, value in points])
 
 
 def evaluations(results: Results) -> list[str]:
     """Names of the avg@k metrics."""
-    return sorted({name for result in results for name in result.metrics if re.fullmatch(r"eval/.*/avg@\d+", name)})
+    return sorted(
+        {
+            name
+            for result in results
+            for name in result.metrics
+            if re.fullmatch(r"eval/.*/avg@\d+", name)
+        }
+    )
 
 
 def read_run_settings(run_dir: Path) -> dict[str, object]:
-    """{"section.key": value} of the run's config.toml; {} where there is none, or none that can be read (a warning says so)."""
+    """{"section.key": value} of the run's config.toml; {} where there is none, or none that can be
+    read (a warning says so).
+    """
     path = run_dir / "config.toml"
     try:
         sections = tomllib.loads(path.read_text())
-        return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+        return {
+            f"{section}.{key}": value
+            for section, keys in sections.items()
+            for key, value in keys.items()
+        }
     except FileNotFoundError:
         return {}
     except (ValueError, AttributeError) as error:

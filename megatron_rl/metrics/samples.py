@@ -23,7 +23,11 @@ BLOCK_BYTES = 1 << 20
 def best_and_worst(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], str]:
     """(title -> rows, which rows they were chosen from)."""
     rows = [row for row in rows if not row.get("episode")]  # one sequence of an episode
-    scored = [row for row in rows if isinstance(row.get("reward"), int | float) and not math.isnan(row["reward"])]
+    scored = [
+        row
+        for row in rows
+        if isinstance(row.get("reward"), int | float) and not math.isnan(row["reward"])
+    ]
     if not scored:
         return {}, ""
     first, last = min(row["step"] for row in scored), max(row["step"] for row in scored)
@@ -52,7 +56,14 @@ def last_rollouts(run_dir: Path) -> list[Row]:
         for line in last_lines(path, LAST_ROWS):
             try:
                 row = json.loads(line)
-                rows.append({**row, "step": int(row["step"]), "prompt": str(row["prompt"]), "file": path.stem})
+                rows.append(
+                    {
+                        **row,
+                        "step": int(row["step"]),
+                        "prompt": str(row["prompt"]),
+                        "file": path.stem,
+                    }
+                )
             except (ValueError, KeyError, TypeError):
                 broken += 1
         if broken:

@@ -1,8 +1,8 @@
 """Writes each step's results to metrics.jsonl and the trackers, and reads metrics.jsonl.
 
-One line of metrics.jsonl is one StepResult: {"step", "policy_version", "group/name": number or null, ...,
-"per_layer": {"group/name": [one number per MoE layer]}}.  `step` counts finished steps, as the terminal does: the first is
-1, the evaluation before it 0 (version 0.1 wrote one less).
+One line of metrics.jsonl is one StepResult: {"step", "policy_version", "group/name": number or
+null, ..., "per_layer": {"group/name": [one number per MoE layer]}}.  `step` counts finished steps,
+as the terminal does: the first is 1, the evaluation before it 0 (version 0.1 wrote one less).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Sinks:
-    """Appends: a resumed run writes the steps after its checkpoint again, and the last line of a step counts."""
+    """Appends: a resumed run writes the steps after its checkpoint again, and the last line of a
+    step counts.
+    """
 
     def __init__(self, run_dir: Path, trackers: Trackers | None = None) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -32,12 +34,17 @@ class Sinks:
         self.trackers = trackers
 
     def write(self, result: StepResult) -> None:
-        """Write one result; its line is readable when this returns.  The trackers get it in the background."""
+        """Write one result; its line is readable when this returns.
+
+        The trackers get it in the background.
+        """
         finished = result.step + 1
         row: dict[str, object] = {"step": finished, "policy_version": result.policy_version}
         row |= {name: finite(value) for name, value in result.metrics.items()}
         if result.per_layer:
-            row["per_layer"] = {name: [finite(v) for v in values] for name, values in result.per_layer.items()}
+            row["per_layer"] = {
+                name: [finite(v) for v in values] for name, values in result.per_layer.items()
+            }
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()  # readers and the report follow a running job
         self.track(lambda tracker: tracker.log(finished, result.metrics, result.per_layer))
@@ -57,14 +64,18 @@ class Sinks:
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         # a run that was interrupted, or asked to stop, is continued by the same command
-        self.close(failed=kind is not None and not issubclass(kind, (KeyboardInterrupt, StoppedBySignal)))
+        self.close(
+            failed=kind is not None and not issubclass(kind, (KeyboardInterrupt, StoppedBySignal))
+        )
 
 
 def read_metrics(path: Path) -> list[StepResult]:
-    """The lines of a metrics.jsonl by step, null as NaN, former names of metrics replaced by the current ones.
+    """The lines of a metrics.jsonl by step, null as NaN, former names of metrics replaced by the
+    current ones.
 
-    Lines of the same step are merged; the later value counts.  Lines of version 0.1, which numbered steps from 0, are recognised
-    by their metric names.  Raises ValueError with the line number for one that is not a result.
+    Lines of the same step are merged; the later value counts.  Lines of version 0.1, which numbered
+    steps from 0, are recognised by their metric names.  Raises ValueError with the line number for
+    one that is not a result.
     """
     merged: dict[int, StepResult] = {}
     lines = MetricLines()

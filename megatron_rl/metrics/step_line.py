@@ -1,4 +1,7 @@
-"""The line of a finished step: at most WIDTH columns, the most important values first to stay.  Details are in the metrics."""
+"""The line of a finished step: at most WIDTH columns, the most important values first to stay.
+
+Details are in the metrics.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,13 @@ from megatron_rl.records import StepResult
 
 WIDTH = 120
 COUNTS = 2  # counters that are named; "+N more" stands for the others
-STAGES = {"rollout": "rollout", "reward": "reward", "old_logprob": "old", "update": "update", "weight_sync": "sync"}
+STAGES = {
+    "rollout": "rollout",
+    "reward": "reward",
+    "old_logprob": "old",
+    "update": "update",
+    "weight_sync": "sync",
+}
 FIRST_TO_GO = (
     "stages",
     "environment",
@@ -24,27 +33,41 @@ FIRST_TO_GO = (
     "KL",
     "router",
 )
-"""Parts that a line too long loses, in this order; the step, its reward, its seconds and what is wrong always stay."""
+"""Parts that a line too long loses, in this order; the step, its reward, its seconds and what is
+wrong always stay.
+"""
 
 
 def step_line(result: StepResult, num_steps: int, totals: Mapping[str, float] | None = None) -> str:
-    """E.g. `step 12/60  reward 0.430  len 3.4  entropy 0.610  KL +1.2e-03 ...  4.1s`, without what was not measured.
+    """E.g. `step 12/60  reward 0.430  len 3.4  entropy 0.610  KL +1.2e-03 ...  4.1s`, without what
+                         was not measured.
 
-    totals: the metrics that count since the start, as the step before left them; by default nothing was counted before.
+    totals: the metrics that count since the start, as the step before left them; by default nothing
+    was counted before.
     """
-    counts = [count for count in counts_of_step(result.metrics, totals or {}) if count.entry.is_alarm]
+    counts = [
+        count for count in counts_of_step(result.metrics, totals or {}) if count.entry.is_alarm
+    ]
     most = sum(bool(count.entry.line) for count in counts) + COUNTS
     for named in range(min(most, len(counts)), -1, -1):
         texts = [count.line for count in counts[:named]]
         texts += [f"+{len(counts) - named} more"] if named < len(counts) else []
-        line = fit({name: text for name, text in parts_of_line(result, num_steps, "  ".join(texts)) if text})
+        line = fit(
+            {
+                name: text
+                for name, text in parts_of_line(result, num_steps, "  ".join(texts))
+                if text
+            }
+        )
         if len(line) <= WIDTH:
             break
     return line
 
 
 def fit(parts: dict[str, str]) -> str:
-    """The parts in one line of at most WIDTH columns, if leaving out those of FIRST_TO_GO is enough."""
+    """The parts in one line of at most WIDTH columns, if leaving out those of FIRST_TO_GO is
+    enough.
+    """
     for name in FIRST_TO_GO:
         if len("  ".join(parts.values())) <= WIDTH:
             break
@@ -53,11 +76,16 @@ def fit(parts: dict[str, str]) -> str:
 
 
 def parts_of_line(result: StepResult, num_steps: int, left_out: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of every part, in the order of the line; text is empty where nothing was measured."""
+    """(name, text) of every part, in the order of the line; text is empty where nothing was
+    measured.
+    """
     metrics = result.metrics
     yield "step", f"step {result.step + 1:>{len(str(num_steps))}}/{num_steps}"
     yield "reward", fill("reward {rollout/reward_mean:.3f}", metrics)
-    yield "len", f"len {short(metrics['rollout/response_length_mean'])}" if LENGTH in metrics else ""
+    yield (
+        "len",
+        f"len {short(metrics['rollout/response_length_mean'])}" if LENGTH in metrics else "",
+    )
     yield "turns", fill("turns {rollout/turns_mean:.2f}", metrics)
     yield "episode", "  ".join(episode_metrics(metrics))
     yield "masked", fill("masked {rollout/environment_length_mean:.1f}", metrics)
@@ -66,10 +94,18 @@ def parts_of_line(result: StepResult, num_steps: int, left_out: str) -> Iterator
     yield "trunc", fill("trunc {rollout/truncated_frac:.2f}", metrics)
     yield "entropy", fill("entropy {train/entropy:.3f}", metrics)
     yield "KL", fill("KL {train/kl_mu_pi:+.1e}", metrics)
-    yield "clip", fill("clip {train/clip_high_frac:.2f}/{train/clip_low_frac:.2f}", metrics).replace("0.", ".")
+    yield (
+        "clip",
+        fill("clip {train/clip_high_frac:.2f}/{train/clip_low_frac:.2f}", metrics).replace(
+            "0.", "."
+        ),
+    )
     yield (
         "router",
-        fill("router_mismatch {routing/router_mismatch:.1%} (used {routing/replayed_mismatch:.1%})", metrics),
+        fill(
+            "router_mismatch {routing/router_mismatch:.1%} (used {routing/replayed_mismatch:.1%})",
+            metrics,
+        ),
     )
     yield "gnorm", fill("gnorm {optim/grad_norm:.2f}", metrics)
     yield "left_out", left_out
@@ -102,6 +138,10 @@ def episode_metrics(metrics: Mapping[str, float]) -> Iterator[str]:
 
 def stages(metrics: Mapping[str, float]) -> str:
     """Seconds of the step's stages, without those that round to 0.0; `other`: the rest."""
-    found = {label: metrics[f"time/{name}"] for name, label in STAGES.items() if f"time/{name}" in metrics}
+    found = {
+        label: metrics[f"time/{name}"]
+        for name, label in STAGES.items()
+        if f"time/{name}" in metrics
+    }
     found["other"] = max(0.0, metrics["time/step"] - sum(found.values()))
     return f"({' '.join(f'{label} {short(seconds)}' for label, seconds in found.items() if seconds >= 0.05)})"

@@ -1,4 +1,6 @@
-"""What a run changed, in a few lines at its end: reward and evaluation from and to, mismatch, time, what was left out, health."""
+"""What a run changed, in a few lines at its end: reward and evaluation from and to, mismatch, time,
+what was left out, health.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ SHOWN = {
 }
 MISMATCH = ("routing/router_mismatch", "routing/replayed_mismatch")
 STAGES = {
-    "rollout": "rollout", "reward": "reward", "split": "split", "old_logprob": "old log-probs", "update": "update",
+    "rollout": "rollout", "reward": "reward", "split": "split", "old_logprob": "old log-probs",
+    "update": "update",
     "weight_sync": "weight sync", "other": "other",
 }  # fmt: skip
 
@@ -29,9 +32,11 @@ STAGES = {
 class Summary:
     """Of the steps in metrics.jsonl.
 
-    changed: metric -> (mean of the first fifth of the steps, of the last fifth), of an evaluation the first and the last one.
-    stages: seconds of all steps.  counts: what was left out, replaced or repeated (left_out.py), without what is 0.  health:
-    what is wrong, the worst first (health.py).  look_at: commands and files.
+    changed: metric -> (mean of the first fifth of the steps, of the last fifth), of an evaluation
+    the first and the last one.
+    stages: seconds of all steps.  counts: what was left out, replaced or repeated (left_out.py),
+    without what is 0.  health: what is wrong, the worst first (health.py).  look_at: commands and
+    files.
     """
 
     steps: int
@@ -45,13 +50,22 @@ class Summary:
     @property
     def values(self) -> dict[str, Any]:
         counts = {count.entry.label: round(count.amount) for count in self.counts}
-        return vars(self) | {"counts": counts, "health": [finding.to_json() for finding in self.health]}
+        return vars(self) | {
+            "counts": counts,
+            "health": [finding.to_json() for finding in self.health],
+        }
 
     @property
     def text(self) -> str:
         shares = sorted(self.stages.items(), key=lambda item: -item[1])
-        took = [f"{name} {seconds / self.seconds:.0%}" for name, seconds in shares if seconds > 0.005 * self.seconds]
-        lines = [f"{self.steps} steps in {clock(self.seconds)}{': ' if took else ''}{', '.join(took)}"]
+        took = [
+            f"{name} {seconds / self.seconds:.0%}"
+            for name, seconds in shares
+            if seconds > 0.005 * self.seconds
+        ]
+        lines = [
+            f"{self.steps} steps in {clock(self.seconds)}{': ' if took else ''}{', '.join(took)}"
+        ]
         rows = []
         for name, (before, after) in self.changed.items():
             label, form = SHOWN.get(name, (name.removeprefix("eval/"), ".3f"))
@@ -60,14 +74,18 @@ class Summary:
         if all(name in self.changed for name in MISMATCH):
             alone, used = (self.changed[name][1] for name in MISMATCH)
             rows.append(("router_mismatch", f"{alone:.1%} (used {used:.1%})"))
-        rows += [(count.entry.label, f"{count.amount:.0f}{count.entry.remark}") for count in self.counts]
+        rows += [
+            (count.entry.label, f"{count.amount:.0f}{count.entry.remark}") for count in self.counts
+        ]
         width = max([21, *(len(label) for label, _ in rows)])
         lines += [f"  {label:<{width}} {text}" for label, text in rows]
         if not self.counts:
             lines.append("  nothing skipped or left out")
         lines.append("health")
         for found in self.health:
-            lines.append(f"  {found.title}{found.since}" + (f": {found.advice}" if found.advice else ""))
+            lines.append(
+                f"  {found.title}{found.since}" + (f": {found.advice}" if found.advice else "")
+            )
         return "\n".join([*lines, "look at", *(f"  {each}" for each in self.look_at)])
 
 
@@ -80,7 +98,8 @@ def summarize_run(
 ) -> Summary:
     """Summarize a run.
 
-    commands: those of `megatron-rl COMMAND RUN` that show a run.  page: its report.html, if there is one.
+    commands: those of `megatron-rl COMMAND RUN` that show a run.  page: its report.html, if there
+    is one.
     settings: {"section.key": value}.
     """
     steps, seconds = series(results, "time/step")
@@ -98,7 +117,9 @@ def summarize_run(
         steps=len(steps),
         seconds=float(sum(seconds)),
         changed=changed,
-        stages={label: float(sum(series(results, f"time/{name}")[1])) for name, label in STAGES.items()},
+        stages={
+            label: float(sum(series(results, f"time/{name}")[1])) for name, label in STAGES.items()
+        },
         counts=counts_of_run(results),
         health=examine_results(results, settings),
         look_at=[

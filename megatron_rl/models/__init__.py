@@ -1,1 +1,4 @@
-"""What checkpoints are: families and their sizes, what fits on which ranks, what a token costs.  Imports no torch."""
+"""What checkpoints are: families and their sizes, what fits on which ranks, what a token costs.
+
+Imports no torch.
+"""

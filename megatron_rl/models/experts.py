@@ -1,4 +1,6 @@
-"""megatron-core's settings for experts and their router, from a model's sizes and the configuration.  Imports no torch."""
+"""megatron-core's settings for experts and their router, from a model's sizes and the
+configuration.  Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,15 @@ def routing_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str,
     if not spec.moe_layers:
         return dispatcher
     return {
-        "moe_router_bias_update_rate": 0.0,  # core would update it with the load of replayed routes, pads included
+        # core would update it with the load of replayed routes, pads included
+        "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": None if model.router_dtype == "model" else model.router_dtype,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": te,  # the grouped GEMM is TE's
-        # TE's kernel adds up a token's experts in fp32.  Core's own is a scatter_add_ in the model's dtype, on CUDA in the order
-        # of its atomics: log pi_old and log pi would differ at equal weights
+        # TE's kernel adds up a token's experts in fp32. Core's own is a scatter_add_ in the model's
+        # dtype, on CUDA in the order of its atomics: log pi_old and log pi would differ at equal
+        # weights
         "moe_permute_fusion": te,
         **dispatcher,
     }

@@ -1,7 +1,8 @@
 """config.json -> ModelSpec, one reader per model family.  Names of tensors: weights/hf/rules.py.
 
-A reader covers every key that changes what the model computes: it goes into the spec, or must have a value for which this
-engine computes the same as transformers (`only`).  docs/guides/checkpoints.md: how each family was checked.
+A reader covers every key that changes what the model computes: it goes into the spec, or must have
+a value for which this engine computes the same as transformers (`only`).
+docs/guides/checkpoints.md: how each family was checked.
 """
 
 from __future__ import annotations
@@ -9,20 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from megatron_rl.models.spec import ConfigReader, HfConfig, ModelError, ModelSpec, QkNorm, RouterKind, Yarn
+from megatron_rl.models.spec import (
+    ConfigReader,
+    HfConfig,
+    ModelError,
+    ModelSpec,
+    QkNorm,
+    RouterKind,
+    Yarn,
+)
 
 Fields: TypeAlias = dict[str, Any]
 """Of ModelSpec, by name."""
 
 
 def make_spec(hf: HfConfig) -> ModelSpec:
-    """Reads key names of transformers 4 and 5.  Raises ModelError for a model that is not supported."""
+    """Reads key names of transformers 4 and 5.
+
+    Raises ModelError for a model that is not supported.
+    """
     config = ConfigReader(hf)
     if config.architecture not in READERS:
         names = hf.get("architectures") or ["(none)"]
         raise ModelError(
-            f"architectures = {names}: not supported; supported: {', '.join(READERS)}; others with model.provider = bridge "
-            "(Megatron-Bridge)"
+            f"architectures = {names}: not supported; supported: {', '.join(READERS)}; others with"
+            " model.provider = bridge (Megatron-Bridge)"
         )
     spec = READERS[config.architecture](config)
     config.finish()
@@ -69,7 +81,12 @@ def read_olmoe(config: ConfigReader) -> ModelSpec:
 def read_mixtral(config: ConfigReader) -> ModelSpec:
     refuse_bias_and_windows(config)
     config.only("router_jitter_noise", 0, None)
-    return ModelSpec(**sizes(config), **rope(config), **every_layer_experts(config, renormalised=True), qk_norm="none")
+    return ModelSpec(
+        **sizes(config),
+        **rope(config),
+        **every_layer_experts(config, renormalised=True),
+        qk_norm="none",
+    )
 
 
 def read_glm4_moe(config: ConfigReader) -> ModelSpec:
@@ -77,16 +94,28 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
     refuse_windows(config)
     norm: QkNorm = "head" if config.get("use_qk_norm", False) else "none"
     return ModelSpec(
-        **sizes(config), **rope(config, partial=0.5), **biased_experts(config), qk_norm=norm, qkv_bias=bias
+        **sizes(config),
+        **rope(config, partial=0.5),
+        **biased_experts(config),
+        qk_norm=norm,
+        qkv_bias=bias,
     )
 
 
 def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
-    """Also Moonlight.  rope_interleave: rotary pairs are adjacent in the weights, as in core's latent attention."""
+    """Also Moonlight.
+
+    rope_interleave: rotary pairs are adjacent in the weights, as in core's latent attention.
+    """
     config.only("rope_interleave", True)
     config.only("topk_method", "noaux_tc")
     config.only("scoring_func", "sigmoid")
-    return ModelSpec(**sizes(config), **rope(config, yarn=True), **latent_attention(config), **biased_experts(config))
+    return ModelSpec(
+        **sizes(config),
+        **rope(config, yarn=True),
+        **latent_attention(config),
+        **biased_experts(config),
+    )
 
 
 def read_deepseek_v2(config: ConfigReader) -> ModelSpec:
@@ -95,7 +124,8 @@ def read_deepseek_v2(config: ConfigReader) -> ModelSpec:
     config.only("topk_method", "greedy", "group_limited_greedy")
     config.only("scoring_func", "softmax")
     config.only("norm_topk_prob", False)
-    for key in ("n_group", "topk_group"):  # present, without effect, in configs with greedy selection
+    # present, without effect, in configs with greedy selection
+    for key in ("n_group", "topk_group"):
         config.get(key, None)
     limited = config.get("topk_method", "greedy") == "group_limited_greedy"
     router = RouterKind(
@@ -124,7 +154,7 @@ READERS: dict[str, Callable[[ConfigReader], ModelSpec]] = {
 }
 
 
-# Parts that families share ----------------------------------------------------------------------------------------------
+# Parts that families share ------------------------------------------------------------------------
 
 
 def sizes(config: ConfigReader) -> Fields:
@@ -132,7 +162,10 @@ def sizes(config: ConfigReader) -> Fields:
     config.only("hidden_act", "silu")
     config.only("attention_dropout", 0, 0.0)
     if config.get("quantization_config", None) is not None:
-        raise config.refuse("quantization_config", "only plain weights; for block FP8: megatron-rl quantize dequantize")
+        raise config.refuse(
+            "quantization_config",
+            "only plain weights; for block FP8: megatron-rl quantize dequantize",
+        )
     hidden, heads = config.need("hidden_size"), config.need("num_attention_heads")
     return {
         "architecture": config.architecture,
@@ -151,12 +184,19 @@ def sizes(config: ConfigReader) -> Fields:
 def rope(config: ConfigReader, *, partial: float | None = None, yarn: bool = False) -> Fields:
     """Rotary embeddings: rope_theta and rope_scaling (transformers 4), or rope_parameters (5).
 
-    partial: the rotated fraction of a head where the config has none; None: the family rotates all of it.
+    partial: the rotated fraction of a head where the config has none; None: the family rotates all
+    of it.
     """
     scaling = dict(config.get("rope_scaling", None) or config.get("rope_parameters", None) or {})
-    theta = float(ConfigReader({**config.hf, **(config.get("rope_parameters", None) or {})}).need("rope_theta"))
+    theta = float(
+        ConfigReader({**config.hf, **(config.get("rope_parameters", None) or {})}).need(
+            "rope_theta"
+        )
+    )
     config.get("rope_theta", None)  # read above by another reader
-    fraction = float(scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor", partial or 1.0)))
+    fraction = float(
+        scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor", partial or 1.0))
+    )
     if partial is None and fraction != 1.0:
         raise config.refuse("partial_rotary_factor", f"{fraction} would be ignored")
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
@@ -174,7 +214,9 @@ def rope(config: ConfigReader, *, partial: float | None = None, yarn: bool = Fal
 
 
 def read_yarn(config: ConfigReader, scaling: HfConfig) -> Yarn:
-    """Needs mscale and mscale_all_dim, which DeepSeek's models have: engines disagree on the scale without them."""
+    """Needs mscale and mscale_all_dim, which DeepSeek's models have: engines disagree on the scale
+    without them.
+    """
     rest = {key: value for key, value in scaling.items() if value is not None}
     try:
         found = Yarn(
@@ -194,7 +236,13 @@ def read_yarn(config: ConfigReader, scaling: HfConfig) -> Yarn:
 
 def dense(config: ConfigReader) -> Fields:
     ffn = config.need("intermediate_size")
-    none = {"moe_layers": (), "num_experts": 0, "top_k": 0, "router": RouterKind(), "expert_ffn_size": 0}
+    none = {
+        "moe_layers": (),
+        "num_experts": 0,
+        "top_k": 0,
+        "router": RouterKind(),
+        "expert_ffn_size": 0,
+    }
     return {**none, "ffn_size": ffn}
 
 
@@ -208,7 +256,10 @@ def expert_sizes(
     size_key: str = "moe_intermediate_size",
     number_keys: Sequence[str] = ("num_experts", "num_local_experts"),
 ) -> Fields:
-    """Sizes of the experts.  size_key: of an expert's MLP; number_keys: of the number of experts."""
+    """Sizes of the experts.
+
+    size_key: of an expert's MLP; number_keys: of the number of experts.
+    """
     return {
         "moe_layers": tuple(moe_layers),
         "num_experts": config.need(*number_keys),
@@ -224,9 +275,15 @@ def qwen_experts(config: ConfigReader) -> Fields:
     step, without = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers", []))
     moe_layers = [layer for layer in layers if layer not in without and (layer + 1) % step == 0]
     if not moe_layers:
-        raise ModelError(f"decoder_sparse_step = {step}, mlp_only_layers = {sorted(without)}: no layer has experts")
+        raise ModelError(
+            f"decoder_sparse_step = {step}, mlp_only_layers = {sorted(without)}: no layer has"
+            " experts"
+        )
     # softmax over the selected == renormalised top-k
-    return {**expert_sizes(config, moe_layers), "router": RouterKind(pre_softmax=not config.need("norm_topk_prob"))}
+    return {
+        **expert_sizes(config, moe_layers),
+        "router": RouterKind(pre_softmax=not config.need("norm_topk_prob")),
+    }
 
 
 def every_layer_experts(config: ConfigReader, *, renormalised: bool) -> Fields:
@@ -238,7 +295,9 @@ def every_layer_experts(config: ConfigReader, *, renormalised: bool) -> Fields:
 
 
 def late_experts(config: ConfigReader) -> Fields:
-    """Experts after the first dense layers, with shared ones; then the layers of multi-token prediction."""
+    """Experts after the first dense layers, with shared ones; then the layers of multi-token
+    prediction.
+    """
     config.only("moe_layer_freq", 1)
     num_layers, first = config.need("num_hidden_layers"), config.get("first_k_dense_replace", 0)
     if first >= num_layers:
@@ -264,13 +323,18 @@ def biased_experts(config: ConfigReader) -> Fields:
 
 def groups(config: ConfigReader, *, best: int) -> Fields:
     """Fields of RouterKind for groups of experts, ranked by the sum of their `best` experts."""
-    number, kept, top_k = config.get("n_group", 1), config.get("topk_group", 1), config.need("num_experts_per_tok")
+    number, kept, top_k = (
+        config.get("n_group", 1),
+        config.get("topk_group", 1),
+        config.need("num_experts_per_tok"),
+    )
     if kept >= number:
         return {}
     size = config.need(*ROUTED_EXPERTS) // number
     if kept * size < top_k or size < best:
         raise config.refuse(
-            "topk_group", f"{kept} groups of {size} experts are too few for the best {best} and for top-{top_k}"
+            "topk_group",
+            f"{kept} groups of {size} experts are too few for the best {best} and for top-{top_k}",
         )
     return {"num_groups": number, "group_topk": kept, "group_best": best}
 
@@ -295,7 +359,9 @@ def refuse_bias_and_windows(config: ConfigReader) -> None:
 
 
 def refuse_windows(config: ConfigReader) -> None:
-    """Sliding windows: enabled by use_sliding_window where a family has that key, elsewhere by sliding_window."""
+    """Sliding windows: enabled by use_sliding_window where a family has that key, elsewhere by
+    sliding_window.
+    """
     config.only("use_sliding_window", False)
     if "use_sliding_window" not in config.hf:
         config.only("sliding_window", None)

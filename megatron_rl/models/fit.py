@@ -17,27 +17,34 @@ from megatron_rl.models.spec import ModelError, ModelSpec
 
 
 def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
-    """Raise ValueError for sizes that cannot tile `world_size` ranks or that megatron-core computes wrongly."""
-    dense = cfg.tp * cfg.pp * cfg.cp  # ep is not a factor: experts are sharded over the data-parallel ranks
+    """Raise ValueError for sizes that cannot tile `world_size` ranks or that megatron-core computes
+    wrongly.
+    """
+    # ep is not a factor: experts are sharded over the data-parallel ranks
+    dense = cfg.tp * cfg.pp * cfg.cp
     if world_size % dense:
         raise ValueError(
-            f"parallel.tp x pp x cp = {cfg.tp} x {cfg.pp} x {cfg.cp} = {dense} must divide the number of "
-            f"ranks, {world_size}; start a multiple of {dense} ranks or lower one of them"
+            f"parallel.tp x pp x cp = {cfg.tp} x {cfg.pp} x {cfg.cp} = {dense} must divide the"
+            f" number of ranks, {world_size}; start a multiple of {dense} ranks or lower one of"
+            " them"
         )
     expert = cfg.expert_tp * cfg.ep * cfg.pp
     if world_size % expert:
         etp = (
-            "" if cfg.etp is not None else " (the default is tp; set parallel.etp = 1 to keep each expert on one rank)"
+            ""
+            if cfg.etp is not None
+            else " (the default is tp; set parallel.etp = 1 to keep each expert on one rank)"
         )
         raise ValueError(
-            f"parallel.etp x ep x pp = {cfg.expert_tp} x {cfg.ep} x {cfg.pp} = {expert} must divide the number "
-            f"of ranks, {world_size}{etp}; start a multiple of {expert} ranks or lower one of them"
+            f"parallel.etp x ep x pp = {cfg.expert_tp} x {cfg.ep} x {cfg.pp} = {expert} must divide"
+            f" the number of ranks, {world_size}{etp}; start a multiple of {expert} ranks or lower"
+            " one of them"
         )
     if cfg.ep == 1 and cfg.expert_tp != cfg.tp and core_version() < Version("0.17"):
         raise ValueError(
-            f"parallel.tp = {cfg.tp} with ep = 1 and etp = {cfg.expert_tp}: megatron-core {core_version()} then reduces "
-            "expert gradients over the wrong ranks (replicas left unreduced, or shards added up), without an error; "
-            "set ep > 1 or etp = tp"
+            f"parallel.tp = {cfg.tp} with ep = 1 and etp = {cfg.expert_tp}: megatron-core"
+            f" {core_version()} then reduces expert gradients over the wrong ranks (replicas left"
+            " unreduced, or shards added up), without an error; set ep > 1 or etp = tp"
         )
 
 
@@ -46,96 +53,123 @@ def check_step(cfg: Config, dp_size: int) -> None:
     multiple, prompts = dp_size * cfg.run.num_mini_batches, cfg.run.prompts_per_step
     if prompts % multiple:
         raise ValueError(
-            f"run.prompts_per_step = {prompts} must be a multiple of {multiple} = data-parallel size {dp_size} "
-            f"x run.num_mini_batches {cfg.run.num_mini_batches}; set it to {-(-prompts // multiple) * multiple}, or change the "
-            "number of ranks"
+            f"run.prompts_per_step = {prompts} must be a multiple of {multiple} = data-parallel"
+            f" size {dp_size} x run.num_mini_batches {cfg.run.num_mini_batches}; set it to"
+            f" {-(-prompts // multiple) * multiple}, or change the number of ranks"
         )
     responses = cfg.run.prompts_per_step // multiple * cfg.run.group_size
     if cfg.parallel.vp > 1 and responses % cfg.parallel.pp:
         raise ValueError(
-            f"run.prompts_per_step x group_size gives a replica {responses} responses per mini-batch, which must be a multiple "
-            f"of parallel.pp = {cfg.parallel.pp}: with parallel.vp > 1 micro-batches come in multiples of pp, none empty; "
-            "change run.group_size or run.prompts_per_step"
+            f"run.prompts_per_step x group_size gives a replica {responses} responses per"
+            f" mini-batch, which must be a multiple of parallel.pp = {cfg.parallel.pp}: with"
+            " parallel.vp > 1 micro-batches come in multiples of pp, none empty; change"
+            " run.group_size or run.prompts_per_step"
         )
 
 
 def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ModelError for parallel sizes that do not divide this model, naming key, value and rule."""
+    """Raise ModelError for parallel sizes that do not divide this model, naming key, value and
+    rule.
+    """
 
     def divides(key: str, size: int, what: str, total: int) -> None:
         if total % size:
             raise ModelError(
-                f"parallel.{key} = {size} must divide the model's {what}, {total}; use one of {divisors(total)}"
+                f"parallel.{key} = {size} must divide the model's {what}, {total}; use one of"
+                f" {divisors(total)}"
             )
 
     divides("tp", parallel.tp, "num_attention_heads", spec.num_heads)
     divides("tp", parallel.tp, "num_key_value_heads", spec.num_kv_heads)
     if spec.qk_norm == "vector" and parallel.tp > 1:
         raise ModelError(
-            f"parallel.tp = {parallel.tp}: {spec.architecture} normalises queries over all heads, but a tensor rank has only "
-            "some; set it to 1 (and use ep)"
+            f"parallel.tp = {parallel.tp}: {spec.architecture} normalises queries over all heads,"
+            " but a tensor rank has only some; set it to 1 (and use ep)"
         )
     if spec.is_mla and parallel.cp > 1:
         raise ModelError(
-            f"parallel.cp = {parallel.cp}: latent attention under context parallelism is not supported; set it to 1"
+            f"parallel.cp = {parallel.cp}: latent attention under context parallelism is not"
+            " supported; set it to 1"
         )
     if (spec.is_mla or spec.moe_layers) and parallel.tp > 1 and not parallel.use_sequence_parallel:
         raise ModelError(
-            f"parallel.sequence_parallel = false with parallel.tp = {parallel.tp}: megatron-core's MoE needs it, and without it "
-            "core counts the gradient of latent attention's query norm tp times; remove the key"
+            f"parallel.sequence_parallel = false with parallel.tp = {parallel.tp}: megatron-core's"
+            " MoE needs it, and without it core counts the gradient of latent attention's query"
+            " norm tp times; remove the key"
         )
-    if spec.moe_layers and spec.top_k == 1 and spec.router.score_function == "softmax" and not spec.router.pre_softmax:
+    if (
+        spec.moe_layers
+        and spec.top_k == 1
+        and spec.router.score_function == "softmax"
+        and not spec.router.pre_softmax
+    ):
         raise ModelError(
-            f"num_experts_per_tok = 1 with norm_topk_prob = true in {spec.architecture}: every gate weight is 1, the router gets "
-            "no gradient, and megatron-core refuses it; use a checkpoint with norm_topk_prob = false"
+            f"num_experts_per_tok = 1 with norm_topk_prob = true in {spec.architecture}: every gate"
+            " weight is 1, the router gets no gradient, and megatron-core refuses it; use a"
+            " checkpoint with norm_topk_prob = false"
         )
     if spec.moe_layers:
         divides("ep", parallel.ep, "number of experts", spec.num_experts)
         divides("etp", parallel.expert_tp, "moe_intermediate_size", spec.expert_ffn_size)
         divides("tp", parallel.tp, "size of shared experts", spec.shared_ffn_size)
     elif parallel.ep > 1:
-        raise ModelError(f"parallel.ep = {parallel.ep}: {spec.architecture} has no experts; set it to 1")
+        raise ModelError(
+            f"parallel.ep = {parallel.ep}: {spec.architecture} has no experts; set it to 1"
+        )
     if len(spec.moe_layers) < spec.num_layers:
         divides("tp", parallel.tp, "intermediate_size", spec.ffn_size)
     if not parallel.layers_per_stage:
-        divides("pp x vp", parallel.pp * parallel.vp, "num_hidden_layers (or set layers_per_stage)", spec.num_layers)
+        divides(
+            "pp x vp",
+            parallel.pp * parallel.vp,
+            "num_hidden_layers (or set layers_per_stage)",
+            spec.num_layers,
+        )
     elif sum(parallel.layers_per_stage) != spec.num_layers:
         raise ModelError(
-            f"parallel.layers_per_stage = {list(parallel.layers_per_stage)} adds up to {sum(parallel.layers_per_stage)}, "
-            f"the model's num_hidden_layers is {spec.num_layers}; every layer belongs to one stage: change a count"
+            f"parallel.layers_per_stage = {list(parallel.layers_per_stage)} adds up to"
+            f" {sum(parallel.layers_per_stage)}, the model's num_hidden_layers is"
+            f" {spec.num_layers}; every layer belongs to one stage: change a count"
         )
     stages = parallel.layers_per_stage or (spec.num_layers // (parallel.pp * parallel.vp),)
     if model.recompute == "full" and any(count % model.recompute_layers for count in stages):
         raise ModelError(
-            f"model.recompute_layers = {model.recompute_layers} must divide the layers of every pipeline stage, {list(stages)}; "
-            f"use one of {divisors(math.gcd(*stages))}"
+            f"model.recompute_layers = {model.recompute_layers} must divide the layers of every"
+            f" pipeline stage, {list(stages)}; use one of {divisors(math.gcd(*stages))}"
         )
     if model.token_dispatcher == "allgather" and parallel.pp > 1:
         raise ModelError(
-            f"model.token_dispatcher = allgather with parallel.pp = {parallel.pp}: megatron-core refuses it for "
-            "sequences of different lengths; use alltoall"
+            f"model.token_dispatcher = allgather with parallel.pp = {parallel.pp}: megatron-core"
+            " refuses it for sequences of different lengths; use alltoall"
         )
 
 
 def length_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
-    """Why servers that the run starts could not finish a response: each line names key, value, rule and fix.
+    """Why servers that the run starts could not finish a response: each line names key, value, rule
+    and fix.
 
-    SGLang refuses requests beyond the model's positions, unless started with a longer context, and truncates to its KV cache.
+    SGLang refuses requests beyond the model's positions, unless started with a longer context, and
+    truncates to its KV cache.
     """
     if cfg.rollout.urls:
         return
     is_extended = any(arg.startswith("--context") for arg in cfg.rollout.server_args)
-    for section, tokens in (("rollout", cfg.rollout.max_response_tokens), ("eval", cfg.eval.max_response_tokens or 0)):
+    for section, tokens in (
+        ("rollout", cfg.rollout.max_response_tokens),
+        ("eval", cfg.eval.max_response_tokens or 0),
+    ):
         if tokens >= spec.max_positions and not is_extended:
             yield (
-                f"{section}.max_response_tokens = {tokens} must be less than the model's max_position_embeddings, "
-                f"{spec.max_positions}: the server refuses longer requests; lower it"
+                f"{section}.max_response_tokens = {tokens} must be less than the model's"
+                f" max_position_embeddings, {spec.max_positions}: the server refuses longer"
+                " requests; lower it"
             )
         if tokens >= cfg.rollout.max_total_tokens:
             yield (
-                f"{section}.max_response_tokens = {tokens} must be less than rollout.max_total_tokens = "
-                f"{cfg.rollout.max_total_tokens}, the KV cache of a server: SGLang truncates longer responses silently; lower "
-                "the first or raise the second"
+                f"{section}.max_response_tokens = {tokens} must be less than"
+                f" rollout.max_total_tokens = {cfg.rollout.max_total_tokens}, the KV cache of a"
+                " server: SGLang truncates longer responses silently; lower the first or raise the"
+                " second"
             )
 
 
@@ -158,16 +192,18 @@ def queue_bytes(cfg: Config, spec: ModelSpec) -> float:
 
 
 def queue_problems(cfg: Config, spec: ModelSpec, replicas: float, memory: int) -> Iterator[str]:
-    """Why the groups that are sampled ahead might not fit into `memory`, the bytes of a machine's host.
+    """Why the groups that are sampled ahead might not fit into `memory`, the bytes of a machine's
+    host.
 
     replicas: the share of the data-parallel replicas whose leaders are on it.
     """
     ahead, size = cfg.rollout.steps_ahead, queue_bytes(cfg, spec) * replicas
     if ahead and size > memory:
         yield (
-            f"rollout.max_staleness = {cfg.rollout.max_staleness} keeps up to {1 + ahead} steps of rollouts in memory on this "
-            f"machine: {size / 2**30:.1f} GiB where all responses reach rollout.max_response_tokens = "
-            f"{cfg.rollout.max_response_tokens}, must be at most its {memory / 2**30:.1f} GiB; lower rollout.max_staleness"
+            f"rollout.max_staleness = {cfg.rollout.max_staleness} keeps up to {1 + ahead} steps of"
+            f" rollouts in memory on this machine: {size / 2**30:.1f} GiB where all responses reach"
+            f" rollout.max_response_tokens = {cfg.rollout.max_response_tokens}, must be at most its"
+            f" {memory / 2**30:.1f} GiB; lower rollout.max_staleness"
         )
 
 
@@ -177,7 +213,9 @@ def divisors(total: int) -> str:
 
 
 def core_version() -> Version:
-    """The installed version; where there is none (planning needs none), the lowest supported, which has the strictest rules."""
+    """The installed version; where there is none (planning needs none), the lowest supported, which
+    has the strictest rules.
+    """
     try:
         return Version(metadata.version("megatron-core"))
     except metadata.PackageNotFoundError:

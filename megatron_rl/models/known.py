@@ -1,7 +1,8 @@
 """Published sizes of well-known models, to plan a layout before the checkpoint is downloaded.
 
-Each entry is the model's public config.json without keys that do not change its sizes, and without quantization: training is in
-16 bits.  tests/unit/plan/test_plan_time.py compares parameter totals with the published ones.
+Each entry is the model's public config.json without keys that do not change its sizes, and without
+quantization: training is in 16 bits.  tests/unit/plan/test_plan_time.py compares parameter totals
+with the published ones.
 """
 
 from __future__ import annotations
@@ -13,34 +14,74 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import HfConfig, ModelError, ModelSpec, load_hf_config
 
 QWEN3_MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
     "max_position_embeddings": 40_960, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61, "hidden_size": 7168, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18_432,
-    "moe_intermediate_size": 2048, "n_shared_experts": 1, "num_experts_per_tok": 8, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+    "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61, "hidden_size": 7168,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "norm_topk_prob": True, "rms_norm_eps": 1e-6,
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
 }  # fmt: skip
 
 KNOWN: dict[str, HfConfig] = {
     "qwen3-30b-a3b": QWEN3_MOE
-    | {"num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 6144}
+    | {
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "intermediate_size": 6144,
+    }
     | {"moe_intermediate_size": 768},
     "qwen3-235b-a22b": QWEN3_MOE
-    | {"num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64, "intermediate_size": 12_288}
+    | {
+        "num_hidden_layers": 94,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "intermediate_size": 12_288,
+    }
     | {"moe_intermediate_size": 1536},
     "deepseek-v3": DEEPSEEK_V3
-    | {"num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256, "first_k_dense_replace": 3}
-    | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "vocab_size": 129_280, "rope_theta": 1e4}
+    | {
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "first_k_dense_replace": 3,
+    }
+    | {
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "vocab_size": 129_280,
+        "rope_theta": 1e4,
+    }
     | {"max_position_embeddings": 163_840},
     "kimi-k2": DEEPSEEK_V3
-    | {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1}
-    | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "vocab_size": 163_840, "rope_theta": 5e4}
+    | {
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "n_routed_experts": 384,
+        "first_k_dense_replace": 1,
+    }
+    | {
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+        "vocab_size": 163_840,
+        "rope_theta": 5e4,
+    }
     | {"max_position_embeddings": 131_072, "num_nextn_predict_layers": 0},
 }
-"""Name -> config.json.  kimi-k2: about 10^12 parameters, DeepSeek-V3's architecture with half its heads and 384 experts."""
+"""Name -> config.json.
+
+kimi-k2: about 10^12 parameters, DeepSeek-V3's architecture with half its heads and 384 experts.
+"""
 
 
 def is_known(model: str | Path) -> bool:
@@ -58,5 +99,7 @@ def find_spec(model: str | Path) -> ModelSpec:
     if not Path(model).is_dir():
         close = difflib.get_close_matches(str(model).lower(), KNOWN, n=1, cutoff=0.4)
         hint = f", did you mean {close[0]}?" if close else ""
-        raise ModelError(f"model {model}: no such checkpoint directory, nor one of {', '.join(KNOWN)}{hint}")
+        raise ModelError(
+            f"model {model}: no such checkpoint directory, nor one of {', '.join(KNOWN)}{hint}"
+        )
     return make_spec(load_hf_config(Path(model)))

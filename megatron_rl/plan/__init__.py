@@ -1,1 +1,4 @@
-"""What a configuration will do: checks, rank grid, parameters, bytes and seconds.  Imports no torch."""
+"""What a configuration will do: checks, rank grid, parameters, bytes and seconds.
+
+Imports no torch.
+"""

@@ -1,6 +1,8 @@
-"""Coordinates of ranks in megatron-core's order "tp-cp-ep-dp-pp": tensor ranks are neighbours, pipeline ranks farthest apart.
+"""Coordinates of ranks in megatron-core's order "tp-cp-ep-dp-pp": tensor ranks are neighbours,
+pipeline ranks farthest apart.
 
-The dense part of a model is sharded over tp x cp x dp x pp, its experts over etp x ep x expert-dp x pp, on the same ranks.
+The dense part of a model is sharded over tp x cp x dp x pp, its experts over etp x ep x expert-dp x
+pp, on the same ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from megatron_rl.config import ParallelConfig
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank's coordinates; `replica` is its data-parallel rank, `expert_replica` which copy of its experts it holds."""
+    """A rank's coordinates; `replica` is its data-parallel rank, `expert_replica` which copy of its
+    experts it holds.
+    """
 
     rank: int
     tp: int
@@ -27,7 +31,9 @@ class RankPlace:
 
 def smallest_world(parallel: ParallelConfig) -> int:
     """The smallest number of ranks that these sizes divide."""
-    return math.lcm(parallel.tp * parallel.cp * parallel.pp, parallel.expert_tp * parallel.ep * parallel.pp)
+    return math.lcm(
+        parallel.tp * parallel.cp * parallel.pp, parallel.expert_tp * parallel.ep * parallel.pp
+    )
 
 
 def dp_size(parallel: ParallelConfig, world_size: int) -> int:

@@ -1,6 +1,8 @@
-"""Devices by their vendors' figures, and the assumptions that turn them into step times.  Imports no torch.
+"""Devices by their vendors' figures, and the assumptions that turn them into step times.  Imports
+no torch.
 
-Per device, in bytes, seconds and FLOPs (a multiplication and an addition are two).  Link rates are of one direction.
+Per device, in bytes, seconds and FLOPs (a multiplication and an addition are two).  Link rates are
+of one direction.
 """
 
 from __future__ import annotations
@@ -33,17 +35,23 @@ class Hardware:
 
 
 HARDWARE = {
-    # NVIDIA A100 80GB SXM data sheet: 312 TFLOPS BF16, 2,039 GB/s, NVLink 600 GB/s both ways; DGX A100: 8 x 200 Gb/s
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOPS BF16, 2,039 GB/s, NVLink 600 GB/s both ways; DGX
+    # A100: 8 x 200 Gb/s
     "a100": Hardware("A100-80G", 312e12, 80.0 * GIB, 2.039e12, 300e9, 25e9, 8),
-    # NVIDIA H100 SXM5 data sheet: 989 TFLOPS BF16 without sparsity, 3.35 TB/s, NVLink 900 GB/s both ways; DGX H100: 8 x 400 Gb/s
+    # NVIDIA H100 SXM5 data sheet: 989 TFLOPS BF16 without sparsity, 3.35 TB/s, NVLink 900 GB/s both
+    # ways; DGX H100: 8 x 400 Gb/s
     "h100": Hardware("H100-SXM", 989e12, 79.6 * GIB, 3.35e12, 450e9, 50e9, 8),
-    # NVIDIA H200 SXM data sheet: 989 TFLOPS BF16 without sparsity, 141 GB, 4.8 TB/s, NVLink 900 GB/s; DGX H200: 8 x 400 Gb/s
+    # NVIDIA H200 SXM data sheet: 989 TFLOPS BF16 without sparsity, 141 GB, 4.8 TB/s, NVLink 900
+    # GB/s; DGX H200: 8 x 400 Gb/s
     "h200": Hardware("H200", 989e12, 140.4 * GIB, 4.8e12, 450e9, 50e9, 8),
-    # NVIDIA DGX B200 data sheet: 8 x 2.25 PFLOPS BF16 without sparsity, 1,440 GB and 64 TB/s, NVLink 1.8 TB/s; 8 x 400 Gb/s
+    # NVIDIA DGX B200 data sheet: 8 x 2.25 PFLOPS BF16 without sparsity, 1,440 GB and 64 TB/s,
+    # NVLink 1.8 TB/s; 8 x 400 Gb/s
     "b200": Hardware("B200", 2250e12, 179.0 * GIB, 8.0e12, 900e9, 50e9, 8),
-    # NVIDIA GB200 NVL72 data sheet: 72 GPUs: 180 PFLOPS BF16 without sparsity, 13.4 TB, 576 TB/s, NVLink 1.8 TB/s each; 400 Gb/s
+    # NVIDIA GB200 NVL72 data sheet: 72 GPUs: 180 PFLOPS BF16 without sparsity, 13.4 TB, 576 TB/s,
+    # NVLink 1.8 TB/s each; 400 Gb/s
     "gb200": Hardware("GB200", 2500e12, 185.0 * GIB, 8.0e12, 900e9, 50e9, 72),
-    # no vendor's figures: one thread of a server CPU in round numbers; benchmarks/step_time.py measures its own row
+    # no vendor's figures: one thread of a server CPU in round numbers; benchmarks/step_time.py
+    # measures its own row
     "cpu": Hardware("CPU thread", 80e9, 8.0 * GIB, 10e9, 2e9, 2e9, 64),
 }
 
@@ -52,7 +60,8 @@ HARDWARE = {
 class Assumptions:
     """Assumptions of the computed times, beside the data sheets; `--assume NAME=VALUE` changes one.
 
-    Fractions of the peak are those that large runs report; they are not measured with this program on a GPU.
+    Fractions of the peak are those that large runs report; they are not measured with this program
+    on a GPU.
     """
 
     matrices: float = 0.55
@@ -69,31 +78,46 @@ class Assumptions:
     fill: float = 0.90
     """Rows of a micro-batch / run.max_tokens_per_micro_batch."""
     lockstep: float = 0.97
-    """Work / (replicas x slowest) over the micro-batches that run side by side (results/benchmarks.md, Balancing)."""
+    """Work / (replicas x slowest) over the micro-batches that run side by side
+    (results/benchmarks.md, Balancing).
+    """
     layer_seconds: float = 30e-6
     """Fixed time of a layer's forward pass: launching its kernels."""
     decode_layer_seconds: float = 12e-6
     """The same in decoding, with CUDA graphs."""
     collective_seconds: float = 8e-6
-    """Latency of a small all-reduce within a node; decoding has two per layer; times the nodes of a server."""
+    """Latency of a small all-reduce within a node; decoding has two per layer; times the nodes of a
+    server.
+    """
     mean_prompt: float = 0.15
     """Mean prompt / data.max_prompt_tokens."""
     mean_response: float = 0.30
-    """Mean response / rollout.max_response_tokens.  Lengths are exponential, truncated at the cap."""
+    """Mean response / rollout.max_response_tokens.
+
+    Lengths are exponential, truncated at the cap.
+    """
     server_memory: float = 0.85
     """Fraction of device memory for a server's weights and KV cache."""
     released: float = 2.0
-    """GiB that a process keeps on a GPU after it has released its weights, cache or state: CUDA's context, nccl, graphs."""
+    """GiB that a process keeps on a GPU after it has released its weights, cache or state: CUDA's
+    context, nccl, graphs.
+    """
     tensor_seconds: float = 100e-6
-    """Fixed time of each tensor of a weight sync on its source: naming, gathering, describing it."""
+    """Fixed time of each tensor of a weight sync on its source: naming, gathering, describing it.
+    """
     server_tensor_seconds: float = 52e-6
-    """The same on the servers: 0.96 s for 18,432 expert tensors, measured in SGLang's search for a name's parameter."""
+    """The same on the servers: 0.96 s for 18,432 expert tensors, measured in SGLang's search for a
+    name's parameter.
+    """
     disk: float = 2e9
     """Bytes/s of a shared disk (rollout.weight_sync = disk)."""
 
 
 class Rates:
-    """What one device is assumed to reach.  matrices, experts, attention: FLOP/s; memory, nvlink, network: bytes/s."""
+    """What one device is assumed to reach.
+
+    matrices, experts, attention: FLOP/s; memory, nvlink, network: bytes/s.
+    """
 
     def __init__(self, hardware: Hardware, assumed: Assumptions):
         self.matrices = hardware.flops * assumed.matrices
@@ -113,13 +137,16 @@ def find_hardware(name: str) -> Hardware:
     """The row of this name; ValueError names the nearest."""
     if name.lower() not in HARDWARE:
         raise ValueError(
-            f"--gpu {name}: unknown hardware{nearest(name.lower(), list(HARDWARE))}; rows: {', '.join(HARDWARE)}"
+            f"--gpu {name}: unknown hardware{nearest(name.lower(), list(HARDWARE))}; rows:"
+            f" {', '.join(HARDWARE)}"
         )
     return HARDWARE[name.lower()]
 
 
 def read_assumptions(given: Sequence[str]) -> Assumptions:
-    """Defaults with each NAME=VALUE applied; ValueError for an unknown name or a value that is not a positive number."""
+    """Defaults with each NAME=VALUE applied; ValueError for an unknown name or a value that is not
+    a positive number.
+    """
     names = [field.name for field in fields(Assumptions)]
     changed = {}
     for item in given:
@@ -127,7 +154,8 @@ def read_assumptions(given: Sequence[str]) -> Assumptions:
         if name not in names:
             known = ", ".join(names)
             raise ValueError(
-                f"--assume {item}: no assumption is called {name!r}{nearest(name, names)}; they are {known}"
+                f"--assume {item}: no assumption is called {name!r}{nearest(name, names)}; they are"
+                f" {known}"
             )
         try:
             changed[name] = float(text)

@@ -1,4 +1,6 @@
-"""Checks of the machine on which a run starts: room on its disk, free ports, options that its SGLang knows.  Imports no torch."""
+"""Checks of the machine on which a run starts: room on its disk, free ports, options that its
+SGLang knows.  Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ parser.parse_args(["--model-path", "model", *sys.argv[1:]])
 
 
 def checkpoint_bytes(cfg: Config, spec: ModelSpec) -> int:
-    """Size of one checkpoint: weights, Adam's two moments and, of 16-bit weights, their float32 copy."""
+    """Size of one checkpoint: weights, Adam's two moments and, of 16-bit weights, their float32
+    copy.
+    """
     size = 2 if cfg.model.dtype == "bfloat16" else 4
     return memory.full_model(spec).total * (size + 8 + (4 if size == 2 else 0))
 
@@ -48,11 +52,16 @@ def step_bytes(cfg: Config, spec: ModelSpec) -> int:
     tokens = cfg.run.prompts_per_step * cfg.run.group_size
     tokens *= cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     routes = 2 * memory.host_route_bytes(spec, cfg, tokens)  # of the server and of the trainer
-    return tokens * TOKEN_BYTES + int(float(cfg.rollout.save_tensors) * (tokens * SAVED_TOKEN_BYTES + routes))
+    return tokens * TOKEN_BYTES + int(
+        float(cfg.rollout.save_tensors) * (tokens * SAVED_TOKEN_BYTES + routes)
+    )
 
 
 def disk_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
-    """Why a checkpoint and the rollouts of a step cannot be written.  Writes a file there, and removes it."""
+    """Why a checkpoint and the rollouts of a step cannot be written.
+
+    Writes a file there, and removes it.
+    """
     folder = cfg.run_dir.absolute()
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     name = f"run.dir / run.name = {cfg.run_dir}"
@@ -70,15 +79,16 @@ def disk_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
             os.fsync(file.fileno())
     except OSError as error:
         yield (
-            f"{name}: no file can be written in {existing}: {error.strerror}, {free / GIB:.2f} GiB free; make room there, "
-            "or choose another run.dir"
+            f"{name}: no file can be written in {existing}: {error.strerror}, {free / GIB:.2f} GiB"
+            " free; make room there, or choose another run.dir"
         )
         return
     checkpoint, step = checkpoint_bytes(cfg, spec), step_bytes(cfg, spec)
     if free < checkpoint + step:
         yield (
-            f"{name}: {free / GIB:.2f} GiB free in {existing}, but a checkpoint takes {checkpoint / GIB:.2f} GiB and the "
-            f"rollouts of a step at most {step / GIB:.2f} GiB; make room there, or choose another run.dir"
+            f"{name}: {free / GIB:.2f} GiB free in {existing}, but a checkpoint takes"
+            f" {checkpoint / GIB:.2f} GiB and the rollouts of a step at most {step / GIB:.2f} GiB;"
+            " make room there, or choose another run.dir"
         )
 
 
@@ -90,13 +100,15 @@ def port_problems(cfg: Config) -> Iterator[str]:
         try:
             check_port_is_free(cfg.rollout.host, port)
         except ServerError as error:
-            # another reason, such as an address of another machine, is no fault of the configuration
+            # another reason, such as an address of another machine, is no fault of the
+            # configuration
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
                 yield str(error)
 
 
 def check_parsed_server_args(cfg: Config) -> list[str]:
-    """Raise ValueError for rollout.server_args that the installed SGLang's own parser refuses; returns why it was not asked.
+    """Raise ValueError for rollout.server_args that the installed SGLang's own parser refuses;
+    returns why it was not asked.
 
     Its import takes seconds, so that it is asked only where there are such options.
     """
@@ -106,14 +118,17 @@ def check_parsed_server_args(cfg: Config) -> list[str]:
     name, python = f"rollout.server_args = {options}", str(cfg.rollout.python or sys.executable)
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
-            [python, "-c", PARSER, *options], capture_output=True, text=True, timeout=PARSER_SECONDS,
+            [python, "-c", PARSER, *options], capture_output=True, text=True,
+            timeout=PARSER_SECONDS,
             env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
         )  # fmt: skip
         errors = [line for line in done.stderr.splitlines() if line.startswith("sglang: error: ")]
         if done.returncode == 2 and errors:
             reason = errors[-1].removeprefix("sglang: error: ")
             version = done.stdout.partition("\n")[0]
-            raise ValueError(f"{name}: SGLang {version}, of {python}, refuses it: {reason}; correct or remove it")
+            raise ValueError(
+                f"{name}: SGLang {version}, of {python}, refuses it: {reason}; correct or remove it"
+            )
         if done.returncode == 0:
             return []
         if done.returncode == NOT_INSTALLED:

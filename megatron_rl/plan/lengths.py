@@ -1,6 +1,8 @@
-"""Assumed response lengths: exponential, truncated at the cap.  The mean determines the distribution.
+"""Assumed response lengths: exponential, truncated at the cap.  The mean determines the
+distribution.
 
-An exponential has no memory: the rest of a running response is distributed like a new one (up to the cap).
+An exponential has no memory: the rest of a running response is distributed like a new one (up to
+the cap).
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from megatron_rl.plan.hardware import Assumptions
 
 @dataclass(frozen=True)
 class Lengths:
-    """Responses of `mean` tokens, none above `cap`; scale: of the exponential.  Survival S(t) = e^(-t / scale) for t < cap."""
+    """Responses of `mean` tokens, none above `cap`; scale: of the exponential.
+
+    Survival S(t) = e^(-t / scale) for t < cap.
+    """
 
     mean: float
     cap: float
@@ -32,16 +37,25 @@ class Lengths:
 
 
 def lengths_of(cfg: Config, assumed: Assumptions) -> Lengths:
-    """Response lengths of a configuration.  Raises ValueError for a mean that is not below the cap."""
+    """Response lengths of a configuration.
+
+    Raises ValueError for a mean that is not below the cap.
+    """
     cap = cfg.rollout.max_response_tokens
     return make_lengths(assumed.mean_response * cap, cap)
 
 
 def make_lengths(mean: float, cap: float) -> Lengths:
-    """Solve s (1 - e^(-cap / s)) = mean for the scale s.  Raises ValueError unless 0 < mean < cap."""
+    """Solve s (1 - e^(-cap / s)) = mean for the scale s.
+
+    Raises ValueError unless 0 < mean < cap.
+    """
     if not 0 < mean < cap:
-        raise ValueError(f"mean response of {mean:g} tokens: it must be above 0 and below the cap of {cap:g}")
-    low, high = 0.0, cap / mean  # x = cap / s, with (1 - e^-x) / x = mean / cap, falls from 1 and is below 1 / x
+        raise ValueError(
+            f"mean response of {mean:g} tokens: it must be above 0 and below the cap of {cap:g}"
+        )
+    # x = cap / s, with (1 - e^-x) / x = mean / cap, falls from 1 and is below 1 / x
+    low, high = 0.0, cap / mean
     for _ in range(100):
         x = (low + high) / 2
         low, high = (x, high) if -math.expm1(-x) / x > mean / cap else (low, x)

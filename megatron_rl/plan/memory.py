@@ -1,7 +1,8 @@
 """Parameters and bytes of one rank, from the model's sizes and the configuration.
 
-Weights, gradients and optimizer state are exact, up to the padding of megatron-core's buffers; activations are those of the
-layers' matrices (docs/design/cost_model.md).  Bytes throughout; T rows of a micro-batch on one context-parallel rank.
+Weights, gradients and optimizer state are exact, up to the padding of megatron-core's buffers;
+activations are those of the layers' matrices (docs/design/cost_model.md).  Bytes throughout; T rows
+of a micro-batch on one context-parallel rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from megatron_rl.plan.grid import dp_size, expert_dp_size
 
 @dataclass(frozen=True)
 class Parameters:
-    """Elements on one rank: dense ones are on every data- and context-parallel rank, experts on every expert replica."""
+    """Elements on one rank: dense ones are on every data- and context-parallel rank, experts on
+    every expert replica.
+    """
 
     dense: int
     experts: int
@@ -42,7 +45,9 @@ class Memory:
     routes: int
     """Expert ids of a mini-batch's micro-batches, at the longest responses."""
     working: int
-    """The larger of the logits and one layer that is being recomputed: both are short-lived, and never together."""
+    """The larger of the logits and one layer that is being recomputed: both are short-lived, and
+    never together.
+    """
 
     @property
     def total(self) -> int:
@@ -50,7 +55,9 @@ class Memory:
 
 
 def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    """0-based layers of each of the pp x vp stages, in forward order; stage i is on pipeline rank i % pp."""
+    """0-based layers of each of the pp x vp stages, in forward order; stage i is on pipeline rank i
+    % pp.
+    """
     stages = parallel.pp * parallel.vp
     counts = parallel.layers_per_stage or (spec.num_layers // stages,) * stages
     ends = accumulate(counts)
@@ -59,10 +66,14 @@ def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
 
 def rank_layers(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> list[int]:
     """The layers of one pipeline rank, over its chunks."""
-    return [layer for stage in stage_layers(spec, parallel)[pp_rank :: parallel.pp] for layer in stage]
+    return [
+        layer for stage in stage_layers(spec, parallel)[pp_rank :: parallel.pp] for layer in stage
+    ]
 
 
-def rank_parameters(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int, *, te: bool = False) -> Parameters:
+def rank_parameters(
+    spec: ModelSpec, parallel: ParallelConfig, pp_rank: int, *, te: bool = False
+) -> Parameters:
     """What one rank of this pipeline stage holds; te: in TransformerEngine's layers (`wants_te`)."""
     layers = rank_layers(spec, parallel, pp_rank)
     num_moe = len(set(layers) & set(spec.moe_layers))
@@ -82,21 +93,29 @@ def full_model(spec: ModelSpec) -> Parameters:
     return rank_parameters(spec, ParallelConfig(), 0)
 
 
-def layer_parameters(spec: ModelSpec, parallel: ParallelConfig, *, is_moe: bool, te: bool = False) -> Parameters:
+def layer_parameters(
+    spec: ModelSpec, parallel: ParallelConfig, *, is_moe: bool, te: bool = False
+) -> Parameters:
     h, tp = spec.hidden_size, parallel.tp
     dense = 2 * h + attention_parameters_of_rank(spec, tp, te=te)  # 2 h: the layer's norms
     if not is_moe:
         return Parameters(dense + 3 * h * spec.ffn_size // tp, 0)
     dense += h * spec.num_experts + 3 * h * spec.shared_ffn_size // tp + h * spec.shared_gate
-    return Parameters(dense, spec.num_experts // parallel.ep * 3 * h * spec.expert_ffn_size // parallel.expert_tp)
+    return Parameters(
+        dense, spec.num_experts // parallel.ep * 3 * h * spec.expert_ffn_size // parallel.expert_tp
+    )
 
 
 def attention_parameters_of_rank(spec: ModelSpec, tp: int, *, te: bool = False) -> int:
-    """Matrices are sharded over tp, norms of single heads replicated; with TransformerEngine also MLA's down-projections."""
+    """Matrices are sharded over tp, norms of single heads replicated; with TransformerEngine also
+    MLA's down-projections.
+    """
     h = spec.hidden_size
     if spec.is_mla:
         q_dim = spec.num_heads * (spec.qk_nope_dim + spec.qk_rope_dim)
-        up = (spec.q_lora_rank or h) * q_dim + spec.kv_lora_rank * spec.num_heads * (spec.qk_nope_dim + spec.v_head_dim)
+        up = (spec.q_lora_rank or h) * q_dim + spec.kv_lora_rank * spec.num_heads * (
+            spec.qk_nope_dim + spec.v_head_dim
+        )
         down = h * (spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_dim)
         sharded = up + spec.num_heads * spec.v_head_dim * h
         norms = spec.q_lora_rank + spec.kv_lora_rank
@@ -120,7 +139,8 @@ def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> 
     return Memory(
         weights=held.total * size,
         gradients=held.total * 4,  # core accumulates them in float32
-        optimizer=owned * (12 if size == 2 else 8),  # Adam's two moments, and a float32 copy of 16-bit weights
+        # Adam's two moments, and a float32 copy of 16-bit weights
+        optimizer=owned * (12 if size == 2 else 8),
         reference=held.total * size if cfg.loss.kl_coef else 0,  # a frozen copy of the weights
         activations=kept,
         routes=device_route_bytes(spec, cfg, world_size, pp_rank),
@@ -129,9 +149,11 @@ def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> 
 
 
 def checkpoint_bytes_of_rank(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
-    """What one rank of this pipeline stage writes of a checkpoint: its share of weights, float32 weights and two moments.
+    """What one rank of this pipeline stage writes of a checkpoint: its share of weights, float32
+    weights and two moments.
 
-    On a GPU this is also the host memory of a save, and of the background's copy.  Nothing is gathered: the device needs none.
+    On a GPU this is also the host memory of a save, and of the background's copy.  Nothing is
+    gathered: the device needs none.
     """
     held = rank_parameters(spec, cfg.parallel, pp_rank, te=wants_te(cfg))
     share = held.dense // (dp_size(cfg.parallel, world_size) * cfg.parallel.cp)
@@ -147,7 +169,12 @@ def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, i
     in_flight = micro_batches_in_flight(cfg, pp_rank)
     per_layer = {is_moe: layer_bytes(spec, cfg, is_moe=is_moe) for is_moe in (False, True)}
     # a recomputed layer keeps only its input
-    inputs = rows(cfg) * spec.hidden_size * element_size(cfg) // (parallel.tp if parallel.use_sequence_parallel else 1)
+    inputs = (
+        rows(cfg)
+        * spec.hidden_size
+        * element_size(cfg)
+        // (parallel.tp if parallel.use_sequence_parallel else 1)
+    )
     kept = 0
     worst = 0
     for chunk in chunks:
@@ -157,22 +184,31 @@ def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, i
             again = {"layer": full, "experts": experts, "": 0}[what]
             kept += inputs if what == "layer" else full - again
             worst = max(worst, again)
-    return kept * in_flight // parallel.vp, worst  # kept is of all vp chunks, in_flight counts passes of one
+    # kept is of all vp chunks, in_flight counts passes of one
+    return kept * in_flight // parallel.vp, worst
 
 
 def recomputed(model: ModelConfig, number: int) -> str:
-    """Recomputed part of a layer, which is `number` in its pipeline chunk: "layer", "experts" or ""."""
-    if model.recompute == "full" or (model.recompute == "block" and number < model.recompute_layers):
+    """Recomputed part of a layer, which is `number` in its pipeline chunk: "layer", "experts" or
+    "".
+    """
+    if model.recompute == "full" or (
+        model.recompute == "block" and number < model.recompute_layers
+    ):
         return "layer"
     return "experts" if model.recompute == "selective" else ""
 
 
-def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | None = None) -> tuple[int, int]:
-    """(all, those of the MoE part) that one layer keeps for backward, for one micro-batch of `num_rows`, default: a full one.
+def layer_bytes(
+    spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | None = None
+) -> tuple[int, int]:
+    """(all, those of the MoE part) that one layer keeps for backward, for one micro-batch of
+    `num_rows`, default: a full one.
 
-    Attention: two norms' inputs and outputs (4 h), queries, keys, values before and after rotation, its output, the
-    residual.  Experts: each row, k times: dispatched and returned (2 h), and gate, up and their product (3 f).  Layers without
-    TransformerEngine also keep keys and values once per query head, the norm of each head, and silu(gate).
+    Attention: two norms' inputs and outputs (4 h), queries, keys, values before and after rotation,
+    its output, the residual.  Experts: each row, k times: dispatched and returned (2 h), and gate,
+    up and their product (3 f).  Layers without TransformerEngine also keep keys and values once per
+    query head, the norm of each head, and silu(gate).
     """
     parallel, size = cfg.parallel, element_size(cfg)
     tp = parallel.tp
@@ -181,19 +217,26 @@ def layer_bytes(spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | N
     head = spec.head_dim if not spec.is_mla else spec.qk_nope_dim + spec.qk_rope_dim
     local = not wants_te(cfg)
     heads = 3 * spec.num_heads + 4 * spec.num_kv_heads
-    heads += (2 * spec.num_heads + (spec.num_heads + spec.num_kv_heads) * (spec.qk_norm != "none")) * local
+    heads += (
+        2 * spec.num_heads + (spec.num_heads + spec.num_kv_heads) * (spec.qk_norm != "none")
+    ) * local
     gated = 3 + local
     attention = t * (5 * h // sequence + heads * head // tp)
     if not is_moe:
         return (attention + t * (h // sequence + gated * spec.ffn_size // tp)) * size, 0
     # every expert tensor rank sees the rows of all of them, for its part of the expert
     routed = spec.top_k * (2 * h * parallel.expert_tp + gated * spec.expert_ffn_size)
-    experts = t // sequence * (h + routed + 2 * spec.num_experts) + t * gated * spec.shared_ffn_size // tp
+    experts = (
+        t // sequence * (h + routed + 2 * spec.num_experts) + t * gated * spec.shared_ffn_size // tp
+    )
     return (attention + experts) * size, experts * size
 
 
 def logits_bytes(spec: ModelSpec, cfg: Config) -> int:
-    """[T, V / tp] in the model's precision; the gradient overwrites them.  With model.fused_lm_head: one chunk of rows."""
+    """[T, V / tp] in the model's precision; the gradient overwrites them.
+
+    With model.fused_lm_head: one chunk of rows.
+    """
     # 1024: typical chunk of engine/fused_logprobs.py, which depends on the vocabulary
     held = min(rows(cfg), 1024) if cfg.model.fused_lm_head else rows(cfg)
     return held * (padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp) * element_size(cfg)
@@ -214,7 +257,9 @@ def wants_te(cfg: Config) -> bool:
 
 
 def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:
-    """Chunk passes whose activations a rank holds at the same time, under 1F1B or its interleaved form."""
+    """Chunk passes whose activations a rank holds at the same time, under 1F1B or its interleaved
+    form.
+    """
     pp, vp = cfg.parallel.pp, cfg.parallel.vp
     if vp == 1:
         return pp - pp_rank  # the first stage runs ahead of the last one by pp - 1
@@ -222,8 +267,8 @@ def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:
 
 
 def device_route_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
-    """Of this stage's layers for this rank's rows, at most: ids of one mini-batch, and with loss.router_shift those of all
-    mini-batches of a step with a float32 each."""
+    """Of this stage's layers for this rank's rows, at most: ids of one mini-batch, and with
+    loss.router_shift those of all mini-batches of a step with a float32 each."""
     ids = device_route_ids(spec, cfg, world_size, pp_rank)
     held = ids * id_bytes(spec) if cfg.needs_routes or cfg.replay.mode == "R2" else 0
     if cfg.loss.switches.router_shift:

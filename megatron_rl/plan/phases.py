@@ -1,4 +1,7 @@
-"""Memory of the fullest GPU of rank 0's host in each phase of a step, trainer and servers together.  Bytes."""
+"""Memory of the fullest GPU of rank 0's host in each phase of a step, trainer and servers together.
+
+Bytes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ SAVE = "saving a checkpoint"
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes on one GPU.  exact: of `trainer` and `servers`, without activations, routes and what is assumed."""
+    """Bytes on one GPU.
+
+    exact: of `trainer` and `servers`, without activations, routes and what is assumed.
+    """
 
     name: str
     trainer: int
@@ -32,7 +38,8 @@ class Phase:
 def phases(
     spec: ModelSpec, cfg: Config, world: int, hardware: Hardware, assumed: Assumptions, shared: int
 ) -> Iterator[Phase]:
-    """shared: servers that the run starts on a GPU of a training rank, at most.  Attached servers are not counted.
+    """shared: servers that the run starts on a GPU of a training rank, at most.  Attached servers
+    are not counted.
 
     A checkpoint is written from the state in place: of the trainer it has no activations.
     """
@@ -54,7 +61,9 @@ def phases(
         weights = shared * server.weights
         yield Phase("training", rank.total, shared * left, state)
         yield Phase(SAVE, held, shared * left, state)
-        yield Phase("weight sync", rank.weights + buckets, weights + shared * left, rank.weights + weights)
+        yield Phase(
+            "weight sync", rank.weights + buckets, weights + shared * left, rank.weights + weights
+        )
         yield Phase("sampling", left, shared * (server.total + left), shared * server.total)
 
 
@@ -76,14 +85,20 @@ class ServerBytes:
         return self.weights + self.cache
 
 
-def server_bytes(spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions) -> ServerBytes:
+def server_bytes(
+    spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions
+) -> ServerBytes:
     """Of a server that the run starts, with the KV cache of rollout.max_total_tokens."""
     model = DecodeModel(spec, configured_servers(spec, cfg, hardware, assumed), hardware, assumed)
-    return ServerBytes(int(model.weight_bytes()), int(cfg.rollout.max_total_tokens * model.cache_bytes()))
+    return ServerBytes(
+        int(model.weight_bytes()), int(cfg.rollout.max_total_tokens * model.cache_bytes())
+    )
 
 
 def host_bytes(spec: ModelSpec, cfg: Config, world: int) -> int:
-    """Of a rank's weights and optimizer state on its host while the servers have its GPU (rollout.release_memory)."""
+    """Of a rank's weights and optimizer state on its host while the servers have its GPU
+    (rollout.release_memory).
+    """
     ranks = [memory.rank_memory(spec, cfg, world, pp) for pp in range(cfg.parallel.pp)]
     return max(each.weights + each.optimizer for each in ranks) if cfg.rollout.release_memory else 0
 
@@ -92,20 +107,26 @@ def check_phases(found: Sequence[Phase], hardware: Hardware) -> None:
     """Raise ValueError for a phase whose exact part alone does not fit."""
     for phase in found:
         if phase.exact > hardware.memory:
-            trainer, servers, exact = (each / GIB for each in (phase.trainer, phase.servers, phase.exact))
+            trainer, servers, exact = (
+                each / GIB for each in (phase.trainer, phase.servers, phase.exact)
+            )
             raise ValueError(
-                f"{phase.name}: a GPU would hold {trainer:.1f} GiB of the trainer and {servers:.1f} GiB of servers, {exact:.1f} "
-                "GiB of them weights, gradients, optimizer state and KV cache, which must be at most the "
-                f"{hardware.memory / GIB:.1f} GiB of {hardware.name}: {remedy(phase)}"
+                f"{phase.name}: a GPU would hold {trainer:.1f} GiB of the trainer and {servers:.1f}"
+                f" GiB of servers, {exact:.1f} GiB of them weights, gradients, optimizer state and"
+                f" KV cache, which must be at most the {hardware.memory / GIB:.1f} GiB of"
+                f" {hardware.name}: {remedy(phase)}"
             )
 
 
 def remedy(phase: Phase) -> str:
     if not phase.servers:
-        return "use more ranks, or another layout (megatron-rl plan); for other hardware of the dry run, --gpu"
+        return (
+            "use more ranks, or another layout (megatron-rl plan); for other hardware of the dry"
+            " run, --gpu"
+        )
     if not phase.trainer:
         return "give a server more of rollout.gpus, or lower rollout.max_total_tokens"
     return (
-        "set rollout.gpus to GPUs without training ranks, rollout.release_memory = true with weight_sync = colocated, or "
-        "rollout.urls"
+        "set rollout.gpus to GPUs without training ranks, rollout.release_memory = true with"
+        " weight_sync = colocated, or rollout.urls"
     )

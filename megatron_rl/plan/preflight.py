@@ -1,4 +1,6 @@
-"""Checks of what a configuration refers to, as at start-up: files, functions, checkpoints, the machine.  Imports no torch."""
+"""Checks of what a configuration refers to, as at start-up: files, functions, checkpoints, the
+machine.  Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,26 @@ from megatron_rl.plan.host import check_parsed_server_args, disk_problems, port_
 Json = dict[str, Any]
 MOST_ROWS = 10_000
 TOKENIZERS = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "tokenizer_config.json",
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
+    "tokenizer_config.json",
 )  # fmt: skip
 REWARD_ARGUMENTS = (("prompt", "response", "label"), ("episode",))
-"""A group takes the place of an episode; the function's annotation tells them apart when it is loaded."""
+"""A group takes the place of an episode; the function's annotation tells them apart when it is
+loaded.
+"""
 LOSS_ARGUMENTS = ("inputs", "config")
 
 
 def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
-    """Return what cannot be checked here.  Raises ValueError with one line for each thing that a start-up would refuse."""
+    """Return what cannot be checked here.
+
+    Raises ValueError with one line for each thing that a start-up would refuse.
+    """
     problems = [
-        *prompt_problems(cfg), *tokenizer_problems(cfg), *weight_problems(cfg.model.path), *function_problems(cfg),
-        *server_problems(cfg), *tracker_problems(cfg), *resume_problems(cfg), *length_problems(cfg, spec), *port_problems(cfg),
+        *prompt_problems(cfg), *tokenizer_problems(cfg), *weight_problems(cfg.model.path),
+        *function_problems(cfg),
+        *server_problems(cfg), *tracker_problems(cfg), *resume_problems(cfg), *length_problems(cfg,
+        spec), *port_problems(cfg),
         *([] if is_plan_only(cfg.model.path) else disk_problems(cfg, spec)),
     ]  # fmt: skip
     if not problems:
@@ -50,7 +60,9 @@ def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
 
 
 def is_plan_only(path: Path) -> bool:
-    """Whether a checkpoint directory holds config.json and neither tokenizer nor weights: enough to plan with."""
+    """Whether a checkpoint directory holds config.json and neither tokenizer nor weights: enough to
+    plan with.
+    """
     names = {each.name for each in path.iterdir()}
     return not names & set(TOKENIZERS) and not any(
         name.endswith((".safetensors", ".bin", ".pt", ".pth")) for name in names
@@ -59,11 +71,20 @@ def is_plan_only(path: Path) -> bool:
 
 def notes(cfg: Config) -> Iterator[str]:
     if is_plan_only(cfg.model.path):
-        yield f"model.path = {cfg.model.path}: only config.json is there; a run needs the tokenizer and the weights too"
+        yield (
+            f"model.path = {cfg.model.path}: only config.json is there; a run needs the tokenizer"
+            " and the weights too"
+        )
     key = cfg.rollout.api_key_env
     if key is not None and not os.environ.get(key):
-        yield f"rollout.api_key_env = {key}: that environment variable is unset or empty here; a run is refused without it"
-    yield f"prompt files: the first {MOST_ROWS:,} rows of each were read; their length in tokens is known only in the run"
+        yield (
+            f"rollout.api_key_env = {key}: that environment variable is unset or empty here; a run"
+            " is refused without it"
+        )
+    yield (
+        f"prompt files: the first {MOST_ROWS:,} rows of each were read; their length in tokens is"
+        " known only in the run"
+    )
 
 
 def prompt_problems(cfg: Config) -> Iterator[str]:
@@ -99,23 +120,37 @@ def tokenizer_problems(cfg: Config) -> Iterator[str]:
     if is_plan_only(path):
         return
     if not any((path / name).is_file() for name in TOKENIZERS):
-        yield f"model.path = {path}: weights, but no tokenizer ({', '.join(TOKENIZERS[:3])}, ...); copy it there"
+        yield (
+            f"model.path = {path}: weights, but no tokenizer ({', '.join(TOKENIZERS[:3])}, ...);"
+            " copy it there"
+        )
         return
     settings = read_json(path / "tokenizer_config.json")
     special = read_json(path / "special_tokens_map.json")
     # other classes bring their own eos token
-    has_no_default = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    has_no_default = settings.get("tokenizer_class") in (
+        "PreTrainedTokenizerFast",
+        "TokenizersBackend",
+    )
     if has_no_default and not (settings.get("eos_token") or special.get("eos_token")):
-        yield f"model.path = {path}: its tokenizer has no eos token, so no response could end; set it in tokenizer_config.json"
-    templates = ("chat_template.jinja", "chat_template.json", "chat_templates", "additional_chat_templates")
+        yield (
+            f"model.path = {path}: its tokenizer has no eos token, so no response could end; set it"
+            " in tokenizer_config.json"
+        )
+    templates = (
+        "chat_template.jinja",
+        "chat_template.json",
+        "chat_templates",
+        "additional_chat_templates",
+    )
     if (
         cfg.data.chat_template
         and not settings.get("chat_template")
         and not any((path / name).exists() for name in templates)
     ):
         yield (
-            f"data.chat_template = true, but the tokenizer in model.path = {path} has no chat template; set data.chat_template = "
-            "false, or add chat_template.jinja there"
+            f"data.chat_template = true, but the tokenizer in model.path = {path} has no chat"
+            " template; set data.chat_template = false, or add chat_template.jinja there"
         )
 
 
@@ -156,20 +191,25 @@ def weight_problems(path: Path) -> Iterator[str]:
         files = sorted(path.glob("*.safetensors"))
     absent = [file.name for file in files if not file.is_file()]
     if not files:
-        yield f"model.path = {path}: no safetensors files there; download them, or convert other weights to safetensors"
+        yield (
+            f"model.path = {path}: no safetensors files there; download them, or convert other"
+            " weights to safetensors"
+        )
     if absent:
         yield f"{index}: names files that are not there: {', '.join(absent)}; download them"
     for file in files:
         if file.name not in absent:
             try:
-                safe_open(file, framework="numpy")  # reads the header and compares it with the file's size
+                # reads the header and compares it with the file's size
+                safe_open(file, framework="numpy")
             except SafetensorError as error:
                 yield f"{file}: not a complete safetensors file: {error}; download it again"
 
 
 def function_problems(cfg: Config) -> Iterator[str]:
     for key, name, calls in (
-        ("reward.function", cfg.reward.function, REWARD_ARGUMENTS), ("loss.name", cfg.loss.name, (LOSS_ARGUMENTS,))
+        ("reward.function", cfg.reward.function, REWARD_ARGUMENTS), ("loss.name", cfg.loss.name,
+        (LOSS_ARGUMENTS,))
     ):  # fmt: skip
         if ":" in name and (problem := problem_of(name, *calls)):
             yield f"{key} = {name!r} cannot be loaded: {problem}"
@@ -191,14 +231,22 @@ def server_problems(cfg: Config) -> Iterator[str]:
 
 
 def resume_problems(cfg: Config) -> Iterator[str]:
-    """Why a run cannot be continued: no checkpoint although one is required, or one of other settings."""
+    """Why a run cannot be continued: no checkpoint although one is required, or one of other
+    settings.
+    """
     try:
         path = choose_checkpoint(cfg.run_dir / "checkpoints", cfg.checkpoint)
         if path is not None:
             check_changes(json.loads((Path(path) / STATE).read_text())["config"], cfg, path)
     except OSError as error:
-        yield f"{error.filename}: cannot be read: {error.strerror}; choose another checkpoint with checkpoint.load"
+        yield (
+            f"{error.filename}: cannot be read: {error.strerror}; choose another checkpoint with"
+            " checkpoint.load"
+        )
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        yield f"{path}/{STATE}: not the state of a checkpoint: {error!r}; choose another with checkpoint.load"
+        yield (
+            f"{path}/{STATE}: not the state of a checkpoint: {error!r}; choose another with"
+            " checkpoint.load"
+        )
     except ValueError as error:  # check_changes and choose: their message is complete
         yield str(error)

@@ -1,6 +1,8 @@
-"""Every refusal that needs no GPU, in one place: the planner filters by it, the dry run and the start-up raise it.
+"""Every refusal that needs no GPU, in one place: the planner filters by it, the dry run and the
+start-up raise it.
 
-Files and functions that a configuration names are checked in preflight.py; what a server answers, at the start only.
+Files and functions that a configuration names are checked in preflight.py; what a server answers,
+at the start only.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ ABOUT_TE = re.compile(r"\bTE\b|transformer.?engine|fused_permute", re.IGNORECASE
 class Machine:
     """What refusals depend on beside the configuration.
 
-    ranks: training ranks on rank 0's host, which starts the servers; environ: theirs; gpus: of that host.
+    ranks: training ranks on rank 0's host, which starts the servers; environ: theirs; gpus: of that
+    host.
     """
 
     hardware: Hardware
@@ -44,7 +47,9 @@ class Machine:
 
 
 def planned_machine(world: int, hardware: Hardware, assumed: Assumptions) -> Machine:
-    """The host that a plan assumes: its GPUs are those of the hardware's row, CUDA_VISIBLE_DEVICES and LOCAL_WORLD_SIZE ours."""
+    """The host that a plan assumes: its GPUs are those of the hardware's row, CUDA_VISIBLE_DEVICES
+    and LOCAL_WORLD_SIZE ours.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     most = len(visible.split(",")) if visible else hardware.per_node
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or min(world, most)
@@ -62,19 +67,27 @@ def check_layout(spec: ModelSpec, cfg: Config, world: int) -> None:
 
 
 def check_replay(spec: ModelSpec, cfg: Config, core: object | None = None) -> None:
-    """Raise ReplayIncompatible if replay cannot be exact with the settings that model and configuration give core.
+    """Raise ReplayIncompatible if replay cannot be exact with the settings that model and
+    configuration give core.
 
     core: its TransformerConfig, where there is one.
     """
     if core is None:
-        settings: dict[str, object] = {"num_moe_experts": None, "bf16": cfg.model.dtype == "bfloat16"}
-        core = SimpleNamespace(**settings | expert_settings(spec) | routing_settings(spec, cfg.model, te=False))
-    check_compatibility(core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure)
+        settings: dict[str, object] = {
+            "num_moe_experts": None,
+            "bf16": cfg.model.dtype == "bfloat16",
+        }
+        core = SimpleNamespace(
+            **settings | expert_settings(spec) | routing_settings(spec, cfg.model, te=False)
+        )
+    check_compatibility(
+        core, mode=cfg.replay.mode, core_version=str(core_version()), measure=cfg.replay.measure
+    )
 
 
 def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
-    """Raise ValueError where core refuses [megatron], or replay does; returns what cannot be checked without
-    TransformerEngine."""
+    """Raise ValueError where core refuses [megatron], or replay does; returns what cannot be
+    checked without TransformerEngine."""
     if not cfg.megatron.fields:
         return []
     import torch  # with core seconds, which other dry runs save
@@ -86,7 +99,10 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
 
     if provider_of(cfg.model) == "bridge":
         check_fields(cfg.megatron.fields)
-        return ["[megatron], which Megatron-Bridge adds to its own settings: checked when the model is built"]
+        return [
+            "[megatron], which Megatron-Bridge adds to its own settings: checked when the model is"
+            " built"
+        ]
     is_certain = not wants_te(cfg) or importlib.util.find_spec("transformer_engine") is not None
     model = cfg.model if is_certain else cfg.model.model_copy(update={"layer_spec": "local"})
     device, fields = torch.device("cuda" if wants_te(cfg) else "cpu"), cfg.megatron.fields
@@ -105,7 +121,9 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
     return []
 
 
-def check_gpus(spec: ModelSpec, cfg: Config, world: int, machine: Machine, *, has_servers: bool = True) -> list[Phase]:
+def check_gpus(
+    spec: ModelSpec, cfg: Config, world: int, machine: Machine, *, has_servers: bool = True
+) -> list[Phase]:
     """Raise ValueError for what cannot start on GPUs; returns the memory of each phase."""
     shared = 0
     if has_servers:

@@ -1,4 +1,6 @@
-"""Layouts that fit: every tp, cp, pp, ep, etp that the ranks and the model allow, fastest first by the step-time model."""
+"""Layouts that fit: every tp, cp, pp, ep, etp that the ranks and the model allow, fastest first by
+the step-time model.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ RECOMPUTE = ("none", "selective", "full")  # fastest first, smallest last
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with the least recompute that fits, the memory of its fullest pipeline rank, and its computed seconds."""
+    """A layout with the least recompute that fits, the memory of its fullest pipeline rank, and its
+    computed seconds.
+    """
 
     cfg: Config
     memory: Memory
@@ -36,8 +40,8 @@ class Candidate:
 
 @dataclass
 class Search:
-    """Layouts of the trainer's ranks that start and whose fullest rank uses at most `device_bytes`, fastest first; the rest is
-    as in the trainer's cfg.
+    """Layouts of the trainer's ranks that start and whose fullest rank uses at most `device_bytes`,
+    fastest first; the rest is as in the trainer's cfg.
 
     refusals: of layouts that the model and the ranks allow otherwise, each message once.
     """
@@ -53,7 +57,9 @@ class Search:
         # not this machine's CUDA_VISIBLE_DEVICES: the plan is for another one
         self.machine = Machine(hardware, ranks, hardware.per_node, {}, self.trainer.assumed)
         refused: dict[str, None] = {}
-        for parallel in layouts(self.trainer.spec, self.trainer.world, self.trainer.hardware.per_node):
+        for parallel in layouts(
+            self.trainer.spec, self.trainer.world, self.trainer.hardware.per_node
+        ):
             try:
                 self.found.extend(self._least_recompute(parallel))
             except ValueError as error:  # no recompute makes these sizes fit
@@ -62,7 +68,10 @@ class Search:
         self.refusals.extend(refused)
 
     def _least_recompute(self, parallel: ParallelConfig) -> Iterator[Candidate]:
-        """The layout with the least recompute that fits, if any does.  Raises ValueError where it cannot start."""
+        """The layout with the least recompute that fits, if any does.
+
+        Raises ValueError where it cannot start.
+        """
         spec, world, cfg = self.trainer.spec, self.trainer.world, self.trainer.cfg
         for recompute in RECOMPUTE:
             model = cfg.model.model_copy(update={"recompute": recompute})
@@ -78,24 +87,37 @@ class Search:
 
 
 def layouts(spec: ModelSpec, world: int, per_node: int) -> Iterator[ParallelConfig]:
-    """Powers of two, and divisors of the layer count for pp; tensor and context ranks stay inside a node."""
+    """Powers of two, and divisors of the layer count for pp; tensor and context ranks stay inside a
+    node.
+    """
     twos = [1 << power for power in range(world.bit_length()) if world % (1 << power) == 0]
     depths = [
-        pp for pp in range(1, spec.num_layers + 1) if world % pp == 0 and (spec.num_layers % pp == 0 or pp in twos)
+        pp
+        for pp in range(1, spec.num_layers + 1)
+        if world % pp == 0 and (spec.num_layers % pp == 0 or pp in twos)
     ]
     # tensor and context ranks exchange data in every layer: only over the links of a node
     for tp in (size for size in twos if size <= per_node):
         for cp in (size for size in twos if size * tp <= per_node):
             for pp in (pp for pp in depths if world % (tp * cp * pp) == 0):
                 stages = () if spec.num_layers % pp == 0 else uneven_stages(spec.num_layers, pp)
-                for ep in (size for size in twos if size == 1 or (spec.moe_layers and spec.num_experts % size == 0)):
-                    for etp in sorted({1, tp}):  # experts replicated over tensor ranks, or sharded like the dense part
+                for ep in (
+                    size
+                    for size in twos
+                    if size == 1 or (spec.moe_layers and spec.num_experts % size == 0)
+                ):
+                    # experts replicated over tensor ranks, or sharded like the dense part
+                    for etp in sorted({1, tp}):
                         if world % (etp * ep * pp) == 0:
-                            yield ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, layers_per_stage=stages)
+                            yield ParallelConfig(
+                                tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, layers_per_stage=stages
+                            )
 
 
 def uneven_stages(num_layers: int, pp: int) -> tuple[int, ...]:
-    """As equal as possible; one layer less first on the last stage (LM head), then on the first, then from the end."""
+    """As equal as possible; one layer less first on the last stage (LM head), then on the first,
+    then from the end.
+    """
     most = -(-num_layers // pp)
     order = [pp - 1, 0, *range(pp - 2, 0, -1)]
     short = set(order[: most * pp - num_layers])

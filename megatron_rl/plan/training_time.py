@@ -1,8 +1,10 @@
-"""Seconds of one step: old-logprob passes and updates on the slowest pipeline stage, weight sync, rollout (server_time.py).
+"""Seconds of one step: old-logprob passes and updates on the slowest pipeline stage, weight sync,
+rollout (server_time.py).
 
-Per micro-batch and layer: matrix products, grouped products of experts, attention, bytes through device memory, collectives of
-tensor, expert and context parallelism, a fixed cost per layer; per pass: pipeline bubbles; per update: gradient reduction and the
-optimizer.  Nothing overlaps: a time is a sum.  Equations: docs/design/cost_model.md.
+Per micro-batch and layer: matrix products, grouped products of experts, attention, bytes through
+device memory, collectives of tensor, expert and context parallelism, a fixed cost per layer; per
+pass: pipeline bubbles; per update: gradient reduction and the optimizer.  Nothing overlaps: a time
+is a sum.  Equations: docs/design/cost_model.md.
 Letters: t rows of a micro-batch on one context-parallel rank, h hidden size, n ranks of a group.
 """
 
@@ -57,13 +59,15 @@ class Parts:
 
     def largest(self) -> str:
         """The four largest parts with their fractions of the total."""
-        parts = sorted(((value, name) for name, value in vars(self).items() if value > 0), reverse=True)[:4]
+        parts = sorted(
+            ((value, name) for name, value in vars(self).items() if value > 0), reverse=True
+        )[:4]
         return ", ".join(f"{name} {value / self.total:.0%}" for value, name in parts)
 
 
 BACKWARD = Parts(2, 2, 2, 2, 1.5, 1, 2, 2)
-"""Backward / forward of each part: two products for each one, inputs gathered again under sequence parallelism, the same
-all-to-all, KV and its gradient around the ring."""
+"""Backward / forward of each part: two products for each one, inputs gathered again under sequence
+parallelism, the same all-to-all, KV and its gradient around the ring."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,10 @@ class TrainingModel:
         return StepTime(rollout, *self.training(), self.weight_sync(), overlaps)
 
     def training(self) -> tuple[Parts, Parts]:
-        """(old-logprob passes, updates) of a step.  A reference policy, and loss.router_shift, add a pass per mini-batch."""
+        """(old-logprob passes, updates) of a step.
+
+        A reference policy, and loss.router_shift, add a pass per mini-batch.
+        """
         num, loss = self.cfg.run.num_mini_batches, self.cfg.loss
         passes = num * (1 + bool(loss.kl_coef) + loss.switches.router_shift)
         return self.old_logprob(self.tokens) * passes, self.update(self.tokens) * num
@@ -123,7 +130,9 @@ class TrainingModel:
         prompt = self.assumed.mean_prompt * self.cfg.data.max_prompt_tokens
         mean = prompt + lengths.mean
         squared = prompt**2 + 2 * prompt * lengths.mean + lengths.second_moment
-        return Tokens(run.prompts_per_step * run.group_size / run.num_mini_batches, mean, squared / mean)
+        return Tokens(
+            run.prompts_per_step * run.group_size / run.num_mini_batches, mean, squared / mean
+        )
 
     def old_logprob(self, tokens: Tokens) -> Parts:
         """Forward passes of one mini-batch."""
@@ -138,8 +147,16 @@ class TrainingModel:
         return found + max(once, key=lambda parts: parts.total)
 
     def weight_sync(self) -> float:
-        """Servers load one bucket after another, which a broadcast brings to all; a source prepares its next one meanwhile."""
-        spec, rates, parallel, size, sources = self.spec, self.rates, self.cfg.parallel, self.sync_bytes, self.sources
+        """Servers load one bucket after another, which a broadcast brings to all; a source prepares
+        its next one meanwhile.
+        """
+        spec, rates, parallel, size, sources = (
+            self.spec,
+            self.rates,
+            self.cfg.parallel,
+            self.sync_bytes,
+            self.sources,
+        )
         sent = {
             "distributed": size / rates.network,
             "disk": 2 * size / self.assumed.disk,  # written, then read
@@ -149,7 +166,8 @@ class TrainingModel:
         sent += tensors * self.assumed.server_tensor_seconds
         is_sharded = parallel.tp > 1 or parallel.expert_tp > 1
         gathered = size / (rates.link(parallel.tp) if is_sharded else rates.memory)
-        moved = (1 - sources / self.holders) * size / rates.link(self.world)  # from ranks that do not send themselves
+        # from ranks that do not send themselves
+        moved = (1 - sources / self.holders) * size / rates.link(self.world)
         prepared = (gathered + moved + tensors * self.assumed.tensor_seconds) / sources
         return sent + max(0.0, prepared - sent * (sources - 1) / sources)
 
@@ -167,7 +185,9 @@ class TrainingModel:
     def sources(self) -> int:
         """Of a weight sync."""
         rollout = self.cfg.rollout
-        most = {"distributed": rollout.weight_sync_sources, "disk": self.holders, "colocated": 1}[rollout.weight_sync]
+        most = {"distributed": rollout.weight_sync_sources, "disk": self.holders, "colocated": 1}[
+            rollout.weight_sync
+        ]
         return min(self.holders, most)
 
     @cached_property
@@ -192,7 +212,9 @@ class TrainingModel:
         return tokens.sequences * tokens.mean / dp_size(self.cfg.parallel, self.world)
 
     def stages(self, tokens: Tokens, *, training: bool) -> list[Parts]:
-        """One micro-batch on each pipeline rank: forward, and with `training` backward and recomputation."""
+        """One micro-batch on each pipeline rank: forward, and with `training` backward and
+        recomputation.
+        """
         t, pp = self.rows(tokens), self.cfg.parallel.pp
         of_kind: dict[tuple[bool, str], Parts] = {}
         for is_moe in (False, True):
@@ -202,7 +224,8 @@ class TrainingModel:
         found = [Parts()] * pp
         for number, chunk in enumerate(memory.stage_layers(self.spec, self.cfg.parallel)):
             kinds = Counter(
-                (layer in self.spec.moe_layers, memory.recomputed(self.cfg.model, at)) for at, layer in enumerate(chunk)
+                (layer in self.spec.moe_layers, memory.recomputed(self.cfg.model, at))
+                for at, layer in enumerate(chunk)
             )
             for kind, count in kinds.items():
                 found[number % pp] += of_kind[kind] * count
@@ -213,11 +236,17 @@ class TrainingModel:
         """(all of a layer's forward pass, its MoE part alone)."""
         spec, rates, tp = self.spec, self.rates, self.cfg.parallel.tp
         dense, routed = layer_weights(spec, is_moe=is_moe)
-        layer_bytes, expert_bytes = memory.layer_bytes(spec, self.cfg, is_moe=is_moe, num_rows=round(t))
+        layer_bytes, expert_bytes = memory.layer_bytes(
+            spec, self.cfg, is_moe=is_moe, num_rows=round(t)
+        )
         experts = Parts()
         if is_moe:
-            shared = 3 * spec.hidden_size * spec.shared_ffn_size + spec.hidden_size * spec.num_experts
-            held = memory.layer_parameters(spec, self.cfg.parallel, is_moe=True).experts * memory.element_size(self.cfg)
+            shared = (
+                3 * spec.hidden_size * spec.shared_ffn_size + spec.hidden_size * spec.num_experts
+            )
+            held = memory.layer_parameters(
+                spec, self.cfg.parallel, is_moe=True
+            ).experts * memory.element_size(self.cfg)
             experts = Parts(
                 matrices=2 * shared * t / tp / rates.matrices,
                 experts=max(2 * routed * t / tp / rates.experts, held / rates.memory),
@@ -225,7 +254,8 @@ class TrainingModel:
                 exchange=self._exchange(t),
                 tensor=self._sequence_gather(t) if spec.shared_ffn_size else 0.0,
             )
-            dense -= shared  # layer_weights counts them as dense, but selective recompute includes them
+            # layer_weights counts them as dense, but selective recompute includes them
+            dense -= shared
         rest = Parts(
             matrices=2 * dense * t / tp / rates.matrices,
             attention=attention_width(spec) * squared * t / tp / rates.attention,
@@ -237,22 +267,30 @@ class TrainingModel:
         return rest + experts, experts
 
     def head(self, t: float, *, training: bool) -> Parts:
-        """LM head and log-probs: read logits, write their gradient; the fused form computes them twice."""
+        """LM head and log-probs: read logits, write their gradient; the fused form computes them
+        twice.
+        """
         columns = padded_vocab_size(self.spec, self.cfg.parallel.tp) / self.cfg.parallel.tp
         products = (4 if self.cfg.model.fused_lm_head else 3) if training else 1
-        passes = 6 if training else 3  # of the logits through memory: written, read twice; read twice more, gradient
+        # of the logits through memory: written, read twice; read twice more, gradient
+        passes = 6 if training else 3
         return Parts(
             matrices=2 * products * t * columns * self.spec.hidden_size / self.rates.matrices,
             memory=passes * t * columns * memory.element_size(self.cfg) / self.rates.memory,
         )
 
     def _pipelined(self, stages: list[Parts], tokens: Tokens, *, interleaved: int) -> Parts:
-        """All micro-batches through all stages: the slowest stage works, and waits for the others to fill and drain."""
+        """All micro-batches through all stages: the slowest stage works, and waits for the others
+        to fill and drain.
+        """
         slowest = max(stages, key=lambda parts: parts.total)
         work = slowest * self.micro_batches(tokens)
-        waiting = (sum(each.total for each in stages) - slowest.total) / interleaved + self._hops(tokens)
+        waiting = (sum(each.total for each in stages) - slowest.total) / interleaved + self._hops(
+            tokens
+        )
         if dp_size(self.cfg.parallel, self.world) > 1:
-            waiting += work.total * (1 / self.assumed.lockstep - 1)  # replicas wait at the gradient reduction
+            # replicas wait at the gradient reduction
+            waiting += work.total * (1 / self.assumed.lockstep - 1)
         return replace(work, waiting=waiting)
 
     def _hops(self, tokens: Tokens) -> float:
@@ -262,35 +300,48 @@ class TrainingModel:
         return 2 * (parallel.pp * parallel.vp - 1) * sent / self.rates.link(self.world)
 
     def _sequence_gather(self, t: float) -> float:
-        """Tensor ranks gather their rows before a block, and reduce-scatter sums after it: t h (n - 1) / n each."""
+        """Tensor ranks gather their rows before a block, and reduce-scatter sums after it: t h (n -
+        1) / n each.
+        """
         tp = self.cfg.parallel.tp
         return 2 * t * self.row_bytes * (tp - 1) / tp / self.rates.link(tp)
 
     def _exchange(self, t: float) -> float:
-        """Every row k times to its experts and back; the slower of the traffic within a node and between nodes."""
+        """Every row k times to its experts and back; the slower of the traffic within a node and
+        between nodes.
+        """
         parallel, rates, etp = self.cfg.parallel, self.rates, self.cfg.parallel.expert_tp
         size = 2 * t / parallel.tp * self.spec.top_k * self.row_bytes
         # expert ranks within a node, which tensor ranks of an expert fill first
         near = min(parallel.ep, max(1, rates.per_node // etp))
         inside, outside = size * (near - 1) / parallel.ep, size * (parallel.ep - near) / parallel.ep
-        return max(inside / rates.nvlink, outside / rates.network) + size * (etp - 1) / rates.link(etp)
+        return max(inside / rates.nvlink, outside / rates.network) + size * (etp - 1) / rates.link(
+            etp
+        )
 
     def _ring(self, t: float) -> float:
         """Keys and values of the other context ranks."""
         parallel, spec = self.cfg.parallel, self.spec
-        size = t * 2 * spec.num_kv_heads * spec.head_dim * memory.element_size(self.cfg) / parallel.tp
+        size = (
+            t * 2 * spec.num_kv_heads * spec.head_dim * memory.element_size(self.cfg) / parallel.tp
+        )
         return (parallel.cp - 1) * size / self.rates.link(parallel.tp * parallel.cp)
 
     def _gradients(self, pp_rank: int) -> Parts:
-        """float32 gradients are reduce-scattered and parameters gathered over the copies of each; then Adam on the owned ones."""
+        """float32 gradients are reduce-scattered and parameters gathered over the copies of each;
+        then Adam on the owned ones.
+        """
         parallel, size = self.cfg.parallel, memory.element_size(self.cfg)
         held = memory.rank_parameters(self.spec, parallel, pp_rank, te=memory.wants_te(self.cfg))
         copies = dp_size(parallel, self.world) * parallel.cp, expert_dp_size(parallel, self.world)
-        moved = sum(count * (n - 1) / n for count, n in zip((held.dense, held.experts), copies, strict=True))
+        moved = sum(
+            count * (n - 1) / n for count, n in zip((held.dense, held.experts), copies, strict=True)
+        )
         owned: float = held.total
         if self.cfg.optim.distributed:
             owned = held.dense / copies[0] + held.experts / copies[1]
-        touched = 2 * 12 * owned + 2 * 4 * held.total  # moments and weights, read and written; norm and clip
+        # moments and weights, read and written; norm and clip
+        touched = 2 * 12 * owned + 2 * 4 * held.total
         return Parts(
             gradients=moved * (4 + size) / self.rates.link(self.world // parallel.pp),
             optimizer=touched / self.rates.memory,

@@ -1,7 +1,9 @@
-"""Settings with which routing replay is not exact: refused at start-up, with reason and remedy.  And a line of what is active.
+"""Settings with which routing replay is not exact: refused at start-up, with reason and remedy.
+And a line of what is active.
 
-Read from megatron-core's TransformerConfig, wherever its values came from.  Sizes that core computes wrongly whatever is
-replayed (expert replicas left unreduced) are refused earlier, by models.fit.check_sizes.
+Read from megatron-core's TransformerConfig, wherever its values came from.  Sizes that core
+computes wrongly whatever is replayed (expert replicas left unreduced) are refused earlier, by
+models.fit.check_sizes.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ GRAPHS_WITHOUT_ROUTER = {"attn", "mlp", "mamba"}
 
 
 class ReplayIncompatible(ValueError):
-    """A setting with which replay would be silently off or wrong; the message names it, the reason and the remedy."""
+    """A setting with which replay would be silently off or wrong; the message names it, the reason
+    and the remedy.
+    """
 
 
 class CoreSettings:
-    """megatron-core's TransformerConfig of any version: a setting that the version does not have is None, that is off."""
+    """megatron-core's TransformerConfig of any version: a setting that the version does not have is
+    None, that is off.
+    """
 
     def __init__(self, config: object) -> None:
         self._config = config
@@ -51,8 +57,11 @@ class Refusal:
         return bool(getattr(core, self.key) if self.problem is None else self.problem(core))
 
 
-def check_compatibility(config: object, *, mode: str, core_version: str, measure: bool = False) -> None:
-    """Raise ReplayIncompatible, naming every problem, unless replay in this mode (none, R2, R3) is exact under `config`.
+def check_compatibility(
+    config: object, *, mode: str, core_version: str, measure: bool = False
+) -> None:
+    """Raise ReplayIncompatible, naming every problem, unless replay in this mode (none, R2, R3) is
+    exact under `config`.
 
     Mode none is checked too: activation recompute replays what the forward used.
     """
@@ -60,10 +69,14 @@ def check_compatibility(config: object, *, mode: str, core_version: str, measure
     has_experts = bool(CoreSettings(config).num_moe_experts)
     if mode != "none" and not has_experts:
         problems.append(
-            f"replay.mode = {mode}: the model has no MoE layer, nothing can be replayed; set replay.mode = none"
+            f"replay.mode = {mode}: the model has no MoE layer, nothing can be replayed; set"
+            " replay.mode = none"
         )
     if measure and not has_experts:
-        problems.append("replay.measure = true: the model has no MoE layer, no routes can be compared; set it to false")
+        problems.append(
+            "replay.measure = true: the model has no MoE layer, no routes can be compared; set it"
+            " to false"
+        )
     if problems:
         raise ReplayIncompatible("; ".join(problems))
 
@@ -93,7 +106,11 @@ def compatibility_line(cfg: Config, core: object) -> str:
         sizes.append(f"ep{parallel.ep}")
     if parallel.expert_tp != parallel.tp:
         sizes.append(f"etp{parallel.expert_tp}")
-    number = f" {model.recompute_layers}" if model.recompute == "block" or model.recompute_layers > 1 else ""
+    number = (
+        f" {model.recompute_layers}"
+        if model.recompute == "block" or model.recompute_layers > 1
+        else ""
+    )
     parts = [
         " ".join(sizes) or "no model parallelism",
         f"recompute {model.recompute}{number if model.recompute in ('full', 'block') else ''}",
@@ -102,7 +119,9 @@ def compatibility_line(cfg: Config, core: object) -> str:
     ]
     if CoreSettings(core).mtp_num_layers:
         parts.append("MTP layers route live")
-    return f"replay {cfg.replay.mode}{', measured' if cfg.replay.measure else ''}: {', '.join(parts)}"
+    return (
+        f"replay {cfg.replay.mode}{', measured' if cfg.replay.measure else ''}: {', '.join(parts)}"
+    )
 
 
 def captures_routers(core: CoreSettings) -> bool:
@@ -115,12 +134,21 @@ def captures_routers(core: CoreSettings) -> bool:
 
 
 def balances_experts(core: CoreSettings) -> bool:
-    kinds, coefficients = as_list(core.moe_router_load_balancing_type), as_list(core.moe_aux_loss_coeff)
-    return any(str(kind).endswith("aux_loss") and value for kind, value in zip(kinds, coefficients, strict=False))
+    kinds, coefficients = (
+        as_list(core.moe_router_load_balancing_type),
+        as_list(core.moe_aux_loss_coeff),
+    )
+    return any(
+        str(kind).endswith("aux_loss") and value
+        for kind, value in zip(kinds, coefficients, strict=False)
+    )
 
 
 def scores_groups_differently(core: CoreSettings) -> bool:
-    """core: a group's score is the sum of its best top_k // group_topk experts.  HF and the servers: of its best two."""
+    """core: a group's score is the sum of its best top_k // group_topk experts.
+
+    HF and the servers: of its best two.
+    """
     groups, kept = core.moe_router_num_groups, core.moe_router_group_topk
     return bool(groups and kept and kept < groups and core.moe_router_topk // kept != 2)
 
@@ -141,23 +169,27 @@ def as_list(value: Any) -> list[Any]:
 REFUSALS = (
     Refusal(
         "moe_router_fusion",
-        "the fused router returns before the replay hook, so replay would be silently off; set it to false",
+        "the fused router returns before the replay hook, so replay would be silently off; set it"
+        " to false",
     ),
     Refusal(
         "moe_expert_capacity_factor",
-        "tokens beyond an expert's capacity are dropped, so they would not use the replayed experts; remove it",
+        "tokens beyond an expert's capacity are dropped, so they would not use the replayed"
+        " experts; remove it",
         lambda core: core.moe_expert_capacity_factor is not None,
     ),
-    Refusal("moe_token_dropping", "dropped tokens would not use the replayed experts; set it to false"),
+    Refusal(
+        "moe_token_dropping", "dropped tokens would not use the replayed experts; set it to false"
+    ),
     Refusal(
         "overlap_moe_expert_parallel_comm",
-        "combined 1F1B interleaves one micro-batch's forward with another's backward, so a router call no longer "
-        "tells which micro-batch it serves; set it to false",
+        "combined 1F1B interleaves one micro-batch's forward with another's backward, so a router"
+        " call no longer tells which micro-batch it serves; set it to false",
     ),
     Refusal(
         "cuda_graph_scope",
-        "a captured router keeps using the experts of the micro-batch it was captured with; limit cuda_graph_scope "
-        "to attn, or set cuda_graph_impl = none",
+        "a captured router keeps using the experts of the micro-batch it was captured with; limit"
+        " cuda_graph_scope to attn, or set cuda_graph_impl = none",
         captures_routers,
     ),
     Refusal(
@@ -169,42 +201,47 @@ REFUSALS = (
     ),
     Refusal(
         "moe_enable_routing_replay",
-        "core's own replay occupies the hook, keeps its routes in a process-wide list and forgets all but the last "
-        "micro-batch; set it to false",
+        "core's own replay occupies the hook, keeps its routes in a process-wide list and forgets"
+        " all but the last micro-batch; set it to false",
     ),
     Refusal(
         "moe_router_force_load_balancing",
-        "the router's scores become random numbers: gate weights and live routes mean nothing; set it to false",
+        "the router's scores become random numbers: gate weights and live routes mean nothing; set"
+        " it to false",
     ),
     Refusal(
         "moe_input_jitter_eps",
-        "noise on the router's input differs between the old-logprob pass and the update; remove it",
+        "noise on the router's input differs between the old-logprob pass and the update;"
+        " remove it",
     ),
     Refusal(
         "moe_router_bias_update_rate",
-        "the expert bias would move with the load of replayed routes, between passes that must use the same routes; "
-        "set it to 0",
+        "the expert bias would move with the load of replayed routes, between passes that must use"
+        " the same routes; set it to 0",
         lambda core: core.moe_router_enable_expert_bias and core.moe_router_bias_update_rate,
     ),
     Refusal(
         "moe_aux_loss_coeff",
-        "core's balancing losses count the experts that the router would choose, not the replayed ones, and are "
-        "scaled for a division by the token count that this engine does not do; set it to 0",
+        "core's balancing losses count the experts that the router would choose, not the replayed"
+        " ones, and are scaled for a division by the token count that this engine does not do; set"
+        " it to 0",
         balances_experts,
     ),
     Refusal(
-        "moe_z_loss_coeff", "core scales it for a division by the token count that this engine does not do; remove it"
+        "moe_z_loss_coeff",
+        "core scales it for a division by the token count that this engine does not do; remove it",
     ),
     Refusal(
         "moe_router_group_topk",
-        "core scores a group by its best top_k // group_topk experts, transformers and SGLang by its best two, so "
-        "live routes would come from other groups; use a model with top_k = 2 x group_topk",
+        "core scores a group by its best top_k // group_topk experts, transformers and SGLang by"
+        " its best two, so live routes would come from other groups; use a model with top_k = 2 x"
+        " group_topk",
         scores_groups_differently,
     ),
     Refusal(
         "moe_router_dtype",
-        "megatron-core before 0.17 rounds sigmoid and pre-softmax scores back to 16 bits, and other experts win; "
-        "set model.router_dtype = fp32",
+        "megatron-core before 0.17 rounds sigmoid and pre-softmax scores back to 16 bits, and other"
+        " experts win; set model.router_dtype = fp32",
         rounds_scores,
         fixed_in=Version("0.17"),
     ),
@@ -214,21 +251,24 @@ REFUSALS = (
     ),
     Refusal(
         "moe_token_dispatcher_type",
-        "it derives the experts again from the gate weights, where a weight of 0 gives another expert, and has not "
-        "been tested: its libraries (DeepEP, HybridEP) need GPUs; use alltoall or allgather",
+        "it derives the experts again from the gate weights, where a weight of 0 gives another"
+        " expert, and has not been tested: its libraries (DeepEP, HybridEP) need GPUs; use alltoall"
+        " or allgather",
         lambda core: core.moe_token_dispatcher_type == "flex",
     ),
     Refusal(
         "batch_p2p_comm",
-        "under the interleaved schedule batched messages of both directions cross over between two pipeline ranks "
-        "(and on gloo), so stages get another micro-batch's activations; set it to false and overlap_p2p_comm = "
-        "true",
+        "under the interleaved schedule batched messages of both directions cross over between two"
+        " pipeline ranks (and on gloo), so stages get another micro-batch's activations; set it to"
+        " false and overlap_p2p_comm = true",
         lambda core: is_interleaved(core) and core.batch_p2p_comm,
     ),
     Refusal(
         "overlap_p2p_comm",
-        "under the interleaved schedule the shapes of both directions then travel in one batch and cross over; set "
-        "it to true",
-        lambda core: is_interleaved(core) and core.variable_seq_lengths and not core.overlap_p2p_comm,
+        "under the interleaved schedule the shapes of both directions then travel in one batch and"
+        " cross over; set it to true",
+        lambda core: (
+            is_interleaved(core) and core.variable_seq_lengths and not core.overlap_p2p_comm
+        ),
     ),
 )

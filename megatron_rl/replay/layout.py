@@ -1,11 +1,12 @@
 """Packed order -> the rows of this rank's routers, and global MoE layers -> this stage's layers.
 
-megatron-core's router flattens its input [S, B] sequence-major.  A packed (THD) micro-batch is one sequence, so the order of
-its rows is the packed order; in a padded one (BSHD) position s of every sequence comes before position s + 1 of any.  With
-context parallelism a rank holds two chunks of every sequence (zigzag), with sequence parallelism each tensor-parallel rank
-one contiguous slice of those: of all rows where packed, of the positions where padded.
-Shapes: T packed rows, t this rank's rows, B sequences, S rows of each where padded, L MoE layers of the model, l this
-stage's, E experts, K top-k.
+megatron-core's router flattens its input [S, B] sequence-major.  A packed (THD) micro-batch is one
+sequence, so the order of its rows is the packed order; in a padded one (BSHD) position s of every
+sequence comes before position s + 1 of any.  With context parallelism a rank holds two chunks of
+every sequence (zigzag), with sequence parallelism each tensor-parallel rank one contiguous slice of
+those: of all rows where packed, of the positions where padded.
+Shapes: T packed rows, t this rank's rows, B sequences, S rows of each where padded, L MoE layers of
+the model, l this stage's, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from megatron_rl.records import RowState
 
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16))
 
-WORDS = {np.dtype(kind).itemsize: np.dtype(kind) for kind in (np.uint8, np.uint16, np.uint32, np.uint64, np.complex128)}
-"""NumPy copies elements of these sizes two to three times faster than opaque ones of the same size."""
+WORDS = {
+    np.dtype(kind).itemsize: np.dtype(kind)
+    for kind in (np.uint8, np.uint16, np.uint32, np.uint64, np.complex128)
+}
+"""NumPy copies elements of these sizes two to three times faster than opaque ones of the same size.
+"""
 
 Rows = slice | Tensor
 """An index into the packed order: a slice where the rows are contiguous, else int64 [t]."""
@@ -38,7 +43,8 @@ class RankLayout:
     """Where this rank's router rows lie in the packed order.
 
     layers: for each local MoE layer, its index on the model's MoE-layer axis L (ascending).
-    padded: sequences have equal numbers of rows and are a batch [S, B] in the model, not end to end.
+    padded: sequences have equal numbers of rows and are a batch [S, B] in the model, not end to
+    end.
     """
 
     layers: tuple[int, ...]
@@ -53,20 +59,24 @@ class RankLayout:
     padded: bool = False
 
     def model_rows(self, cu_seqlens: Int[Tensor, " B_plus_1"]) -> Rows:
-        """The packed rows that go through this rank's model, sequence by sequence: the index for tokens, labels and masks.
+        """The packed rows that go through this rank's model, sequence by sequence: the index for
+        tokens, labels and masks.
 
-        Raises ValueError for a sequence that context parallelism cannot cut, or that differs in length where padded.
+        Raises ValueError for a sequence that context parallelism cannot cut, or that differs in
+        length where padded.
         """
         if self.padded and len(lengths := cu_seqlens.diff().unique()) != 1:
             raise ValueError(
-                f"sequences of {lengths.tolist()} rows in a padded micro-batch, must have equal numbers of rows"
+                f"sequences of {lengths.tolist()} rows in a padded micro-batch, must have equal"
+                " numbers of rows"
             )
         if self.cp_size == 1:
             return slice(0, int(cu_seqlens[-1]))  # a view: nothing is copied in the common case
         return zigzag_rows(cu_seqlens, self.cp_rank, self.cp_size)
 
     def rows(self, cu_seqlens: Int[Tensor, " B_plus_1"]) -> Rows:
-        """The packed rows of this rank's routers, in their order: sequence parallelism cuts the model's rows once more.
+        """The packed rows of this rank's routers, in their order: sequence parallelism cuts the
+        model's rows once more.
 
         Raises ValueError where the tensor ranks' slices would not be equal.
         """
@@ -74,10 +84,15 @@ class RankLayout:
         num_steps = int(cu_seqlens[-1]) // self.cp_size // width
         parts = self.tp_size if self.sequence_parallel else 1
         if num_steps % parts:
-            what, key = ("sequences", "sequence_multiple") if self.padded else ("micro-batch", "pad_multiple")
+            what, key = (
+                ("sequences", "sequence_multiple")
+                if self.padded
+                else ("micro-batch", "pad_multiple")
+            )
             raise ValueError(
-                f"{what} of {num_steps} rows on a rank, not a multiple of parallel.tp = {self.tp_size}: sequence parallelism "
-                f"needs it; pack with {key} = {self.pad_multiple}"
+                f"{what} of {num_steps} rows on a rank, not a multiple of parallel.tp ="
+                f" {self.tp_size}: sequence parallelism needs it; pack with {key} ="
+                f" {self.pad_multiple}"
             )
         size = num_steps // parts
         first = self.tp_rank * size if parts > 1 else 0
@@ -90,33 +105,45 @@ class RankLayout:
         """Distance in the model of a sequence's successive rows: B where padded, else 1."""
         return len(cu_seqlens) - 1 if self.padded else 1
 
-    def by_sequence(self, values: Shaped[Tensor, " t"], cu_seqlens: Int[Tensor, " B_plus_1"]) -> Shaped[Tensor, " t"]:
+    def by_sequence(
+        self, values: Shaped[Tensor, " t"], cu_seqlens: Int[Tensor, " B_plus_1"]
+    ) -> Shaped[Tensor, " t"]:
         """Values of all tensor ranks' router rows, end to end, put in the order of `model_rows`."""
         return values.view(-1, self.width(cu_seqlens)).T.flatten()
 
     def local_routes(
-        self, routes: Sequence[np.ndarray], cu_seqlens: Int[Tensor, " B_plus_1"], out: np.ndarray | None = None
+        self,
+        routes: Sequence[np.ndarray],
+        cu_seqlens: Int[Tensor, " B_plus_1"],
+        out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """This rank's ids [l, t, K] of sequences with routes [S - 1, L, K] each; reads only this rank's part of them.
+        """This rank's ids [l, t, K] of sequences with routes [S - 1, L, K] each; reads only this
+        rank's part of them.
 
-        Rows of last tokens are 0 (they route live); pads get spread distinct experts.  `out`: flat memory with room for the
-        ids, to write into; without it new memory is allocated, whose page faults cost ten times the copy.
+        Rows of last tokens are 0 (they route live); pads get spread distinct experts.  `out`: flat
+        memory with room for the ids, to write into; without it new memory is allocated, whose page
+        faults cost ten times the copy.
         """
         bounds = cu_seqlens.tolist()
         shape = (len(self.layers), self.num_rows(bounds[-1]), self.top_k)
         dtype, width, layer_runs = routes[0].dtype, self.width(bounds), self._layer_runs
         word = word_type(dtype.itemsize * self.top_k)
         memory = np.empty(math.prod(shape), dtype) if out is None else out
-        # two views of one memory: `words` has all K ids of a row as one element, which copies several times faster
+        # two views of one memory: `words` has all K ids of a row as one element, which copies
+        # several times faster
         local, words = np.ndarray(shape, dtype, memory), np.ndarray(shape[:2], word, memory)
         pads: list[np.ndarray] = []
         for sequence, start, stop, to in self.runs(bounds):
             known, last = start, to + (stop - start) * width  # positions up to `known` are done
-            if sequence < len(routes):  # otherwise a sequence of pads, at the end of the micro-batch
+            # otherwise a sequence of pads, at the end of the micro-batch
+            if sequence < len(routes):
                 length = len(routes[sequence])
                 if length > start:
                     known = stop if length >= stop else length
-                    source, rows = routes[sequence].view(word), slice(to, to + (known - start) * width, width)
+                    source, rows = (
+                        routes[sequence].view(word),
+                        slice(to, to + (known - start) * width, width),
+                    )
                     for here, layers in layer_runs:
                         words[here, rows] = source[start:known, layers, 0].T
                 if known == length < stop:  # the last token: the server has no route for it
@@ -124,7 +151,9 @@ class RankLayout:
                     known += 1
             if known < stop:
                 pads.append(local[:, to + (known - start) * width : last : width])
-        if pads:  # dealt over all pads of the micro-batch together, so that short runs do not share their experts
+        # dealt over all pads of the micro-batch together, so that short runs do not share their
+        # experts
+        if pads:
             ends = np.cumsum([ids.shape[1] for ids in pads])
             spread = pad_routes(int(ends[-1]), self.num_experts, self.top_k, self.ep_size).numpy()
             for ids, end in zip(pads, ends, strict=True):
@@ -136,13 +165,16 @@ class RankLayout:
         return num_packed // self._num_shares
 
     def runs(self, bounds: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """`rows`, as runs: (sequence, first and end position in it, the rank's row of the first); the next are `width` apart."""
+        """`rows`, as runs: (sequence, first and end position in it, the rank's row of the first);
+        the next are `width` apart.
+        """
         width = self.width(bounds)
         size = self.num_rows(bounds[-1]) // width
         low = self.tp_rank * size if self.sequence_parallel else 0
         num_chunks, held = self._chunks
         found = []
-        # row of this rank at which the next chunk starts; below 0 it is on an earlier tensor rank, from `size` on a later one
+        # row of this rank at which the next chunk starts; below 0 it is on an earlier tensor rank,
+        # from `size` on a later one
         ahead, column = -low, 0
         for sequence, (begin, end) in enumerate(pairwise(bounds)):
             chunk = (end - begin) // num_chunks
@@ -152,8 +184,16 @@ class RankLayout:
                 after = ahead + chunk
                 if chunk and after > 0 and ahead < size:
                     first = ahead if ahead > 0 else 0
-                    offset = index * chunk - ahead  # from the rank's row to the position in the sequence
-                    found.append((sequence, first + offset, min(after, size) + offset, first * width + column))
+                    # from the rank's row to the position in the sequence
+                    offset = index * chunk - ahead
+                    found.append(
+                        (
+                            sequence,
+                            first + offset,
+                            min(after, size) + offset,
+                            first * width + column,
+                        )
+                    )
                 ahead = after
         return found
 
@@ -171,8 +211,12 @@ class RankLayout:
 
     @cached_property
     def _layer_runs(self) -> list[tuple[slice, slice]]:
-        """`layers` as (slice of this stage's, slice of the model's) of consecutive ones: slices copy faster than indices."""
-        starts = [i for i, layer in enumerate(self.layers) if i == 0 or layer != self.layers[i - 1] + 1]
+        """`layers` as (slice of this stage's, slice of the model's) of consecutive ones: slices
+        copy faster than indices.
+        """
+        starts = [
+            i for i, layer in enumerate(self.layers) if i == 0 or layer != self.layers[i - 1] + 1
+        ]
         ends = [*starts[1:], len(self.layers)]
         return [
             (slice(a, b), slice(self.layers[a], self.layers[b - 1] + 1))
@@ -182,13 +226,17 @@ class RankLayout:
 
     @property
     def pad_multiple(self) -> int:
-        """T must be a multiple of this: complete chunks for every CP rank, equal slices for every tensor rank."""
+        """T must be a multiple of this: complete chunks for every CP rank, equal slices for every
+        tensor rank.
+        """
         per_cp_rank = self.tp_size if self.sequence_parallel else 1
         return self.cp_size * math.lcm(per_cp_rank, 2) if self.cp_size > 1 else per_cp_rank
 
     @property
     def sequence_multiple(self) -> int:
-        """Every sequence is padded to a multiple of this: complete chunks; where `padded` also equal slices of tensor ranks."""
+        """Every sequence is padded to a multiple of this: complete chunks; where `padded` also
+        equal slices of tensor ranks.
+        """
         if self.padded:
             return self.pad_multiple
         return 2 * self.cp_size if self.cp_size > 1 else 1
@@ -200,7 +248,9 @@ def indices(rows: Rows) -> Int[Tensor, " t"]:
 
 
 class RouteMemory:
-    """Host memory that every pass reuses, one piece per micro-batch: page faults of new memory cost ten times the copy."""
+    """Host memory that every pass reuses, one piece per micro-batch: page faults of new memory cost
+    ten times the copy.
+    """
 
     def __init__(self) -> None:
         self._pieces: dict[int, np.ndarray] = {}
@@ -218,31 +268,40 @@ def word_type(size: int) -> np.dtype:
     return WORDS[size] if size in WORDS else np.dtype(f"V{size}")
 
 
-def zigzag_rows(cu_seqlens: Int[Tensor, " B_plus_1"], cp_rank: int, cp_size: int) -> Int[Tensor, " t"]:
-    """The packed rows of a context-parallel rank, as megatron-core and TransformerEngine lay them out.
+def zigzag_rows(
+    cu_seqlens: Int[Tensor, " B_plus_1"], cp_rank: int, cp_size: int
+) -> Int[Tensor, " t"]:
+    """The packed rows of a context-parallel rank, as megatron-core and TransformerEngine lay them
+    out.
 
-    Every sequence is cut into 2 x cp equal chunks; rank r holds chunks r and 2 cp - 1 - r, so that each rank gets an
-    equal share of causal attention's work.  Raises ValueError for a sequence that is not a multiple of 2 x cp.
+    Every sequence is cut into 2 x cp equal chunks; rank r holds chunks r and 2 cp - 1 - r, so that
+    each rank gets an equal share of causal attention's work.  Raises ValueError for a sequence that
+    is not a multiple of 2 x cp.
     """
     starts = cu_seqlens[:-1].long()
     lengths = cu_seqlens[1:].long() - starts
     if bool((lengths % (2 * cp_size)).any()):
         raise ValueError(
-            f"a sequence of {int(lengths[lengths % (2 * cp_size) != 0][0])} rows is not a multiple of 2 x parallel.cp = "
-            f"{2 * cp_size}; pack with sequence_multiple = {2 * cp_size}"
+            f"a sequence of {int(lengths[lengths % (2 * cp_size) != 0][0])} rows is not a multiple"
+            f" of 2 x parallel.cp = {2 * cp_size}; pack with sequence_multiple = {2 * cp_size}"
         )
     chunks = lengths // (2 * cp_size)
-    first = torch.stack([starts + cp_rank * chunks, starts + (2 * cp_size - 1 - cp_rank) * chunks], dim=1).flatten()
+    first = torch.stack(
+        [starts + cp_rank * chunks, starts + (2 * cp_size - 1 - cp_rank) * chunks], dim=1
+    ).flatten()
     sizes = chunks.repeat_interleave(2)
     before = sizes.cumsum(0) - sizes  # this rank's rows before each chunk
-    return torch.arange(int(sizes.sum()), device=starts.device) + (first - before).repeat_interleave(sizes)
+    return torch.arange(int(sizes.sum()), device=starts.device) + (
+        first - before
+    ).repeat_interleave(sizes)
 
 
 def pad_routes(num_rows: int, num_experts: int, top_k: int, ep_size: int) -> Int[Tensor, "R K"]:
-    """Distinct expert ids for pad rows, dealt rank-first over the EP ranks so that none becomes a hot spot.
+    """Distinct expert ids for pad rows, dealt rank-first over the EP ranks so that none becomes a
+    hot spot.
 
-    Slot n = row * K + k goes to EP rank n % ep, expert (n // ep) % (E / ep) of it.  E consecutive slots are all
-    different, so the K ids of a row are too.
+    Slot n = row * K + k goes to EP rank n % ep, expert (n // ep) % (E / ep) of it.  E consecutive
+    slots are all different, so the K ids of a row are too.
     """
     slot = torch.arange(num_rows * top_k) % num_experts
     per_rank = num_experts // ep_size
@@ -250,25 +309,37 @@ def pad_routes(num_rows: int, num_experts: int, top_k: int, ep_size: int) -> Int
 
 
 def check_routes(
-    routes: Sequence[np.ndarray], rollout_ids: Sequence[str], *, num_layers: int, num_experts: int, top_k: int
+    routes: Sequence[np.ndarray],
+    rollout_ids: Sequence[str],
+    *,
+    num_layers: int,
+    num_experts: int,
+    top_k: int,
 ) -> None:
-    """Raise ValueError unless every rollout's routes [S - 1, L, K] have the model's shape and a type that holds its ids."""
+    """Raise ValueError unless every rollout's routes [S - 1, L, K] have the model's shape and a
+    type that holds its ids.
+    """
     for ids, name in zip(routes, rollout_ids, strict=True):
         where = f"rollout {name}: routed experts"
         if ids.ndim != 3 or ids.shape[2] != top_k:
             raise ValueError(
-                f"{where} have shape {ids.shape}, must be [tokens - 1, {num_layers} MoE layers, top-{top_k}]"
+                f"{where} have shape {ids.shape}, must be [tokens - 1, {num_layers} MoE layers,"
+                f" top-{top_k}]"
             )
         if ids.shape[1] != num_layers:
             raise ValueError(
-                f"{where} have {ids.shape[1]} layers, the model has {num_layers} MoE layers: the server runs another "
-                "model, or its dense layers were kept"
+                f"{where} have {ids.shape[1]} layers, the model has {num_layers} MoE layers: the"
+                " server runs another model, or its dense layers were kept"
             )
         if ids.dtype not in ROUTE_DTYPES or ids.dtype != routes[0].dtype:
-            raise ValueError(f"{where} have dtype {ids.dtype}, must be uint8 or int16, the same for a micro-batch")
+            raise ValueError(
+                f"{where} have dtype {ids.dtype}, must be uint8 or int16, the same for a"
+                " micro-batch"
+            )
         if num_experts > np.iinfo(ids.dtype).max + 1:
             raise ValueError(
-                f"{where} have dtype {ids.dtype}, which cannot hold ids of {num_experts} experts: they have overflowed"
+                f"{where} have dtype {ids.dtype}, which cannot hold ids of {num_experts} experts:"
+                " they have overflowed"
             )
 
 
@@ -279,30 +350,39 @@ def check_local_routes(
     num_experts: int,
     name_row: Callable[[int], str],
 ) -> None:
-    """Raise ValueError unless ids [l, t, K] of every REPLAYED row are in range and distinct.  name_row: for the message.
+    """Raise ValueError unless ids [l, t, K] of every REPLAYED row are in range and distinct.
+    name_row: for the message.
 
-    megatron-core would not notice: a duplicate silently gives wrong output on 0.16.1.  On the host, before anything is
-    sent; every row is checked by the ranks that use it.
+    megatron-core would not notice: a duplicate silently gives wrong output on 0.16.1.  On the host,
+    before anything is sent; every row is checked by the ranks that use it.
     """
     replayed = (row_state == RowState.REPLAYED).numpy()
     if not replayed.any():
         return
     for layer, ids in zip(layers, local, strict=True):
-        columns = np.ascontiguousarray(ids.T)  # [K, t]: comparisons of contiguous columns are vectorised
+        # [K, t]: comparisons of contiguous columns are vectorised
+        columns = np.ascontiguousarray(ids.T)
         outside = (columns >= num_experts).any(0)
         if columns.dtype.kind == "i":
             outside |= (columns < 0).any(0)
         repeated = np.zeros(len(ids), bool)
-        for a, b in itertools.combinations(columns, 2):  # K is small: cheaper than sorting every row
+        # K is small: cheaper than sorting every row
+        for a, b in itertools.combinations(columns, 2):
             repeated |= a == b
-        for broken, rule in ((outside, f"ids in 0..{num_experts - 1}"), (repeated, "distinct ids in a row")):
+        for broken, rule in (
+            (outside, f"ids in 0..{num_experts - 1}"),
+            (repeated, "distinct ids in a row"),
+        ):
             broken &= replayed
             if broken.any():
                 row = int(broken.argmax())
                 if len(columns) > 1 and not columns[:, replayed].any():
-                    rule = f"{rule}; all rows of this layer here are zero: the server never wrote it"
+                    rule = (
+                        f"{rule}; all rows of this layer here are zero: the server never wrote it"
+                    )
                 elif len(columns) > 1 and not ids[row].any():
                     rule = f"{rule}; zero means expert 0, not missing: the row was never written"
                 raise ValueError(
-                    f"{name_row(row)}: routed experts of MoE layer {layer} are {ids[row].tolist()}, must be {rule}"
+                    f"{name_row(row)}: routed experts of MoE layer {layer} are {ids[row].tolist()},"
+                    f" must be {rule}"
                 )

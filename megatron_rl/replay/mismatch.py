@@ -1,8 +1,11 @@
-"""How often, where and by how much the trainer's own choice of experts differs from the rollout's, measured while replaying.
+"""How often, where and by how much the trainer's own choice of experts differs from the rollout's,
+measured while replaying.
 
-d(t, l) = K - |S_live(t, l) & S_rollout(t, l)| compares SETS: neither engine promises an order.  Counted on the device,
-read once per step.  Under R3 "live" means: what this layer's router would pick given the replayed layers below it.
-Shapes: t this rank's rows of a micro-batch, l this stage's MoE layers, L the model's, E experts, K top-k.
+d(t, l) = K - |S_live(t, l) & S_rollout(t, l)| compares SETS: neither engine promises an order.
+Counted on the device, read once per step.  Under R3 "live" means: what this layer's router would
+pick given the replayed layers below it.
+Shapes: t this rank's rows of a micro-batch, l this stage's MoE layers, L the model's, E experts, K
+top-k.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from megatron_rl.replay.layout import RankLayout
 from megatron_rl.replay.router_shift import sum_over_stages
 
 ObserveRoutes = Callable[[int, int, Tensor, Tensor, Tensor], None]
-"""(this stage's layer, micro-batch, live ids [t, K], margins [t], flipped [t]) of one router call."""
+"""(this stage's layer, micro-batch, live ids [t, K], margins [t], flipped [t]) of one router call.
+"""
 
 MANY_FLIPS = 8
 """`flips_per_token` stops counting here."""
@@ -27,16 +31,26 @@ MANY_FLIPS = 8
 NO_FLIP = torch.iinfo(torch.int16).max
 """The first flipped layer of a token that has none."""
 
-COLUMNS = ("pairs", "flips", "used_flips", "missing", "flipped_margin", "kept_margin", "replaced_mass")
+COLUMNS = (
+    "pairs",
+    "flips",
+    "used_flips",
+    "missing",
+    "flipped_margin",
+    "kept_margin",
+    "replaced_mass",
+)
 """Sums kept per layer over compared rows; see MismatchReport for what they become."""
 
 
 class Mismatch:
-    """Accumulates one pass on this rank.  No host sync here: everything is read by `reduce_mismatch`.
+    """Accumulates one pass on this rank.  No host sync here: everything is read by
+    `reduce_mismatch`.
 
-    layers: this stage's indices on the model's MoE-layer axis; compared: per micro-batch bool [t], rows that hold real
-    ids.  scores_are_logits: gate weights are a softmax of the selected scores, otherwise their shares.  observe: called with
-    every comparison, and must not wait for the device either.
+    layers: this stage's indices on the model's MoE-layer axis; compared: per micro-batch bool [t],
+    rows that hold real ids.  scores_are_logits: gate weights are a softmax of the selected scores,
+    otherwise their shares.  observe: called with every comparison, and must not wait for the device
+    either.
     """
 
     def __init__(
@@ -56,7 +70,9 @@ class Mismatch:
         self.largest_gap = torch.zeros((), dtype=torch.float64, device=device)
         self.flips = tuple(torch.zeros_like(rows, dtype=torch.int16) for rows in compared)
         """Per micro-batch [t]: how many of this stage's layers flip."""
-        self.first_flip = tuple(torch.full_like(rows, NO_FLIP, dtype=torch.int16) for rows in compared)
+        self.first_flip = tuple(
+            torch.full_like(rows, NO_FLIP, dtype=torch.int16) for rows in compared
+        )
         """Per micro-batch [t]: the lowest of this stage's layers that flips."""
 
     def add(
@@ -70,13 +86,17 @@ class Mismatch:
         *,
         bias: Tensor | None = None,
     ) -> None:
-        """Compare live [t, K] and used [t, K] with reference [t, K]; `scores` [t, E] are what the router selects by.
+        """Compare live [t, K] and used [t, K] with reference [t, K]; `scores` [t, E] are what the
+        router selects by.
 
         bias: the part [E] of `scores` that selects but is no part of gate weights (expert bias).
         """
         compared = self.compared[micro_batch]
-        # rows without a reference are compared with themselves: they count nowhere, and no row needs to be selected
-        reference = torch.where(compared[:, None], reference.to(device=live.device, dtype=torch.int64), live)
+        # rows without a reference are compared with themselves: they count nowhere, and no row
+        # needs to be selected
+        reference = torch.where(
+            compared[:, None], reference.to(device=live.device, dtype=torch.int64), live
+        )
         scores = scores.detach().float()
         shared = contained(live, reference)
         missing = (~shared).sum(1)
@@ -110,13 +130,15 @@ class Mismatch:
 def flips_per_token(
     mismatch: Mismatch, layout: RankLayout, bounds: Sequence[Tensor], model_group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Per micro-batch uint8 [T]: in how many of all MoE layers a token flips; MANY_FLIPS means so many or more.
+    """Per micro-batch uint8 [T]: in how many of all MoE layers a token flips; MANY_FLIPS means so
+    many or more.
 
-    T are the rows of this context rank's log-probs, in their order; `bounds`: each micro-batch's cu_seqlens.
-    Collective over `model_group` (tp x pp): T bytes a pass.
+    T are the rows of this context rank's log-probs, in their order; `bounds`: each micro-batch's
+    cu_seqlens. Collective over `model_group` (tp x pp): T bytes a pass.
     """
     stages = model_group.size() // layout.tp_size
-    dtype = torch.uint8 if stages * MANY_FLIPS <= 255 else torch.int32  # each stage adds at most MANY_FLIPS
+    # each stage adds at most MANY_FLIPS
+    dtype = torch.uint8 if stages * MANY_FLIPS <= 255 else torch.int32
     parts = [flips.clamp(max=MANY_FLIPS).to(dtype) for flips in mismatch.flips]
     totals = sum_over_stages(parts, layout, model_group)
     return tuple(
@@ -134,15 +156,20 @@ class MismatchReport:
     token_mismatch: float  # mean over tokens of 1[max_l d > 0]
     layers_per_token: float  # mean over tokens of sum_l 1[d > 0]
     expert_overlap: float  # 1 - mean d / K
-    first_flip_layer: float  # mean over tokens that flip of the lowest layer with d > 0 (MoE layers, from 0)
-    flip_margin_max: float  # largest (k-th live score - lowest rollout expert's score) of a flipped row; 0 = only ties
-    flipped_margin: float  # mean over (token, layer) with d > 0 of k-th chosen score - best score not chosen
+    first_flip_layer: float
+    """Mean over tokens that flip of the lowest layer with d > 0 (MoE layers, from 0)."""
+    flip_margin_max: float
+    """Largest (k-th live score - lowest rollout expert's score) of a flipped row; 0 = only ties."""
+    flipped_margin: float
+    """Mean over (token, layer) with d > 0 of k-th chosen score - best score not chosen."""
     kept_margin: float  # the same over (token, layer) with d = 0
     replaced_gate_mass: (
-        float  # mean over (token, layer) of the live gate weight on experts that the rollout did not use
+        # mean over (token, layer) of the live gate weight on experts that the rollout did not use
+        float
     )
     flip_rate: list[float]  # per MoE layer of the model [L]: tokens with d > 0 / tokens
-    first_flip: list[float]  # per MoE layer [L]: tokens that flip here and in no lower layer / tokens
+    first_flip: list[float]
+    """Per MoE layer [L]: tokens that flip here and in no lower layer / tokens."""
 
 
 def reduce_mismatch(
@@ -154,9 +181,11 @@ def reduce_mismatch(
     pp_group: dist.ProcessGroup,
     device: torch.device,
 ) -> MismatchReport | None:
-    """Gather tokens over the pipeline stages, then one sum over all ranks (world).  None when nothing was compared.
+    """Gather tokens over the pipeline stages, then one sum over all ranks (world).  None when
+    nothing was compared.
 
-    layers: this stage's indices on the MoE-layer axis of `num_layers`.  Every stage has the same rows.
+    layers: this stage's indices on the MoE-layer axis of `num_layers`.  Every stage has the same
+    rows.
     """
     table = torch.zeros(num_layers, len(COLUMNS), dtype=torch.float64, device=device)
     # one slot per rank, so that the one sum over ranks also carries their maxima
@@ -191,9 +220,14 @@ def reduce_mismatch(
 
 
 def count_tokens(
-    mismatches: Sequence[Mismatch], num_layers: int, pp_group: dist.ProcessGroup, device: torch.device
+    mismatches: Sequence[Mismatch],
+    num_layers: int,
+    pp_group: dist.ProcessGroup,
+    device: torch.device,
 ) -> Tensor:
-    """f64 [2 + L]: tokens compared, flips, tokens by the first layer that flips; the same on every pipeline stage."""
+    """f64 [2 + L]: tokens compared, flips, tokens by the first layer that flips; the same on every
+    pipeline stage.
+    """
     if not mismatches:
         return torch.zeros(2 + num_layers, dtype=torch.float64, device=device)
     compared = torch.cat([rows for mismatch in mismatches for rows in mismatch.compared])
@@ -203,7 +237,10 @@ def count_tokens(
         mine = torch.stack([flips, first]).int()  # neither gloo nor nccl sends int16
         stages = [torch.empty_like(mine) for _ in range(pp_group.size())]
         dist.all_gather(stages, mine, group=pp_group)
-        flips, first = torch.stack([s[0] for s in stages]).sum(0), torch.stack([s[1] for s in stages]).amin(0)
+        flips, first = (
+            torch.stack([s[0] for s in stages]).sum(0),
+            torch.stack([s[1] for s in stages]).amin(0),
+        )
     by_layer = torch.bincount(first[first < NO_FLIP].long(), minlength=num_layers)
     return torch.cat([torch.stack([compared.sum(), flips.sum()]), by_layer]).double()
 

@@ -1,8 +1,9 @@
 """The routing-override path: an object of ours set as `router_replay` on each live TopKRouter.
 
-megatron-core calls `router_replay.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)` in place of
-its own top-k when the attribute is not None (0.16.1 to 0.19.x; the fused router returns before it, so it is refused).
-Only ids are overridden: gate weights come from the live scores, so the router still gets gradient.
+megatron-core calls `router_replay.get_replay_topk(scores, topk, num_groups, group_topk,
+default_compute_topk)` in place of its own top-k when the attribute is not None (0.16.1 to 0.19.x;
+the fused router returns before it, so it is refused). Only ids are overridden: gate weights come
+from the live scores, so the router still gets gradient.
 Shapes: t this rank's rows, E experts, K top-k.
 """
 
@@ -23,34 +24,46 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 """core's top-k of rows [n, E] -> (scores [n, K], ids int64 [n, K])."""
 
 LiveTopK = Callable[[Tensor | None], tuple[Tensor, Tensor]]
-"""Rows int64 [n] of this call, or None for all t -> (scores [n, K], ids int64 [n, K]) that the router itself would choose."""
+"""Rows int64 [n] of this call, or None for all t -> (scores [n, K], ids int64 [n, K]) that the
+router itself would choose.
+"""
 
 Decide = Callable[[int, Tensor, LiveTopK], tuple[Tensor, Tensor]]
-"""(MoE layer, scores [t, E], the router's own choice) -> (scores [t, K] of the ids to use, ids int64 [t, K])."""
+"""(MoE layer, scores [t, E], the router's own choice) -> (scores [t, K] of the ids to use, ids
+int64 [t, K]).
+"""
 
 
 class GroupLimit:
-    """Top-k inside the `group_topk` best of equal groups, each ranked by the sum of its `best` largest scores.
+    """Top-k inside the `group_topk` best of equal groups, each ranked by the sum of its `best`
+    largest scores.
 
-    core itself always sums the best top_k // group_topk.  The model sets this object on its routers where that differs;
-    `install` keeps it for live choices.
+    core itself always sums the best top_k // group_topk.  The model sets this object on its routers
+    where that differs; `install` keeps it for live choices.
     """
 
     def __init__(self, num_groups: int, group_topk: int, best: int) -> None:
         self.num_groups, self.group_topk, self.best = num_groups, group_topk, best
 
-    def get_replay_topk(self, scores: Tensor, topk: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """(scores [n, K], ids int64 [n, K]) for scores [n, E]."""
         groups = scores.unflatten(1, (self.num_groups, -1))
         ranking = groups.topk(self.best, dim=-1).values.sum(-1)
         kept = ranking.topk(self.group_topk, dim=-1, sorted=False).indices
         outside = torch.ones_like(ranking, dtype=torch.bool).scatter(1, kept, False)
-        values, ids = groups.masked_fill(outside[..., None], -torch.inf).flatten(1).topk(topk, dim=1)
+        values, ids = (
+            groups.masked_fill(outside[..., None], -torch.inf).flatten(1).topk(topk, dim=1)
+        )
         return values, ids
 
 
 class RouteOverride:
-    """Asks `decide` which ids to use; one per router.  layer: its index on the model's MoE-layer axis."""
+    """Asks `decide` which ids to use; one per router.
+
+    layer: its index on the model's MoE-layer axis.
+    """
 
     def __init__(self, decide: Decide, layer: int) -> None:
         self.decide = decide
@@ -65,19 +78,23 @@ class RouteOverride:
         group_topk: int | None,
         default_compute_topk: TopK,
     ) -> tuple[Tensor, Tensor]:
-        """(scores [t, K] of the decided ids, ids int64 [t, K]).  `scores` [t, E] are what the router selects by.
+        """(scores [t, K] of the decided ids, ids int64 [t, K]).  `scores` [t, E] are what the
+        router selects by.
 
-        With an expert bias they hold the bias; core then takes gate weights from scores without it, at the same ids.
+        With an expert bias they hold the bias; core then takes gate weights from scores without it,
+        at the same ids.
         """
         compute = default_compute_topk if self.limit is None else self.limit.get_replay_topk
 
-        # core 0.19 sorts its top-k only where gradients are on; the record of a pass without gradient must have the
-        # order of the update's pass, else sums over the K experts round differently
+        # core 0.19 sorts its top-k only where gradients are on; the record of a pass without
+        # gradient must have the order of the update's pass, else sums over the K experts round
+        # differently
         @torch.enable_grad()
         def live_topk(rows: Tensor | None) -> tuple[Tensor, Tensor]:
             if rows is not None and not group_topk:
                 return compute(scores[rows], topk)
-            # core's group-limited top-k only takes all rows of its call: compute them all, then select
+            # core's group-limited top-k only takes all rows of its call: compute them all, then
+            # select
             values, ids = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
             return (values, ids) if rows is None else (values[rows], ids[rows])
 
@@ -85,10 +102,14 @@ class RouteOverride:
 
 
 def install(router: TopKRouter, override: RouteOverride) -> None:
-    """Set the override on a live router.  Raises ReplayIncompatible for a router that would bypass or break replay."""
+    """Set the override on a live router.
+
+    Raises ReplayIncompatible for a router that would bypass or break replay.
+    """
     problems = list(refusals(router.config))
     if problems:
         raise ReplayIncompatible("; ".join(problems))
-    before = router.router_replay  # a GroupLimit, or the override of an earlier manager of this model, which has one
+    # a GroupLimit, or the override of an earlier manager of this model, which has one
+    before = router.router_replay
     override.limit = before if isinstance(before, GroupLimit) else getattr(before, "limit", None)
     router.router_replay = override

@@ -1,4 +1,5 @@
-"""R(x, y): scores responses in worker processes, so that one that hangs or crashes does not harm the run.
+"""R(x, y): scores responses in worker processes, so that one that hangs or crashes does not harm
+the run.
 
 What a reward function imports: `from megatron_rl.reward import Episode, LabelError, Score`.
 """

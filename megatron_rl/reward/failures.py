@@ -1,4 +1,6 @@
-"""What a worker answers for a response, and why one could not be scored: counted as reward/KIND_total, gets reward.on_error."""
+"""What a worker answers for a response, and why one could not be scored: counted as
+reward/KIND_total, gets reward.on_error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The reward function in its worker: which of the three forms it has, its call, and what it may return.
+"""The reward function in its worker: which of the three forms it has, its call, and what it may
+return.
 
     f(prompt, response, label)     three texts
     f(episode: Episode)            a response with everything that is known about it
@@ -37,7 +38,9 @@ Item = Sequence[Any]
 
 
 class InvalidResult(ValueError):
-    """The function returned a number that is not finite, metrics that are none, or a list of another length."""
+    """The function returned a number that is not finite, metrics that are none, or a list of
+    another length.
+    """
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class RewardFunction:
         responses, arguments = self._arguments(item)
         try:
             return self._replies(self.function(*arguments), responses)
-        except (Exception, SystemExit) as error:  # sys.exit in a reward function must not end the worker
+        # sys.exit in a reward function must not end the worker
+        except (Exception, SystemExit) as error:
             return [failure(error)] * len(responses)
 
     async def call_async(self, item: Item, seconds: float) -> list[Reply]:
@@ -64,7 +68,8 @@ class RewardFunction:
         try:
             async with limit:
                 return self._replies(await self.function(*arguments), responses)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # a function may cancel its own task
+        # a function may cancel its own task
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             late = Failure(failed="timeouts", why=f"no answer within {seconds:g} s", where=[])
             return [late if limit.expired() else failure(error)] * len(responses)
 
@@ -73,19 +78,27 @@ class RewardFunction:
         if self.form == "texts":
             return [item[1]], item
         episodes = [Episode.from_json(each) for each in item]
-        return [each.response for each in episodes], episodes if self.form == "episode" else [episodes]
+        return [each.response for each in episodes], episodes if self.form == "episode" else [
+            episodes
+        ]
 
     def _replies(self, result: Any, responses: Sequence[str]) -> list[Reply]:
         if self.form != "group":
             return [self._reply(result, responses[0])]
         if not isinstance(result, list | tuple) or len(result) != len(responses):
-            raise InvalidResult(f"a function of groups must return a list of {len(responses)}, got {result!r:.200}")
-        return [self._reply(each, response) for each, response in zip(result, responses, strict=True)]
+            raise InvalidResult(
+                f"a function of groups must return a list of {len(responses)}, got {result!r:.200}"
+            )
+        return [
+            self._reply(each, response) for each, response in zip(result, responses, strict=True)
+        ]
 
     def _reply(self, result: object, response: str) -> Reply:
         try:
             value, metrics = parse_result(result)
-            return Scored(score=value, formatted=self.pattern.search(response) is not None, metrics=metrics)
+            return Scored(
+                score=value, formatted=self.pattern.search(response) is not None, metrics=metrics
+            )
         except Exception as error:  # of one result of a group: the others keep theirs
             return failure(error)
 
@@ -97,7 +110,9 @@ def parse_result(result: Any) -> tuple[float, dict[str, float]]:
         result, metrics = result.value, result.metrics
     elif isinstance(result, Mapping):
         if not {"reward"} <= set(result) <= {"reward", "metrics"}:
-            raise InvalidResult(f"keys {list(result)}: must be reward, and metrics where there are any")
+            raise InvalidResult(
+                f"keys {list(result)}: must be reward, and metrics where there are any"
+            )
         result, metrics = result["reward"], result.get("metrics", {})
     score = float(result)
     if not abs(score) <= LARGEST:
@@ -107,7 +122,10 @@ def parse_result(result: Any) -> tuple[float, dict[str, float]]:
     values = {name: float(value) for name, value in metrics.items()}
     for name, value in values.items():
         if not METRIC_NAME.fullmatch(name) or name.endswith("_total"):
-            raise InvalidResult(f"metric {name!r}: must be letters, digits, _ and /, 64 at most, and not end in _total")
+            raise InvalidResult(
+                f"metric {name!r}: must be letters, digits, _ and /, 64 at most, and not end in"
+                " _total"
+            )
         if not math.isfinite(value):
             raise InvalidResult(f"metric {name} = {value} is not finite")
     return score, values
@@ -118,18 +136,29 @@ def failure(error: BaseException) -> Failure:
     kind = next((name for type_, name in kinds.items() if isinstance(error, type_)), "errors")
     if kind == "invalid":
         return Failure(failed=kind, why=str(error)[:500], where=[])
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in OWN_FILES]
-    where = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"[:500] for frame in frames[-FRAMES:]]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in OWN_FILES
+    ]
+    where = [
+        f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"[:500]
+        for frame in frames[-FRAMES:]
+    ]
     return Failure(failed=kind, why=f"{type(error).__name__}: {error}"[:500], where=where)
 
 
 def load_reward(name: str, pattern: str) -> RewardFunction:
-    """Import `package.module:function`, or math.  Raises TypeError for one that takes something else than FORMS."""
+    """Import `package.module:function`, or math.
+
+    Raises TypeError for one that takes something else than FORMS.
+    """
     module, _, attribute = (MATH if name == "math" else name).partition(":")
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
         raise TypeError(f"reward.function = {name!r} is not callable")
-    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))  # or an object with __call__
+    # or an object with __call__
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     return RewardFunction(function, form_of(function, name), is_async, re.compile(pattern))
 
 
@@ -148,8 +177,8 @@ def form_of(function: Callable[..., Any], name: str) -> Form:
         parameter = next(iter(inspect.signature(function, eval_str=True).parameters.values()))
     except (NameError, AttributeError, SyntaxError, TypeError) as error:
         raise TypeError(
-            f"{key} takes {signature}, an annotation that cannot be read ({error}): must take {FORMS}; import Episode from "
-            "megatron_rl.reward, not under TYPE_CHECKING"
+            f"{key} takes {signature}, an annotation that cannot be read ({error}): must take"
+            f" {FORMS}; import Episode from megatron_rl.reward, not under TYPE_CHECKING"
         ) from error
     if parameter.annotation is Episode:
         return "episode"
@@ -157,8 +186,8 @@ def form_of(function: Callable[..., Any], name: str) -> Form:
     if is_list and get_args(parameter.annotation) == (Episode,):
         return "group"
     raise TypeError(
-        f"{key} takes {signature}: must take {FORMS}; annotate its parameter with Episode of megatron_rl.reward, or with "
-        "list[Episode] to score the responses to a prompt together"
+        f"{key} takes {signature}: must take {FORMS}; annotate its parameter with Episode of"
+        " megatron_rl.reward, or with list[Episode] to score the responses to a prompt together"
     )
 
 

@@ -1,10 +1,11 @@
 """A pool of worker processes that score responses, each call with a wall-clock timeout.
 
-A worker that hangs is killed with its process group and replaced.  A response that cannot be scored is counted by kind, logged,
-and gets reward.on_error.  Calls of an async function share a worker: where one is lost with several running, each is called
-again, alone, so that only the one that kills it fails.
-Not pebble 5.2, which kills a worker by its pid alone: children of one that crashed, was stopped or ignores SIGTERM stayed (3 of 5
-cases, with setsid and killpg in its initializer), and its workers import torch: they start in 8 s, 220 MB (ours: 0.3 s, 13 MB).
+A worker that hangs is killed with its process group and replaced.  A response that cannot be scored
+is counted by kind, logged, and gets reward.on_error.  Calls of an async function share a worker:
+where one is lost with several running, each is called again, alone, so that only the one that kills
+it fails. Not pebble 5.2, which kills a worker by its pid alone: children of one that crashed, was
+stopped or ignores SIGTERM stayed (3 of 5 cases, with setsid and killpg in its initializer), and its
+workers import torch: they start in 8 s, 220 MB (ours: 0.3 s, 13 MB).
 """
 
 from __future__ import annotations
@@ -45,17 +46,22 @@ class Rewarded:
 
 
 class RewardPool:
-    """Use as a context manager, from one thread: the kernel kills a worker when the thread that started it ends.
+    """Use as a context manager, from one thread: the kernel kills a worker when the thread that
+    started it ends.
 
-    `counters`, of responses since it was made: scored, unformatted, and the kinds of failures.KINDS.  `totals`: as metrics.
+    `counters`, of responses since it was made: scored, unformatted, and the kinds of
+    failures.KINDS.  `totals`: as metrics.
     """
 
     def __init__(self, config: RewardConfig, *, hidden_env: str | None = None) -> None:
-        """hidden_env: an environment variable that workers do not get, such as the servers' API key."""
+        """hidden_env: an environment variable that workers do not get, such as the servers' API
+        key.
+        """
         self.config = config
         self.hidden_env = hidden_env
         self.counters: Counter[str] = Counter()
-        self._runner = asyncio.Runner()  # one loop for the pool's life: streams belong to the loop that opened them
+        # one loop for the pool's life: streams belong to the loop that opened them
+        self._runner = asyncio.Runner()
         self._workers: list[Worker] = []
         self._form: Form = "texts"
         self._num_calls = 1  # at a time in a worker
@@ -65,9 +71,14 @@ class RewardPool:
         self.trace, self._number = OFF, itertools.count(1)
 
     def __enter__(self) -> RewardPool:
-        """Start the workers.  Raises RewardError when the function cannot be imported, or takes other arguments."""
+        """Start the workers.
+
+        Raises RewardError when the function cannot be imported, or takes other arguments.
+        """
         try:
-            self._workers = [Worker(self.config, self.hidden_env) for _ in range(self.config.num_workers)]
+            self._workers = [
+                Worker(self.config, self.hidden_env) for _ in range(self.config.num_workers)
+            ]
             self._runner.run(self._connect())
             self._form = self._workers[0].form
             self._num_calls = self.config.concurrency if self._workers[0].is_async else 1
@@ -92,12 +103,14 @@ class RewardPool:
     ) -> list[list[Rewarded]]:
         """Of every response of every group, in their order; equal calls are made once.
 
-        A failed one gets `failed`, by default reward.on_error, or NaN where that is drop.  `shaped`: subtract
-        reward.format_penalty where reward.format_pattern is missing.  Takes at most
-        ceil(calls / workers) x (reward.timeout_seconds + a worker's start).  is_last: False where more of a step's groups follow.
-        Raises RewardError when the function raised on every one of several responses, those of the calls before with is_last
-        = False among them (then the function is broken), and after the first failure under reward.on_error = raise.  Responses
-        to one prompt say nothing of a function that could score others just before: the prompt may be at fault.
+        A failed one gets `failed`, by default reward.on_error, or NaN where that is drop.
+        `shaped`: subtract reward.format_penalty where reward.format_pattern is missing.  Takes at
+        most ceil(calls / workers) x (reward.timeout_seconds + a worker's start).  is_last: False
+        where more of a step's groups follow. Raises RewardError when the function raised on every
+        one of several responses, those of the calls before with is_last = False among them (then
+        the function is broken), and after the first failure under reward.on_error = raise.
+        Responses to one prompt say nothing of a function that could score others just before: the
+        prompt may be at fault.
         """
         keys = [[self._key(call) for call in self._calls(group)] for group in groups]
         waiting = {
@@ -111,13 +124,24 @@ class RewardPool:
         self._check(is_last=is_last)
         if failed is None:
             failed = math.nan if isinstance(self.config.on_error, str) else self.config.on_error
-        return [[self._rewarded(reply, shaped, failed) for key in own for reply in replies[key]] for own in keys]
+        return [
+            [self._rewarded(reply, shaped, failed) for key in own for reply in replies[key]]
+            for own in keys
+        ]
 
     def score(
-        self, items: Sequence[tuple[str, str, str]], *, shaped: bool = True, failed: float | None = None
+        self,
+        items: Sequence[tuple[str, str, str]],
+        *,
+        shaped: bool = True,
+        failed: float | None = None,
     ) -> np.ndarray:
-        """float32 [n] rewards of (prompt, response, label), each a group of its own: see score_episodes."""
-        found = self.score_episodes([[Episode(*item)] for item in items], shaped=shaped, failed=failed)
+        """float32 [n] rewards of (prompt, response, label), each a group of its own: see
+        score_episodes.
+        """
+        found = self.score_episodes(
+            [[Episode(*item)] for item in items], shaped=shaped, failed=failed
+        )
         return np.array([rewarded.reward for (rewarded,) in found], np.float32)
 
     def totals(self) -> dict[str, float]:
@@ -159,7 +183,8 @@ class RewardPool:
         if len(pairs) > 1 and not self._has_worked and not (of_one_prompt and has_worked):
             last = failures[-1][1]
             raise RewardError(
-                f"reward.function = {self.config.function!r} failed on all {len(pairs)} responses: {last['why']}{frames(last)}"
+                f"reward.function = {self.config.function!r} failed on all {len(pairs)} responses:"
+                f" {last['why']}{frames(last)}"
             )
 
     def _rewarded(self, reply: Reply, shaped: bool, failed: float) -> Rewarded:
@@ -179,9 +204,15 @@ class RewardPool:
         waiting, suspects = deque(calls), deque[str]()
         slots = range(len(self._workers))
         await asyncio.gather(
-            *(self._ask(slot, calls, waiting, suspects, replies) for slot in slots for _ in range(self._num_calls))
+            *(
+                self._ask(slot, calls, waiting, suspects, replies)
+                for slot in slots
+                for _ in range(self._num_calls)
+            )
         )
-        await asyncio.gather(*(self._ask(slot, calls, suspects, suspects, replies) for slot in slots))
+        await asyncio.gather(
+            *(self._ask(slot, calls, suspects, suspects, replies) for slot in slots)
+        )
 
     async def _ask(
         self,
@@ -199,7 +230,9 @@ class RewardPool:
             key = waiting.popleft()
             worker = self._workers[slot]
             try:
-                with self.trace.span("score", "reward", thread="reward", key=str(next(self._number)), worker=slot):
+                with self.trace.span(
+                    "score", "reward", thread="reward", key=str(next(self._number)), worker=slot
+                ):
                     found = await worker.call(self._item(calls[key]))
             except WorkerLost as lost:
                 self._replace(slot, worker)
@@ -212,7 +245,8 @@ class RewardPool:
                 if "failed" not in reply:
                     continue
                 if self.config.on_error == "raise":
-                    waiting.clear()  # the other workers end their call: their connections stay usable
+                    # the other workers end their call: their connections stay usable
+                    waiting.clear()
                     suspects.clear()
                 self._log(episode, reply)
                 if reply["failed"] == "memory":
@@ -229,11 +263,19 @@ class RewardPool:
         self._logged[kind] += 1
         if self._logged[kind] <= SHOWN:
             text, on_error = describe_failure(episode, reply), self.config.on_error
-            logger.warning("reward of %s; it gets reward.on_error = %s%s", text, on_error, frames(reply))
-        elif str(self._logged[kind]).strip("0") == "1":  # 10, 100, ...: a line each would bury everything else
-            logger.warning("reward: %d responses so far: %s (%s)", self._logged[kind], kind, KINDS[kind])
+            logger.warning(
+                "reward of %s; it gets reward.on_error = %s%s", text, on_error, frames(reply)
+            )
+        # 10, 100, ...: a line each would bury everything else
+        elif str(self._logged[kind]).strip("0") == "1":
+            logger.warning(
+                "reward: %d responses so far: %s (%s)", self._logged[kind], kind, KINDS[kind]
+            )
 
 
 def describe_failure(episode: Episode, reply: Failure) -> str:
     kind = reply["failed"]
-    return f"response {episode.response[-80:]!r}, label {episode.label[:80]!r}: {kind} ({KINDS[kind]}): {reply['why']}"
+    return (
+        f"response {episode.response[-80:]!r}, label {episode.label[:80]!r}: {kind}"
+        f" ({KINDS[kind]}): {reply['why']}"
+    )

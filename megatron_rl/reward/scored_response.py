@@ -1,4 +1,7 @@
-"""What a reward function is given, and what it may return.  Loads no torch: reward workers start fast and stay small."""
+"""What a reward function is given, and what it may return.
+
+Loads no torch: reward workers start fast and stay small.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from typing import Any
 class EpisodeTurn:
     """One turn of the model.
 
-    observation: what an environment answered, "" after the last; finish_reason: stop, length (at max_tokens or the context's
-    end), or "" where it was not recorded; reward: that of the rollout function or the environment for this turn.
+    observation: what an environment answered, "" after the last; finish_reason: stop, length (at
+    max_tokens or the context's end), or "" where it was not recorded; reward: that of the rollout
+    function or the environment for this turn.
     """
 
     text: str
@@ -26,13 +30,15 @@ class EpisodeTurn:
 class Episode:
     """A response as a reward function sees it; texts are without special tokens.
 
-    response         of all turns, with what an environment wrote between them; of several sequences, of the last
+    response         of all turns, with what an environment wrote between them; of several
+                     sequences, of the last
     turns            of the model, in order; one for a response of one turn
     messages         what followed the prompt as chat messages (agent.renderer), else ()
     finish_reason    length: rollout.max_response_tokens are used up
     num_tokens       sampled tokens
     metadata         the further columns of the prompt's row
-    metrics          of the rollout function or environment, if it gave any.  One with a reward of its own is not scored here
+    metrics          of the rollout function or environment, if it gave any.  One with a reward of
+                     its own is not scored here
     """
 
     prompt: str

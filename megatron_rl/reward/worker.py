@@ -1,8 +1,10 @@
-"""The worker process: `python -m megatron_rl.reward.worker FUNCTION PATTERN SECONDS`.  One JSON line in, one JSON line out.
+"""The worker process: `python -m megatron_rl.reward.worker FUNCTION PATTERN SECONDS`.  One JSON
+line in, one JSON line out.
 
-in: {"number": of the call, "item": see function.py}; out: {"number", "replies": one Scored or Failure (failures.py) each}.
-First line out: {"form", "is_async"} of the function, or a Failure.  Standard input is a socket that carries both.  Calls of an
-async function run side by side in one event loop, as many as the pool sends.  Loads no torch: it starts in a second.
+in: {"number": of the call, "item": see function.py}; out: {"number", "replies": one Scored or
+Failure (failures.py) each}. First line out: {"form", "is_async"} of the function, or a Failure.
+Standard input is a socket that carries both.  Calls of an async function run side by side in one
+event loop, as many as the pool sends.  Loads no torch: it starts in a second.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def main() -> None:
     end_with_parent()
     channel = open_channel()
     name, pattern, seconds = sys.argv[1:]
-    if name == "math":  # 10**10**8 ends in MemoryError; a user's function may need the address space (CUDA does)
+    # 10**10**8 ends in MemoryError; a user's function may need the address space (CUDA does)
+    if name == "math":
         limit_memory(MEMORY_BYTES)
     try:
         function = load_reward(name, pattern)
@@ -44,7 +47,9 @@ def serve(function: RewardFunction, channel: socket.socket) -> None:
         for line in lines:
             call = json.loads(line)
             sys.stdout = sys.stderr = Printed()
-            channel.sendall(json_line({"number": call["number"], "replies": function.call(call["item"])}))
+            channel.sendall(
+                json_line({"number": call["number"], "replies": function.call(call["item"])})
+            )
 
 
 async def serve_async(function: RewardFunction, channel: socket.socket, seconds: float) -> None:
@@ -52,7 +57,9 @@ async def serve_async(function: RewardFunction, channel: socket.socket, seconds:
     reader, writer = await asyncio.open_connection(sock=channel, limit=LINE_BYTES)
 
     async def answer(number: int, item: list[object]) -> None:
-        writer.write(json_line({"number": number, "replies": await function.call_async(item, seconds)}))
+        writer.write(
+            json_line({"number": number, "replies": await function.call_async(item, seconds)})
+        )
 
     async with asyncio.TaskGroup() as calls:
         while line := await reader.readline():

@@ -17,17 +17,23 @@ from megatron_rl.reward.failures import Failure, Reply
 from megatron_rl.reward.function import Form, Item
 
 START_TIMEOUT_SECONDS = 120.0
-CANCEL_SECONDS = 2.0  # in which a late call of an async function must end, else it blocks the worker's event loop
+# in which a late call of an async function must end, else it blocks the worker's event loop
+CANCEL_SECONDS = 2.0
 EXIT_SECONDS = 1.0  # between the end of the connection and that of the process
 LINE_BYTES = 2**28
 
 
 class RewardError(RuntimeError):
-    """The reward function cannot be loaded, fails on everything, or failed where reward.on_error = raise."""
+    """The reward function cannot be loaded, fails on everything, or failed where reward.on_error =
+    raise.
+    """
 
 
 class WorkerLost(Exception):
-    """The process died or was killed during a call.  was_alone: no other call was running, so this one is the cause."""
+    """The process died or was killed during a call.
+
+    was_alone: no other call was running, so this one is the cause.
+    """
 
     def __init__(self, failure: Failure, *, was_alone: bool) -> None:
         super().__init__(failure["why"])
@@ -69,20 +75,30 @@ class Worker:
         self._count = 0
 
     async def connect(self) -> asyncio.StreamWriter:
-        """Wait for the function to be imported, the first time.  Raises RewardError when it cannot be."""
+        """Wait for the function to be imported, the first time.
+
+        Raises RewardError when it cannot be.
+        """
         async with self._connecting:
             if self._writer is None:
-                reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=LINE_BYTES)
+                reader, self._writer = await asyncio.open_connection(
+                    sock=self._socket, limit=LINE_BYTES
+                )
                 ready = await self._first_line(reader)
                 if "failed" in ready:
                     name, where = self.config.function, frames(ready)
-                    raise RewardError(f"reward.function = {name!r} cannot be loaded: {ready['why']}{where}")
+                    raise RewardError(
+                        f"reward.function = {name!r} cannot be loaded: {ready['why']}{where}"
+                    )
                 self.form, self.is_async = ready["form"], ready["is_async"]
                 self._reading = asyncio.create_task(self._read_replies(reader))
             return self._writer
 
     async def call(self, item: Item) -> list[Reply]:
-        """One reply per response of the item.  Raises WorkerLost; then the worker is of no further use."""
+        """One reply per response of the item.
+
+        Raises WorkerLost; then the worker is of no further use.
+        """
         writer = await self.connect()
         if self.lost is not None:  # between two calls: this one was not sent
             raise WorkerLost(self.lost, was_alone=False)
@@ -100,7 +116,10 @@ class Worker:
             return await reply
 
     def lose(self, failure: Failure, *, is_known: bool = False) -> None:
-        """Kill the process; every running call raises WorkerLost.  is_known: another call is the cause, and was answered."""
+        """Kill the process; every running call raises WorkerLost.
+
+        is_known: another call is the cause, and was answered.
+        """
         self.kill()
         self.lost = failure
         calls, self._calls = self._calls, {}
@@ -121,13 +140,16 @@ class Worker:
             async with asyncio.timeout(START_TIMEOUT_SECONDS):
                 line = await reader.readline()
         except TimeoutError:
-            return Failure(failed="timeouts", why=f"not imported within {START_TIMEOUT_SECONDS:g} s", where=[])
+            return Failure(
+                failed="timeouts", why=f"not imported within {START_TIMEOUT_SECONDS:g} s", where=[]
+            )
         return json.loads(line) if line.endswith(b"\n") else self._crash()
 
     async def _read_replies(self, reader: asyncio.StreamReader) -> None:
         """Give every reply to its call, until the worker ends."""
         with contextlib.suppress(ConnectionResetError):  # died before it read a call
-            while (line := await reader.readline()).endswith(b"\n"):  # else end of file, perhaps within a line
+            # else end of file, perhaps within a line
+            while (line := await reader.readline()).endswith(b"\n"):
                 reply = json.loads(line)
                 self._calls.pop(reply["number"]).set_result(reply["replies"])
         if self.lost is None:
@@ -136,7 +158,9 @@ class Worker:
     def _crash(self) -> Failure:
         with contextlib.suppress(subprocess.TimeoutExpired):  # it closed the connection and lives
             self.process.wait(EXIT_SECONDS)
-        return Failure(failed="crashes", why=f"the worker exited with status {self.process.poll()}", where=[])
+        return Failure(
+            failed="crashes", why=f"the worker exited with status {self.process.poll()}", where=[]
+        )
 
 
 def frames(reply: Failure) -> str:

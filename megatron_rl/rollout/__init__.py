@@ -1,1 +1,3 @@
-"""Rollouts: SGLang servers, the client that samples from them, the experts they report, and the record of it all."""
+"""Rollouts: SGLang servers, the client that samples from them, the experts they report, and the
+record of it all.
+"""

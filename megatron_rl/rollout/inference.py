@@ -1,10 +1,13 @@
-"""The servers as the job uses them: sample from them, push weights to them, and continue when one of them dies.
+"""The servers as the job uses them: sample from them, push weights to them, and continue when one
+of them dies.
 
-Every call is collective: all ranks call it at the same place.  Leaders sample, rank 0 owns the servers, all push.
+Every call is collective: all ranks call it at the same place.  Leaders sample, rank 0 owns the
+servers, all push.
 
-Sampling runs on a thread of each leader: `start` starts it, and training may continue meanwhile.  A closed task ends when its
-groups are complete, and `wait` waits for that; an open one takes further groups (`add`) until `end`.  Weights are pushed while
-a task is in progress only if the servers keep its requests (rollout.weight_update = in_place); `renew` follows.
+Sampling runs on a thread of each leader: `start` starts it, and training may continue meanwhile.  A
+closed task ends when its groups are complete, and `wait` waits for that; an open one takes further
+groups (`add`) until `end`.  Weights are pushed while a task is in progress only if the servers keep
+its requests (rollout.weight_update = in_place); `renew` follows.
 """
 
 from __future__ import annotations
@@ -33,12 +36,17 @@ from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
 
 
 class SamplingStopped(RuntimeError):
-    """RolloutClient.stop ended the sampling of some replica; raised on every rank at the same place."""
+    """RolloutClient.stop ended the sampling of some replica; raised on every rank at the same
+    place.
+    """
 
 
 @dataclass
 class GenerationTask:
-    """One call of RolloutClient.fill on a thread.  keep: see there; is_open: it runs until `end`."""
+    """One call of RolloutClient.fill on a thread.
+
+    keep: see there; is_open: it runs until `end`.
+    """
 
     groups: Sequence[PartialGroup]
     sampling: Sampling
@@ -67,8 +75,11 @@ class GenerationTask:
                 )
         except asyncio.CancelledError:
             self.error = RolloutError("sampling was stopped")
-        except SystemExit as error:  # asyncio raises it through its loop: it would end this rank, without an error
-            self.error = RuntimeError(f"a task that agent.function started called sys.exit({error.code})")
+        # asyncio raises it through its loop: it would end this rank, without an error
+        except SystemExit as error:
+            self.error = RuntimeError(
+                f"a task that agent.function started called sys.exit({error.code})"
+            )
         except BaseException as error:  # raised in the thread that waits
             self.error = error
         finally:
@@ -83,9 +94,12 @@ class GenerationTask:
         self.commands.put(groups)
 
     def wait(
-        self, on_progress: Callable[[], None] = lambda: None, is_enough: Callable[[], bool] = lambda: False
+        self,
+        on_progress: Callable[[], None] = lambda: None,
+        is_enough: Callable[[], bool] = lambda: False,
     ) -> RolloutError | None:
-        """Wait for the end, or until `is_enough`; returns the RolloutError that ended it, if any.  Raises every other error.
+        """Wait for the end, or until `is_enough`; returns the RolloutError that ended it, if any.
+        Raises every other error.
 
         is_enough: called at first and after each complete group.
         """
@@ -103,12 +117,21 @@ class GenerationTask:
             raise self.error
         return self.error
 
-    def renew(self, groups: Sequence[PartialGroup], version: int, oldest: int, client: RolloutClient | None) -> None:
-        """The servers have the weights `version` since.  On return no response of `groups`, all that there are, has a token older
-        than `oldest`, except those whose requests are being aborted for it; all are sampled."""
+    def renew(
+        self,
+        groups: Sequence[PartialGroup],
+        version: int,
+        oldest: int,
+        client: RolloutClient | None,
+    ) -> None:
+        """The servers have the weights `version` since.  On return no response of `groups`, all
+        that there are, has a token older than `oldest`, except those whose requests are being
+        aborted for it; all are sampled."""
         self.sampling, self.groups = replace(self.sampling, policy_version=version), list(groups)
         if self.thread is not None:
-            self.commands.put(NewWeights(version, oldest, groups, lambda: self.events.put("renewed")))
+            self.commands.put(
+                NewWeights(version, oldest, groups, lambda: self.events.put("renewed"))
+            )
             while (event := self.events.get()) == "complete":
                 pass
             if event == "renewed":
@@ -142,15 +165,18 @@ class TrainerMemory(Protocol):
 
 @dataclass
 class Inference:
-    """export: the current weights as HF tensors, each on one rank, collective.  client: on leaders of replicas; pusher: on every
-    rank; server_pool: the servers this run started, on rank 0, None with rollout.urls.
+    """export: the current weights as HF tensors, each on one rank, collective.  client: on leaders
+    of replicas; pusher: on every rank; server_pool: the servers this run started, on rank 0, None
+    with rollout.urls.
 
-    `urls` are the servers that hold weights `version`: only these are sampled from.  taken: those of the last push, and how many
-    servers had been replaced before it.  dtype: the precision that they report,
-    "auto" where it is not known.  group: all ranks, over gloo (Parallel.host_group), None for the default group.
+    `urls` are the servers that hold weights `version`: only these are sampled from.  taken: those
+    of the last push, and how many servers had been replaced before it.  dtype: the precision that
+    they report, "auto" where it is not known.  group: all ranks, over gloo (Parallel.host_group),
+    None for the default group.
 
-    memory: with rollout.release_memory, where servers and trainer have the GPUs in alternation; is_serving: the servers have
-    them.  A side allocates only after every rank, or server, of the other has freed its own.
+    memory: with rollout.release_memory, where servers and trainer have the GPUs in alternation;
+    is_serving: the servers have them.  A side allocates only after every rank, or server, of the
+    other has freed its own.
     """
 
     export: Callable[[], HFStream]
@@ -173,13 +199,17 @@ class Inference:
         return 0 if self.server_pool is None else self.server_pool.restarts
 
     def push(self, version: int, *, keep_requests: bool = False) -> None:
-        """Send the current weights as `version`; on return all servers that are sampled from have confirmed it.
+        """Send the current weights as `version`; on return all servers that are sampled from have
+        confirmed it.
 
-        Of the servers this run started these are the ones that answer now.  When one dies during the push, the others get
-        the weights again.
-        keep_requests: an open task continues, unless its servers are others now; then it is ended with "abort".
+        Of the servers this run started these are the ones that answer now.  When one dies during
+        the push, the others get the weights again.
+        keep_requests: an open task continues, unless its servers are others now; then it is ended
+        with "abort".
         """
-        assert self.pending is None or keep_requests, "weights are pushed while rollouts are sampled from the old ones"
+        assert self.pending is None or keep_requests, (
+            "weights are pushed while rollouts are sampled from the old ones"
+        )
         before = self.taken
         if self.client is not None:
             self.client.newest_version = version
@@ -188,7 +218,8 @@ class Inference:
             self.memory.free_training()
             dist.barrier(self.group)
         with nullcontext() if self.client is None else self.client.clock.paused():
-            while not self._try_push(version):  # ends: every failure costs one of max_server_restarts
+            # ends: every failure costs one of max_server_restarts
+            while not self._try_push(version):
                 pass
         if self.memory is not None:
             self.memory.free_weights()
@@ -200,11 +231,13 @@ class Inference:
             self.client.set_urls(self.urls)
         if self.pending is not None and self.taken != before:
             with suppress(SamplingStopped):
-                self._failed_somewhere(self.pending.end("abort"))  # as it may: a server that it asked is gone
+                # as it may: a server that it asked is gone
+                self._failed_somewhere(self.pending.end("abort"))
             self.pending = None
 
     def renew(self, groups: Sequence[PartialGroup], oldest: int) -> None:
-        """From now on responses with a token older than `oldest` are dropped.  After a push that kept the requests of the open
+        """From now on responses with a token older than `oldest` are dropped.  After a push that
+        kept the requests of the open
         task: sample `groups`, all that there are, from the new weights.  Not collective."""
         if self.client is not None:
             self.client.oldest_version = oldest
@@ -219,12 +252,16 @@ class Inference:
         is_open: bool = False,
         **settings: Unpack[SamplingSettings],
     ) -> None:
-        """Start to fill this replica's `groups` from the weights pushed last; [] on ranks that do not lead one.
+        """Start to fill this replica's `groups` from the weights pushed last; [] on ranks that do
+        not lead one.
 
-        keep: the task ends when as many of them are complete (default: all).  is_open: it ends at `end`.
+        keep: the task ends when as many of them are complete (default: all).  is_open: it ends at
+        `end`.
         """
         assert self.pending is None, "only one task is sampled at a time"
-        self.pending = GenerationTask(groups, Sampling(policy_version=self.version, **settings), keep, is_open)
+        self.pending = GenerationTask(
+            groups, Sampling(policy_version=self.version, **settings), keep, is_open
+        )
         if self.client is not None and groups:
             self.pending.start(self.client)
 
@@ -241,9 +278,10 @@ class Inference:
     ) -> None:
         """Until the task has ended, or for an open one until `is_enough` on every leader.
 
-        version: of the weights that the trainer has now.  When servers of ours died, so that a replica could not be served,
-        these weights are pushed to the servers that are left, and what is missing is sampled from them.  Raises RolloutError
-        when that cannot help, and SamplingStopped.
+        version: of the weights that the trainer has now.  When servers of ours died, so that a
+        replica could not be served, these weights are pushed to the servers that are left, and what
+        is missing is sampled from them.  Raises RolloutError when that cannot help, and
+        SamplingStopped.
         """
         task = self.pending
         if task is None:
@@ -265,7 +303,8 @@ class Inference:
     def end(self, how: Ending) -> None:
         """End the open task; on return nothing is in flight.
 
-        Groups whose servers died are left incomplete: the next push finds other servers.  Raises as `wait` does.
+        Groups whose servers died are left incomplete: the next push finds other servers.  Raises as
+        `wait` does.
         """
         if self.pending is None:
             return
@@ -275,11 +314,17 @@ class Inference:
         self.pending = None
 
     def _failed_somewhere(self, failure: RolloutError | None) -> bool:
-        """Whether any leader's task failed.  Raises SamplingStopped on every rank if one was stopped, when all are."""
-        # also the barrier: waiting for the slowest replica is time spent on rollouts.  On the host: NCCL would keep GPUs busy
+        """Whether any leader's task failed.
+
+        Raises SamplingStopped on every rank if one was stopped, when all are.
+        """
+        # also the barrier: waiting for the slowest replica is time spent on rollouts. On the host:
+        # NCCL would keep GPUs busy
         is_stopped = failure is not None and self.client is not None and self.client.is_stopped
         failed, stopped = all_reduce_ints(
-            [int(failure is not None), int(is_stopped)], dist.ReduceOp.MAX, self.group or dist.group.WORLD
+            [int(failure is not None), int(is_stopped)],
+            dist.ReduceOp.MAX,
+            self.group or dist.group.WORLD,
         )
         if stopped:
             self.stop(keep_parts=True)
@@ -295,15 +340,19 @@ class Inference:
         on_progress: Callable[[], None] = lambda: None,
         **settings: Unpack[SamplingSettings],
     ) -> list[RolloutGroup]:
-        """Complete groups for this replica's `prompts`, from the weights pushed last: `start` and `wait` in one."""
-        groups = [] if self.client is None else [PartialGroup(prompt, group_size) for prompt in prompts]
+        """Complete groups for this replica's `prompts`, from the weights pushed last: `start` and
+        `wait` in one.
+        """
+        groups = (
+            [] if self.client is None else [PartialGroup(prompt, group_size) for prompt in prompts]
+        )
         self.start(groups, **settings)
         self.wait(self.version, on_progress)
         return [group.closed() for group in groups]
 
     def stop(self, *, keep_parts: bool = False) -> None:
-        """End sampling permanently, see RolloutClient.stop.  Not collective: a run that ends in an error stops each leader by
-        itself."""
+        """End sampling permanently, see RolloutClient.stop.  Not collective: a run that ends in an
+        error stops each leader by itself."""
         if self.client is not None and not (
             keep_parts and self.client.is_stopped
         ):  # again, it would end the collecting
@@ -316,7 +365,9 @@ class Inference:
         requested = "" if self.client is None else self.client.balancer.waiting_for()
         pushed = [] if self.pusher is None else sorted(self.pusher.servers.unanswered.copy())
         started = [] if self.server_pool is None else self.server_pool.not_ready()
-        return ", ".join(filter(None, [requested, *pushed, *(f"{url} to start" for url in started)]))
+        return ", ".join(
+            filter(None, [requested, *pushed, *(f"{url} to start" for url in started)])
+        )
 
     def _lost(self) -> list[str]:
         """On rank 0: servers of ours that died."""
@@ -329,9 +380,15 @@ class Inference:
         self.log(f"sampling failed: {', '.join(gone)} died")
 
     def _try_push(self, version: int) -> bool:
-        """Whether `urls` all hold the weights now; False when one of ours died meanwhile.  Nothing is sampled before."""
+        """Whether `urls` all hold the weights now; False when one of ours died meanwhile.
+
+        Nothing is sampled before.
+        """
         self.taken = from_rank_0(
-            lambda: (list(self.urls) if self.server_pool is None else self.server_pool.take(), self.restarts),
+            lambda: (
+                list(self.urls) if self.server_pool is None else self.server_pool.take(),
+                self.restarts,
+            ),
             self.group,
         )
         self.urls, _ = self.taken
@@ -339,11 +396,19 @@ class Inference:
         pusher.set_urls(self.urls)
         try:
             # serve: with less memory when all ranks have freed their weights
-            pusher.push(self.export, version, serve=self.memory is None, keep_requests=self.pending is not None)
+            pusher.push(
+                self.export,
+                version,
+                serve=self.memory is None,
+                keep_requests=self.pending is not None,
+            )
         except WeightPushError as error:  # on every rank
             if not (gone := from_rank_0(self._lost, self.group)):
                 raise
-            self.log(f"push of version {version}: {', '.join(gone)} died ({error}); pushing to the others again")
+            self.log(
+                f"push of version {version}: {', '.join(gone)} died ({error}); pushing to the"
+                " others again"
+            )
             return False
         return True
 
@@ -353,7 +418,8 @@ class Inference:
         return self.pusher
 
     def release_memory(self) -> None:
-        """Until the next push the servers have no GPU memory and serve nothing; on return the trainer has its own again.
+        """Until the next push the servers have no GPU memory and serve nothing; on return the
+        trainer has its own again.
 
         No effect where the GPUs are not shared in alternation, or the trainer has them.
         """

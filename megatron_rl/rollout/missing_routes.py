@@ -1,7 +1,9 @@
-"""Tokens for which the inference engine sent no route: how many a step has, and when they stop the run.
+"""Tokens for which the inference engine sent no route: how many a step has, and when they stop the
+run.
 
-Row j of a rollout's routes belongs to token j and predicts token j + 1: of its S - 1 rows R predict one sampled token each,
-the others are the prompt's and an environment's.  Shapes: S tokens, R sampled.
+Row j of a rollout's routes belongs to token j and predicts token j + 1: of its S - 1 rows R predict
+one sampled token each, the others are the prompt's and an environment's.  Shapes: S tokens, R
+sampled.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ SHOWN = 8  # runs of rows, and rollouts, in a message
 
 @dataclass(frozen=True)
 class MissingRouteCounts:
-    """Sums over rollouts: rows without a route and all rows, separately for responses and prompts (with environments).
+    """Sums over rollouts: rows without a route and all rows, separately for responses and prompts
+    (with environments).
 
-    dropped: samples dropped for such a row (drop_sample), which are not among `samples`, the sequences that were kept.
+    dropped: samples dropped for such a row (drop_sample), which are not among `samples`, the
+    sequences that were kept.
     """
 
     missing_response_rows: int = 0
@@ -37,10 +41,14 @@ class MissingRouteCounts:
         return self.missing_response_rows + self.missing_prompt_rows
 
     def __add__(self, other: MissingRouteCounts) -> MissingRouteCounts:
-        return MissingRouteCounts(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+        return MissingRouteCounts(
+            *(a + b for a, b in zip(self.values(), other.values(), strict=True))
+        )
 
     def values(self) -> tuple[int, ...]:
-        """All counts, in the order of the fields: MissingRouteCounts(*values) after they were summed over ranks."""
+        """All counts, in the order of the fields: MissingRouteCounts(*values) after they were
+        summed over ranks.
+        """
         return tuple(vars(self).values())  # astuple would copy deeply
 
 
@@ -65,39 +73,53 @@ def count_missing_routes(groups: Sequence[RolloutGroup], *, dropped: int = 0) ->
 
 
 def sequences_of(groups: Sequence[RolloutGroup]) -> list[Rollout]:
-    return [sequence for group in groups for rollout in group.rollouts for sequence in rollout.sequences]
+    return [
+        sequence for group in groups for rollout in group.rollouts for sequence in rollout.sequences
+    ]
 
 
-def check_missing_routes(total: MissingRouteCounts, replay: ReplayConfig, groups: Sequence[RolloutGroup]) -> None:
+def check_missing_routes(
+    total: MissingRouteCounts, replay: ReplayConfig, groups: Sequence[RolloutGroup]
+) -> None:
     """Raise ValueError where replay.on_missing_route stops the run.
 
-    total: the step's counts over all replicas; groups: this replica's, whose rollouts and rows are named.
-    error: any row without a route.  Else: a share above replay.missing_route_budget, of response tokens, of prompt rows (each
-    separately: long prompts must not hide missing rows of responses, nor the reverse), or of dropped samples.
+    total: the step's counts over all replicas; groups: this replica's, whose rollouts and rows are
+    named.
+    error: any row without a route.  Else: a share above replay.missing_route_budget, of response
+    tokens, of prompt rows (each
+    separately: long prompts must not hide missing rows of responses, nor the reverse), or of
+    dropped samples.
     """
     if replay.on_missing_route == "error":
         if total.rows:
             where = describe_missing_routes(groups) or "rollouts of another replica"
             raise ValueError(
-                f"{where}: the server sent no route, replay.on_missing_route = error stops the run ({total.rows} such rows in "
-                f"{total.samples} rollouts of this step). Find out why it loses them (prefix or KV cache filled from elsewhere, "
-                "capture buffer); or set replay.on_missing_route = live (these rows follow the router), mask_token (and the "
-                "tokens that they predict leave the loss) or drop_sample, with replay.missing_route_budget"
+                f"{where}: the server sent no route, replay.on_missing_route = error stops the run"
+                f" ({total.rows} such rows in {total.samples} rollouts of this step). Find out why"
+                " it loses them (prefix or KV cache filled from elsewhere, capture buffer); or set"
+                " replay.on_missing_route = live (these rows follow the router), mask_token (and"
+                " the tokens that they predict leave the loss) or drop_sample, with"
+                " replay.missing_route_budget"
             )
         return
     # of dropped samples too: else drop_sample would hide a server that loses most routes
     shares = {
         "response tokens have no route": (total.missing_response_rows, total.response_rows),
         "prompt rows have no route": (total.missing_prompt_rows, total.prompt_rows),
-        "samples were dropped for a token without a route": (total.dropped, total.dropped + total.samples),
+        "samples were dropped for a token without a route": (
+            total.dropped,
+            total.dropped + total.samples,
+        ),
     }
     for what, (count, of) in shares.items():
         if count > replay.missing_route_budget * of:
             where = describe_missing_routes(groups)
             raise ValueError(
-                f"{count} of the step's {of} {what} ({count / of:.2%}): must be at most replay.missing_route_budget = "
-                f"{replay.missing_route_budget:.2%} (replay.on_missing_route = {replay.on_missing_route})"
-                f"{'; ' + where if where else ''}. Find out why the server loses routes, or raise replay.missing_route_budget"
+                f"{count} of the step's {of} {what} ({count / of:.2%}): must be at most"
+                f" replay.missing_route_budget = {replay.missing_route_budget:.2%}"
+                " (replay.on_missing_route ="
+                f" {replay.on_missing_route}){'; ' + where if where else ''}. Find out why the"
+                " server loses routes, or raise replay.missing_route_budget"
             )
 
 
@@ -119,4 +141,7 @@ def name_rows(rollout: Rollout, missing: np.ndarray) -> str:
     names = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs[:SHOWN]]
     named = ", ".join([*names, "..."] if len(runs) > SHOWN else names)
     layers = "" if rollout.routed_experts is None else f"{rollout.routed_experts.shape[1]} "
-    return f"rollout {rollout.id}: row{'s' * (len(rows) > 1)} {named} of {len(missing)} in all {layers}MoE layers"
+    return (
+        f"rollout {rollout.id}: row{'s' * (len(rows) > 1)} {named} of {len(missing)} in all"
+        f" {layers}MoE layers"
+    )

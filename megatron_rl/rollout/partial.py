@@ -1,9 +1,10 @@
-"""A group while it is sampled, and as a checkpoint holds it: complete responses, and beginnings of responses that a later
-request continues.
+"""A group while it is sampled, and as a checkpoint holds it: complete responses, and beginnings of
+responses that a later request continues.
 
-In a checkpoint: one safetensors file per replica, with tensors "PLACE/INDEX:KIND" of the kinds of batch/codec.to_arrays
-("PLACE/INDEX/N:KIND" of the earlier sequences of an episode), and metadata with the prompt that each group answers.  Prompts
-are identified by numbers that the caller chooses, the same in every run.
+In a checkpoint: one safetensors file per replica, with tensors "PLACE/INDEX:KIND" of the kinds of
+batch/codec.to_arrays ("PLACE/INDEX/N:KIND" of the earlier sequences of an episode), and metadata
+with the prompt that each group answers.  Prompts are identified by numbers that the caller chooses,
+the same in every run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from megatron_rl.batch.codec import arrays_in_file, check_origin, file_arrays, from_arrays, header_of, joined
+from megatron_rl.batch.codec import (
+    arrays_in_file,
+    check_origin,
+    file_arrays,
+    from_arrays,
+    header_of,
+    joined,
+)
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 
 PATTERN = "rollouts_*.safetensors"
@@ -30,14 +38,17 @@ HEADER_KEYS_0_1 = ("index", "id", "prompt_length", "finish_reason", "versions")
 class PartialGroup:
     """One prompt's group while it is sampled, perhaps over several steps.
 
-    rollouts: complete responses by index; prefixes: those cut short (finish_reason abort).  is_due: a token would be too old
-    for the next step, so that this step waits for the group and takes it.  sent_to: version of the weights that a server had
-    when it got the group's request, until its answer is in the group.
+    rollouts: complete responses by index; prefixes: those cut short (finish_reason abort).  is_due:
+    a token would be too old for the next step, so that this step waits for the group and takes it.
+    sent_to: version of the weights that a server had when it got the group's request, until its
+    answer is in the group.
     troubles: (URL of a server, what failed there) of the call that fills the group now.
-    max_tokens: of a response; None: as many as the call allows.  stop_token_ids: at which it ends, beside the call's.
+    max_tokens: of a response; None: as many as the call allows.  stop_token_ids: at which it ends,
+    beside the call's.
     server: URL of the one that was asked last.
     scored: the complete group with its rewards, where it was scored while others were sampled.
-    known: the sequence that the prompt begins with, up to its last turn: routes that need not be sent again.
+    known: the sequence that the prompt begins with, up to its last turn: routes that need not be
+    sent again.
     """
 
     prompt: Prompt
@@ -74,10 +85,13 @@ class PartialGroup:
     def first_row(self) -> int:
         """From which row on the next request needs routes, the same for all its samples.
 
-        Before it are tokens whose rows are known; the last of a sampled sequence was never an input, and has none.
+        Before it are tokens whose rows are known; the last of a sampled sequence was never an
+        input, and has none.
         """
         known = [self.known_of(index) for index in self.missing]
-        return min((0 if k is None or not k.has_routes else len(k.tokens) - 1 for k in known), default=0)
+        return min(
+            (0 if k is None or not k.has_routes else len(k.tokens) - 1 for k in known), default=0
+        )
 
     def put(self, index: int, rollout: Rollout) -> None:
         """Set response `index`: complete, or a longer prefix than before."""
@@ -88,19 +102,25 @@ class PartialGroup:
             self.prefixes.pop(index, None)
 
     def begins_at(self, version: int) -> bool:
-        """Whether the oldest weights of a response are `version`, or may be in the answer of a request."""
-        # in this order: while it is sampled, a response goes from the request to the prefixes to the complete ones
+        """Whether the oldest weights of a response are `version`, or may be in the answer of a
+        request.
+        """
+        # in this order: while it is sampled, a response goes from the request to the prefixes to
+        # the complete ones
         sent_to, responses = self.sent_to, (*self.prefixes.values(), *self.rollouts.values())
         return sent_to == version or any(rollout.oldest_version == version for rollout in responses)
 
     def drop_older(self, version: int, *, is_asked: bool) -> list[Rollout]:
-        """Remove and return the responses with a token of weights older than `version`: they start again.
+        """Remove and return the responses with a token of weights older than `version`: they start
+        again.
 
         is_asked: not the prefixes, which a request may be continuing.
         """
         old = []
         for found in (self.rollouts,) if is_asked else (self.rollouts, self.prefixes):
-            for index in [index for index, rollout in found.items() if rollout.oldest_version < version]:
+            for index in [
+                index for index, rollout in found.items() if rollout.oldest_version < version
+            ]:
                 old.append(found.pop(index))
         if old:
             self.scored = None
@@ -108,11 +128,16 @@ class PartialGroup:
 
     def closed(self) -> RolloutGroup:
         """The complete group, with its rewards if it was scored."""
-        return self.scored or RolloutGroup(self.prompt, tuple(self.rollouts[index] for index in range(self.size)))
+        return self.scored or RolloutGroup(
+            self.prompt, tuple(self.rollouts[index] for index in range(self.size))
+        )
 
 
 class GroupHeader(TypedDict):
-    """One group in the metadata.  responses: header_of() each, with its index in the group and those of earlier sequences."""
+    """One group in the metadata.
+
+    responses: header_of() each, with its index in the group and those of earlier sequences.
+    """
 
     prompt: int
     size: int
@@ -130,7 +155,10 @@ def file_name(dp_rank: int) -> str:
 def copied(groups: Sequence[PartialGroup]) -> list[PartialGroup]:
     """As they are now, each once: sampling may still put responses into the originals."""
     unique = {id(group): group for group in groups}.values()  # a group may be both started and left
-    return [replace(group, rollouts=dict(group.rollouts), prefixes=dict(group.prefixes)) for group in unique]
+    return [
+        replace(group, rollouts=dict(group.rollouts), prefixes=dict(group.prefixes))
+        for group in unique
+    ]
 
 
 def write_groups(path: Path, groups: Sequence[PartialGroup], numbers: Sequence[int]) -> None:
@@ -143,7 +171,11 @@ def write_groups(path: Path, groups: Sequence[PartialGroup], numbers: Sequence[i
         for index, rollout in parts:
             tensors |= file_arrays(f"{place}/{index}", rollout)
         responses = [
-            {"index": index, **header_of(rollout), "earlier": [header_of(each) for each in rollout.earlier]}
+            {
+                "index": index,
+                **header_of(rollout),
+                "earlier": [header_of(each) for each in rollout.earlier],
+            }
             for index, rollout in parts
         ]
         headers.append({"prompt": number, "size": group.size, "responses": responses})
@@ -167,16 +199,23 @@ def find_groups(folder: Path) -> Waiting:
     return waiting
 
 
-def read_groups(waiting: Waiting, prompts: Sequence[Prompt], order: Sequence[int], part: slice) -> list[PartialGroup]:
+def read_groups(
+    waiting: Waiting, prompts: Sequence[Prompt], order: Sequence[int], part: slice
+) -> list[PartialGroup]:
     """The groups of one replica, which gets the prompts order[part] of those that are taken next.
 
-    order: numbers of prompts.  A prompt that comes twice has two groups.  Raises ValueError for routes of other tokens.
+    order: numbers of prompts.  A prompt that comes twice has two groups.  Raises ValueError for
+    routes of other tokens.
     """
-    queues, mine = {number: list(found) for number, found in waiting.items()}, set(range(len(order))[part])
+    queues, mine = (
+        {number: list(found) for number, found in waiting.items()},
+        set(range(len(order))[part]),
+    )
     groups = []
     for position, number in enumerate(order):
         if queue := queues.get(number):
-            found = queue.pop(0)  # also those of other replicas: a prompt's second group answers its second place
+            # also those of other replicas: a prompt's second group answers its second place
+            found = queue.pop(0)
             if position in mine:
                 groups.append(read_group(*found, prompts[number]))
     return groups
@@ -187,8 +226,15 @@ def read_group(path: Path, place: int, header: GroupHeader, prompt: Prompt) -> P
     with safe_open(path, framework="numpy") as file:
         names = set(file.keys())
         for found in header["responses"]:
-            response = found if isinstance(found, Mapping) else dict(zip(HEADER_KEYS_0_1, found, strict=True))
-            where, headers = f"{place}/{response['index']}", [*response.get("earlier", ()), response]
+            response = (
+                found
+                if isinstance(found, Mapping)
+                else dict(zip(HEADER_KEYS_0_1, found, strict=True))
+            )
+            where, headers = (
+                f"{place}/{response['index']}",
+                [*response.get("earlier", ()), response],
+            )
             places = [*(f"{where}/{number}" for number in range(len(headers) - 1)), where]
             *earlier, last = (
                 check_origin(from_arrays(each, arrays_in_file(file, names, own)))

@@ -1,7 +1,8 @@
-"""rollouts.jsonl: one line per sequence, for people; beside it, with save_tensors, one safetensors file per step, for tools.
+"""rollouts.jsonl: one line per sequence, for people; beside it, with save_tensors, one safetensors
+file per step, for tools.
 
-The tensors are "ID:KIND" for every sequence's id, with the kinds, shapes and dtypes of batch/codec.to_arrays: the servers'
-half of docs/reference/token_data.md.
+The tensors are "ID:KIND" for every sequence's id, with the kinds, shapes and dtypes of
+batch/codec.to_arrays: the servers' half of docs/reference/token_data.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from megatron_rl.records import FinishReason, Rollout, RolloutGroup, check_diges
 SCHEMA = "1"
 """Of the tensor files and of trained.jsonl; docs/reference/token_data.md."""
 HALVES = re.compile(
-    r"(?P<half>rollouts|trained)(?:\.dp(?P<rank>\d+))?(?:\.jsonl|_(?P<step>\d+)\.safetensors)", re.ASCII
+    r"(?P<half>rollouts|trained)(?:\.dp(?P<rank>\d+))?(?:\.jsonl|_(?P<step>\d+)\.safetensors)",
+    re.ASCII,
 )
 """What replicas write: the servers' half, and the trainer's."""
 GROUP_CHOICE = 17
@@ -37,10 +39,13 @@ GROUP_CHOICE = 17
 class RecordedRollout:
     """One line of rollouts.jsonl.  `reward` and `advantage` are None where their stage had not run.
 
-    policy_versions: [[version, tokens], ...], the weights that sampled the response, in order (records.version_spans).
+    policy_versions: [[version, tokens], ...], the weights that sampled the response, in order
+    (records.version_spans).
     environment_length: tokens of the response that an environment wrote, not among response_length.
-    metrics: of the rollout function; reward_metrics: of the reward function; turn_rewards, turn_ends: see records.Rollout.
-    episode: of an episode of several sequences the id of the last one, in the lines of the others, which come before it.
+    metrics: of the rollout function; reward_metrics: of the reward function; turn_rewards,
+    turn_ends: see records.Rollout.
+    episode: of an episode of several sequences the id of the last one, in the lines of the others,
+    which come before it.
     """
 
     step: int
@@ -69,12 +74,15 @@ class RecordedRollout:
 
 
 class Recorder:
-    """Appends to `folder`/NAME.jsonl; with `save_tensors` also writes `folder`/NAME_STEP.safetensors.
+    """Appends to `folder`/NAME.jsonl; with `save_tensors` also writes
+    `folder`/NAME_STEP.safetensors.
 
-    One per data-parallel replica, each with a file of its own: rollouts.jsonl, rollouts.dp1.jsonl, ...
-    save_tensors: which groups; a Boolean: all or none.  files: writes the tensors in its thread and continues after an error;
-    without it an error is raised.  hidden: environment variables whose values no line may show, beside those that look like
-    secrets; an environment may have printed one.  Token ids are what the model was trained on, and are not changed.
+    One per data-parallel replica, each with a file of its own: rollouts.jsonl, rollouts.dp1.jsonl,
+    ...
+    save_tensors: which groups; a Boolean: all or none.  files: writes the tensors in its thread and
+    continues after an error; without it an error is raised.  hidden: environment variables whose
+    values no line may show, beside those that look like secrets; an environment may have printed
+    one.  Token ids are what the model was trained on, and are not changed.
     """
 
     def __init__(
@@ -89,13 +97,21 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.files, self._redactor = folder, files, Redactor(hidden)
         self.name = replica_file("rollouts", dp_rank)
-        self.choice = GroupChoice(float(save_tensors)) if isinstance(save_tensors, bool) else save_tensors
+        self.choice = (
+            GroupChoice(float(save_tensors)) if isinstance(save_tensors, bool) else save_tensors
+        )
         self._has_written = False
 
     def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Write every rollout of `groups` as step `step`, counted from 1 as on the console; see with_unique_ids."""
+        """Write every rollout of `groups` as step `step`, counted from 1 as on the console; see
+        with_unique_ids.
+        """
         groups = with_unique_ids(groups)
-        records = [record.to_json() for group in groups for record in to_records(step, group, self._redactor.known)]
+        records = [
+            record.to_json()
+            for group in groups
+            for record in to_records(step, group, self._redactor.known)
+        ]
         path, side = self.folder / f"{self.name}.jsonl", tensors_path(self.folder, step, self.name)
         tensors: dict[str, np.ndarray] = {}
         for index in sorted(self.choice.of(step, len(groups))):
@@ -104,8 +120,10 @@ class Recorder:
         trained = tensors_path(self.folder, step, self.name.replace("rollouts", "trained", 1))
 
         def write_lines() -> None:
-            trained.unlink(missing_ok=True)  # of an attempt at this step that the run was resumed before
-            if not self._has_written:  # so are lines of this step and later ones, perhaps of other prompts
+            # of an attempt at this step that the run was resumed before
+            trained.unlink(missing_ok=True)
+            # so are lines of this step and later ones, perhaps of other prompts
+            if not self._has_written:
                 self._has_written = True
                 cut_steps(path, step)
             append_lines(path, records)
@@ -120,9 +138,11 @@ class Recorder:
 
 @dataclass(frozen=True)
 class GroupChoice:
-    """Which groups of a step have their tensors saved: `share` of all replicas' groups, at least one.
+    """Which groups of a step have their tensors saved: `share` of all replicas' groups, at least
+    one.
 
-    The same on every rank, and for the same prompts on every number of replicas, of which replica d has every D-th prompt.
+    The same on every rank, and for the same prompts on every number of replicas, of which replica d
+    has every D-th prompt.
     """
 
     share: float
@@ -131,13 +151,22 @@ class GroupChoice:
     dp_size: int = 1
 
     def of(self, step: int, num_groups: int) -> frozenset[int]:
-        """Indices among this replica's `num_groups`; every replica has as many.  step: counted from 1."""
+        """Indices among this replica's `num_groups`; every replica has as many.
+
+        step: counted from 1.
+        """
         if self.share >= 1:
             return frozenset(range(num_groups))
         total = num_groups * self.dp_size
         count = max(1, round(self.share * total)) if self.share > 0 else 0
-        chosen = np.random.default_rng([GROUP_CHOICE, self.seed, step]).permutation(total)[:count].tolist()
-        return frozenset(index // self.dp_size for index in chosen if index % self.dp_size == self.dp_rank)
+        chosen = (
+            np.random.default_rng([GROUP_CHOICE, self.seed, step])
+            .permutation(total)[:count]
+            .tolist()
+        )
+        return frozenset(
+            index // self.dp_size for index in chosen if index % self.dp_size == self.dp_rank
+        )
 
 
 def replica_file(name: str, dp_rank: int) -> str:
@@ -146,10 +175,12 @@ def replica_file(name: str, dp_rank: int) -> str:
 
 
 def forget_steps(folder: Path, first_step: int, dp_size: int) -> None:
-    """Remove what an earlier process wrote of the steps after `first_step`, which are trained again, where nothing replaces it.
+    """Remove what an earlier process wrote of the steps after `first_step`, which are trained
+    again, where nothing replaces it.
 
-    Of replicas from `dp_size` on, which the resumed run no longer has, that is everything; of the others the trainer's half: the
-    same sequence may be trained by another replica this time, and would have a line of each attempt.
+    Of replicas from `dp_size` on, which the resumed run no longer has, that is everything; of the
+    others the trainer's half: the same sequence may be trained by another replica this time, and
+    would have a line of each attempt.
     """
     for path in folder.iterdir():
         found = HALVES.fullmatch(path.name)
@@ -173,7 +204,8 @@ def forget_lines(path: Path, first_step: int) -> None:
 
 
 def cut_steps(path: Path, first: int) -> None:
-    """Remove the lines of steps from `first` on at the end of `path`, where they are: they were written in order.
+    """Remove the lines of steps from `first` on at the end of `path`, where they are: they were
+    written in order.
 
     Read from the end: the file may have gigabytes.
     """
@@ -195,7 +227,9 @@ def step_of(line: bytes) -> int:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write `path`, complete or not at all; without tensors a file of an earlier run of the same step is removed."""
+    """Write `path`, complete or not at all; without tensors a file of an earlier run of the same
+    step is removed.
+    """
     if not tensors:
         path.unlink(missing_ok=True)
         return
@@ -208,10 +242,12 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
-    """Yield the lines of a rollouts.jsonl.  ValueError with file and line number for one that is not such a record.
+    """Yield the lines of a rollouts.jsonl.  ValueError with file and line number for one that is
+    not such a record.
 
-    A resumed run writes the steps after its checkpoint again: see cut_steps, and for older runs read_episodes.
-    Lines of older files name one policy_version for the whole response; they are read as one span.
+    A resumed run writes the steps after its checkpoint again: see cut_steps, and for older runs
+    read_episodes. Lines of older files name one policy_version for the whole response; they are
+    read as one span.
     """
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -219,7 +255,9 @@ def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
                 fields = json.loads(line)
                 # older files have one version for the entire response
                 if "policy_version" in fields:
-                    fields["policy_versions"] = [[fields.pop("policy_version"), fields.get("response_length")]]
+                    fields["policy_versions"] = [
+                        [fields.pop("policy_version"), fields.get("response_length")]
+                    ]
                 record = RecordedRollout(**fields)
                 check_spans(record.policy_versions)
             except (ValueError, TypeError) as error:
@@ -228,12 +266,14 @@ def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
 
 
 Episodes = dict[str, list[RecordedRollout]]
-"""Id of a rollout -> the lines of its sequences, the one with this id last; in the order in which they were written."""
+"""Id of a rollout -> the lines of its sequences, the one with this id last; in the order in which
+they were written.
+"""
 
 
 def read_episodes(path: Path) -> dict[int, Episodes]:
-    """The episodes of every step.  Of a step that a resumed run of an older version wrote again each episode counts once, in
-    its last place.
+    """The episodes of every step.  Of a step that a resumed run of an older version wrote again
+    each episode counts once, in its last place.
 
     A line whose episode does not follow it (the run was killed while it wrote) is left out.
     """
@@ -252,14 +292,20 @@ def read_episodes(path: Path) -> dict[int, Episodes]:
 def check_spans(spans: object) -> None:
     """Raise ValueError unless these are [[version, tokens], ...]."""
     if not isinstance(spans, list) or not all(
-        isinstance(span, list) and len(span) == 2 and all(type(value) is int for value in span) and span[1] > 0
+        isinstance(span, list)
+        and len(span) == 2
+        and all(type(value) is int for value in span)
+        and span[1] > 0
         for span in spans
     ):
         raise ValueError(f"policy_versions = {spans}: must be [[version, tokens], ...]")
 
 
 def to_rollout(record: RecordedRollout, array: Callable[[str], np.ndarray | None]) -> Rollout:
-    """The sequence of a line, without its text; array(kind): one of batch/codec.to_arrays, or None.  Raises as `from_arrays`."""
+    """The sequence of a line, without its text; array(kind): one of batch/codec.to_arrays, or None.
+
+    Raises as `from_arrays`.
+    """
     header = {
         "id": record.id,
         "prompt_length": record.prompt_length,
@@ -297,7 +343,8 @@ def tensors_path(folder: Path, step: int, name: str = "rollouts") -> Path:
 
 
 def with_unique_ids(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """For a prompt drawn again in the same step the rollout ids Q/K become Q#2/K, the third time Q#3/K, and so on.
+    """For a prompt drawn again in the same step the rollout ids Q/K become Q#2/K, the third time
+    Q#3/K, and so on.
 
     Tensors and lines are found by id: of two equal ones the first would be lost.
     """
@@ -309,7 +356,9 @@ def with_unique_ids(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
             times += 1
             parts = [rollout.id.rpartition("/") for rollout in group.rollouts]
             names = [f"{prompt}#{times}/{k}" for prompt, _, k in parts]
-            rollouts = tuple(rollout.named(name) for rollout, name in zip(rollouts, names, strict=True))
+            rollouts = tuple(
+                rollout.named(name) for rollout, name in zip(rollouts, names, strict=True)
+            )
         taken.update(ids_of(rollouts))
         unique.append(replace(group, rollouts=rollouts))
     return unique
@@ -320,7 +369,9 @@ def ids_of(rollouts: Sequence[Rollout]) -> list[str]:
     return [sequence.id for rollout in rollouts for sequence in rollout.sequences]
 
 
-def to_records(step: int, group: RolloutGroup, clean: Callable[[str], str]) -> Iterator[RecordedRollout]:
+def to_records(
+    step: int, group: RolloutGroup, clean: Callable[[str], str]
+) -> Iterator[RecordedRollout]:
     """clean: what removes secrets from a text."""
     for k, rollout in enumerate(group.rollouts):
         for sequence in rollout.sequences:

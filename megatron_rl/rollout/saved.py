@@ -1,8 +1,10 @@
-"""Rollouts that an earlier run saved (rollout.save_tensors), as the same records: training without a server.
+"""Rollouts that an earlier run saved (rollout.save_tensors), as the same records: training without
+a server.
 
-The folder is that run's directory: config.toml, rollouts*.jsonl and their tensor files, one pair per replica that sampled.
-Replica d of D took every D-th prompt of a step, so that its group i answers prompt i x D + d; how many replicas train on
-the groups now is free.  Shapes: S tokens of a rollout, L MoE layers, K top-k, G responses of a group.
+The folder is that run's directory: config.toml, rollouts*.jsonl and their tensor files, one pair
+per replica that sampled. Replica d of D took every D-th prompt of a step, so that its group i
+answers prompt i x D + d; how many replicas train on the groups now is free.  Shapes: S tokens of a
+rollout, L MoE layers, K top-k, G responses of a group.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ SavedGroup = tuple[Path, tuple[RecordedRollout, ...]]
 
 
 class SavedSteps:
-    """The steps `first_step`.. of `cfg` in `folder`, checked to fit this configuration and model before anything is trained.
+    """The steps `first_step`.. of `cfg` in `folder`, checked to fit this configuration and model
+    before anything is trained.
 
-    Raises ValueError, naming what differs, the rule and the fix, for a folder without the steps or their tensors, for
-    another model, temperature, number of prompts or responses, and for routes that are needed and missing or of another
-    shape.  That routes belong to their tokens is checked where they are packed, by their digest.
+    Raises ValueError, naming what differs, the rule and the fix, for a folder without the steps or
+    their tensors, for another model, temperature, number of prompts or responses, and for routes
+    that are needed and missing or of another shape.  That routes belong to their tokens is checked
+    where they are packed, by their digest.
     """
 
     def __init__(self, folder: Path, cfg: Config, spec: ModelSizes, *, first_step: int = 0) -> None:
@@ -46,15 +50,19 @@ class SavedSteps:
         replicas = read_replicas(folder)
         self.first = first_step_number(folder)
         self.steps = {
-            step: self._groups_of(step + self.first, replicas) for step in range(first_step, cfg.run.num_steps)
+            step: self._groups_of(step + self.first, replicas)
+            for step in range(first_step, cfg.run.num_steps)
         }
 
     def groups(self, step: int, dp_rank: int, dp_size: int) -> list[RolloutGroup]:
         """The scored groups of replica `dp_rank` of `dp_size`, in the order of the step's prompts.
 
-        Routes are layer-major in memory, as from the client.  Raises ValueError for a token outside the vocabulary.
+        Routes are layer-major in memory, as from the client.  Raises ValueError for a token outside
+        the vocabulary.
         """
-        return [self._load(tensors, records) for tensors, records in self.steps[step][dp_rank::dp_size]]
+        return [
+            self._load(tensors, records) for tensors, records in self.steps[step][dp_rank::dp_size]
+        ]
 
     def _groups_of(self, step: int, replicas: Sequence[tuple[Path, Steps]]) -> list[SavedGroup]:
         run = self.cfg.run
@@ -62,34 +70,44 @@ class SavedSteps:
         if step not in known:
             found = f"steps {known[0]} to {known[-1]}" if known else "none"
             raise ValueError(
-                f"{self.folder} has no rollouts of step {step}: every step to be trained must have been saved; it has "
-                f"{found}; set run.num_steps = {known[-1] + 1 - self.first if known else 0}, or record more"
+                f"{self.folder} has no rollouts of step {step}: every step to be trained must have"
+                f" been saved; it has {found}; set run.num_steps ="
+                f" {known[-1] + 1 - self.first if known else 0}, or record more"
             )
         parts = []
         # a run that was resumed on another number of replicas has steps of either
         for path, lines in ((path, steps[step]) for path, steps in replicas if step in steps):
             tensors = tensors_path(self.folder, step, path.stem)
             records = self._with_tensors(tensors, lines)
-            # a prompt drawn twice in a step has two groups: ids are unique (recorder.with_unique_ids)
-            by_group = itertools.groupby(records, lambda record: (record.episode or record.id).rpartition("/")[0])
+            # a prompt drawn twice in a step has two groups: ids are unique
+            # (recorder.with_unique_ids)
+            by_group = itertools.groupby(
+                records, lambda record: (record.episode or record.id).rpartition("/")[0]
+            )
             parts.append([(tensors, tuple(group)) for _, group in by_group])
         sizes = [len(part) for part in parts]
         if sum(sizes) != run.prompts_per_step or len(set(sizes)) != 1:
             raise ValueError(
-                f"{self.folder}, step {step}: {sizes} prompts in {len(sizes)} file(s): must be run.prompts_per_step = "
-                f"{run.prompts_per_step}, equally many in each; set run.prompts_per_step = {sum(sizes)} if no file is missing"
+                f"{self.folder}, step {step}: {sizes} prompts in {len(sizes)} file(s): must be"
+                f" run.prompts_per_step = {run.prompts_per_step}, equally many in each; set"
+                f" run.prompts_per_step = {sum(sizes)} if no file is missing"
             )
         for _, group in itertools.chain(*parts):
             size = sum(not record.episode for record in group)
             if size != run.group_size:
                 raise ValueError(
-                    f"{self.folder}, step {step}, prompt {group[0].prompt_id}: {size} responses: must be run.group_size = "
-                    f"{run.group_size}; set run.group_size = {size}"
+                    f"{self.folder}, step {step}, prompt {group[0].prompt_id}: {size} responses:"
+                    f" must be run.group_size = {run.group_size}; set run.group_size = {size}"
                 )
-        return [group for row in zip(*parts, strict=True) for group in row]  # the order of the step's prompts
+        # the order of the step's prompts
+        return [group for row in zip(*parts, strict=True) for group in row]
 
-    def _with_tensors(self, tensors: Path, records: Sequence[RecordedRollout]) -> list[RecordedRollout]:
-        """The records whose tensors are in `tensors`, which is of the last run that wrote the step; checked against it."""
+    def _with_tensors(
+        self, tensors: Path, records: Sequence[RecordedRollout]
+    ) -> list[RecordedRollout]:
+        """The records whose tensors are in `tensors`, which is of the last run that wrote the step;
+        checked against it.
+        """
         try:
             with safe_open(tensors, framework="numpy") as file:
                 names = set(file.keys())
@@ -98,44 +116,52 @@ class SavedSteps:
                     self._check_record(f"{tensors}: rollout {record.id}", file, names, record)
         except (FileNotFoundError, SafetensorError) as error:
             raise ValueError(
-                f"{tensors}: no tensors that can be read ({error}): training needs tokens, log-probs and routes; record them "
-                "with --only rollout or rollout.save_tensors = true"
+                f"{tensors}: no tensors that can be read ({error}): training needs tokens,"
+                " log-probs and routes; record them with --only rollout or rollout.save_tensors ="
+                " true"
             ) from error
         unknown = {name.rsplit(":", 1)[0] for name in names} - {record.id for record in kept}
         if unknown:
             raise ValueError(
-                f"{tensors}: rollout {min(unknown)} has no line in the jsonl beside it: both must be of one run"
+                f"{tensors}: rollout {min(unknown)} has no line in the jsonl beside it: both must"
+                " be of one run"
             )
         return kept
 
-    def _check_record(self, where: str, file: safe_open, names: Collection[str], record: RecordedRollout) -> None:
+    def _check_record(
+        self, where: str, file: safe_open, names: Collection[str], record: RecordedRollout
+    ) -> None:
         replay = self.cfg.replay
         if record.reward is None:
-            raise ValueError(f"{where} has no reward: saved rollouts must be scored; record them again")
+            raise ValueError(
+                f"{where} has no reward: saved rollouts must be scored; record them again"
+            )
         if (f"{record.id}:mask_sizes" in names) != (self.cfg.rollout.truncation is not None):
             raise ValueError(
-                f"{where}: kept sets must be there with rollout.top_p, top_k or min_p, and not without; record them again"
+                f"{where}: kept sets must be there with rollout.top_p, top_k or min_p, and not"
+                " without; record them again"
             )
         if not self.cfg.needs_routes:
             return
         if f"{record.id}:routed_experts" not in names:
             raise ValueError(
-                f"{where} has no expert ids: replay.mode = {replay.mode} with replay.measure = {str(replay.measure).lower()} "
-                "needs them; record with the same replay settings, or train with replay.mode = none (or R2) and "
-                "replay.measure = false"
+                f"{where} has no expert ids: replay.mode = {replay.mode} with replay.measure ="
+                f" {str(replay.measure).lower()} needs them; record with the same replay settings,"
+                " or train with replay.mode = none (or R2) and replay.measure = false"
             )
         rows = record.prompt_length + record.response_length + record.environment_length - 1
         shape = list(file.get_slice(f"{record.id}:routed_experts").get_shape())
         expected = [rows, len(self.spec.moe_layers), self.spec.top_k]
         if shape != expected:
             raise ValueError(
-                f"{where}: expert ids of shape {shape}: must be {expected} = (tokens - 1, MoE layers, top-k) of the model "
-                f"{self.cfg.model.path}; set model.path to the one that sampled them"
+                f"{where}: expert ids of shape {shape}: must be {expected} = (tokens - 1, MoE"
+                f" layers, top-k) of the model {self.cfg.model.path}; set model.path to the one"
+                " that sampled them"
             )
         if f"{record.id}:missing_routes" in names and replay.on_missing_route == "drop_sample":
             raise ValueError(
-                f"{where} has rows without a route: replay.on_missing_route = drop_sample samples it again, "
-                "which needs a server; set replay.on_missing_route = live or mask_token"
+                f"{where} has rows without a route: replay.on_missing_route = drop_sample samples"
+                " it again, which needs a server; set replay.on_missing_route = live or mask_token"
             )
 
     def _load(self, tensors: Path, records: Sequence[RecordedRollout]) -> RolloutGroup:
@@ -149,32 +175,47 @@ class SavedSteps:
         first = records[0]
         ids = tuple(found[first.id].tokens[: first.prompt_length].tolist())
         rewards = np.array([record.reward for record in records if not record.episode], np.float32)
-        return RolloutGroup(Prompt(first.prompt_id, first.prompt, ids, first.label), tuple(rollouts), rewards)
+        return RolloutGroup(
+            Prompt(first.prompt_id, first.prompt, ids, first.label), tuple(rollouts), rewards
+        )
 
-    def _sequence(self, file: safe_open, names: Collection[str], record: RecordedRollout) -> Rollout:
+    def _sequence(
+        self, file: safe_open, names: Collection[str], record: RecordedRollout
+    ) -> Rollout:
         if record.finish_reason not in ("stop", "length"):
             raise ValueError(
-                f"rollout {record.id}: finish_reason = {record.finish_reason!r}: must be stop or length; record again"
+                f"rollout {record.id}: finish_reason = {record.finish_reason!r}: must be stop or"
+                " length; record again"
             )
         array = arrays_in_file(file, names, record.id)
         # routes are most of the bytes: not read where this run does not use them
         needed = self.cfg.needs_routes
-        rollout = to_rollout(record, lambda kind: array(kind) if needed or kind in ALWAYS_READ else None)
+        rollout = to_rollout(
+            record, lambda kind: array(kind) if needed or kind in ALWAYS_READ else None
+        )
         tokens = rollout.tokens
         if not 0 <= tokens.min() <= tokens.max() < self.spec.vocab_size:
             raise ValueError(
-                f"rollout {record.id}: token ids {tokens.min()}..{tokens.max()}: must be below the vocabulary "
-                f"{self.spec.vocab_size} of {self.cfg.model.path}; set model.path to the model that sampled them"
+                f"rollout {record.id}: token ids {tokens.min()}..{tokens.max()}: must be below the"
+                f" vocabulary {self.spec.vocab_size} of {self.cfg.model.path}; set model.path to"
+                " the model that sampled them"
             )
         return rollout
 
 
 def read_replicas(folder: Path) -> list[tuple[Path, Steps]]:
     """(rollouts*.jsonl, its steps without the texts of responses) in the order of the replicas."""
-    paths = sorted(folder.glob("rollouts*.jsonl"), key=lambda path: int(path.stem.partition(".dp")[2] or 0))
+    paths = sorted(
+        folder.glob("rollouts*.jsonl"), key=lambda path: int(path.stem.partition(".dp")[2] or 0)
+    )
     replicas = []
     for path in paths:
         steps = read_episodes(path).items()
-        lines = {step: [line for of_one in episodes.values() for line in of_one] for step, episodes in steps}
-        replicas.append((path, {step: [replace(line, response="") for line in lines[step]] for step in lines}))
+        lines = {
+            step: [line for of_one in episodes.values() for line in of_one]
+            for step, episodes in steps
+        }
+        replicas.append(
+            (path, {step: [replace(line, response="") for line in lines[step]] for step in lines})
+        )
     return replicas

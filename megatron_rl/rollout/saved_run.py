@@ -1,4 +1,6 @@
-"""Whether the folder of --from-rollouts fits this run, by its config.toml: checked before anything is read or built."""
+"""Whether the folder of --from-rollouts fits this run, by its config.toml: checked before anything
+is read or built.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ SAMPLED_WITH = ("temperature", "top_p", "top_k", "min_p")
 
 
 def first_step_number(folder: Path) -> int:
-    """The number of the first step in `folder`: 1, and 0 in version 0.1, recognised by a former setting."""
+    """The number of the first step in `folder`: 1, and 0 in version 0.1, recognised by a former
+    setting.
+    """
     saved = tomllib.loads((folder / "config.toml").read_text())
     return 0 if "push" in saved.get("rollout", {}) else 1
 
@@ -20,31 +24,45 @@ def check_config(folder: Path, cfg: Config) -> None:
     """Raise ValueError unless `folder` is another run of the same model and sampling."""
     if folder.resolve() == cfg.run_dir.resolve():
         raise ValueError(
-            f"--from-rollouts {folder} is this run's own directory: must be another one; set --run.name OTHER"
+            f"--from-rollouts {folder} is this run's own directory: must be another one; set"
+            " --run.name OTHER"
         )
     path = folder / "config.toml"
     try:
         saved = tomllib.loads(path.read_text())
-        sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0} | saved["rollout"]  # older files have no top_k and min_p
+        # older files have no top_k and min_p
+        sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0} | saved["rollout"]
         theirs = {"model.path": Path(saved["model"]["path"])}
         theirs |= {f"rollout.{key}": sampling[key] for key in SAMPLED_WITH}
         saved_tensors = sampling.get("save_tensors", True)
     except (OSError, ValueError, KeyError) as error:
-        why = f"no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or str(error)
+        why = (
+            f"no {error}"
+            if isinstance(error, KeyError)
+            else getattr(error, "strerror", None) or str(error)
+        )
         raise ValueError(
-            f"--from-rollouts {folder}: {path.name}: {why}; name a run directory with its config.toml"
+            f"--from-rollouts {folder}: {path.name}: {why}; name a run directory with its"
+            " config.toml"
         ) from error
     if not isinstance(saved_tensors, bool) and saved_tensors < 1:
         raise ValueError(
-            f"--from-rollouts {folder}: rollout.save_tensors = {saved_tensors} in {path}: only that share of each step's groups "
-            "has tokens, log-probs and routes; training needs those of all: record with --only rollout or "
-            "rollout.save_tensors = true"
+            f"--from-rollouts {folder}: rollout.save_tensors = {saved_tensors} in {path}: only that"
+            " share of each step's groups has tokens, log-probs and routes; training needs those"
+            " of all: record with --only rollout or rollout.save_tensors = true"
         )
-    ours = {"model.path": cfg.model.path, **{f"rollout.{key}": getattr(cfg.rollout, key) for key in SAMPLED_WITH}}
+    ours = {
+        "model.path": cfg.model.path,
+        **{f"rollout.{key}": getattr(cfg.rollout, key) for key in SAMPLED_WITH},
+    }
     for key, value in ours.items():
-        same = value.resolve() == theirs[key].resolve() if isinstance(value, Path) else value == theirs[key]
+        same = (
+            value.resolve() == theirs[key].resolve()
+            if isinstance(value, Path)
+            else value == theirs[key]
+        )
         if not same:
             raise ValueError(
-                f"{key} = {value}: must be as in {path}, {theirs[key]}: log-probs and routes were sampled with it; set "
-                f"--{key} {theirs[key]}"
+                f"{key} = {value}: must be as in {path}, {theirs[key]}: log-probs and routes were"
+                f" sampled with it; set --{key} {theirs[key]}"
             )

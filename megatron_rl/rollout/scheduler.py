@@ -1,17 +1,20 @@
-"""What is sampled, and when, and which groups a step trains on.  States and rules: docs/design/architecture.md#scheduler.
+"""What is sampled, and when, and which groups a step trains on.  States and rules:
+docs/design/architecture.md#scheduler.
 
-Weights `v` are those after v steps.  Step v is trained on from weights v; its tokens are of weights v - k .. v, where k is
-rollout.max_staleness.  A queue holds the prompts that are sampled, oldest first, each with its group:
+Weights `v` are those after v steps.  Step v is trained on from weights v; its tokens are of weights
+v - k .. v, where k is rollout.max_staleness.  A queue holds the prompts that are sampled, oldest
+first, each with its group:
 
     source --_open--> queue: in progress <-> complete --_take--> trained on --step_done--> forgotten
                         ^-- too old: sampled again --'
 
-The queue holds the groups of this step, with over_sample some more, and those of `steps_ahead` further ones: longer, it would
-hold groups that are too old when they are trained on.  Synchronous steps, over-sampling, partial rollouts, sampling ahead and
-continuous sampling differ in these numbers, and in how sampling ends when weights change (rollout.weight_update).
+The queue holds the groups of this step, with over_sample some more, and those of `steps_ahead`
+further ones: longer, it would hold groups that are too old when they are trained on.  Synchronous
+steps, over-sampling, partial rollouts, sampling ahead and continuous sampling differ in these
+numbers, and in how sampling ends when weights change (rollout.weight_update).
 
-Every rank has a Scheduler, and every method is collective.  Prompts are known to all ranks, groups to leaders;
-each replica has equally many in the queue, so that every rank knows how many to add.
+Every rank has a Scheduler, and every method is collective.  Prompts are known to all ranks, groups
+to leaders; each replica has equally many in the queue, so that every rank knows how many to add.
 """
 
 from __future__ import annotations
@@ -58,12 +61,15 @@ class Sampled:
 
 @dataclass
 class Scheduler:
-    """queue: prompts of all replicas, oldest first; prompt i belongs to replica i % dp.  groups: this leader's, of its prompts.
+    """queue: prompts of all replicas, oldest first; prompt i belongs to replica i % dp.  groups:
+    this leader's, of its prompts.
 
-    taken: this leader's groups that the step in progress removed from the queue.  restored: groups of a checkpoint, whose
-    prompts are not in the queue yet.
-    steps_ahead: how many steps after this one are sampled while it trains.  call: what the client did since `_take`.
-    score: called with complete groups of a leader while it waits for others; may set their `scored`.
+    taken: this leader's groups that the step in progress removed from the queue.  restored: groups
+    of a checkpoint, whose prompts are not in the queue yet.
+    steps_ahead: how many steps after this one are sampled while it trains.  call: what the client
+    did since `_take`.
+    score: called with complete groups of a leader while it waits for others; may set their
+    `scored`.
     """
 
     cfg: Config
@@ -101,13 +107,17 @@ class Scheduler:
         return self._take("more", num_prompts // self.parallel.dp_size, 0, version)
 
     def finish(self) -> None:
-        """Before the servers' weights change, or they are used for other things: nothing is in flight afterwards."""
+        """Before the servers' weights change, or they are used for other things: nothing is in
+        flight afterwards.
+        """
         if self.inference.pending is not None:
             self.inference.end("drain" if self.cfg.rollout.weight_update == "drain" else "abort")
             self._take_stats()
 
     def prepare_sync(self) -> None:
-        """Before the servers' weights change: with rollout.weight_update = in_place they keep what is sampled for later steps."""
+        """Before the servers' weights change: with rollout.weight_update = in_place they keep what
+        is sampled for later steps.
+        """
         if not (self.cfg.rollout.weight_update == "in_place" and self.steps_ahead):
             self.finish()
 
@@ -116,12 +126,14 @@ class Scheduler:
         self.taken = []
 
     def prompts_state(self) -> dict[str, object]:
-        """Plain values for a checkpoint: with them PromptSource.load_state_dict first returns the prompts of the queue."""
+        """Plain values for a checkpoint: with them PromptSource.load_state_dict first returns the
+        prompts of the queue.
+        """
         return self.prompts.state_dict(first=self.queue)
 
     def files(self, *, is_step_done: bool) -> Files:
-        """What a leader adds to a checkpoint: its groups, as they are now, that a run resumed after the step (or before it)
-        need not sample again.  A step that is abandoned ends sampling."""
+        """What a leader adds to a checkpoint: its groups, as they are now, that a run resumed after
+        the step (or before it) need not sample again.  A step that is abandoned ends sampling."""
         if is_step_done:
             with suppress(SamplingStopped):  # the step is saved for it
                 self.finish()
@@ -134,10 +146,11 @@ class Scheduler:
         return {file_name(self.parallel.dp_rank): lambda path: write_groups(path, groups, numbers)}
 
     def restore(self, checkpoint: Path, accepted: Sequence[str]) -> str | None:
-        """Continue the groups of a checkpoint, whose prompts come first (prompts_state); returns a line for the console.
+        """Continue the groups of a checkpoint, whose prompts come first (prompts_state); returns a
+        line for the console.
 
-        accepted: settings that changed since.  Then all groups are sampled again, as are those of another size, or without the
-        routes or kept sets that are needed now.
+        accepted: settings that changed since.  Then all groups are sampled again, as are those of
+        another size, or without the routes or kept sets that are needed now.
         """
         if self.inference.client is None and self.parallel.rank != 0:
             return None  # neither samples nor logs
@@ -145,29 +158,39 @@ class Scheduler:
         every = [about for found in waiting.values() for _, _, about in found]
         if not every:
             return None
-        text = f"  {sum(len(about['responses']) for about in every)} responses of {len(every)} groups in flight"
+        text = (
+            f"  {sum(len(about['responses']) for about in every)} responses of {len(every)} groups"
+            " in flight"
+        )
         if accepted:
             return f"{text}: sampled again, as {', '.join(accepted)} changed"
         if self.inference.client is not None:
             # replicas may be others than those that saved: groups follow their prompts
             order, dp = self.prompts.peek(len(self.prompts.returned) + len(every)), self.parallel
-            found = read_groups(waiting, self.prompts.prompts, order, slice(dp.dp_rank, None, dp.dp_size))
+            found = read_groups(
+                waiting, self.prompts.prompts, order, slice(dp.dp_rank, None, dp.dp_size)
+            )
             self.restored = [group for group in found if self._fits(group)]
             if len(self.restored) < len(found):
                 missing = len(found) - len(self.restored)
-                text += f"; {missing} of this replica's {len(found)} do not fit the settings: sampled again"
+                text += (
+                    f"; {missing} of this replica's {len(found)} do not fit the settings: sampled"
+                    " again"
+                )
         return text
 
     def _fits(self, group: PartialGroup) -> bool:
         rollouts = [*group.rollouts.values(), *group.prefixes.values()]
         needs_mask = self.cfg.rollout.truncation is not None
         return group.size == self.cfg.run.group_size and all(
-            r.has_routes == self.cfg.needs_routes and (r.sampling_mask is not None) == needs_mask for r in rollouts
+            r.has_routes == self.cfg.needs_routes and (r.sampling_mask is not None) == needs_mask
+            for r in rollouts
         )
 
     def _take(self, text: str, share: int, over: int, version: int) -> Sampled:
-        """Sample the queue until `share` groups are complete on each replica, and all that are due; take those, then the
-        complete ones of the oldest prompts.  over: further groups that are sampled for the same step."""
+        """Sample the queue until `share` groups are complete on each replica, and all that are due;
+        take those, then the complete ones of the oldest prompts.  over: further groups that are
+        sampled for the same step."""
         oldest = version - self.cfg.rollout.max_staleness
         self.inference.renew(self.groups, oldest)
         added = self._open(share + over + self.steps_ahead * self.share)
@@ -211,7 +234,10 @@ class Scheduler:
         return added
 
     def _group(self, prompt: Prompt) -> PartialGroup:
-        """What a checkpoint has of this prompt's group, or a new one.  A prompt may come twice: then so do its groups."""
+        """What a checkpoint has of this prompt's group, or a new one.
+
+        A prompt may come twice: then so do its groups.
+        """
         found = next((group for group in self.restored if group.prompt is prompt), None)
         if found is None:
             return PartialGroup(prompt, self.cfg.run.group_size)
@@ -219,7 +245,9 @@ class Scheduler:
         return found
 
     def _start(self, share: int) -> None:
-        """Sample the queue: until a step's share is complete, or until `finish` if sampling goes ahead."""
+        """Sample the queue: until a step's share is complete, or until `finish` if sampling goes
+        ahead.
+        """
         rollout, client = self.cfg.rollout, self.inference.client
         if client is not None:
             client.take_stats()  # discards those of evaluation and parity check
@@ -245,9 +273,12 @@ class Scheduler:
         return complete >= share and all(group.is_complete for group in self.groups if group.is_due)
 
     def _choose(self, share: int) -> tuple[list[Prompt], list[PartialGroup]]:
-        """Remove from the queue what the step trains on: (prompts of all replicas, this leader's groups)."""
+        """Remove from the queue what the step trains on: (prompts of all replicas, this leader's
+        groups).
+        """
         complete = [group for group in self.groups if group.is_complete]
-        first = sorted(complete, key=lambda group: not group.is_due)[:share]  # else in the order of their prompts
+        # else in the order of their prompts
+        first = sorted(complete, key=lambda group: not group.is_due)[:share]
         mine = [group for group in self.groups if group in first]
         if share * self.parallel.dp_size == len(self.queue):
             prompts, self.queue, self.groups = self.queue, [], []
@@ -259,9 +290,15 @@ class Scheduler:
             dp_size=self.parallel.dp_size,
             device=self.parallel.device,
         )
-        assert all(len(prompts) == share for prompts in kept), "a replica kept another number of groups than its share"
-        self.queue, self.groups = interleave(others), [group for group in self.groups if group not in mine]
-        if self.inference.pending is None and self.cfg.rollout.partial == "drop":  # their requests were aborted
+        assert all(len(prompts) == share for prompts in kept), (
+            "a replica kept another number of groups than its share"
+        )
+        self.queue, self.groups = (
+            interleave(others),
+            [group for group in self.groups if group not in mine],
+        )
+        # their requests were aborted
+        if self.inference.pending is None and self.cfg.rollout.partial == "drop":
             self.taken += self.groups
             self.queue, self.groups = [], []
         return interleave(kept), mine
@@ -272,5 +309,7 @@ class Scheduler:
 
 
 def num_prompts(cfg: Config, dp_size: int) -> int:
-    """Prompts to sample for a step, over all replicas: run.prompts_per_step, and more under rollout.over_sample."""
+    """Prompts to sample for a step, over all replicas: run.prompts_per_step, and more under
+    rollout.over_sample.
+    """
     return math.ceil(cfg.run.prompts_per_step // dp_size * (1 + cfg.rollout.over_sample)) * dp_size

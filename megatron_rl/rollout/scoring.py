@@ -23,13 +23,18 @@ def score_groups(
 ) -> list[RolloutGroup]:
     """Fill `response_text`, `reward_metrics` and `rewards`, float32 [G].
 
-    A rollout function's own reward stays as it is.  for_training: other rewards include reward.format_penalty, and a failed
-    one is reward.on_error.  Evaluation has the task's reward alone, and NaN where it failed.  is_last: False where more of a
-    step's groups follow.  Raises RewardError, see RewardPool.score_episodes.
+    A rollout function's own reward stays as it is.  for_training: other rewards include
+    reward.format_penalty, and a failed one is reward.on_error.  Evaluation has the task's reward
+    alone, and NaN where it failed.  is_last: False where more of a step's groups follow.  Raises
+    RewardError, see RewardPool.score_episodes.
     """
     groups = [with_text(group, tokenizer) for group in groups]
     episodes = [
-        [make_episode(group.prompt, rollout, tokenizer) for rollout in group.rollouts if rollout.reward is None]
+        [
+            make_episode(group.prompt, rollout, tokenizer)
+            for rollout in group.rollouts
+            if rollout.reward is None
+        ]
         for group in groups
     ]
     failed = None if for_training else float("nan")
@@ -40,23 +45,34 @@ def score_groups(
 def with_rewards(group: RolloutGroup, rewarded: Sequence[Rewarded]) -> RolloutGroup:
     """rewarded: of the rollouts without a reward of their own, in order."""
     rest = iter(rewarded)
-    own = [next(rest) if rollout.reward is None else Rewarded(rollout.reward) for rollout in group.rollouts]
+    own = [
+        next(rest) if rollout.reward is None else Rewarded(rollout.reward)
+        for rollout in group.rollouts
+    ]
     rollouts = tuple(
-        replace(rollout, reward_metrics=each.metrics) for rollout, each in zip(group.rollouts, own, strict=True)
+        replace(rollout, reward_metrics=each.metrics)
+        for rollout, each in zip(group.rollouts, own, strict=True)
     )
-    return replace(group, rollouts=rollouts, rewards=np.array([each.reward for each in own], np.float32))
+    return replace(
+        group, rollouts=rollouts, rewards=np.array([each.reward for each in own], np.float32)
+    )
 
 
 def with_text(group: RolloutGroup, tokenizer: PreTrainedTokenizerBase) -> RolloutGroup:
     """Fill `response_text`, of all sequences."""
-    rollouts = (replace(r, earlier=decoded(r.earlier, tokenizer)) for r in decoded(group.rollouts, tokenizer))
+    rollouts = (
+        replace(r, earlier=decoded(r.earlier, tokenizer))
+        for r in decoded(group.rollouts, tokenizer)
+    )
     return replace(group, rollouts=tuple(rollouts))
 
 
 def decoded(rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase) -> tuple[Rollout, ...]:
     if not rollouts:  # transformers decodes [] to one text
         return ()
-    texts = tokenizer.batch_decode([r.tokens[r.prompt_length :] for r in rollouts], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        [r.tokens[r.prompt_length :] for r in rollouts], skip_special_tokens=True
+    )
     return tuple(replace(r, response_text=text) for r, text in zip(rollouts, texts, strict=True))
 
 
@@ -66,7 +82,9 @@ def make_episode(prompt: Prompt, rollout: Rollout, tokenizer: PreTrainedTokenize
         prompt=prompt.text,
         response=rollout.response_text,
         label=prompt.label,
-        turns=tuple(turn for sequence in rollout.sequences for turn in make_turns(sequence, tokenizer)),
+        turns=tuple(
+            turn for sequence in rollout.sequences for turn in make_turns(sequence, tokenizer)
+        ),
         messages=tuple(message for sequence in rollout.sequences for message in sequence.messages),
         finish_reason=rollout.finish_reason,
         num_tokens=rollout.episode_length,

@@ -1,7 +1,8 @@
 """Which of the sampled groups a step trains on: agreed by all ranks, as only leaders hold groups.
 
-Over-sampling keeps the groups that were complete first (scheduler.py).  DAPO's dynamic sampling replaces groups with equal
-rewards, whose advantages are 0.  Prompt i of a draw belongs to data-parallel replica i % dp_size, before and after.
+Over-sampling keeps the groups that were complete first (scheduler.py).  DAPO's dynamic sampling
+replaces groups with equal rewards, whose advantages are 0.  Prompt i of a draw belongs to
+data-parallel replica i % dp_size, before and after.
 Shapes: P prompts of a draw over all replicas, n = P / dp of one replica.
 """
 
@@ -17,15 +18,23 @@ from megatron_rl.batch.advantage import is_uniform
 from megatron_rl.records import Prompt, RolloutGroup
 
 Draw = Callable[[int], tuple[list[Prompt], list[RolloutGroup]]]
-"""Number of prompts over all replicas -> those prompts and, on a leader, the scored groups of its replica, else []."""
+"""Number of prompts over all replicas -> those prompts and, on a leader, the scored groups of its
+replica, else [].
+"""
 
 
 def divide_prompts(
-    prompts: Sequence[Prompt], flags: Sequence[bool] | None, *, dp_rank: int, dp_size: int, device: torch.device
+    prompts: Sequence[Prompt],
+    flags: Sequence[bool] | None,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    device: torch.device,
 ) -> tuple[list[list[Prompt]], list[list[Prompt]]]:
     """(prompts whose flag is set, the others), each as one list per replica.
 
-    flags: for the n prompts of this replica on its leader, None on other ranks.  Collective over all ranks.
+    flags: for the n prompts of this replica on its leader, None on other ranks.  Collective over
+    all ranks.
     """
     found = torch.zeros(dp_size, len(prompts) // dp_size, dtype=torch.int32, device=device)
     if flags is not None:
@@ -40,13 +49,17 @@ def divide_prompts(
 
 
 def interleave(rows: Sequence[Sequence[Prompt]]) -> list[Prompt]:
-    """One list of the prompts of all replicas, which must have equally many: inverse of prompts[replica::dp_size]."""
+    """One list of the prompts of all replicas, which must have equally many: inverse of
+    prompts[replica::dp_size].
+    """
     return [prompt for one_of_each in zip(*rows, strict=True) for prompt in one_of_each]
 
 
 @dataclass(frozen=True)
 class Refilled:
-    """prompts and groups as `Draw` returns them; rounds: draws after the first; sampled: groups over all replicas and draws."""
+    """prompts and groups as `Draw` returns them; rounds: draws after the first; sampled: groups
+    over all replicas and draws.
+    """
 
     prompts: list[Prompt]
     groups: list[RolloutGroup]
@@ -65,7 +78,8 @@ def refill(
     is_leader: bool,
     device: torch.device,
 ) -> Refilled:
-    """Replace groups with equal rewards by new draws until every replica has its share of others, at most `max_rounds` times.
+    """Replace groups with equal rewards by new draws until every replica has its share of others,
+    at most `max_rounds` times.
 
     What is still missing then is filled with groups of equal rewards: their advantage is 0, and
     rollout/zero_advantage_groups_frac shows them.  Collective over all ranks.
@@ -84,7 +98,8 @@ def refill(
             kept[replica] += good
             uniform[replica] += rest
         for group, is_kept in zip(groups, flags or (), strict=True):
-            (my_kept if is_kept else my_uniform).append(group)  # same order as `kept` and `uniform` of this replica
+            # same order as `kept` and `uniform` of this replica
+            (my_kept if is_kept else my_uniform).append(group)
         # all replicas draw equally many, as many as the worst one needs: a draw is collective
         missing = share - min(map(len, kept))
         if missing <= 0 or rounds == max_rounds:

@@ -1,4 +1,7 @@
-"""What evaluation needs outside a run: servers of one checkpoint, their client, a reward pool.  No process group."""
+"""What evaluation needs outside a run: servers of one checkpoint, their client, a reward pool.
+
+No process group.
+"""
 
 from __future__ import annotations
 
@@ -40,24 +43,35 @@ class StandaloneSampler:
     version, run: the weight version that every server reports and every sample must have.
     """
 
-    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase, *, log_dir: Path, console: Console) -> None:
+    def __init__(
+        self, cfg: Config, tokenizer: PreTrainedTokenizerBase, *, log_dir: Path, console: Console
+    ) -> None:
         self.cfg, self.tokenizer, self.log_dir, self.console = cfg, tokenizer, log_dir, console
         self.spec = served_model(cfg.model.path)
-        self.device: Device = "cuda" if torch.cuda.is_available() and cfg.run.device != "cpu" else "cpu"
+        self.device: Device = (
+            "cuda" if torch.cuda.is_available() and cfg.run.device != "cpu" else "cpu"
+        )
         self.version, self.run = 0, ""
         self.server_pool: ServerPool | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> StandaloneSampler:
         with ExitStack() as stack:
-            self.pool = stack.enter_context(RewardPool(self.cfg.reward, hidden_env=self.cfg.rollout.api_key_env))
+            self.pool = stack.enter_context(
+                RewardPool(self.cfg.reward, hidden_env=self.cfg.rollout.api_key_env)
+            )
             if not self.cfg.rollout.urls:
                 self.server_pool = stack.enter_context(self._make_server_pool())
             urls = self.cfg.rollout.urls if self.server_pool is None else self.server_pool.take()
             self._check(urls)
             episodes = make_runner(self.cfg, self.tokenizer, self.spec.vocab_size)
             self.client = RolloutClient(
-                urls, self.cfg.rollout, spec=self.spec, want_routes=False, episodes=episodes, run=self.run
+                urls,
+                self.cfg.rollout,
+                spec=self.spec,
+                want_routes=False,
+                episodes=episodes,
+                run=self.run,
             )
             self._stack = stack.pop_all()
         return self
@@ -66,7 +80,10 @@ class StandaloneSampler:
         self._stack.close()
 
     def sample(self, name: str, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        """eval.samples responses to each prompt, in order.  A server that we started and that dies is restarted."""
+        """eval.samples responses to each prompt, in order.
+
+        A server that we started and that dies is restarted.
+        """
         groups: list[RolloutGroup] = []
         with self.console.progress(f"{name}: sampling", len(prompts), "prompts") as advance:
             while len(groups) < len(prompts):
@@ -80,7 +97,9 @@ class StandaloneSampler:
                     self.client.set_urls(self.server_pool.take())
         return groups
 
-    def _generate(self, prompts: Sequence[Prompt], advance: Callable[[], None]) -> list[RolloutGroup]:
+    def _generate(
+        self, prompts: Sequence[Prompt], advance: Callable[[], None]
+    ) -> list[RolloutGroup]:
         cfg = self.cfg
         return self.client.generate(
             prompts,
@@ -93,7 +112,9 @@ class StandaloneSampler:
         )
 
     def _make_server_pool(self) -> ServerPool:
-        self.console.log(f"starting {self.cfg.rollout.num_servers} SGLang server(s), log in {self.log_dir}")
+        self.console.log(
+            f"starting {self.cfg.rollout.num_servers} SGLang server(s), log in {self.log_dir}"
+        )
         return ServerPool(
             self.cfg.model.path,
             self.cfg.rollout,
@@ -106,27 +127,35 @@ class StandaloneSampler:
         )
 
     def _check(self, urls: Sequence[str]) -> None:
-        headers, timeout = auth_headers(self.cfg.rollout), self.cfg.rollout.probe_seconds(self.device)
+        headers, timeout = (
+            auth_headers(self.cfg.rollout),
+            self.cfg.rollout.probe_seconds(self.device),
+        )
         infos = [server_info(url, headers, timeout=timeout) for url in urls]
         for info in infos:
-            check_server(info, self.spec, want_routes=False, tokenizer=tokenizer_digest(self.cfg.model.path))
+            check_server(
+                info, self.spec, want_routes=False, tokenizer=tokenizer_digest(self.cfg.model.path)
+            )
             check_settings(info, self.cfg.rollout, want_routes=False, gets_weights=False)
-            check_sampling(info.url, self.cfg.rollout, vocab_size=self.spec.vocab_size, device=self.device)
+            check_sampling(
+                info.url, self.cfg.rollout, vocab_size=self.spec.vocab_size, device=self.device
+            )
         check_identical(infos)
         for line in accepted_lines(infos, self.cfg.rollout, want_routes=False):
             self.console.log(line)
         versions = {info.weight_version for info in infos}
         if len(versions) > 1:
             raise ValueError(
-                f"rollout.urls have weight versions {sorted(versions)}, must have one: send the same weights to all of them"
+                f"rollout.urls have weight versions {sorted(versions)}, must have one: send the"
+                " same weights to all of them"
             )
         (version,) = versions
         try:
             self.version, self.run = read_version_name(version)
         except ValueError as error:
             raise ValueError(
-                f"rollout.urls: {error}, which every sample repeats; send weights to them, or start them with "
-                "--weight-version 0"
+                f"rollout.urls: {error}, which every sample repeats; send weights to them, or start"
+                " them with --weight-version 0"
             ) from None
 
 
@@ -134,8 +163,15 @@ def served_model(path: Path) -> ModelSizes:
     """The sizes that a client needs, from config.json; without routes."""
     config = read_served_config(path)
     if "vocab_size" not in config:
-        raise ValueError(f"{path}: no config.json with a vocab_size; must be an HF checkpoint directory")
-    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+        raise ValueError(
+            f"{path}: no config.json with a vocab_size; must be an HF checkpoint directory"
+        )
+    experts = (
+        config.get("num_experts")
+        or config.get("num_local_experts")
+        or config.get("n_routed_experts")
+        or 0
+    )
     return ModelSizes(
         num_layers=config["num_hidden_layers"],
         moe_layers=(),

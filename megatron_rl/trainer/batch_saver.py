@@ -1,4 +1,6 @@
-"""Saves mini-batches before their update: on request, and where something is wrong with one (run.save_batches)."""
+"""Saves mini-batches before their update: on request, and where something is wrong with one
+(run.save_batches).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class BatchSaver:
-    """`log` prints one line.  Every method is collective: all ranks see the same norms, and decide alike.
+    """`log` prints one line.  Every method is collective: all ranks see the same norms, and decide
+    alike.
 
     unsaved: mini-batches that were due and could not be written, since this process started.
     """
@@ -41,12 +44,17 @@ class BatchSaver:
     def note_old_pass(self, batch: MiniBatch, sums: MetricSums) -> None:
         """Remember KL(mu, pi_old) per token of a mini-batch; sums: of its old-logprob pass alone."""
         if self.cfg.run.save_batches != "off":
-            self._kl[batch.index] = sums.mean("train/kl_mu_pi", dist.group.WORLD, self.engine.parallel.device)
+            self._kl[batch.index] = sums.mean(
+                "train/kl_mu_pi", dist.group.WORLD, self.engine.parallel.device
+            )
 
-    def look(self, step: int, batch: MiniBatch, old: OldPass, sums: MetricSums, grad_norm: float) -> None:
+    def look(
+        self, step: int, batch: MiniBatch, old: OldPass, sums: MetricSums, grad_norm: float
+    ) -> None:
         """Save the mini-batch where it is due.  sums: of its gradient's computation alone.
 
-        A bundle that cannot be written is counted and reported, and training continues: it is for people.
+        A bundle that cannot be written is counted and reported, and training continues: it is for
+        people.
         """
         run = self.cfg.run
         anomaly = self._anomaly(batch, grad_norm)
@@ -70,13 +78,24 @@ class BatchSaver:
         if not math.isfinite(grad_norm):
             return f"gradient norm {grad_norm}"
         if grad_norm > run.anomaly_grad_norm:
-            return f"gradient norm {grad_norm:.4g} above run.anomaly_grad_norm = {run.anomaly_grad_norm:g}"
-        if abs(kl) > run.anomaly_kl:  # NaN: nothing was counted, as no token of the mini-batch is in the loss
+            return (
+                f"gradient norm {grad_norm:.4g} above run.anomaly_grad_norm ="
+                f" {run.anomaly_grad_norm:g}"
+            )
+        # NaN: nothing was counted, as no token of the mini-batch is in the loss
+        if abs(kl) > run.anomaly_kl:
             return f"KL(mu, pi_old) {kl:.4g} above run.anomaly_kl = {run.anomaly_kl:g}"
         return ""
 
     def _save(
-        self, step: int, batch: MiniBatch, old: OldPass, sums: MetricSums, grad_norm: float, reason: str, name: str = ""
+        self,
+        step: int,
+        batch: MiniBatch,
+        old: OldPass,
+        sums: MetricSums,
+        grad_norm: float,
+        reason: str,
+        name: str = "",
     ) -> None:
         metrics = sums.reduce(dist.group.WORLD, self.engine.parallel.device)
         folder = self.cfg.run_dir / FOLDER / (name or f"step_{step + 1:06d}_update_{batch.index}")

@@ -1,4 +1,7 @@
-"""Build a Trainer: cheap checks first, then the model, then the rollout source.  On exit everything closes in reverse order."""
+"""Build a Trainer: cheap checks first, then the model, then the rollout source.
+
+On exit everything closes in reverse order.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +55,12 @@ from megatron_rl.trainer.trainer import Trainer
 
 @contextmanager
 def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer]:
-    """A run that is ready for its first step: data read, model loaded, servers started, weights sent, parity checked.
+    """A run that is ready for its first step: data read, model loaded, servers started, weights
+    sent, parity checked.
 
-    rollouts: a run directory whose saved rollouts are trained on, without servers, parity check and evaluation.
-    Raises ValueError for bad input (before any server or model), RuntimeError for a server that fails its checks.
+    rollouts: a run directory whose saved rollouts are trained on, without servers, parity check and
+    evaluation. Raises ValueError for bad input (before any server or model), RuntimeError for a
+    server that fails its checks.
     """
     quiet_libraries()
     lines = LogLines(cfg.run.log_format, (cfg.rollout.api_key_env,))
@@ -68,13 +73,18 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         check_start(cfg, parallel, has_servers=rollouts is None)
         console = Console(enabled=parallel.rank == 0, lines=lines)
         recording = start_recording(cfg, parallel, stack)
-        for line in [*(nccl.user_settings(os.environ) if parallel.device.type == "cuda" else ()), *inputs.lines]:
+        for line in [
+            *(nccl.user_settings(os.environ) if parallel.device.type == "cuda" else ()),
+            *inputs.lines,
+        ]:
             console.log(line)
         watchdog.enter(LOADING)
         engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
         console.log(compatibility_line(cfg, engine.core_config))
         if fields := untested(cfg.megatron.fields):
-            console.log(f"untested with routing replay: {', '.join(f'megatron.{name}' for name in fields)}")
+            console.log(
+                f"untested with routing replay: {', '.join(f'megatron.{name}' for name in fields)}"
+            )
         step_trace = stack.enter_context(StepTrace(cfg, parallel, recording.files))
         meter = StepMeter(watchdog, step_trace.trace)
         source = make_source(cfg, inputs, engine, meter, console, recording, stack, rollouts)
@@ -86,11 +96,18 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
             if status is not None:
                 status.urls = lambda: inference.urls
         watchdog.enter(LOADING)
-        checkpointer = Checkpointer(engine, cfg.run_dir / "checkpoints", console.log, console.progress)
+        checkpointer = Checkpointer(
+            engine, cfg.run_dir / "checkpoints", console.log, console.progress
+        )
         policy = CheckpointPolicy(checkpointer, source.release_memory, recording.events)
         first_step, evaluated, tracker_ids = resume(policy, source, console)
-        meter.step = first_step - 1  # until the first one begins, events are of the last finished step
-        sinks = make_sinks(cfg, stack, console.log, tracker_ids, first_step) if parallel.rank == 0 else None
+        # until the first one begins, events are of the last finished step
+        meter.step = first_step - 1
+        sinks = (
+            make_sinks(cfg, stack, console.log, tracker_ids, first_step)
+            if parallel.rank == 0
+            else None
+        )
         if parallel.rank == 0:
             forget_steps(cfg.run_dir, first_step, parallel.dp_size)
         reporter = Reporter(cfg, console, sinks, status)
@@ -99,13 +116,28 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         stack.callback(postpone_full_collections())
         saver = BatchSaver(cfg, engine, console.log, recording.events)
         tokens = TokenRecorder(cfg, engine, recording.files)
-        parts = (cfg, parallel, engine, source, policy, meter, reporter, saver, tokens, recording, step_trace)
+        parts = (
+            cfg,
+            parallel,
+            engine,
+            source,
+            policy,
+            meter,
+            reporter,
+            saver,
+            tokens,
+            recording,
+            step_trace,
+        )
         yield Trainer(*parts, first_step, evaluated)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads first.  lines: for the console; eval_sets: prompts by the name of their set."""
+    """What a run reads first.
+
+    lines: for the console; eval_sets: prompts by the name of their set.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
@@ -119,7 +151,8 @@ def read_inputs(cfg: Config, *, is_live: bool) -> Inputs:
     if cfg.agent.name and is_live:
         check_agent(cfg.agent, tokenizer)
     sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if is_live else {}
-    files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)  # "": no set may have this name
+    # "": no set may have this name
+    files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)
     lines, train = [file.line(cfg.data) for file in files.values()], files.pop("")
     return Inputs(
         tokenizer,
@@ -134,7 +167,10 @@ def join_job(cfg: Config, stack: ExitStack) -> Parallel:
     if cfg.model.is_exact:
         disable_tf32()
     parallel = make_parallel(
-        cfg.parallel, device=cfg.run.device, timeout_minutes=cfg.run.collective_timeout_minutes, seed=cfg.run.seed
+        cfg.parallel,
+        device=cfg.run.device,
+        timeout_minutes=cfg.run.collective_timeout_minutes,
+        seed=cfg.run.seed,
     )
     stack.callback(parallel.destroy)
     from_rank_0(lambda: check_trackers(cfg.track))
@@ -157,15 +193,31 @@ def make_source(
     parallel, prompts, tokenizer = engine.parallel, inputs.prompts, inputs.tokenizer
     if rollouts is not None:
         recorder = recording.recorder(cfg, parallel) if cfg.rollout.save_tensors else None
-        return SavedRollouts(cfg, parallel, engine.spec, prompts, rollouts, meter, console, tokenizer, recorder)
+        return SavedRollouts(
+            cfg, parallel, engine.spec, prompts, rollouts, meter, console, tokenizer, recorder
+        )
     meter.enter("starting or finding servers")
     inference, leader = make_inference(cfg, parallel, engine, tokenizer, stack, console, recording)
-    arguments = (cfg, parallel, engine, tokenizer, prompts, inputs.eval_sets, inference, leader, meter, console)
+    arguments = (
+        cfg,
+        parallel,
+        engine,
+        tokenizer,
+        prompts,
+        inputs.eval_sets,
+        inference,
+        leader,
+        meter,
+        console,
+    )
     return LiveRollouts(*arguments, events=recording.events)
 
 
 def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
-    """Raise ValueError for a run that cannot start here.  Collective: what concerns the GPUs is checked on rank 0."""
+    """Raise ValueError for a run that cannot start here.
+
+    Collective: what concerns the GPUs is checked on rank 0.
+    """
     check_can_release(cfg.rollout.release_memory, parallel.device.type)
     spec, world = provider_spec(cfg.model, parallel.device), parallel.world_size
     check_layout(spec, cfg, world)
@@ -179,17 +231,24 @@ def check_start(cfg: Config, parallel: Parallel, *, has_servers: bool) -> None:
 
 
 def this_machine(parallel: Parallel) -> Machine:
-    """Rank 0's host.  Its GPUs are counted by the driver: torch sees those of CUDA_VISIBLE_DEVICES alone."""
+    """Rank 0's host.
+
+    Its GPUs are counted by the driver: torch sees those of CUDA_VISIBLE_DEVICES alone.
+    """
     device = torch.cuda.get_device_properties(parallel.device)
-    hardware = replace(HARDWARE["h100"], name=device.name, memory=float(device.total_memory))  # its rates are not used
+    # its rates are not used
+    hardware = replace(HARDWARE["h100"], name=device.name, memory=float(device.total_memory))
     driver = Path("/proc/driver/nvidia/gpus")
     gpus = len(list(driver.iterdir())) if driver.is_dir() else torch.cuda.device_count()
     return Machine(hardware, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpus, os.environ)
 
 
-def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) -> tuple[int, int, dict[str, str]]:
-    """Continue from a checkpoint, as [checkpoint] says; returns the number of finished steps, 0 without a checkpoint, that of the
-    last complete evaluation, and the ids of the trackers' runs, none where it is another run's checkpoint."""
+def resume(
+    policy: CheckpointPolicy, source: RolloutSource, console: Console
+) -> tuple[int, int, dict[str, str]]:
+    """Continue from a checkpoint, as [checkpoint] says; returns the number of finished steps, 0
+    without a checkpoint, that of the last complete evaluation, and the ids of the trackers' runs,
+    none where it is another run's checkpoint."""
     restored = policy.resume()
     if restored is None:
         return 0, -1, {}
@@ -203,13 +262,24 @@ def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) ->
 
 def make_status(cfg: Config) -> StatusWriter:
     """Keeps status.json, on rank 0."""
-    return StatusWriter(cfg.run_dir, cfg.run.num_steps, api_key_env=cfg.rollout.api_key_env, stopped=(StoppedBySignal,))
+    return StatusWriter(
+        cfg.run_dir,
+        cfg.run.num_steps,
+        api_key_env=cfg.rollout.api_key_env,
+        stopped=(StoppedBySignal,),
+    )
 
 
 def make_watchdog(
-    cfg: Config, parallel: Parallel, lines: LogLines | None = None, status: StatusWriter | None = None
+    cfg: Config,
+    parallel: Parallel,
+    lines: LogLines | None = None,
+    status: StatusWriter | None = None,
 ) -> Watchdog:
-    """Names the rank that the others wait for.  Its stage limit is shorter than that of collectives, which name no rank."""
+    """Names the rank that the others wait for.
+
+    Its stage limit is shorter than that of collectives, which name no rank.
+    """
     watchdog = Watchdog(
         parallel.store(),
         parallel.rank,
@@ -226,9 +296,12 @@ def make_watchdog(
 
 
 def quiet_libraries() -> None:
-    """Silence the warnings that libraries print on every start; those of the user's code stay visible."""
+    """Silence the warnings that libraries print on every start; those of the user's code stay
+    visible.
+    """
     for module in ("megatron", "torch", "transformers"):
         warnings.filterwarnings("ignore", module=rf"{module}\..*")
         logging.getLogger(module).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="Please use DTensor")  # core's checkpoints; raised in our name
+    # core's checkpoints; raised in our name
+    warnings.filterwarnings("ignore", message="Please use DTensor")
     logging.getLogger("httpx").setLevel(logging.WARNING)

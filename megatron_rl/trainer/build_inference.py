@@ -58,24 +58,31 @@ def make_inference(
 ) -> tuple[Inference, Leader | None]:
     """The servers, started or found, then checked; the clients of this rank.  Collective.
 
-    With rollout.release_memory the trainer leaves the GPUs to the servers while they start, then takes them back.
+    With rollout.release_memory the trainer leaves the GPUs to the servers while they start, then
+    takes them back.
     """
     problems = list(length_problems(cfg, engine.spec))
     if cfg.rollout.steps_ahead:
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / dist.get_world_size()
         smallest = torch.tensor(psutil.virtual_memory().total)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN, parallel.host_group)  # else only some ranks would stop
+        # else only some ranks would stop
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, parallel.host_group)
         problems += queue_problems(cfg, engine.spec, on_this_machine, int(smallest))
     if problems:
         raise ValueError("\n".join(problems))
-    server_pool = make_server_pool(cfg, parallel, console) if parallel.rank == 0 and not cfg.rollout.urls else None
+    server_pool = (
+        make_server_pool(cfg, parallel, console)
+        if parallel.rank == 0 and not cfg.rollout.urls
+        else None
+    )
     memory = engine.offload if cfg.rollout.release_memory else None
     if memory is not None:
         memory.free_training()
         memory.free_weights()
         dist.barrier(parallel.host_group)
     found = from_rank_0(
-        lambda: find_servers(cfg, engine.spec, device_type(parallel), server_pool, stack, console), parallel.host_group
+        lambda: find_servers(cfg, engine.spec, device_type(parallel), server_pool, stack, console),
+        parallel.host_group,
     )
     leader = (
         make_leader(cfg, parallel, engine.spec, tokenizer, found, stack, recording)
@@ -119,8 +126,8 @@ def device_type(parallel: Parallel) -> Device:
 
 
 class FoundServers(NamedTuple):
-    """dtype: the precision that all of them compute in; settings: URL -> what check_settings has checked; run: its name for
-    them, the same on every rank (weights/version.py)."""
+    """dtype: the precision that all of them compute in; settings: URL -> what check_settings has
+    checked; run: its name for them, the same on every rank (weights/version.py)."""
 
     urls: tuple[str, ...]
     dtype: str
@@ -129,14 +136,22 @@ class FoundServers(NamedTuple):
 
 
 def find_servers(
-    cfg: Config, spec: ModelSpec, device: Device, server_pool: ServerPool | None, stack: ExitStack, console: Console
+    cfg: Config,
+    spec: ModelSpec,
+    device: Device,
+    server_pool: ServerPool | None,
+    stack: ExitStack,
+    console: Console,
 ) -> FoundServers:
     """The servers that passed their checks, on rank 0.
 
-    The URLs are those of the configuration, or of `server_pool`, which is started here.  Each must serve this model.
+    The URLs are those of the configuration, or of `server_pool`, which is started here.  Each must
+    serve this model.
     """
     if server_pool is not None:
-        console.log(f"starting {cfg.rollout.num_servers} SGLang server(s), log in {server_pool.log_path(0)}")
+        console.log(
+            f"starting {cfg.rollout.num_servers} SGLang server(s), log in {server_pool.log_path(0)}"
+        )
         stack.enter_context(server_pool)
     urls = cfg.rollout.urls if server_pool is None else server_pool.take()
     headers, timeout = auth_headers(cfg.rollout), cfg.rollout.probe_seconds(device)
@@ -154,13 +169,17 @@ def find_servers(
         check_in_place(info, cfg.rollout)
         check_sampling(info.url, cfg.rollout, vocab_size=spec.vocab_size, device=device)
         console.log(
-            f"server {info.url}: SGLang {info.version}, {info.dtype}, experts {'yes' if info.routed_experts else 'no'}"
+            f"server {info.url}: SGLang {info.version}, {info.dtype}, experts"
+            f" {'yes' if info.routed_experts else 'no'}"
         )
     check_identical(infos)
     for line in accepted_lines(infos, cfg.rollout, want_routes=cfg.needs_routes):
         console.log(line)
-    parity_limits(cfg, infos[0].dtype)  # refuses a limit without effect, before the first weight sync
-    return FoundServers(tuple(urls), infos[0].dtype, {info.url: info.settings for info in infos}, new_run_name())
+    # refuses a limit without effect, before the first weight sync
+    parity_limits(cfg, infos[0].dtype)
+    return FoundServers(
+        tuple(urls), infos[0].dtype, {info.url: info.settings for info in infos}, new_run_name()
+    )
 
 
 def make_leader(
@@ -189,15 +208,23 @@ def make_leader(
 
 
 def make_pusher(
-    cfg: Config, parallel: Parallel, found: FoundServers, server_pool: ServerPool | None, stack: ExitStack
+    cfg: Config,
+    parallel: Parallel,
+    found: FoundServers,
+    server_pool: ServerPool | None,
+    stack: ExitStack,
 ) -> WeightPusher:
-    """What sends new weights to the servers, on every rank.  Raises ValueError for ranks that cannot reach them."""
+    """What sends new weights to the servers, on every rank.
+
+    Raises ValueError for ranks that cannot reach them.
+    """
     is_spread = local_world_size(parallel) < parallel.world_size
     if cfg.rollout.weight_sync == "colocated" and is_spread and max_sources(cfg, parallel) > 1:
         raise ValueError(
-            f"rollout.weight_sync = colocated with {parallel.world_size} training ranks, {local_world_size(parallel)} of them on "
-            "this machine: without GPUs each sends its part through the memory of the servers' machine; set "
-            "rollout.weight_sync = distributed or disk"
+            f"rollout.weight_sync = colocated with {parallel.world_size} training ranks,"
+            f" {local_world_size(parallel)} of them on this machine: without GPUs each sends its"
+            " part through the memory of the servers' machine; set rollout.weight_sync ="
+            " distributed or disk"
         )
     served = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     pusher = WeightPusher(
@@ -212,7 +239,9 @@ def make_pusher(
         headers=auth_headers(cfg.rollout),
         settings=found.settings,
         verify_every=cfg.rollout.verify_push_every if cfg.rollout.verify_push == "checksum" else 0,
-        places=gpus_of(cfg, server_pool) if parallel.device.type == "cuda" and server_pool is not None else None,
+        places=gpus_of(cfg, server_pool)
+        if parallel.device.type == "cuda" and server_pool is not None
+        else None,
         ranks=Ranks.of(parallel),
         run=found.run,
         fp8_keep=cfg.rollout.quantize_keep if cfg.rollout.quantize == "fp8" else None,
@@ -224,16 +253,23 @@ def make_pusher(
 def max_sources(cfg: Config, parallel: Parallel) -> int:
     """Ranks that send weights, at most.
 
-    Those of `distributed` cost the servers a process group each; `disk`, and `colocated` in shared memory, have no limit.
-    `colocated` on GPUs has rank 0 alone: every source takes a bucket, and a CUDA context, on each GPU of the servers.  So has
-    `distributed` where ranks on other machines cannot reach the servers, which listen on this one only.
+    Those of `distributed` cost the servers a process group each; `disk`, and `colocated` in shared
+    memory, have no limit. `colocated` on GPUs has rank 0 alone: every source takes a bucket, and a
+    CUDA context, on each GPU of the servers.  So has `distributed` where ranks on other machines
+    cannot reach the servers, which listen on this one only.
     """
     if cfg.rollout.weight_sync == "distributed":
         is_spread = local_world_size(parallel) < parallel.world_size
         return (
-            1 if is_spread and not cfg.rollout.urls and is_local(cfg.rollout.host) else cfg.rollout.weight_sync_sources
+            1
+            if is_spread and not cfg.rollout.urls and is_local(cfg.rollout.host)
+            else cfg.rollout.weight_sync_sources
         )
-    return 1 if cfg.rollout.weight_sync == "colocated" and parallel.device.type == "cuda" else parallel.world_size
+    return (
+        1
+        if cfg.rollout.weight_sync == "colocated" and parallel.device.type == "cuda"
+        else parallel.world_size
+    )
 
 
 def local_world_size(parallel: Parallel) -> int:
@@ -245,6 +281,9 @@ def gpus_of(cfg: Config, server_pool: ServerPool) -> Callable[[str], Sequence[to
     """URL of a server of ours -> the GPU of each of its ranks, as rank 0 numbers them."""
 
     def places(url: str) -> list[torch.device]:
-        return [torch.device("cuda", gpu) for gpu in devices_of_server(cfg.rollout, server_pool.index(url), os.environ)]
+        return [
+            torch.device("cuda", gpu)
+            for gpu in devices_of_server(cfg.rollout, server_pool.index(url), os.environ)
+        ]
 
     return places

@@ -1,4 +1,6 @@
-"""Missing routes of a step, over all of its draws, and what replay.on_missing_route does about them."""
+"""Missing routes of a step, over all of its draws, and what replay.on_missing_route does about
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,21 @@ class MissingRoutes:
     meter: StepMeter
     counts: MissingRouteCounts = field(default_factory=MissingRouteCounts)
 
-    def check(self, groups: Sequence[RolloutGroup], counts: MissingRouteCounts, *, is_last: bool = True) -> None:
-        """counts: of this replica, on one of its ranks, zeros on the others.  is_last: the step's last draw.  Collective."""
+    def check(
+        self, groups: Sequence[RolloutGroup], counts: MissingRouteCounts, *, is_last: bool = True
+    ) -> None:
+        """counts: of this replica, on one of its ranks, zeros on the others.
+
+        is_last: the step's last draw.  Collective.
+        """
         if not self.cfg.needs_routes:
             return
         count_missing_rows(self.meter.sums, counts)
         self.counts += counts
         if is_last or self.cfg.replay.on_missing_route == "error":
-            total = MissingRouteCounts(*all_reduce_ints(self.counts.values(), dist.ReduceOp.SUM, dist.group.WORLD))
+            total = MissingRouteCounts(
+                *all_reduce_ints(self.counts.values(), dist.ReduceOp.SUM, dist.group.WORLD)
+            )
             check_missing_routes(total, self.cfg.replay, groups)
         if is_last:
             self.counts = MissingRouteCounts()

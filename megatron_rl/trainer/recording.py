@@ -1,4 +1,6 @@
-"""What a run writes beside its metrics: events.jsonl, and in a thread the tensors of rollouts and tokens."""
+"""What a run writes beside its metrics: events.jsonl, and in a thread the tensors of rollouts and
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,25 @@ class Recording:
 
     def recorder(self, cfg: Config, parallel: Parallel) -> Recorder:
         """What saves the rollouts of this replica."""
-        choice = GroupChoice(cfg.rollout.saved_share, cfg.run.seed, parallel.dp_rank, parallel.dp_size)
+        choice = GroupChoice(
+            cfg.rollout.saved_share, cfg.run.seed, parallel.dp_rank, parallel.dp_size
+        )
         hidden = (cfg.rollout.api_key_env,)
-        return Recorder(cfg.run_dir, dp_rank=parallel.dp_rank, save_tensors=choice, files=self.files, hidden=hidden)
+        return Recorder(
+            cfg.run_dir,
+            dp_rank=parallel.dp_rank,
+            save_tensors=choice,
+            files=self.files,
+            hidden=hidden,
+        )
 
     @contextmanager
     def run(self, first_step: int, meter: StepMeter) -> Iterator[None]:
         """Add an event where the run starts or continues, and one where it ends, with the reason."""
         self.events.add(
-            "resume" if first_step else "start", first_step, f"after step {first_step}" if first_step else ""
+            "resume" if first_step else "start",
+            first_step,
+            f"after step {first_step}" if first_step else "",
         )
         try:
             yield

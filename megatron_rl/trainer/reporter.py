@@ -1,4 +1,6 @@
-"""Writes results of steps and evaluations, on rank 0: terminal, metrics.jsonl, trackers, status.json, report."""
+"""Writes results of steps and evaluations, on rank 0: terminal, metrics.jsonl, trackers,
+status.json, report.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,17 @@ from megatron_rl.records import StepResult
 VIEWS = ("view", "top")
 """Commands that show a run."""
 REPORT = "megatron_rl.report"
-"""Group of the entry point that writes a run's page: a function of the run's folder that returns the page's path."""
+"""Group of the entry point that writes a run's page: a function of the run's folder that returns
+the page's path.
+"""
 
 
 class Reporter:
     """sinks, status: None on other ranks, which write nothing and whose console is silent."""
 
-    def __init__(self, cfg: Config, console: Console, sinks: Sinks | None, status: StatusWriter | None = None) -> None:
+    def __init__(
+        self, cfg: Config, console: Console, sinks: Sinks | None, status: StatusWriter | None = None
+    ) -> None:
         self.cfg, self.console, self.sinks, self.status = cfg, console, sinks, status
 
     def log(self, text: str) -> None:
@@ -51,7 +57,10 @@ class Reporter:
         return {"trackers": {} if trackers is None else trackers.ids}
 
     def step(self, result: StepResult, totals: Mapping[str, float]) -> None:
-        """A finished step.  totals: the metrics that count since the start, as the step before left them."""
+        """A finished step.
+
+        totals: the metrics that count since the start, as the step before left them.
+        """
         if self.sinks is None:
             return
         self.sinks.write(result)
@@ -62,7 +71,12 @@ class Reporter:
         if self.status is not None:
             shown = {name: result.metrics[name] for name in SHOWN if name in result.metrics}
             seconds = result.metrics.get("time/step", 0.0)
-            self.status.note(step=finished, step_seconds=seconds, policy_version=result.policy_version, metrics=shown)
+            self.status.note(
+                step=finished,
+                step_seconds=seconds,
+                policy_version=result.policy_version,
+                metrics=shown,
+            )
 
     def evaluation(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
         """An evaluation after `step` finished steps."""
@@ -90,12 +104,16 @@ class Reporter:
             page: Path = writer.load()(self.cfg.run_dir)
             self.console.log(f"report {page}")
             return page
-        self.console.log("no report page: megatron_rl_viewer is not installed; in a checkout: pip install ./viewer")
+        self.console.log(
+            "no report page: megatron_rl_viewer is not installed; in a checkout: pip install"
+            " ./viewer"
+        )
         return None
 
 
 def send_samples(tracker: Tracker, *, cfg: Config, step: int) -> None:
-    """The best and the worst of the last recorded responses, without secrets that an environment may have printed.
+    """The best and the worst of the last recorded responses, without secrets that an environment
+    may have printed.
 
     Called on the trackers' threads.
     """
@@ -111,7 +129,9 @@ def make_sinks(
     ids: Mapping[str, str],
     first_step: int,
 ) -> Sinks:
-    """config.toml, metrics.jsonl and the trackers, whose runs continue those of `ids` (Trackers) after `first_step` steps."""
+    """config.toml, metrics.jsonl and the trackers, whose runs continue those of `ids` (Trackers)
+    after `first_step` steps.
+    """
     (cfg.run_dir / "config.toml").write_text(dump_config(cfg))
     track, trackers = cfg.track, None
     if track.to:

@@ -1,4 +1,6 @@
-"""Metrics of a step's rollouts (docs/reference/metrics.md), counted on the leader of the replica that holds them."""
+"""Metrics of a step's rollouts (docs/reference/metrics.md), counted on the leader of the replica
+that holds them.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,25 @@ from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
 
 
-def count_step(cfg: Config, parallel: Parallel, sums: MetricSums, groups: Sequence[RolloutGroup], version: int) -> None:
+def count_step(
+    cfg: Config, parallel: Parallel, sums: MetricSums, groups: Sequence[RolloutGroup], version: int
+) -> None:
     """Metrics of the groups that are trained on from weights `version`, counted once per replica."""
     if not parallel.is_replica_leader:
         return
     if cfg.replay.on_missing_route == "mask_token":
-        sums.add_total("replay/masked_tokens_total", count_missing_routes(groups).missing_response_rows)
+        sums.add_total(
+            "replay/masked_tokens_total", count_missing_routes(groups).missing_response_rows
+        )
     count_groups(sums, groups, version=version)
     if cfg.agent.name:
         count_episodes(sums, groups)
 
 
 def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: int) -> None:
-    """Rewards with their metrics, lengths and ages of the groups that are trained on, from weights `version`."""
+    """Rewards with their metrics, lengths and ages of the groups that are trained on, from weights
+    `version`.
+    """
     for group in groups:
         rewards = np.asarray(group.rewards)
         unscored = np.isnan(rewards)  # reward.on_error = drop
@@ -69,7 +77,11 @@ def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:
         sums.add_max("rollout/sequences_max", float(len(rollout.sequences)))
         sums.add("rollout/turns_mean", turns, 1)
         sums.add_max("rollout/turns_max", float(turns))
-        sums.add("rollout/environment_length_mean", sum(each.environment_length for each in rollout.sequences), 1)
+        sums.add(
+            "rollout/environment_length_mean",
+            sum(each.environment_length for each in rollout.sequences),
+            1,
+        )
         for name, value in rollout.metrics.items():
             sums.add(f"episode/{name}", value, 1)
 
@@ -85,13 +97,21 @@ def count_age(sums: MetricSums, rollout: Rollout, version: int) -> None:
 
 
 def check_age(groups: Sequence[RolloutGroup], *, version: int, max_staleness: int) -> None:
-    """Raise RuntimeError for tokens older than rollout.max_staleness: an independent check of the scheduler."""
+    """Raise RuntimeError for tokens older than rollout.max_staleness: an independent check of the
+    scheduler.
+    """
     oldest = version - max_staleness
-    old = [rollout.id for group in groups for rollout in group.rollouts if rollout.oldest_version < oldest]
+    old = [
+        rollout.id
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.oldest_version < oldest
+    ]
     if old:
         raise RuntimeError(
-            f"rollouts {old} hold tokens of weights older than version {oldest} = {version} - rollout.max_staleness: a bug of "
-            "the scheduler; the run stops before it trains on them"
+            f"rollouts {old} hold tokens of weights older than version {oldest} = {version} -"
+            " rollout.max_staleness: a bug of the scheduler; the run stops before it trains on"
+            " them"
         )
 
 
@@ -104,15 +124,27 @@ def count_missing_rows(sums: MetricSums, counts: MissingRouteCounts) -> None:
 
 
 def count_discarded(sums: MetricSums, totals: dict[str, float]) -> None:
-    """The mean length of discarded responses.  totals: of the replica's rollout client, {} before it sampled."""
-    kinds = [kind for kind in ("dropped", "cancelled", "stale") if f"rollout/{kind}_tokens_total" in totals]
-    tokens, samples = (sum(totals[f"rollout/{kind}_{unit}_total"] for kind in kinds) for unit in ("tokens", "samples"))
+    """The mean length of discarded responses.
+
+    totals: of the replica's rollout client, {} before it sampled.
+    """
+    kinds = [
+        kind
+        for kind in ("dropped", "cancelled", "stale")
+        if f"rollout/{kind}_tokens_total" in totals
+    ]
+    tokens, samples = (
+        sum(totals[f"rollout/{kind}_{unit}_total"] for kind in kinds)
+        for unit in ("tokens", "samples")
+    )
     if samples:
         sums.add("rollout/discarded_length_mean", tokens, samples)
 
 
 def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
-    """Request latency, environments' time, prefix-cache hits and throughput; throughput is summed over replicas."""
+    """Request latency, environments' time, prefix-cache hits and throughput; throughput is summed
+    over replicas.
+    """
     count_seconds(sums, "rollout/request_seconds", call.request_seconds, parallel)
     if call.environment_seconds:
         count_seconds(sums, "rollout/environment_seconds", call.environment_seconds, parallel)
@@ -122,25 +154,35 @@ def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
 
 def count_seconds(sums: MetricSums, name: str, found: Sequence[float], parallel: Parallel) -> None:
     seconds = torch.tensor(found, device=parallel.device)
-    everything = torch.ones_like(seconds, dtype=torch.bool), torch.zeros_like(seconds, dtype=torch.int64)
+    everything = (
+        torch.ones_like(seconds, dtype=torch.bool),
+        torch.zeros_like(seconds, dtype=torch.int64),
+    )
     sums.add_histogram(name, tabulate(seconds, *everything, 1))
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:
-    """The step's reduced metrics, with those that are functions of several in place of their inputs."""
+    """The step's reduced metrics, with those that are functions of several in place of their
+    inputs.
+    """
     found = dict(metrics)
     square = found.pop("rollout/reward_square_mean", None)
     if square is not None:
         variance = square - found["rollout/reward_mean"] ** 2
-        found["rollout/reward_std"] = max(variance, 0.0) ** 0.5  # in this order: NaN, where no reward is known, stays
+        # in this order: NaN, where no reward is known, stays
+        found["rollout/reward_std"] = max(variance, 0.0) ** 0.5
     if (largest := found.pop("rollout/negative_reward_max", None)) is not None:
         found["rollout/reward_min"] = -largest
-        found["rollout/zero_rewards"] = float(found["rollout/reward_min"] == found["rollout/reward_max"] == 0)
+        found["rollout/zero_rewards"] = float(
+            found["rollout/reward_min"] == found["rollout/reward_max"] == 0
+        )
     if (largest := found.pop("rollout/advantage_max", None)) is not None:
         found["rollout/zero_advantages"] = float(largest == 0)
     weight_square = found.pop("train/is_weight_square_mean", None)
     if weight_square is not None:
-        found["train/ess"] = found["train/is_weight_mean"] ** 2 / weight_square if weight_square else 0.0
+        found["train/ess"] = (
+            found["train/is_weight_mean"] ** 2 / weight_square if weight_square else 0.0
+        )
     tokens = found.pop("perf/step_tokens", None)
     seconds = found.get("time/old_logprob", 0.0) + found.get("time/update", 0.0)
     if tokens is not None and seconds > 0:
@@ -149,7 +191,9 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """GiB: peak allocation on this rank's GPU since the last call; on a CPU the peak resident size of the process."""
+    """GiB: peak allocation on this rank's GPU since the last call; on a CPU the peak resident size
+    of the process.
+    """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**30
         torch.cuda.reset_peak_memory_stats(device)

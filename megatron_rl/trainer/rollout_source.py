@@ -1,7 +1,9 @@
-"""Where a step's rollouts come from: servers that sample them (LiveRollouts), or a run that saved them (saved_rollouts.py).
+"""Where a step's rollouts come from: servers that sample them (LiveRollouts), or a run that saved
+them (saved_rollouts.py).
 
-Every method is collective: all ranks call it at the same place.  The leader of each data-parallel replica samples, scores
-and saves its replica's share of the prompts; every rank sends its part of the weights to the servers.
+Every method is collective: all ranks call it at the same place.  The leader of each data-parallel
+replica samples, scores and saves its replica's share of the prompts; every rank sends its part of
+the weights to the servers.
 """
 
 from __future__ import annotations
@@ -49,13 +51,17 @@ from megatron_rl.trainer.step_meter import StepMeter
 class RolloutSource(Protocol):
     """A source without servers overrides only the methods that have no default here.
 
-    policy_version: version of the trainer's weights at the start of the step, which the servers received last.
+    policy_version: version of the trainer's weights at the start of the step, which the servers
+    received last.
     """
 
     policy_version: int
 
     def start(self, first_step: int) -> None:
-        """Prepare for `first_step`, after a checkpoint was restored.  Raises an error for wrong servers or files."""
+        """Prepare for `first_step`, after a checkpoint was restored.
+
+        Raises an error for wrong servers or files.
+        """
         ...
 
     def sample(self, step: int) -> list[RolloutGroup]:
@@ -70,9 +76,11 @@ class RolloutSource(Protocol):
         ...
 
     def sync_weights(self, version: int) -> None:
-        """Send the current weights to the servers as `version`; on return every server in use has confirmed it.
+        """Send the current weights to the servers as `version`; on return every server in use has
+        confirmed it.
 
-        With rollout.release_memory they are sent when the servers next sample, with the GPUs' memory.
+        With rollout.release_memory they are sent when the servers next sample, with the GPUs'
+        memory.
         """
         ...
 
@@ -80,17 +88,24 @@ class RolloutSource(Protocol):
         """The state that a checkpoint saves, as plain values."""
         ...
 
-    def restore(self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]) -> list[str]:
-        """Continue from `progress`; returns log lines.  accepted: changed settings that the user allowed."""
+    def restore(
+        self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
+    ) -> list[str]:
+        """Continue from `progress`; returns log lines.
+
+        accepted: changed settings that the user allowed.
+        """
         ...
 
     def release_memory(self) -> None:
-        """Before anything that uses the trainer's weights: with rollout.release_memory they come back from the host, after the
-        servers have freed their GPU memory."""
+        """Before anything that uses the trainer's weights: with rollout.release_memory they come
+        back from the host, after the servers have freed their GPU memory."""
         return
 
     def evaluate(self) -> dict[str, float]:
-        """eval/* metrics of the servers' weights; {} without evaluation sets or when a signal ended it."""
+        """eval/* metrics of the servers' weights; {} without evaluation sets or when a signal ended
+        it.
+        """
         return {}
 
     def finish_step(self) -> None:
@@ -102,7 +117,10 @@ class RolloutSource(Protocol):
         return {}
 
     def stop(self) -> None:
-        """Abort sampling, from another thread: a signal came, and sampling may outlast its grace.  Not collective."""
+        """Abort sampling, from another thread: a signal came, and sampling may outlast its grace.
+
+        Not collective.
+        """
         return
 
 
@@ -117,7 +135,10 @@ class Leader:
 
 @dataclass
 class LiveRollouts(RolloutSource):
-    """Sampled from SGLang servers.  leader: None on ranks that are not the leader of their replica."""
+    """Sampled from SGLang servers.
+
+    leader: None on ranks that are not the leader of their replica.
+    """
 
     cfg: Config
     parallel: Parallel
@@ -146,7 +167,9 @@ class LiveRollouts(RolloutSource):
         )
 
     def start(self, first_step: int) -> None:
-        """Send the weights, then check parity: the engine's log-probs of a few sampled responses against the servers'."""
+        """Send the weights, then check parity: the engine's log-probs of a few sampled responses
+        against the servers'.
+        """
         self.meter.enter("first weight sync and parity check")
         self.sync_weights(self.policy_version)
         groups = self.probe(
@@ -172,27 +195,34 @@ class LiveRollouts(RolloutSource):
         self.inference.release_memory()
 
     def serve(self) -> None:
-        """Before anything that samples: send the weights to servers that have released their memory."""
+        """Before anything that samples: send the weights to servers that have released their
+        memory.
+        """
         if not self.inference.is_serving:
             self._push()
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
         if self.leader is not None:
-            check_age(groups, version=self.policy_version, max_staleness=self.cfg.rollout.max_staleness)
+            check_age(
+                groups, version=self.policy_version, max_staleness=self.cfg.rollout.max_staleness
+            )
             self.leader.recorder.record(step + 1, groups)
             for name, count in self.leader.rewards.totals().items():
                 self.meter.sums.add_total(name, count)
         count_step(self.cfg, self.parallel, self.meter.sums, groups, self.policy_version)
 
     def sync_weights(self, version: int) -> None:
-        with self.meter.time("rollout"), suppress(SamplingStopped):  # the step is trained: its checkpoint must be saved
+        # the step is trained: its checkpoint must be saved
+        with self.meter.time("rollout"), suppress(SamplingStopped):
             self.scheduler.prepare_sync()
         self.policy_version = version
         if self.inference.is_serving:
             self._push()
 
     def _push(self) -> None:
-        event = self.events.timed("weight_sync", self.meter.step + 1, f"version {self.policy_version}")
+        event = self.events.timed(
+            "weight_sync", self.meter.step + 1, f"version {self.policy_version}"
+        )
         with self.meter.time("weight_sync"), event:
             keeps = self.cfg.rollout.weight_update == "in_place"
             self.inference.push(self.policy_version, keep_requests=keeps)
@@ -226,7 +256,9 @@ class LiveRollouts(RolloutSource):
         restarts = self.inference.restarts
         self.meter.sums.add_total("rollout/server_restarts_total", restarts)
         if restarts > self.restarts:
-            self.events.add("server_restart", self.meter.step + 1, f"{restarts - self.restarts} replaced")
+            self.events.add(
+                "server_restart", self.meter.step + 1, f"{restarts - self.restarts} replaced"
+            )
             self.restarts = restarts
 
     def progress(self) -> dict[str, Any]:
@@ -235,7 +267,9 @@ class LiveRollouts(RolloutSource):
     def files(self, *, is_step_done: bool) -> Files:
         return self.scheduler.files(is_step_done=is_step_done)
 
-    def restore(self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]) -> list[str]:
+    def restore(
+        self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
+    ) -> list[str]:
         lines = [restore_prompts(self, self.prompts, progress)]
         in_flight = self.scheduler.restore(checkpoint, accepted)
         return [*lines, in_flight] if in_flight else lines
@@ -244,11 +278,16 @@ class LiveRollouts(RolloutSource):
         if self.leader is not None:
             self.leader.client.stop(keep_parts=True)
 
-    def draw(self, take: Callable[..., Sampled], *arguments: object) -> tuple[list[Prompt], list[RolloutGroup]]:
-        """Call `take`, a method of the scheduler: the prompts of all replicas and this replica's scored groups."""
+    def draw(
+        self, take: Callable[..., Sampled], *arguments: object
+    ) -> tuple[list[Prompt], list[RolloutGroup]]:
+        """Call `take`, a method of the scheduler: the prompts of all replicas and this replica's
+        scored groups.
+        """
         with self.meter.time("rollout"):
             sampled = take(*arguments, self.policy_version)
-            is_last = not self.cfg.batch.dynamic_sampling  # else `refill` checks the sum over all draws
+            # else `refill` checks the sum over all draws
+            is_last = not self.cfg.batch.dynamic_sampling
             self.missing_routes.check(sampled.groups, sampled.gaps, is_last=is_last)
             if sampled.call is not None:
                 count_call(self.meter.sums, sampled.call, self.parallel)
@@ -265,11 +304,16 @@ class LiveRollouts(RolloutSource):
                 group.scored = found
 
     def score(self, groups: Sequence[RolloutGroup], *, for_training: bool) -> list[RolloutGroup]:
-        """With texts and rewards; [] off the leader, which alone holds groups.  Returns when all replicas have theirs."""
+        """With texts and rewards; [] off the leader, which alone holds groups.
+
+        Returns when all replicas have theirs.
+        """
         scored: list[RolloutGroup] = []
         if self.leader is not None:
             rest = [group for group in groups if group.rewards is None]
-            found = iter(score_groups(rest, self.leader.rewards, self.tokenizer, for_training=for_training))
+            found = iter(
+                score_groups(rest, self.leader.rewards, self.tokenizer, for_training=for_training)
+            )
             scored = [next(found) if group.rewards is None else group for group in groups]
         # on the host: the next collective may be NCCL's, which would keep GPUs busy
         dist.barrier(self.parallel.host_group)
@@ -278,7 +322,9 @@ class LiveRollouts(RolloutSource):
     def refill(
         self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup]
     ) -> tuple[list[Prompt], list[RolloutGroup]]:
-        """DAPO's dynamic sampling: replace the groups whose rewards are all equal, with other prompts."""
+        """DAPO's dynamic sampling: replace the groups whose rewards are all equal, with other
+        prompts.
+        """
 
         def draw(count: int) -> tuple[list[Prompt], list[RolloutGroup]]:
             more, scored = self.draw(self.scheduler.take_more, count)
@@ -286,7 +332,8 @@ class LiveRollouts(RolloutSource):
 
         refilled = refill(
             prompts,
-            with_penalties(groups, self.cfg),  # a penalty can make equal rewards differ, and the reverse
+            # a penalty can make equal rewards differ, and the reverse
+            with_penalties(groups, self.cfg),
             draw,
             max_rounds=self.cfg.batch.max_sampling_rounds,
             dp_rank=self.parallel.dp_rank,
@@ -298,10 +345,16 @@ class LiveRollouts(RolloutSource):
         if self.parallel.rank == 0:
             sums = self.meter.sums
             sums.add("rollout/sampling_rounds", 1 + refilled.rounds)
-            sums.add("rollout/discarded_groups_frac", refilled.sampled - len(refilled.prompts), refilled.sampled)
+            sums.add(
+                "rollout/discarded_groups_frac",
+                refilled.sampled - len(refilled.prompts),
+                refilled.sampled,
+            )
         return refilled.prompts, refilled.groups
 
-    def share(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+    def share(
+        self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]
+    ) -> list[RolloutGroup]:
         """The leader's scored groups on every rank of its replica."""
         return share_groups(
             groups if self.leader is not None else None,
@@ -321,14 +374,17 @@ class LiveRollouts(RolloutSource):
                 prompts,
                 self.cfg.eval.samples,
                 temperature=self.cfg.eval.temperature,
-                max_tokens=self.cfg.eval.max_response_tokens or self.cfg.rollout.max_response_tokens,
+                max_tokens=self.cfg.eval.max_response_tokens
+                or self.cfg.rollout.max_response_tokens,
                 stop_token_ids=[self.tokenizer.eos_token_id],
                 id_prefix="eval/",
                 on_progress=advance,
             )
         return self.score(groups, for_training=False)
 
-    def probe(self, prompts: Sequence[Prompt], num_samples: int, max_tokens: int) -> list[RolloutGroup]:
+    def probe(
+        self, prompts: Sequence[Prompt], num_samples: int, max_tokens: int
+    ) -> list[RolloutGroup]:
         """Responses for the parity check, on every rank of the replica; rewards are 0."""
         self.serve()
         groups = self.inference.generate(
@@ -340,16 +396,20 @@ class LiveRollouts(RolloutSource):
             id_prefix="parity/",
             single_turn=True,
         )
-        groups = [replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups]
+        groups = [
+            replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups
+        ]
         return self.share(groups, prompts)
 
 
-def restore_prompts(source: RolloutSource, prompts: PromptSource, progress: Mapping[str, Any]) -> str:
+def restore_prompts(
+    source: RolloutSource, prompts: PromptSource, progress: Mapping[str, Any]
+) -> str:
     """Restore the policy version and the position in the data; returns a log line."""
     cursor = progress["prompts"]
     source.policy_version = progress["policy_version"]
     prompts.load_state_dict(cursor)
     return (
-        f"  policy version {source.policy_version}; epoch {cursor['epoch'] + 1} of the data, after {cursor['position']} of "
-        f"{cursor['num_prompts']} prompts"
+        f"  policy version {source.policy_version}; epoch {cursor['epoch'] + 1} of the data, after"
+        f" {cursor['position']} of {cursor['num_prompts']} prompts"
     )

@@ -30,7 +30,8 @@ from megatron_rl.trainer.step_meter import StepMeter
 class SavedRollouts(RolloutSource):
     """Read from the run directory `folder`: no server, no evaluation, no weight sync.
 
-    recorder: with rollout.save_tensors, so that the lines and tensors of what this run trains on are in its own directory.
+    recorder: with rollout.save_tensors, so that the lines and tensors of what this run trains on
+    are in its own directory.
     """
 
     cfg: Config
@@ -45,7 +46,10 @@ class SavedRollouts(RolloutSource):
     policy_version: int = 0
 
     def start(self, first_step: int) -> None:
-        """Check that the folder has all steps from `first_step`.  Raises ValueError, see SavedSteps."""
+        """Check that the folder has all steps from `first_step`.
+
+        Raises ValueError, see SavedSteps.
+        """
         self.steps = SavedSteps(self.folder, self.cfg, self.spec, first_step=first_step)
         self.console.log(f"training on the rollouts of {self.folder}: no server, no evaluation")
 
@@ -70,5 +74,7 @@ class SavedRollouts(RolloutSource):
     def progress(self) -> dict[str, Any]:
         return {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
 
-    def restore(self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]) -> list[str]:
+    def restore(
+        self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
+    ) -> list[str]:
         return [restore_prompts(self, self.prompts, progress)]

@@ -1,4 +1,7 @@
-"""Metric sums, stage times and spans of a step, on this rank.  The trainer and its rollout source share one meter."""
+"""Metric sums, stage times and spans of a step, on this rank.
+
+The trainer and its rollout source share one meter.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ TIMED = ("rollout", "reward", "split", "old_logprob", "update", "weight_sync")
 
 
 class StepMeter:
-    """sums: the metrics counted since `take_sums`.  The watchdog, if any, is notified before each stage."""
+    """sums: the metrics counted since `take_sums`.
+
+    The watchdog, if any, is notified before each stage.
+    """
 
     def __init__(self, watchdog: Watchdog | None = None, trace: Trace = OFF) -> None:
         self.watchdog, self.trace = watchdog, trace
@@ -31,7 +37,9 @@ class StepMeter:
         try:
             yield
         finally:
-            self._seconds[stage] = self._seconds.get(stage, 0.0) + self._end(stage, "stage", start).seconds
+            self._seconds[stage] = (
+                self._seconds.get(stage, 0.0) + self._end(stage, "stage", start).seconds
+            )
 
     def part(self, name: str) -> AbstractContextManager[object]:
         """A part of a stage, or what is outside all of them: a span of the trace alone."""
@@ -48,7 +56,8 @@ class StepMeter:
             self.begin(self._end(stage, "stage", start).end)
 
     def begin(self, now: int | None = None) -> None:
-        """The next step begins: what was timed before, as weights that were sent for an evaluation, is of none.
+        """The next step begins: what was timed before, as weights that were sent for an evaluation,
+        is of none.
 
         now: time.monotonic_ns().
         """
@@ -65,7 +74,9 @@ class StepMeter:
         return sums
 
     def take_times(self) -> dict[str, float]:
-        """time/*: seconds since the last call, `between_steps` or `begin`; `other` is outside every stage."""
+        """time/*: seconds since the last call, `between_steps` or `begin`; `other` is outside every
+        stage.
+        """
         step = self._end(f"step {self.step + 1}", "step", self._started, thread="step")
         self._started, total = step.end, step.seconds
         times = {f"time/{name}": self._seconds.get(name, 0.0) for name in TIMED}

@@ -1,4 +1,5 @@
-"""Writes the traces of the steps that run.trace names: RUN/trace/STEP/rank_00000.json.gz of every rank.
+"""Writes the traces of the steps that run.trace names: RUN/trace/STEP/rank_00000.json.gz of every
+rank.
 
 Nothing is gathered over ranks: `megatron-rl trace RUN` merges the files.
 """
@@ -33,8 +34,8 @@ from megatron_rl.metrics.file_writer import FileWriter
 
 
 class StepTrace:
-    """trace: what the run records into.  Use as a context manager; the exit writes the last step, also after an error, then
-    without the GPU, which may never answer."""
+    """trace: what the run records into.  Use as a context manager; the exit writes the last step,
+    also after an error, then without the GPU, which may never answer."""
 
     def __init__(self, cfg: Config, parallel: Parallel, files: FileWriter) -> None:
         self.cfg, self.parallel, self.files = cfg, parallel, files
@@ -56,7 +57,8 @@ class StepTrace:
         if not self.cfg.run.traces(step):
             return
         group = self.parallel.host_group
-        dist.barrier(group)  # the first waits for late ranks, so that all leave the second one together
+        # the first waits for late ranks, so that all leave the second one together
+        dist.barrier(group)
         dist.barrier(group)
         self._clock = SharedClock(socket.gethostname(), time.monotonic_ns(), time.time_ns())
         self._step = step
@@ -66,7 +68,10 @@ class StepTrace:
             self._profile.start()
 
     def end(self, *, failed: bool = False) -> None:
-        """Write what was recorded since `begin`: the step, and what followed it.  failed: the GPU is not asked."""
+        """Write what was recorded since `begin`: the step, and what followed it.
+
+        failed: the GPU is not asked.
+        """
         step, self._step = self._step, None
         if step is None:
             return
@@ -78,11 +83,20 @@ class StepTrace:
         rank, world_size, redact = self.parallel.rank, self.parallel.world_size, self._redactor.text
         name = LAST if self.cfg.run.trace == LAST else step_folder_name(step)
         path = rank_path(step_folder(self.cfg.run_dir, name), rank)
-        write = partial(write_trace, rank=rank, world_size=world_size, step=step, clock=self._clock, redact=redact)
+        write = partial(
+            write_trace,
+            rank=rank,
+            world_size=world_size,
+            step=step,
+            clock=self._clock,
+            redact=redact,
+        )
         self.files.later(path, partial(write, path, self.trace.take()))
         if on_gpu:
             gpu = gpu_path(path.parent, rank)
-            self.files.now(gpu, partial(remove, gpu) if failed else partial(export, self._profile, gpu))
+            self.files.now(
+                gpu, partial(remove, gpu) if failed else partial(export, self._profile, gpu)
+            )
 
 
 def export(found: profile, path: Path) -> None:

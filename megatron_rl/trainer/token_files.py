@@ -1,8 +1,10 @@
-"""trained.jsonl and trained_STEP.safetensors: the trainer's half of what a run writes about every token.
+"""trained.jsonl and trained_STEP.safetensors: the trainer's half of what a run writes about every
+token.
 
-Schema, and how to read it: docs/reference/token_data.md.  Written by the leader of a data-parallel replica about the sequences
-that it trained, which another replica may have sampled.
-Shapes: S tokens of a sequence, R sampled, L MoE layers, K top-k; m rows and n sampled tokens of a micro-batch's chosen sequences.
+Schema, and how to read it: docs/reference/token_data.md.  Written by the leader of a data-parallel
+replica about the sequences that it trained, which another replica may have sampled.
+Shapes: S tokens of a sequence, R sampled, L MoE layers, K top-k; m rows and n sampled tokens of a
+micro-batch's chosen sequences.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Table:
     flipped: np.ndarray  # uint8 [L, m], 0 or 1
 
     @classmethod
-    def zeros(cls, layers: int, num_rows: int, top_k: int, num_sampled: int, ids: np.dtype) -> Table:
+    def zeros(
+        cls, layers: int, num_rows: int, top_k: int, num_sampled: int, ids: np.dtype
+    ) -> Table:
         """The widest elements first, so that all are aligned."""
         shapes: list[tuple[tuple[int, ...], np.dtype]] = [
             ((len(cls.VALUES), num_sampled), np.dtype(np.float32)),
@@ -60,14 +64,19 @@ class Table:
         memory = np.zeros(sum(sizes), np.uint8)
         parts = np.split(memory, np.cumsum(sizes)[:-1])
         values, margins, own, flipped = (
-            part.view(kind).reshape(shape) for part, (shape, kind) in zip(parts, shapes, strict=True)
+            part.view(kind).reshape(shape)
+            for part, (shape, kind) in zip(parts, shapes, strict=True)
         )
         return cls(memory, values, own, margins, flipped)
 
 
 @dataclass(frozen=True)
 class SequenceTokens:
-    """A trained sequence.  summary: the columns of `line_of`; table: of its micro-batch, where one of its sequences is chosen."""
+    """A trained sequence.
+
+    summary: the columns of `line_of`; table: of its micro-batch, where one of its sequences is
+    chosen.
+    """
 
     mini_batch: int
     sample: Sample
@@ -78,19 +87,28 @@ class SequenceTokens:
 class TokenFiles:
     """The files of one data-parallel replica in `folder`."""
 
-    def __init__(self, folder: Path, files: FileWriter, *, dp_rank: int, mask_missing_routes: bool) -> None:
+    def __init__(
+        self, folder: Path, files: FileWriter, *, dp_rank: int, mask_missing_routes: bool
+    ) -> None:
         self.folder, self.files, self.mask_missing_routes = folder, files, mask_missing_routes
         self.name = replica_file("trained", dp_rank)
 
     def write(self, step: int, sequences: Sequence[SequenceTokens]) -> None:
-        """Write `step`, counted from 1, in the thread of `files`.  The tensors come first: a line names a complete file."""
+        """Write `step`, counted from 1, in the thread of `files`.
+
+        The tensors come first: a line names a complete file.
+        """
         side, path = tensors_path(self.folder, step, self.name), self.folder / f"{self.name}.jsonl"
         sequences = [each for each in sequences if not each.sample.is_copy]
         keys = tensor_keys(sequences)
         self.files.later(side, lambda: write_tensors(side, dict(self._tensors(sequences, keys))))
-        self.files.later(path, lambda: append_text(path, lines_of(sequences, keys, step, side.name)))
+        self.files.later(
+            path, lambda: append_text(path, lines_of(sequences, keys, step, side.name))
+        )
 
-    def _tensors(self, sequences: Sequence[SequenceTokens], keys: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+    def _tensors(
+        self, sequences: Sequence[SequenceTokens], keys: Sequence[str]
+    ) -> Iterator[tuple[str, np.ndarray]]:
         """("KEY:KIND", array) of the chosen ones."""
         row = sampled = 0
         before: Table | None = None
@@ -105,7 +123,9 @@ class TokenFiles:
             for kind, array in self._arrays(each.sample, before, rows, tokens).items():
                 yield f"{key}:{kind}", np.ascontiguousarray(array)
 
-    def _arrays(self, sample: Sample, table: Table, rows: slice, tokens: slice) -> dict[str, np.ndarray]:
+    def _arrays(
+        self, sample: Sample, table: Table, rows: slice, tokens: slice
+    ) -> dict[str, np.ndarray]:
         found = dict(zip(table.VALUES, table.values[:, tokens], strict=True))
         found["logprobs"] = found["logprobs"][None]
         found["flags"] = found["flags"].astype(np.uint8) | self._known_flags(sample)
@@ -128,24 +148,40 @@ class TokenFiles:
 
 
 def tensor_keys(sequences: Sequence[SequenceTokens]) -> list[str]:
-    """The id; of two equal ones, which two replicas sampled for a prompt that both drew, the second is ID@FILE."""
+    """The id; of two equal ones, which two replicas sampled for a prompt that both drew, the second
+    is ID@FILE.
+    """
     keys: dict[str, None] = {}
     for each in sequences:
         name = each.sample.rollout.id
-        keys[f"{name}@{replica_file('rollouts', each.sample.sampled_by)}" if name in keys else name] = None
+        keys[
+            f"{name}@{replica_file('rollouts', each.sample.sampled_by)}" if name in keys else name
+        ] = None
     return list(keys)
 
 
-def lines_of(sequences: Sequence[SequenceTokens], keys: Sequence[str], step: int, tensors: str) -> bytes:
-    """The step's lines of trained.jsonl; by orjson, which is fast, and writes what is not finite as null."""
+def lines_of(
+    sequences: Sequence[SequenceTokens], keys: Sequence[str], step: int, tensors: str
+) -> bytes:
+    """The step's lines of trained.jsonl; by orjson, which is fast, and writes what is not finite as
+    null.
+    """
     lines = [line_of(each, step, tensors, key) for each, key in zip(sequences, keys, strict=True)]
     return b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines)
 
 
 def line_of(each: SequenceTokens, step: int, tensors: str, key: str) -> dict[str, object]:
-    """Means are over the tokens in the loss, null where there are none; flip_frac over all (token, layer) pairs with a route."""
+    """Means are over the tokens in the loss, null where there are none; flip_frac over all (token,
+    layer) pairs with a route.
+    """
     count, kl, k3, clipped, weight, entropy, loss, flips, pairs, gap, stale = each.summary
-    means = {"kl": kl, "kl_k3": k3, "clipped_frac": clipped, "weight_mean": weight, "entropy_mean": entropy}
+    means = {
+        "kl": kl,
+        "kl_k3": k3,
+        "clipped_frac": clipped,
+        "weight_mean": weight,
+        "entropy_mean": entropy,
+    }
     sample = each.sample
     return {
         "schema": int(SCHEMA),

@@ -1,10 +1,12 @@
-"""Records what the trainer knew about every sampled token, of the groups that rollout.save_tensors chooses.
+"""Records what the trainer knew about every sampled token, of the groups that rollout.save_tensors
+chooses.
 
-It looks on: at the router's own choices in the old-logprob pass, and at what the loss is computed from in the update.  Nothing
-waits for the device before the step is trained; then every rank of a replica adds its layers and rows of the chosen sequences to
-one table on the leader, which writes it in a thread (token_files.py).  What is written: docs/reference/token_data.md.
-Shapes: S tokens of a sequence, R sampled, T rows of a micro-batch on this rank, B its sequences, n the chosen rows here, L MoE
-layers of the model, l this stage's, K top-k.
+It looks on: at the router's own choices in the old-logprob pass, and at what the loss is computed
+from in the update.  Nothing waits for the device before the step is trained; then every rank of a
+replica adds its layers and rows of the chosen sequences to one table on the leader, which writes it
+in a thread (token_files.py).  What is written: docs/reference/token_data.md.
+Shapes: S tokens of a sequence, R sampled, T rows of a micro-batch on this rank, B its sequences, n
+the chosen rows here, L MoE layers of the model, l this stage's, K top-k.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from megatron_rl.rollout.recorder import GroupChoice
 from megatron_rl.trainer.token_files import Flag, SequenceTokens, Table, TokenFiles
 
 NUM_SUMS, NUM_MAXIMA = 9, 2
-"""Columns of a sequence's summary: see `add_tokens` and `flips_of_sequences`, and Summary in token_files.py."""
+"""Columns of a sequence's summary: see `add_tokens` and `flips_of_sequences`, and Summary in
+token_files.py.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,21 +45,31 @@ class Places:
 
     @classmethod
     def of(cls, wanted: Sequence[np.ndarray], rows: Rows, device: torch.device) -> Places:
-        """wanted: the packed rows of each chosen sequence, ascending; rows: those that this rank has, in its order."""
+        """wanted: the packed rows of each chosen sequence, ascending; rows: those that this rank
+        has, in its order.
+        """
         local = indices(rows).numpy()
         packed = np.concatenate([local[:0], *wanted])
         index = np.flatnonzero(np.isin(local, packed))
-        return cls(torch.from_numpy(index).to(device), np.searchsorted(packed, local[index]), len(packed))
+        return cls(
+            torch.from_numpy(index).to(device), np.searchsorted(packed, local[index]), len(packed)
+        )
 
 
 class Part:
-    """One micro-batch: what this rank knows of its chosen sequences, and sums over each of its sequences."""
+    """One micro-batch: what this rank knows of its chosen sequences, and sums over each of its
+    sequences.
+    """
 
     def __init__(self, engine: Engine, batch: PackedBatch, samples: Sequence[Sample]) -> None:
         layout, device = engine.layout, engine.parallel.device
         starts = batch.cu_seqlens.tolist()
         self.samples = samples
-        chosen = [(sample.rollout, start) for sample, start in zip(samples, starts, strict=False) if sample.save_tokens]
+        chosen = [
+            (sample.rollout, start)
+            for sample, start in zip(samples, starts, strict=False)
+            if sample.save_tokens
+        ]
         router_rows = layout.rows(batch.cu_seqlens)
         inputs = [start + np.arange(len(rollout.tokens) - 1) for rollout, start in chosen]
         self.inputs = Places.of(inputs, router_rows, device)
@@ -63,11 +77,14 @@ class Part:
         self.sampled = Places.of(predicts, layout.model_rows(batch.cu_seqlens), device)
         self.sequence_of_row = batch.sequence_ids[indices(router_rows)].to(device)
         shape = (len(layout.layers), len(self.inputs.index))
-        self.own_experts = torch.zeros(*shape, layout.top_k, dtype=engine.manager.id_dtype, device=device)
+        self.own_experts = torch.zeros(
+            *shape, layout.top_k, dtype=engine.manager.id_dtype, device=device
+        )
         self.margins = torch.zeros(shape, dtype=torch.float16, device=device)
         self.flipped = torch.zeros(shape, dtype=torch.uint8, device=device)
         self.values = torch.zeros(len(Table.VALUES), len(self.sampled.index), device=device)
-        self.sums = torch.zeros(len(samples) + 1, NUM_SUMS, dtype=torch.float64, device=device)  # the last: pads
+        # the last: pads
+        self.sums = torch.zeros(len(samples) + 1, NUM_SUMS, dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(samples) + 1, NUM_MAXIMA, dtype=torch.float64, device=device)
         self.has_routes = False
 
@@ -132,9 +149,13 @@ class TokenRecorder:
     def __init__(self, cfg: Config, engine: Engine, files: FileWriter) -> None:
         parallel = engine.parallel
         self.engine = engine
-        self.choice = GroupChoice(cfg.rollout.saved_share, cfg.run.seed, parallel.dp_rank, parallel.dp_size)
+        self.choice = GroupChoice(
+            cfg.rollout.saved_share, cfg.run.seed, parallel.dp_rank, parallel.dp_size
+        )
         mask_missing = engine.pack_rule.mask_missing_routes
-        self.files = TokenFiles(cfg.run_dir, files, dp_rank=parallel.dp_rank, mask_missing_routes=mask_missing)
+        self.files = TokenFiles(
+            cfg.run_dir, files, dp_rank=parallel.dp_rank, mask_missing_routes=mask_missing
+        )
         self._parts: dict[int, list[Part]] = {}  # of every mini-batch
 
     @contextmanager
@@ -144,11 +165,14 @@ class TokenRecorder:
             yield
             return
         parts = [
-            Part(self.engine, part, samples) for part, samples in zip(batch.micro_batches, batch.samples, strict=True)
+            Part(self.engine, part, samples)
+            for part, samples in zip(batch.micro_batches, batch.samples, strict=True)
         ]
         self._parts[batch.index] = parts
 
-        def observe(local: int, micro_batch: int, live: Tensor, margins: Tensor, flipped: Tensor) -> None:
+        def observe(
+            local: int, micro_batch: int, live: Tensor, margins: Tensor, flipped: Tensor
+        ) -> None:
             parts[micro_batch].add_routes(local, live, margins, flipped)
 
         with self.engine.manager.observed(observe):
@@ -160,14 +184,20 @@ class TokenRecorder:
             return None
         parts = self._parts[batch.index]
         if old.mismatch is not None:
-            for part, flips, compared in zip(parts, old.mismatch.flips, old.mismatch.compared, strict=True):
+            for part, flips, compared in zip(
+                parts, old.mismatch.flips, old.mismatch.compared, strict=True
+            ):
                 part.has_routes = True
                 part.add_flips(flips, compared)
         return partial(observe_tokens, parts)
 
     def finish(self, step: int) -> None:
-        """After the updates of `step`, counted from 1: collect on the leader of the replica, and write.  Collective."""
-        everything = [(number, part) for number, parts in sorted(self._parts.items()) for part in parts]
+        """After the updates of `step`, counted from 1: collect on the leader of the replica, and
+        write.  Collective.
+        """
+        everything = [
+            (number, part) for number, parts in sorted(self._parts.items()) for part in parts
+        ]
         self._parts = {}
         if not everything:
             return
@@ -189,15 +219,23 @@ class TokenRecorder:
         engine, parallel = self.engine, self.engine.parallel
         layers = len(engine.spec.moe_layers) if part.has_routes else 0
         ids = part.own_experts.cpu().numpy()
-        table = Table.zeros(layers, part.inputs.count, engine.spec.top_k, part.sampled.count, ids.dtype)
-        if part.has_routes and (engine.layout.sequence_parallel or parallel.tp_rank == 0):  # else others have the same
+        table = Table.zeros(
+            layers, part.inputs.count, engine.spec.top_k, part.sampled.count, ids.dtype
+        )
+        # else others have the same
+        if part.has_routes and (engine.layout.sequence_parallel or parallel.tp_rank == 0):
             here = np.ix_(np.array(engine.layout.layers, np.int64), part.inputs.at)
             table.own_experts[here], table.margins[here] = ids, part.margins.cpu().numpy()
             table.flipped[here] = part.flipped.cpu().numpy()
         if parallel.tp_rank == 0:  # the stages before the last have zeros
             table.values[:, part.sampled.at] = part.values.cpu().numpy()
-        if parallel.replica_group.size() > 1:  # every byte is of one rank, the others add 0: this is a gather
-            dist.reduce(torch.from_numpy(table.memory), parallel.replica_leader, group=parallel.replica_group)
+        # every byte is of one rank, the others add 0: this is a gather
+        if parallel.replica_group.size() > 1:
+            dist.reduce(
+                torch.from_numpy(table.memory),
+                parallel.replica_leader,
+                group=parallel.replica_group,
+            )
         return table
 
     def _summaries(self, parts: Sequence[Part]) -> Tensor:
@@ -211,7 +249,11 @@ class TokenRecorder:
         group = parallel.replica_group
         if group.size() == 1:
             return own
-        every = [torch.empty_like(own) for _ in range(group.size())] if parallel.is_replica_leader else None
+        every = (
+            [torch.empty_like(own) for _ in range(group.size())]
+            if parallel.is_replica_leader
+            else None
+        )
         dist.gather(own, every, parallel.replica_leader, group=group)
         stacked = torch.stack(every or [own])
         return torch.cat([stacked[:, :, :NUM_SUMS].sum(0), stacked[:, :, NUM_SUMS:].amax(0)], dim=1)

@@ -1,7 +1,8 @@
-"""One training run: the stages that `train` calls, in order.  build.py constructs it and closes what it uses.
+"""One training run: the stages that `train` calls, in order.  build.py constructs it and closes
+what it uses.
 
-Every method is collective: all ranks call it at the same place.  A step in progress has the index `step`, from 0; after it
-`step + 1` steps are finished.
+Every method is collective: all ranks call it at the same place.  A step in progress has the index
+`step`, from 0; after it `step + 1` steps are finished.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from megatron_rl.weights.hf.write import write_hf_checkpoint
 
 @dataclass
 class Trainer:
-    """first_step: the number of finished steps at the start, above 0 when a checkpoint was resumed; evaluated: that of the last
-    complete evaluation, -1 before."""
+    """first_step: the number of finished steps at the start, above 0 when a checkpoint was resumed;
+    evaluated: that of the last complete evaluation, -1 before."""
 
     cfg: Config
     parallel: Parallel
@@ -65,7 +66,10 @@ class Trainer:
         self.checkpoint_policy.listen(stop, self.rollouts.stop)
 
     def steps(self) -> Iterator[int]:
-        """Indices of the steps still to train.  Records the state that is saved if a signal abandons the step."""
+        """Indices of the steps still to train.
+
+        Records the state that is saved if a signal abandons the step.
+        """
         self.meter.begin()  # the start of the run is of no step
         for step in range(self.first_step, self.cfg.run.num_steps):
             self.meter.step = step
@@ -76,7 +80,10 @@ class Trainer:
             yield step
 
     def sample(self, step: int) -> list[RolloutGroup]:
-        """The step's scored groups of this replica, on each of its ranks.  Raises StoppedBySignal when a signal ended it."""
+        """The step's scored groups of this replica, on each of its ranks.
+
+        Raises StoppedBySignal when a signal ended it.
+        """
         try:
             groups = self.rollouts.sample(step)
         except SamplingStopped:
@@ -86,11 +93,15 @@ class Trainer:
         return groups
 
     def make_batches(self, groups: Sequence[RolloutGroup], step: int) -> list[MiniBatch]:
-        """Penalties, advantages, N mini-batches of packed micro-batches; saves the rollouts, takes the GPUs' memory."""
+        """Penalties, advantages, N mini-batches of packed micro-batches; saves the rollouts, takes
+        the GPUs' memory.
+        """
         with self.meter.time("split"):
             groups = with_penalties(groups, self.cfg)
             weights = self.cfg.advantage.rewards
-            groups = with_advantages(groups, self.cfg.advantage_kind, self.parallel.dp_group, reward_weights=weights)
+            groups = with_advantages(
+                groups, self.cfg.advantage_kind, self.parallel.dp_group, reward_weights=weights
+            )
             groups = with_unique_ids(groups)
             batches = split(
                 groups,
@@ -99,7 +110,9 @@ class Trainer:
                 rule=self.engine.pack_rule,
                 dp_group=self.parallel.dp_group,
                 save_tokens=self.tokens.choice.of(step + 1, len(groups)),
-                policy_version=self.rollouts.policy_version if self.cfg.rollout.max_staleness else None,
+                policy_version=self.rollouts.policy_version
+                if self.cfg.rollout.max_staleness
+                else None,
             )
             self.record(groups, step)
         self.rollouts.release_memory()
@@ -113,7 +126,10 @@ class Trainer:
         """Raises OSError where rollouts could not be saved, which training alone can do without."""
         self.recording.files.wait()
         if self.recording.files.failed:
-            raise OSError(f"{self.recording.files.failed} files of rollouts in {self.cfg.run_dir} could not be written")
+            raise OSError(
+                f"{self.recording.files.failed} files of rollouts in {self.cfg.run_dir} could not"
+                " be written"
+            )
 
     def old_logprobs(self, batches: Sequence[MiniBatch]) -> list[OldPass]:
         """log pi_old of every mini-batch; R2 records its routes here, R3 replays the rollouts'."""
@@ -131,12 +147,16 @@ class Trainer:
         return old
 
     def update(self, batch: MiniBatch, old: OldPass) -> None:
-        """One optimizer update on one mini-batch, which is saved before where something is wrong with it."""
+        """One optimizer update on one mini-batch, which is saved before where something is wrong
+        with it.
+        """
         with self.meter.time("update"):
             sums = MetricSums()
             observe = self.tokens.update(batch, old)
             with self.meter.part("gradient"):
-                grad_norm = self.engine.compute_gradient(batch, old, sums, replay=self.cfg.replay.mode, observe=observe)
+                grad_norm = self.engine.compute_gradient(
+                    batch, old, sums, replay=self.cfg.replay.mode, observe=observe
+                )
             self.saver.look(self.meter.step, batch, old, sums, grad_norm)
             with self.meter.part("optimizer"):
                 outcome = self.engine.apply_gradient(grad_norm, batch, sums)
@@ -146,7 +166,9 @@ class Trainer:
             self.meter.sums.merge(sums)
 
     def sync_weights(self, version: int) -> None:
-        """mu_old <- theta: end what is sampled (rollout.weight_update), then send the weights as `version`."""
+        """mu_old <- theta: end what is sampled (rollout.weight_update), then send the weights as
+        `version`.
+        """
         self.rollouts.sync_weights(version)
 
     def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
@@ -169,7 +191,9 @@ class Trainer:
             per_layer: dict[str, list[float]] = {}
             if mismatch is not None:
                 values = {f"routing/{name}": value for name, value in vars(mismatch).items()}
-                per_layer = {name: value for name, value in values.items() if isinstance(value, list)}
+                per_layer = {
+                    name: value for name, value in values.items() if isinstance(value, list)
+                }
                 metrics |= {name: value for name, value in values.items() if name not in per_layer}
             totals = self.checkpoint_policy.add_previous_totals(metrics)
             self.checkpoint_policy.note(step + 1, metrics)
@@ -180,7 +204,8 @@ class Trainer:
     def evaluate(self, step: int, *, is_last: bool = False) -> None:
         """avg@k and pass@k of the servers' weights after `step` finished steps, if due.
 
-        Due at step 0, every eval.every steps, unless it was done before a checkpoint was resumed, and at the end (is_last).
+        Due at step 0, every eval.every steps, unless it was done before a checkpoint was resumed,
+        and at the end (is_last).
         """
         is_open = step != self.evaluated and (step == 0 or self.is_due(step, self.cfg.eval.every))
         if not (is_last or is_open):
@@ -190,12 +215,16 @@ class Trainer:
             metrics = self.rollouts.evaluate()
             if metrics:  # else a signal ended it, or there is nothing to evaluate
                 self.evaluated = step
-                self.recording.events.add("evaluation", step, evaluation_text(metrics), time.monotonic() - start)
+                self.recording.events.add(
+                    "evaluation", step, evaluation_text(metrics), time.monotonic() - start
+                )
                 self.checkpoint_policy.note(step, metrics)
                 self.reporter.evaluation(step, self.rollouts.policy_version, metrics)
 
     def save(self, step: int, *, is_last: bool = False) -> None:
-        """A checkpoint after `step` finished steps, if due or if a signal came: the latter raises StoppedBySignal."""
+        """A checkpoint after `step` finished steps, if due or if a signal came: the latter raises
+        StoppedBySignal.
+        """
         with self.meter.between_steps("checkpoint"):
             is_due = is_last or self.is_due(step, self.cfg.checkpoint.every)
             files = partial(self.rollouts.files, is_step_done=True)
@@ -206,11 +235,15 @@ class Trainer:
         return self.rollouts.progress() | self.reporter.progress() | {"evaluated": self.evaluated}
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether a task with this period (0: only at the end) is due after `step` of the run's steps, the last excluded."""
+        """Whether a task with this period (0: only at the end) is due after `step` of the run's
+        steps, the last excluded.
+        """
         return every > 0 and 0 < step < self.cfg.run.num_steps and step % every == 0
 
     def stop_if_signalled(self) -> None:
-        """Before any update of the step: if a signal came, save everything and raise StoppedBySignal."""
+        """Before any update of the step: if a signal came, save everything and raise
+        StoppedBySignal.
+        """
         self.checkpoint_policy.stop_if_signalled(lambda: self.rollouts.files(is_step_done=False))
 
     def finish(self) -> None:
@@ -223,7 +256,9 @@ class Trainer:
         if self.cfg.checkpoint.export_hf:
             self.rollouts.release_memory()
             path = self.cfg.run_dir / "hf"
-            with self.reporter.console.progress("HF export", num_tensors(self.cfg.model.path), "tensors") as advance:
+            with self.reporter.console.progress(
+                "HF export", num_tensors(self.cfg.model.path), "tensors"
+            ) as advance:
                 stream = counted(self.engine.export_parts(self.parallel.world_size), advance)
                 write_hf_checkpoint(stream, self.cfg.model.path, path, Ranks.of(self.parallel))
             self.reporter.log(f"HF checkpoint {path}")

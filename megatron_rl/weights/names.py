@@ -1,8 +1,9 @@
-"""The names that the same tensor has in different layers of megatron-core, as data: parameters and checkpoint keys.
+"""The names that the same tensor has in different layers of megatron-core, as data: parameters and
+checkpoint keys.
 
-TransformerEngine fuses a norm into the linear layer after it; local layers (core 0.16.1 and 0.19.2) keep it separate, and core
-saves it under its module's name.  Checkpoints are written under the names of TransformerEngine's layers (`te_keys`) and read
-under either (`canonical`).
+TransformerEngine fuses a norm into the linear layer after it; local layers (core 0.16.1 and 0.19.2)
+keep it separate, and core saves it under its module's name.  Checkpoints are written under the
+names of TransformerEngine's layers (`te_keys`) and read under either (`canonical`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ Place = Literal["grouped attention", "latent attention", "dense MLP"]
 
 
 class Norm(NamedTuple):
-    """The weight of a norm, relative to its layer.  place: the part of a layer where TransformerEngine fuses it."""
+    """The weight of a norm, relative to its layer.
+
+    place: the part of a layer where TransformerEngine fuses it.
+    """
 
     separate: str
     fused: str
@@ -22,19 +26,33 @@ class Norm(NamedTuple):
     """The one of the two that the weight tables (weights/hf/rules.py) have."""
 
 
-_QKV, _UP = "self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_{}_up_proj.layer_norm_weight"
+_QKV, _UP = (
+    "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_{}_up_proj.layer_norm_weight",
+)
 NORMS = (
     Norm("input_layernorm.weight", _QKV, "grouped attention", _QKV),
-    Norm("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "dense MLP", "pre_mlp_layernorm.weight"),
+    Norm(
+        "pre_mlp_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight",
+        "dense MLP",
+        "pre_mlp_layernorm.weight",
+    ),
     *(
-        Norm(separate := f"self_attention.{part}_layernorm.weight", _UP.format(part), "latent attention", separate)
+        Norm(
+            separate := f"self_attention.{part}_layernorm.weight",
+            _UP.format(part),
+            "latent attention",
+            separate,
+        )
         for part in ("q", "kv")
     ),
 )
 
 
 def canonical(name: str) -> str:
-    """A parameter's name or a checkpoint's key, of TransformerEngine's or of local layers -> the one that is used here.
+    """A parameter's name or a checkpoint's key, of TransformerEngine's or of local layers -> the
+    one that is used here.
 
     Keys of the optimizer end in the parameter's key.
     """
@@ -58,7 +76,9 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def te_keys(*, is_latent: bool, is_moe: bool) -> dict[str, str]:
-    """Of a local layer: prefix of a key -> prefix that core writes for TransformerEngine's layer (core's keys_map)."""
+    """Of a local layer: prefix of a key -> prefix that core writes for TransformerEngine's layer
+    (core's keys_map).
+    """
     places: set[Place] = {"latent attention" if is_latent else "grouped attention"}
     if not is_moe:
         places.add("dense MLP")

@@ -1,11 +1,13 @@
-"""The model part of a megatron-core checkpoint (torch_dist) as files: written and read parameter by parameter.
+"""The model part of a megatron-core checkpoint (torch_dist) as files: written and read parameter by
+parameter.
 
-core itself saves a model that is in memory; here one parameter at a time is in memory, and the result loads into every layout.
-The keys and offsets of a parameter come from core itself: from a model on torch's meta device in the layout of one rank
-(Slots).  The format defines `.metadata` as a pickle: only the classes that the format needs are admitted.
+core itself saves a model that is in memory; here one parameter at a time is in memory, and the
+result loads into every layout. The keys and offsets of a parameter come from core itself: from a
+model on torch's meta device in the layout of one rank (Slots).  The format defines `.metadata` as a
+pickle: only the classes that the format needs are admitted.
 
-Shapes: a stored tensor has the parameter's shape after `axes` leading ones (expert, in uniform models also layer), and is cut
-into chunks; the two halves of a gated MLP are separate chunks.
+Shapes: a stored tensor has the parameter's shape after `axes` leading ones (expert, in uniform
+models also layer), and is cut into chunks; the two halves of a gated MLP are separate chunks.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class Chunk(NamedTuple):
 
 
 class Slots:
-    """Canonical parameter name -> core's ShardedTensor (or factory of some) for it; and the keys of its empty extra states."""
+    """Canonical parameter name -> core's ShardedTensor (or factory of some) for it; and the keys of
+    its empty extra states.
+    """
 
     def __init__(self, meta_chunk: GPTModel) -> None:
         self.parameters: dict[str, ShardedTensor | ShardedTensorFactory] = {}
@@ -75,17 +79,28 @@ class Slots:
 
     def keys(self) -> set[str]:
         """Canonical keys of all parameters."""
-        chunks = (part for name, slot in self.parameters.items() for part, _ in self.cut(name, tuple(slot.data.shape)))
+        chunks = (
+            part
+            for name, slot in self.parameters.items()
+            for part, _ in self.cut(name, tuple(slot.data.shape))
+        )
         return {canonical(chunk.key) for chunk in chunks}
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Chunk, int]]:
-        """The stored chunks of this parameter of this shape, each with its first row in the parameter."""
+        """The stored chunks of this parameter of this shape, each with its first row in the
+        parameter.
+        """
         slot = self.parameters[name]
         parameter = torch.empty(shape, device="meta")
         columns = parameter[0].numel()
-        # a factory stores a parameter in parts, which are views of it: their offset in its storage gives their first row
+        # a factory stores a parameter in parts, which are views of it: their offset in its storage
+        # gives their first row
         is_factory = isinstance(slot, ShardedTensorFactory)
-        built = slot.build_fn(slot.key, parameter, slot.replica_id, slot.flattened_range) if is_factory else slot
+        built = (
+            slot.build_fn(slot.key, parameter, slot.replica_id, slot.flattened_range)
+            if is_factory
+            else slot
+        )
         for part in nested_values([built]):
             values = part.data if is_factory else parameter
             sizes = (1,) * part.prepend_axis_num + tuple(values.shape)
@@ -172,8 +187,12 @@ def write_metadata(folder: Path, stored: Iterable[Stored], extra_states: Iterabl
         new = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(chunk.whole), [])
         found = tensors.setdefault(chunk.key, new)  # one entry for all chunks of a tensor
         if found.properties.dtype != dtype:
-            raise CheckpointError(f"{chunk.key}: parts of it are {found.properties.dtype} and {dtype}; set --dtype")
-        found.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+            raise CheckpointError(
+                f"{chunk.key}: parts of it are {found.properties.dtype} and {dtype}; set --dtype"
+            )
+        found.chunks.append(
+            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        )
         index = MetadataIndex(chunk.key, chunk.offsets, len(found.chunks) - 1)
         places[index] = _StorageInfo(item.file, item.start, item.length)
     empty = io.BytesIO()
@@ -190,7 +209,8 @@ def write_metadata(folder: Path, stored: Iterable[Stored], extra_states: Iterabl
 
 
 class TorchDist:
-    """Reads parameters from a torch_dist checkpoint, from this module or from a run, saved in any layout.
+    """Reads parameters from a torch_dist checkpoint, from this module or from a run, saved in any
+    layout.
 
     A key may have the spelling of any layers (weights/names.py), whichever the checkpoint has.
     """
@@ -204,7 +224,11 @@ class TorchDist:
     def tensors(self) -> set[str]:
         """Canonical keys of the tensors."""
         content = self.metadata.state_dict_metadata
-        return {name for name, key in self.stored_keys.items() if isinstance(content[key], TensorStorageMetadata)}
+        return {
+            name
+            for name, key in self.stored_keys.items()
+            if isinstance(content[key], TensorStorageMetadata)
+        }
 
     def dtype(self, key: str) -> torch.dtype:
         found: torch.dtype = self._tensor(key).properties.dtype
@@ -214,7 +238,10 @@ class TorchDist:
         return tuple(self._tensor(key).size)
 
     def read_object(self, key: str) -> object:
-        """A stored object.  Raises CheckpointError for one that is more than tensors and plain values."""
+        """A stored object.
+
+        Raises CheckpointError for one that is more than tensors and plain values.
+        """
         place = self._place(MetadataIndex(key))
         file = self.path / place.relative_path
         try:
@@ -246,8 +273,11 @@ class TorchDist:
             self.fill(part, axes, rows[low - start : high - start].reshape(sizes))
         return rows
 
-    def fill(self, chunk: Chunk, axes: int, values: torch.Tensor, *, allow_missing: bool = False) -> None:
-        """Copy into `values`, of the chunk's sizes, the stored chunks that overlap with it; `axes` leading ones come before rows.
+    def fill(
+        self, chunk: Chunk, axes: int, values: torch.Tensor, *, allow_missing: bool = False
+    ) -> None:
+        """Copy into `values`, of the chunk's sizes, the stored chunks that overlap with it; `axes`
+        leading ones come before rows.
 
         Raises CheckpointError where stored chunks do not cover it, unless allow_missing.
         """
@@ -257,33 +287,54 @@ class TorchDist:
             overlap = [range(max(a, b), min(a + n, b + m)) for a, n, b, m in spans]
             if not all(overlap):
                 continue
-            there = [slice(o.start - b, o.stop - b) for o, b in zip(overlap, stored.offsets, strict=True)]
-            here = tuple(slice(o.start - a, o.stop - a) for o, a in zip(overlap, chunk.offsets, strict=True))
+            there = [
+                slice(o.start - b, o.stop - b) for o, b in zip(overlap, stored.offsets, strict=True)
+            ]
+            here = tuple(
+                slice(o.start - a, o.stop - a) for o, a in zip(overlap, chunk.offsets, strict=True)
+            )
             values[here].copy_(self._load(chunk.key, stored, axes, there))
             covered += values[here].numel()
         if covered != values.numel() and not allow_missing:
             raise CheckpointError(
-                f"{self.path}: {chunk.key} of shape {list(self._tensor(chunk.key).size)} holds {covered} of the "
-                f"{values.numel()} values at {list(chunk.offsets)}; is config.json of this checkpoint?"
+                f"{self.path}: {chunk.key} of shape {list(self._tensor(chunk.key).size)} holds"
+                f" {covered} of the {values.numel()} values at {list(chunk.offsets)}; is"
+                " config.json of this checkpoint?"
             )
 
-    def _load(self, key: str, stored: ChunkStorageMetadata, axes: int, where: list[slice]) -> torch.Tensor:
-        """This part of a stored chunk.  Where the file has it as a plain tensor, only the rows in question are read."""
+    def _load(
+        self, key: str, stored: ChunkStorageMetadata, axes: int, where: list[slice]
+    ) -> torch.Tensor:
+        """This part of a stored chunk.
+
+        Where the file has it as a plain tensor, only the rows in question are read.
+        """
         place = self._place(MetadataIndex(key, stored.offsets))
         sizes, dtype = tuple(stored.sizes), self.dtype(key)
-        head, _ = frame(sizes, dtype)  # if the chunk starts with it, it is a plain tensor: values follow, uncompressed
+        # if the chunk starts with it, it is a plain tensor: values follow, uncompressed
+        head, _ = frame(sizes, dtype)
         try:
             with (self.path / place.relative_path).open("rb") as stream:
                 stream.seek(place.offset)
-                if axes < len(sizes) and torch.Size(sizes[:axes]).numel() == 1 and stream.read(len(head)) == head:
+                if (
+                    axes < len(sizes)
+                    and torch.Size(sizes[:axes]).numel() == 1
+                    and stream.read(len(head)) == head
+                ):
                     rows = where[axes]
-                    tensor = torch.empty((*sizes[:axes], rows.stop - rows.start, *sizes[axes + 1 :]), dtype=dtype)
+                    tensor = torch.empty(
+                        (*sizes[:axes], rows.stop - rows.start, *sizes[axes + 1 :]), dtype=dtype
+                    )
                     row_bytes = tensor.nbytes // (rows.stop - rows.start)
-                    if not read_into(tensor, stream, place.offset + len(head) + rows.start * row_bytes):
+                    if not read_into(
+                        tensor, stream, place.offset + len(head) + rows.start * row_bytes
+                    ):
                         raise EOFError("the file ends before its values do")
                     return tensor[(*where[:axes], slice(None), *where[axes + 1 :])]
                 view = _create_file_view(stream, place.offset, place.length)
-                complete: torch.Tensor = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
+                complete: torch.Tensor = torch.load(
+                    cast(IO[bytes], view), map_location="cpu", weights_only=True
+                )
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
             raise CheckpointError(
                 f"{self.path / place.relative_path}: {key} cannot be read: {refusal(error)}"
@@ -291,22 +342,33 @@ class TorchDist:
         return complete[tuple(where)]
 
     def _place(self, index: MetadataIndex) -> _StorageInfo:
-        """Where a chunk or object is stored.  Raises CheckpointError for a file outside this checkpoint's folder."""
+        """Where a chunk or object is stored.
+
+        Raises CheckpointError for a file outside this checkpoint's folder.
+        """
         index = replace(index, fqn=self.stored_keys.get(canonical(index.fqn), index.fqn))
         place = (self.metadata.storage_data or {}).get(index)
         name = getattr(place, "relative_path", None)
-        if not isinstance(place, _StorageInfo) or not isinstance(name, str) or Path(name).name != name:
+        if (
+            not isinstance(place, _StorageInfo)
+            or not isinstance(name, str)
+            or Path(name).name != name
+        ):
             raise CheckpointError(
-                f"{self.path}/.metadata: {index.fqn} is stored in {name!r}, must be a file of this folder"
+                f"{self.path}/.metadata: {index.fqn} is stored in {name!r}, must be a file of this"
+                " folder"
             )
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(
-                f"{self.path}: {index.fqn} is stored transformed ({place.transform_descriptors}); not supported"
+                f"{self.path}: {index.fqn} is stored transformed ({place.transform_descriptors});"
+                " not supported"
             )
         return place
 
     def _near(self, chunk: Chunk) -> list[ChunkStorageMetadata]:
-        """Stored chunks that may overlap: those with the same leading offsets (expert, layer), of perhaps thousands."""
+        """Stored chunks that may overlap: those with the same leading offsets (expert, layer), of
+        perhaps thousands.
+        """
         stored = self._tensor(chunk.key)
         axes = max(len(chunk.whole) - 2, 0)  # all but rows and columns
         if any(size != 1 for size in chunk.sizes[:axes]):
@@ -321,14 +383,20 @@ class TorchDist:
     def _tensor(self, key: str) -> TensorStorageMetadata:
         found = self.metadata.state_dict_metadata.get(self.stored_keys.get(canonical(key), key))
         if not isinstance(found, TensorStorageMetadata):
-            raise CheckpointError(f"{self.path}: has no tensor {key}; is config.json of this checkpoint?")
+            raise CheckpointError(
+                f"{self.path}: has no tensor {key}; is config.json of this checkpoint?"
+            )
         return found
 
 
-def check_keys(where: str, wanted: Iterable[str], stored: Iterable[str], *, other_core: bool = False) -> None:
-    """Raise CheckpointError, with the names that differ, unless the same tensors are wanted and stored, by canonical keys.
+def check_keys(
+    where: str, wanted: Iterable[str], stored: Iterable[str], *, other_core: bool = False
+) -> None:
+    """Raise CheckpointError, with the names that differ, unless the same tensors are wanted and
+    stored, by canonical keys.
 
-    Where no tensor of the optimizer is wanted, those that are stored do not count.  where: the checkpoint, and what saved it.
+    Where no tensor of the optimizer is wanted, those that are stored do not count.  where: the
+    checkpoint, and what saved it.
     other_core: another version of megatron-core saved it.
     """
     wanted, stored = set(wanted), set(stored)
@@ -338,9 +406,15 @@ def check_keys(where: str, wanted: Iterable[str], stored: Iterable[str], *, othe
         return
     fix = "model.path (config.json) must be that of the checkpoint"
     if all(key.startswith(OPTIMIZER) for key in wanted ^ stored):
-        fix = "optim.distributed or model.dtype differs from that of the run that saved it; set both as there"
+        fix = (
+            "optim.distributed or model.dtype differs from that of the run that saved it; set both"
+            " as there"
+        )
     if other_core:
-        fix += "; else the other version of megatron-core is the cause: with that one run megatron-rl convert megatron-to-hf"
+        fix += (
+            "; else the other version of megatron-core is the cause: with that one run megatron-rl"
+            " convert megatron-to-hf"
+        )
     raise CheckpointError(
         f"{where}: has other tensors than this model; only in the model: "
         f"{shown_parameters(wanted - stored)}; only in the checkpoint: "
@@ -356,7 +430,10 @@ def shown_parameters(names: Iterable[str]) -> str:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """`.metadata` of a torch_dist checkpoint.  Raises CheckpointError where it is missing, or pickles anything but metadata."""
+    """`.metadata` of a torch_dist checkpoint.
+
+    Raises CheckpointError where it is missing, or pickles anything but metadata.
+    """
     file = Path(path) / ".metadata"
     try:
         with file.open("rb") as stream:
@@ -371,13 +448,17 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Admits, by exact name, the records that torch and megatron-core put into metadata and the plain classes in them."""
+    """Admits, by exact name, the records that torch and megatron-core put into metadata and the
+    plain classes in them.
+    """
 
     def find_class(self, module: str, name: str) -> object:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in ADMITTED.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoint metadata does not need")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which checkpoint metadata does not need"
+        )
 
 
 ADMITTED = {
@@ -386,7 +467,12 @@ ADMITTED = {
         *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+    },
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
     "collections": {"OrderedDict"},

@@ -1,7 +1,7 @@
 """The name of a weight version, as servers report it with every token: of the run that pushed it.
 
-Versions of a run count its updates, so two runs have the same ones: by the number alone each would take tokens that the other's
-weights sampled for its own, should both push to the same servers.
+Versions of a run count its updates, so two runs have the same ones: by the number alone each would
+take tokens that the other's weights sampled for its own, should both push to the same servers.
 """
 
 import secrets
@@ -18,7 +18,9 @@ def version_name(version: int, run: str) -> str:
 
 
 def updating(name: str) -> str:
-    """What a server reports from the start of a weight sync to its end: no sample can have it, should the sync fail."""
+    """What a server reports from the start of a weight sync to its end: no sample can have it,
+    should the sync fail.
+    """
     return f"updating to {name}"
 
 

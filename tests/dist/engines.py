@@ -13,10 +13,13 @@ from megatron_rl_tools.verify_replay.fingerprints import make_sample
 
 
 def make_engine(
-    path, *, parallel=None, model=None, rollout=None, optim=None, loss=None, checkpoint=None, replay="R3", measure=True,
+    path, *, parallel=None, model=None, rollout=None, optim=None, loss=None, checkpoint=None,
+    replay="R3", measure=True,
     total_updates=8, spec=None, megatron=None,
 ):  # fmt: skip
-    """A float32 CPU engine of the HF checkpoint at `path` in this layout; end with engine.parallel.destroy()."""
+    """A float32 CPU engine of the HF checkpoint at `path` in this layout; end with
+    engine.parallel.destroy().
+    """
     sections = {
         "model": {"path": str(path), "dtype": "float32", **(model or {})},
         "data": {"train": "unused"},
@@ -35,12 +38,23 @@ def make_engine(
 
 
 def random_batch(
-    engine, *, num_sequences=8, seed=0, num_experts=8, top_k=2, layers=4, with_sets=False, episodes=False, change=None
+    engine,
+    *,
+    num_sequences=8,
+    seed=0,
+    num_experts=8,
+    top_k=2,
+    layers=4,
+    with_sets=False,
+    episodes=False,
+    change=None,
 ):
-    """A mini-batch of random sequences with random routes, this replica's share packed for its layout.
+    """A mini-batch of random sequences with random routes, this replica's share packed for its
+    layout.
 
     change: (index, sample) -> the sample to take in its place, of the job's samples.
-    with_sets: every sampled token has a kept set of 1 to 3 ids.  episodes: two sequences each, with an environment's answers.
+    with_sets: every sampled token has a kept set of 1 to 3 ids.  episodes: two sequences each, with
+    an environment's answers.
     """
     rng = np.random.default_rng(seed)
     samples = []
@@ -53,7 +67,9 @@ def random_batch(
     if episodes:
         samples = [joined(*pair) for pair in zip(samples[::2], samples[1::2], strict=True)]
     parallel = engine.parallel
-    samples = [sample if change is None else change(index, sample) for index, sample in enumerate(samples)]
+    samples = [
+        sample if change is None else change(index, sample) for index, sample in enumerate(samples)
+    ]
     mine = samples[parallel.dp_rank :: parallel.dp_size]
     return make_mini_batch(mine, max_tokens=25, rule=engine.pack_rule, dp_group=parallel.dp_group)
 
@@ -64,7 +80,10 @@ def with_answer(sample):
     second = rollout.prompt_length + 1
     if second + 1 >= len(rollout.tokens):
         return sample
-    columns = {name: np.delete(getattr(rollout, name), 1) for name in ("rollout_logprobs", "policy_versions")}
+    columns = {
+        name: np.delete(getattr(rollout, name), 1)
+        for name in ("rollout_logprobs", "policy_versions")
+    }
     changed = replace(rollout, environment=((second, second + 1),), routes_digest=None, **columns)
     return replace(sample, rollout=changed)
 
@@ -78,6 +97,9 @@ def joined(first, last):
 def with_kept_sets(sample):
     """The token y with y + 7 and y + 14 (modulo 60), of which the i-th token has the first i % 3."""
     tokens = sample.rollout.tokens[sample.rollout.sampled]
-    sets = [[token, (token + 7) % 60, (token + 14) % 60][: 1 + i % 3] for i, token in enumerate(tokens.tolist())]
+    sets = [
+        [token, (token + 7) % 60, (token + 14) % 60][: 1 + i % 3]
+        for i, token in enumerate(tokens.tolist())
+    ]
     mask = SamplingMask.of(np.array([len(own) for own in sets]), np.concatenate(sets))
     return replace(sample, rollout=replace(sample.rollout, sampling_mask=mask))

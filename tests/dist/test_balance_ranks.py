@@ -1,4 +1,6 @@
-"""Real ranks redistribute sequences: each is on one rank, once, with its own routes, advantage and share of the loss."""
+"""Real ranks redistribute sequences: each is on one rank, once, with its own routes, advantage and
+share of the loss.
+"""
 
 import pytest
 
@@ -11,7 +13,8 @@ RULES = {
     "padded, equal": {"equal_sizes": True, "padded": True, "sequence_multiple": 4},
     "interleaved": {"count_multiple": 2},
 }
-IN_PODS = ("packed", "padded, equal", "interleaved")  # once more, with every replica a pod of its own
+# once more, with every replica a pod of its own
+IN_PODS = ("packed", "padded, equal", "interleaved")
 
 
 def make_samples(replica):
@@ -21,7 +24,11 @@ def make_samples(replica):
 
     length = (12, 5, 2)[replica]
     return [
-        Sample(make_rollout(f"{replica}/{k}", 2, length + k, seed=100 * replica + k), replica + k / 8, in_loss=k != 3)
+        Sample(
+            make_rollout(f"{replica}/{k}", 2, length + k, seed=100 * replica + k),
+            replica + k / 8,
+            in_loss=k != 3,
+        )
         for k in range(8)
     ]
 
@@ -40,7 +47,9 @@ def deal(rules, in_pods):
         if len(results) == len(rules):
             plan.POD = plan.LEAST_POD = 1
         rule = PackRule(**settings, balance_length=50)
-        batch = make_mini_batch(make_samples(dist.get_rank()), max_tokens=CAP, rule=rule, dp_group=dist.group.WORLD)
+        batch = make_mini_batch(
+            make_samples(dist.get_rank()), max_tokens=CAP, rule=rule, dp_group=dist.group.WORLD
+        )
         found = {}
         for micro in batch.micro_batches:
             for index, name in enumerate(micro.rollout_ids):
@@ -53,7 +62,12 @@ def deal(rules, in_pods):
                     micro.rollout_logprobs[learned].tolist(),
                 )
         results.append(
-            (found, [m.num_tokens for m in batch.micro_batches], batch.num_responses, batch.num_response_tokens)
+            (
+                found,
+                [m.num_tokens for m in batch.micro_batches],
+                batch.num_responses,
+                batch.num_response_tokens,
+            )
         )
         efficiencies.append(batch.lockstep_efficiency)
     dist.destroy_process_group()
@@ -64,7 +78,9 @@ def deal(rules, in_pods):
 def dealt():
     ranks = run_ranks(deal, 3, list(RULES.values()), [RULES[name] for name in IN_PODS])
     names = [*RULES, *(f"{name}, in pods" for name in IN_PODS)]
-    assert ranks[0][1] == ranks[1][1] == ranks[2][1] and all(0.5 < each <= 1 for each in ranks[0][1])
+    assert ranks[0][1] == ranks[1][1] == ranks[2][1] and all(
+        0.5 < each <= 1 for each in ranks[0][1]
+    )
     return {name: [rank[0][index] for rank in ranks] for index, name in enumerate(names)}
 
 
@@ -87,7 +103,9 @@ def test_every_sequence_is_on_one_rank_as_it_was(dealt, name):
 @pytest.mark.parametrize("name", [*RULES, *(f"{name}, in pods" for name in IN_PODS)])
 def test_ranks_get_equal_work(dealt, name):
     sizes = [sizes for _, sizes, *_ in dealt[name]]
-    assert len({len(mine) for mine in sizes}) == 1 and all(size <= CAP for mine in sizes for size in mine)
+    assert len({len(mine) for mine in sizes}) == 1 and all(
+        size <= CAP for mine in sizes for size in mine
+    )
     assert len(sizes[0]) % RULES[name.removesuffix(", in pods")].get("count_multiple", 1) == 0
     if "equal_sizes" in RULES[name.removesuffix(", in pods")]:
         assert sizes[0] == sizes[1] == sizes[2]

@@ -1,4 +1,5 @@
-"""model.provider = bridge on real ranks (float32): the native provider's numbers, transformers' logits, checkpoints.
+"""model.provider = bridge on real ranks (float32): the native provider's numbers, transformers'
+logits, checkpoints.
 
 They need Megatron-Bridge: make test-bridge.
 """
@@ -11,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bridge_families import BOTH, BRIDGE_ONLY, DELTA_NET_LIMIT, DELTA_NETS, bridge_checkpoint, needs_bridge
+from tests.bridge_families import (
+    BOTH,
+    BRIDGE_ONLY,
+    DELTA_NET_LIMIT,
+    DELTA_NETS,
+    bridge_checkpoint,
+    needs_bridge,
+)
 from tests.dist.launch import run_ranks
 from tests.dist.test_model import LENGTHS, run_packed, run_padded
 from tests.families import FAMILIES, LIMIT, Reference, check_same, family_checkpoint, reference
@@ -20,17 +28,30 @@ pytestmark = [needs_bridge, pytest.mark.slow]
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 STAGES = {"pp": 2, "layers_per_stage": [1, 2]}
-AGREE = [  # OLMoE under tp is refused: a tensor rank has only some of the heads that its norm is over
-    *(("qwen3_moe", layout) for layout in ({"tp": 2}, STAGES, {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1})),
+# OLMoE under tp is refused: a tensor rank has only some of the heads that its norm is over
+AGREE = [
+    *(
+        ("qwen3_moe", layout)
+        for layout in ({"tp": 2}, STAGES, {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1})
+    ),
     *(("olmoe", layout) for layout in (STAGES, {"ep": 2})),
     *(("deepseek_v3", layout) for layout in ({"tp": 2}, STAGES, {"ep": 2})),
 ]
-LOGITS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in (*BOTH, *BRIDGE_ONLY, *DELTA_NETS)]
+LOGITS: list[tuple[str, dict[str, Any]]] = [
+    (name, {}) for name in (*BOTH, *BRIDGE_ONLY, *DELTA_NETS)
+]
 LOGITS_OF_TWO = [
-    *((name, layout) for name in BRIDGE_ONLY for layout in ({"tp": 2}, {"ep": 2}, STAGES) if name != "gpt_oss"),
+    *(
+        (name, layout)
+        for name in BRIDGE_ONLY
+        for layout in ({"tp": 2}, {"ep": 2}, STAGES)
+        if name != "gpt_oss"
+    ),
     *(("gpt_oss", layout) for layout in ({"tp": 2, "etp": 1, "ep": 2}, {"ep": 2}, {"pp": 2})),
 ]
-LOGITS_OF_TWO += [(name, layout) for name in DELTA_NETS for layout in ({"tp": 2}, {"ep": 2}, {"pp": 2})]
+LOGITS_OF_TWO += [
+    (name, layout) for name in DELTA_NETS for layout in ({"tp": 2}, {"ep": 2}, {"pp": 2})
+]
 LOGITS_OF_TWO = [case for case in LOGITS_OF_TWO if case != ("minimax_m2", {"tp": 2})]  # as OLMoE
 
 
@@ -45,14 +66,21 @@ def check_agreement(root: Path, cases: list[tuple[str, dict[str, Any]]]) -> None
 
     dist.init_process_group("gloo")
     for name, layout in cases:
-        found = {provider: replayed_update(root / name, provider, layout) for provider in ("native", "bridge")}
+        found = {
+            provider: replayed_update(root / name, provider, layout)
+            for provider in ("native", "bridge")
+        }
         native, bridge = found["native"], found["bridge"]
         what = f"{name} {layout}"
-        assert all(a.equal(b) for a, b in zip(native["routes"], bridge["routes"], strict=True)), what
+        assert all(a.equal(b) for a, b in zip(native["routes"], bridge["routes"], strict=True)), (
+            what
+        )
         for a, b in zip(native["logprobs"], bridge["logprobs"], strict=True):
             assert torch.allclose(a, b, atol=1e-5), (what, (a - b).abs().max())
         assert native["gradients"].keys() == bridge["gradients"].keys(), what
-        largest = max((float(each.abs().max()) for each in native["gradients"].values()), default=1.0)
+        largest = max(
+            (float(each.abs().max()) for each in native["gradients"].values()), default=1.0
+        )
         differ = {
             key: float((each - bridge["gradients"][key]).abs().max()) / largest
             for key, each in native["gradients"].items()
@@ -63,7 +91,9 @@ def check_agreement(root: Path, cases: list[tuple[str, dict[str, Any]]]) -> None
 
 
 def replayed_update(path: Path, provider: str, layout: dict[str, Any]) -> dict[str, Any]:
-    """Live routes of every micro-batch; then R3's log-probs, and the gradients of an update under their HF names."""
+    """Live routes of every micro-batch; then R3's log-probs, and the gradients of an update under
+    their HF names.
+    """
     from megatron_rl.engine.optim import StepOutcome
     from megatron_rl.metrics.reduce import MetricSums
     from tests.dist.engines import make_engine, random_batch
@@ -71,7 +101,9 @@ def replayed_update(path: Path, provider: str, layout: dict[str, Any]) -> dict[s
     engine = make_engine(path, parallel=layout, model={"provider": provider})
     spec, sums = engine.spec, MetricSums()
     assert engine.manager.layers or not spec.moe_layers or layout.get("pp")
-    batch = random_batch(engine, num_experts=spec.num_experts, top_k=spec.top_k, layers=len(spec.moe_layers))
+    batch = random_batch(
+        engine, num_experts=spec.num_experts, top_k=spec.top_k, layers=len(spec.moe_layers)
+    )
     live = engine.old_logprobs(batch, sums, replay="R2")
     old = engine.old_logprobs(batch, sums, replay="R3")
 
@@ -83,7 +115,11 @@ def replayed_update(path: Path, provider: str, layout: dict[str, Any]) -> dict[s
 
     engine.optimizer.step = keep_gradients
     engine.update(batch, old, sums, replay="R3")
-    gradients = {name: tensor.clone() for name, tensor in engine.export() if tensor is not None and "bias" not in name}
+    gradients = {
+        name: tensor.clone()
+        for name, tensor in engine.export()
+        if tensor is not None and "bias" not in name
+    }
     engine.parallel.destroy()
     return {"routes": live.recorded, "logprobs": old.logprobs, "gradients": gradients}
 
@@ -106,13 +142,25 @@ def check_logits(root: Path, cases: list[tuple[str, dict[str, Any]]]) -> None:
         expected: Reference = reference(path, LENGTHS)
         chunks = provider.build()
         provider.load(chunks)
-        logits, maps = run_packed(chunks, provider.core_config, parallel, torch.cat(expected.sequences))
+        logits, maps = run_packed(
+            chunks, provider.core_config, parallel, torch.cat(expected.sequences)
+        )
         limit = DELTA_NET_LIMIT if name in DELTA_NETS else LIMIT
-        check_same(logits, maps, expected, slice(None), provider.spec, f"{name} {layout} packed", limit)
-        tokens = torch.cat(expected.sequences)
-        logits, maps = run_padded(chunks, provider.core_config, parallel, tokens[:16], tokens[40:56])
         check_same(
-            logits, maps, expected, [*range(16), *range(40, 56)], provider.spec, f"{name} {layout} padded", limit
+            logits, maps, expected, slice(None), provider.spec, f"{name} {layout} packed", limit
+        )
+        tokens = torch.cat(expected.sequences)
+        logits, maps = run_padded(
+            chunks, provider.core_config, parallel, tokens[:16], tokens[40:56]
+        )
+        check_same(
+            logits,
+            maps,
+            expected,
+            [*range(16), *range(40, 56)],
+            provider.spec,
+            f"{name} {layout} padded",
+            limit,
         )
         exported, original = exported_by(provider, chunks), load_file(path / "model.safetensors")
         assert exported.keys() == original.keys(), (name, layout)
@@ -137,22 +185,29 @@ def check_refused(root: Path) -> None:
 
     for name in ("olmoe", "minimax_m2"):
         provider, parallel = open_provider(root / name, name, {"tp": 2})
-        with pytest.raises(ModelError, match=r"parallel\.tp = 2: .* normalises queries over all heads"):
+        with pytest.raises(
+            ModelError, match=r"parallel\.tp = 2: .* normalises queries over all heads"
+        ):
             provider.build()
         parallel.destroy()
     with pytest.raises(
-        ModelError, match="megatron-core refuses these settings for GptOssForCausalLM: Bias in Moe .* ETP"
+        ModelError,
+        match="megatron-core refuses these settings for GptOssForCausalLM: Bias in Moe .* ETP",
     ):
         open_provider(root / "gpt_oss", "gpt_oss", {"tp": 2})
     parallel_state.destroy_model_parallel()
     provider, parallel = open_provider(root / "dense_between", "", {"ep": 2})
-    with pytest.raises(CheckpointError, match=r"decoder\.layers\.1\.mlp.* were not filled .* by Megatron-Bridge"):
+    with pytest.raises(
+        CheckpointError, match=r"decoder\.layers\.1\.mlp.* were not filled .* by Megatron-Bridge"
+    ):
         provider.load(provider.build())
     parallel.destroy()
 
 
 def test_replay_of_transformers_routes_trains_what_only_bridge_knows(tmp_path: Path) -> None:
-    """R3 gives transformers' log-probs, an update moves every tensor, and full recompute makes the same update."""
+    """R3 gives transformers' log-probs, an update moves every tensor, and full recompute makes the
+    same update.
+    """
     run_ranks(check_replay, 1, tmp_path, timeout=900)
 
 
@@ -170,7 +225,9 @@ def check_replay(root: Path) -> None:
 
 @pytest.mark.skipif(not HAS_TE, reason="TransformerEngine is not installed here")
 def test_with_the_layers_of_transformer_engine(tmp_path: Path) -> None:
-    """Constructed without a GPU, in bfloat16: every router has the hook, every tensor comes back bit by bit."""
+    """Constructed without a GPU, in bfloat16: every router has the hook, every tensor comes back
+    bit by bit.
+    """
     for name in (*BOTH, *BRIDGE_ONLY):
         bridge_checkpoint(tmp_path / name, name, dtype=torch.bfloat16)
     run_ranks(check_te, 1, tmp_path, timeout=900)
@@ -189,12 +246,15 @@ def check_te(root: Path) -> None:
     from megatron_rl.replay.compatibility import check_compatibility
 
     # TransformerEngine asks CUDA about the device while layers are made; nothing is computed
-    hopper = SimpleNamespace(major=9, minor=0, name="H100", multi_processor_count=132, total_memory=80 << 30)
+    hopper = SimpleNamespace(
+        major=9, minor=0, name="H100", multi_processor_count=132, total_memory=80 << 30
+    )
     model.uses_transformer_engine = bridge.uses_transformer_engine = lambda *_: True
     parallel = make_parallel(ParallelConfig(), device="cpu", timeout_minutes=5)
     for name in (*BOTH, *BRIDGE_ONLY):
         settings = ModelConfig(path=root / name, provider="bridge")
-        provider_spec(settings, parallel.device)  # as a run does first: it must not choose the layers of the CPU
+        # as a run does first: it must not choose the layers of the CPU
+        provider_spec(settings, parallel.device)
         provider = bridge.BridgeProvider(settings, ParallelConfig(), parallel, {})
         mode = "R3" if provider.spec.moe_layers else "none"
         check_compatibility(provider.core_config, mode=mode, core_version="0.19.2")
@@ -208,7 +268,9 @@ def check_te(root: Path) -> None:
         assert "transformer_engine" in kinds, kinds
         check_routers(chunks, provider.spec.moe_layers)
         provider.load(chunks)
-        assert same_tensors(load_file(root / name / "model.safetensors"), exported_by(provider, chunks)), name
+        assert same_tensors(
+            load_file(root / name / "model.safetensors"), exported_by(provider, chunks)
+        ), name
         print(f"{name}: with TransformerEngine's layers")
     parallel.destroy()
 
@@ -225,7 +287,9 @@ def parallel_rank() -> int:
 
 
 def open_provider(path: Path, name: str, layout: dict[str, Any]) -> tuple[Any, Any]:
-    """On a rank: (provider, parallel) of a checkpoint that every rank writes for itself, the same one."""
+    """On a rank: (provider, parallel) of a checkpoint that every rank writes for itself, the same
+    one.
+    """
     import torch.distributed as dist
 
     from megatron_rl.config import ModelConfig, ParallelConfig
@@ -249,7 +313,9 @@ def test_a_dense_model_trains_without_replay(tmp_path: Path) -> None:
 
 
 def check_dense(path: Path) -> list[float]:
-    """The gradient norm of an update, by both providers; replay is refused for a model without experts."""
+    """The gradient norm of an update, by both providers; replay is refused for a model without
+    experts.
+    """
     import torch.distributed as dist
 
     from megatron_rl.replay.compatibility import ReplayIncompatible
@@ -259,7 +325,9 @@ def check_dense(path: Path) -> list[float]:
     dist.init_process_group("gloo")
     norms = []
     for provider in ("native", "bridge"):
-        with pytest.raises(ReplayIncompatible, match="replay.mode = R3: the model has no MoE layer"):
+        with pytest.raises(
+            ReplayIncompatible, match="replay.mode = R3: the model has no MoE layer"
+        ):
             make_engine(path, model={"provider": provider})
         parallel_state_destroy()
         engine = make_engine(path, model={"provider": provider}, replay="none", measure=False)
@@ -280,9 +348,13 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     from tests.tiny import random_checkpoint
 
     bridge = {"provider": "bridge"}
-    layouts = {"tp": ({"tp": 2}, {}, bridge, {}, 1), "ep": ({"ep": 2}, {"distributed": True}, bridge, {}, 1)}
+    layouts = {
+        "tp": ({"tp": 2}, {}, bridge, {}, 1),
+        "ep": ({"ep": 2}, {"distributed": True}, bridge, {}, 1),
+    }
     checkpoint = random_checkpoint(tmp_path / "moe")
-    latent = bridge_checkpoint(tmp_path / "deepseek_v3", "deepseek_v3")  # has layers that tensor ranks have whole
+    # has layers that tensor ranks have whole
+    latent = bridge_checkpoint(tmp_path / "deepseek_v3", "deepseek_v3")
     parts = [
         (save_and_resume, checkpoint, tmp_path / "saved", layouts),
         (save_and_resume, latent, tmp_path / "saved_latent", {"tp": layouts["tp"]}),
@@ -308,7 +380,10 @@ def check_conversion(root: Path) -> None:
 
     for name in CONVERTED:
         hf, saved, back = root / name / "hf", root / name / "megatron", root / name / "back"
-        assert main(["hf-to-megatron", "--hf", str(hf), "--out", str(saved), "--backend", "bridge"]) == 0
+        assert (
+            main(["hf-to-megatron", "--hf", str(hf), "--out", str(saved), "--backend", "bridge"])
+            == 0
+        )
         to_hf = ["megatron-to-hf", "--config", str(hf), "--backend", "bridge"]
         assert main([*to_hf, "--megatron", str(saved), "--out", str(back)]) == 0
         assert same_tensors(load_file(hf / "model.safetensors"), load_folder(back)), name
@@ -319,18 +394,28 @@ def check_conversion(root: Path) -> None:
         trained.mkdir()
         dist_checkpointing.save({"model0": chunks[0].sharded_state_dict()}, str(trained))
         parallel.destroy()
-        assert main([*to_hf, "--megatron", str(trained), "--out", str(root / name / "from_run")]) == 0
-        assert same_tensors(load_file(hf / "model.safetensors"), load_folder(root / name / "from_run")), name
+        assert (
+            main([*to_hf, "--megatron", str(trained), "--out", str(root / name / "from_run")]) == 0
+        )
+        assert same_tensors(
+            load_file(hf / "model.safetensors"), load_folder(root / name / "from_run")
+        ), name
 
 
 def load_folder(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in path.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(tensor.equal(other[name]) for name, tensor in one.items())
+    return one.keys() == other.keys() and all(
+        tensor.equal(other[name]) for name, tensor in one.items()
+    )
 
 
 def test_families_are_sorted() -> None:

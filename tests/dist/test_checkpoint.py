@@ -1,4 +1,6 @@
-"""Checkpoints on real ranks: a resumed run is bit-identical in its own layout, and equal up to rounding in another."""
+"""Checkpoints on real ranks: a resumed run is bit-identical in its own layout, and equal up to
+rounding in another.
+"""
 
 import tempfile
 from pathlib import Path
@@ -41,7 +43,12 @@ def all_rng():
     import torch
     from megatron.core import tensor_parallel
 
-    draws = [random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(()))]
+    draws = [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.standard_normal()),
+        float(torch.rand(())),
+    ]
     tracker = tensor_parallel.get_cuda_rng_tracker()
     for name in tracker.get_states():
         with tracker.fork(name):
@@ -72,13 +79,20 @@ def run_parts(*parts):
 
 
 def save_and_resume(checkpoint, folder, layouts):
-    """Two updates, save, two more; against load, two more: weights, optimizer, metrics and generators bit-identical."""
+    """Two updates, save, two more; against load, two more: weights, optimizer, metrics and
+    generators bit-identical.
+    """
     from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
     from megatron_rl.checkpoint.folder import latest_checkpoint
     from tests.dist.engines import make_engine
 
     for name, (parallel, optim, model, saving, after) in layouts.items():
-        make = {"parallel": parallel, "optim": SCHEDULE | optim, "model": model, "checkpoint": saving}
+        make = {
+            "parallel": parallel,
+            "optim": SCHEDULE | optim,
+            "model": model,
+            "checkpoint": saving,
+        }
         engine = make_engine(checkpoint, **make)
         writer = Checkpointer(engine, folder / name)
         updates(engine, range(after))
@@ -86,7 +100,8 @@ def save_and_resume(checkpoint, folder, layouts):
         engine.optimizer.skipped_in_a_row = 1
         write = hold_back(writer)
         writer.save(Snapshot(after, PROGRESS))
-        metrics = updates(engine, [2, 3])  # with async_save before anything of the checkpoint is written
+        # with async_save before anything of the checkpoint is written
+        metrics = updates(engine, [2, 3])
         assert bool(saving.get("async_save")) == (latest_checkpoint(folder / name) is None), name
         write.set()
         writer.wait()
@@ -107,7 +122,9 @@ def save_and_resume(checkpoint, folder, layouts):
 
 
 def hold_back(writer):
-    """An event that a background save waits for before it writes: it must still write the state at the time of `save`."""
+    """An event that a background save waits for before it writes: it must still write the state at
+    the time of `save`.
+    """
     import threading
 
     may_write, write = threading.Event(), writer._write
@@ -130,7 +147,9 @@ CASES = {
     "ep2_async": case({"ep": 2}, saving={"async_save": True}),
     "vp2": case({"pp": 2, "vp": 2}),
     "ep2_distributed": case({"ep": 2}, optim=DISTRIBUTED),
-    "dp2_bf16_distributed_async": case({}, optim=DISTRIBUTED, model=BF16, saving={"async_save": True}),
+    "dp2_bf16_distributed_async": case(
+        {}, optim=DISTRIBUTED, model=BF16, saving={"async_save": True}
+    ),
 }
 MORE_CASES = {
     "dp2": case({}),
@@ -154,14 +173,17 @@ def test_resume_is_bit_identical_in_more_layouts(checkpoint, tmp_path):
 
 
 def change_layout(checkpoint, folder, optim, source, targets):
-    """Save in one layout, load in others: the same bits at first, and after two more updates the same to fp32 rounding."""
+    """Save in one layout, load in others: the same bits at first, and after two more updates the
+    same to fp32 rounding.
+    """
     import torch.distributed as dist
 
     from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
     from tests.dist.engines import make_engine
 
     def exported(engine):
-        return {name: tensor.clone() for name, tensor in engine.export() if tensor is not None}  # rank 0 has them
+        # rank 0 has them
+        return {name: tensor.clone() for name, tensor in engine.export() if tensor is not None}
 
     optim = SCHEDULE | optim
     engine = make_engine(checkpoint, parallel=source, optim=optim)
@@ -178,7 +200,9 @@ def change_layout(checkpoint, folder, optim, source, targets):
         assert (restored.step, restored.progress) == (2, PROGRESS)
         assert target == source or any("seeded again" in line for line in restored.lines)
         loaded = exported(engine)
-        assert saved.keys() == loaded.keys() and all(loaded[name].equal(saved[name]) for name in saved), target
+        assert saved.keys() == loaded.keys() and all(
+            loaded[name].equal(saved[name]) for name in saved
+        ), target
         again = [row["optim/grad_norm"] for row in updates(engine, [2, 3])]
         assert again == pytest.approx(norms, rel=1e-4), target
         now = exported(engine)
@@ -201,11 +225,13 @@ def test_a_checkpoint_of_the_distributed_optimizer_loads_into_other_layouts(chec
     run_ranks(run_parts, 2, (change_layout, checkpoint, tmp_path, DISTRIBUTED, {}, targets))
 
 
-# Damage and crashes -------------------------------------------------------------------------------------------------
+# Damage and crashes -------------------------------------------------------------------------------
 
 
 def spoil_and_load(checkpoint, folder, trials):
-    """Damage of every kind to every file of a real checkpoint: each load is refused and names the file and an alternative."""
+    """Damage of every kind to every file of a real checkpoint: each load is refused and names the
+    file and an alternative.
+    """
     import random
 
     from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
@@ -244,7 +270,9 @@ def spoil_and_load(checkpoint, folder, trials):
 
 
 def fail_to_write(checkpoint, folder):
-    """A full disk on one rank, and an impossible path: the error is raised on all ranks, no file is left."""
+    """A full disk on one rank, and an impossible path: the error is raised on all ranks, no file is
+    left.
+    """
     import errno
     import os
 
@@ -267,7 +295,8 @@ def fail_to_write(checkpoint, folder):
         if engine.parallel.rank == 1:
             Shards.write = full
         with pytest.raises(
-            CheckpointError, match=r"step 2 .*rank 1: OSError: .*No space left.*older checkpoints are complete"
+            CheckpointError,
+            match=r"step 2 .*rank 1: OSError: .*No space left.*older checkpoints are complete",
         ):
             writer.save(Snapshot(2, PROGRESS))
             writer.wait()
@@ -280,14 +309,19 @@ def fail_to_write(checkpoint, folder):
         assert writer.load(latest_checkpoint(folder / str(asynchronous))).step == 2
         engine.parallel.destroy()
     engine = make_engine(checkpoint)
-    nowhere = folder / "False/latest/checkpoints"  # under a file; root may write into read-only folders
-    with pytest.raises(RuntimeError, match=r"checkpoint of step 1.*Not a directory.*nothing was written"):
+    # under a file; root may write into read-only folders
+    nowhere = folder / "False/latest/checkpoints"
+    with pytest.raises(
+        RuntimeError, match=r"checkpoint of step 1.*Not a directory.*nothing was written"
+    ):
         Checkpointer(engine, nowhere).save(Snapshot(1, PROGRESS))
     engine.parallel.destroy()
 
 
 def plan_once(checkpoint, folder, tp):
-    """The first save plans with all ranks, later ones only where the parts of a rank have changed; every one of them loads."""
+    """The first save plans with all ranks, later ones only where the parts of a rank have changed;
+    every one of them loads.
+    """
     from megatron.core.dist_checkpointing.strategies import fully_parallel
 
     from megatron_rl.checkpoint import writer
@@ -323,7 +357,14 @@ def test_resume_is_bit_identical_in_any_layout_and_damage_is_refused(checkpoint,
     """Quick: a few cases of everything here, in one launch."""
     parts = [
         (save_and_resume, checkpoint, tmp_path, CASES),
-        (change_layout, checkpoint, tmp_path / "layouts", {}, {"ep": 2}, [{"tp": 2}, {"pp": 2, "vp": 2}]),
+        (
+            change_layout,
+            checkpoint,
+            tmp_path / "layouts",
+            {},
+            {"ep": 2},
+            [{"tp": 2}, {"pp": 2, "vp": 2}],
+        ),
         (fail_to_write, checkpoint, tmp_path / "full"),
         (plan_once, checkpoint, tmp_path / "planned", 1),
         (plan_once, checkpoint, tmp_path / "planned_tp", 2),
@@ -335,16 +376,20 @@ def test_resume_is_bit_identical_in_any_layout_and_damage_is_refused(checkpoint,
 
 @pytest.mark.slow
 def test_a_thousand_damaged_files_of_a_real_checkpoint_are_refused(checkpoint, tmp_path):
-    ((refused,),) = run_ranks(run_parts, 1, (spoil_and_load, checkpoint, tmp_path, 1200), timeout=590)
+    ((refused,),) = run_ranks(
+        run_parts, 1, (spoil_and_load, checkpoint, tmp_path, 1200), timeout=590
+    )
     print(f"refused: {refused}")
     assert sum(refused.values()) >= 1000 and min(refused.values()) >= 150
 
 
 def crash_and_load(checkpoint, folder, points_per_mode):
-    """Crash a real save at points spread over its writes, most of them near its end, in every mode; then the latest one loads.
+    """Crash a real save at points spread over its writes, most of them near its end, in every mode;
+    then the latest one loads.
 
-    Every checkpoint on every disk that a power cut may leave is checked by its manifest; one disk of every fifth crash is
-    loaded in a new process.  Returns the numbers of points, crashes and disks, and what `latest` names on the disks.
+    Every checkpoint on every disk that a power cut may leave is checked by its manifest; one disk
+    of every fifth crash is loaded in a new process.  Returns the numbers of points, crashes and
+    disks, and what `latest` names on the disks.
     """
     import shutil
     from collections import Counter
@@ -375,7 +420,8 @@ def crash_and_load(checkpoint, folder, points_per_mode):
     count, tried, ended = int((folder / "count").read_text()), 0, Counter()
     half = points_per_mode // 2
     points = sorted(
-        {count - index for index in range(half)} | {1 + index * (count - half) // half for index in range(half)}
+        {count - index for index in range(half)}
+        | {1 + index * (count - half) // half for index in range(half)}
     )
     for mode in MODES:
         for point in points:
@@ -386,12 +432,18 @@ def crash_and_load(checkpoint, folder, points_per_mode):
             assert status in (0, 2 if mode == "full" else EXIT_CODE), (mode, point, status)
             for left in crash.outcomes(most=8):
                 path = latest_checkpoint(folder / "run")
-                assert path.name in ("step_000001", "step_000002")[status == 0 :], (mode, point, left)
+                assert path.name in ("step_000001", "step_000002")[status == 0 :], (
+                    mode,
+                    point,
+                    left,
+                )
                 for kept in checkpoints(folder / "run"):
                     assert damage(kept.path, read_manifest(kept.path)) == [], (mode, point, left)
                 ended[path.name] += 1
             if tried % 5 == 0:
-                assert run_forked(lambda path=path: in_engine(lambda writer: writer.load(path))) == 0, (mode, point)
+                assert (
+                    run_forked(lambda path=path: in_engine(lambda writer: writer.load(path))) == 0
+                ), (mode, point)
             tried += 1
     return count, tried, ended
 
@@ -405,5 +457,8 @@ def smaller(checkpoint):
 @pytest.mark.timeout(2000)
 def test_after_a_crash_at_any_of_hundreds_of_writes_a_checkpoint_loads(smaller, tmp_path):
     ((count, tried, ended),) = run_ranks(crash_and_load, 1, smaller, tmp_path, 72, timeout=1900)
-    print(f"{count} changes to the disk in a save; {tried} crashes, latest on the disks afterwards: {dict(ended)}")
+    print(
+        f"{count} changes to the disk in a save; {tried} crashes, latest on the disks afterwards:"
+        f" {dict(ended)}"
+    )
     assert tried >= 200 and len(ended) == 2 and ended.total() >= 2 * tried

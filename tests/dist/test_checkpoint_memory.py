@@ -1,4 +1,6 @@
-"""Saving the distributed optimizer without a gather: its memory, core's gathered format, and buckets; on four ranks."""
+"""Saving the distributed optimizer without a gather: its memory, core's gathered format, and
+buckets; on four ranks.
+"""
 
 import pytest
 
@@ -18,12 +20,23 @@ def bytes_of(shards):
 def optimizer_states(engine):
     from megatron_rl.checkpoint.state import inner_optimizers
 
-    states = [optimizer.optimizer.state for optimizer in inner_optimizers(engine) if optimizer.optimizer is not None]
-    return [entry[name] for state in states for entry in state.values() for name in ("exp_avg", "exp_avg_sq")]
+    states = [
+        optimizer.optimizer.state
+        for optimizer in inner_optimizers(engine)
+        if optimizer.optimizer is not None
+    ]
+    return [
+        entry[name]
+        for state in states
+        for entry in state.values()
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
 
 
 def measure(checkpoint, folder):
-    """Peak of resident bytes while saving (in this thread, in the background) and loading, and bytes that this rank writes."""
+    """Peak of resident bytes while saving (in this thread, in the background) and loading, and
+    bytes that this rank writes.
+    """
     from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
     from megatron_rl.checkpoint.writer import Shards
     from megatron_rl.plan.memory import checkpoint_bytes_of_rank
@@ -39,7 +52,9 @@ def measure(checkpoint, folder):
     Shards.stage = counted
     found = {}
     for way in ("direct", "background"):
-        engine = make_engine(checkpoint, optim=DISTRIBUTED, checkpoint={"async_save": way == "background"})
+        engine = make_engine(
+            checkpoint, optim=DISTRIBUTED, checkpoint={"async_save": way == "background"}
+        )
         writer = Checkpointer(engine, folder / way)
         writer.save(Snapshot(1, PROGRESS))  # creates moments, imports modules
         for moments in optimizer_states(engine):
@@ -60,7 +75,9 @@ def measure(checkpoint, folder):
 
 
 def formats(checkpoint, folder):
-    """The state of an update in core's gathered format, and in ours from ranks with buckets: each loads into another layout."""
+    """The state of an update in core's gathered format, and in ours from ranks with buckets: each
+    loads into another layout.
+    """
     from megatron_rl.checkpoint import state
     from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
     from tests.dist.engines import make_engine
@@ -72,7 +89,9 @@ def formats(checkpoint, folder):
             "distrib_optim_fully_reshardable_mem_efficient": False,
         }
         found = optimizer.sharded_state_dict(models, metadata=metadata)
-        return state.extract_matching_values(found, lambda value: isinstance(value, state.ShardedBase))[0]
+        return state.extract_matching_values(
+            found, lambda value: isinstance(value, state.ShardedBase)
+        )[0]
 
     parts = state.sharded_parts
     for name, fields in (("core", {}), ("buckets", BUCKETS)):
@@ -85,16 +104,22 @@ def formats(checkpoint, folder):
             state.sharded_parts = parts
             weights, moments = weights_of(engine), optimizer_of(engine)
             if name == "buckets":
-                buckets = [len(buffer.buckets) for chunk in engine.models for buffer in chunk.buffers]
+                buckets = [
+                    len(buffer.buckets) for chunk in engine.models for buffer in chunk.buffers
+                ]
                 assert max(buckets) > 3, buckets
             engine.parallel.destroy()
             allowed = {"allow_changes": [f"megatron.{field}" for field in BUCKETS]}
             for target in ({"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}):
                 same = fields if target == {"ep": 2} else {}
-                again = make_engine(checkpoint, parallel=target, megatron=same, checkpoint=allowed, **make)
+                again = make_engine(
+                    checkpoint, parallel=target, megatron=same, checkpoint=allowed, **make
+                )
                 Checkpointer(again, folder / name / bits).load(folder / name / bits / "step_000001")
                 if target == {"ep": 2}:
-                    assert equal(weights, weights_of(again)) and equal(moments, optimizer_of(again)), (name, bits)
+                    assert equal(weights, weights_of(again)) and equal(
+                        moments, optimizer_of(again)
+                    ), (name, bits)
                 else:  # saved again, in this layout: the same tensors
                     Checkpointer(again, folder / name / bits).save(Snapshot(2, PROGRESS))
                 again.parallel.destroy()
@@ -109,7 +134,9 @@ def compare(folder):
 
     one, other = (TorchDist(folder / f"step_00000{step}") for step in (1, 2))
     keys = one.tensors()
-    assert keys == other.tensors() and any(key.startswith("optimizer.state.exp_avg_sq.") for key in keys)
+    assert keys == other.tensors() and any(
+        key.startswith("optimizer.state.exp_avg_sq.") for key in keys
+    )
     for key in keys:
         shape = one.shape(key)
         values = []
@@ -134,7 +161,11 @@ def on_ranks(large, small, folder):
 def test_a_rank_saves_what_it_owns_in_little_more_memory_than_that(tmp_path):
     """14 M parameters: of 227 MiB each of four ranks writes a quarter."""
     large = random_checkpoint(
-        tmp_path / "large", vocab_size=2048, hidden_size=512, moe_intermediate_size=512, num_hidden_layers=2
+        tmp_path / "large",
+        vocab_size=2048,
+        hidden_size=512,
+        moe_intermediate_size=512,
+        num_hidden_layers=2,
     )
     ranks = run_ranks(on_ranks, 4, large, random_checkpoint(tmp_path / "small"), tmp_path)
     for rank, (written, computed, peaks) in enumerate(ranks):

@@ -1,4 +1,6 @@
-"""Context-parallel attention on real gloo ranks: each rank's rows and gradients equal those of attention on one rank."""
+"""Context-parallel attention on real gloo ranks: each rank's rows and gradients equal those of
+attention on one rank.
+"""
 
 import itertools
 
@@ -21,7 +23,9 @@ def on_four_ranks():
 
     dist.init_process_group("gloo")
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    results = [compare_with_one_rank(group) for group in (dist.group.WORLD, pairs[dist.get_rank() // 2])]
+    results = [
+        compare_with_one_rank(group) for group in (dist.group.WORLD, pairs[dist.get_rank() // 2])
+    ]
     dist.destroy_process_group()
     return results
 
@@ -53,7 +57,10 @@ def compare_with_one_rank(group):
         (expected * weight).sum().backward()
         (got * weight[rows]).sum().backward()
         gradients = [(a.grad, b.grad[rows]) for a, b in zip(mine, everything, strict=True)]
-        differences[form] = largest_difference([(got, expected[rows])]), largest_difference(gradients)
+        differences[form] = (
+            largest_difference([(got, expected[rows])]),
+            largest_difference(gradients),
+        )
     with pytest.raises(ValueError, match=r"7 rows is not a multiple of 2 x parallel\.cp"):
         plan_attention(torch.tensor([0, 7, 6 * size]), device, group)
     with pytest.raises(ValueError, match="3 rows on a CP rank"):

@@ -1,7 +1,8 @@
-"""Continuous sampling on real ranks: two replicas of two ranks (tp = 2) with k = 2, over fake servers.
+"""Continuous sampling on real ranks: two replicas of two ranks (tp = 2) with k = 2, over fake
+servers.
 
-Every number of the fake model is a fingerprint of the weights' version and the tokens, so that the age of every token is known.
-All ranks check; what they trained on is compared here.
+Every number of the fake model is a fingerprint of the weights' version and the tokens, so that the
+age of every token is known. All ranks check; what they trained on is compared here.
 """
 
 import json
@@ -21,7 +22,10 @@ K, DP, SHARE, GROUP, STEPS = 2, 2, 2, 2, 7
 
 @contextmanager
 def replicas(*script: str, servers: int = 1, source=None, is_slow=None, **rollout):
-    """On every rank: (Loop, the fake servers, which run on rank 0 and are [] elsewhere).  One source for all servers: weights."""
+    """On every rank: (Loop, the fake servers, which run on rank 0 and are [] elsewhere).
+
+    One source for all servers: weights.
+    """
     from megatron_rl.config import ParallelConfig, load_config
     from megatron_rl.distributed import from_rank_0, make_parallel
     from tests.fake_model import FakeModel
@@ -33,10 +37,13 @@ def replicas(*script: str, servers: int = 1, source=None, is_slow=None, **rollou
     cfg = load_config(None, [], {
         "run": {"num_steps": 100, "prompts_per_step": DP * SHARE, "group_size": GROUP},
         "model": {"path": "unused"}, "data": {"train": "unused"}, "parallel": {"tp": 2},
-        "rollout": {"max_response_tokens": 6, "max_retries": 1, "temperature": 0.7, "max_staleness": K} | rollout,
+        "rollout": {"max_response_tokens": 6, "max_retries": 1, "temperature": 0.7,
+        "max_staleness": K} | rollout,
     })  # fmt: skip
     model = FakeModel() if source is None else source
-    fakes = [SlowOnSome(*script, source=model) for _ in range(servers if dist.get_rank() == 0 else 0)]
+    fakes = [
+        SlowOnSome(*script, source=model) for _ in range(servers if dist.get_rank() == 0 else 0)
+    ]
     for fake in fakes:
         fake.is_slow, fake.patience = is_slow or fake.is_slow, 0.3
         fake.__enter__()
@@ -46,7 +53,14 @@ def replicas(*script: str, servers: int = 1, source=None, is_slow=None, **rollou
         restarts=0,
     )
     urls = from_rank_0(pool.take)
-    loop = Loop(cfg, urls, model, parallel, leads=parallel.is_replica_leader, server_pool=pool if fakes else None)
+    loop = Loop(
+        cfg,
+        urls,
+        model,
+        parallel,
+        leads=parallel.is_replica_leader,
+        server_pool=pool if fakes else None,
+    )
     real = loop.serve
     loop.inference.pusher.push = lambda *given, **options: (real(*given, **options), dist.barrier())
     try:
@@ -59,7 +73,9 @@ def replicas(*script: str, servers: int = 1, source=None, is_slow=None, **rollou
 
 
 class SameTokens:
-    """A FakeModel whose tokens follow from the prompt and the place in the group, not from the request."""
+    """A FakeModel whose tokens follow from the prompt and the place in the group, not from the
+    request.
+    """
 
     def __init__(self) -> None:
         self.version = 0
@@ -80,15 +96,19 @@ def check_step(loop, sampled, step: int) -> set[int]:
 
     dp = loop.scheduler.parallel
     leads = loop.inference.client is not None
-    assert [g.prompt for g in sampled.groups] == (sampled.prompts[dp.dp_rank :: DP] if leads else [])
+    assert [g.prompt for g in sampled.groups] == (
+        sampled.prompts[dp.dp_rank :: DP] if leads else []
+    )
     assert len(sampled.prompts) == DP * SHARE and len(loop.scheduler.queue) == K * DP * SHARE
-    assert loop.inference.pending is None and len(loop.scheduler.groups) == (K * SHARE if leads else 0)
+    assert loop.inference.pending is None and len(loop.scheduler.groups) == (
+        K * SHARE if leads else 0
+    )
     for rollout in (rollout for group in sampled.groups for rollout in group.rollouts):
         assert_fingerprints(rollout)
     return ages(sampled, step)
 
 
-# Order, ages ----------------------------------------------------------------------------------------------------------
+# Order, ages --------------------------------------------------------------------------------------
 
 
 def train_on(settings):
@@ -100,7 +120,9 @@ def train_on(settings):
             found |= check_step(loop, sampled, step)
             trained.append([prompt.id for prompt in sampled.prompts])
         client = loop.inference.client
-        lost = 0 if client is None else client.counters.lost_samples + client.counters.failures.total()
+        lost = (
+            0 if client is None else client.counters.lost_samples + client.counters.failures.total()
+        )
         cut = 0 if client is None else client.counters.cut_samples
         waiting = [prompt.id for prompt in loop.scheduler.queue]
     return trained, waiting, found, lost, cut
@@ -113,13 +135,17 @@ def test_every_prompt_is_trained_on_once_in_one_order_and_no_token_is_too_old(we
     assert all((steps, queue) == (trained, waiting) for steps, queue, *_ in found), "ranks disagree"
     ids = Counter(name for step in trained for name in step)
     assert max(ids.values()) == 1 and not set(ids) & set(waiting)
-    assert sorted([*ids, *waiting], key=int) == [str(i) for i in range((STEPS + K) * DP * SHARE)], "a prompt was lost"
+    assert sorted([*ids, *waiting], key=int) == [str(i) for i in range((STEPS + K) * DP * SHARE)], (
+        "a prompt was lost"
+    )
     ages, lost, cut = zip(*((ages, lost, cut) for *_, ages, lost, cut in found), strict=True)
     assert max(set().union(*ages)) == K and sum(lost) == 0, "the budget was not used"
-    assert [cut[rank] > 0 for rank in (0, 2)] == [weight_update == "abort"] * 2 and cut[1] == cut[3] == 0
+    assert [cut[rank] > 0 for rank in (0, 2)] == [weight_update == "abort"] * 2 and cut[1] == cut[
+        3
+    ] == 0
 
 
-# Without staleness ----------------------------------------------------------------------------------------------------
+# Without staleness --------------------------------------------------------------------------------
 
 
 def compare_with_one_call():
@@ -131,9 +157,13 @@ def compare_with_one_call():
             sampled = loop.scheduler.take(step, step)
             assert loop.inference.pending is None and not loop.scheduler.queue
             mine = sampled.prompts[loop.scheduler.parallel.dp_rank :: DP]
-            again = loop.inference.generate(mine, GROUP, temperature=0.7, max_tokens=6, stop_token_ids=[1])
+            again = loop.inference.generate(
+                mine, GROUP, temperature=0.7, max_tokens=6, stop_token_ids=[1]
+            )
             assert contents(sampled.groups) == contents(again)
-            assert [prompt.id for prompt in sampled.prompts] == [str(4 * step + i) for i in range(4)]
+            assert [prompt.id for prompt in sampled.prompts] == [
+                str(4 * step + i) for i in range(4)
+            ]
             loop.push(step + 1)
             loop.scheduler.step_done()
         return len(sampled.groups)
@@ -143,11 +173,14 @@ def test_without_staleness_a_step_is_one_synchronous_call_bit_for_bit():
     assert run_ranks(compare_with_one_call, DP * 2) == [SHARE, 0, SHARE, 0]
 
 
-# The open task --------------------------------------------------------------------------------------------------------
+# The open task ------------------------------------------------------------------------------------
 
 
 def add_and_end():
-    """An open task takes further groups; abort cuts them short, drain completes them.  Ranks that lead none call the same."""
+    """An open task takes further groups; abort cuts them short, drain completes them.
+
+    Ranks that lead none call the same.
+    """
     from megatron_rl.rollout.partial import PartialGroup
     from tests.fake_model import assert_fingerprints
     from tests.fake_server import wait_for
@@ -186,7 +219,9 @@ def add_and_end():
         for group in (*second, *third):
             for rollout in group.closed().rollouts:
                 assert_fingerprints(rollout)
-                assert rollout.policy_versions.tolist() == ([0, 0, 1, 1, 1, 1] if group in second else [1] * 6)
+                assert rollout.policy_versions.tolist() == (
+                    [0, 0, 1, 1, 1, 1] if group in second else [1] * 6
+                )
         return leads
 
 
@@ -194,11 +229,13 @@ def test_groups_are_added_to_an_open_task_which_a_drain_or_an_abort_ends():
     assert run_ranks(add_and_end, DP * 2) == [True, False, True, False]
 
 
-# A server that dies ---------------------------------------------------------------------------------------------------
+# A server that dies -------------------------------------------------------------------------------
 
 
 def lose_a_server():
-    """The second of two servers dies on a request of the open task, whose group then fails for good (max_retries = 0)."""
+    """The second of two servers dies on a request of the open task, whose group then fails for good
+    (max_retries = 0).
+    """
     with replicas("ok", servers=2, max_retries=0) as (loop, fakes):
         trained, found = [], set()
         for step in range(STEPS):
@@ -215,14 +252,19 @@ def test_a_server_that_dies_with_an_open_call_costs_no_prompt():
     found = run_ranks(lose_a_server, DP * 2)
     assert found[0][2] == [False, True] and all(trained == found[0][0] for trained, _, _ in found)
     ids = [name for step in found[0][0] for name in step]
-    assert len(set(ids)) == len(ids) == STEPS * DP * SHARE and max(set().union(*(ages for _, ages, _ in found))) <= K
+    assert (
+        len(set(ids)) == len(ids) == STEPS * DP * SHARE
+        and max(set().union(*(ages for _, ages, _ in found))) <= K
+    )
 
 
-# Resume ---------------------------------------------------------------------------------------------------------------
+# Resume -------------------------------------------------------------------------------------------
 
 
 def resume(folder):
-    """Six steps; and the last three again from the checkpoint of the third, which holds the groups of steps 4 and 5."""
+    """Six steps; and the last three again from the checkpoint of the third, which holds the groups
+    of steps 4 and 5.
+    """
     from tests.fake_server import wait_for
     from tests.sampling_loop import contents
 

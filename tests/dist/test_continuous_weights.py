@@ -1,4 +1,6 @@
-"""Runs that sample ahead train the weights of a synchronous one, bit for bit, where servers sample the same tokens."""
+"""Runs that sample ahead train the weights of a synchronous one, bit for bit, where servers sample
+the same tokens.
+"""
 
 import os
 from unittest.mock import patch
@@ -51,11 +53,22 @@ def test_when_and_where_a_group_is_sampled_does_not_change_what_is_trained(tmp_p
     run_ranks(train_all, 2, tmp_path, timeout=480)
     runs = {name: tmp_path / name / "run" for name in WAYS}
     ages = {name: set(continuous_run.check_rollouts(run, STEPS)) for name, run in runs.items()}
-    assert ages == {"synchronous": {0}} | {name: {0, 1, 2} for name in WAYS if name != "synchronous"}
-    files = {name: read_manifest(run / f"checkpoints/step_{STEPS:06d}").files for name, run in runs.items()}
+    assert ages == {"synchronous": {0}} | {
+        name: {0, 1, 2} for name in WAYS if name != "synchronous"
+    }
+    files = {
+        name: read_manifest(run / f"checkpoints/step_{STEPS:06d}").files
+        for name, run in runs.items()
+    }
     trained = {
-        name: {file: digest for file, digest in found.items() if file.endswith((".distcp", ".safetensors"))}
+        name: {
+            file: digest
+            for file, digest in found.items()
+            if file.endswith((".distcp", ".safetensors"))
+        }
         for name, found in files.items()
     }
-    assert len(trained["synchronous"]) >= 6 and all(found == trained["synchronous"] for found in trained.values())
+    assert len(trained["synchronous"]) >= 6 and all(
+        found == trained["synchronous"] for found in trained.values()
+    )
     assert "server_restart" in (runs["a server dies"] / "events.jsonl").read_text()

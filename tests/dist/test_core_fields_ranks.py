@@ -1,4 +1,6 @@
-"""[megatron] on real ranks: gradients that are reduced in buckets while the backward pass runs are those of one reduction."""
+"""[megatron] on real ranks: gradients that are reduced in buckets while the backward pass runs are
+those of one reduction.
+"""
 
 import tempfile
 from pathlib import Path
@@ -23,7 +25,8 @@ def two_updates(checkpoint, layout, distributed, fused, megatron):
     from megatron_rl.metrics.reduce import MetricSums
     from tests.dist.engines import make_engine, random_batch
 
-    optim = {"distributed": distributed, "clip_grad": 0.0}  # the norm is summed over other shards: not bit for bit
+    # the norm is summed over other shards: not bit for bit
+    optim = {"distributed": distributed, "clip_grad": 0.0}
     options = {"parallel": layout, "model": {"fused_lm_head": fused}, "optim": optim}
     engine = make_engine(checkpoint, megatron=megatron, **options)
     batch = random_batch(engine)
@@ -32,7 +35,9 @@ def two_updates(checkpoint, layout, distributed, fused, megatron):
         sums = MetricSums()
         engine.update(batch, engine.old_logprobs(batch, sums, replay="R3"), sums, replay="R3")
     assert sums.reduce(dist.group.WORLD, engine.parallel.device)["optim/grad_norm"] > 0
-    weights = [parameter.detach().clone() for chunk in engine.chunks for parameter in chunk.parameters()]
+    weights = [
+        parameter.detach().clone() for chunk in engine.chunks for parameter in chunk.parameters()
+    ]
     buckets = sum(len(group.buckets) for model in engine.models for group in model.bucket_groups)
     engine.parallel.destroy()
     return weights, buckets
@@ -47,10 +52,15 @@ def overlapped_equals_plain(checkpoint, layout):
         for fused in (False, True):
             plain, whole = two_updates(checkpoint, layout, distributed, fused, {})
             overlapped, buckets = two_updates(checkpoint, layout, distributed, fused, OVERLAPPED)
-            is_first_stage = "pp" not in layout or dist.get_rank() == 0  # core makes several buckets there alone
+            # core makes several buckets there alone
+            is_first_stage = "pp" not in layout or dist.get_rank() == 0
             assert (whole, buckets > 1) == (1, is_first_stage)
-            for a, b in zip(plain, overlapped, strict=True):  # the fused head then sums its gradient in another order
-                assert torch.allclose(a, b, rtol=0, atol=1e-6) if fused else torch.equal(a, b), (distributed, fused)
+            # the fused head then sums its gradient in another order
+            for a, b in zip(plain, overlapped, strict=True):
+                assert torch.allclose(a, b, rtol=0, atol=1e-6) if fused else torch.equal(a, b), (
+                    distributed,
+                    fused,
+                )
     dist.destroy_process_group()
 
 

@@ -1,4 +1,6 @@
-"""Dynamic sampling on real ranks: two replicas of two ranks, whose leaders alone hold groups, end with equal shares."""
+"""Dynamic sampling on real ranks: two replicas of two ranks, whose leaders alone hold groups, end
+with equal shares.
+"""
 
 import os
 
@@ -15,11 +17,15 @@ DP, SHARE = 2, 3
 
 
 def test_groups_that_teach_nothing_are_replaced_and_every_rank_agrees():
-    """Prompt i is informative when its number says so; a replica may need more draws than the other."""
+    """Prompt i is informative when its number says so; a replica may need more draws than the
+    other.
+    """
     found = run_ranks(sample_until_informative, 4, 4)
     assert len({tuple(prompts) for prompts, *_ in found}) == 1, "ranks hold different prompts"
     prompts = found[0][0]
-    assert all(is_informative(int(prompt)) for prompt in prompts) and len(set(prompts)) == DP * SHARE
+    assert (
+        all(is_informative(int(prompt)) for prompt in prompts) and len(set(prompts)) == DP * SHARE
+    )
     for rank, (_, groups, rounds, sampled) in enumerate(found):
         replica, is_leader = divmod(rank, 2)[0], rank % 2 == 0
         assert groups == (prompts[replica::DP] if is_leader else [])

@@ -28,11 +28,15 @@ def one_update(engine, batch):
 
 
 def weights_of(engine):
-    return [parameter.detach().clone() for chunk in engine.chunks for parameter in chunk.parameters()]
+    return [
+        parameter.detach().clone() for chunk in engine.chunks for parameter in chunk.parameters()
+    ]
 
 
 def poison_and_recover(checkpoint):
-    """A NaN advantage on one rank of two: both skip, nothing moves, the next good update equals an undisturbed one."""
+    """A NaN advantage on one rank of two: both skip, nothing moves, the next good update equals an
+    undisturbed one.
+    """
     import dataclasses
 
     import torch
@@ -53,7 +57,9 @@ def poison_and_recover(checkpoint):
     bad = batch
     if engine.parallel.rank == 1:
         first = batch.micro_batches[0]
-        broken = dataclasses.replace(first, advantages=torch.full_like(first.advantages, float("nan")))
+        broken = dataclasses.replace(
+            first, advantages=torch.full_like(first.advantages, float("nan"))
+        )
         bad = dataclasses.replace(batch, micro_batches=(broken, *batch.micro_batches[1:]))
     metrics = one_update(engine, bad)
     assert metrics["optim/skipped_updates"] == 1.0 and engine.optimizer.scheduler.num_steps == 0
@@ -75,24 +81,33 @@ def poison_and_recover(checkpoint):
 
 
 def bad_routes(engine, batch):
-    """A duplicate expert in a row, and an id out of range, both of which core accepts: refused where routes are first used."""
+    """A duplicate expert in a row, and an id out of range, both of which core accepts: refused
+    where routes are first used.
+    """
     import dataclasses
 
     from megatron_rl.metrics.reduce import MetricSums
 
     first = batch.micro_batches[0]
-    for expert, rule in ((lambda ids: ids[0], "distinct ids in a row"), (lambda ids: 8, r"ids in 0\.\.7")):
+    for expert, rule in (
+        (lambda ids: ids[0], "distinct ids in a row"),
+        (lambda ids: 8, r"ids in 0\.\.7"),
+    ):
         routes = [ids.copy() for ids in first.routed_experts]
         routes[1][2, 3, 1] = expert(routes[1][2, 3])
         broken = dataclasses.replace(first, routed_experts=tuple(routes))
         bad = dataclasses.replace(batch, micro_batches=(broken, *batch.micro_batches[1:]))
         for mode in ("R3", "none"):  # none: as replay.measure compares with them
-            with pytest.raises(ValueError, match=rf"rollout {first.rollout_ids[1]}, row 2: .*MoE layer 3 .*{rule}"):
+            with pytest.raises(
+                ValueError, match=rf"rollout {first.rollout_ids[1]}, row 2: .*MoE layer 3 .*{rule}"
+            ):
                 engine.old_logprobs(bad, MetricSums(), replay=mode)
 
 
 def nothing_to_learn_from(engine, batch):
-    """All responses filtered, or without advantage: Adam's momentum must not move the weights; counted."""
+    """All responses filtered, or without advantage: Adam's momentum must not move the weights;
+    counted.
+    """
     import dataclasses
 
     import torch
@@ -104,26 +119,41 @@ def nothing_to_learn_from(engine, batch):
             for part in batch.micro_batches
         ]
         metrics = one_update(engine, dataclasses.replace(batch, micro_batches=tuple(emptied)))
-        assert (metrics["optim/empty_updates"], metrics["optim/skipped_updates"], metrics["optim/grad_norm"]) == (
+        assert (
+            metrics["optim/empty_updates"],
+            metrics["optim/skipped_updates"],
+            metrics["optim/grad_norm"],
+        ) == (
             1,
             0,
             0,
         )
         assert all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True)), name
-    assert engine.optimizer.scheduler.num_steps == 1, "the schedule counts updates that changed the weights"
+    assert engine.optimizer.scheduler.num_steps == 1, (
+        "the schedule counts updates that changed the weights"
+    )
     assert one_update(engine, batch)["optim/empty_updates"] == 0.0
     assert not all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
 
 
 def first_update(checkpoint):
-    """Adam's first update in closed form, of the gradient clipped to optim.clip_grad; weight decay on matrices alone."""
+    """Adam's first update in closed form, of the gradient clipped to optim.clip_grad; weight decay
+    on matrices alone.
+    """
     import torch
 
     from megatron_rl.checkpoint.state import inner_optimizers
     from tests.dist.engines import make_engine, random_batch
 
     lr, clip, decay, beta1, beta2, eps = 1e-2, 0.01, 0.3, 0.8, 0.9, 1e-3
-    optim = {"lr": lr, "clip_grad": clip, "weight_decay": decay, "beta1": beta1, "beta2": beta2, "eps": eps}
+    optim = {
+        "lr": lr,
+        "clip_grad": clip,
+        "weight_decay": decay,
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+    }
     engine = make_engine(checkpoint, optim=optim)
     before = weights_of(engine)
     metrics = one_update(engine, random_batch(engine))
@@ -139,12 +169,16 @@ def first_update(checkpoint):
         torch.testing.assert_close(
             new.detach(), kept * old - lr * gradient / (gradient.abs() + eps), rtol=1e-5, atol=1e-6
         )
-        torch.testing.assert_close(states[new]["exp_avg_sq"], (1 - beta2) * gradient**2, rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            states[new]["exp_avg_sq"], (1 - beta2) * gradient**2, rtol=1e-4, atol=0
+        )
     engine.parallel.destroy()
 
 
 def mask_and_count(checkpoint):
-    """A NaN and an infinite rollout log-prob on one rank: as if those two were not response tokens, and counted."""
+    """A NaN and an infinite rollout log-prob on one rank: as if those two were not response tokens,
+    and counted.
+    """
     import dataclasses
 
     import torch
@@ -159,18 +193,27 @@ def mask_and_count(checkpoint):
             first = batch.micro_batches[0]
             rows = first.loss_mask.nonzero().squeeze(1)[:2]
             if name == "masked":
-                changed = dataclasses.replace(first, loss_mask=first.loss_mask.index_fill(0, rows, False))
+                changed = dataclasses.replace(
+                    first, loss_mask=first.loss_mask.index_fill(0, rows, False)
+                )
             else:
-                values = first.rollout_logprobs.index_copy(0, rows, torch.tensor([float("nan"), -float("inf")]))
+                values = first.rollout_logprobs.index_copy(
+                    0, rows, torch.tensor([float("nan"), -float("inf")])
+                )
                 changed = dataclasses.replace(first, rollout_logprobs=values)
             batch = dataclasses.replace(batch, micro_batches=(changed, *batch.micro_batches[1:]))
         metrics[name] = one_update(engine, batch)
         weights[name] = weights_of(engine)
         engine.parallel.destroy()
     share = metrics["non-finite"].pop("train/nonfinite_frac")
-    assert share == 2 / batch.num_response_tokens and metrics["masked"].pop("train/nonfinite_frac") == 0.0
+    assert (
+        share == 2 / batch.num_response_tokens
+        and metrics["masked"].pop("train/nonfinite_frac") == 0.0
+    )
     assert metrics["non-finite"]["optim/skipped_updates"] == 0.0
-    assert all(torch.equal(a, b) for a, b in zip(weights["masked"], weights["non-finite"], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights["masked"], weights["non-finite"], strict=True)
+    )
     assert metrics["non-finite"] == pytest.approx(metrics["masked"], nan_ok=True)
 
 

@@ -1,4 +1,6 @@
-"""Evaluation within a run on real ranks: two replicas of two, whose leaders alone hold groups, agree on the same numbers."""
+"""Evaluation within a run on real ranks: two replicas of two, whose leaders alone hold groups,
+agree on the same numbers.
+"""
 
 import os
 from dataclasses import replace
@@ -37,12 +39,20 @@ def evaluate_on_a_rank() -> dict[str, float]:
     def sample_and_score(prompts):
         asked.extend(prompt.id for prompt in prompts)
         rollouts = [make_rollout(f"x/{k}", 1, 2 + k, routes=False) for k in range(SAMPLES)]
-        groups = [RolloutGroup(p, tuple(own_metrics(r, p.id) for r in rollouts), rewards_of(p.id)) for p in prompts]
+        groups = [
+            RolloutGroup(p, tuple(own_metrics(r, p.id) for r in rollouts), rewards_of(p.id))
+            for p in prompts
+        ]
         return groups if is_leader else []
 
-    sets = {"a": [Prompt(str(n), "", (1,), "") for n in range(PROMPTS + 3)], "one": [Prompt("77", "", (1,), "")]}
+    sets = {
+        "a": [Prompt(str(n), "", (1,), "") for n in range(PROMPTS + 3)],
+        "one": [Prompt("77", "", (1,), "")],
+    }
     config = EvalConfig(samples=SAMPLES, pass_at=(2,), max_prompts=PROMPTS)
-    metrics = evaluate(sets, config, 0.0, sample_and_score, dp_rank=dp_rank, dp_size=2, device=torch.device("cpu"))
+    metrics = evaluate(
+        sets, config, 0.0, sample_and_score, dp_rank=dp_rank, dp_size=2, device=torch.device("cpu")
+    )
     dist.destroy_process_group()
     assert asked == [str(n) for n in range(dp_rank, PROMPTS, 2)] + (["77"] if dp_rank == 0 else [])
     return metrics
@@ -56,8 +66,8 @@ def test_every_rank_gets_the_numbers_of_all_replicas():
     assert found[0]["eval/a/avg@3"] == pytest.approx(rewards.mean())
     assert found[0]["eval/a/pass@2"] == pytest.approx(pass_at(rewards, 2).value)
     assert found[0]["eval/a/pass@3"] == pytest.approx(rewards.max(axis=1).mean())
-    assert found[0]["eval/a/response_length_mean"] == 3 and found[0]["eval/one/avg@3"] == pytest.approx(
-        rewards_of("77").mean()
-    )
+    assert found[0]["eval/a/response_length_mean"] == 3 and found[0][
+        "eval/one/avg@3"
+    ] == pytest.approx(rewards_of("77").mean())
     assert found[0]["eval/a/reward/number"] == 2.0 and found[0]["eval/a/episode/odd"] == 3.0
     assert found[0]["eval/one/reward/number"] == 77.0 and "eval/one/episode/odd" not in found[0]

@@ -1,4 +1,6 @@
-"""The ladder with a real engine on one rank; transformers in place of the server, which tests/e2e/test_explain_servers.py has."""
+"""The ladder with a real engine on one rank; transformers in place of the server, which
+tests/e2e/test_explain_servers.py has.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,9 @@ CASES = {
 
 
 def sampled(checkpoint, temperature):
-    """Rollouts of random tokens with log-probs and routes of transformers, as a server returns them."""
+    """Rollouts of random tokens with log-probs and routes of transformers, as a server returns
+    them.
+    """
     import torch
 
     from megatron_rl.records import Rollout
@@ -32,15 +36,24 @@ def sampled(checkpoint, temperature):
     rng, length = np.random.default_rng(0), 20
     rollouts = [
         Rollout(
-            id=f"s{number}", tokens=rng.integers(0, 64, 40 + 10 * number), prompt_length=20 + 10 * number,
-            rollout_logprobs=np.zeros(length, np.float32), routed_experts=None, finish_reason="length",
+            id=f"s{number}", tokens=rng.integers(0, 64, 40 + 10 * number),
+            prompt_length=20 + 10 * number,
+            rollout_logprobs=np.zeros(length, np.float32), routed_experts=None,
+            finish_reason="length",
             policy_versions=np.zeros(length, np.int32),
         )
         for number in range(6)
     ]  # fmt: skip
-    found = ask_referee(checkpoint, rollouts, dtype=torch.float32, device="cpu", temperature=temperature)
+    found = ask_referee(
+        checkpoint, rollouts, dtype=torch.float32, device="cpu", temperature=temperature
+    )
     return [
-        replace(each, rollout_logprobs=own.logprobs, routed_experts=own.routes.astype(np.uint8), routes_digest=None)
+        replace(
+            each,
+            rollout_logprobs=own.logprobs,
+            routed_experts=own.routes.astype(np.uint8),
+            routes_digest=None,
+        )
         for each, own in zip(rollouts, found, strict=True)
     ]
 
@@ -56,7 +69,10 @@ def explain_all(folder):
 
     served = faults.Served("", random_checkpoint(Path(folder) / "served"), Path(folder))
     good = sampled(served.checkpoint, 1.0)
-    shifted = [replace(r, routed_experts=np.roll(r.routed_experts, 1, axis=0), routes_digest=None) for r in good]
+    shifted = [
+        replace(r, routed_experts=np.roll(r.routed_experts, 1, axis=0), routes_digest=None)
+        for r in good
+    ]
     trainers = {
         "rope theta": served.variant("rope", **faults.rope(1e4)),
         "gate normalisation": served.variant("gate", norm_topk_prob=False),
@@ -68,11 +84,18 @@ def explain_all(folder):
     for name in CASES:
         temperature = 0.7 if name == "temperature" else 1.0
         model = trainers.get(name, served.checkpoint)
-        args = SimpleNamespace(model=model, device="cpu", dtype="float32", config=None, temperature=temperature)
+        args = SimpleNamespace(
+            model=model, device="cpu", dtype="float32", config=None, temperature=temperature
+        )
         cfg = explain_config(args, longest=100)
         parallel = make_parallel(cfg.parallel, device="cpu", timeout_minutes=5)
         rollouts = shifted if name == "routes of the row before" else good
-        ladder = Ladder(TrainerSide(cfg, parallel), rollouts, is_refereed=name == "healthy", log=lambda line: None)
+        ladder = Ladder(
+            TrainerSide(cfg, parallel),
+            rollouts,
+            is_refereed=name == "healthy",
+            log=lambda line: None,
+        )
         verdicts = [(each.name, each.cause, each.share) for each in ladder.climb().verdicts]
         found[name] = verdicts[0] if verdicts else ("", "", None)
         parallel.destroy()

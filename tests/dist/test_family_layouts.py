@@ -1,4 +1,6 @@
-"""Families on two ranks (float32): transformers' logits and routes, and every tensor back bit by bit, in each layout."""
+"""Families on two ranks (float32): transformers' logits and routes, and every tensor back bit by
+bit, in each layout.
+"""
 
 from pathlib import Path
 
@@ -16,7 +18,13 @@ LAYOUTS = {
     "pp": {"pp": 2, "layers_per_stage": (1, 2)},
     "tp-ep": {"tp": 2, "ep": 2, "etp": 1},
 }
-QUICK = [("deepseek_v3", "tp-ep"), ("deepseek_v3", "pp"), ("qwen2_moe", "tp"), ("glm4_moe", "ep"), ("qwen3", "pp")]
+QUICK = [
+    ("deepseek_v3", "tp-ep"),
+    ("deepseek_v3", "pp"),
+    ("qwen2_moe", "tp"),
+    ("glm4_moe", "ep"),
+    ("qwen3", "pp"),
+]
 NOT_POSSIBLE = {("qwen3", "ep"), ("qwen3", "tp-ep"), ("olmoe", "tp"), ("olmoe", "tp-ep")}
 
 

@@ -1,6 +1,8 @@
-"""Metrics on real ranks: flips are counted on the right token in every layout, and every metric equals that of one rank.
+"""Metrics on real ranks: flips are counted on the right token in every layout, and every metric
+equals that of one rank.
 
-Fingerprint: the routes given are the model's own, with another expert in a known number of layers of each token.
+Fingerprint: the routes given are the model's own, with another expert in a known number of layers
+of each token.
 """
 
 import itertools
@@ -44,7 +46,15 @@ def make_rollouts(seed=0):
         logprobs = (-4 + 0.3 * rng.standard_normal(size - prompt)).astype(np.float32)
         routes = np.zeros((size - 1, LAYERS, TOP_K), np.uint8) + np.arange(TOP_K, dtype=np.uint8)
         rollouts.append(
-            Rollout(f"r{index}", tokens, prompt, logprobs, routes, "stop", np.zeros(size - prompt, np.int32))
+            Rollout(
+                f"r{index}",
+                tokens,
+                prompt,
+                logprobs,
+                routes,
+                "stop",
+                np.zeros(size - prompt, np.int32),
+            )
         )
     return rollouts
 
@@ -55,7 +65,9 @@ def num_flips(index, position):
 
 
 def with_flips(rollout, index, live):
-    """`live` [S - 1, L, K] with an expert exchanged in num_flips layers of each token, spread over the depth."""
+    """`live` [S - 1, L, K] with an expert exchanged in num_flips layers of each token, spread over
+    the depth.
+    """
     import dataclasses
 
     import numpy as np
@@ -66,7 +78,8 @@ def with_flips(rollout, index, live):
             mine = routes[position, layer]
             mine[rng.integers(TOP_K)] = rng.choice([e for e in range(EXPERTS) if e not in mine])
             rng.shuffle(mine)  # order is no flip
-    return dataclasses.replace(rollout, routed_experts=routes, routes_digest=None)  # a digest of their own
+    # a digest of their own
+    return dataclasses.replace(rollout, routed_experts=routes, routes_digest=None)
 
 
 def make_batches(engine, rollouts):
@@ -78,9 +91,13 @@ def make_batches(engine, rollouts):
 
     parallel, batches = engine.parallel, []
     for number in range(2):
-        samples = [Sample(r, 1.0 - 0.3 * i) for i, r in enumerate(rollouts[4 * number : 4 * number + 4])]
+        samples = [
+            Sample(r, 1.0 - 0.3 * i) for i, r in enumerate(rollouts[4 * number : 4 * number + 4])
+        ]
         mine = samples[parallel.dp_rank :: parallel.dp_size]
-        batch = make_mini_batch(mine, max_tokens=30, rule=engine.pack_rule, dp_group=parallel.dp_group)
+        batch = make_mini_batch(
+            mine, max_tokens=30, rule=engine.pack_rule, dp_group=parallel.dp_group
+        )
         batches.append(replace(batch, index=number))
     return batches
 
@@ -109,14 +126,17 @@ def fingerprint_routes(checkpoint):
         recorded = engine.old_logprobs(batch, MetricSums(), replay="R2").recorded
         for micro_batch, ids in zip(batch.micro_batches, recorded, strict=True):
             bounds = itertools.pairwise(micro_batch.cu_seqlens)
-            for name, (start, stop) in zip(micro_batch.rollout_ids, bounds, strict=False):  # pads may follow
+            # pads may follow
+            for name, (start, stop) in zip(micro_batch.rollout_ids, bounds, strict=False):
                 live[name] = ids[:, start : stop - 1].transpose(0, 1).contiguous().numpy()
     engine.parallel.destroy()
     return [with_flips(rollout, index, live[rollout.id]) for index, rollout in enumerate(rollouts)]
 
 
 def run_layouts(checkpoint, rollouts, layouts):
-    """On a rank: per layout (metrics, [(rollout, position, counted flips, is a token with routes)] of its rows)."""
+    """On a rank: per layout (metrics, [(rollout, position, counted flips, is a token with routes)]
+    of its rows).
+    """
     import torch.distributed as dist
 
     from megatron_rl.engine.forward import to_device
@@ -128,7 +148,9 @@ def run_layouts(checkpoint, rollouts, layouts):
     for layout in layouts:
         sizes, model = dict(layout), {"batch_format": layout.get("batch_format", "thd")}
         sizes.pop("batch_format", None)
-        engine = make_engine(checkpoint, parallel=sizes, model=model, replay="none", optim={"lr": 1e-3})
+        engine = make_engine(
+            checkpoint, parallel=sizes, model=model, replay="none", optim={"lr": 1e-3}
+        )
         batches = make_batches(engine, rollouts)
         metrics, passes = step(engine, batches, "none")
         rows = []
@@ -138,7 +160,10 @@ def run_layouts(checkpoint, rollouts, layouts):
             ):
                 assert flips.shape == micro_batch.tokens.shape
                 for row, count in enumerate(flips.tolist()):
-                    sequence, position = int(micro_batch.sequence_ids[row]), int(micro_batch.positions[row])
+                    sequence, position = (
+                        int(micro_batch.sequence_ids[row]),
+                        int(micro_batch.positions[row]),
+                    )
                     name = micro_batch.rollout_ids[sequence] if sequence >= 0 else ""
                     known = int(micro_batch.row_state[row]) == RowState.REPLAYED
                     rows.append((name, position, count, known))
@@ -164,17 +189,26 @@ def test_flips_are_counted_on_their_token(found):
         for _, rows in ranks:
             for rollout, position, count, known in rows:
                 index = int(rollout[1:]) if known else 0
-                assert count == (min(num_flips(index, position), 8) if known else 0), (name, rollout, position)
+                assert count == (min(num_flips(index, position), 8) if known else 0), (
+                    name,
+                    rollout,
+                    position,
+                )
                 if known:
                     seen.add((rollout, position))
-        assert len(seen) == sum(len(r.tokens) - 1 for r in make_rollouts()), name  # every token, on some rank
+        # every token, on some rank
+        assert len(seen) == sum(len(r.tokens) - 1 for r in make_rollouts()), name
 
 
 def test_every_metric_equals_that_of_one_rank(found):
     (expected, _), layouts = found
     assert sum(name.startswith("logratio/") for name in expected) == 2 * 4 * (1 + 2 + 5) + 2 + 5
     assert sum(name.startswith("first_order/") for name in expected) == 3 * 3 * (1 + 2)
-    assert expected["logratio/staleness_std/mini_batch_1"] > 1e-3 > expected["logratio/staleness_std/mini_batch_0"]
+    assert (
+        expected["logratio/staleness_std/mini_batch_1"]
+        > 1e-3
+        > expected["logratio/staleness_std/mini_batch_0"]
+    )
     assert all(
         expected[f"logratio/share/{group}"] > 0
         for group in ("flips_0", "flips_1", "flips_2_3", "flips_4_7", "flips_8_up")
@@ -184,6 +218,7 @@ def test_every_metric_equals_that_of_one_rank(found):
             assert metrics.keys() == expected.keys()
             for name, value in expected.items():
                 if name.startswith(("logratio/", "first_order/", "train/")):
-                    is_quantile = "_p99" in name or "_p95" in name or "_median" in name  # may cross into the next bin
+                    # may cross into the next bin
+                    is_quantile = "_p99" in name or "_p95" in name or "_median" in name
                     close = pytest.approx(value, rel=0.04 if is_quantile else 5e-3, abs=2e-5)
                     assert metrics[name] == close, (layout, name)

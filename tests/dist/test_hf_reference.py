@@ -1,7 +1,9 @@
-"""transformers' Qwen3-MoE with the same experts forced gives the same log-probs as this engine under R3 (float32).
+"""transformers' Qwen3-MoE with the same experts forced gives the same log-probs as this engine
+under R3 (float32).
 
-Each model has its own temperature, not 1: log-probs are those of the distribution that rollout.temperature samples from.
-The forced ids are unique per (token, MoE layer), and neither model would choose them.
+Each model has its own temperature, not 1: log-probs are those of the distribution that
+rollout.temperature samples from. The forced ids are unique per (token, MoE layer), and neither
+model would choose them.
 """
 
 import numpy as np
@@ -15,9 +17,14 @@ from tests.tiny import random_checkpoint
 LAYOUTS = {1: [{}], 2: [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"ep": 2}]}
 MODELS = {
     "plain": {},
-    "gates not renormalised, dense layers in between": {"norm_topk_prob": False, "mlp_only_layers": [0, 3]},
+    "gates not renormalised, dense layers in between": {
+        "norm_topk_prob": False,
+        "mlp_only_layers": [0, 3],
+    },
 }
-ENGINES = {  # model -> (rollout.temperature, model.fused_lm_head): both ways to log-probs divide the logits by it
+# model -> (rollout.temperature, model.fused_lm_head): both ways to log-probs divide the logits by
+# it
+ENGINES = {
     "plain": (0.7, False),
     "gates not renormalised, dense layers in between": (1.3, True),
 }
@@ -41,7 +48,9 @@ def references(checkpoints):
 
 
 def forced_logprobs(path, temperature):
-    """(rollout, position) -> log-prob of the next token by transformers with forced experts, response tokens only."""
+    """(rollout, position) -> log-prob of the next token by transformers with forced experts,
+    response tokens only.
+    """
     from transformers import Qwen3MoeForCausalLM
 
     model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -51,7 +60,10 @@ def forced_logprobs(path, temperature):
     for sample in make_samples():
         rollout = sample.rollout
         routes = torch.from_numpy(rollout.routed_experts.astype(np.int64))
-        hooks = [gate.register_forward_hook(force(routes[:, index], agreement)) for index, gate in enumerate(gates)]
+        hooks = [
+            gate.register_forward_hook(force(routes[:, index], agreement))
+            for index, gate in enumerate(gates)
+        ]
         with torch.no_grad():
             logits = model(torch.from_numpy(rollout.tokens)[None]).logits[0]
         for hook in hooks:
@@ -64,7 +76,9 @@ def forced_logprobs(path, temperature):
 
 
 def force(ids, agreement):
-    """A hook that gives rows 0..S-2 of a gate these experts [S - 1, K], with the weights that their own scores have."""
+    """A hook that gives rows 0..S-2 of a gate these experts [S - 1, K], with the weights that their
+    own scores have.
+    """
 
     def after(gate, inputs, outputs):
         logits, weights, chosen = outputs
@@ -72,14 +86,18 @@ def force(ids, agreement):
         forced = probabilities.gather(1, torch.cat([ids, chosen[-1:]]))
         if gate.norm_topk_prob:
             forced = forced / forced.sum(-1, keepdim=True)
-        agreement.append(float((chosen[:-1].sort().values == ids.sort().values).all(1).float().mean()))
+        agreement.append(
+            float((chosen[:-1].sort().values == ids.sort().values).all(1).float().mean())
+        )
         return logits, forced.to(weights.dtype), torch.cat([ids, chosen[-1:]])
 
     return after
 
 
 def run_engines(cases, layouts):
-    """On a rank: log-probs of an old-logprob pass under R3, per model and layout, and how often live routing agreed."""
+    """On a rank: log-probs of an old-logprob pass under R3, per model and layout, and how often
+    live routing agreed.
+    """
     import torch.distributed as dist
 
     from megatron_rl.batch.split import make_mini_batch
@@ -92,18 +110,25 @@ def run_engines(cases, layouts):
     for path, temperature, fused in cases:
         for layout in layouts:
             engine = make_engine(
-                path, parallel=layout, model={"fused_lm_head": fused}, rollout={"temperature": temperature}
+                path,
+                parallel=layout,
+                model={"fused_lm_head": fused},
+                rollout={"temperature": temperature},
             )
             place = engine.parallel
             mine = make_samples()[place.dp_rank :: place.dp_size]
-            batch = make_mini_batch(mine, max_tokens=25, rule=engine.pack_rule, dp_group=place.dp_group)
+            batch = make_mini_batch(
+                mine, max_tokens=25, rule=engine.pack_rule, dp_group=place.dp_group
+            )
             old = engine.old_logprobs(batch, MetricSums(), replay="R3")
             found = {}
             for micro, values in zip(batch.micro_batches, old.logprobs, strict=place.is_last_stage):
                 rows = rows_on_rank(micro.cu_seqlens.tolist(), place.cp_rank, place.cp_size)
                 for row, value in zip(rows, values.tolist(), strict=True):
                     if micro.loss_mask[row]:
-                        found[micro.rollout_ids[micro.sequence_ids[row]], int(micro.positions[row])] = value
+                        found[
+                            micro.rollout_ids[micro.sequence_ids[row]], int(micro.positions[row])
+                        ] = value
             results.append((found, engine.mismatch([old]).router_mismatch))
             place.destroy()
     dist.destroy_process_group()
@@ -113,7 +138,9 @@ def run_engines(cases, layouts):
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_same_experts_same_logprobs(checkpoints, references, world):
     layouts = LAYOUTS[world]
-    ranks = run_ranks(run_engines, world, [(path, *ENGINES[name]) for name, path in checkpoints.items()], layouts)
+    ranks = run_ranks(
+        run_engines, world, [(path, *ENGINES[name]) for name, path in checkpoints.items()], layouts
+    )
     cases = [(name, layout) for name in checkpoints for layout in layouts]
     for index, (name, layout) in enumerate(cases):
         reference = references[name]
@@ -122,11 +149,15 @@ def test_same_experts_same_logprobs(checkpoints, references, world):
         worst = max(abs(found[key] - reference[key]) for key in reference)
         print(f"{name}, {layout}: largest difference {worst:.2g} over {len(found)} tokens")
         assert worst < LIMIT, (name, layout, worst)
-        assert min(rank[index][1] for rank in ranks) > 0.9, "the engine's own routers would have chosen these experts"
+        assert min(rank[index][1] for rank in ranks) > 0.9, (
+            "the engine's own routers would have chosen these experts"
+        )
 
 
 def test_other_experts_give_other_logprobs(checkpoints, references):
-    """Without forced experts transformers gives very different log-probs, so the comparison can fail."""
+    """Without forced experts transformers gives very different log-probs, so the comparison can
+    fail.
+    """
     from transformers import Qwen3MoeForCausalLM
 
     path, reference = checkpoints["plain"], references["plain"]

@@ -1,7 +1,8 @@
-"""What ranks do on the host, without NCCL: they wait for one another, and a leader shares its rollouts with its replica.
+"""What ranks do on the host, without NCCL: they wait for one another, and a leader shares its
+rollouts with its replica.
 
-The default group is torch's "fake" backend here, as NCCL is on GPUs: whatever goes through it returns immediately, without the
-other ranks' values.
+The default group is torch's "fake" backend here, as NCCL is on GPUs: whatever goes through it
+returns immediately, without the other ranks' values.
 """
 
 import hashlib
@@ -28,13 +29,17 @@ def start_without_nccl(**sizes):
     from megatron_rl.distributed import make_parallel
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, rank == 0)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, rank == 0
+    )
     dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     return make_parallel(ParallelConfig(**sizes), device="cpu", timeout_minutes=1)
 
 
 def wait_for_others(folder):
-    """-> whether rank 1's sampling, rank 0's weight sync, rank 1's rewards had ended when this rank's waits for them returned."""
+    """-> whether rank 1's sampling, rank 0's weight sync, rank 1's rewards had ended when this
+    rank's waits for them returned.
+    """
     import torch.distributed as dist
 
     from megatron_rl.distributed.ranks import Ranks
@@ -65,7 +70,13 @@ def wait_for_others(folder):
         return []
 
     inference = Inference(
-        iter, SlowClient() if parallel.rank == 1 else None, None, None, ["url"], print, group=parallel.host_group
+        iter,
+        SlowClient() if parallel.rank == 1 else None,
+        None,
+        None,
+        ["url"],
+        print,
+        group=parallel.host_group,
     )
     dist.barrier(parallel.host_group)  # imports take long, on one rank more than on the other
     inference.start([object()], temperature=1.0, max_tokens=1, stop_token_ids=[])
@@ -79,7 +90,9 @@ def wait_for_others(folder):
         ranks.on_rank_0(lambda: (time.sleep(SLOW_SECONDS), pushed.touch()), WeightPushError)
 
     pusher = SimpleNamespace(set_urls=print, push=push)
-    inference = Inference(lambda: iter(()), None, pusher, None, ["url"], print, group=parallel.host_group)
+    inference = Inference(
+        lambda: iter(()), None, pusher, None, ["url"], print, group=parallel.host_group
+    )
     inference.push(1)
     has_waited.append(pushed.exists())
     leader = SimpleNamespace(rewards=SimpleNamespace(score_episodes=score))
@@ -116,7 +129,7 @@ def test_the_loss_of_a_rank_ends_the_wait_and_is_recognised():
     assert run_ranks(lose_a_rank, 2) == [True, True]
 
 
-# Sharing a step's rollouts ------------------------------------------------------------------------------------------
+# Sharing a step's rollouts ------------------------------------------------------------------------
 
 
 def large_step():
@@ -154,7 +167,9 @@ def share_a_large_step():
     from megatron_rl.records import Prompt
 
     parallel = start_without_nccl(tp=2)
-    prompt, groups = large_step() if parallel.is_replica_leader else (Prompt("p", "", (1,), ""), None)
+    prompt, groups = (
+        large_step() if parallel.is_replica_leader else (Prompt("p", "", (1,), ""), None)
+    )
     share = {"group": parallel.replica_group, "leader": parallel.replica_leader}
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets VmHWM
@@ -178,7 +193,7 @@ def test_sharing_a_step_takes_little_memory_beyond_what_arrives():
     assert max(leader, receiver) < 256 * MIB, (leader / MIB, receiver / MIB)
 
 
-# Connections ----------------------------------------------------------------------------------------------------------
+# Connections --------------------------------------------------------------------------------------
 
 
 def counted_store():
@@ -218,7 +233,9 @@ def counted_store():
 
 
 def connect(lazy):
-    """-> requests to the store until make_parallel has its groups, and until the ranks have exchanged something."""
+    """-> requests to the store until make_parallel has its groups, and until the ranks have
+    exchanged something.
+    """
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
@@ -248,7 +265,9 @@ def connect(lazy):
 
 
 def test_ranks_connect_when_they_first_send_to_one_another():
-    """Else every rank asks the store for the address of every other before the run begins: at 4,096 ranks for minutes."""
+    """Else every rank asks the store for the address of every other before the run begins: at 4,096
+    ranks for minutes.
+    """
     (lazy, used), (eager, same) = (run_ranks(connect, 4, lazy)[0] for lazy in (True, False))
     print(f"requests of a rank with 4 ranks: {lazy}, in the end {used}; at once {eager}, {same}")
     assert lazy < used <= eager == same

@@ -1,7 +1,9 @@
-"""The whole matrix of layouts: fingerprint routes on 1, 2, 3, 4 and 8 gloo ranks.  `make test-layouts`; quick: test_replay.
+"""The whole matrix of layouts: fingerprint routes on 1, 2, 3, 4 and 8 gloo ranks.  `make
+test-layouts`; quick: test_replay.
 
-Every axis alone and in pairs.  R3: each router consumed the route given for its (token, layer) in forward and recompute, and
-the layout trains as one rank does.  R2 and none: update and recompute use what the old-logprob pass did.
+Every axis alone and in pairs.  R3: each router consumed the route given for its (token, layer) in
+forward and recompute, and the layout trains as one rank does.  R2 and none: update and recompute
+use what the old-logprob pass did.
 """
 
 import pytest
@@ -27,7 +29,13 @@ LAYOUTS = {
         {"recompute": "full", "recompute_layers": 2, "dense": 2},
         {"token_dispatcher": "allgather", "recompute": "full", "micro_batches": 1},
         {"recompute": "none", "micro_batches": 1, "batch_format": "bshd"},
-        {"recompute": "block", "recompute_layers": 2, "dense": 1, "micro_batches": 4, "batch_format": "bshd"},
+        {
+            "recompute": "block",
+            "recompute_layers": 2,
+            "dense": 1,
+            "micro_batches": 4,
+            "batch_format": "bshd",
+        },
     ],
     2: [
         {"recompute": "block", "recompute_layers": 3},  # two replicas
@@ -43,8 +51,21 @@ LAYOUTS = {
         {"pp": 2, "layers_per_stage": [3, 1], "recompute": "block", "recompute_layers": 2},
         {"pp": 2, "vp": 2, "recompute": "none", "micro_batches": 4},
         {"pp": 2, "vp": 2, "recompute": "full", "micro_batches": 2},
-        {"pp": 2, "vp": 2, "layers_per_stage": [1, 2, 2, 1], "dense": 2, "recompute": "selective", "micro_batches": 4},
-        {"pp": 2, "layers_per_stage": [2, 3], "dense": 1, "recompute": "selective", "micro_batches": 4},
+        {
+            "pp": 2,
+            "vp": 2,
+            "layers_per_stage": [1, 2, 2, 1],
+            "dense": 2,
+            "recompute": "selective",
+            "micro_batches": 4,
+        },
+        {
+            "pp": 2,
+            "layers_per_stage": [2, 3],
+            "dense": 1,
+            "recompute": "selective",
+            "micro_batches": 4,
+        },
         {"pp": 2, "layers_per_stage": [1, 5], "dense": 2, "recompute": "none"},
         {"pp": 2, "dense": "mixed", "recompute": "full", "recompute_layers": 3, "micro_batches": 4},
         {
@@ -55,14 +76,24 @@ LAYOUTS = {
             "recompute": "selective",
             "micro_batches": 2,
         },
-        {"pp": 2, "layers_per_stage": [3, 1], "core": {"num_layers_in_last_pipeline_stage": 1}, "recompute": "full"},
-        {"pp": 2, "layers_per_stage": [3, 1], "core": {"pipeline_model_parallel_layout": "Ettt|tL"}},
+        {
+            "pp": 2,
+            "layers_per_stage": [3, 1],
+            "core": {"num_layers_in_last_pipeline_stage": 1},
+            "recompute": "full",
+        },
+        {
+            "pp": 2,
+            "layers_per_stage": [3, 1],
+            "core": {"pipeline_model_parallel_layout": "Ettt|tL"},
+        },
         {
             "pp": 2,
             "vp": 2,
             "layers_per_stage": [1, 2, 1, 2],
             "dense": "mixed",
-            "core": {"num_layers_in_first_pipeline_stage": 2},  # with both set and none in between core divides by zero
+            # with both set and none in between core divides by zero
+            "core": {"num_layers_in_first_pipeline_stage": 2},
             "recompute": "full",
             "micro_batches": 4,
         },
@@ -70,14 +101,32 @@ LAYOUTS = {
         {"ep": 2, "recompute": "full", "micro_batches": 4},
         {"ep": 2, "token_dispatcher": "allgather", "recompute": "selective", "micro_batches": 4},
         {"tp": 2, "recompute": "full", "micro_batches": 1, "batch_format": "bshd"},
-        {"tp": 2, "token_dispatcher": "allgather", "recompute": "none", "micro_batches": 4, "batch_format": "bshd"},
+        {
+            "tp": 2,
+            "token_dispatcher": "allgather",
+            "recompute": "none",
+            "micro_batches": 4,
+            "batch_format": "bshd",
+        },
         {"cp": 2, "recompute": "full", "micro_batches": 1, "batch_format": "bshd"},
         {"cp": 2, "recompute": "selective", "micro_batches": 4, "batch_format": "bshd"},
         {"pp": 2, "recompute": "selective", "micro_batches": 4, "batch_format": "bshd"},
         {"pp": 2, "vp": 2, "recompute": "full", "micro_batches": 4, "batch_format": "bshd"},
-        {"pp": 2, "layers_per_stage": [2, 3], "dense": 1, "recompute": "block", "batch_format": "bshd"},
+        {
+            "pp": 2,
+            "layers_per_stage": [2, 3],
+            "dense": 1,
+            "recompute": "block",
+            "batch_format": "bshd",
+        },
         {"ep": 2, "recompute": "selective", "micro_batches": 4, "batch_format": "bshd"},
-        {"ep": 2, "token_dispatcher": "allgather", "recompute": "full", "micro_batches": 1, "batch_format": "bshd"},
+        {
+            "ep": 2,
+            "token_dispatcher": "allgather",
+            "recompute": "full",
+            "micro_batches": 1,
+            "batch_format": "bshd",
+        },
     ],
     3: [
         {"pp": 3, "layers_per_stage": [1, 2, 1], "recompute": "full", "micro_batches": 4},
@@ -87,7 +136,10 @@ LAYOUTS = {
             "pp": 3,
             "layers_per_stage": [2, 3, 1],
             "dense": "mixed",
-            "core": {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 1},
+            "core": {
+                "num_layers_in_first_pipeline_stage": 2,
+                "num_layers_in_last_pipeline_stage": 1,
+            },
             "recompute": "block",
             "recompute_layers": 2,
             "micro_batches": 4,
@@ -113,13 +165,58 @@ LAYOUTS = {
         {"pp": 2, "ep": 2, "recompute": "none", "micro_batches": 4},
         {"pp": 2, "vp": 2, "ep": 2, "recompute": "full", "micro_batches": 4},
         {"pp": 2, "layers_per_stage": [2, 4], "dense": 2, "ep": 2, "recompute": "full"},
-        {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "layers_per_stage": [2, 3], "dense": 1, "recompute": "block"},
+        {
+            "tp": 2,
+            "pp": 2,
+            "ep": 2,
+            "etp": 1,
+            "layers_per_stage": [2, 3],
+            "dense": 1,
+            "recompute": "block",
+        },
         {"cp": 2, "tp": 2, "recompute": "selective", "micro_batches": 4, "batch_format": "bshd"},
-        {"cp": 2, "pp": 2, "vp": 2, "recompute": "full", "micro_batches": 4, "batch_format": "bshd"},
-        {"cp": 2, "ep": 4, "etp": 1, "token_dispatcher": "allgather", "recompute": "none", "batch_format": "bshd"},
-        {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "recompute": "full", "micro_batches": 4, "batch_format": "bshd"},
-        {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "dense": "mixed", "recompute": "full", "micro_batches": 1},
-        {"cp": 2, "pp": 2, "vp": 2, "layers_per_stage": [1, 1, 1, 3], "dense": "mixed", "recompute": "block"},
+        {
+            "cp": 2,
+            "pp": 2,
+            "vp": 2,
+            "recompute": "full",
+            "micro_batches": 4,
+            "batch_format": "bshd",
+        },
+        {
+            "cp": 2,
+            "ep": 4,
+            "etp": 1,
+            "token_dispatcher": "allgather",
+            "recompute": "none",
+            "batch_format": "bshd",
+        },
+        {
+            "tp": 2,
+            "pp": 2,
+            "ep": 2,
+            "etp": 1,
+            "recompute": "full",
+            "micro_batches": 4,
+            "batch_format": "bshd",
+        },
+        {
+            "tp": 2,
+            "pp": 2,
+            "ep": 2,
+            "etp": 1,
+            "dense": "mixed",
+            "recompute": "full",
+            "micro_batches": 1,
+        },
+        {
+            "cp": 2,
+            "pp": 2,
+            "vp": 2,
+            "layers_per_stage": [1, 1, 1, 3],
+            "dense": "mixed",
+            "recompute": "block",
+        },
     ],
     8: [
         {"tp": 2, "pp": 2, "ep": 2, "recompute": "selective"},
@@ -149,9 +246,12 @@ def runs(checkpoints):  # noqa: F811
         layouts = LAYOUTS if mode == "R3" else LIVE
         if (world, mode) not in done:
             try:
-                done[world, mode] = run_ranks(run_layouts, world, checkpoints, layouts[world], mode, timeout=1500)
+                done[world, mode] = run_ranks(
+                    run_layouts, world, checkpoints, layouts[world], mode, timeout=1500
+                )
             except (RuntimeError, TimeoutError) as error:
-                done[world, mode] = error  # the other layouts of these ranks fail with it, without another run
+                # the other layouts of these ranks fail with it, without another run
+                done[world, mode] = error
         result = done[world, mode]
         if isinstance(result, Exception):
             raise result

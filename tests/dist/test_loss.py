@@ -1,5 +1,6 @@
-"""The same loss on any ranks: every preset on tokens spread over two ranks, one preset of each denominator through the real
-engine in three layouts, whitened advantages over two replicas, and the reference policy of the KL term.  One launch."""
+"""The same loss on any ranks: every preset on tokens spread over two ranks, one preset of each
+denominator through the real engine in three layouts, whitened advantages over two replicas, and the
+reference policy of the KL term.  One launch."""
 
 import tempfile
 from pathlib import Path
@@ -10,7 +11,8 @@ from megatron_rl.config.loss_presets import PRESETS
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
-LAYOUTS = {"tp2": {"tp": 2}, "cp2": {"cp": 2}, "dp2": {}}  # tp2: every token on each (data, context) rank
+# tp2: every token on each (data, context) rank
+LAYOUTS = {"tp2": {"tp": 2}, "cp2": {"cp": 2}, "dp2": {}}
 STAGES = {"pp2": {"pp": 2}}  # for what the last stage alone has: a selection, log pi_ref
 
 
@@ -18,17 +20,23 @@ POSITIONS = {  # of switches that no preset has, each with sums over responses
     "veto": {"veto": "train_infer", "veto_low": 0.3, "veto_high": 3.0},
     "mask and rejection": {
         "mask": "train_infer", "mask_low": 0.5, "mask_high": 1.5,
-        "reject": "train_infer", "reject_level": "mean_kl", "reject_high": 0.1, "aggregation": "kept_mean",
+        "reject": "train_infer", "reject_level": "mean_kl", "reject_high": 0.1,
+        "aggregation": "kept_mean",
     },
-    "geometric form of pi/mu": {"form": "ratio", "form_level": "geometric", "clip_anchor": "rollout"},
-    "largest covariances": {"select": "cov_top", "select_share": 0.3, "penalty": "square", "penalty_coef": 0.5},
-    "band of covariances": {"select": "cov_band", "select_share": 0.2, "cov_low": -0.5, "cov_high": 5.0},
+    "geometric form of pi/mu": {"form": "ratio", "form_level": "geometric",
+    "clip_anchor": "rollout"},
+    "largest covariances": {"select": "cov_top", "select_share": 0.3, "penalty": "square",
+    "penalty_coef": 0.5},
+    "band of covariances": {"select": "cov_band", "select_share": 0.2, "cov_low": -0.5,
+    "cov_high": 5.0},
     "penalty": {"penalty": "abs", "penalty_coef": 0.5, "aggregation": "sequence_mean"},
 }  # fmt: skip
 
 
 def spread_tokens():
-    """Every preset and POSITIONS, float64: rows dealt to two ranks in turn; sums over ranks against one rank with all rows."""
+    """Every preset and POSITIONS, float64: rows dealt to two ranks in turn; sums over ranks against
+    one rank with all rows.
+    """
     from dataclasses import replace
 
     import torch
@@ -51,7 +59,9 @@ def spread_tokens():
     batch = responses(3, lengths=(4, 7, 1, 0, 5, 6), episodes=EPISODES)
     whole = pack(batch)
     mine = torch.arange(dist.get_rank(), len(whole.mask), 2)
-    columns = [getattr(whole, name)[mine] for name in ("logprobs", "old", "mu", "advantages", "mask")]
+    columns = [
+        getattr(whole, name)[mine] for name in ("logprobs", "old", "mu", "advantages", "mask")
+    ]
     s = whole.sequences
     sequences = type(s)(s.ids[mine], s.count, s.lengths[mine], dist.group.WORLD)
 
@@ -61,7 +71,9 @@ def spread_tokens():
             return None
         _, old, mu, advantages, mask = columns
         found = select_tokens(old, advantages, mask, keys_of(mu), config.switches, dist.group.WORLD)
-        assert torch.equal(found, pack(prepare(batch, config)).selected[mine]), config.switches.select
+        assert torch.equal(found, pack(prepare(batch, config)).selected[mine]), (
+            config.switches.select
+        )
         return found
 
     def with_kept(sequences, config):
@@ -81,13 +93,17 @@ def spread_tokens():
         total, gradient, _ = run(Packed(*columns, own, [], chosen(config)), config, **counts(batch))
         expected, expected_gradient, _ = run(whole, config, **counts(batch))
         dist.all_reduce(total)
-        worst[name] = max(float((total - expected).abs()), float((gradient - expected_gradient[mine]).abs().max()))
+        worst[name] = max(
+            float((total - expected).abs()), float((gradient - expected_gradient[mine]).abs().max())
+        )
         assert expected_gradient.abs().max() > 0 or name == "geo_rs"
     return worst
 
 
 def whiten_over_replicas():
-    """Two groups, one per rank, one of them with equal rewards, against both on one rank; the kinds that are collective."""
+    """Two groups, one per rank, one of them with equal rewards, against both on one rank; the kinds
+    that are collective.
+    """
     from dataclasses import replace
 
     import numpy as np
@@ -96,7 +112,11 @@ def whiten_over_replicas():
     from megatron_rl.batch.advantage import with_advantages
     from tests.unit.batch.rollouts import make_groups
 
-    groups, rank, worst = [with_two_rewards(group) for group in make_groups(2, 4)], dist.get_rank(), 0.0
+    groups, rank, worst = (
+        [with_two_rewards(group) for group in make_groups(2, 4)],
+        dist.get_rank(),
+        0.0,
+    )
     for kind in ("batch_whitened", "centred_batch_whitened", "per_reward", "rescaled_mean"):
         if kind == "rescaled_mean":
             groups[1] = replace(groups[1], rewards=np.ones(4, np.float32))
@@ -105,7 +125,9 @@ def whiten_over_replicas():
         (got,) = with_advantages([groups[rank]], kind, dist.group.WORLD, reward_weights=weights)
         alone = with_advantages([groups[rank]], kind, reward_weights=weights)[0]
         if expected[rank].advantages.any():  # not those of equal rewards
-            assert not np.allclose(alone.advantages, expected[rank].advantages), f"{kind} needs the other replica"
+            assert not np.allclose(alone.advantages, expected[rank].advantages), (
+                f"{kind} needs the other replica"
+            )
         worst = max(worst, float(np.abs(got.advantages - expected[rank].advantages).max()))
     return worst
 
@@ -115,7 +137,10 @@ def with_two_rewards(group):
     from dataclasses import replace
 
     rollouts = [
-        replace(rollout, reward_metrics={"first": float(i % 2), "second": float(len(rollout.tokens) * i)})
+        replace(
+            rollout,
+            reward_metrics={"first": float(i % 2), "second": float(len(rollout.tokens) * i)},
+        )
         for i, rollout in enumerate(group.rollouts)
     ]
     return replace(group, rollouts=tuple(rollouts))
@@ -140,15 +165,19 @@ def train_twice(checkpoint, loss, layout, lr):
         sums = MetricSums()
         engine.update(batch, old, sums, replay="R3")
         metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
-        results.append((metrics["train/loss"], metrics["optim/grad_norm"], metrics["train/clip_high_frac"]))
+        results.append(
+            (metrics["train/loss"], metrics["optim/grad_norm"], metrics["train/clip_high_frac"])
+        )
     engine.parallel.destroy()
     return results
 
 
 def check_reference(checkpoint, mode, settings, folder=None):
-    """loss.kl_coef: log pi_ref is that of the weights as loaded, under the update's routing; the pass changes nothing else.
+    """loss.kl_coef: log pi_ref is that of the weights as loaded, under the update's routing; the
+    pass changes nothing else.
 
-    folder: a run that is resumed from a checkpoint saved there has the reference of the HF checkpoint still.
+    folder: a run that is resumed from a checkpoint saved there has the reference of the HF
+    checkpoint still.
     """
     import torch
     import torch.distributed as dist
@@ -172,35 +201,51 @@ def check_reference(checkpoint, mode, settings, folder=None):
         before = [p.detach().clone() for chunk in engine.chunks for p in chunk.parameters()]
         old = engine.old_logprobs(batch, MetricSums(), replay=mode)
         after = [p for chunk in engine.chunks for p in chunk.parameters()]
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the reference pass changed weights"
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
+            "the reference pass changed weights"
+        )
         return old
 
     first = old_pass()
-    assert all(torch.equal(a, b) for a, b in zip(first.reference, first.logprobs, strict=True)), mode
+    assert all(torch.equal(a, b) for a, b in zip(first.reference, first.logprobs, strict=True)), (
+        mode
+    )
     at_start, later = update(first), update(first)
-    assert at_start["train/kl_reference"] == 0.0 < later["train/kl_reference"], (mode, at_start, later)
+    assert at_start["train/kl_reference"] == 0.0 < later["train/kl_reference"], (
+        mode,
+        at_start,
+        later,
+    )
     second = old_pass()
     assert not torch.equal(torch.cat(second.logprobs), torch.cat(first.logprobs))
     if mode != "R2":  # R2 recorded other experts since
-        assert all(torch.equal(a, b) for a, b in zip(second.reference, first.logprobs, strict=True)), mode
+        assert all(
+            torch.equal(a, b) for a, b in zip(second.reference, first.logprobs, strict=True)
+        ), mode
     if mode == "R2":
-        assert any(not torch.equal(a, b) for a, b in zip(second.recorded, first.recorded, strict=True)), (
-            "no route moved"
-        )
+        assert any(
+            not torch.equal(a, b) for a, b in zip(second.recorded, first.recorded, strict=True)
+        ), "no route moved"
         micro_batches = to_device(batch, engine.layout, engine.parallel.device)
         with engine._reference.in_place():
-            expected, _ = engine._forward(micro_batches, [Routes(replay=ids) for ids in second.recorded])
-        assert all(torch.equal(a, b) for a, b in zip(second.reference, expected, strict=True)), "not under the record"
+            expected, _ = engine._forward(
+                micro_batches, [Routes(replay=ids) for ids in second.recorded]
+            )
+        assert all(torch.equal(a, b) for a, b in zip(second.reference, expected, strict=True)), (
+            "not under the record"
+        )
     if folder is not None:
         Checkpointer(engine, folder).save(Snapshot(1, {}))
         engine.parallel.destroy()
         engine = make_engine(checkpoint, **make)
         Checkpointer(engine, folder).load(folder / "step_000001")
         resumed = engine.old_logprobs(batch, MetricSums(), replay=mode)
-        assert torch.equal(torch.cat(resumed.logprobs), torch.cat(second.logprobs)), "the resumed weights"
-        assert all(torch.equal(a, b) for a, b in zip(resumed.reference, first.reference, strict=True)), (
-            "not the first weights"
+        assert torch.equal(torch.cat(resumed.logprobs), torch.cat(second.logprobs)), (
+            "the resumed weights"
         )
+        assert all(
+            torch.equal(a, b) for a, b in zip(resumed.reference, first.reference, strict=True)
+        ), "not the first weights"
     engine.parallel.destroy()
 
 
@@ -220,8 +265,14 @@ def on_two_ranks(checkpoint, losses):
             results[loss["name"], layout] = train_twice(checkpoint, loss, parallel, lr)
     for mode in ("none", "R2", "R3"):
         settings = {"optim": {"lr": 1e-2}} if mode == "R2" else {}  # the routes move
-        check_reference(checkpoint, mode, settings, checkpoint.parent / "checkpoints" if mode == "R3" else None)
-    check_reference(checkpoint, "R3", {"model": {"dtype": "bfloat16"}, "optim": {"distributed": True, "lr": 1e-2}})
+        check_reference(
+            checkpoint, mode, settings, checkpoint.parent / "checkpoints" if mode == "R3" else None
+        )
+    check_reference(
+        checkpoint,
+        "R3",
+        {"model": {"dtype": "bfloat16"}, "optim": {"distributed": True, "lr": 1e-2}},
+    )
     dist.destroy_process_group()
     return results
 

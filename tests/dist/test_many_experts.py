@@ -1,4 +1,7 @@
-"""More than 256 experts: their ids are int16, which neither gloo nor NCCL sends.  Real ranks, top-8 of 384 experts."""
+"""More than 256 experts: their ids are int16, which neither gloo nor NCCL sends.
+
+Real ranks, top-8 of 384 experts.
+"""
 
 import json
 from dataclasses import replace
@@ -20,7 +23,10 @@ def groups_with_a_missing_route():
     rollout = first.rollouts[0]
     missing = np.zeros(len(rollout.tokens) - 1, bool)
     missing[-1] = True
-    return [replace(first, rollouts=(replace(rollout, missing_routes=missing), *first.rollouts[1:])), *others]
+    return [
+        replace(first, rollouts=(replace(rollout, missing_routes=missing), *first.rollouts[1:])),
+        *others,
+    ]
 
 
 def share_and_train(material, work):
@@ -49,10 +55,19 @@ def share_and_train(material, work):
                 "missing_routes",
                 "routes_digest",
             ):
-                np.testing.assert_array_equal(getattr(other, name), getattr(rollout, name), err_msg=name)
+                np.testing.assert_array_equal(
+                    getattr(other, name), getattr(rollout, name), err_msg=name
+                )
     for name, layout in LAYOUTS.items():
-        more = {"parallel": layout, "replay": {"mode": "R3", "measure": True}, "checkpoint": {"export_hf": False}}
-        train(load_config(None, [], sections(material, work / name, steps=1, **more)), material / "live")
+        more = {
+            "parallel": layout,
+            "replay": {"mode": "R3", "measure": True},
+            "checkpoint": {"export_hf": False},
+        }
+        train(
+            load_config(None, [], sections(material, work / name, steps=1, **more)),
+            material / "live",
+        )
     dist.destroy_process_group()
 
 
@@ -60,9 +75,17 @@ def test_384_experts_are_shared_and_replayed(tmp_path):
     shape = {"layers": LAYERS, "experts": EXPERTS["num_experts"], "top_k": EXPERTS["top_k"]}
     material = make_material(tmp_path / "material", steps=1, **shape)
     run_ranks(share_and_train, 2, material, tmp_path)
-    runs = {name: json.loads((tmp_path / name / "run/metrics.jsonl").read_text().splitlines()[0]) for name in LAYOUTS}
+    runs = {
+        name: json.loads((tmp_path / name / "run/metrics.jsonl").read_text().splitlines()[0])
+        for name in LAYOUTS
+    }
     for name, row in runs.items():
         assert row["routing/replayed_mismatch"] == 0 and row["routing/router_mismatch"] > 0.99, name
-        for metric in ("train/loss", "optim/grad_norm", "train/logratio_abs_mean", "routing/expert_overlap"):
+        for metric in (
+            "train/loss",
+            "optim/grad_norm",
+            "train/logratio_abs_mean",
+            "routing/expert_overlap",
+        ):
             assert row[metric] == pytest.approx(runs["dp2"][metric], rel=1e-4), (name, metric)
     assert runs["dp2"]["optim/grad_norm"] > 0

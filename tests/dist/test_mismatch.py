@@ -1,4 +1,6 @@
-"""The mismatch report against loops over tokens and layers, on two real gloo ranks: pipeline stages, then row splits."""
+"""The mismatch report against loops over tokens and layers, on two real gloo ranks: pipeline
+stages, then row splits.
+"""
 
 import math
 from statistics import fmean
@@ -14,7 +16,9 @@ MICRO_BATCHES = ((0, 14), (14, 30))  # row ranges of two micro-batches
 
 
 def make_tokens(rows=30, seed=0, change=0.3):
-    """scores [L, T, E], live and rollout ids [L, T, K] and compared [T]; the rollout changes some experts of some tokens."""
+    """scores [L, T, E], live and rollout ids [L, T, K] and compared [T]; the rollout changes some
+    experts of some tokens.
+    """
     g = torch.Generator().manual_seed(seed)
     scores = torch.randn(LAYERS, rows, EXPERTS, generator=g)
     live = scores.topk(TOP_K, dim=-1).indices
@@ -69,7 +73,9 @@ def report_by_loops(scores, live, rollout, compared, used):
         "flipped_margin": fmean(pair["margin"] for pair in flips) if flips else math.nan,
         "kept_margin": fmean(pair["margin"] for pair in pairs if not pair["missing"]),
         "replaced_gate_mass": fmean(pair["mass"] for pair in pairs),
-        "flip_rate": [sum(p["layer"] == layer for p in flips) / len(first) for layer in range(LAYERS)],
+        "flip_rate": [
+            sum(p["layer"] == layer for p in flips) / len(first) for layer in range(LAYERS)
+        ],
         "first_flip": [starts.count(layer) / len(first) for layer in range(LAYERS)],
     }
 
@@ -78,13 +84,23 @@ def measure(tokens, layers, rows_of, used):
     """One Mismatch per "mini-batch"; rows_of cuts a micro-batch's row range to this rank's."""
     scores, live, rollout, compared = tokens
     result = []
-    for span in MICRO_BATCHES:  # each micro-batch as a pass of its own, the second in two calls of rows
-        parts = [rows_of(*span)] if span == MICRO_BATCHES[0] else [rows_of(span[0], 20), rows_of(20, span[1])]
+    # each micro-batch as a pass of its own, the second in two calls of rows
+    for span in MICRO_BATCHES:
+        parts = (
+            [rows_of(*span)]
+            if span == MICRO_BATCHES[0]
+            else [rows_of(span[0], 20), rows_of(20, span[1])]
+        )
         mismatch = Mismatch(layers, [compared[part] for part in parts])
         for index, part in enumerate(parts):
             for local, layer in enumerate(layers):
                 mismatch.add(
-                    local, index, scores[layer, part], live[layer, part], used[layer, part], rollout[layer, part]
+                    local,
+                    index,
+                    scores[layer, part],
+                    live[layer, part],
+                    used[layer, part],
+                    rollout[layer, part],
                 )
         result.append(mismatch)
     return result
@@ -100,7 +116,10 @@ def on_two_ranks():
     rank = dist.get_rank()
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     everyone = tuple(range(LAYERS))
-    both, half = lambda a, b: slice(a, b), lambda a, b: slice(a, a + 5) if rank == 0 else slice(a + 5, b)
+    both, half = (
+        lambda a, b: slice(a, b),
+        lambda a, b: slice(a, a + 5) if rank == 0 else slice(a + 5, b),
+    )
     splits = {
         "pipeline": ([(0, 1), (2, 3, 4)][rank], both, dist.group.WORLD),
         "interleaved pipeline": ([(0, 2, 3), (1, 4)][rank], both, dist.group.WORLD),
@@ -131,6 +150,9 @@ def test_every_split_of_layers_and_rows_reports_what_loops_over_tokens_find():
         expected = report_by_loops(*tokens, tokens[1] if routed_live else tokens[2])
         assert report.keys() == expected.keys()
         for key, value in expected.items():
-            assert report[key] == pytest.approx(value, rel=1e-5, abs=1e-12, nan_ok=True), (name, key)
+            assert report[key] == pytest.approx(value, rel=1e-5, abs=1e-12, nan_ok=True), (
+                name,
+                key,
+            )
             assert second[name, change, routed_live][key] == pytest.approx(report[key], nan_ok=True)
         assert (report["replayed_mismatch"] == 0) == (not routed_live or change == 0)

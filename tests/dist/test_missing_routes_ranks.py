@@ -1,7 +1,9 @@
-"""Rows without a route on real megatron-core ranks: they follow the router, all others the given routes, pads are masked.
+"""Rows without a route on real megatron-core ranks: they follow the router, all others the given
+routes, pads are masked.
 
-The ids that a gap row carries are left in place as a decoy: using them would be seen.  Every router call's routing map is
-compared with the given routes, and with what that router would choose alone on the same scores.
+The ids that a gap row carries are left in place as a decoy: using them would be seen.  Every router
+call's routing map is compared with the given routes, and with what that router would choose alone
+on the same scores.
 """
 
 import itertools
@@ -41,12 +43,16 @@ def log_padding_masks(routers):
     """One [t] of bools for each router call, in the order of calls."""
     masks = []
     for _, router in routers:
-        router.register_forward_hook(lambda router, inputs, outputs: masks.append(inputs[1].reshape(-1).tolist()))
+        router.register_forward_hook(
+            lambda router, inputs, outputs: masks.append(inputs[1].reshape(-1).tolist())
+        )
     return masks
 
 
 def run_layouts(checkpoint, layouts):
-    """On a rank: one old-logprob pass and update in each layout under mask_token; plain values back."""
+    """On a rank: one old-logprob pass and update in each layout under mask_token; plain values
+    back.
+    """
     import torch.distributed as dist
 
     from megatron_rl.batch.split import make_mini_batch
@@ -62,7 +68,12 @@ def run_layouts(checkpoint, layouts):
         layout = dict(layout)
         form, recompute = layout.pop("batch_format", "thd"), layout.pop("recompute")
         sections = {
-            "model": {"path": str(checkpoint), "dtype": "float32", "recompute": recompute, "batch_format": form},
+            "model": {
+                "path": str(checkpoint),
+                "dtype": "float32",
+                "recompute": recompute,
+                "batch_format": form,
+            },
             "data": {"train": "unused"},
             "optim": {"lr": 1e-3, "distributed": False, "clip_grad": 0.5},
             "replay": {"on_missing_route": "mask_token"},
@@ -71,9 +82,14 @@ def run_layouts(checkpoint, layouts):
         cfg = load_config(None, [], sections)
         groups = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
         engine = Engine(cfg, groups, total_updates=4)
-        routers = [(engine.spec.moe_layers.index(layer), router) for layer, router in moe_routers(engine.chunks)]
+        routers = [
+            (engine.spec.moe_layers.index(layer), router)
+            for layer, router in moe_routers(engine.chunks)
+        ]
         watch, masks = Watch(routers, TOP_K, engine.spec.router), log_padding_masks(routers)
-        batch = make_mini_batch(samples_with_gaps(), max_tokens=25, rule=engine.pack_rule, dp_group=groups.dp_group)
+        batch = make_mini_batch(
+            samples_with_gaps(), max_tokens=25, rule=engine.pack_rule, dp_group=groups.dp_group
+        )
         sums = MetricSums()
         old = engine.old_logprobs(batch, sums, replay="R3")
         passes = [(watch.take(), list(masks))]
@@ -84,13 +100,25 @@ def run_layouts(checkpoint, layouts):
         metrics = sums.reduce(dist.group.WORLD, groups.device)
         results.append(
             {
-                "norms": (metrics["train/loss"], metrics["optim/grad_norm"], metrics["train/kl_mu_pi"]),
+                "norms": (
+                    metrics["train/loss"],
+                    metrics["optim/grad_norm"],
+                    metrics["train/kl_mu_pi"],
+                ),
                 "replayed_mismatch": report.replayed_mismatch,
                 "counts": (batch.num_responses, batch.num_response_tokens),
                 "learned": sum(int(micro.loss_mask.sum()) for micro in batch.micro_batches),
                 "passes": passes,
-                "place": (groups.cp_rank, groups.cp_size, groups.tp_rank, groups.tp_size, form == "bshd"),
-                "micro": [(list(m.rollout_ids), m.cu_seqlens.tolist()) for m in batch.micro_batches],
+                "place": (
+                    groups.cp_rank,
+                    groups.cp_size,
+                    groups.tp_rank,
+                    groups.tp_size,
+                    form == "bshd",
+                ),
+                "micro": [
+                    (list(m.rollout_ids), m.cu_seqlens.tolist()) for m in batch.micro_batches
+                ],
             }
         )
         groups.destroy()
@@ -108,10 +136,17 @@ def runs():
             num_hidden_layers=LAYERS,
             moe_intermediate_size=16,
         )
-        return {world: run_ranks(run_layouts, world, checkpoint, layouts) for world, layouts in LAYOUTS.items()}
+        return {
+            world: run_ranks(run_layouts, world, checkpoint, layouts)
+            for world, layouts in LAYOUTS.items()
+        }
 
 
-CASES = [(world, index, layout) for world, layouts in LAYOUTS.items() for index, layout in enumerate(layouts)]
+CASES = [
+    (world, index, layout)
+    for world, layouts in LAYOUTS.items()
+    for index, layout in enumerate(layouts)
+]
 
 
 @pytest.mark.parametrize(("world", "index", "layout"), CASES, ids=str)
@@ -126,7 +161,9 @@ def test_gap_rows_follow_the_router_and_all_others_their_routes(runs, world, ind
             layer, name, position = key
             rollout = rollouts[name]
             last = position == len(rollout.tokens) - 1
-            given = None if last else tuple(sorted(rollout.routed_experts[position, layer].tolist()))
+            given = (
+                None if last else tuple(sorted(rollout.routed_experts[position, layer].tolist()))
+            )
             if last or rollout.missing_routes[position]:
                 assert consumed == live, key
                 decoys_avoided += not last and live != given
@@ -134,7 +171,8 @@ def test_gap_rows_follow_the_router_and_all_others_their_routes(runs, world, ind
             else:
                 assert consumed == given, key
                 seen["given"] += 1
-        assert rank[index]["replayed_mismatch"] == 0.0  # gaps are not compared, or decoys would count
+        # gaps are not compared, or decoys would count
+        assert rank[index]["replayed_mismatch"] == 0.0
     passes = 2 if layout["recompute"] == "none" else 3
     gaps = sum(int(rollout.missing_routes.sum()) for rollout in rollouts.values())
     rows = sum(len(rollout.tokens) - 1 for rollout in rollouts.values())
@@ -156,7 +194,9 @@ def test_pads_and_nothing_else_reach_every_router_as_its_padding_mask(runs, worl
 @pytest.mark.parametrize(("world", "index", "layout"), CASES, ids=str)
 def test_masked_tokens_leave_the_loss_and_not_its_denominators(runs, world, index, layout):
     rollouts = [sample.rollout for sample in samples_with_gaps()]
-    masked = sum(int(rollout.missing_routes[rollout.prompt_length - 1 :].sum()) for rollout in rollouts)
+    masked = sum(
+        int(rollout.missing_routes[rollout.prompt_length - 1 :].sum()) for rollout in rollouts
+    )
     tokens = sum(rollout.response_length for rollout in rollouts)
     reference = runs[1][0][0]["norms"]
     for rank in runs[world]:
@@ -166,22 +206,33 @@ def test_masked_tokens_leave_the_loss_and_not_its_denominators(runs, world, inde
 
 
 def every_row(result, seen):
-    """((MoE layer, rollout, position) or None for a pad, consumed, live, masked) of every row of every router call."""
+    """((MoE layer, rollout, position) or None for a pad, consumed, live, masked) of every row of
+    every router call.
+    """
     from megatron_rl_tools.verify_replay.router_hooks import name_wrong_rows
 
     owners = owners_of_rows(result, [sample.rollout for sample in samples_with_gaps()])
     for calls, masks in result["passes"]:
-        seen["recompute"] = seen.get("recompute", 0) + sum(call.kind == "recompute" for call in calls)
+        seen["recompute"] = seen.get("recompute", 0) + sum(
+            call.kind == "recompute" for call in calls
+        )
         rows = name_wrong_rows(calls, owners, rank=0)
         for row, masked in zip(rows, itertools.chain(*masks), strict=True):
-            yield (None if row.who is None else (row.layer, *row.who)), row.consumed, row.live, masked
+            yield (
+                (None if row.who is None else (row.layer, *row.who)),
+                row.consumed,
+                row.live,
+                masked,
+            )
 
 
-# A step's sampling ----------------------------------------------------------------------------------------------------
+# A step's sampling --------------------------------------------------------------------------------
 
 
 def sample_steps(cases, folder):
-    """On a rank, a replica of its own: what Run.take_samples gives or raises, the first rank's server as each case says."""
+    """On a rank, a replica of its own: what Run.take_samples gives or raises, the first rank's
+    server as each case says.
+    """
     import torch.distributed as dist
 
     from megatron_rl.data.prompts import PromptSource
@@ -202,11 +253,19 @@ def sample_steps(cases, folder):
     dist.init_process_group("gloo")
     results = []
     for settings, script, *dynamic in cases:
-        sections = {"model": {"path": "unused"}, "data": {"train": "unused"}, "run": {"prompts_per_step": 2}}
-        cfg = load_config(None, [], sections | {"replay": settings, "batch": {"dynamic_sampling": bool(dynamic)}})
+        sections = {
+            "model": {"path": "unused"},
+            "data": {"train": "unused"},
+            "run": {"prompts_per_step": 2},
+        }
+        cfg = load_config(
+            None, [], sections | {"replay": settings, "batch": {"dynamic_sampling": bool(dynamic)}}
+        )
         parallel = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
         tokenizer = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
-        prompts = PromptSource([Prompt(str(i), "", (3, 4, 5), "") for i in range(2)], seed=0, shuffle=False)
+        prompts = PromptSource(
+            [Prompt(str(i), "", (3, 4, 5), "") for i in range(2)], seed=0, shuffle=False
+        )
         with FakeServer(*(script if dist.get_rank() == 0 else ["ok"])) as server:
             client = RolloutClient(
                 [server.url],
@@ -218,7 +277,13 @@ def sample_steps(cases, folder):
             rewards = SimpleNamespace(totals=dict, score_episodes=scores)
             leader = Leader(client, rewards, Recorder(folder, dp_rank=dist.get_rank()))
             inference = Inference(
-                iter, client, pusher=None, server_pool=None, urls=[server.url], log=print, version=VERSION
+                iter,
+                client,
+                pusher=None,
+                server_pool=None,
+                urls=[server.url],
+                log=print,
+                version=VERSION,
             )
             rollouts = LiveRollouts(
                 cfg,
@@ -237,21 +302,28 @@ def sample_steps(cases, folder):
                 taken, groups = rollouts.draw(rollouts.scheduler.take, 0)
                 error = ""
                 if dynamic:  # none of the first draw teaches: another follows
-                    groups = [replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups]
+                    groups = [
+                        replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups
+                    ]
                     _, groups = rollouts.refill(taken, groups)
                 assert len(groups) == 1 and len(groups[0].rollouts) == cfg.run.group_size
-                rollouts.record([replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups], 0)
+                rollouts.record(
+                    [replace(group, rewards=np.zeros(cfg.run.group_size)) for group in groups], 0
+                )
             except ValueError as stopped:
                 error = str(stopped)
         metrics = rollouts.meter.sums.reduce(dist.group.WORLD, "cpu")
-        results.append((error, {name: value for name, value in metrics.items() if name.startswith("replay/")}))
+        results.append(
+            (error, {name: value for name, value in metrics.items() if name.startswith("replay/")})
+        )
         parallel.destroy()
     dist.destroy_process_group()
     return results
 
 
 def test_the_policy_stops_every_replica_or_counts(tmp_path):
-    """8 responses of 5 tokens on each of two replicas; one response of the first lacks row 4 of its 7, a response row.
+    """8 responses of 5 tokens on each of two replicas; one response of the first lacks row 4 of its
+    7, a response row.
 
     The last three draw twice, and the step is checked, not the draw: 1 of 160 rows.
     """
@@ -262,9 +334,21 @@ def test_the_policy_stops_every_replica_or_counts(tmp_path):
         ({"on_missing_route": "mask_token", "missing_route_budget": 0.02}, ["gap_of_zeros"]),
         ({"on_missing_route": "drop_sample", "missing_route_budget": 0.1}, ["gap_of_zeros", "ok"]),
         ({"on_missing_route": "drop_sample", "missing_route_budget": 0.01}, ["gap_of_zeros", "ok"]),
-        ({"on_missing_route": "live", "missing_route_budget": 0.01}, ["gap_of_zeros", "ok"], "dynamic"),
-        ({"on_missing_route": "live", "missing_route_budget": 0.005}, ["gap_of_zeros", "ok"], "dynamic"),
-        ({"on_missing_route": "live", "missing_route_budget": 0.011}, ["ok", "gap_of_zeros"], "dynamic"),
+        (
+            {"on_missing_route": "live", "missing_route_budget": 0.01},
+            ["gap_of_zeros", "ok"],
+            "dynamic",
+        ),
+        (
+            {"on_missing_route": "live", "missing_route_budget": 0.005},
+            ["gap_of_zeros", "ok"],
+            "dynamic",
+        ),
+        (
+            {"on_missing_route": "live", "missing_route_budget": 0.011},
+            ["ok", "gap_of_zeros"],
+            "dynamic",
+        ),
     ]
     first, second = run_ranks(sample_steps, 2, steps, tmp_path)
     assert [bool(error) for error, _ in first] == [bool(error) for error, _ in second] == [
@@ -272,18 +356,26 @@ def test_the_policy_stops_every_replica_or_counts(tmp_path):
     ]  # fmt: skip
     assert "rollout 0/0: row 4 of 7 in all 3 MoE layers: the server sent no route" in first[0][0]
     assert "rollouts of another replica: the server sent no route" in second[0][0]
-    assert "1 of the step's 80 response tokens have no route" in first[2][0] and first[2][0].endswith(
-        "replay.missing_route_budget"
-    )
+    assert "1 of the step's 80 response tokens have no route" in first[2][0] and first[2][
+        0
+    ].endswith("replay.missing_route_budget")
     assert "1 of the step's 17 samples were dropped" in second[5][0]
     assert "1 of the step's 160 response tokens have no route" in first[7][0]
     assert [metrics for _, metrics in first] == [metrics for _, metrics in second]
     none = dict.fromkeys(
-        ("missing_rows_total", "dropped_samples_total", "missing_route_frac", "prompt_missing_route_frac"), 0
+        (
+            "missing_rows_total",
+            "dropped_samples_total",
+            "missing_route_frac",
+            "prompt_missing_route_frac",
+        ),
+        0,
     )
     for index, counted in {
         1: {"missing_rows_total": 1, "missing_route_frac": 1 / 80},
         3: {"missing_rows_total": 1, "missing_route_frac": 1 / 80, "masked_tokens_total": 1},
         4: {"dropped_samples_total": 1},
     }.items():
-        assert first[index][1] == {f"replay/{name}": value for name, value in (none | counted).items()}
+        assert first[index][1] == {
+            f"replay/{name}": value for name, value in (none | counted).items()
+        }

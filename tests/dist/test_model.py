@@ -1,4 +1,6 @@
-"""Logits and routing of the megatron model against transformers, padded and packed, in several layouts (fp32)."""
+"""Logits and routing of the megatron model against transformers, padded and packed, in several
+layouts (fp32).
+"""
 
 import os
 from pathlib import Path
@@ -19,25 +21,40 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything unusual: tied embeddings, vocabulary not divisible by tp, a dense layer, top-k not renormalised."""
-    settings = {"vocab_size": 63, "tie_word_embeddings": True, "mlp_only_layers": [1], "norm_topk_prob": False}
+    """Everything unusual: tied embeddings, vocabulary not divisible by tp, a dense layer, top-k not
+    renormalised.
+    """
+    settings = {
+        "vocab_size": 63,
+        "tie_word_embeddings": True,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": False,
+    }
     return make_reference(random_checkpoint(tmp_path_factory.mktemp("odd"), seed=1, **settings))
 
 
 def make_reference(path: Path) -> Path:
-    """Save token ids, transformers' logits [sum S, V] and router logits of each MoE layer [sum S, E] beside it."""
+    """Save token ids, transformers' logits [sum S, V] and router logits of each MoE layer [sum S,
+    E] beside it.
+    """
     from transformers import Qwen3MoeForCausalLM
 
     model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(0, model.config.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    sequences = [
+        torch.randint(0, model.config.vocab_size, (length,), generator=generator)
+        for length in LENGTHS
+    ]
     with torch.no_grad():
         outputs = [model(tokens[None], output_router_logits=True) for tokens in sequences]
     torch.save(
         {
             "tokens": torch.cat(sequences),
             "logits": torch.cat([out.logits[0] for out in outputs]),
-            "router": [torch.cat(layer) for layer in zip(*(out.router_logits for out in outputs), strict=True)],
+            "router": [
+                torch.cat(layer)
+                for layer in zip(*(out.router_logits for out in outputs), strict=True)
+            ],
         },
         path / "reference.pt",
     )
@@ -63,7 +80,9 @@ def check_parity(cases: list[tuple[Path, dict]]) -> None:
         chunks, spec, config, parallel = build(path, **layout)
         packed = run_packed(chunks, config, parallel, reference["tokens"])
         compare(packed, reference, slice(None), spec, parallel, f"{layout} packed")
-        padded = run_padded(chunks, config, parallel, reference["tokens"][:16], reference["tokens"][40:56])
+        padded = run_padded(
+            chunks, config, parallel, reference["tokens"][:16], reference["tokens"][40:56]
+        )
         compare(padded, reference, [*range(16), *range(40, 56)], spec, parallel, f"{layout} padded")
         parallel.destroy()
 
@@ -100,12 +119,17 @@ def run_padded(chunks: list, config, parallel, *sequences: torch.Tensor) -> tupl
     tokens = torch.stack(sequences)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     logits, maps = run_forward(chunks, config, parallel, tokens, positions, None)
-    order = torch.arange(tokens.numel()).view(tokens.shape[1], -1).T.flatten()  # the router sees [S, B]
+    # the router sees [S, B]
+    order = torch.arange(tokens.numel()).view(tokens.shape[1], -1).T.flatten()
     return logits, {layer: chosen[order] for layer, chosen in maps.items()}
 
 
-def run_forward(chunks: list, config, parallel, tokens: torch.Tensor, positions: torch.Tensor, packed) -> tuple:
-    """One forward over the pipeline: logits [B * S, V] on the last stage, else None; routing maps in router order."""
+def run_forward(
+    chunks: list, config, parallel, tokens: torch.Tensor, positions: torch.Tensor, packed
+) -> tuple:
+    """One forward over the pipeline: logits [B * S, V] on the last stage, else None; routing maps
+    in router order.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_rl.engine.model import moe_routers
@@ -113,7 +137,9 @@ def run_forward(chunks: list, config, parallel, tokens: torch.Tensor, positions:
     maps: dict[int, torch.Tensor] = {}
     hooks = [
         router.register_forward_hook(
-            lambda module, args, output, layer=layer: maps.update({layer: gather(output[1], parallel.tp_group, 0)})
+            lambda module, args, output, layer=layer: maps.update(
+                {layer: gather(output[1], parallel.tp_group, 0)}
+            )
         )
         for layer, router in moe_routers(chunks)
     ]

@@ -1,4 +1,6 @@
-"""Weights, gradients and optimizer state leave the device between steps and come back bit for bit (two real ranks, gloo)."""
+"""Weights, gradients and optimizer state leave the device between steps and come back bit for bit
+(two real ranks, gloo).
+"""
 
 import tempfile
 from pathlib import Path
@@ -16,7 +18,9 @@ CASES = [
 
 
 def storages(engine):
-    """Every storage that weights, gradients and optimizer state are in, found through the tensors themselves."""
+    """Every storage that weights, gradients and optimizer state are in, found through the tensors
+    themselves.
+    """
     import torch
 
     tensors = [each for model in engine.models for each in model.parameters()]
@@ -31,12 +35,16 @@ def storages(engine):
 
 
 def alternate(engine):
-    """What happens around a sampling; checks that nothing is left, and that weights can be sent half-way."""
+    """What happens around a sampling; checks that nothing is left, and that weights can be sent
+    half-way.
+    """
     before = sum(each.nbytes() for each in storages(engine))
     weights = {name: tensor.clone() for name, tensor in engine.export() if tensor is not None}
     freed = engine.offload.free_training()
     sent = {name: tensor.clone() for name, tensor in engine.export() if tensor is not None}
-    assert all(weights[name].equal(sent[name]) for name in weights) and weights.keys() == sent.keys()
+    assert (
+        all(weights[name].equal(sent[name]) for name in weights) and weights.keys() == sent.keys()
+    )
     freed += engine.offload.free_weights()
     assert freed == before > 0
     assert sum(each.nbytes() for each in storages(engine)) == 0
@@ -63,7 +71,9 @@ def train(checkpoint, case, *, offload):
         if offload:
             alternate(engine)
         engine.update(batch, engine.old_logprobs(batch, sums, replay="R3"), sums, replay="R3")
-    bits = [torch.empty(0, dtype=torch.uint8).set_(each).numpy().tobytes() for each in storages(engine)]
+    bits = [
+        torch.empty(0, dtype=torch.uint8).set_(each).numpy().tobytes() for each in storages(engine)
+    ]
     chunks = len(engine.offload.host.chunks)
     metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
     engine.parallel.destroy()

@@ -1,4 +1,6 @@
-"""Over-sampling on real ranks: two replicas of two ranks keep different prompts, and every rank knows which."""
+"""Over-sampling on real ranks: two replicas of two ranks keep different prompts, and every rank
+knows which.
+"""
 
 import os
 
@@ -26,22 +28,29 @@ def all_reduce_ints() -> tuple[list[str], list[str]]:
     dp_rank, is_leader = rank // 2, rank % 2 == 0
     prompts = [Prompt(str(i), "", (1,), "") for i in range(DP * SAMPLED)]
     flags = [i in KEPT[dp_rank] for i in range(SAMPLED)] if is_leader else None
-    kept, left = divide_prompts(prompts, flags, dp_rank=dp_rank, dp_size=DP, device=torch.device("cpu"))
+    kept, left = divide_prompts(
+        prompts, flags, dp_rank=dp_rank, dp_size=DP, device=torch.device("cpu")
+    )
     dist.destroy_process_group()
     return [prompt.id for prompt in interleave(kept)], [prompt.id for prompt in interleave(left)]
 
 
-# A step's sampling ----------------------------------------------------------------------------------------------------
+# A step's sampling --------------------------------------------------------------------------------
 
 
 def test_a_step_continues_with_the_groups_that_were_complete_first(tmp_path):
-    """Two replicas of one rank need 2 groups each and sample 3; the first request of each never ends unless it is cancelled."""
+    """Two replicas of one rank need 2 groups each and sample 3; the first request of each never
+    ends unless it is cancelled.
+    """
     found = run_ranks(sample_a_step, 2, tmp_path)
     (prompts, _, metrics), (others, _, _) = found
     assert prompts == others and len(set(prompts)) == 4
     for rank, (_, groups, _) in enumerate(found):
         assert groups == prompts[rank::2]
-    assert metrics["rollout/cancelled_groups_total"] == 2 and metrics["rollout/cancelled_samples_total"] == 4
+    assert (
+        metrics["rollout/cancelled_groups_total"] == 2
+        and metrics["rollout/cancelled_samples_total"] == 4
+    )
     assert metrics["rollout/cancelled_tokens_total"] == 8 and metrics["rollout/retries_total"] == 0
     assert metrics["rollout/tokens_per_second"] > 0
     assert metrics["rollout/request_seconds_max"] >= metrics["rollout/request_seconds_median"] > 0
@@ -70,9 +79,13 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
         "run": {"prompts_per_step": 4, "group_size": 2},
         "rollout": {"over_sample": 0.5, "max_response_tokens": 8},
     }
-    cfg = load_config(None, [], {"model": {"path": "unused"}, "data": {"train": "unused"}} | settings)
+    cfg = load_config(
+        None, [], {"model": {"path": "unused"}, "data": {"train": "unused"}} | settings
+    )
     parallel = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
-    source = PromptSource([Prompt(str(i), "", (3, 4, 5), "") for i in range(6)], seed=0, shuffle=False)
+    source = PromptSource(
+        [Prompt(str(i), "", (3, 4, 5), "") for i in range(6)], seed=0, shuffle=False
+    )
     tokenizer = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
     with FakeServer("slow", "ok") as server:
         client = RolloutClient([server.url], cfg.rollout, spec=SPEC, want_routes=True)
@@ -82,10 +95,26 @@ def sample_a_step(folder) -> tuple[list[str], list[str], dict[str, float]]:
             Recorder(folder, dp_rank=dist.get_rank()),
         )
         inference = Inference(
-            iter, client, pusher=None, server_pool=None, urls=[server.url], log=print, version=VERSION
+            iter,
+            client,
+            pusher=None,
+            server_pool=None,
+            urls=[server.url],
+            log=print,
+            version=VERSION,
         )
         rollouts = LiveRollouts(
-            cfg, parallel, None, tokenizer, source, {}, inference, leader, StepMeter(), Console(enabled=False), VERSION
+            cfg,
+            parallel,
+            None,
+            tokenizer,
+            source,
+            {},
+            inference,
+            leader,
+            StepMeter(),
+            Console(enabled=False),
+            VERSION,
         )
         prompts, groups = rollouts.draw(rollouts.scheduler.take, 0)
         rollouts.record(groups, 0)

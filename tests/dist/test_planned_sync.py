@@ -1,4 +1,6 @@
-"""The planner's weight sync is the one that ranks do: as many sources, and each sends the bytes that the planner counts."""
+"""The planner's weight sync is the one that ranks do: as many sources, and each sends the bytes
+that the planner counts.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,12 @@ from megatron_rl.plan.training_time import TrainingModel
 from tests.dist.launch import build, run_ranks
 from tests.tiny import random_checkpoint
 
-CASES = [({"pp": 2, "ep": 2}, 16), ({"pp": 2, "ep": 2}, 2), ({"ep": 4}, 16), ({"tp": 2, "ep": 2, "etp": 1}, 16)]
+CASES = [
+    ({"pp": 2, "ep": 2}, 16),
+    ({"pp": 2, "ep": 2}, 2),
+    ({"ep": 4}, 16),
+    ({"tp": 2, "ep": 2, "etp": 1}, 16),
+]
 """A layout of four ranks, and rollout.weight_sync_sources."""
 
 
@@ -51,7 +58,9 @@ def test_the_planner_counts_the_bytes_that_each_source_sends(case, checkpoint, s
         "parallel": layout,
     }
     spec = make_spec(load_hf_config(checkpoint))
-    planned = TrainingModel(spec, load_config(None, [], sections), 4, HARDWARE["cpu"], Assumptions())
+    planned = TrainingModel(
+        spec, load_config(None, [], sections), 4, HARDWARE["cpu"], Assumptions()
+    )
     sizes = [size for size in sent[case] if size]
     assert len(sizes) == planned.sources == min(most, layout.get("pp", 1) * layout["ep"])
     assert sum(sizes) == planned.sync_bytes

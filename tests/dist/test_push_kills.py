@@ -1,4 +1,6 @@
-"""A server, rank 0 or another source is killed at any point of a weight sync: no server names a version that it has not."""
+"""A server, rank 0 or another source is killed at any point of a weight sync: no server names a
+version that it has not.
+"""
 
 import os
 import re
@@ -29,7 +31,9 @@ def make_weights(folder: Path) -> list[Path]:
         place.mkdir()
         (place / "config.json").write_text("{}")
         files.append(place / "model.safetensors")
-        save_file({f"layers.{index}.weight": torch.randn(20, 30) for index in range(TENSORS)}, files[-1])
+        save_file(
+            {f"layers.{index}.weight": torch.randn(20, 30) for index in range(TENSORS)}, files[-1]
+        )
     return files
 
 
@@ -41,7 +45,8 @@ def make_pusher(files, urls):
 
     parallel = make_parallel(ParallelConfig(pp=2), device="cpu", timeout_minutes=1)
     pusher = WeightPusher(
-        urls, checkpoint=files[0].parent, dtype=torch.float32, transport="distributed", bucket_mb=1, device=torch.device("cpu"),
+        urls, checkpoint=files[0].parent, dtype=torch.float32, transport="distributed", bucket_mb=1,
+        device=torch.device("cpu"),
         timeout_seconds=20, disk_dir=files[0].parent / "push", ranks=Ranks.of(parallel),
     )  # fmt: skip
     pusher.bucket_bytes = 2 * 20 * 30 * 4
@@ -53,7 +58,9 @@ def export(file: Path, rank: int):
 
     for index, (name, tensor) in enumerate(sorted(load_file(file).items())):
         source = index % 2
-        yield HFTensor(name, tuple(tensor.shape), tensor.dtype, source, tensor if rank == source else None)
+        yield HFTensor(
+            name, tuple(tensor.shape), tensor.dtype, source, tensor if rank == source else None
+        )
 
 
 def push(files, urls, version):
@@ -77,7 +84,11 @@ POINTS = [
     "after",
 ]
 VICTIMS = ["rank 0", "rank 1", "server"]
-QUICK = [("first broadcast", "rank 1"), ("third loaded", "server"), ("one has the version", "rank 0")]
+QUICK = [
+    ("first broadcast", "rank 1"),
+    ("third loaded", "server"),
+    ("one has the version", "rank 0"),
+]
 
 
 def kill_at(point: str, victim_pid: int) -> None:
@@ -139,7 +150,8 @@ def kill_at(point: str, victim_pid: int) -> None:
 
 
 def push_and_kill(files, urls, point, victim, server_pid, folder):
-    """Version 1 arrives, then the victim is killed in the push of version 2; returns whether that raised on this rank.
+    """Version 1 arrives, then the victim is killed in the push of version 2; returns whether that
+    raised on this rank.
 
     Where ranks live on, the server that is left gets version 3.
     """
@@ -149,8 +161,14 @@ def push_and_kill(files, urls, point, victim, server_pid, folder):
     rank = pusher.ranks.rank
     (folder / f"{rank}.tmp").write_text(str(os.getpid()))
     (folder / f"{rank}.tmp").rename(folder / f"{rank}")
-    pusher.push(partial(export, files[1], rank), 1)  # both ranks have written their files before it returns
-    kill_at(point, server_pid if victim == "server" else int((folder / victim.removeprefix("rank ")).read_text()))
+    # both ranks have written their files before it returns
+    pusher.push(partial(export, files[1], rank), 1)
+    kill_at(
+        point,
+        server_pid
+        if victim == "server"
+        else int((folder / victim.removeprefix("rank ")).read_text()),
+    )
     raised = False
     try:
         pusher.push(partial(export, files[2], rank), 2)
@@ -182,10 +200,14 @@ def check_kill(point, victim, folder, files, pool):
             pool[index].wait_until_ready()
     urls = [each.url for each in pool]
     try:
-        raised = run_ranks(push_and_kill, 2, files, urls, point, victim, pool[0].process.pid, folder, timeout=90)
+        raised = run_ranks(
+            push_and_kill, 2, files, urls, point, victim, pool[0].process.pid, folder, timeout=90
+        )
     except RuntimeError as error:
         # the death itself, or the other rank's lost connection, whichever is seen first
-        assert victim != "server" and re.search("exit code -9|Connection (closed|reset)", str(error)), error
+        assert victim != "server" and re.search(
+            "exit code -9|Connection (closed|reset)", str(error)
+        ), error
     else:
         assert victim == "server" and (all(raised) or (point == "after" and not any(raised)))
     survivors = [each for each in pool if each.process.poll() is None]
@@ -195,7 +217,11 @@ def check_kill(point, victim, folder, files, pool):
     run_ranks(push, 2, files, [each.url for each in survivors], 0)
     for each in survivors:
         state = each.state()
-        assert (state["held"], state["weight_version"], state["paused"]) == (content(files[0]), "0", False)
+        assert (state["held"], state["weight_version"], state["paused"]) == (
+            content(files[0]),
+            "0",
+            False,
+        )
     return labels
 
 
@@ -215,6 +241,8 @@ def test_a_kill_leaves_the_old_or_the_new_version(point, victim, tmp_path, files
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("point", "victim"), [case for case in product(POINTS, VICTIMS) if case not in QUICK])
+@pytest.mark.parametrize(
+    ("point", "victim"), [case for case in product(POINTS, VICTIMS) if case not in QUICK]
+)
 def test_a_kill_anywhere_leaves_the_old_or_the_new_version(point, victim, tmp_path, files, pool):
     print(point, victim, check_kill(point, victim, tmp_path, files, pool))

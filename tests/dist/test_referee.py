@@ -1,9 +1,10 @@
-"""The engine against an independent trainer (tests/referee.py), in every layout: gradients, gradient norms and the weights
-after the two updates of a step, every tensor by its HF name.  Float32; temperature 0.7; clip, truncation, gradient clipping,
-weight decay active.
+"""The engine against an independent trainer (tests/referee.py), in every layout: gradients,
+gradient norms and the weights after the two updates of a step, every tensor by its HF name.
+Float32; temperature 0.7; clip, truncation, gradient clipping, weight decay active.
 
-A case is (family, layout, loss, replay mode).  The default run covers every family, axis, loss and mode at least once.  In the
-same launch: one layer of latent attention alone, also without sequence parallelism, by the script of results/upstream_defects.md.
+A case is (family, layout, loss, replay mode).  The default run covers every family, axis, loss and
+mode at least once.  In the same launch: one layer of latent attention alone, also without sequence
+parallelism, by the script of results/upstream_defects.md.
 """
 
 import runpy
@@ -25,7 +26,8 @@ from tests.referee import BETA1, BETA2, LOSSES, Outcome, Recipe, errors, make_sa
 SCRIPT = Path(__file__).resolve().parents[2] / "docs/upstream/latent_attention_tp.py"
 RESPONSES = 16  # of a step, in two mini-batches
 GRADIENT_LIMIT = 1e-4  # relative, per tensor; the largest error seen is 2e-5
-WEIGHT_LIMIT = 1e-3  # of how a tensor moved; 3e-4 seen where only weight decay moves it, near what float32 resolves
+# of how a tensor moved; 3e-4 seen where only weight decay moves it, near what float32 resolves
+WEIGHT_LIMIT = 1e-3
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "dp2": {"optim": {"distributed": True}, "recompute": "block"},
@@ -89,7 +91,9 @@ def every_case(family: str, world: int) -> list[Case]:
             or (family == "olmoe" and "tp" in sizes)
         )
         if not impossible:
-            cases.append(Case(family, layout, loss, "none" if dense else ("R3", "none", "R2")[index % 3]))
+            cases.append(
+                Case(family, layout, loss, "none" if dense else ("R3", "none", "R2")[index % 3])
+            )
     return cases
 
 
@@ -111,7 +115,9 @@ def latent_attention_errors() -> tuple[dict[str, float], dict[str, float]]:
     plain = errors(run(2, True), run(1, False))
     ours = {}
     for rank, sequence_parallel in product((16, None), (True, False)):
-        off = errors(run(2, sequence_parallel, LatentAttention, rank), run(1, False, LatentAttention, rank))
+        off = errors(
+            run(2, sequence_parallel, LatentAttention, rank), run(1, False, LatentAttention, rank)
+        )
         if not sequence_parallel:
             off.pop("gradient of q_layernorm", None)  # core doubles it: refused, models/fit.py
         ours |= {f"{name}, {rank}, {sequence_parallel}": value for name, value in off.items()}
@@ -126,8 +132,12 @@ def test_every_layout_and_loss_of_a_family(tmp_path: Path, family: str, world: i
     check_cases(tmp_path, world, every_case(family, world))
 
 
-def check_cases(root: Path, world: int, cases: list[Case], also: Callable[[], Any] | None = None) -> list[Any]:
-    """Fail with one line for each thing that is off; returns what `also` gave on every rank, after the cases."""
+def check_cases(
+    root: Path, world: int, cases: list[Case], also: Callable[[], Any] | None = None
+) -> list[Any]:
+    """Fail with one line for each thing that is off; returns what `also` gave on every rank, after
+    the cases.
+    """
     for family in {case.family for case in cases}:
         family_checkpoint(root / family, family, num_hidden_layers=4)
     results = run_ranks(run_engines, world, root, cases, also, timeout=3000)
@@ -144,21 +154,34 @@ def check_cases(root: Path, world: int, cases: list[Case], also: Callable[[], An
             norms=results[0][0][index],
             weights=load_file(root / f"{index}.weights"),
         )
-        failures += compare(case, found, referees[key], load_file(root / case.family / "model.safetensors"))
+        failures += compare(
+            case, found, referees[key], load_file(root / case.family / "model.safetensors")
+        )
     assert not failures, "\n".join(failures)
     return [extra for _, extra in results]
 
 
-def compare(case: Case, found: Outcome, expected: Outcome, start: dict[str, torch.Tensor]) -> list[str]:
+def compare(
+    case: Case, found: Outcome, expected: Outcome, start: dict[str, torch.Tensor]
+) -> list[str]:
     """A line for each thing that is off; the weights by how they moved."""
-    assert expected.margin > 1e-5, "a ratio is too near its bound to say on which side it is: take another seed"
+    assert expected.margin > 1e-5, (
+        "a ratio is too near its bound to say on which side it is: take another seed"
+    )
     assert case.loss == "cispo" or expected.clipped > 0, case
     assert case.loss not in ("minirl", "cispo") or expected.truncated > 0, case
     assert min(expected.norms) > 2 * Recipe().clip_grad, "gradient clipping is idle"
-    assert len(found.gradients) == (0 if case.layout == "dp2" else 2), "the distributed optimizer scatters gradients"
-    moved = [{name: tensor.double() - start[name] for name, tensor in o.weights.items()} for o in (found, expected)]
+    assert len(found.gradients) == (0 if case.layout == "dp2" else 2), (
+        "the distributed optimizer scatters gradients"
+    )
+    moved = [
+        {name: tensor.double() - start[name] for name, tensor in o.weights.items()}
+        for o in (found, expected)
+    ]
     pairs = list(zip(found.gradients, expected.gradients, strict=False))
-    compared = [(f"gradient {number}", pair, GRADIENT_LIMIT) for number, pair in enumerate(pairs, 1)]
+    compared = [
+        (f"gradient {number}", pair, GRADIENT_LIMIT) for number, pair in enumerate(pairs, 1)
+    ]
     compared.append(("weights", moved, WEIGHT_LIMIT))
     lines = [
         f"{case}: gradient norm {a} instead of {b}"
@@ -167,8 +190,14 @@ def compare(case: Case, found: Outcome, expected: Outcome, start: dict[str, torc
     ]
     for what, pair, limit in compared:
         off = errors(*pair)
-        worst, number = max(off, key=lambda name: off[name]), sum(value > limit for value in off.values())
-        line = f"{case} {what}: {number} of {len(off)} tensors off, the worst by {off[worst]:.2g}, {worst}"
+        worst, number = (
+            max(off, key=lambda name: off[name]),
+            sum(value > limit for value in off.values()),
+        )
+        line = (
+            f"{case} {what}: {number} of {len(off)} tensors off, the worst by {off[worst]:.2g},"
+            f" {worst}"
+        )
         print(line)
         lines += [line] if number else []
     return lines
@@ -189,8 +218,12 @@ def halves(samples: list) -> list[list]:
     return [samples[: len(samples) // 2], samples[len(samples) // 2 :]]
 
 
-def run_engines(root: Path, cases: list[Case], also: Callable[[], Any] | None) -> tuple[list[list[float]], Any]:
-    """On a rank: the gradient norms of each case, gradients and weights go to files; and what `also` returns."""
+def run_engines(
+    root: Path, cases: list[Case], also: Callable[[], Any] | None
+) -> tuple[list[list[float]], Any]:
+    """On a rank: the gradient norms of each case, gradients and weights go to files; and what
+    `also` returns.
+    """
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -206,7 +239,9 @@ def run_engines(root: Path, cases: list[Case], also: Callable[[], Any] | None) -
     return norms, extra
 
 
-def run_engine(root: Path, index: int, case: Case, parallel: dict, model: dict, optim: dict) -> list[float]:
+def run_engine(
+    root: Path, index: int, case: Case, parallel: dict, model: dict, optim: dict
+) -> list[float]:
     import torch.distributed as dist
 
     from megatron_rl.batch.split import make_mini_batch
@@ -214,7 +249,9 @@ def run_engine(root: Path, index: int, case: Case, parallel: dict, model: dict, 
     from tests.dist.engines import make_engine
 
     recipe = Recipe(loss=case.loss, replay=case.replay)
-    adam = dict(beta1=BETA1, beta2=BETA2, lr=recipe.lr, eps=recipe.eps, weight_decay=recipe.weight_decay)
+    adam = dict(
+        beta1=BETA1, beta2=BETA2, lr=recipe.lr, eps=recipe.eps, weight_decay=recipe.weight_decay
+    )
     engine = make_engine(
         root / case.family,
         parallel=parallel,
@@ -228,7 +265,10 @@ def run_engine(root: Path, index: int, case: Case, parallel: dict, model: dict, 
     place = engine.parallel
     batches = [
         make_mini_batch(
-            half[place.dp_rank :: place.dp_size], max_tokens=25, rule=engine.pack_rule, dp_group=place.dp_group
+            half[place.dp_rank :: place.dp_size],
+            max_tokens=25,
+            rule=engine.pack_rule,
+            dp_group=place.dp_group,
         )
         for half in halves(samples_of(root / case.family))
     ]

@@ -1,8 +1,10 @@
-"""Every preset through the real engine on episodes of several sequences, against the referee's model (tests/referee.py) and
-the losses of tests/unit/loss/formulas.py: every gradient by its HF name, in a second update, off policy.
+"""Every preset through the real engine on episodes of several sequences, against the referee's
+model (tests/referee.py) and the losses of tests/unit/loss/formulas.py: every gradient by its HF
+name, in a second update, off policy.
 
-Sequences of an episode lie in several micro-batches and on both replicas.  Elsewhere: `rspo`, which needs the referee's
-routers (test_rspo.py), and `gspo`, whose bounds clip everything here (test_referee.py).
+Sequences of an episode lie in several micro-batches and on both replicas.  Elsewhere: `rspo`, which
+needs the referee's routers (test_rspo.py), and `gspo`, whose bounds clip everything here
+(test_referee.py).
 """
 
 from dataclasses import replace
@@ -30,27 +32,42 @@ from tests.referee import (
 )
 from tests.unit.loss import formulas
 
-RECIPE = Recipe(lr=1e-4, clip_grad=1e9)  # some tokens are clipped; no gradient is: that would hide a factor
+# some tokens are clipped; no gradient is: that would hide a factor
+RECIPE = Recipe(lr=1e-4, clip_grad=1e9)
 NAMES = sorted({*PRESETS} - {"rspo", "gspo"})
-LAYOUTS = {"dp2": ({}, NAMES), "cp2": ({"cp": 2}, ["geo_rs", "gmpo", "icepop", "kl_cov", "seq_mis"])}
-SPREADS = (5e-4, 0.4, 1.0)  # of log mu around log pi_old, so that some sequences and tokens pass every filter
+LAYOUTS = {
+    "dp2": ({}, NAMES),
+    "cp2": ({"cp": 2}, ["geo_rs", "gmpo", "icepop", "kl_cov", "seq_mis"]),
+}
+# of log mu around log pi_old, so that some sequences and tokens pass every filter
+SPREADS = (5e-4, 0.4, 1.0)
 
 
 def train(path, samples):
-    """(samples with log mu near log pi_old, preset -> gradients in the second update, preset -> those without episodes)."""
+    """(samples with log mu near log pi_old, preset -> gradients in the second update, preset ->
+    those without episodes).
+    """
     model = load_reference(path, torch.float64)
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
         olds = {r.id: logprobs_of(model, r) for sample in samples for r in sample.rollout.sequences}
     mus = {
-        name: (old + SPREADS[i % 3] * torch.randn(len(old), generator=g) + 0.7 * (i % 5 == 4)).clamp(max=-0.01).float()
+        name: (old + SPREADS[i % 3] * torch.randn(len(old), generator=g) + 0.7 * (i % 5 == 4))
+        .clamp(max=-0.01)
+        .float()
         for i, (name, old) in enumerate(olds.items())
     }
     samples = [replace(sample, rollout=with_logprobs(sample.rollout, mus)) for sample in samples]
 
     def terms():
         return [
-            Terms(logprobs_of(model, r), olds[r.id], mus[r.id].double(), sample.advantage, sample.rollout.id)
+            Terms(
+                logprobs_of(model, r),
+                olds[r.id],
+                mus[r.id].double(),
+                sample.advantage,
+                sample.rollout.id,
+            )
             for sample in samples
             for r in sample.rollout.sequences
         ]
@@ -60,12 +77,16 @@ def train(path, samples):
     batch = terms()
     rollouts = [r for sample in samples for r in sample.rollout.sequences]
     keys = {
-        id(t.mu): token_keys([r.id], torch.zeros(len(t.mu), dtype=torch.long), torch.from_numpy(r.sampled - 1), t.mu)
+        id(t.mu): token_keys(
+            [r.id], torch.zeros(len(t.mu), dtype=torch.long), torch.from_numpy(r.sampled - 1), t.mu
+        )
         for t, r in zip(batch, rollouts, strict=True)
     }
     with mock.patch.object(formulas, "keys_of", lambda mu: keys[id(mu)]):
         alone = [replace(t, episode=str(i)) for i, t in enumerate(batch)]
-        return samples, *({name: gradients(model, name, part) for name in NAMES} for part in (batch, alone))
+        return samples, *(
+            {name: gradients(model, name, part) for name in NAMES} for part in (batch, alone)
+        )
 
 
 def logprobs_of(model, rollout):
@@ -73,8 +94,12 @@ def logprobs_of(model, rollout):
 
 
 def with_logprobs(rollout, mus):
-    earlier = tuple(replace(each, rollout_logprobs=mus[each.id].numpy()) for each in rollout.earlier)
-    return replace(rollout, rollout_logprobs=mus[rollout.id].numpy(), earlier=earlier, episode_digest=None)
+    earlier = tuple(
+        replace(each, rollout_logprobs=mus[each.id].numpy()) for each in rollout.earlier
+    )
+    return replace(
+        rollout, rollout_logprobs=mus[rollout.id].numpy(), earlier=earlier, episode_digest=None
+    )
 
 
 def gradients(model, name, batch):
@@ -93,16 +118,22 @@ def run_presets(root, samples):
     from tests.dist.engines import make_engine
 
     dist.init_process_group("gloo")
-    adam = dict(beta1=0.9, beta2=0.95, lr=RECIPE.lr, eps=RECIPE.eps, weight_decay=RECIPE.weight_decay)
+    adam = dict(
+        beta1=0.9, beta2=0.95, lr=RECIPE.lr, eps=RECIPE.eps, weight_decay=RECIPE.weight_decay
+    )
     spread = {}
     for layout, (parallel, names) in LAYOUTS.items():
         engine = make_engine(
-            root / "moe", parallel=parallel, optim={**adam, "clip_grad": RECIPE.clip_grad}, loss={"name": "minirl"},
+            root / "moe", parallel=parallel, optim={**adam, "clip_grad": RECIPE.clip_grad},
+            loss={"name": "minirl"},
             measure=False, rollout={"temperature": RECIPE.temperature},
         )  # fmt: skip
         place = engine.parallel
         batch = make_mini_batch(
-            samples[place.dp_rank :: place.dp_size], max_tokens=25, rule=engine.pack_rule, dp_group=place.dp_group
+            samples[place.dp_rank :: place.dp_size],
+            max_tokens=25,
+            rule=engine.pack_rule,
+            dp_group=place.dp_group,
         )
         spread[layout] = [part.rollout_ids for part in batch.micro_batches]
         old = engine.old_logprobs(batch, MetricSums(), replay="R3")
@@ -120,17 +151,26 @@ def test_every_preset_learns_from_episodes_as_the_referee(tmp_path: Path) -> Non
     family_checkpoint(tmp_path / "moe", "qwen3_moe", num_hidden_layers=4)
     samples, expected, alone = train(tmp_path / "moe", samples_of(tmp_path / "moe"))
     spread = run_ranks(run_presets, 2, tmp_path, samples, timeout=600)
-    homes = [(rank, i) for rank, found in enumerate(spread) for i, ids in enumerate(found["dp2"]) for name in ids
+    homes = [(rank, i) for rank, found in enumerate(spread) for i,
+    ids in enumerate(found["dp2"]) for name in ids
              if name.startswith("r9")]  # fmt: skip
-    assert len({rank for rank, _ in homes}) == 2 and len(set(homes)) == 3, "spread over replicas and micro-batches"
+    assert len({rank for rank, _ in homes}) == 2 and len(set(homes)) == 3, (
+        "spread over replicas and micro-batches"
+    )
     failures = []
     for layout, (_, names) in LAYOUTS.items():
         for name in names:
             off = errors(load_file(tmp_path / f"{layout}.{name}"), expected[name])
             worst = max(off, key=off.get)
-            failures += [f"{layout} {name}: {worst} is off by {off[worst]:.2g}"] if off[worst] > GRADIENT_LIMIT else []
+            failures += (
+                [f"{layout} {name}: {worst} is off by {off[worst]:.2g}"]
+                if off[worst] > GRADIENT_LIMIT
+                else []
+            )
     assert not failures, "\n".join(failures)
     for name in NAMES:
         assert any(tensor.abs().max() > 0 for tensor in expected[name].values()), name
         differs = max(errors(alone[name], expected[name]).values()) > 100 * GRADIENT_LIMIT
-        assert differs == (PRESETS[name].aggregation != "token_mean"), "episodes matter to all but token means"
+        assert differs == (PRESETS[name].aggregation != "token_mean"), (
+            "episodes matter to all but token means"
+        )

@@ -1,4 +1,6 @@
-"""examples/replay_only: replay in a plain megatron-core job, with the model on one rank and over two."""
+"""examples/replay_only: replay in a plain megatron-core job, with the model on one rank and over
+two.
+"""
 
 import runpy
 from pathlib import Path
@@ -12,7 +14,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples/replay_only/replay_only.py"
 
 
 def replay_and_watch():
-    """On a rank: what every router chose, per number of ranks that share the experts; and the errors of incomplete passes."""
+    """On a rank: what every router chose, per number of ranks that share the experts; and the
+    errors of incomplete passes.
+    """
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -25,7 +29,9 @@ def replay_and_watch():
     rng = np.random.default_rng(dist.get_rank())
     shape = (example["LAYERS"], example["EXPERTS"])
     batches = [torch.from_numpy(rng.integers(0, example["VOCABULARY"], size)) for size in (16, 24)]
-    routes = [rng.random((len(row) - 1, *shape)).argsort(-1)[..., : example["TOP_K"]] for row in batches]
+    routes = [
+        rng.random((len(row) - 1, *shape)).argsort(-1)[..., : example["TOP_K"]] for row in batches
+    ]
     routes = [ids.astype(np.uint8) for ids in routes]
     results = {}
     for ranks in (1, 2):
@@ -33,13 +39,20 @@ def replay_and_watch():
         manager, layout = example["install"](model, ranks)
         chosen = []
         for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
-            router.register_forward_hook(lambda _, __, out, chosen=chosen: chosen.append(out[1].numpy()))
+            router.register_forward_hook(
+                lambda _, __, out, chosen=chosen: chosen.append(out[1].numpy())
+            )
         losses = example["train_pass"](model, manager, layout, batches, routes)
         local_experts = {name for name, _ in model.named_parameters() if ".local_experts." in name}
-        gradients = [p.grad.abs().sum().item() for name, p in model.named_parameters() if ".router.weight" in name]
+        gradients = [
+            p.grad.abs().sum().item()
+            for name, p in model.named_parameters()
+            if ".router.weight" in name
+        ]
         replayed, chosen[:] = chosen[:], []
         with torch.no_grad():
-            model(batches[0][None], torch.arange(16)[None], None)  # outside a pass: the routers' own choice
+            # outside a pass: the routers' own choice
+            model(batches[0][None], torch.arange(16)[None], None)
         errors = []
         for forwards in ((0,), (0, 0)):
             try:
@@ -84,5 +97,7 @@ def test_the_experts_are_spread_over_the_ranks(of_ranks):
 def test_a_route_that_is_not_consumed_exactly_once_raises(of_ranks, ranks):
     for _, results in of_ranks:
         missing, twice = results[ranks][5]
-        assert "routes not consumed in this pass: (micro-batch, MoE layer) [(1, 0), (1, 1)]" in missing
+        assert (
+            "routes not consumed in this pass: (micro-batch, MoE layer) [(1, 0), (1, 1)]" in missing
+        )
         assert "routes of micro-batch 0, MoE layer 0 were requested twice in one pass" in twice

@@ -1,6 +1,8 @@
-"""A run that a signal stops and that is restarted ends byte for byte as an uninterrupted one; real ranks, saved rollouts.
+"""A run that a signal stops and that is restarted ends byte for byte as an uninterrupted one; real
+ranks, saved rollouts.
 
-The uninterrupted one is logged: what each step does with which mini-batch, in which order, at which learning rate.
+The uninterrupted one is logged: what each step does with which mini-batch, in which order, at which
+learning rate.
 """
 
 import json
@@ -26,7 +28,10 @@ def material(tmp_path_factory):
 
 
 def train_here(cfg, rollouts, stop_at=None):
-    """Train on this rank.  stop_at: (report number, rank that gets SIGTERM then); returns whether the signal ended it."""
+    """Train on this rank.
+
+    stop_at: (report number, rank that gets SIGTERM then); returns whether the signal ended it.
+    """
     import torch.distributed as dist
 
     from megatron_rl.launch.signals import StoppedBySignal
@@ -51,9 +56,11 @@ def train_here(cfg, rollouts, stop_at=None):
 
 
 def compare_runs(material, work, cells):
-    """Per cell: 2 K steps; or K steps, a signal to one rank, and K more.  The resulting files must be the same.
+    """Per cell: 2 K steps; or K steps, a signal to one rank, and K more.  The resulting files must
+    be the same.
 
-    The stopped run writes token data (rollout.save_tensors), the complete one does not: that must not change a bit either.
+    The stopped run writes token data (rollout.save_tensors), the complete one does not: that must
+    not change a bit either.
     """
     import torch.distributed as dist
 
@@ -63,8 +70,14 @@ def compare_runs(material, work, cells):
     dist.init_process_group("gloo")
     for name, more in cells.items():
         for way in ("complete", "stopped"):
-            rollout = {"rollout": {"dtype": "float32", "save_tensors": 0.5 if way == "stopped" else False}}
-            cfg = load_config(None, [], sections(material, work / name / way, steps=2 * K, run=RUN, **rollout, **more))
+            rollout = {
+                "rollout": {"dtype": "float32", "save_tensors": 0.5 if way == "stopped" else False}
+            }
+            cfg = load_config(
+                None,
+                [],
+                sections(material, work / name / way, steps=2 * K, run=RUN, **rollout, **more),
+            )
             stop_at = (K - 1, 1) if way == "stopped" else None
             with watched() as log:
                 assert train_here(cfg, material / "live", stop_at) == (way == "stopped")
@@ -78,7 +91,9 @@ def compare_runs(material, work, cells):
             assert metrics(ends[0]) == metrics(ends[1]), name
             files = [read_manifest(end / f"checkpoints/step_{2 * K:06d}").files for end in ends]
             same = [file for file in files[0] if file.endswith((".distcp", ".safetensors"))]
-            assert len(same) >= 4 and [files[0][f] for f in same] == [files[1][f] for f in same], name
+            assert len(same) >= 4 and [files[0][f] for f in same] == [files[1][f] for f in same], (
+                name
+            )
             assert progress(ends[0]) == progress(ends[1]), name
             assert not list(ends[0].glob("trained*")) and not list(ends[0].glob("rollouts*"))
             check_token_data(ends[1], replicas=2 if name.startswith(("dp2", "ep2")) else 1)
@@ -89,7 +104,9 @@ def compare_runs(material, work, cells):
 
 @contextmanager
 def watched():
-    """A log of the calls of this rank's Engine and Trainer: (name, mini-batch or version, result or argument)."""
+    """A log of the calls of this rank's Engine and Trainer: (name, mini-batch or version, result or
+    argument).
+    """
     from megatron_rl.engine.engine import Engine
     from megatron_rl.trainer.trainer import Trainer
 
@@ -124,12 +141,13 @@ def watched():
 
 
 def check_steps(log):
-    """pi_old of all N mini-batches before the first update, one update of each with its own pi_old, then the weight
-    sync; every response once a step, and not always in the same mini-batch."""
+    """pi_old of all N mini-batches before the first update, one update of each with its own pi_old,
+    then the weight sync; every response once a step, and not always in the same mini-batch."""
     import torch.distributed as dist
 
     names = [*["old"] * N, *["update"] * N, "sync_weights", "save"]
-    assert [name for name, _, _ in log] == [*names * 2 * K, "save"]  # the last: at the end of the run
+    # the last: at the end of the run
+    assert [name for name, _, _ in log] == [*names * 2 * K, "save"]
     assert log[-1][1] == 2 * K
     members: list[list[list[str]]] = []
     for step in range(2 * K):
@@ -138,11 +156,17 @@ def check_steps(log):
         for (_, batch, found), (_, updated, given) in zip(calls[:N], calls[N:], strict=True):
             assert batch is updated and found is given
         members.append(
-            [[name for micro in batch.micro_batches for name in micro.rollout_ids] for _, batch, _ in calls[:N]]
+            [
+                [name for micro in batch.micro_batches for name in micro.rollout_ids]
+                for _, batch, _ in calls[:N]
+            ]
         )
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, members)
-    parts = [[{name for rank in ranks for name in rank[step][part]} for part in range(N)] for step in range(2 * K)]
+    parts = [
+        [{name for rank in ranks for name in rank[step][part]} for part in range(N)]
+        for step in range(2 * K)
+    ]
     every = {f"p{p}/{k}" for p in range(PROMPTS) for k in range(GROUP)}
     assert all(set().union(*step) == every and sum(map(len, step)) == len(every) for step in parts)
     assert any(step != parts[0] for step in parts), "the same split at every step"
@@ -153,9 +177,12 @@ def metrics(run: Path) -> str:
     rows = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        rows[row["step"]] = {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
+        rows[row["step"]] = {
+            key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))
+        }
     assert list(rows) == list(range(1, 2 * K + 1)), "each step once, in order"
-    rates = [1e-3 * (1 - update / (2 * K * N)) for update in range(2 * K * N)]  # linear, the warm-up of one update done
+    # linear, the warm-up of one update done
+    rates = [1e-3 * (1 - update / (2 * K * N)) for update in range(2 * K * N)]
     assert [row["optim/lr"] for row in rows.values()] == pytest.approx(
         [sum(rates[N * (s - 1) :][:N]) / N for s in rows]
     )
@@ -164,14 +191,18 @@ def metrics(run: Path) -> str:
 
 
 def check_token_data(run: Path, *, replicas: int) -> None:
-    """The lines of every step name each sequence once, and half of the groups have both halves of their tensors.
+    """The lines of every step name each sequence once, and half of the groups have both halves of
+    their tensors.
 
-    Under data parallelism sequences are trained on any replica: a line names the file of the rollout's line.
+    Under data parallelism sequences are trained on any replica: a line names the file of the
+    rollout's line.
     """
     from safetensors.numpy import load_file
 
     rollouts = {
-        (line["step"], path.stem, line["id"]): line for path in run.glob("rollouts*.jsonl") for line in read_lines(path)
+        (line["step"], path.stem, line["id"]): line
+        for path in run.glob("rollouts*.jsonl")
+        for line in read_lines(path)
     }
     trained = {
         (line["step"], line["sampled_by"], line["id"]): line
@@ -179,16 +210,27 @@ def check_token_data(run: Path, *, replicas: int) -> None:
         for line in read_lines(path)
     }
     assert trained.keys() == rollouts.keys() and len(trained) == 2 * K * PROMPTS * GROUP
-    assert len({sampled_by for _, sampled_by, _ in trained}) == replicas == len(list(run.glob("trained*.jsonl")))
+    assert (
+        len({sampled_by for _, sampled_by, _ in trained})
+        == replicas
+        == len(list(run.glob("trained*.jsonl")))
+    )
     saved = {key: line for key, line in trained.items() if line["tensors"]}
     assert len(saved) == len(trained) // 2, "save_tensors = 0.5"
     choices = [{name for at, _, name in saved if at == step} for step in range(1, 2 * K + 1)]
     assert any(choice != choices[0] for choice in choices), "the same groups at every step"
     for (step, sampled_by, name), line in saved.items():
-        servers, own = load_file(run / f"{sampled_by}_{step:06d}.safetensors"), load_file(run / line["tensors"])
+        servers, own = (
+            load_file(run / f"{sampled_by}_{step:06d}.safetensors"),
+            load_file(run / line["tensors"]),
+        )
         sampled, length = len(servers[f"{name}:logprobs"]), len(servers[f"{name}:tokens"])
-        assert own[f"{name}:logprobs"].shape == (1, sampled) and own[f"{name}:flags"].shape == (sampled,)
-        assert own[f"{name}:advantage"][0] == pytest.approx(rollouts[step, sampled_by, name]["advantage"], rel=1e-6)
+        assert own[f"{name}:logprobs"].shape == (1, sampled) and own[f"{name}:flags"].shape == (
+            sampled,
+        )
+        assert own[f"{name}:advantage"][0] == pytest.approx(
+            rollouts[step, sampled_by, name]["advantage"], rel=1e-6
+        )
         if f"{name}:own_experts" in own:
             assert own[f"{name}:own_experts"].shape == servers[f"{name}:routed_experts"].shape
             assert own[f"{name}:flips"].shape == (length - 1, 1)
@@ -204,7 +246,11 @@ def check_events(run: Path) -> None:
         "start", "stop", "resume", "stop",
     ]  # fmt: skip
     first, second = (event for event in events if event["kind"] == "stop")
-    assert "StoppedBySignal" in first["text"] and second["text"] == "finished" and first["time"] <= second["time"]
+    assert (
+        "StoppedBySignal" in first["text"]
+        and second["text"] == "finished"
+        and first["time"] <= second["time"]
+    )
     assert {event["step"] for event in events if event["kind"] == "checkpoint"} >= {K, 2 * K}
 
 
@@ -225,7 +271,9 @@ LAYOUTS = {
     "vp2": {"parallel": {"pp": 2, "vp": 2}},
 }
 MODES = ("none", "R2", "R3")
-DEFAULT = {"ep2 R3": LAYOUTS["ep2"] | {"checkpoint": {"async_save": True, "every": 1, "keep_last": 3}}}
+DEFAULT = {
+    "ep2 R3": LAYOUTS["ep2"] | {"checkpoint": {"async_save": True, "every": 1, "keep_last": 3}}
+}
 
 
 def test_a_stopped_run_ends_as_an_uninterrupted_one(material, tmp_path):
@@ -234,6 +282,8 @@ def test_a_stopped_run_ends_as_an_uninterrupted_one(material, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_stopped_run_ends_as_an_uninterrupted_one_in_every_layout_and_mode(material, tmp_path, layout):
+def test_a_stopped_run_ends_as_an_uninterrupted_one_in_every_layout_and_mode(
+    material, tmp_path, layout
+):
     cells = {f"{layout} {mode}": LAYOUTS[layout] | {"replay": {"mode": mode}} for mode in MODES}
     run_ranks(compare_runs, 2, material, tmp_path, cells, timeout=590)

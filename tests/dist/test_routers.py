@@ -1,4 +1,6 @@
-"""Replay under every kind of router on real megatron-core: what is consumed, weighed, counted, measured and learned."""
+"""Replay under every kind of router on real megatron-core: what is consumed, weighed, counted,
+measured and learned.
+"""
 
 import dataclasses
 
@@ -30,14 +32,25 @@ COMMANDS = {
         ["--router", "sigmoid-groups", "--ep", "2", "--dispatcher", "allgather", "--mode", "R2"],
         ["--router", "sigmoid", "--tp", "2", "--micro-batches", "1"],
         ["--router", "softmax-groups", "--cp", "2", "--micro-batches", "4"],
-        ["--router", "pre-softmax", "--pp", "2", "--layers-per-stage", "1,3", "--recompute", "block"],
+        [
+            "--router",
+            "pre-softmax",
+            "--pp",
+            "2",
+            "--layers-per-stage",
+            "1,3",
+            "--recompute",
+            "block",
+        ],
     ],
 }
 
 
 @pytest.mark.parametrize("world", COMMANDS)
 def test_every_kind_of_router_is_replayed_exactly(world):
-    """Fingerprints, gate weights against the kind's own formula, last tokens, and a record that replays bit by bit."""
+    """Fingerprints, gate weights against the kind's own formula, last tokens, and a record that
+    replays bit by bit.
+    """
     ranks = run_ranks(run_tool, world, COMMANDS[world], timeout=500)
     for command, (code, report, stderr) in zip(COMMANDS[world], ranks[0], strict=True):
         assert (code, report and failed(report)) == (0, []), (command, stderr, report)
@@ -56,7 +69,9 @@ def spec_of(path, kind):
 
 
 def run_kinds(path, kinds):
-    """On one rank: for each (kind, recompute) an old-logprob pass and an update under R3; returns plain values."""
+    """On one rank: for each (kind, recompute) an old-logprob pass and an update under R3; returns
+    plain values.
+    """
     import torch.distributed as dist
 
     from megatron_rl.engine.model import moe_routers
@@ -68,12 +83,16 @@ def run_kinds(path, kinds):
     results = []
     for kind, recompute in kinds:
         engine = make_engine(
-            path, model={"recompute": recompute}, optim={"lr": 0.0, "clip_grad": 0.0}, spec=spec_of(path, kind)
+            path,
+            model={"recompute": recompute},
+            optim={"lr": 0.0, "clip_grad": 0.0},
+            spec=spec_of(path, kind),
         )
         routers = moe_routers(engine.chunks)
         set_expert_bias(routers)
         batch = random_batch(engine, num_experts=EXPERTS, top_k=TOP_K, layers=LAYERS)
-        calls = []  # (pass, layer, logits, routing map, core's count of tokens per expert after the call)
+        # (pass, layer, logits, routing map, core's count of tokens per expert after the call)
+        calls = []
 
         def hook(layer, log):
             def after(module, inputs, outputs):
@@ -86,19 +105,33 @@ def run_kinds(path, kinds):
 
         for layer, router in routers:
             router.register_forward_hook(hook(layer, calls))
-        biases = [None if router.expert_bias is None else router.expert_bias.clone() for _, router in routers]
+        biases = [
+            None if router.expert_bias is None else router.expert_bias.clone()
+            for _, router in routers
+        ]
         old = engine.old_logprobs(batch, MetricSums(), replay="R3")
         forward, calls[:] = list(calls), []
         engine.update(batch, old, MetricSums(), replay="R3")
         report = engine.mismatch([old])
         results.append(
             {
-                "forward": [(layer, logits.numpy(), used.numpy()) for layer, logits, used, _ in forward],
+                "forward": [
+                    (layer, logits.numpy(), used.numpy()) for layer, logits, used, _ in forward
+                ],
                 "compared": [micro.row_state.numpy() == 0 for micro in batch.micro_batches],
-                "update": [(layer, used.numpy(), None if n is None else n.numpy()) for layer, _, used, n in calls],
+                "update": [
+                    (layer, used.numpy(), None if n is None else n.numpy())
+                    for layer, _, used, n in calls
+                ],
                 "bias_before": [None if bias is None else bias.numpy() for bias in biases],
-                "bias_after": [None if r.expert_bias is None else r.expert_bias.numpy() for _, r in routers],
-                "left": [r.local_tokens_per_expert.sum().item() for _, r in routers if r.enable_expert_bias],
+                "bias_after": [
+                    None if r.expert_bias is None else r.expert_bias.numpy() for _, r in routers
+                ],
+                "left": [
+                    r.local_tokens_per_expert.sum().item()
+                    for _, r in routers
+                    if r.enable_expert_bias
+                ],
                 "gradients": [float(router.weight.main_grad.abs().max()) for _, router in routers],
                 "report": vars(report),
                 "old_counts": [None if n is None else float(n.sum()) for *_, n in forward],
@@ -114,7 +147,9 @@ CASES = [(kind, recompute) for kind in KINDS for recompute in ("none", "full")]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    path = random_checkpoint(tmp_path_factory.mktemp("tiny"), num_experts=EXPERTS, num_experts_per_tok=TOP_K)
+    path = random_checkpoint(
+        tmp_path_factory.mktemp("tiny"), num_experts=EXPERTS, num_experts_per_tok=TOP_K
+    )
     return dict(zip(CASES, run_ranks(run_kinds, 1, path, CASES)[0], strict=True))
 
 
@@ -125,17 +160,22 @@ def test_every_router_gets_gradient_through_its_gate_weights(runs, case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if "sigmoid" in case[0]], ids=str)
 def test_core_counts_replayed_tokens_once_and_the_bias_stays(runs, case):
-    """For its own bias update core counts what was replayed, pads included, in the pass that has gradient: once."""
+    """For its own bias update core counts what was replayed, pads included, in the pass that has
+    gradient: once.
+    """
     run = runs[case]
     assert all(count == 0 for count in run["old_counts"])
     total = {}
     for layer, used, count in run["update"]:
         before = total.get(layer, np.zeros(EXPERTS))
-        is_checkpointed = case[1] == "full" and np.array_equal(count, before)  # a forward whose recompute will come
+        # a forward whose recompute will come
+        is_checkpointed = case[1] == "full" and np.array_equal(count, before)
         total[layer] = before if is_checkpointed else before + used.sum(0)
         np.testing.assert_array_equal(count, total[layer])
     rows = sum(len(rows) for rows in run["compared"])
-    assert {layer: counts.sum() for layer, counts in total.items()} == dict.fromkeys(range(LAYERS), rows * TOP_K)
+    assert {layer: counts.sum() for layer, counts in total.items()} == dict.fromkeys(
+        range(LAYERS), rows * TOP_K
+    )
     assert run["left"] == [0.0] * LAYERS
     for before, after in zip(run["bias_before"], run["bias_after"], strict=True):
         np.testing.assert_array_equal(before, after)
@@ -156,11 +196,17 @@ def test_mismatch_margins_and_gate_mass_follow_the_kind_of_router(runs, kind):
             None if bias is None else torch.tensor(bias),
         )
         chosen = live_choice(*values, TOP_K)
-        weights = gate_weights(values[0], torch.zeros(logits[compared].shape).scatter(1, chosen, 1.0).bool(), router)
-        for row, weigh, select, ids in zip(compared, weights, selection_scores(*values), chosen.tolist(), strict=True):
+        weights = gate_weights(
+            values[0], torch.zeros(logits[compared].shape).scatter(1, chosen, 1.0).bool(), router
+        )
+        for row, weigh, select, ids in zip(
+            compared, weights, selection_scores(*values), chosen.tolist(), strict=True
+        ):
             live, rollout = set(ids), set(np.flatnonzero(used[row]).tolist())
             lowest = float(select[ids].min())
-            margin = lowest - max(float(select[expert]) for expert in range(EXPERTS) if expert not in live)
+            margin = lowest - max(
+                float(select[expert]) for expert in range(EXPERTS) if expert not in live
+            )
             (flipped if live != rollout else kept).append(margin)
             mass.append(sum(float(weigh[expert]) for expert in live - rollout) / float(weigh.sum()))
             if live != rollout:
@@ -174,7 +220,9 @@ def test_mismatch_margins_and_gate_mass_follow_the_kind_of_router(runs, kind):
 
 
 def run_mtp(path):
-    """On one rank: a real GPTModel with two MTP layers; (decoder's maps are the given routes, MTP's maps are live)."""
+    """On one rank: a real GPTModel with two MTP layers; (decoder's maps are the given routes, MTP's
+    maps are live).
+    """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.moe.router import TopKRouter
@@ -191,9 +239,13 @@ def run_mtp(path):
     sizes = dict(vocab_size=spec.vocab_size, max_sequence_length=spec.max_positions)
     chunk = GPTModel(config, layers, mtp_block_spec=mtp, position_embedding_type="rope", **sizes)
     decoder = engine_model.moe_routers([chunk])
-    every = {name: module for name, module in chunk.named_modules() if isinstance(module, TopKRouter)}
+    every = {
+        name: module for name, module in chunk.named_modules() if isinstance(module, TopKRouter)
+    }
     named = list(problems_of([chunk], spec.moe_layers))
-    assert [line.split(" is ")[0] for line in named] == [name for name in every if name.startswith("mtp.")], named
+    assert [line.split(" is ")[0] for line in named] == [
+        name for name in every if name.startswith("mtp.")
+    ], named
     manager = ReplayManager(decoder, num_experts=EXPERTS)
     maps = {}
 
@@ -211,7 +263,11 @@ def run_mtp(path):
     for layer, router in decoder:
         used = maps[router][0]
         replayed.append(used.equal(torch.zeros_like(used).scatter(1, given[layer].long(), True)))
-    live = [maps[router][0].equal(maps[router][1]) for name, router in every.items() if name.startswith("mtp.")]
+    live = [
+        maps[router][0].equal(maps[router][1])
+        for name, router in every.items()
+        if name.startswith("mtp.")
+    ]
     parallel.destroy()
     return replayed, live, [layer for layer, _ in decoder]
 

@@ -1,4 +1,6 @@
-"""RSPO through the real engine: gamma from the routers' own inputs and weights, and the same loss in every layout."""
+"""RSPO through the real engine: gamma from the routers' own inputs and weights, and the same loss
+in every layout.
+"""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +16,9 @@ RSPO = {"name": "rspo", "shift_floor": FLOOR}
 
 
 def router_logs(engine, batch, ids=None):
-    """(log softmax of every router per micro-batch [L, t, E], from hooks on their inputs; ids that they choose live)."""
+    """(log softmax of every router per micro-batch [L, t, E], from hooks on their inputs; ids that
+    they choose live).
+    """
     import torch
 
     from megatron_rl.engine.forward import to_device
@@ -22,24 +26,33 @@ def router_logs(engine, batch, ids=None):
 
     seen = {}
     handles = [
-        router.register_forward_pre_hook(lambda module, args, layer=layer: seen.setdefault(layer, []).append(args[0]))
+        router.register_forward_pre_hook(
+            lambda module, args, layer=layer: seen.setdefault(layer, []).append(args[0])
+        )
         for layer, router in moe_routers(engine.chunks)
     ]
     micro_batches = to_device(batch, engine.layout, engine.parallel.device)
     engine._forward(micro_batches, engine._update_routes(batch, None, "R3"))
     for handle in handles:
         handle.remove()
-    weights = {layer: router.weight.detach().double() for layer, router in moe_routers(engine.chunks)}
+    weights = {
+        layer: router.weight.detach().double() for layer, router in moe_routers(engine.chunks)
+    }
     return [
         torch.stack(
-            [(seen[layer][i].flatten(0, -2).double() @ weights[layer].T).log_softmax(-1) for layer in sorted(seen)]
+            [
+                (seen[layer][i].flatten(0, -2).double() @ weights[layer].T).log_softmax(-1)
+                for layer in sorted(seen)
+            ]
         )
         for i in range(len(micro_batches))
     ]
 
 
 def check_against_hooks(checkpoint):
-    """One rank: shift_t of the second update from inputs and weights of the routers before and after the first."""
+    """One rank: shift_t of the second update from inputs and weights of the routers before and
+    after the first.
+    """
     import torch
     import torch.distributed as dist
 
@@ -73,15 +86,25 @@ def check_against_hooks(checkpoint):
     routes = engine._update_routes(batch, None, "R3")
     worst, floors = 0.0, list[bool]()
     for micro_batch, route, a, b, trust in zip(
-        to_device(batch, engine.layout, engine.parallel.device), routes, before, after, seen[first:], strict=True
+        to_device(batch, engine.layout, engine.parallel.device),
+        routes,
+        before,
+        after,
+        seen[first:],
+        strict=True,
     ):
         change = (b - a).abs()
         for t in micro_batch.loss_mask.nonzero().flatten().tolist():
-            picked = [change[layer, t, route.replay[layer, t].long()].mean() for layer in range(len(change))]
+            picked = [
+                change[layer, t, route.replay[layer, t].long()].mean()
+                for layer in range(len(change))
+            ]
             expected = torch.stack(picked).mean().neg().exp()
             floors.append(bool(expected < FLOOR))
             worst = max(worst, float((expected.clamp(min=FLOOR) - trust[t]).abs()))
-    assert 0 < sum(floors) < len(floors) and floor_frac == pytest.approx(sum(floors) / len(floors)), floor_frac
+    assert 0 < sum(floors) < len(floors) and floor_frac == pytest.approx(
+        sum(floors) / len(floors)
+    ), floor_frac
     engine.parallel.destroy()
     dist.destroy_process_group()
     return worst
@@ -105,7 +128,13 @@ def train(checkpoint):
             sums = MetricSums()
             engine.update(batch, old, sums, replay="R3")
             metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
-            found.append((metrics["train/loss"], metrics["optim/grad_norm"], metrics["train/router_trust_mean"]))
+            found.append(
+                (
+                    metrics["train/loss"],
+                    metrics["optim/grad_norm"],
+                    metrics["train/router_trust_mean"],
+                )
+            )
         results[layout] = found
         engine.parallel.destroy()
     dist.destroy_process_group()

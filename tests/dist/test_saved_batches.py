@@ -1,4 +1,6 @@
-"""A saved mini-batch gives its loss, gradient and metrics again: bit for bit in its layout, within tolerance in another."""
+"""A saved mini-batch gives its loss, gradient and metrics again: bit for bit in its layout, within
+tolerance in another.
+"""
 
 import contextlib
 import dataclasses
@@ -20,14 +22,18 @@ SAVED = {
     "R3": {"cp": 2},
     "none": {"pp": 2},
 }
-"""Replay mode -> layout in which its bundle is saved; the other layouts of the list, and one rank, compute it again."""
+"""Replay mode -> layout in which its bundle is saved; the other layouts of the list, and one rank,
+compute it again.
+"""
 LOSS = {"kl_coef": 0.1}
 RSPO = {**LOSS, "name": "rspo", "shift_floor": 0.2}
 """Of the bundle without replay, as its source has it; its layers are on two stages."""
 
 
 def save_bundles(checkpoint, folder):
-    """Two updates; the second, with pi != pi_old, is saved before its weights change, and its results are returned."""
+    """Two updates; the second, with pi != pi_old, is saved before its weights change, and its
+    results are returned.
+    """
     import torch.distributed as dist
 
     from megatron_rl.checkpoint.bundle import results_of, write_bundle
@@ -43,7 +49,8 @@ def save_bundles(checkpoint, folder):
         batches = [
             # a policy version, as with rollout.max_staleness, adds metrics by the age of tokens
             dataclasses.replace(
-                random_batch(engine, seed=seed, with_sets=of_agent, episodes=of_agent), policy_version=2
+                random_batch(engine, seed=seed, with_sets=of_agent, episodes=of_agent),
+                policy_version=2,
             )
             for seed in (0, 1)
         ]
@@ -69,7 +76,9 @@ def save_bundles(checkpoint, folder):
 
 
 def save_where_due(checkpoint, folder):
-    """What BatchSaver does with gradients and KLs of several steps: [(names of the folders, reasons, lines)] per setting."""
+    """What BatchSaver does with gradients and KLs of several steps: [(names of the folders,
+    reasons, lines)] per setting.
+    """
     import torch.distributed as dist
 
     from megatron_rl.metrics.events import Events
@@ -96,7 +105,9 @@ def save_where_due(checkpoint, folder):
         cfg = engine.cfg.model_copy(update={"run": engine.cfg.run.model_copy(update=run)})
         lines = []
         cfg.run_dir.mkdir(parents=True, exist_ok=True)
-        saver = BatchSaver(cfg, engine, lines.append, Events(cfg.run_dir / f"events_{dist.get_rank()}.jsonl"))
+        saver = BatchSaver(
+            cfg, engine, lines.append, Events(cfg.run_dir / f"events_{dist.get_rank()}.jsonl")
+        )
         for step, value in enumerate(norms):
             saver.note_old_pass(batch, first)
             saver.look(step, batch, old, sums, value)
@@ -104,7 +115,9 @@ def save_where_due(checkpoint, folder):
         folders = sorted((cfg.run_dir / "batches").glob("*"))
         headers = [json.loads((each / "bundle.json").read_text()) for each in folders]
         weights = [(each / "weights" / "config.json").exists() for each in folders]
-        found.append(([each.name for each in folders], [each["reason"] for each in headers], weights, lines))
+        found.append(
+            ([each.name for each in folders], [each["reason"] for each in headers], weights, lines)
+        )
         found[-1] += (events_of(cfg.run_dir / f"events_{dist.get_rank()}.jsonl"),)
     found.append(save_in_vain(engine, folder, batch, old, norm))
     engine.parallel.destroy()
@@ -119,7 +132,9 @@ def events_of(path):
 
 
 def save_in_vain(engine, folder, batch, old, norm):
-    """Where rank 0 cannot make the folder, or cannot write the weights: (lines, what is left) each, on every rank."""
+    """Where rank 0 cannot make the folder, or cannot write the weights: (lines, what is left) each,
+    on every rank.
+    """
     import torch.distributed as dist
 
     from megatron_rl.metrics.reduce import MetricSums
@@ -128,7 +143,8 @@ def save_in_vain(engine, folder, batch, old, norm):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     found = []
-    for name, limit in (("no_folder", least), ("full", 50_000)):  # bytes of a file, less than the weights have
+    # bytes of a file, less than the weights have
+    for name, limit in (("no_folder", least), ("full", 50_000)):
         run = {"save_batches": "every 1", "dir": folder, "name": name}
         cfg = engine.cfg.model_copy(update={"run": engine.cfg.run.model_copy(update=run)})
         if name == "no_folder" and dist.get_rank() == 0:
@@ -154,7 +170,9 @@ def replay_bundles(folder):
     for replay, saved in SAVED.items():
         for layout in SAVED.values():
             text = ",".join(f"{name}={size}" for name, size in layout.items())
-            code = main([str(Path(folder) / replay), "--layout", text, "--device", "cpu", "--tokens", "3"])
+            code = main(
+                [str(Path(folder) / replay), "--layout", text, "--device", "cpu", "--tokens", "3"]
+            )
             found.append((replay, layout == saved, code))
     dist.destroy_process_group()
     return found
@@ -174,7 +192,9 @@ def test_every_layout_of_two_ranks_reproduces_what_another_saved(bundles):
 
 
 def replay_on_one_rank(folder):
-    """The bundles of R2 and of RSPO, each also changed, and wrong arguments: {case: (exit code, output)}."""
+    """The bundles of R2 and of RSPO, each also changed, and wrong arguments: {case: (exit code,
+    output)}.
+    """
     path, rspo = Path(folder) / "R2", Path(folder) / "none"
     found = {"R2": replay(path), "rspo": replay(rspo)}
     rewrite(path, lambda key, ids: (ids + 1) % 8 if key.endswith(":recorded") else ids)
@@ -182,7 +202,10 @@ def replay_on_one_rank(folder):
     found |= {"other experts": replay(path), "other router": replay(rspo)}
     rewrite(rspo, lambda key, values: None if ":router_" in key and "rows" not in key else values)
     found["no router"] = replay(rspo)
-    return found | {"no bundle": replay(path / "weights"), "bad layout": replay(path, "--layout", "tq=2")}
+    return found | {
+        "no bundle": replay(path / "weights"),
+        "bad layout": replay(path, "--layout", "tq=2"),
+    }
 
 
 def rewrite(folder, change):
@@ -207,7 +230,11 @@ def test_one_rank_reproduces_it_and_other_routes_do_not(bundles):
     code, text = found["R2"]
     assert code == 0, text
     assert "saved as tp2 ep2, computed as one rank" in text and text.count("pi/mu") == 1
-    assert f"{header['loss']:.9g}, here" in text and header["step"] == 3 and math.isfinite(header["grad_norm"])
+    assert (
+        f"{header['loss']:.9g}, here" in text
+        and header["step"] == 3
+        and math.isfinite(header["grad_norm"])
+    )
     assert len(re.findall(r"^  [+-]\d.*e[+-]\d", text, re.MULTILINE)) == 5, "five tokens"
     assert found["rspo"][0] == 0, found["rspo"][1]
     for case in ("other experts", "other router"):
@@ -223,7 +250,9 @@ def test_one_rank_reproduces_it_and_other_routes_do_not(bundles):
 def test_mini_batches_are_saved_when_due_and_where_something_is_wrong(bundles):
     ranks = run_ranks(save_where_due, 2, bundles / "moe", bundles / "runs")
     for *_, in_vain in ranks:
-        assert [(len(lines), left) for lines, left in in_vain] == [(1, [])] * 2, "training continues on every rank"
+        assert [(len(lines), left) for lines, left in in_vain] == [(1, [])] * 2, (
+            "training continues on every rank"
+        )
         assert all("not saved" in lines[0] for lines, _ in in_vain)
         assert "No space" in in_vain[1][0][0] or "File too large" in in_vain[1][0][0]
     every, last, gradients, kl, off, _ = ranks[0]
@@ -231,10 +260,22 @@ def test_mini_batches_are_saved_when_due_and_where_something_is_wrong(bundles):
     assert last[0] == ["last", "step_000002_update_0"] and last[2] == [False, True]
     assert "gradient norm nan" in last[1]
     assert gradients[0] == [f"step_00000{step}_update_0" for step in (2, 3, 4)], "the first three"
-    assert gradients[1][0] == "gradient norm inf" and "9e+06 above run.anomaly_grad_norm = 8e+06" in gradients[1][1]
-    assert len(gradients[3]) == 3 and all("megatron-rl replay-batch" in line for line in gradients[3])
+    assert (
+        gradients[1][0] == "gradient norm inf"
+        and "9e+06 above run.anomaly_grad_norm = 8e+06" in gradients[1][1]
+    )
+    assert len(gradients[3]) == 3 and all(
+        "megatron-rl replay-batch" in line for line in gradients[3]
+    )
     assert len(kl[0]) == 2 and "above run.anomaly_kl = 1e-09" in kl[1][0]
     assert off[0] == off[4] == every[4] == []
-    assert [event[:2] for event in gradients[4]] == [("anomaly", step) for step in range(2, 7)], "every one of them"
-    assert gradients[4][0][2] == "update 0: gradient norm inf" and [event[1] for event in last[4]] == [2]
-    assert [event[:2] for event in kl[4]] == [("anomaly", 1), ("anomaly", 2)] and "KL(mu, pi_old)" in kl[4][0][2]
+    assert [event[:2] for event in gradients[4]] == [("anomaly", step) for step in range(2, 7)], (
+        "every one of them"
+    )
+    assert gradients[4][0][2] == "update 0: gradient norm inf" and [
+        event[1] for event in last[4]
+    ] == [2]
+    assert [event[:2] for event in kl[4]] == [
+        ("anomaly", 1),
+        ("anomaly", 2),
+    ] and "KL(mu, pi_old)" in kl[4][0][2]

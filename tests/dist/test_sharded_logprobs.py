@@ -1,4 +1,6 @@
-"""Log-probs over real ranks: vocabulary shards against one rank, and an engine with the fused LM head against one without."""
+"""Log-probs over real ranks: vocabulary shards against one rank, and an engine with the fused LM
+head against one without.
+"""
 
 import tempfile
 from pathlib import Path
@@ -8,11 +10,14 @@ import pytest
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
-VOCABULARIES = ((64, 64), (61, 64), (40, 64))  # (real, padded): of 4 ranks, none, one partly and two wholly padding
+# (real, padded): of 4 ranks, none, one partly and two wholly padding
+VOCABULARIES = ((64, 64), (61, 64), (40, 64))
 
 
 def compare_shards():
-    """On one of four ranks: TP4 and TP2 (twice) against the entire vocabulary on this rank; largest differences."""
+    """On one of four ranks: TP4 and TP2 (twice) against the entire vocabulary on this rank; largest
+    differences.
+    """
     import torch.distributed as dist
 
     import megatron_rl.distributed  # noqa: F401  (CPU support first)
@@ -23,7 +28,9 @@ def compare_shards():
     for group in (dist.group.WORLD, pairs[dist.get_rank() // 2]):
         for vocab, padded in VOCABULARIES:
             for sets in (False, True):
-                worst[group.size(), vocab, "logits", sets] = compare_logits(group, vocab, padded, sets)
+                worst[group.size(), vocab, "logits", sets] = compare_logits(
+                    group, vocab, padded, sets
+                )
             for sequence_parallel in (False, True):
                 for sets in (False, True):
                     worst[group.size(), vocab, "fused", sequence_parallel, sets] = compare_fused(
@@ -39,7 +46,10 @@ def make_labels(vocab, padded, size, rows):
 
     labels = torch.randint(0, vocab, (rows,))
     borders = [
-        label for i in range(size) for label in (i * padded // size, (i + 1) * padded // size - 1) if label < vocab
+        label
+        for i in range(size)
+        for label in (i * padded // size, (i + 1) * padded // size - 1)
+        if label < vocab
     ]
     labels[: len(borders)] = torch.tensor(borders)
     return labels
@@ -53,13 +63,19 @@ def make_sets(labels, vocab):
 
     sizes = np.arange(len(labels)) % 4 + 1
     steps = [vocab // 4 if row % 2 else 1 for row in range(len(labels))]
-    ids = [(labels.tolist()[row] + step * steps[row]) % vocab for row, size in enumerate(sizes) for step in range(size)]
+    ids = [
+        (labels.tolist()[row] + step * steps[row]) % vocab
+        for row, size in enumerate(sizes)
+        for step in range(size)
+    ]
     tokens = np.where(np.arange(len(labels)) % 5 == 4, -1, np.arange(len(labels)))
     return sets_of_tokens([SamplingMask.of(sizes, np.array(ids))], tokens)
 
 
 def difference(got, expected):
-    """Largest, relative to values above one: a float32 log-prob of -25 has a rounding error of 2e-6."""
+    """Largest, relative to values above one: a float32 log-prob of -25 has a rounding error of
+    2e-6.
+    """
     return float(((got - expected).abs() / expected.abs().clamp(min=1.0)).max())
 
 
@@ -76,7 +92,9 @@ def compare_logits(group, vocab, padded, sets):
     whole, mine = logits.clone().requires_grad_(), logits[:, columns].clone().requires_grad_()
     kept = make_sets(labels, vocab) if sets else None
     expected = kept_token_logprobs(whole, labels, kept, vocab_size=vocab, temperature=0.9)
-    got = kept_token_logprobs(mine, labels, kept, vocab_size=vocab, temperature=0.9, tp_group=group, block_rows=7)
+    got = kept_token_logprobs(
+        mine, labels, kept, vocab_size=vocab, temperature=0.9, tp_group=group, block_rows=7
+    )
     torch.autograd.backward(expected[:2], weights)
     torch.autograd.backward(got[:2], weights)
     pairs = [*used(got, expected), (mine.grad, whole.grad[:, columns])]
@@ -133,7 +151,8 @@ def test_shards_of_the_vocabulary_equal_one_rank():
             gradients = differences_[len(values) :]
             assert len(gradients) == (2 if "fused" in case else 1)
             assert max(values) <= 1e-6, (case, values)
-            assert max(gradients) <= (3e-6 if "fused" in case else 1e-6), (case, gradients)  # d hidden: a sum of sums
+            # d hidden: a sum of sums
+            assert max(gradients) <= (3e-6 if "fused" in case else 1e-6), (case, gradients)
 
 
 LAYOUTS = {
@@ -148,13 +167,16 @@ LAYOUTS = {
 def checkpoints():
     with tempfile.TemporaryDirectory() as folder:
         yield [
-            random_checkpoint(Path(folder) / f"tied_{tied}", vocab_size=61, tie_word_embeddings=tied)
+            random_checkpoint(
+                Path(folder) / f"tied_{tied}", vocab_size=61, tie_word_embeddings=tied
+            )
             for tied in (False, True)
         ]
 
 
 def compare_engines(checkpoints):
-    """On one of two ranks: {case: differences of old log-probs, metrics, gradients, updates} of the two forms.
+    """On one of two ranks: {case: differences of old log-probs, metrics, gradients, updates} of the
+    two forms.
 
     The untied checkpoint's tokens have kept sets.
     """
@@ -162,13 +184,17 @@ def compare_engines(checkpoints):
 
     from megatron_rl.engine import fused_logprobs
 
-    fused_logprobs.CHUNK_BYTES["cpu"] = 5 * 64 * 4  # a handful of rows: every micro-batch takes several chunks
+    # a handful of rows: every micro-batch takes several chunks
+    fused_logprobs.CHUNK_BYTES["cpu"] = 5 * 64 * 4
     dist.init_process_group("gloo")
     found = {}
     for tied, checkpoint in enumerate(checkpoints):
         for name, layout in LAYOUTS.items():
             for dtype in ("float32", "bfloat16") if name == "tp2_sp" else ("float32",):
-                plain, fused = (one_update(checkpoint, layout, dtype, fused, sets=not tied) for fused in (False, True))
+                plain, fused = (
+                    one_update(checkpoint, layout, dtype, fused, sets=not tied)
+                    for fused in (False, True)
+                )
                 found[name, tied, dtype] = differences(plain, fused)
     dist.destroy_process_group()
     return found
@@ -185,7 +211,8 @@ def one_update(checkpoint, layout, dtype, fused, sets):
         checkpoint,
         parallel=layout,
         model={"fused_lm_head": fused, "dtype": dtype},
-        optim={"lr": 100.0, "eps": 1e-2, "distributed": layout == LAYOUTS["tp1"]},  # smooth steps, far above rounding
+        # smooth steps, far above rounding
+        optim={"lr": 100.0, "eps": 1e-2, "distributed": layout == LAYOUTS["tp1"]},
     )
     if engine.parallel.is_last_stage:
         x = torch.zeros(2, 3)
@@ -200,13 +227,17 @@ def one_update(checkpoint, layout, dtype, fused, sets):
     engine.update(batch, old, sums, replay="R3")
     metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
     gradients = [parameter.main_grad.clone() for parameter in parameters]
-    updates = [parameter.detach() - start for parameter, start in zip(parameters, before, strict=True)]
+    updates = [
+        parameter.detach() - start for parameter, start in zip(parameters, before, strict=True)
+    ]
     engine.parallel.destroy()
     return torch.cat(old.logprobs) if old.logprobs else torch.zeros(0), metrics, gradients, updates
 
 
 def check_old_logprobs(engine, batch):
-    """log pi~(y) of the layout against log pi of every id of the set, one pass each with it as the label, on the same rows."""
+    """log pi~(y) of the layout against log pi of every id of the set, one pass each with it as the
+    label, on the same rows.
+    """
     from dataclasses import replace
 
     import torch
@@ -223,12 +254,19 @@ def check_old_logprobs(engine, batch):
         parts = []
         for part in batch.micro_batches:
             kept = sets_of_tokens(part.sampling_masks, part.mask_tokens.numpy())
-            first, sizes = torch.from_numpy(kept.offsets[:-1]), torch.from_numpy(kept.offsets).diff()
+            first, sizes = (
+                torch.from_numpy(kept.offsets[:-1]),
+                torch.from_numpy(kept.offsets).diff(),
+            )
             place = first + torch.where(sizes > slot, slot, 0)
-            labels = torch.where(sizes > 0, kept.ids[place.clamp(max=len(kept.ids) - 1)], part.labels)
+            labels = torch.where(
+                sizes > 0, kept.ids[place.clamp(max=len(kept.ids) - 1)], part.labels
+            )
             parts.append(replace(part, labels=labels, sampling_masks=None, mask_tokens=None))
         whole.append([old_logprobs(parts), parts])
-    plain = old_logprobs([replace(part, sampling_masks=None, mask_tokens=None) for part in batch.micro_batches])
+    plain = old_logprobs(
+        [replace(part, sampling_masks=None, mask_tokens=None) for part in batch.micro_batches]
+    )
     for index, part in enumerate(batch.micro_batches if got else ()):
         rows = engine.layout.model_rows(part.cu_seqlens)
         kept = sets_of_tokens(part.sampling_masks, part.mask_tokens.numpy())
@@ -239,14 +277,21 @@ def check_old_logprobs(engine, batch):
         expected = torch.where(sizes > 0, plain[index].double() - mass, plain[index].double())
         assert float((got[index].double() - expected).abs().max()) <= 5e-6
     if got:
-        assert max(float((a - b).abs().max()) for a, b in zip(got, plain, strict=True)) > 0.1, "the sets have an effect"
+        assert max(float((a - b).abs().max()) for a, b in zip(got, plain, strict=True)) > 0.1, (
+            "the sets have an effect"
+        )
 
 
 def differences(plain, fused):
-    """Largest absolute difference of log-probs; of metrics, gradients and updates relative to the largest of their kind."""
+    """Largest absolute difference of log-probs; of metrics, gradients and updates relative to the
+    largest of their kind.
+    """
 
     def relative(a, b):
-        return max(float((x - y).abs().max() / max(float(x.abs().max()), 1e-30)) for x, y in zip(a, b, strict=True))
+        return max(
+            float((x - y).abs().max() / max(float(x.abs().max()), 1e-30))
+            for x, y in zip(a, b, strict=True)
+        )
 
     kept = [name for name in ("train/kept_entropy", "train/kept_mass") if name in plain[1]]
     names = ["optim/grad_norm", "train/entropy", "train/loss", *kept]
@@ -262,4 +307,7 @@ def test_the_fused_lm_head_trains_the_same(checkpoints):
         assert len(found) == 2 * (len(LAYOUTS) + 1)
         for case, measured in found.items():
             limits = (1e-5,) * 4 if case[2] == "float32" else (1e-3, 1e-3, 2e-2, 3e-2)
-            assert all(value <= limit for value, limit in zip(measured, limits, strict=True)), (case, measured)
+            assert all(value <= limit for value, limit in zip(measured, limits, strict=True)), (
+                case,
+                measured,
+            )

@@ -1,4 +1,6 @@
-"""run.trace in a run of two ranks with saved rollouts: real stages and collectives, their metrics, and `megatron-rl trace`."""
+"""run.trace in a run of two ranks with saved rollouts: real stages and collectives, their metrics,
+and `megatron-rl trace`.
+"""
 
 import json
 from datetime import timedelta
@@ -36,7 +38,9 @@ def train_traced(material: Path, work: Path) -> list[bool]:
     StepTrace.begin = watch
     run = {"trace": "every 2", "name": "run", "num_mini_batches": 2, "save_batches": "off"}
     cfg = load_config(
-        None, [], sections(material, work, steps=STEPS, run=run, parallel={"ep": 2}, replay={"mode": "R3"})
+        None,
+        [],
+        sections(material, work, steps=STEPS, run=run, parallel={"ep": 2}, replay={"mode": "R3"}),
     )
     train(cfg, material / "live")
     return [*seen, dist.all_reduce is original]
@@ -55,7 +59,10 @@ def read_step(run, step):
 
 
 def test_each_rank_writes_the_steps_that_are_due(run):
-    assert sorted(path.name for path in (run / "trace").iterdir() if path.is_dir()) == ["step_000002", "step_000004"]
+    assert sorted(path.name for path in (run / "trace").iterdir() if path.is_dir()) == [
+        "step_000002",
+        "step_000004",
+    ]
     for step in (2, 4):
         ranks = read_step(run, step)
         assert [(each.rank, each.step) for each in ranks] == [(0, step - 1), (1, step - 1)]
@@ -75,8 +82,12 @@ def test_the_stages_are_those_of_the_metrics_and_their_seconds_agree(run):
         assert of_rank_0.step == pytest.approx(measured["time/step"], abs=1e-5)
         assert of_rank_0.stages.keys() == {"rollout", "split", "old_logprob", "update", "other"}
         for stage in (*TIMED, "other"):
-            assert of_rank_0.stages.get(stage, 0.0) == pytest.approx(measured[f"time/{stage}"], abs=1e-5), stage
-        assert all(0 < each.waits["update"] <= each.stages["update"] + 1e-6 for each in summary.ranks)
+            assert of_rank_0.stages.get(stage, 0.0) == pytest.approx(
+                measured[f"time/{stage}"], abs=1e-5
+            ), stage
+        assert all(
+            0 < each.waits["update"] <= each.stages["update"] + 1e-6 for each in summary.ranks
+        )
 
 
 def test_collectives_and_parts_are_inside_their_stage(run):
@@ -86,20 +97,37 @@ def test_collectives_and_parts_are_inside_their_stage(run):
         assert len(update) == 2, "one per mini-batch"
         for stage in update:
             inside = [
-                e for e in spans if stage["ts"] <= e["ts"] and e["ts"] + e["dur"] <= stage["ts"] + stage["dur"] + 1e-3
+                e
+                for e in spans
+                if stage["ts"] <= e["ts"]
+                and e["ts"] + e["dur"] <= stage["ts"] + stage["dur"] + 1e-3
             ]
             names = [event["name"] for event in inside]
             assert names.count("gradient") == names.count("optimizer") == 1
-            exchanged = [e for e in inside if e["name"] == "all_to_all_single" and e["cat"] == "collective"]
-            assert exchanged and {event["args"]["ranks"] for event in exchanged} == {2}, "tokens to experts, ep = 2"
-    ends = [event["name"] for event in read_step(run, 4)[0].events if event["name"] in ("checkpoint", "evaluate")]
-    assert ends == ["checkpoint", "evaluate", "checkpoint"], "after the step, and at the end of the run"
+            exchanged = [
+                e for e in inside if e["name"] == "all_to_all_single" and e["cat"] == "collective"
+            ]
+            assert exchanged and {event["args"]["ranks"] for event in exchanged} == {2}, (
+                "tokens to experts, ep = 2"
+            )
+    ends = [
+        event["name"]
+        for event in read_step(run, 4)[0].events
+        if event["name"] in ("checkpoint", "evaluate")
+    ]
+    assert ends == ["checkpoint", "evaluate", "checkpoint"], (
+        "after the step, and at the end of the run"
+    )
 
 
 def test_the_command(run, tmp_path, capsys):
     assert command.main([str(run), "--picture", str(tmp_path / "step.png")]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("step 4: ") and "on 2 rank(s)" in text and str(run / "trace/step_000004.json.gz") in text
+    assert (
+        text.startswith("step 4: ")
+        and "on 2 rank(s)" in text
+        and str(run / "trace/step_000004.json.gz") in text
+    )
     assert [line.split()[0] for line in text.splitlines()[2:7]] == [
         "rollout",
         "split",
@@ -155,7 +183,13 @@ def test_every_way_to_call():
     """Batches as megatron-core's pipeline sends them; groups by position and by name."""
     waits = [("wait for batch_isend_irecv", None)] * 4
     alone = [("barrier", 1), ("all_reduce", 1), ("all_reduce", 1)]
-    expected = [("batch_isend_irecv", 2), *waits, *alone, ("all_reduce", 2), ("wait for all_reduce", None)]
+    expected = [
+        ("batch_isend_irecv", 2),
+        *waits,
+        *alone,
+        ("all_reduce", 2),
+        ("wait for all_reduce", None),
+    ]
     assert run_ranks(call_all_ways, 2) == [expected] * 2
 
 
@@ -176,8 +210,13 @@ def test_sampling_alone_is_traced(tmp_path, capsys):
     for step in (2, 4):
         assert command.main([str(run), "--step", str(step)]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0].startswith(f"step {step}: ") and [line.split()[0] for line in lines[2:4]] == [
+        assert lines[0].startswith(f"step {step}: ") and [
+            line.split()[0] for line in lines[2:4]
+        ] == [
             "rollout",
             "other",
         ]
-    assert sorted(path.name for path in (run / "trace").iterdir() if path.is_dir()) == ["step_000002", "step_000004"]
+    assert sorted(path.name for path in (run / "trace").iterdir() if path.is_dir()) == [
+        "step_000002",
+        "step_000004",
+    ]

@@ -1,4 +1,6 @@
-"""What the trainer writes about every token (rollout.save_tensors) is what it computed, in every layout."""
+"""What the trainer writes about every token (rollout.save_tensors) is what it computed, in every
+layout.
+"""
 
 import dataclasses
 import json
@@ -20,17 +22,22 @@ MORE_LAYOUTS = {
     "ep4": {"ep": 4},
     "tp2 ep2 etp1": {"tp": 2, "ep": 2, "etp": 1},
 }
-LOSS = {"clip_low": 0.002, "clip_high": 0.002, "weight_high": 1.001, "entropy_coef": 0.01}  # every flag somewhere
+# every flag somewhere
+LOSS = {"clip_low": 0.002, "clip_high": 0.002, "weight_high": 1.001, "entropy_coef": 0.01}
 NUM_BATCHES = 2
 
 
 def take(index, sample):
     """Every second episode is written, and the last one is left out of the loss."""
-    return dataclasses.replace(sample, save_tokens=index % 2 == 0, in_loss=index != 2, sampled_by=index % 2)
+    return dataclasses.replace(
+        sample, save_tokens=index % 2 == 0, in_loss=index != 2, sampled_by=index % 2
+    )
 
 
 def train_step(checkpoint, layout, folder, *, look=None):
-    """Two mini-batches of one step with the recorder; look: also called with what each update is computed from."""
+    """Two mini-batches of one step with the recorder; look: also called with what each update is
+    computed from.
+    """
     from megatron_rl.metrics.file_writer import FileWriter
     from megatron_rl.metrics.reduce import MetricSums
     from megatron_rl.trainer.token_recorder import TokenRecorder
@@ -45,7 +52,10 @@ def train_step(checkpoint, layout, folder, *, look=None):
     recorder = TokenRecorder(cfg, engine, files)
     batches = [
         dataclasses.replace(
-            random_batch(engine, num_sequences=12, seed=seed, with_sets=True, episodes=True, change=take), index=seed
+            random_batch(
+                engine, num_sequences=12, seed=seed, with_sets=True, episodes=True, change=take
+            ),
+            index=seed,
         )
         for seed in range(NUM_BATCHES)
     ]
@@ -70,7 +80,10 @@ def renamed(batch):
     """Ids are unique in a step."""
     samples = tuple(
         tuple(
-            dataclasses.replace(each, rollout=dataclasses.replace(each.rollout, id=f"{batch.index}-{each.rollout.id}"))
+            dataclasses.replace(
+                each,
+                rollout=dataclasses.replace(each.rollout, id=f"{batch.index}-{each.rollout.id}"),
+            )
             for each in part
         )
         for part in batch.samples
@@ -96,13 +109,17 @@ def record_layouts(checkpoint, folder, layouts):
 
 
 def record_alone(checkpoint, folder):
-    """On one rank: {id: what the model computed}, taken without the recorder: rows are sequences end to end there."""
+    """On one rank: {id: what the model computed}, taken without the recorder: rows are sequences
+    end to end there.
+    """
     import torch.distributed as dist
 
     from megatron_rl.replay.manager import ReplayManager
 
     dist.init_process_group("gloo")
-    chosen = []  # [mini-batch][micro-batch][layer]: (ids [T, K], scores [T, E]) of every router call of the old passes
+    # [mini-batch][micro-batch][layer]: (ids [T, K], scores [T, E]) of every router call of the old
+    # passes
+    chosen = []
     found = {}
     decide, run_pass = ReplayManager.decide, ReplayManager.run_pass
 
@@ -113,14 +130,22 @@ def record_alone(checkpoint, folder):
 
     def watched(self, layer, scores, live_topk):
         if not self._pass.training:
-            chosen[-1][self._pass.micro_batch][layer] = (live_topk(None)[1].numpy(), scores.detach().numpy())
+            chosen[-1][self._pass.micro_batch][layer] = (
+                live_topk(None)[1].numpy(),
+                scores.detach().numpy(),
+            )
         return decide(self, layer, scores, live_topk)
 
     def look(batch, tokens):
         part = batch.micro_batches[tokens.index]
-        for sample, start in zip(batch.samples[tokens.index], part.cu_seqlens.tolist(), strict=False):
+        for sample, start in zip(
+            batch.samples[tokens.index], part.cu_seqlens.tolist(), strict=False
+        ):
             rollout = sample.rollout
-            rows, predicts = slice(start, start + len(rollout.tokens) - 1), start + rollout.sampled - 1
+            rows, predicts = (
+                slice(start, start + len(rollout.tokens) - 1),
+                start + rollout.sampled - 1,
+            )
             routers = chosen[batch.index][tokens.index]
             found[rollout.id] = {
                 "old_logprobs": tokens.old_logprobs[predicts].numpy(),
@@ -143,7 +168,8 @@ def record_alone(checkpoint, folder):
     check_recomputed(run_dir, found)
     dist.destroy_process_group()
     return {
-        name: {key: value for key, value in each.items() if isinstance(value, np.ndarray)} | of_rollout(each)
+        name: {key: value for key, value in each.items() if isinstance(value, np.ndarray)}
+        | of_rollout(each)
         for name, each in found.items()
     }
 
@@ -160,40 +186,59 @@ def of_rollout(each):
 
 
 def check_recomputed(run_dir, found):
-    """weight, ratio, flags and loss follow from the written log-probs, the rollout's and the advantage."""
+    """weight, ratio, flags and loss follow from the written log-probs, the rollout's and the
+    advantage.
+    """
     import torch
 
     from megatron_rl.config import load_config
     from megatron_rl.loss import Sequences, policy_loss, token_shares
     from megatron_rl.trainer.token_files import Flag
 
-    config = load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}, "loss": LOSS}).loss
+    config = load_config(
+        None, [], {"model": {"path": "x"}, "data": {"train": "x"}, "loss": LOSS}
+    ).loss
     written = load_file(run_dir / "trained_000003.safetensors")
     all_flags = 0
     for name, each in found.items():
         if not each["sample"].save_tokens:
             continue
-        own = {kind: torch.from_numpy(written[f"{name}:{kind}"]) for kind in ("old_logprobs", "logprobs", "entropy")}
+        own = {
+            kind: torch.from_numpy(written[f"{name}:{kind}"])
+            for kind in ("old_logprobs", "logprobs", "entropy")
+        }
         size, in_loss = len(own["entropy"]), each["sample"].in_loss
         mask = torch.full((size,), in_loss)
         lengths = torch.full((size,), each["sample"].length)
         sequences = Sequences(torch.zeros(size, dtype=torch.int64), 1, lengths)
         mu = torch.from_numpy(each["rollout"].rollout_logprobs)
         loss = policy_loss(
-            own["logprobs"][0], own["old_logprobs"], mu, torch.full((size,), written[f"{name}:advantage"][0]), mask,
+            own["logprobs"][0], own["old_logprobs"], mu, torch.full((size,),
+            written[f"{name}:advantage"][0]), mask,
             sequences, config, entropy=own["entropy"],
         )  # fmt: skip
         batch = each["batch"]
-        counts = {"num_responses": batch.num_responses, "num_response_tokens": batch.num_response_tokens}
+        counts = {
+            "num_responses": batch.num_responses,
+            "num_response_tokens": batch.num_response_tokens,
+        }
         shares = config.scale * token_shares(loss, sequences, config, **counts)
         flags = (
-            loss.clipped_high * Flag.CLIPPED_HIGH | loss.clipped_low * Flag.CLIPPED_LOW | loss.bounded * Flag.BOUNDED
+            loss.clipped_high * Flag.CLIPPED_HIGH
+            | loss.clipped_low * Flag.CLIPPED_LOW
+            | loss.bounded * Flag.BOUNDED
         )
         flags |= int(not in_loss) * Flag.LEFT_OUT
         assert np.array_equal(written[f"{name}:flags"], flags.numpy()), name
-        assert np.array_equal(written[f"{name}:weight"], torch.where(mask, loss.weight, 0.0).numpy()), name
-        np.testing.assert_allclose(written[f"{name}:loss"], shares.numpy(), rtol=1e-6, atol=0, err_msg=name)
-        np.testing.assert_allclose(written[f"{name}:ratio"], loss.ratio.numpy(), rtol=1e-6, err_msg=name)
+        assert np.array_equal(
+            written[f"{name}:weight"], torch.where(mask, loss.weight, 0.0).numpy()
+        ), name
+        np.testing.assert_allclose(
+            written[f"{name}:loss"], shares.numpy(), rtol=1e-6, atol=0, err_msg=name
+        )
+        np.testing.assert_allclose(
+            written[f"{name}:ratio"], loss.ratio.numpy(), rtol=1e-6, err_msg=name
+        )
         all_flags |= int(np.bitwise_or.reduce(written[f"{name}:flags"]))
     expected = Flag.CLIPPED_HIGH | Flag.CLIPPED_LOW | Flag.BOUNDED | Flag.LEFT_OUT
     assert all_flags == expected, f"the test must meet every flag of this loss: {all_flags}"
@@ -223,7 +268,9 @@ def check_files(run_dir, computed, *, exact):
             if line["tensors"]:
                 assert f"{line['id']}:logprobs" in load_file(run_dir / line["tensors"])
     assert lines.keys() == computed.keys()
-    assert {name.rsplit(":", 1)[0] for name in written} == {name for name in computed if computed[name]["saved"]}
+    assert {name.rsplit(":", 1)[0] for name in written} == {
+        name for name in computed if computed[name]["saved"]
+    }
     tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 2e-5}
     for name, each in computed.items():
         line = lines[name]
@@ -231,7 +278,11 @@ def check_files(run_dir, computed, *, exact):
         if not each["saved"]:
             assert line["tensors"] is None
             continue
-        own = {key.rsplit(":", 1)[1]: value for key, value in written.items() if key.rsplit(":", 1)[0] == name}
+        own = {
+            key.rsplit(":", 1)[1]: value
+            for key, value in written.items()
+            if key.rsplit(":", 1)[0] == name
+        }
         for kind in ("old_logprobs", "logprobs", "entropy"):
             assert own[kind].shape == each[kind].shape and own[kind].dtype == np.float32
             np.testing.assert_allclose(own[kind], each[kind], **tolerance, err_msg=f"{name}:{kind}")
@@ -252,7 +303,9 @@ def check_line(line, name, each):
     gap = each["old_logprobs"].astype(np.float64) - each["mu"]
     stale = each["logprobs"][0].astype(np.float64) - each["old_logprobs"]
     if not each["in_loss"]:
-        assert line["kl"] is line["weight_mean"] is line["max_log_ratio"] is None and line["loss"] == 0
+        assert (
+            line["kl"] is line["weight_mean"] is line["max_log_ratio"] is None and line["loss"] == 0
+        )
         return
     assert line["kl"] == pytest.approx(-gap.mean(), abs=2e-5) and line["loss"] != 0
     assert line["kl_k3"] == pytest.approx((np.expm1(gap) - gap).mean(), rel=1e-3, abs=2e-5)

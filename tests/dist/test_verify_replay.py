@@ -1,5 +1,5 @@
-"""tools/megatron_rl_tools/verify_replay/verify_replay.py on real ranks: sound layouts pass, and every fault that is put in
-is caught and named."""
+"""tools/megatron_rl_tools/verify_replay/verify_replay.py on real ranks: sound layouts pass, and
+every fault that is put in is caught and named."""
 
 import contextlib
 import io
@@ -19,7 +19,16 @@ ROOT = Path(__file__).resolve().parents[2]
 FAULTS = ("offset", "layer", "order", "stale", "duplicate", "pad")
 LAYOUTS = {
     "cp2": ["--cp", "2", "--recompute", "full", "--num-layers", "2"],
-    "pp2": ["--pp", "2", "--recompute", "selective", "--layers-per-stage", "3,2", "--first-k-dense", "1"],
+    "pp2": [
+        "--pp",
+        "2",
+        "--recompute",
+        "selective",
+        "--layers-per-stage",
+        "3,2",
+        "--first-k-dense",
+        "1",
+    ],
     "tp2": ["--tp", "2", "--recompute", "selective", "--num-layers", "2"],
     "ep2": ["--ep", "2", "--dispatcher", "allgather", "--micro-batches", "3", "--num-layers", "2"],
     "padded": ["--format", "bshd", "--tp", "2", "--recompute", "full", "--num-layers", "2"],
@@ -37,7 +46,9 @@ OF_EPISODES = [
 
 
 def run_tool(commands):
-    """On a rank: the tool's main() for every argument list in turn -> (exit code, rank 0's report or None, stderr)."""
+    """On a rank: the tool's main() for every argument list in turn -> (exit code, rank 0's report
+    or None, stderr).
+    """
     import torch.distributed as dist
 
     from megatron_rl_tools.verify_replay.verify_replay import main
@@ -48,7 +59,9 @@ def run_tool(commands):
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main([*command, "--json", "--no-reference", "--device", "cpu"])
-        results.append((code, json.loads(out.getvalue()) if out.getvalue() else None, err.getvalue()))
+        results.append(
+            (code, json.loads(out.getvalue()) if out.getvalue() else None, err.getvalue())
+        )
     dist.destroy_process_group()
     return results
 
@@ -80,7 +93,9 @@ def failed(report: dict) -> list[str]:
 def covering() -> list[tuple[str, str, str]]:
     """Every fault in one of the layouts, in one of the modes; the rest is slow."""
     names = itertools.cycle(LAYOUTS)
-    return [(layout, mode, fault) for layout, mode, fault in zip(names, itertools.cycle(MODES), FAULTS)]
+    return [
+        (layout, mode, fault) for layout, mode, fault in zip(names, itertools.cycle(MODES), FAULTS)
+    ]
 
 
 SOUND = [(layout, mode, None) for layout in LAYOUTS for mode in MODES]
@@ -91,7 +106,12 @@ OTHER_BROKEN = [case for case in itertools.product(LAYOUTS, MODES, FAULTS) if ca
 def run_cases(cases) -> dict:
     """(layout, mode, fault or None) -> what every rank returned; all in one pair of processes."""
     commands = [
-        [*{**LAYOUTS, "episodes": EPISODES}[layout], "--mode", mode, *(["--break", fault] if fault else [])]
+        [
+            *{**LAYOUTS, "episodes": EPISODES}[layout],
+            "--mode",
+            mode,
+            *(["--break", fault] if fault else []),
+        ]
         for layout, mode, fault in cases
     ]
     ranks = run_ranks(run_tool, 2, commands, timeout=500)
@@ -120,7 +140,9 @@ def test_every_fault_is_caught_and_named(reports, layout, mode, fault):
 
 @pytest.mark.parametrize(("mode", "fault"), OF_EPISODES)
 def test_episodes_of_three_turns_and_their_faults(reports, mode, fault):
-    """Over two ranks of context parallelism; the routes of a wrong forward show where routers consume them."""
+    """Over two ranks of context parallelism; the routes of a wrong forward show where routers
+    consume them.
+    """
     (code, report, stderr), _ = reports["episodes", mode, fault]
     assert report is not None, stderr
     assert "3 turns each" in "\n".join(report["setup"])
@@ -151,7 +173,9 @@ def check_caught(ranks, layout, mode, fault) -> None:
     if mode == "R3" and fault != "offset":  # rows that move by one reach the pads too, or not
         assert ("(a) pads" in failed(report)) == (fault == "pad")
     first = next(check["detail"] for check in report["checks"] if not check["passed"])
-    assert all(word in first for word in ("rollout", "position", "MoE layer", "given", "consumed", "rank"))
+    assert all(
+        word in first for word in ("rollout", "position", "MoE layer", "given", "consumed", "rank")
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,8 +183,12 @@ def check_caught(ranks, layout, mode, fault) -> None:
     [("thd", "packed (thd)"), pytest.param("bshd", "padded (bshd)", marks=pytest.mark.slow)],
 )
 def test_under_torchrun_the_layout_is_compared_with_one_rank(form, name):
-    """The one rank packs its sequences: so a padded layout that passes also proves that both formats train equally."""
-    code, report = torchrun("--cp", "2", "--ep", "2", "--etp", "1", "--topk", "3", "--format", form, ranks=2)
+    """The one rank packs its sequences: so a padded layout that passes also proves that both
+    formats train equally.
+    """
+    code, report = torchrun(
+        "--cp", "2", "--ep", "2", "--etp", "1", "--topk", "3", "--format", form, ranks=2
+    )
     assert (code, failed(report)) == (0, [])
     assert name in "\n".join(report["setup"])
     names = [check["name"] for check in report["checks"]]
@@ -181,15 +209,24 @@ def test_under_torchrun_a_fault_on_one_rank_ends_the_job_with_an_error():
 
 @pytest.mark.slow
 def test_a_users_configuration_is_proven_with_a_cut_down_model(tmp_path):
-    """48 layers, 128 experts, top-8 as in the TOML's checkpoint; its pp and recompute are taken over."""
+    """48 layers, 128 experts, top-8 as in the TOML's checkpoint; its pp and recompute are taken
+    over.
+    """
     from megatron_rl_tools.verify_replay.fingerprints import small_config
 
     hf = small_config(num_layers=48, num_experts=128, top_k=8, first_k_dense=3, tp=1, etp=1)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps({**hf, "hidden_size": 2048, "vocab_size": 151936}))
-    toml = f'[model]\npath = "{tmp_path}/model"\nrecompute = "full"\n[data]\ntrain = "x"\n[parallel]\npp = 2\n'
+    (tmp_path / "model/config.json").write_text(
+        json.dumps({**hf, "hidden_size": 2048, "vocab_size": 151936})
+    )
+    toml = (
+        f'[model]\npath = "{tmp_path}/model"\nrecompute = "full"\n[data]\ntrain ='
+        ' "x"\n[parallel]\npp = 2\n'
+    )
     (tmp_path / "my.toml").write_text(toml)
-    code, report = torchrun("--model", str(tmp_path / "my.toml"), "--shrink", "--mode", "R2", ranks=2)
+    code, report = torchrun(
+        "--model", str(tmp_path / "my.toml"), "--shrink", "--mode", "R2", ranks=2
+    )
     assert (code, failed(report)) == (0, [])
     text = "\n".join(report["setup"])
     assert "6 layers (3 dense), 128 experts, top-8" in text
@@ -213,10 +250,19 @@ def test_a_model_that_plan_knows_is_proven_by_its_name():
         (["--break", "mask"], "--break mask needs an episode of several turns: add --turns 3"),
         (["--break", "forward", "--turns", "3", "--mode", "R2"], "has no effect with --mode R2"),
         (["--model", "nowhere"], "no such file or directory, nor one of qwen3-30b-a3b"),
-        (["--model", "qwen3-30b-a3b"], "add --shrink: its complete weights would have to be written here"),
-        (["--pp", "2", "--vp", "2", "--micro-batches", "3"], "needs a multiple of pp; use 4, or --vp 1"),
+        (
+            ["--model", "qwen3-30b-a3b"],
+            "add --shrink: its complete weights would have to be written here",
+        ),
+        (
+            ["--pp", "2", "--vp", "2", "--micro-batches", "3"],
+            "needs a multiple of pp; use 4, or --vp 1",
+        ),
         (["--layers-per-stage", "2,2"], "must name 1 stages"),
-        (["--layers-per-stage", "5", "--num-layers", "4"], "adds up to 5, the model's num_hidden_layers is 4"),
+        (
+            ["--layers-per-stage", "5", "--num-layers", "4"],
+            "adds up to 5, the model's num_hidden_layers is 4",
+        ),
         (["--layers-per-stage", "2,,2"], "--layers-per-stage: invalid"),
         (
             ["--router", "sigmoid-groups", "--topk", "3"],
@@ -237,14 +283,29 @@ def test_invalid_arguments_are_refused(arguments, reason, capsys):
 
 @pytest.mark.slow
 def test_interleaved_uneven_stages_under_every_recompute_mode():
-    """vp2 with stages of 2, 1, 2 and 2 layers, the first dense; block recompute runs the first layer of each chunk again."""
+    """vp2 with stages of 2, 1, 2 and 2 layers, the first dense; block recompute runs the first
+    layer of each chunk again.
+    """
     layout = ["--pp", "2", "--vp", "2", "--layers-per-stage", "2,1,2,2", "--first-k-dense", "1"]
     modes = ["none", "full", "block", "selective"]
-    commands = [[*layout, "--recompute", mode, "--micro-batches", count] for mode in modes for count in ("2", "4")]
-    for command, (code, report, stderr) in zip(commands, run_ranks(run_tool, 2, commands)[0], strict=True):
+    commands = [
+        [*layout, "--recompute", mode, "--micro-batches", count]
+        for mode in modes
+        for count in ("2", "4")
+    ]
+    for command, (code, report, stderr) in zip(
+        commands, run_ranks(run_tool, 2, commands)[0], strict=True
+    ):
         assert (code, report and failed(report)) == (0, []), (command, stderr, report)
         given, again = (
-            next((check["detail"] for check in report["checks"] if check["name"] == f"(a) update {name}"), "0 routes")
+            next(
+                (
+                    check["detail"]
+                    for check in report["checks"]
+                    if check["name"] == f"(a) update {name}"
+                ),
+                "0 routes",
+            )
             for name in ("forward", "recompute")
         )
         layers = {"none": 0, "full": 6, "block": 3, "selective": 6}[command[-3]]
@@ -255,12 +316,17 @@ def test_gradients_that_differ_are_named():
     from megatron_rl_tools.verify_replay.verify_replay import compare_gradients
 
     reference = {"a": torch.ones(4), "b": torch.full((4,), 1e-3), "zero": torch.zeros(2)}
-    assert compare_gradients({name: tensor.clone() for name, tensor in reference.items()}, reference).passed
+    assert compare_gradients(
+        {name: tensor.clone() for name, tensor in reference.items()}, reference
+    ).passed
     for name, wrong in {"a": 1.001, "b": 1.001e-3, "zero": 1e-3, "nan": float("nan")}.items():
         other = {key: tensor.clone() for key, tensor in reference.items()}
         other["a" if name == "nan" else name][1] = wrong
         check = compare_gradients(other, reference)
-        assert not check.passed and "1 of 3 tensors differ; largest relative difference" in check.detail
+        assert (
+            not check.passed
+            and "1 of 3 tensors differ; largest relative difference" in check.detail
+        )
         assert f"in {'a' if name == 'nan' else name} " in check.detail
 
 
@@ -269,7 +335,10 @@ def test_a_route_consumed_twice_or_never_is_a_failure():
 
     given = {("r", position, 0): (position, 9) for position in range(3)}
     expected = Expected(given, {}, {"r": (0, 0)})
-    rows = [Seen(("r", position), 0, "forward", (position, 9), (0, 1), 0, 0, position) for position in range(3)]
+    rows = [
+        Seen(("r", position), 0, "forward", (position, 9), (0, 1), 0, 0, position)
+        for position in range(3)
+    ]
     assert check_consumed("x", rows, expected, 2).passed
     for broken, text in ((rows[:2], "0 times"), ([*rows, rows[1]], "2 times")):
         check = check_consumed("x", broken, expected, 2)

@@ -1,4 +1,6 @@
-"""HF -> megatron -> HF is bit-exact in every layout; written checkpoints; the converter; errors name the damage."""
+"""HF -> megatron -> HF is bit-exact in every layout; written checkpoints; the converter; errors
+name the damage.
+"""
 
 from pathlib import Path
 
@@ -24,7 +26,14 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_ranks(plain: Path, odd: Path) -> None:
-    layouts = [{"tp": 2}, {"ep": 2}, {"pp": 2}, {"pp": 2, "vp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {}]
+    layouts = [
+        {"tp": 2},
+        {"ep": 2},
+        {"pp": 2},
+        {"pp": 2, "vp": 2},
+        {"tp": 2, "ep": 2, "etp": 1},
+        {},
+    ]
     cases = [
         *((plain, layout, "float32") for layout in layouts),
         (odd, {"tp": 2}, "bfloat16"),
@@ -35,7 +44,10 @@ def test_two_ranks(plain: Path, odd: Path) -> None:
 
 def test_four_ranks(plain: Path, odd: Path) -> None:
     layouts = [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}, {"tp": 2, "ep": 2, "etp": 2}]
-    cases = [*((plain, layout, "float32") for layout in layouts), (odd, {"tp": 2, "pp": 2}, "bfloat16")]
+    cases = [
+        *((plain, layout, "float32") for layout in layouts),
+        (odd, {"tp": 2, "pp": 2}, "bfloat16"),
+    ]
     run_ranks(check_round_trip, 4, cases)
 
 
@@ -47,7 +59,11 @@ def check_round_trip(cases: list[tuple[Path, dict, str]]) -> None:
 
     for number, (path, layout, dtype) in enumerate(cases):
         chunks, spec, _, parallel = build(path, dtype=dtype, **layout)
-        names = [name for name, tensor in export_hf(chunks, spec, parallel) if (tensor is None) == (parallel.rank > 0)]
+        names = [
+            name
+            for name, tensor in export_hf(chunks, spec, parallel)
+            if (tensor is None) == (parallel.rank > 0)
+        ]
         assert sorted(names) == sorted(name for entry in entries(spec) for name in entry.hf_names)
         out = path / "out" / str(number)
         stream = parts(chunks, spec, parallel)
@@ -56,7 +72,9 @@ def check_round_trip(cases: list[tuple[Path, dict, str]]) -> None:
             written = read_weights(out)
             original = read_weights(path)
             assert set(written) == set(original), layout
-            different = [name for name, tensor in original.items() if not torch.equal(tensor, written[name])]
+            different = [
+                name for name, tensor in original.items() if not torch.equal(tensor, written[name])
+            ]
             assert not different, f"{layout}: {different[:3]}"
         parallel.destroy()
 
@@ -69,7 +87,11 @@ def parts(chunks, spec, parallel):
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in path.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def test_one_rank(plain: Path, tmp_path: Path) -> None:
@@ -104,7 +126,9 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
     )
     assert (out / "config.json").read_bytes() == (path / "config.json").read_bytes()
     assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o644}
-    assert [entry.name for entry in scratch.iterdir()] == ["exported"], "temporary directories remain"
+    assert [entry.name for entry in scratch.iterdir()] == ["exported"], (
+        "temporary directories remain"
+    )
     load_hf(chunks, out, spec, parallel)
     with pytest.raises(CheckpointError, match="lm_head"):
         most = [each for each in parts(chunks, spec, parallel) if each.name != "lm_head.weight"]
@@ -146,17 +170,22 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
         "--out",
         str(scratch / "hf"),
     ]
-    conversion_sides.BLOCK_BYTES = 512  # a few rows at a time of what core itself saved, never a complete chunk
+    # a few rows at a time of what core itself saved, never a complete chunk
+    conversion_sides.BLOCK_BYTES = 512
     torch_dist._create_file_view = None
     assert main(command) == 0
     written = read_weights(scratch / "hf")
     original = read_weights(path)
     assert written.keys() == original.keys()
-    assert [key for key, tensor in original.items() if not tensor.equal(written[key])] == [], "what core itself saved"
+    assert [key for key, tensor in original.items() if not tensor.equal(written[key])] == [], (
+        "what core itself saved"
+    )
 
 
 def test_converted_on_two_ranks_it_loads_in_every_layout(odd: Path, tmp_path: Path) -> None:
-    """Both ranks write; megatron-core loads the result, with its padded vocabulary and tied embeddings; and back."""
+    """Both ranks write; megatron-core loads the result, with its padded vocabulary and tied
+    embeddings; and back.
+    """
     run_ranks(check_converter, 2, odd, tmp_path, [{"tp": 2}, {"ep": 2}, {"pp": 2}])
 
 
@@ -171,15 +200,31 @@ def check_converter(path: Path, scratch: Path, layouts: list[dict]) -> None:
     conversion_sides.BLOCK_BYTES = 512  # a few rows at a time
     dist.init_process_group("gloo")  # kept: the tool would end one of its own
     original, size = read_weights(path), ["--file-gb", "0.0001"]
-    assert main(["hf-to-megatron", "--hf", str(path), "--out", str(scratch / "megatron"), *size]) == 0
+    assert (
+        main(["hf-to-megatron", "--hf", str(path), "--out", str(scratch / "megatron"), *size]) == 0
+    )
     for layout in layouts:
         chunks, spec, _, parallel = build(path, dtype="bfloat16", load=False, **layout)
-        state = dist_checkpointing.load({"model": chunks[0].sharded_state_dict()}, str(scratch / "megatron"))
+        state = dist_checkpointing.load(
+            {"model": chunks[0].sharded_state_dict()}, str(scratch / "megatron")
+        )
         chunks[0].load_state_dict(state["model"])
         for name, tensor in export_hf(chunks, spec, parallel):
             assert tensor is None or tensor.equal(original[name]), f"{layout}: {name}"
         parallel.destroy()
-    assert main(["megatron-to-hf", "--megatron", str(scratch / "megatron"), "--out", str(scratch / "hf"), *size]) == 0
+    assert (
+        main(
+            [
+                "megatron-to-hf",
+                "--megatron",
+                str(scratch / "megatron"),
+                "--out",
+                str(scratch / "hf"),
+                *size,
+            ]
+        )
+        == 0
+    )
     written = read_weights(scratch / "hf")
     assert written.keys() == original.keys()
     assert [name for name, tensor in original.items() if not tensor.equal(written[name])] == []
@@ -202,15 +247,27 @@ def check_saved_by_core(plain: Path, odd: Path, scratch: Path) -> None:
     for number, (path, layout) in enumerate(
         [(odd, {"tp": 2}), (plain, {"tp": 2, "ep": 2, "etp": 1}), (plain, {"pp": 2})]
     ):
-        chunks, _, _, parallel = build(path, dtype="bfloat16" if path == odd else "float32", **layout)
+        chunks, _, _, parallel = build(
+            path, dtype="bfloat16" if path == odd else "float32", **layout
+        )
         megatron, hf = scratch / f"megatron{number}", scratch / f"hf{number}"
         if parallel.rank == 0:
             megatron.mkdir()
         dist.barrier()
         dist_checkpointing.save({"model": chunks[0].sharded_state_dict()}, str(megatron))
         parallel.destroy()
-        command = ["megatron-to-hf", "--megatron", str(megatron), "--config", str(path), "--out", str(hf)]
+        command = [
+            "megatron-to-hf",
+            "--megatron",
+            str(megatron),
+            "--config",
+            str(path),
+            "--out",
+            str(hf),
+        ]
         assert main(command) == 0
         original, written = read_weights(path), read_weights(hf)
         assert written.keys() == original.keys()
-        assert [name for name, tensor in original.items() if not tensor.equal(written[name])] == [], layout
+        assert [
+            name for name, tensor in original.items() if not tensor.equal(written[name])
+        ] == [], layout

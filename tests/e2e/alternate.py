@@ -1,4 +1,5 @@
-"""megatron_rl.train with rollout.release_memory on the CPU, where a run is refused: its servers answer and keep their memory.
+"""megatron_rl.train with rollout.release_memory on the CPU, where a run is refused: its servers
+answer and keep their memory.
 
 The trainer's side, the order of the calls and the weights that arrive are those of a GPU.
 """

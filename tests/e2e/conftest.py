@@ -1,4 +1,6 @@
-"""One real SGLang server on a tiny float32 checkpoint, shared by the end-to-end tests: it takes 15-40 s to start."""
+"""One real SGLang server on a tiny float32 checkpoint, shared by the end-to-end tests: it takes
+15-40 s to start.
+"""
 
 from pathlib import Path
 
@@ -20,7 +22,11 @@ def no_run_is_left():
 @pytest.fixture(scope="session")
 def rollout_config() -> RolloutConfig:
     return RolloutConfig(
-        dtype="float32", max_total_tokens=8192, max_running_requests=16, request_timeout_seconds=60.0, max_retries=2
+        dtype="float32",
+        max_total_tokens=8192,
+        max_running_requests=16,
+        request_timeout_seconds=60.0,
+        max_retries=2,
     )
 
 
@@ -31,9 +37,15 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sglang_server(tiny_checkpoint: Path, rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory):
-    """Tests may push weights; whoever does takes the version from /model_info and pushes a higher one."""
+def sglang_server(
+    tiny_checkpoint: Path, rollout_config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
+):
+    """Tests may push weights; whoever does takes the version from /model_info and pushes a higher
+    one.
+    """
     log_path = tmp_path_factory.mktemp("server") / "sglang.log"
-    with launch_server(tiny_checkpoint, rollout_config, device="cpu", log_path=log_path, seed=0) as server:
+    with launch_server(
+        tiny_checkpoint, rollout_config, device="cpu", log_path=log_path, seed=0
+    ) as server:
         assert isinstance(server, Server)
         yield server

@@ -21,30 +21,41 @@ def hf_model(checkpoint: Path) -> Qwen3MoeForCausalLM:
 
 
 @torch.no_grad()
-def hf_logprobs_and_routes(checkpoint: Path, rollout: Rollout, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """(float32 [R] log-probs of the sampled tokens, [S - 1, L, K] experts, sorted in each row) from one forward pass."""
+def hf_logprobs_and_routes(
+    checkpoint: Path, rollout: Rollout, temperature: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(float32 [R] log-probs of the sampled tokens, [S - 1, L, K] experts, sorted in each row) from
+    one forward pass.
+    """
     model = hf_model(checkpoint)
     output = model(torch.from_numpy(rollout.tokens)[None], output_router_logits=True)
     logprobs = torch.log_softmax(output.logits[0] / temperature, dim=-1)
     sampled = torch.from_numpy(rollout.sampled)
     top_k = model.config.num_experts_per_tok
     routes = torch.stack([logits.topk(top_k).indices for logits in output.router_logits], dim=1)
-    return logprobs[sampled - 1, torch.from_numpy(rollout.tokens)[sampled]].numpy(), routes[:-1].sort(-1).values.numpy()
+    return logprobs[sampled - 1, torch.from_numpy(rollout.tokens)[sampled]].numpy(), routes[
+        :-1
+    ].sort(-1).values.numpy()
 
 
 @torch.no_grad()
 def as_sampled(checkpoints: Mapping[int, Path], rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-    """The same, where the weights of checkpoints[version] compute each token whose next one they sampled, once, over the keys and
-    values that older weights left: what a server does whose weights change in place."""
+    """The same, where the weights of checkpoints[version] compute each token whose next one they
+    sampled, once, over the keys and values that older weights left: what a server does whose
+    weights change in place."""
     versions, cache = of_rows(rollout), DynamicCache()
     logprobs, routes = [], []
     for version in dict.fromkeys(versions.tolist()):
         model = hf_model(checkpoints[version])
         tokens = torch.from_numpy(rollout.tokens[:-1][versions == version])
-        output = model(tokens[None], past_key_values=cache, use_cache=True, output_router_logits=True)
+        output = model(
+            tokens[None], past_key_values=cache, use_cache=True, output_router_logits=True
+        )
         logprobs.append(torch.log_softmax(output.logits[0], dim=-1))
         top_k = model.config.num_experts_per_tok
-        routes.append(torch.stack([logits.topk(top_k).indices for logits in output.router_logits], dim=1))
+        routes.append(
+            torch.stack([logits.topk(top_k).indices for logits in output.router_logits], dim=1)
+        )
     sampled = torch.from_numpy(rollout.sampled)
     chosen = torch.cat(logprobs)[sampled - 1, torch.from_numpy(rollout.tokens)[sampled]]
     return chosen.numpy(), torch.cat(routes).sort(-1).values.numpy()
@@ -52,7 +63,9 @@ def as_sampled(checkpoints: Mapping[int, Path], rollout: Rollout) -> tuple[np.nd
 
 def of_rows(rollout: Rollout) -> np.ndarray:
     """[S - 1]: the version that sampled the next token of each row; of the prompt's, the first one."""
-    return np.concatenate([np.full(rollout.prompt_length - 1, rollout.policy_versions[0]), rollout.policy_versions])
+    return np.concatenate(
+        [np.full(rollout.prompt_length - 1, rollout.policy_versions[0]), rollout.policy_versions]
+    )
 
 
 TIE = 1e-5
@@ -60,10 +73,12 @@ TIE = 1e-5
 
 
 def wrong_tokens(checkpoint: Path, rollout: Rollout, temperature: float = 1.0) -> tuple[int, int]:
-    """(log-probs of the response that differ by 1e-4 or more, rows of prompt and response with another expert in a layer).
+    """(log-probs of the response that differ by 1e-4 or more, rows of prompt and response with
+    another expert in a layer).
 
-    Where experts differ, transformers runs again with the recorded ones: all later tokens follow from the choice.  A row is
-    wrong unless each of its experts is, within TIE, as good as any that was not taken.
+    Where experts differ, transformers runs again with the recorded ones: all later tokens follow
+    from the choice.  A row is wrong unless each of its experts is, within TIE, as good as any that
+    was not taken.
     """
     logprobs, routes = hf_logprobs_and_routes(checkpoint, rollout, temperature)
     recorded = rollout.routed_experts
@@ -73,13 +88,17 @@ def wrong_tokens(checkpoint: Path, rollout: Rollout, temperature: float = 1.0) -
             logprobs, _ = hf_logprobs_and_routes(checkpoint, rollout, temperature)
             lost = lost_probability(checkpoint, rollout)
         wrong_rows = int((lost > TIE).any(1).sum())
-        print(f"{rollout.id}: {(lost > 0).sum()} ties, at most {lost.max():.1e} of probability lost")
+        print(
+            f"{rollout.id}: {(lost > 0).sum()} ties, at most {lost.max():.1e} of probability lost"
+        )
     return int((np.abs(rollout.rollout_logprobs - logprobs) >= 1e-4).sum()), wrong_rows
 
 
 @torch.no_grad()
 def lost_probability(checkpoint: Path, rollout: Rollout) -> np.ndarray:
-    """[S - 1, L]: by how much the best expert that was not taken is better than the worst that was; 0 where none is."""
+    """[S - 1, L]: by how much the best expert that was not taken is better than the worst that was;
+    0 where none is.
+    """
     output = hf_model(checkpoint)(torch.from_numpy(rollout.tokens)[None], output_router_logits=True)
     scores = torch.stack([logits.softmax(-1)[:-1] for logits in output.router_logits], dim=1)
     taken = torch.zeros_like(scores, dtype=torch.bool).scatter(

@@ -1,4 +1,6 @@
-"""A run whose rollouts have two turns, as a user starts it: what it writes, and what its checks say of it."""
+"""A run whose rollouts have two turns, as a user starts it: what it writes, and what its checks say
+of it.
+"""
 
 import asyncio
 import json
@@ -20,13 +22,20 @@ from megatron_rl_tools.check_rollouts.check_rollouts import check_run
 from megatron_rl_tools.check_rollouts.model_sizes import open_model
 from tests.e2e.test_train import make_material, metrics_of, start, wait_for
 
-FUNCTION = ("--agent.function", "examples.agents.two_attempts:rollout", "--rollout.max_response_tokens", "24")
+FUNCTION = (
+    "--agent.function",
+    "examples.agents.two_attempts:rollout",
+    "--rollout.max_response_tokens",
+    "24",
+)
 
 
 @pytest.mark.slow
 def test_a_run_of_two_attempts(tmp_path):
     material = make_material(tmp_path, num_hidden_layers=3)
-    process = start(material, tmp_path, steps=2, extra=(*FUNCTION, "--rollout.save_tensors", "true"))
+    process = start(
+        material, tmp_path, steps=2, extra=(*FUNCTION, "--rollout.save_tensors", "true")
+    )
     output = tmp_path / "output.txt"
     assert process.wait(400) == 0, output.read_text()
     run = tmp_path / "runs/run"
@@ -35,8 +44,15 @@ def test_a_run_of_two_attempts(tmp_path):
     assert len(steps) == 2
     for row in steps:
         assert 1.0 < row["rollout/turns_mean"] <= 2.0 == row["rollout/turns_max"]
-        assert row["episode/attempts"] == row["rollout/turns_mean"] and row["rollout/environment_length_mean"] > 0
-        assert row["rollout/environment_seconds_mean"] <= row["rollout/environment_seconds_max"] < row["time/step"]
+        assert (
+            row["episode/attempts"] == row["rollout/turns_mean"]
+            and row["rollout/environment_length_mean"] > 0
+        )
+        assert (
+            row["rollout/environment_seconds_mean"]
+            <= row["rollout/environment_seconds_max"]
+            < row["time/step"]
+        )
         # fp32 on both sides: over both turns the trainer computes what the server sampled
         assert row["train/logratio_abs_mean"] <= 1e-4 and row["routing/replayed_mismatch"] == 0
         assert row["routing/router_mismatch"] <= 0.001 or row["routing/flip_margin_max"] < 1e-4
@@ -47,8 +63,11 @@ def test_a_run_of_two_attempts(tmp_path):
     for record in several:
         tokens = tensors[f"{record.id}:tokens"]
         ((first, end),) = tensors[f"{record.id}:environment"]
-        assert tokens[first:end].tolist() == tokens[: record.prompt_length].tolist()  # the question again
-        assert len(tokens) == record.prompt_length + record.response_length + record.environment_length
+        # the question again
+        assert tokens[first:end].tolist() == tokens[: record.prompt_length].tolist()
+        assert (
+            len(tokens) == record.prompt_length + record.response_length + record.environment_length
+        )
         assert record.reward in (0.0, 0.5)
     report = check_run(run, open_model(material / "moe", "bfloat16"), step=1)
     assert not report.findings, report.findings
@@ -67,7 +86,8 @@ async def patient(session, prompt):
 def unfinished_episodes(checkpoint):
     """(id, tokens) of the episodes that were cut short, of at least one complete turn.
 
-    Without those of a prompt that was drawn twice: the run may end before it trains on the second group of the same ids.
+    Without those of a prompt that was drawn twice: the run may end before it trains on the second
+    group of the same ids.
     """
     found, ids = [], []
     for path in checkpoint.glob("rollouts_*.safetensors"):
@@ -76,7 +96,12 @@ def unfinished_episodes(checkpoint):
                 for each in group["responses"]:
                     ids.append(each["id"])
                     if each["finish_reason"] == "abort" and each.get("turns"):
-                        found.append((each["id"], file.get_tensor(f"{place}/{each['index']}:tokens").tolist()))
+                        found.append(
+                            (
+                                each["id"],
+                                file.get_tensor(f"{place}/{each['index']}:tokens").tolist(),
+                            )
+                        )
     return [(id_, tokens) for id_, tokens in found if ids.count(id_) == 1]
 
 
@@ -84,16 +109,34 @@ def trained_on(run, step):
     """(id, tokens) of the rollouts of a step, of all replicas."""
     files = run.glob(f"rollouts*_{step:06d}.safetensors")
     tensors = [each for file in files for each in load_file(file).items()]
-    return [(name.removesuffix(":tokens"), each.tolist()) for name, each in tensors if name.endswith(":tokens")]
+    return [
+        (name.removesuffix(":tokens"), each.tolist())
+        for name, each in tensors
+        if name.endswith(":tokens")
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_episodes_in_flight_continue_after_a_signal(tmp_path):
-    """One step ahead, over-sampled by half; stopped by SIGTERM twice, and resumed from the checkpoint."""
+    """One step ahead, over-sampled by half; stopped by SIGTERM twice, and resumed from the
+    checkpoint.
+    """
     material = make_material(tmp_path, num_hidden_layers=3)
-    function = ("--agent.function", "tests.e2e.test_agent_run:patient", "--rollout.max_response_tokens", "48")
-    ahead = ("--rollout.max_staleness", "2", "--rollout.weight_update", "abort", "--rollout.max_concurrency", "2")
+    function = (
+        "--agent.function",
+        "tests.e2e.test_agent_run:patient",
+        "--rollout.max_response_tokens",
+        "48",
+    )
+    ahead = (
+        "--rollout.max_staleness",
+        "2",
+        "--rollout.weight_update",
+        "abort",
+        "--rollout.max_concurrency",
+        "2",
+    )
     partial = (*ahead, "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
     extra = (*function, *partial, "--rollout.save_tensors", "true", "--optim.schedule", "constant")
     run, done, kept = tmp_path / "runs/run", 0, {}
@@ -114,17 +157,24 @@ def test_episodes_in_flight_continue_after_a_signal(tmp_path):
     for saved, episodes in kept.items():
         later = [rollout for step in range(saved + 1, done + 3) for rollout in trained[step]]
         for id_, tokens in episodes:
-            found = [whole for name, whole in later if name == id_]  # a prompt is drawn again, perhaps in one step
-            assert not found or any(whole[: len(tokens)] == tokens for whole in found), f"{id_} was sampled again"
+            # a prompt is drawn again, perhaps in one step
+            found = [whole for name, whole in later if name == id_]
+            assert not found or any(whole[: len(tokens)] == tokens for whole in found), (
+                f"{id_} was sampled again"
+            )
             number += bool(found)
     assert number
     assert check_run(run, open_model(material / "moe", "bfloat16"), step=done + 1).findings == ()
     steps = [row for row in metrics_of(tmp_path) if "train/loss" in row]
     assert (
-        all(row["routing/replayed_mismatch"] == 0 for row in steps) and len({row["step"] for row in steps}) == done + 2
+        all(row["routing/replayed_mismatch"] == 0 for row in steps)
+        and len({row["step"] for row in steps}) == done + 2
     )
     assert steps[-1]["rollout/resumed_episodes_total"] > 0
-    assert all(row["rollout/diverged_episodes_total"] == row["rollout/lost_samples_total"] == 0 for row in steps)
+    assert all(
+        row["rollout/diverged_episodes_total"] == row["rollout/lost_samples_total"] == 0
+        for row in steps
+    )
 
 
 KILLS = 3
@@ -135,13 +185,33 @@ KILLS = 3
 def test_a_run_that_is_killed_loses_nothing(tmp_path):
     """SIGKILL to a rank, three times, at random points of steps with episodes in flight.
 
-    Sampling is random; but the run must be, bit for bit, one that was never disturbed and trained on the rollouts it saved.
+    Sampling is random; but the run must be, bit for bit, one that was never disturbed and trained
+    on the rollouts it saved.
     """
     material = make_material(tmp_path, num_hidden_layers=3)
     rng, run, done = random.Random(0), tmp_path / "runs/run", 0
-    same = ("--optim.schedule", "constant", "--checkpoint.every", "1", "--rollout.save_tensors", "true")
-    function = ("--agent.function", "tests.e2e.test_agent_run:patient", "--rollout.max_response_tokens", "48")
-    ahead = ("--rollout.max_staleness", "2", "--rollout.weight_update", "abort", "--rollout.max_concurrency", "2")
+    same = (
+        "--optim.schedule",
+        "constant",
+        "--checkpoint.every",
+        "1",
+        "--rollout.save_tensors",
+        "true",
+    )
+    function = (
+        "--agent.function",
+        "tests.e2e.test_agent_run:patient",
+        "--rollout.max_response_tokens",
+        "48",
+    )
+    ahead = (
+        "--rollout.max_staleness",
+        "2",
+        "--rollout.weight_update",
+        "abort",
+        "--rollout.max_concurrency",
+        "2",
+    )
     partial = (*ahead, "--rollout.partial", "resume", "--rollout.over_sample", "0.5")
     for _ in range(KILLS):
         process = start(material, tmp_path, steps=10_000, extra=(*same, *function, *partial))
@@ -162,7 +232,11 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path):
     again = ("--run.name", "undisturbed", "--from-rollouts", str(run))
     process = start(material, tmp_path, steps=done + 2, extra=(*same, *function, *partial, *again))
     assert process.wait(1800) == 0, (tmp_path / "output.txt").read_text()
-    ends = [latest_checkpoint(tmp_path / f"runs/{name}/checkpoints") for name in ("run", "undisturbed")]
+    ends = [
+        latest_checkpoint(tmp_path / f"runs/{name}/checkpoints") for name in ("run", "undisturbed")
+    ]
     assert [int(end.name[5:11]) for end in ends] == [done + 2] * 2
-    files = [{n: d for n, d in read_manifest(end).files.items() if n.endswith(".distcp")} for end in ends]
+    files = [
+        {n: d for n, d in read_manifest(end).files.items() if n.endswith(".distcp")} for end in ends
+    ]
     assert len(files[0]) >= 2 and files[0] == files[1]

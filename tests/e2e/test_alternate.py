@@ -1,5 +1,6 @@
-"""Time-sharing in a whole run: two ranks free and restore their memory around a real server's sampling, evaluations and
-checkpoints, and every step samples from the weights of the step before."""
+"""Time-sharing in a whole run: two ranks free and restore their memory around a real server's
+sampling, evaluations and checkpoints, and every step samples from the weights of the step
+before."""
 
 import re
 
@@ -9,7 +10,8 @@ from tests.e2e import test_train
 from tests.e2e.test_train import make_material, metrics_of, weights_in
 
 OPTIONS = (
-    "--rollout.release_memory", "--rollout.max_server_restarts", "0", "--checkpoint.every", "1", "--eval.every", "1",
+    "--rollout.release_memory", "--rollout.max_server_restarts", "0", "--checkpoint.every", "1",
+    "--eval.every", "1",
     "--optim.distributed", "true",
 )  # fmt: skip
 
@@ -20,18 +22,31 @@ def test_a_run_in_which_trainer_and_servers_alternate(tmp_path, monkeypatch):
     popen = test_train.subprocess.Popen
 
     def alternating(command, **options):
-        return popen([part.replace("megatron_rl.train", "tests.e2e.alternate") for part in command], **options)
+        return popen(
+            [part.replace("megatron_rl.train", "tests.e2e.alternate") for part in command],
+            **options,
+        )
 
     monkeypatch.setattr(test_train.subprocess, "Popen", alternating)
     process = test_train.start(material, tmp_path, steps=3, push="colocated", extra=OPTIONS)
     assert process.wait(600) == 0, (tmp_path / "output.txt").read_text()
     rows = metrics_of(tmp_path)
     steps = [row for row in rows if "train/loss" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3] and sum("eval/held/avg@2" in row for row in rows) == 4
-    assert all(row["train/logratio_abs_mean"] <= 1e-4 for row in steps), "the servers had other weights"
+    assert [row["step"] for row in steps] == [1, 2, 3] and sum(
+        "eval/held/avg@2" in row for row in rows
+    ) == 4
+    assert all(row["train/logratio_abs_mean"] <= 1e-4 for row in steps), (
+        "the servers had other weights"
+    )
     assert all(row["time/weight_sync"] > 0 for row in steps)
     trained, initial = weights_in(tmp_path / "runs/run/hf"), weights_in(material / "moe")
     assert any(not trained[name].equal(initial[name]) for name in initial)
     log = (tmp_path / "runs/run/server.log").read_text()
-    calls = re.findall(r"POST /(release_memory_occupation|resume_memory_occupation|generate)\b", log)
-    assert calls.count("resume_memory_occupation") == 2 * (calls.count("release_memory_occupation") - 1) or calls == []
+    calls = re.findall(
+        r"POST /(release_memory_occupation|resume_memory_occupation|generate)\b", log
+    )
+    assert (
+        calls.count("resume_memory_occupation")
+        == 2 * (calls.count("release_memory_occupation") - 1)
+        or calls == []
+    )

@@ -1,4 +1,5 @@
-"""A real SGLang server of models that Megatron-Bridge builds: after a weight sync it samples what the trainer computes.
+"""A real SGLang server of models that Megatron-Bridge builds: after a weight sync it samples what
+the trainer computes.
 
 They need Megatron-Bridge: make test-bridge.
 """
@@ -14,7 +15,9 @@ from tests.dist.launch import run_ranks
 pytestmark = [needs_bridge, pytest.mark.slow]
 
 SERVED = ("glm4_moe",)
-"""Families that SGLang can run on a CPU without AMX; results/families.md says why others are not among them."""
+"""Families that SGLang can run on a CPU without AMX; results/families.md says why others are not
+among them.
+"""
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -35,15 +38,25 @@ def check_served(root: Path) -> None:
     rollout = {"dtype": "float32", "max_total_tokens": 4096, "max_running_requests": 16}
     engine = make_engine(root / "trained", model={"provider": "bridge"}, rollout=rollout)
     cfg, spec = engine.cfg, engine.spec
-    with launch_server(root / "served", cfg.rollout, device="cpu", seed=0, log_path=root / "server.log") as server:
+    with launch_server(
+        root / "served", cfg.rollout, device="cpu", seed=0, log_path=root / "server.log"
+    ) as server:
         pusher = WeightPusher(
-            [server.url], checkpoint=root / "trained", dtype=torch.float32, transport="distributed", bucket_mb=1,
+            [server.url], checkpoint=root / "trained", dtype=torch.float32, transport="distributed",
+            bucket_mb=1,
             device=torch.device("cpu"), timeout_seconds=60, disk_dir=root, verify_every=1,
         )  # fmt: skip
         report = pusher.push(lambda: engine.export_parts(1), 1)
-        client = RolloutClient([server.url], cfg.rollout, spec=spec, want_routes=bool(spec.moe_layers))
-        prompts = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 2 + i, 40, 7, 22, 31, 8), label="") for i in range(4)]
-        groups = client.generate(prompts, 4, temperature=1.0, max_tokens=24, stop_token_ids=(), policy_version=1)
+        client = RolloutClient(
+            [server.url], cfg.rollout, spec=spec, want_routes=bool(spec.moe_layers)
+        )
+        prompts = [
+            Prompt(id=f"q{i}", text="", token_ids=(5, 9, 2 + i, 40, 7, 22, 31, 8), label="")
+            for i in range(4)
+        ]
+        groups = client.generate(
+            prompts, 4, temperature=1.0, max_tokens=24, stop_token_ids=(), policy_version=1
+        )
         parity = compare(engine, groups, cfg)
         print(f"{spec.architecture}: {report.verified} tensors verified, {parity}")
         pusher.close()

@@ -1,4 +1,6 @@
-"""`make demo` in bf16 on both sides: the demo's own script against a real server, and wrong models against the same answers."""
+"""`make demo` in bf16 on both sides: the demo's own script against a real server, and wrong models
+against the same answers.
+"""
 
 import json
 import math
@@ -38,17 +40,33 @@ def demo(tmp_path_factory) -> Path:
             if "norm" not in name:
                 parameter.normal_(0.0, 0.3 if "gate.weight" in name or "lm_head" in name else 0.1)
     train, heldout = sums(0, 8)
-    write_checkpoint(folder / MODEL, model, {"digest": settings.digest, "heldout_accuracy": 0.0}, train[:64], heldout)
+    write_checkpoint(
+        folder / MODEL,
+        model,
+        {"digest": settings.digest, "heldout_accuracy": 0.0},
+        train[:64],
+        heldout,
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def output(demo) -> str:
-    """What `make demo STEPS=2 NAME=bf16 ARGS='--model.dtype bfloat16'` prints, with small steps whose rollouts are kept."""
-    small = ("--run.prompts_per_step", "16", "--eval.samples", "1", "--rollout.save_tensors", "True")
+    """What `make demo STEPS=2 NAME=bf16 ARGS='--model.dtype bfloat16'` prints, with small steps
+    whose rollouts are kept.
+    """
+    small = (
+        "--run.prompts_per_step",
+        "16",
+        "--eval.samples",
+        "1",
+        "--rollout.save_tensors",
+        "True",
+    )
     done = subprocess.run(
         ["bash", "examples/tiny_cpu/run.sh", "--model.dtype", "bfloat16", *small],
-        cwd=demo, env=os.environ | {"STEPS": "2", "NAME": "bf16"}, capture_output=True, text=True, timeout=400,
+        cwd=demo, env=os.environ | {"STEPS": "2", "NAME": "bf16"}, capture_output=True, text=True,
+        timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -56,32 +74,47 @@ def output(demo) -> str:
 
 def test_a_bf16_trainer_and_a_bf16_server_start_and_train(demo, output):
     assert "up to date" in output and "SGLang" in output
-    assert re.search(r"^parity: trainer bfloat16, server bfloat16: \|log mu - log pi\| mean \d\.\de-0\d ", output, re.M)
+    assert re.search(
+        r"^parity: trainer bfloat16, server bfloat16: \|log mu - log pi\| mean \d\.\de-0\d ",
+        output,
+        re.M,
+    )
     assert "WARNING" not in output
-    rows = [json.loads(line) for line in (demo / "runs/bf16/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (demo / "runs/bf16/metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if "train/loss" in row]
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
-        assert all(math.isfinite(row[name]) for name in ("rollout/reward_mean", "train/loss", "optim/grad_norm"))
+        assert all(
+            math.isfinite(row[name])
+            for name in ("rollout/reward_mean", "train/loss", "optim/grad_norm")
+        )
         assert row["train/nonfinite_frac"] == 0 and row["optim/skipped_updates"] == 0
-        assert 1e-5 < row["train/logratio_abs_mean"] < 0.1, "bf16 on both sides, the same weights after every push"
+        assert 1e-5 < row["train/logratio_abs_mean"] < 0.1, (
+            "bf16 on both sides, the same weights after every push"
+        )
         assert row["routing/replayed_mismatch"] == 0
     assert list((demo / "runs/bf16/hf").glob("*.safetensors"))
 
 
 def test_wrong_models_are_refused_in_bf16(demo, output):
-    """The rollouts of step 1 are the served checkpoint's: with its weights the parity check passes, with wrong ones
-    it does not."""
+    """The rollouts of step 1 are the served checkpoint's: with its weights the parity check passes,
+    with wrong ones it does not."""
     ((warnings, refused),) = run_ranks(check_demo, 1, demo, timeout=200)
     assert not warnings
     wrong = {
-        "layer 2 of another seed", "all layers of another seed", "rope theta 100 times smaller", "experts of layer 2 permuted",
-        "experts of all layers permuted", "temperature 0.7 instead of 1", "answers shifted by one token",
+        "layer 2 of another seed", "all layers of another seed", "rope theta 100 times smaller",
+        "experts of layer 2 permuted",
+        "experts of all layers permuted", "temperature 0.7 instead of 1",
+        "answers shifted by one token",
     }  # fmt: skip
     assert wrong <= refused.keys()
     for text in refused.values():
         assert re.search(
-            r"rollout\.parity_(max_logprob_diff|min_expert_overlap) = [\d.]+, the limit of a bfloat16 trainer", text
+            r"rollout\.parity_(max_logprob_diff|min_expert_overlap) = [\d.]+, the limit of a"
+            r" bfloat16 trainer",
+            text,
         )
 
 
@@ -98,7 +131,9 @@ def check_demo(demo: Path) -> tuple[list[str], dict[str, str]]:
     os.chdir(demo)  # the configuration's paths are relative to it
     run = Path("runs/bf16")
     cfg = load_config(run / "config.toml", ["--parallel.ep", "1", "--run.name", "wrong"])
-    engine = Engine(cfg, make_parallel(cfg.parallel, device="cpu", timeout_minutes=2), total_updates=1)
+    engine = Engine(
+        cfg, make_parallel(cfg.parallel, device="cpu", timeout_minutes=2), total_updates=1
+    )
     groups = SavedSteps(run, cfg, engine.spec).groups(0, 0, 1)
     limits, warnings, refused = parity_limits(cfg, "bfloat16"), [], {}
     compare(engine, groups, cfg).check(limits, warnings.append)
@@ -114,20 +149,29 @@ def check_demo(demo: Path) -> tuple[list[str], dict[str, str]]:
 
 @pytest.mark.slow
 def test_the_tiny_model_learns_to_call_a_calculator(tmp_path):
-    """`make demo-tools`, half of its steps: calls, right answers, the experts of every turn's own request."""
+    """`make demo-tools`, half of its steps: calls, right answers, the experts of every turn's own
+    request.
+    """
     for name in ("examples", "megatron_rl", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     done = subprocess.run(
         ["bash", "examples/tools_cpu/run.sh"],
-        cwd=tmp_path, env=os.environ | {"STEPS": "20"}, capture_output=True, text=True, timeout=3000,
+        cwd=tmp_path, env=os.environ | {"STEPS": "20"}, capture_output=True, text=True,
+        timeout=3000,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    rows = [json.loads(line) for line in (tmp_path / "runs/demo-tools/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "runs/demo-tools/metrics.jsonl").read_text().splitlines()
+    ]
     before, after = (row["eval/heldout/avg@2"] for row in rows if "eval/heldout/avg@2" in row)
     assert after >= before + 0.3
     steps = [row for row in rows if "train/loss" in row]
     assert steps[-1]["episode/tool_calls"] > steps[0]["episode/tool_calls"] + 0.5
-    assert all(row["routing/replayed_mismatch"] == 0 < row["rollout/environment_length_mean"] for row in steps)
+    assert all(
+        row["routing/replayed_mismatch"] == 0 < row["rollout/environment_length_mean"]
+        for row in steps
+    )
     assert 2 <= steps[-1]["rollout/turns_mean"] < 4
     assert {"episode/tool_errors", "rollout/environment_seconds_mean"} <= steps[-1].keys()

@@ -1,6 +1,8 @@
-"""explain-mismatch against a real server: causes that are injected are named, a healthy pair is not accused.
+"""explain-mismatch against a real server: causes that are injected are named, a healthy pair is not
+accused.
 
-The full table is `make explain-faults` (tests/mismatch/table.py); here are two of its cases on the shared server.
+The full table is `make explain-faults` (tests/mismatch/table.py); here are two of its cases on the
+shared server.
 """
 
 from pathlib import Path
@@ -18,7 +20,9 @@ ON_SHARED = {case.name: case for case in CASES if case.server == "qwen3_moe"}
 
 
 @pytest.fixture(scope="module")
-def served(sglang_server, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
+def served(
+    sglang_server, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Served:
     return Served(sglang_server.url, tiny_checkpoint, tmp_path_factory.mktemp("explain"))
 
 
@@ -33,20 +37,34 @@ def test_the_cause_is_named(name, served):
 @pytest.mark.parametrize("kind", SERVERS)
 def test_the_whole_table(kind, tmp_path):
     with serve(kind, tmp_path) as served:
-        wrong = {case.name: found for case in CASES if case.server == kind and (found := check(case, served))}
+        wrong = {
+            case.name: found
+            for case in CASES
+            if case.server == kind and (found := check(case, served))
+        }
     assert not wrong
-    assert sum(bool(case.expected) for case in CASES) >= 15 and sum(not case.expected for case in CASES) >= 5
+    assert (
+        sum(bool(case.expected) for case in CASES) >= 15
+        and sum(not case.expected for case in CASES) >= 5
+    )
 
 
 def test_bad_input_names_what_to_change(served, tmp_path, capsys):
-    """Nothing listens there; the checkpoint of another model; something drops the routes; prompts that do not fit."""
+    """Nothing listens there; the checkpoint of another model; something drops the routes; prompts
+    that do not fit.
+    """
     other = random_checkpoint(tmp_path / "other", num_hidden_layers=2)
     model = str(served.checkpoint)
     with proxy(served.url, no_routes) as without_routes:
         cases = {
             ("--url", "http://127.0.0.1:9", "--model", model): "--url http://127.0.0.1:9",
             ("--url", served.url, "--model", str(other)): "has layers = 4, this run needs 2",
-            ("--url", without_routes, "--model", model): "restart it with --enable-return-routed-experts",
+            (
+                "--url",
+                without_routes,
+                "--model",
+                model,
+            ): "restart it with --enable-return-routed-experts",
             (
                 "--url",
                 served.url,

@@ -1,5 +1,5 @@
-"""Weights of a real SGLang server change while it samples (rollout.weight_update = in_place): versions, log-probs and experts of
-every token are those of the forward that sampled it."""
+"""Weights of a real SGLang server change while it samples (rollout.weight_update = in_place):
+versions, log-probs and experts of every token are those of the forward that sampled it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,10 @@ from tests.tiny import changed_checkpoint, random_checkpoint
 pytestmark = pytest.mark.slow
 
 MAX_TOKENS, GROUP = 200, 4
-PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i), label="") for i in range(4)]
+PROMPTS = [
+    Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i), label="")
+    for i in range(4)
+]
 SETTINGS = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "stop_token_ids": ()}
 
 
@@ -30,28 +33,39 @@ class Checkpoints(dict[int, Path]):
     """Version -> weights, so different that every mistake shows."""
 
     def __missing__(self, version: int) -> Path:
-        self[version] = changed_checkpoint(self[0].parent / f"version_{version}", self[0], 0.1, seed=version)
+        self[version] = changed_checkpoint(
+            self[0].parent / f"version_{version}", self[0], 0.1, seed=version
+        )
         return self[version]
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Checkpoints:
     # without an end token, so that requests are still in flight when weights change
-    return Checkpoints({0: random_checkpoint(tmp_path_factory.mktemp("in_place") / "version_0", eos_token_id=None)})
+    return Checkpoints(
+        {0: random_checkpoint(tmp_path_factory.mktemp("in_place") / "version_0", eos_token_id=None)}
+    )
 
 
 @pytest.fixture(scope="module")
 def inference(checkpoints):
     """With a server of its own, started as a run with in_place starts it; it has weights 0."""
     cfg = one_rank_config(
-        checkpoints[0], weight_update="in_place", max_staleness=3, max_total_tokens=8192, max_running_requests=16
+        checkpoints[0],
+        weight_update="in_place",
+        max_staleness=3,
+        max_total_tokens=8192,
+        max_running_requests=16,
     )
     pushed = {"version": 0}
 
     def export():
         return load_file(checkpoints[pushed["version"]] / "model.safetensors").items()
 
-    with make_server_pool(cfg) as pool, one_rank_inference(cfg, TINY_SPEC, export, pool) as inference:
+    with (
+        make_server_pool(cfg) as pool,
+        one_rank_inference(cfg, TINY_SPEC, export, pool) as inference,
+    ):
         check_in_place(server_info(inference.urls[0]), cfg.rollout)
         inference.next_weights = lambda: pushed.update(version=inference.version + 1)
         inference.push(0)
@@ -75,7 +89,13 @@ def finish(inference: Inference, groups: list[PartialGroup]) -> list[Rollout]:
     inference.wait(inference.version, is_enough=lambda: all(group.is_complete for group in groups))
     inference.end("abort")
     counters = inference.client.counters
-    assert counters.dropped.total() == counters.failures.total() == counters.lost_samples == counters.cut_samples == 0
+    assert (
+        counters.dropped.total()
+        == counters.failures.total()
+        == counters.lost_samples
+        == counters.cut_samples
+        == 0
+    )
     return [rollout for group in groups for rollout in group.closed().rollouts]
 
 

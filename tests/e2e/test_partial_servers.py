@@ -1,5 +1,5 @@
-"""Responses and episodes that a real SGLang server cut short and continued under other weights: each token is of its recorded
-version."""
+"""Responses and episodes that a real SGLang server cut short and continued under other weights:
+each token is of its recorded version."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +25,17 @@ from tests.words import word_tokenizer
 pytestmark = pytest.mark.slow
 
 MAX_TOKENS, GROUP = 200, 4
-PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i), label="") for i in range(6)]
+PROMPTS = [
+    Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i), label="")
+    for i in range(6)
+]
 
 
 @pytest.fixture
 def push(sglang_server, tiny_checkpoint, tmp_path):
-    """push(checkpoint) -> the version that the shared server has then; in the end it has its own weights again."""
+    """push(checkpoint) -> the version that the shared server has then; in the end it has its own
+    weights again.
+    """
     pusher = WeightPusher(
         [sglang_server.url],
         checkpoint=tiny_checkpoint,
@@ -53,7 +58,9 @@ def push(sglang_server, tiny_checkpoint, tmp_path):
 
 
 def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_config, tmp_path):
-    """Real responses, cut where an abort could cut them, continue under other weights, twice; and with one group kept, uncut."""
+    """Real responses, cut where an abort could cut them, continue under other weights, twice; and
+    with one group kept, uncut.
+    """
     settings = {"partial": "resume", "over_sample": 1.0, "max_staleness": 4}
     cfg = rollout_config.model_copy(update=settings)
     client = RolloutClient([sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True)
@@ -67,13 +74,24 @@ def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_con
         client.fill(groups, sampling, keep=1)  # whatever is aborted by then
         client.fill(groups, sampling)
         if seed != 13:
-            groups = [PartialGroup(group.prompt, GROUP, prefixes=cut_all(group)) for group in groups]
-    assert client.counters.lost_samples == client.counters.dropped.total() == 0 < client.counters.resumed_samples
+            groups = [
+                PartialGroup(group.prompt, GROUP, prefixes=cut_all(group)) for group in groups
+            ]
+    assert (
+        client.counters.lost_samples
+        == client.counters.dropped.total()
+        == 0
+        < client.counters.resumed_samples
+    )
     rollouts = [rollout for group in groups for rollout in group.closed().rollouts]
     for rollout in rollouts:
-        assert tuple(rollout.tokens[: rollout.prompt_length]) in {prompt.token_ids for prompt in PROMPTS}
+        assert tuple(rollout.tokens[: rollout.prompt_length]) in {
+            prompt.token_ids for prompt in PROMPTS
+        }
         assert rollout.finish_reason == ("stop" if rollout.tokens[-1] in (1, 2) else "length")
-        assert not set(rollout.tokens[rollout.prompt_length : -1].tolist()) & {1, 2}, "it continued after its end"
+        assert not set(rollout.tokens[rollout.prompt_length : -1].tolist()) & {1, 2}, (
+            "it continued after its end"
+        )
         assert_is_from_its_versions(checkpoints, rollout)
     spans = [len(version_spans(rollout.policy_versions)) for rollout in rollouts]
     assert sum(number > 1 for number in spans) > len(spans) // 2 and max(spans) == 3
@@ -87,13 +105,19 @@ async def three_turns(session, prompt):
     return session.finish()
 
 
-def test_episodes_continue_under_the_weights_of_a_push(push, sglang_server, rollout_config, tmp_path):
-    """One of six groups is complete; the episodes of the others are cut wherever they are, and weights are pushed, twice."""
+def test_episodes_continue_under_the_weights_of_a_push(
+    push, sglang_server, rollout_config, tmp_path
+):
+    """One of six groups is complete; the episodes of the others are cut wherever they are, and
+    weights are pushed, twice.
+    """
     settings = {"partial": "resume", "over_sample": 1.0, "max_staleness": 4}
     cfg = rollout_config.model_copy(update=settings)
     agent = AgentConfig(function=f"{__name__}:three_turns")
     runner = EpisodeRunner(agent, word_tokenizer(), TINY_SPEC.vocab_size, cfg.max_retries)
-    client = RolloutClient([sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True, episodes=runner)
+    client = RolloutClient(
+        [sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True, episodes=runner
+    )
     checkpoints: dict[int, Path] = {}
     groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
     for seed, keep in ((21, 1), (22, 3), (23, len(groups))):
@@ -110,15 +134,23 @@ def test_episodes_continue_under_the_weights_of_a_push(push, sglang_server, roll
         assert_is_from_its_versions(checkpoints, rollout)
     spans = [version_spans(rollout.policy_versions) for rollout in rollouts]
     in_a_turn = [
-        bool((np.diff(rollout.policy_versions)[np.diff(rollout.sampled) == 1] > 0).any()) for rollout in rollouts
+        bool((np.diff(rollout.policy_versions)[np.diff(rollout.sampled) == 1] > 0).any())
+        for rollout in rollouts
     ]
     assert any(in_a_turn) and any(len(each) > 1 for each in spans)
-    print(f"{len(spans)} episodes in {sum(map(len, spans))} spans, {sum(in_a_turn)} changed in a turn; {counters}")
+    print(
+        f"{len(spans)} episodes in {sum(map(len, spans))} spans, {sum(in_a_turn)} changed in a"
+        f" turn; {counters}"
+    )
 
 
 def cut_all(group: PartialGroup) -> dict[int, Rollout]:
     """Two thirds of every response of more than one token."""
-    return {k: cut(r, r.response_length * 2 // 3) for k, r in group.rollouts.items() if r.response_length > 1}
+    return {
+        k: cut(r, r.response_length * 2 // 3)
+        for k, r in group.rollouts.items()
+        if r.response_length > 1
+    }
 
 
 def cut(rollout: Rollout, num_tokens: int) -> Rollout:
@@ -136,10 +168,11 @@ def cut(rollout: Rollout, num_tokens: int) -> Rollout:
 
 
 def assert_is_from_its_versions(checkpoints: dict[int, Path], rollout: Rollout) -> None:
-    """Log-probs within 1e-4, and every expert, of transformers' forward under the version that sampled the token, or the
-    token that the row predicts."""
+    """Log-probs within 1e-4, and every expert, of transformers' forward under the version that
+    sampled the token, or the token that the row predicts."""
     versions = rollout.policy_versions
-    # row j: of the first sampled token after j; what an environment wrote was computed for the turn that follows it
+    # row j: of the first sampled token after j; what an environment wrote was computed for the turn
+    # that follows it
     of_row = versions[np.searchsorted(rollout.sampled, np.arange(1, len(rollout.tokens)))]
     assert rollout.missing_routes is None and rollout.routed_experts is not None
     recorded = np.sort(rollout.routed_experts, axis=-1)
@@ -147,5 +180,6 @@ def assert_is_from_its_versions(checkpoints: dict[int, Path], rollout: Rollout) 
         logprobs, routes = hf_logprobs_and_routes(checkpoints[version], rollout, 1.0)
         assert np.abs(rollout.rollout_logprobs - logprobs)[versions == version].max() < 1e-4
         assert np.array_equal(recorded[of_row == version], routes[of_row == version])
-        if rollout.is_mixed:  # the rows of other versions are not this one's: the test tells them apart
+        # the rows of other versions are not this one's: the test tells them apart
+        if rollout.is_mixed:
             assert not np.array_equal(recorded[of_row != version], routes[of_row != version])

@@ -1,4 +1,6 @@
-"""New weights reach a real SGLang server by every transport: it then samples what transformers computes with them."""
+"""New weights reach a real SGLang server by every transport: it then samples what transformers
+computes with them.
+"""
 
 import os
 import time
@@ -66,9 +68,16 @@ def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_serves(sglang_server, rollout_config, checkpoint: Path, version: int) -> None:
-    """The same prompt as ever: a prefix cached under other weights would give other log-probs or routes."""
+    """The same prompt as ever: a prefix cached under other weights would give other log-probs or
+    routes.
+    """
     client = RolloutClient([sglang_server.url], rollout_config, spec=TINY_SPEC, want_routes=True)
-    settings = {"temperature": 1.0, "max_tokens": 12, "stop_token_ids": (), "policy_version": version}
+    settings = {
+        "temperature": 1.0,
+        "max_tokens": 12,
+        "stop_token_ids": (),
+        "policy_version": version,
+    }
     (group,) = client.generate([PROMPT], 4, **settings)
     for rollout in group.rollouts:
         assert_is_from(checkpoint, rollout)
@@ -99,7 +108,9 @@ def test_a_push_replaces_every_weight_and_every_cached_prefix(
         assert report.num_buckets > 8 and report.verified == SERVED_TENSORS
         assert server_info(sglang_server.url).weight_version == str(first + seed)
         answer = httpx.post(f"{sglang_server.url}/end_weight_update", json={})
-        assert answer.status_code == 400 and "no weight-update session is open" in answer.text, answer.text
+        assert answer.status_code == 400 and "no weight-update session is open" in answer.text, (
+            answer.text
+        )
         assert_serves(sglang_server, rollout_config, checkpoint, first + seed)
     if transport == "disk":
         assert [path.name for path in pusher.disk_dir.iterdir()] == [f"weights_{first + 2}"]
@@ -114,8 +125,11 @@ def test_fp8_rollouts_are_sampled_from_the_rounded_weights(
         name: tensor if any(word in name for word in ("norm", "embed", "lm_head", "mlp.gate.")) else
         dequantize_blocks(*quantize_blocks(tensor)) for name, tensor in weights.items()
     }  # fmt: skip
-    assert sum(not torch.equal(rounded[name], tensor) for name, tensor in weights.items()) == 4 * (4 + 8 * 3)
-    served = random_checkpoint(tmp_path / "served", seed=3)  # config.json for the reference; its weights are replaced
+    assert sum(not torch.equal(rounded[name], tensor) for name, tensor in weights.items()) == 4 * (
+        4 + 8 * 3
+    )
+    # config.json for the reference; its weights are replaced
+    served = random_checkpoint(tmp_path / "served", seed=3)
     save_file(rounded, served / "model.safetensors", metadata={"format": "pt"})
     pusher = make_pusher(transport)
     pusher.fp8_keep = RolloutConfig().quantize_keep
@@ -126,8 +140,12 @@ def test_fp8_rollouts_are_sampled_from_the_rounded_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["distributed", "disk", "colocated"])
-def test_after_every_push_the_server_is_the_new_model(transport, make_pusher, sglang_server, rollout_config, tmp_path):
-    """Log-probs within 1e-4 and every expert of transformers' forward; PUSHES (environment) of them."""
+def test_after_every_push_the_server_is_the_new_model(
+    transport, make_pusher, sglang_server, rollout_config, tmp_path
+):
+    """Log-probs within 1e-4 and every expert of transformers' forward; PUSHES (environment) of
+    them.
+    """
     pusher = make_pusher(transport)
     pusher.bucket_bytes = 100_000
     checkpoints = [random_checkpoint(tmp_path / str(seed), seed=seed) for seed in (1, 2, 3)]
@@ -137,7 +155,8 @@ def test_after_every_push_the_server_is_the_new_model(transport, make_pusher, sg
         seconds.append(pusher.push(partial(given, load_weights(checkpoint)), first + push).seconds)
         assert_serves(sglang_server, rollout_config, checkpoint, first + push)
     print(
-        f"{transport}: {PUSHES} pushes to 1 server, median {sorted(seconds)[PUSHES // 2]:.3f} s, max {max(seconds):.3f} s"
+        f"{transport}: {PUSHES} pushes to 1 server, median {sorted(seconds)[PUSHES // 2]:.3f} s,"
+        f" max {max(seconds):.3f} s"
     )
 
 
@@ -148,7 +167,10 @@ def one_wrong_value(bucket: Bucket) -> None:
 
 
 def swapped_experts(bucket: Bucket) -> None:
-    one, two = (bucket.names.index(f"model.layers.1.mlp.experts.{expert}.up_proj.weight") for expert in (2, 6))
+    one, two = (
+        bucket.names.index(f"model.layers.1.mlp.experts.{expert}.up_proj.weight")
+        for expert in (2, 6)
+    )
     bucket.parts[one], bucket.parts[two] = bucket.parts[two], bucket.parts[one]
 
 
@@ -179,7 +201,11 @@ def send_with(fault, pusher: WeightPusher, patch: pytest.MonkeyPatch) -> None:
     ("fault", "tensor", "of"),
     [
         (one_wrong_value, "layers.2.self_attn.o_proj.weight", "layers.2.self_attn.o_proj.weight"),
-        (swapped_experts, "layers.1.mlp.experts.w13_weight", "layers.1.mlp.experts.0.gate_proj.weight"),
+        (
+            swapped_experts,
+            "layers.1.mlp.experts.w13_weight",
+            "layers.1.mlp.experts.0.gate_proj.weight",
+        ),
         (rounded_router, "layers.3.mlp.gate.weight", "layers.3.mlp.gate.weight"),
         (skipped_tensor, "layers.0.self_attn.qkv_proj.weight", "layers.0.self_attn.q_proj.weight"),
     ],
@@ -192,7 +218,9 @@ def test_a_server_that_holds_other_weights_is_named_with_the_tensor(
     checkpoint = random_checkpoint(tmp_path / "new", seed=100 + version)  # not what it has
     with monkeypatch.context() as patch:
         send_with(fault, pusher, patch)
-        with pytest.raises(WeightPushError, match=f"1 of {SERVED_TENSORS} tensors have another checksum") as caught:
+        with pytest.raises(
+            WeightPushError, match=f"1 of {SERVED_TENSORS} tensors have another checksum"
+        ) as caught:
             pusher.push(lambda: given(load_weights(checkpoint)), version)
     assert sglang_server.url in str(caught.value)
     assert f"model.{tensor} (of model.{of}" in str(caught.value)
@@ -205,17 +233,25 @@ def test_a_server_that_holds_other_weights_is_named_with_the_tensor(
 def test_a_server_of_two_ranks_is_verified_where_each_rank_has_the_tensor_as_a_whole(
     rollout_config, tiny_checkpoint, tmp_path, monkeypatch
 ):
-    """Its routers and norms.  A server that is started again at the same address is joined and verified at once."""
+    """Its routers and norms.
+
+    A server that is started again at the same address is joined and verified at once.
+    """
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-    cfg = rollout_config.model_copy(update={"server_args": ("--tp-size", "2"), "port": free_port("127.0.0.1")})
+    cfg = rollout_config.model_copy(
+        update={"server_args": ("--tp-size", "2"), "port": free_port("127.0.0.1")}
+    )
     new = load_weights(random_checkpoint(tmp_path / "new", seed=7))
 
     def start():
-        return launch_server(tiny_checkpoint, cfg, device="cpu", log_path=tmp_path / "server.log", seed=0)
+        return launch_server(
+            tiny_checkpoint, cfg, device="cpu", log_path=tmp_path / "server.log", seed=0
+        )
 
     with start() as server:
         pusher = WeightPusher(
-            [server.url], checkpoint=tiny_checkpoint, dtype=torch.float32, transport="distributed", bucket_mb=1,
+            [server.url], checkpoint=tiny_checkpoint, dtype=torch.float32, transport="distributed",
+            bucket_mb=1,
             device=torch.device("cpu"), timeout_seconds=60, disk_dir=tmp_path, verify_every=20,
             settings={server.url: server_info(server.url).settings},
         )  # fmt: skip
@@ -227,18 +263,26 @@ def test_a_server_of_two_ranks_is_verified_where_each_rank_has_the_tensor_as_a_w
         pusher.unverified = 0
         send_with(rounded_router, pusher, monkeypatch)
         with pytest.raises(
-            WeightPushError, match=rf"1 of {WHOLE_TENSORS} tensors .*: model\.layers\.3\.mlp\.gate\.weight"
+            WeightPushError,
+            match=rf"1 of {WHOLE_TENSORS} tensors .*: model\.layers\.3\.mlp\.gate\.weight",
         ):
             pusher.push(lambda: given(new), 5)
         pusher.close()
 
 
-def test_a_server_that_somebody_restarted_with_another_setting_is_named(make_pusher, sglang_server, tiny_checkpoint):
+def test_a_server_that_somebody_restarted_with_another_setting_is_named(
+    make_pusher, sglang_server, tiny_checkpoint
+):
     """As a restart would: what the server reports now is not what it reported when it was checked."""
     pusher, version = make_pusher("disk"), next_version(sglang_server)
     assert pusher.settings is not None
-    pusher.settings[sglang_server.url] = {**pusher.settings[sglang_server.url], "enable_mixed_chunk": True}
-    with pytest.raises(WeightPushError, match="other settings: enable_mixed_chunk = false, was true") as caught:
+    pusher.settings[sglang_server.url] = {
+        **pusher.settings[sglang_server.url],
+        "enable_mixed_chunk": True,
+    }
+    with pytest.raises(
+        WeightPushError, match="other settings: enable_mixed_chunk = false, was true"
+    ) as caught:
         pusher.push(lambda: given(load_weights(tiny_checkpoint)), version)
     assert sglang_server.url in str(caught.value)
     httpx.post(f"{sglang_server.url}/continue_generation", json={}).raise_for_status()
@@ -249,7 +293,10 @@ def drop_last(weights):
 
 
 def rename(weights):
-    return [(name.replace("layers.2.mlp.gate", "layers.2.mlp.router"), tensor) for name, tensor in weights.items()]
+    return [
+        (name.replace("layers.2.mlp.gate", "layers.2.mlp.router"), tensor)
+        for name, tensor in weights.items()
+    ]
 
 
 def reshape(weights):
@@ -290,6 +337,8 @@ def server_version(sglang_server) -> str:
 def test_a_server_that_is_not_there_is_named_at_once(make_pusher, tiny_checkpoint):
     pusher = make_pusher("distributed", "http://127.0.0.1:9", timeout_seconds=60)
     start = time.monotonic()
-    with pytest.raises(WeightPushError, match=r"http://127\.0\.0\.1:9/pause_generation cannot be reached"):
+    with pytest.raises(
+        WeightPushError, match=r"http://127\.0\.0\.1:9/pause_generation cannot be reached"
+    ):
         pusher.push(lambda: given(load_weights(tiny_checkpoint)), 1)
     assert time.monotonic() - start < 50

@@ -1,6 +1,8 @@
-"""Weights from every rank: each source sends its part to a real SGLang server, which then holds the HF export, tensor by tensor.
+"""Weights from every rank: each source sends its part to a real SGLang server, which then holds the
+HF export, tensor by tensor.
 
-The trainer's weights are those of a checkpoint that the server was not started on, so its files say what must arrive.
+The trainer's weights are those of a checkpoint that the server was not started on, so its files say
+what must arrive.
 """
 
 import logging
@@ -33,7 +35,8 @@ def restored(sglang_server, tiny_checkpoint, tmp_path_factory):
     """Other tests expect the checkpoint's weights on the server."""
     yield
     pusher = WeightPusher(
-        [sglang_server.url], checkpoint=tiny_checkpoint, dtype=torch.float32, transport="distributed", bucket_mb=1,
+        [sglang_server.url], checkpoint=tiny_checkpoint, dtype=torch.float32,
+        transport="distributed", bucket_mb=1,
         device=torch.device("cpu"), timeout_seconds=60, disk_dir=tmp_path_factory.mktemp("weights"),
     )  # fmt: skip
     version = int(httpx.get(f"{sglang_server.url}/model_info").json()["weight_version"])
@@ -42,16 +45,31 @@ def restored(sglang_server, tiny_checkpoint, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "transport", ["distributed", *(pytest.param(each, marks=pytest.mark.slow) for each in ("disk", "colocated"))]
+    "transport",
+    [
+        "distributed",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("disk", "colocated")),
+    ],
 )
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_server_holds_what_every_rank_sent(world, transport, sglang_server, tiny_checkpoint, tmp_path):
+def test_the_server_holds_what_every_rank_sent(
+    world, transport, sglang_server, tiny_checkpoint, tmp_path
+):
     version = int(httpx.get(f"{sglang_server.url}/model_info").json()["weight_version"])
     for layout, size, sources in LAYOUTS:
         if size != world:
             continue
         trained = random_checkpoint(tmp_path / str(version), seed=1000 + version)
-        found = run_ranks(push_from_every_rank, size, trained, layout, sglang_server.url, transport, version, tmp_path)
+        found = run_ranks(
+            push_from_every_rank,
+            size,
+            trained,
+            layout,
+            sglang_server.url,
+            transport,
+            version,
+            tmp_path,
+        )
         version += PUSHES
         assert_holds(sglang_server.url, trained, version)
         for reports in found:
@@ -80,7 +98,9 @@ def assert_holds(url: str, checkpoint: Path, version: int) -> None:
     assert httpx.get(f"{url}/model_info").json()["weight_version"] == str(version)
 
 
-def push_from_every_rank(checkpoint: Path, layout: dict, url: str, transport: str, version: int, folder: Path) -> list:
+def push_from_every_rank(
+    checkpoint: Path, layout: dict, url: str, transport: str, version: int, folder: Path
+) -> list:
     from functools import partial
 
     from megatron_rl.distributed.ranks import Ranks
@@ -89,8 +109,10 @@ def push_from_every_rank(checkpoint: Path, layout: dict, url: str, transport: st
     logging.disable(logging.WARNING)
     chunks, spec, _, parallel = build(checkpoint, **layout)
     pusher = WeightPusher(
-        [url], checkpoint=checkpoint, dtype=torch.float32, transport=transport, bucket_mb=1, device=torch.device("cpu"),
-        timeout_seconds=60, disk_dir=folder / "weights", verify_every=PUSHES, ranks=Ranks.of(parallel),
+        [url], checkpoint=checkpoint, dtype=torch.float32, transport=transport, bucket_mb=1,
+        device=torch.device("cpu"),
+        timeout_seconds=60, disk_dir=folder / "weights", verify_every=PUSHES,
+        ranks=Ranks.of(parallel),
     )  # fmt: skip
     pusher.bucket_bytes = 100_000
     export = partial(export_planned, plan_export(chunks, spec, parallel), chunks, spec, parallel)

@@ -38,9 +38,13 @@ def test_the_other_of_two_equal_experts_is_not_wrong(checkpoint):
     routes = own.routed_experts.copy()
     has_one = np.isin(routes[:, LAYER], TIED).sum(-1) == 1
     row = int(np.flatnonzero(has_one)[0])
-    routes[row, LAYER] = [sum(TIED) - expert if expert in TIED else expert for expert in routes[row, LAYER]]
+    routes[row, LAYER] = [
+        sum(TIED) - expert if expert in TIED else expert for expert in routes[row, LAYER]
+    ]
     other = make(checkpoint, routes)
-    assert np.abs(other.rollout_logprobs - own.rollout_logprobs).max() > 1e-3, "later tokens follow from the choice"
+    assert np.abs(other.rollout_logprobs - own.rollout_logprobs).max() > 1e-3, (
+        "later tokens follow from the choice"
+    )
     assert wrong_tokens(checkpoint, other) == (0, 0)
 
 

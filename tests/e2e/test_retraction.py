@@ -1,4 +1,6 @@
-"""Responses that a real SGLang server takes back and computes again: kept, with the model's log-probs and routes."""
+"""Responses that a real SGLang server takes back and computes again: kept, with the model's
+log-probs and routes.
+"""
 
 import threading
 import time
@@ -20,7 +22,10 @@ SETTINGS = {"temperature": 1.0, "stop_token_ids": (1,)}
 
 
 def prompts(number: int) -> list[Prompt]:
-    return [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 2 + i, 40, 7, 22, 31, 8), label="") for i in range(number)]
+    return [
+        Prompt(id=f"q{i}", text="", token_ids=(5, 9, 2 + i, 40, 7, 22, 31, 8), label="")
+        for i in range(number)
+    ]
 
 
 def check(groups: list[RolloutGroup], client: RolloutClient, checkpoint: Path) -> None:
@@ -33,7 +38,9 @@ def check(groups: list[RolloutGroup], client: RolloutClient, checkpoint: Path) -
         assert_is_from(checkpoint, rollout)
 
 
-def test_retracted_responses_are_kept_and_every_row_is_the_models(sglang_server, rollout_config, tiny_checkpoint):
+def test_retracted_responses_are_kept_and_every_row_is_the_models(
+    sglang_server, rollout_config, tiny_checkpoint
+):
     """Retracted on demand: what a full KV cache does to one request, this does to all that run."""
 
     def retract() -> None:
@@ -62,7 +69,14 @@ SERVERS = {
     "no_prefix_cache": ("--disable-radix-cache",),
     "four_steps": ("--num-continuous-decode-steps", "4"),
     "two_ranks": ("--tp-size", "2"),
-    "parsers": ("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25", "--grammar-backend", "none"),
+    "parsers": (
+        "--reasoning-parser",
+        "qwen3",
+        "--tool-call-parser",
+        "qwen25",
+        "--grammar-backend",
+        "none",
+    ),
 }
 """Options of a server whose KV cache is too small for its requests."""
 CACHE_TOKENS = 1500
@@ -70,11 +84,16 @@ LEAST_TOKENS = 10_000
 
 
 def shared_prompts(number: int) -> list[Prompt]:
-    """40 to 71 tokens, of which all share 24: more than one chunk of 16, and hits in the prefix cache."""
+    """40 to 71 tokens, of which all share 24: more than one chunk of 16, and hits in the prefix
+    cache.
+    """
     shared = [3 + i * 7 % 61 for i in range(24)]
     return [
         Prompt(
-            id=f"q{i}", text="", token_ids=(*shared, *(3 + (i * 5 + j * 11) % 61 for j in range(16 + i % 32))), label=""
+            id=f"q{i}",
+            text="",
+            token_ids=(*shared, *(3 + (i * 5 + j * 11) % 61 for j in range(16 + i % 32))),
+            label="",
         )
         for i in range(number)
     ]
@@ -86,27 +105,40 @@ def shared_prompts(number: int) -> list[Prompt]:
     [*((options, 1) for options in SERVERS.values()), ((), 2), ((), 4)],
     ids=[*SERVERS, "two_servers", "four_servers"],
 )
-def test_every_row_of_a_crowded_server_is_the_models(options, num_servers, tiny_checkpoint, tmp_path, monkeypatch):
-    """Retraction, eviction from the prefix cache and hits in it: 10,000 tokens pass through 1,500 slots.  None is wrong."""
-    monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "16")  # as 4,096 is to responses of 16,000 tokens
+def test_every_row_of_a_crowded_server_is_the_models(
+    options, num_servers, tiny_checkpoint, tmp_path, monkeypatch
+):
+    """Retraction, eviction from the prefix cache and hits in it: 10,000 tokens pass through 1,500
+    slots.  None is wrong.
+    """
+    # as 4,096 is to responses of 16,000 tokens
+    monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "16")
     if "--tp-size" in options:
         monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     cfg = RolloutConfig(
-        dtype="float32", max_total_tokens=CACHE_TOKENS, server_args=options, num_servers=num_servers, port=0
+        dtype="float32",
+        max_total_tokens=CACHE_TOKENS,
+        server_args=options,
+        num_servers=num_servers,
+        port=0,
     )
     pool = ServerPool(
         tiny_checkpoint, cfg, device="cpu", log_dir=tmp_path, log=print, seed=0, weight_version="0"
     )  # fmt: skip
     with pool:
         client = RolloutClient(pool.take(), cfg, spec=TINY_SPEC, want_routes=True)
-        groups = client.generate(shared_prompts(32 * num_servers), 8, max_tokens=160, policy_version=0, **SETTINGS)
+        groups = client.generate(
+            shared_prompts(32 * num_servers), 8, max_tokens=160, policy_version=0, **SETTINGS
+        )
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     wrong = [wrong_tokens(tiny_checkpoint, rollout) for rollout in rollouts]
     tokens, counters = sum(rollout.response_length for rollout in rollouts), client.counters
     print(
-        f"{' '.join(options) or 'no option'}, {num_servers} server(s): {tokens:,} response tokens, "
-        f"{sum(len(rollout.tokens) - 1 for rollout in rollouts):,} rows, {counters.retracted_samples} of {len(rollouts)} "
-        f"retracted, {sum(each[0] for each in wrong)} log-probs and {sum(each[1] for each in wrong)} rows wrong"
+        f"{' '.join(options) or 'no option'}, {num_servers} server(s): {tokens:,} response tokens,"
+        f" {sum(len(rollout.tokens) - 1 for rollout in rollouts):,} rows,"
+        f" {counters.retracted_samples} of {len(rollouts)} retracted,"
+        f" {sum(each[0] for each in wrong)} log-probs and {sum(each[1] for each in wrong)} rows"
+        " wrong"
     )
     assert tokens >= LEAST_TOKENS and counters.retracted_samples > 0
     assert counters.dropped.total() == counters.failures.total() == counters.redrawn_samples == 0

@@ -1,7 +1,8 @@
-"""Servers with a router in front: samples through smg are the workers'; sglang-router drops expert ids.  Both are named.
+"""Servers with a router in front: samples through smg are the workers'; sglang-router drops expert
+ids.  Both are named.
 
-ROUTER_PYTHON (environment): an interpreter that has smg 1.13.0 (`pip install smg`), and perhaps sglang-router 0.3.2, in an
-environment of its own; without it these tests are skipped.
+ROUTER_PYTHON (environment): an interpreter that has smg 1.13.0 (`pip install smg`), and perhaps
+sglang-router 0.3.2, in an environment of its own; without it these tests are skipped.
 """
 
 import os
@@ -31,17 +32,31 @@ PYTHON = os.environ.get("ROUTER_PYTHON", "")
 @contextmanager
 def router(module: str, worker: str, log_path: Path):
     """A router of `module` in front of one worker; yields its URL once it answers a request."""
-    if not PYTHON or subprocess.run([PYTHON, "-c", f"import {module}"], capture_output=True).returncode:
+    if (
+        not PYTHON
+        or subprocess.run([PYTHON, "-c", f"import {module}"], capture_output=True).returncode
+    ):
         pytest.skip(f"ROUTER_PYTHON = {PYTHON!r} must name a Python that can import {module}")
     port, prometheus = free_port("127.0.0.1"), free_port("127.0.0.1")
-    command = [PYTHON, "-m", f"{module}.launch_router", "--worker-urls", worker, "--policy", "round_robin"]
+    command = [
+        PYTHON,
+        "-m",
+        f"{module}.launch_router",
+        "--worker-urls",
+        worker,
+        "--policy",
+        "round_robin",
+    ]
     command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus)]
     url = f"http://127.0.0.1:{port}"
     body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
 
     def answers() -> bool:
         try:
-            return httpx.post(f"{url}/generate", json=body, timeout=10, trust_env=False).status_code == 200
+            return (
+                httpx.post(f"{url}/generate", json=body, timeout=10, trust_env=False).status_code
+                == 200
+            )
         except httpx.TransportError:
             return False
 
@@ -55,13 +70,20 @@ def router(module: str, worker: str, log_path: Path):
 
 def sample(url, rollout_config, version: int):
     client = RolloutClient([url], rollout_config, spec=TINY_SPEC, want_routes=True)
-    settings = {"temperature": 1.0, "max_tokens": 12, "stop_token_ids": (), "policy_version": version}
+    settings = {
+        "temperature": 1.0,
+        "max_tokens": 12,
+        "stop_token_ids": (),
+        "policy_version": version,
+    }
     (group,) = client.generate([PROMPT], 2, **settings)
     return group.rollouts
 
 
 @pytest.mark.parametrize("transport", ["distributed", "disk", "colocated"])
-def test_through_smg_every_sample_is_the_new_models(transport, make_pusher, sglang_server, rollout_config, tmp_path):  # noqa: F811
+def test_through_smg_every_sample_is_the_new_models(
+    transport, make_pusher, sglang_server, rollout_config, tmp_path
+):  # noqa: F811
     """Weights are pushed to the worker itself: a router passes no control call on."""
     pusher = make_pusher(transport)
     checkpoints = [random_checkpoint(tmp_path / str(seed), seed=seed) for seed in (1, 2, 3)]
@@ -78,8 +100,11 @@ def test_through_smg_every_sample_is_the_new_models(transport, make_pusher, sgla
 
 def test_a_real_router_that_drops_expert_ids_is_named(sglang_server, rollout_config, tmp_path):
     with router("sglang_router", sglang_server.url, tmp_path / "router.log") as url:
-        with pytest.raises(ServerError, match="is a router in front of SGLang servers.*drops return_routed_experts"):
+        with pytest.raises(
+            ServerError, match="is a router in front of SGLang servers.*drops return_routed_experts"
+        ):
             check_server(server_info(url), TINY_SPEC, want_routes=True)
         version = int(server_info(sglang_server.url).weight_version)
-        with pytest.raises(RolloutError, match="routes_missing"):  # and a client that skips the check gets no samples
+        # and a client that skips the check gets no samples
+        with pytest.raises(RolloutError, match="routes_missing"):
             sample(url, rollout_config, version)

@@ -1,4 +1,5 @@
-"""Two real SGLang servers: what they serve after every push, and how a run continues when one is killed with -9.
+"""Two real SGLang servers: what they serve after every push, and how a run continues when one is
+killed with -9.
 
 PUSHES (environment, default 20) is the number of pushes for each transport.
 """
@@ -21,7 +22,10 @@ from tests.tiny import random_checkpoint
 pytestmark = pytest.mark.slow
 
 PUSHES = int(os.environ.get("PUSHES", "20"))
-PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i % 2), label="") for i in range(12)]
+PROMPTS = [
+    Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i % 2), label="")
+    for i in range(12)
+]
 VERSIONS = itertools.count(1)
 
 
@@ -56,18 +60,24 @@ def serve(config, server_pool):
 
     def make(transport, export):
         rollout = config.rollout.model_copy(update={"weight_sync": transport})
-        return one_rank_inference(config.model_copy(update={"rollout": rollout}), TINY_SPEC, export, server_pool)
+        return one_rank_inference(
+            config.model_copy(update={"rollout": rollout}), TINY_SPEC, export, server_pool
+        )
 
     return make
 
 
 def assert_every_server_serves(inference, checkpoint, num_servers: int) -> None:
-    """The same prompt as ever: a prefix cached under other weights would give other log-probs or routes."""
+    """The same prompt as ever: a prefix cached under other weights would give other log-probs or
+    routes.
+    """
     client, urls = inference.client, inference.urls
     assert len(urls) == num_servers
     for url in urls:
         client.set_urls([url])
-        for group in inference.generate(PROMPTS[:1], 2, temperature=1.0, max_tokens=12, stop_token_ids=()):
+        for group in inference.generate(
+            PROMPTS[:1], 2, temperature=1.0, max_tokens=12, stop_token_ids=()
+        ):
             for rollout in group.rollouts:
                 assert (rollout.policy_versions == inference.version).all()
                 assert_is_from(checkpoint, rollout)
@@ -89,7 +99,8 @@ def test_both_servers_serve_the_new_model_after_every_push(transport, serve, tmp
             assert_every_server_serves(inference, checkpoints[served], 2)
         assert inference.client.counters.dropped.total() == 0
     print(
-        f"{transport}: {PUSHES} pushes to 2 servers, median {sorted(seconds)[PUSHES // 2]:.2f} s, max {max(seconds):.2f} s"
+        f"{transport}: {PUSHES} pushes to 2 servers, median {sorted(seconds)[PUSHES // 2]:.2f} s,"
+        f" max {max(seconds):.2f} s"
     )
 
 
@@ -110,7 +121,10 @@ def test_a_kill_during_generation_loses_nothing(serve, server_pool, tiny_checkpo
         groups = inference.generate(
             PROMPTS, 4, temperature=1.0, max_tokens=200, stop_token_ids=(), on_progress=progress.set
         )
-        print(f"killed one of two while sampling: {len(groups)} groups after {time.monotonic() - start:.1f} s")
+        print(
+            f"killed one of two while sampling: {len(groups)} groups after"
+            f" {time.monotonic() - start:.1f} s"
+        )
         thread.join()
         assert [group.prompt.id for group in groups] == [prompt.id for prompt in PROMPTS]
         assert all(len(group.rollouts) == 4 for group in groups)
@@ -143,7 +157,8 @@ def test_a_kill_during_a_push_heals(transport, serve, server_pool, tmp_path):
         start, restarts = time.monotonic(), server_pool.restarts
         inference.push(next(VERSIONS))
         print(
-            f"{transport}: killed one of two in a push, the other had the version after {time.monotonic() - start:.1f} s"
+            f"{transport}: killed one of two in a push, the other had the version after"
+            f" {time.monotonic() - start:.1f} s"
         )
         assert server_pool.restarts == restarts + 1
         assert_every_server_serves(inference, checkpoint, 1)

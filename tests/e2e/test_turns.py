@@ -1,5 +1,7 @@
-"""Three turns on real SGLang servers, with the prefix cache, evicted, and on another server each turn, and branches of an
-episode: log-probs, and every token's experts in every layer, are those of transformers on the whole sequence."""
+"""Three turns on real SGLang servers, with the prefix cache, evicted, and on another server each
+turn, and branches of an
+episode: log-probs, and every token's experts in every layer, are those of transformers on the whole
+sequence."""
 
 import asyncio
 import itertools
@@ -20,7 +22,10 @@ from megatron_rl.rollout.server.server_info import server_info
 from tests.e2e.reference import TINY_SPEC, hf_model
 from tests.words import small_qwen_tokenizer, word_tokenizer
 
-PROMPTS = [Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i), label="") for i in range(4)]
+PROMPTS = [
+    Prompt(id=f"q{i}", text="", token_ids=(5, 9, 13, 40, 7, 22, 31, 8 + i), label="")
+    for i in range(4)
+]
 TEMPERATURE = 0.7
 between_turns = []  # called with the session after every turn
 
@@ -35,10 +40,15 @@ async def three_turns(session, prompt):
 
 
 async def tree(session, prompt):
-    """After the first turn two branches side by side: one continues what was sampled, one drops half of it."""
+    """After the first turn two branches side by side: one continues what was sampled, one drops
+    half of it.
+    """
     turn = await session.generate(max_tokens=12)
     half = len(prompt.token_ids) + len(turn.token_ids) // 2
-    branches = [session.branch([*session.token_ids, 33]), session.branch([*session.token_ids[:half], 21, 22])]
+    branches = [
+        session.branch([*session.token_ids, 33]),
+        session.branch([*session.token_ids[:half], 21, 22]),
+    ]
 
     async def two_turns(branch):
         await branch.generate(max_tokens=12)
@@ -62,12 +72,16 @@ async def openai_agent(session, prompt):
     async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
 
         async def ask(*messages, **settings):
-            found = await client.chat.completions.create(model="m", messages=messages, max_tokens=12, **settings)
+            found = await client.chat.completions.create(
+                model="m", messages=messages, max_tokens=12, **settings
+            )
             return [choice.message for choice in found.choices]
 
         one, two = await ask(question, n=2)
         more = {"role": "user", "content": "continue"}
-        results = await asyncio.gather(ask(question, one, more), ask(question, two, more), ask(question, one, more))
+        results = await asyncio.gather(
+            ask(question, one, more), ask(question, two, more), ask(question, one, more)
+        )
         await ask(question, one, more, results[0][0], more)
         await ask({"role": "user", "content": "in short: continue"})
     return session.finish()
@@ -96,7 +110,11 @@ def check(checkpoint, rollouts):
         predicted = logprobs[rollout.sampled - 1, rollout.tokens[rollout.sampled]]
         worst = max(worst, float(np.abs(predicted - rollout.rollout_logprobs).max()))
         experts = (
-            torch.stack([each.topk(TINY_SPEC.top_k).indices for each in output.router_logits], dim=1).sort(-1).values
+            torch.stack(
+                [each.topk(TINY_SPEC.top_k).indices for each in output.router_logits], dim=1
+            )
+            .sort(-1)
+            .values
         )
         assert np.array_equal(np.sort(rollout.routed_experts, axis=-1), experts[:-1].numpy())
         assert rollout.missing_routes is None
@@ -106,7 +124,9 @@ def check(checkpoint, rollouts):
 
 
 @pytest.mark.parametrize("evicted", [False, True])
-def test_three_turns_are_those_of_one_forward_pass(evicted, sglang_server, tiny_checkpoint, rollout_config):
+def test_three_turns_are_those_of_one_forward_pass(
+    evicted, sglang_server, tiny_checkpoint, rollout_config
+):
     version = int(server_info(sglang_server.url).weight_version)
     httpx.post(f"{sglang_server.url}/flush_cache").raise_for_status()
     between_turns[:] = [lambda session: flush(session, sglang_server.url)] if evicted else []
@@ -151,17 +171,30 @@ def check_bytes_of_routes(url, version, cfg):
         taken.append(np.array(sizes).reshape(-1, 3).mean(0))
         assert client.counters.resent_routes == 0
     few, all_rows = taken
-    print(f"bytes of routes per turn: {few.round()}, {all_rows.round()} without routed_experts_start_len")
+    print(
+        f"bytes of routes per turn: {few.round()}, {all_rows.round()} without"
+        " routed_experts_start_len"
+    )
     assert few[0] > 0 and (few[1:] < 0.7 * all_rows[1:]).all() and few[2] < 0.5 * all_rows[2]
 
 
 @pytest.mark.slow
 def test_turns_on_two_servers(sglang_server, tiny_checkpoint, rollout_config, tmp_path):
-    """Every turn on the other server than the one before, which has nothing of the episode in its cache."""
+    """Every turn on the other server than the one before, which has nothing of the episode in its
+    cache.
+    """
     between_turns.clear()
-    with launch_server(tiny_checkpoint, rollout_config, device="cpu", log_path=tmp_path / "log", seed=1) as other:
-        assert int(server_info(sglang_server.url).weight_version) == int(server_info(other.url).weight_version) == 0
-        client = make_client([sglang_server.url, other.url], rollout_config.model_copy(update={"max_concurrency": 1}))
+    with launch_server(
+        tiny_checkpoint, rollout_config, device="cpu", log_path=tmp_path / "log", seed=1
+    ) as other:
+        assert (
+            int(server_info(sglang_server.url).weight_version)
+            == int(server_info(other.url).weight_version)
+            == 0
+        )
+        client = make_client(
+            [sglang_server.url, other.url], rollout_config.model_copy(update={"max_concurrency": 1})
+        )
         numbers = itertools.count()
         client.balancer.pick = lambda avoid, prefer: client.balancer.servers[next(numbers) % 2]
         rollouts = sample(client, 0, group_size=1)
@@ -172,10 +205,13 @@ def test_turns_on_two_servers(sglang_server, tiny_checkpoint, rollout_config, tm
 def test_an_openai_client_is_recorded_exactly(sglang_server, tiny_checkpoint, rollout_config):
     """Every sequence of its episodes, with its log-probs and experts."""
     client = make_client([sglang_server.url], rollout_config, "openai_agent", renderer="qwen3")
-    episodes = sample(client, int(server_info(sglang_server.url).weight_version), group_size=1, max_tokens=160)
+    episodes = sample(
+        client, int(server_info(sglang_server.url).weight_version), group_size=1, max_tokens=160
+    )
     sequences = [sequence for episode in episodes for sequence in episode.sequences]
     assert check(tiny_checkpoint, sequences) > 500
     assert all(len(episode.sequences) >= 4 for episode in episodes)
     assert max(sequence.num_turns for sequence in sequences) == 3
     turns = sum(sequence.num_turns for sequence in sequences)
-    assert turns == 7 * len(episodes) and client.counters.samples == turns  # each is learned from once
+    # each is learned from once
+    assert turns == 7 * len(episodes) and client.counters.samples == turns

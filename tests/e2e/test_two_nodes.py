@@ -1,4 +1,6 @@
-"""train.sh on two nodes of two ranks computes what one node of four does; a killed node is named, and nothing is lost."""
+"""train.sh on two nodes of two ranks computes what one node of four does; a killed node is named,
+and nothing is lost.
+"""
 
 import json
 import signal
@@ -17,7 +19,8 @@ from tests.nodes import Node, make_nodes, wait_until
 from tests.saved_run import make_material, sections
 
 STEPS, EVERY = 24, 3
-START, DEADLINE = 240, 90  # seconds, on a busy machine: until the first steps; from the kill to the end of the survivor
+# seconds, on a busy machine: until the first steps; from the kill to the end of the survivor
+START, DEADLINE = 240, 90
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,14 @@ def launch(nodes: list[Node], material: Path, work: Path, *arguments: str, **var
 
 
 def start(
-    node: Node, count: int, master: str, port: int, material: Path, work: Path, *arguments: str, **variables: str
+    node: Node,
+    count: int,
+    master: str,
+    port: int,
+    material: Path,
+    work: Path,
+    *arguments: str,
+    **variables: str,
 ) -> None:
     more = {
         "run": {"collective_timeout_minutes": 2.0, "silence_timeout_seconds": 20.0},
@@ -59,7 +69,9 @@ def start(
         "checkpoint": {"every": EVERY, "export_hf": False},
     }
     config = work / "config.toml"
-    config.write_text(dump_config(load_config(None, [], sections(material, work, steps=STEPS, **more))))
+    config.write_text(
+        dump_config(load_config(None, [], sections(material, work, steps=STEPS, **more)))
+    )
     node.train(
         work, master, port, str(config), "--from-rollouts", str(material / "live"), *arguments,
         NNODES=str(count), RANKS_PER_NODE=str(4 // count), JOB_ID=work.name, **variables,
@@ -71,7 +83,11 @@ def metrics(work: Path) -> list[dict]:
     rows = read_metrics(work / "run/metrics.jsonl")
     assert [row.step for row in rows] == list(range(STEPS))
     return [
-        {name: repr(value) for name, value in row.metrics.items() if not name.startswith(("time/", "perf/"))}
+        {
+            name: repr(value)
+            for name, value in row.metrics.items()
+            if not name.startswith(("time/", "perf/"))
+        }
         | {"version": row.policy_version, "per_layer": repr(row.per_layer)}
         for row in rows
     ]
@@ -107,7 +123,10 @@ def test_when_the_network_goes_both_sides_name_each_other(nodes, material, tmp_p
         assert node.wait(DEADLINE) == STALLED, node.text()
         print(f"{node.host} ended after {time.monotonic() - cut:.1f} s")
     assert "no heartbeat from ranks 2 to 3 for 20 s" in nodes[0].text()
-    assert "the job's store has not answered for 20 s, the node of rank 0 (node0, last in " in nodes[1].text()
+    assert (
+        "the job's store has not answered for 20 s, the node of rank 0 (node0, last in "
+        in nodes[1].text()
+    )
 
 
 @pytest.mark.slow
@@ -115,7 +134,13 @@ def test_servers_on_one_node_and_ranks_on_the_other(nodes, material, tmp_path):
     ranks, servers = nodes
     key = {"SGLANG_API_KEY": "a key of this test"}
     servers.start(
-        "serve.sh", tmp_path, str(material / "moe"), DEVICE="cpu", DTYPE="float32", HOST=servers.address, **key
+        "serve.sh",
+        tmp_path,
+        str(material / "moe"),
+        DEVICE="cpu",
+        DTYPE="float32",
+        HOST=servers.address,
+        **key,
     )
     wait_until(lambda: "http://" in servers.text(), 30, [servers])
     more = {
@@ -130,25 +155,45 @@ def test_servers_on_one_node_and_ranks_on_the_other(nodes, material, tmp_path):
     url = servers.text().split()[0]
     wait_until(lambda: answers(servers, url, key["SGLANG_API_KEY"]), START, [servers])
     ranks.train(
-        tmp_path, ranks.address, free_port(), str(tmp_path / "config.toml"), RANKS_PER_NODE="2", ROLLOUT_URLS=url, **key
+        tmp_path,
+        ranks.address,
+        free_port(),
+        str(tmp_path / "config.toml"),
+        RANKS_PER_NODE="2",
+        ROLLOUT_URLS=url,
+        **key,
     )
     assert ranks.wait(START) == 0, ranks.text()
     rows = read_metrics(tmp_path / "served/metrics.jsonl")
     assert [row.step for row in rows if "train/loss" in row.metrics] == [0, 1]
-    assert all(row.metrics["train/logratio_abs_mean"] <= 1e-4 for row in rows if "train/loss" in row.metrics)
+    assert all(
+        row.metrics["train/logratio_abs_mean"] <= 1e-4
+        for row in rows
+        if "train/loss" in row.metrics
+    )
     for log in tmp_path.rglob("*.log"):
         assert key["SGLANG_API_KEY"] not in log.read_text(errors="replace")
     server = psutil.Process(servers.process.pid).children(recursive=True)
     servers.process.terminate()
     assert servers.wait(30) == 128 + signal.SIGTERM
     assert server and not [
-        process for process in server if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        process
+        for process in server
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     ]
 
 
 def answers(node: Node, url: str, key: str) -> bool:
     """Whether the server at `url` does, asked from its own node."""
-    question = ["curl", "-sf", "--max-time", "2", "-H", f"Authorization: Bearer {key}", f"{url}/model_info"]
+    question = [
+        "curl",
+        "-sf",
+        "--max-time",
+        "2",
+        "-H",
+        f"Authorization: Bearer {key}",
+        f"{url}/model_info",
+    ]
     done = subprocess.run([*node.prefix, *question], capture_output=True)
     time.sleep(0.5)
     return done.returncode == 0
@@ -165,7 +210,8 @@ def test_a_killed_node_is_named_and_nothing_is_lost(undisturbed, nodes, material
     print(f"named after {time.monotonic() - killed:.1f} s")
     assert f"on {second.host}" in first.text() or not second.prefix
 
-    # its restarted part finds the rendezvous, where the surviving node's restarted ranks wait for it
+    # its restarted part finds the rendezvous, where the surviving node's restarted ranks wait for
+    # it
     start(second, 2, first.address, port, material, tmp_path)
     wait_until(lambda: steps_done(tmp_path) >= 12, START, nodes)
     assert "resumed from" in first.text()
@@ -177,7 +223,8 @@ def test_a_killed_node_is_named_and_nothing_is_lost(undisturbed, nodes, material
 
     launch(nodes, material, tmp_path, "--resume", MAX_RESTARTS="1")
     wait_until(lambda: steps_done(tmp_path) >= 18, START, nodes)
-    second.process.send_signal(signal.SIGUSR1)  # one node is preempted: all ranks save, none is started again
+    # one node is preempted: all ranks save, none is started again
+    second.process.send_signal(signal.SIGUSR1)
     for node in nodes:
         assert node.wait(DEADLINE) == REQUEUE, node.text()
 

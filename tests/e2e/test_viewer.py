@@ -1,4 +1,6 @@
-"""The viewer's pages in a real browser, on made-up runs (tests/viewer_run.py): one browser and one server for all tests."""
+"""The viewer's pages in a real browser, on made-up runs (tests/viewer_run.py): one browser and one
+server for all tests.
+"""
 
 import json
 import time
@@ -37,7 +39,9 @@ def folders(tmp_path_factory) -> list[Path]:
         viewer_run.add_step(live, step)
     share = viewer_run.write_run(root / "share", steps=1, tensors=False)
     config = (share / "config.toml").read_text()
-    (share / "config.toml").write_text(config.replace("save_tensors = false", "save_tensors = 0.05"))
+    (share / "config.toml").write_text(
+        config.replace("save_tensors = false", "save_tensors = 0.05")
+    )
     return [demo, damaged, live, viewer_run.write_many(root / "many", 5_000), share]
 
 
@@ -68,16 +72,23 @@ def context(browser, address):
 
 @pytest.fixture
 def page(context):
-    """A page on which no error may occur: none in the console, no failed request, nothing that the CSP refused."""
+    """A page on which no error may occur: none in the console, no failed request, nothing that the
+    CSP refused.
+    """
     opened = context.new_page()
     problems: list[str] = []
     opened.on(
-        "console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None
+        "console",
+        lambda message: (
+            problems.append(message.text) if message.type in ("error", "warning") else None
+        ),
     )
     opened.on("pageerror", lambda error: problems.append(f"{error}"))
     opened.on(
         "response",
-        lambda response: problems.append(f"{response.status} {response.url}") if response.status >= 400 else None,
+        lambda response: (
+            problems.append(f"{response.status} {response.url}") if response.status >= 400 else None
+        ),
     )
     yield opened
     opened.close()
@@ -90,7 +101,9 @@ def rows(page) -> list[str]:
 
 def cells(page, column: str) -> list[str]:
     place = page.locator(".thead .th").all_inner_texts()
-    place = next(number for number, text in enumerate(place) if text.strip().split(" ")[0] == column)
+    place = next(
+        number for number, text in enumerate(place) if text.strip().split(" ")[0] == column
+    )
     return page.locator(f".tbody .tr .td:nth-child({place + 1})").all_inner_texts()
 
 
@@ -101,7 +114,7 @@ def wait_for(page, condition, what: str, seconds: float = 60.0):
         page.wait_for_timeout(20)
 
 
-# Every page ---------------------------------------------------------------------------------------------------------
+# Every page ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [360, 1280])
@@ -157,7 +170,7 @@ def test_access_without_the_token_is_refused(browser, address):
     stranger.close()
 
 
-# Run ----------------------------------------------------------------------------------------------------------------
+# Run ----------------------------------------------------------------------------------------------
 
 
 def test_curves_zoom_smooth_and_search(page, address):
@@ -185,15 +198,23 @@ def test_runs_are_compared(page, address):
     page.goto(f"{address}/#/compare?runs=0,2")
     label = page.locator("[data-metric='rollout/reward_mean'] [role=img]")
     wait_for(
-        page, lambda: label.count() and "live: first" in label.get_attribute("aria-label"), "two runs in one chart"
+        page,
+        lambda: label.count() and "live: first" in label.get_attribute("aria-label"),
+        "two runs in one chart",
     )
     page.get_by_text("run.num_steps").wait_for()  # differs
     table = page.locator(".events tbody")
     for name, run in (("demo", 0), ("live", 2)):
         events = page.request.get(f"{address}/api/runs/{run}/events").json()
         expected = sum(event["kind"] == "weight_sync" for event in events)
-        rows = table.locator("tr", has_text="weight sync").filter(has=page.locator("td", has_text=name))
-        wait_for(page, lambda rows=rows, expected=expected: rows.count() == expected > 0, f"the events of {name}")
+        rows = table.locator("tr", has_text="weight sync").filter(
+            has=page.locator("td", has_text=name)
+        )
+        wait_for(
+            page,
+            lambda rows=rows, expected=expected: rows.count() == expected > 0,
+            f"the events of {name}",
+        )
 
 
 def test_a_run_that_is_being_written(page, address, folders):
@@ -203,7 +224,9 @@ def test_a_run_that_is_being_written(page, address, folders):
     viewer_run.add_step(folders[LIVE], 4)
     page.get_by_text("step 4 of 100").wait_for(timeout=60_000)
     wait_for(
-        page, lambda: page.locator("[data-metric='rollout/reward_mean'] .latest").inner_text() == "0.7", "the new value"
+        page,
+        lambda: page.locator("[data-metric='rollout/reward_mean'] .latest").inner_text() == "0.7",
+        "the new value",
     )
     page.get_by_text("weights of version 4").wait_for()
 
@@ -239,7 +262,7 @@ def test_pages_say_that_a_run_is_indexed(browser, folders, tmp_path, monkeypatch
         page.close()
 
 
-# Rollouts -----------------------------------------------------------------------------------------------------------
+# Rollouts -----------------------------------------------------------------------------------------
 
 
 def test_the_table_sorts_filters_and_searches(page, address):
@@ -249,7 +272,10 @@ def test_the_table_sorts_filters_and_searches(page, address):
     wait_for(page, lambda: "sort=length" in page.url, "sorting is in the URL")
     wait_for(
         page,
-        lambda: (lengths := [int(text) for text in cells(page, "tokens")]) and lengths == sorted(lengths)[::-1],
+        lambda: (
+            (lengths := [int(text) for text in cells(page, "tokens")])
+            and lengths == sorted(lengths)[::-1]
+        ),
         "sorted",
     )
     page.get_by_label("Filter step").fill("2..3")
@@ -290,7 +316,9 @@ def test_the_keyboard_opens_a_row(page, address):
         or page.evaluate("document.activeElement.dataset.place") == "0"
     )
     page.keyboard.press("End")
-    wait_for(page, lambda: page.evaluate("document.activeElement.dataset.place") == "95", "the last row")
+    wait_for(
+        page, lambda: page.evaluate("document.activeElement.dataset.place") == "95", "the last row"
+    )
     page.keyboard.press("Enter")
     page.locator(".tokens").wait_for()
 
@@ -305,7 +333,11 @@ def check_many(page, address, run: int, total: int) -> dict[str, float]:
     page.get_by_text(f"{total:,} responses").wait_for()
     start = time.monotonic()
     page.get_by_label("Filter reward").fill("> 0.9")
-    wait_for(page, lambda: f"{total:,} responses" not in page.locator(".controls").inner_text(), "filtered")
+    wait_for(
+        page,
+        lambda: f"{total:,} responses" not in page.locator(".controls").inner_text(),
+        "filtered",
+    )
     seconds["filter"] = time.monotonic() - start
     page.get_by_role("button", name="Clear filters").click()
     page.get_by_text(f"{total:,} responses").wait_for()
@@ -320,33 +352,45 @@ def check_many(page, address, run: int, total: int) -> dict[str, float]:
 def test_five_thousand_rollouts(page, address):
     wait_for(
         page,
-        lambda: page.request.get(f"{address}/api/runs/{MANY}/rollouts?limit=1").json()["total"] == 5000,
+        lambda: (
+            page.request.get(f"{address}/api/runs/{MANY}/rollouts?limit=1").json()["total"] == 5000
+        ),
         "indexed",
         60,
     )
     seconds = check_many(page, address, MANY, 5_000)
-    assert seconds["first paint"] < 20 and seconds["filter"] < 10, seconds  # generous: a busy machine is not a defect
+    # generous: a busy machine is not a defect
+    assert seconds["first paint"] < 20 and seconds["filter"] < 10, seconds
 
 
 def test_a_million_rows(page, address):
-    """34 million pixels, more than the largest element of some browsers: the list is scaled, and every row can be reached."""
+    """34 million pixels, more than the largest element of some browsers: the list is scaled, and
+    every row can be reached.
+    """
     total = 1_000_000
     columns = [{"name": "step", "label": "step", "kind": "number"}]
 
     def answer(route):
         arguments = parse_qs(urlsplit(route.request.url).query)
         first = int(arguments["offset"][0])
-        shown = [{"step": number, "key": f"{number}/rollouts/Q"} for number in range(first, min(total, first + 100))]
+        shown = [
+            {"step": number, "key": f"{number}/rollouts/Q"}
+            for number in range(first, min(total, first + 100))
+        ]
         route.fulfill(json={"total": total, "columns": columns, "rows": shown})
 
     page.route("**/api/runs/0/rollouts?**", answer)
     page.goto(f"{address}/#/run/0/rollouts")
     page.get_by_text("1,000,000 responses").wait_for()
-    table, shown = page.locator(".vtable"), lambda: [text.replace(",", "") for text in cells(page, "step")]
+    table, shown = (
+        page.locator(".vtable"),
+        lambda: [text.replace(",", "") for text in cells(page, "step")],
+    )
     table.evaluate("e => { e.scrollTop = e.scrollHeight; }")
     wait_for(page, lambda: shown()[-1] == "999999", "the last row after a drag to the end")
     assert page.locator(".tbody .tr").last.evaluate(
-        "e => e.getBoundingClientRect().bottom <= e.closest('.vtable').getBoundingClientRect().bottom + 1"
+        "e => e.getBoundingClientRect().bottom <="
+        " e.closest('.vtable').getBoundingClientRect().bottom + 1"
     )
     table.evaluate("e => { e.scrollTop = e.scrollHeight / 2; }")
 
@@ -381,7 +425,7 @@ def test_a_hundred_thousand_rollouts(browser, tmp_path):
     assert seconds["first paint"] <= 2 and seconds["filter"] <= 0.3, seconds
 
 
-# One rollout --------------------------------------------------------------------------------------------------------
+# One rollout --------------------------------------------------------------------------------------
 
 
 def rollout_with_flips(page, address) -> tuple[str, dict]:
@@ -407,12 +451,19 @@ def test_tokens_are_coloured_and_read_by_mouse_and_keys(page, address):
         "flips": "sequential",
     }.items():
         page.get_by_label("Colour by").select_option(quantity)
-        wait_for(page, lambda scale=scale: scale in page.locator(".model .t").first.get_attribute("class"), quantity)
+        wait_for(
+            page,
+            lambda scale=scale: scale in page.locator(".model .t").first.get_attribute("class"),
+            quantity,
+        )
         assert page.locator(".legend .swatch").count() >= 1 and f"color={quantity}" in page.url
     spans = {token["span"] for token in answer["tokens"]}
     assert spans == {"prompt", "model", "environment"}
     assert {text.split(" ")[0] for text in page.locator(".span h3").all_inner_texts()} == spans
-    place = next(number for number, value in enumerate(answer["values"]["log_mu"]) if value is not None) + 1
+    place = (
+        next(number for number, value in enumerate(answer["values"]["log_mu"]) if value is not None)
+        + 1
+    )
     page.locator(f"[data-place='{place}']").hover()
     detail = page.locator(".detail")
     detail.get_by_text(f"token {place} of {len(answer['tokens'])}").wait_for()
@@ -441,20 +492,28 @@ def test_responses_side_by_side_and_where_they_part(page, address):
     page.locator(".group button").first.click()
     page.locator(".response").nth(1).wait_for()
     first, second = (
-        json.loads(page.request.get(f"{address}/api/runs/0/rollout/6/rollouts/Q1%2F{k}").text())["tokens"]
+        json.loads(page.request.get(f"{address}/api/runs/0/rollout/6/rollouts/Q1%2F{k}").text())[
+            "tokens"
+        ]
         for k in (1, 0)
     )
     start = next(number for number, token in enumerate(first) if token["span"] != "prompt")
-    parting = next(number for number in range(start, len(first)) if first[number]["id"] != second[number]["id"])
+    parting = next(
+        number for number in range(start, len(first)) if first[number]["id"] != second[number]["id"]
+    )
     marked = page.locator(".t.parting")
-    assert [marked.nth(number).get_attribute("data-place") for number in range(marked.count())] == [f"{parting}"] * 2
+    assert [marked.nth(number).get_attribute("data-place") for number in range(marked.count())] == [
+        f"{parting}"
+    ] * 2
 
 
 def test_text_of_a_model_is_shown_and_not_run(page, address):
     page.goto(f"{address}/#/run/{MANY}/rollouts")
     page.goto(f"{address}/#/run/0/rollouts")
     page.get_by_text("<script>alert(").first.wait_for()
-    hostile = [{"text": text, "id": n, "span": "model", "place": n} for n, text in enumerate(HOSTILE)]
+    hostile = [
+        {"text": text, "id": n, "span": "model", "place": n} for n, text in enumerate(HOSTILE)
+    ]
     answer = {
         "meta": {"id": HOSTILE[0]},
         "group": [],
@@ -467,7 +526,9 @@ def test_text_of_a_model_is_shown_and_not_run(page, address):
     page.goto(f"{address}/#/run/0/rollout/1/rollouts/hostile")
     page.locator(".t").first.wait_for()
     assert page.locator(".t").all_inner_texts() == HOSTILE
-    assert not page.locator("#app img, #app script, #app iframe").count() and not page.evaluate("window.HACKED")
+    assert not page.locator("#app img, #app script, #app iframe").count() and not page.evaluate(
+        "window.HACKED"
+    )
 
 
 HOSTILE = [
@@ -479,7 +540,14 @@ HOSTILE = [
 
 def test_a_page_that_fails_says_why(page, address):
     flips = {"dtype": "float64", "shape": [1, 1], "data": ""}
-    routes = {"layers": 1, "top_k": 1, "server": None, "trainer": None, "flips": flips, "margin": None}
+    routes = {
+        "layers": 1,
+        "top_k": 1,
+        "server": None,
+        "trainer": None,
+        "flips": flips,
+        "margin": None,
+    }
     token = {"text": "a", "id": 1, "span": "model", "place": 0}
     answer = {
         "meta": {"id": "of a newer version"},
@@ -498,19 +566,33 @@ def test_a_page_that_fails_says_why(page, address):
 
 def test_a_response_of_32000_tokens(page, address):
     tokens = [
-        {"text": f" w{n % 97}" if n % 31 else ".\n", "id": n % 97, "span": "model" if n > 9 else "prompt", "place": n}
+        {
+            "text": f" w{n % 97}" if n % 31 else ".\n",
+            "id": n % 97,
+            "span": "model" if n > 9 else "prompt",
+            "place": n,
+        }
         for n in range(LONG)
     ]
     values = {
         "log_mu": [None] * 10 + [-(n % 7) / 2 for n in range(10, LONG)],
         "entropy": [None] * 10 + [n % 5 for n in range(10, LONG)],
     }
-    answer = {"meta": {"id": "long"}, "group": [], "tokens": tokens, "values": values, "routes": None, "missing": []}
+    answer = {
+        "meta": {"id": "long"},
+        "group": [],
+        "tokens": tokens,
+        "values": values,
+        "routes": None,
+        "missing": [],
+    }
     page.route("**/api/runs/0/rollout/**", lambda route: route.fulfill(json=answer))
     page.goto(f"{address}/#/run/0/rollout/{LONG_KEY}")
     page.locator(".t").first.wait_for()
     assert page.locator(".t").count() < 8000, "tokens far from the screen are plain text"
-    assert page.locator(".model .text").inner_text().count("w") > 25_000, "and all of it is there to find"
+    assert page.locator(".model .text").inner_text().count("w") > 25_000, (
+        "and all of it is there to find"
+    )
     start = time.monotonic()
     page.get_by_label("Colour by").select_option("entropy")
     wait_for(page, lambda: page.locator("[data-place='14'].sequential-8").count() == 1, "coloured")
@@ -520,14 +602,16 @@ def test_a_response_of_32000_tokens(page, address):
     page.get_by_text(f"token {LONG - 1} of {LONG}").wait_for()
 
 
-# Experts, export ----------------------------------------------------------------------------------------------------
+# Experts, export ----------------------------------------------------------------------------------
 
 
 def test_experts(page, address):
     page.goto(f"{address}/#/run/0/experts?step=1:6")
     heat = page.locator(".heat canvas").first
     heat.wait_for()
-    assert f"{viewer_run.LAYERS} layers by {viewer_run.EXPERTS} experts" in heat.get_attribute("aria-label")
+    assert f"{viewer_run.LAYERS} layers by {viewer_run.EXPERTS} experts" in heat.get_attribute(
+        "aria-label"
+    )
     heat.focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
@@ -550,7 +634,11 @@ def test_the_load_of_an_expert_over_the_steps(page, address):
     answer = page.request.get(f"{address}/api/runs/0/expert?layer=1&expert=1").json()
     assert len(answer["steps"]) == 6 and "expert=1.1" in page.url
     label = curve.get_attribute("aria-label")
-    assert "load of expert 1 in layer 1" in label and "server: first" in label and "trainer: first" in label
+    assert (
+        "load of expert 1 in layer 1" in label
+        and "server: first" in label
+        and "trainer: first" in label
+    )
     page.get_by_role("button", name="Close the curve").click()
     wait_for(page, lambda: not curve.count() and "expert=" not in page.url, "closed")
     heat.click(position={"x": 60, "y": 10})

@@ -1,1 +1,3 @@
-"""Faults of rollout servers, made on purpose: the samples, the payloads, the trials and the table of what became of them."""
+"""Faults of rollout servers, made on purpose: the samples, the payloads, the trials and the table
+of what became of them.
+"""

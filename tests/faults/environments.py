@@ -1,6 +1,8 @@
-"""An environment that fails in a given way at a given point of its episode, in the trainer's process or in its own.
+"""An environment that fails in a given way at a given point of its episode, in the trainer's
+process or in its own.
 
-The prompt says how: "BEHAVIOUR@POINT PATH"; it happens while no file is at PATH, which it then makes.
+The prompt says how: "BEHAVIOUR@POINT PATH"; it happens while no file is at PATH, which it then
+makes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ class Faulty:
         is_done = self.steps == TURNS
         observed = [8, 2 + sum(turn.token_ids) % 60]
         return self.answer(
-            Step(observed, reward=float(sum(turn.token_ids)), done=is_done, metrics={"steps": self.steps})
+            Step(
+                observed,
+                reward=float(sum(turn.token_ids)),
+                done=is_done,
+                metrics={"steps": self.steps},
+            )
         )
 
     def answer(self, right: Any) -> Any:
@@ -74,7 +81,9 @@ class Asked:
 
     async def step(self, turn: Turn) -> Step:
         (call,) = turn.reply.tool_calls
-        return Step(str(os.getpid()), call.arguments["a"] + turn.logprobs[0] + turn.num_prompt_tokens)
+        return Step(
+            str(os.getpid()), call.arguments["a"] + turn.logprobs[0] + turn.num_prompt_tokens
+        )
 
 
 BEHAVIOURS: dict[str, Callable[[], Any]] = {
@@ -102,5 +111,15 @@ DEADLY = ("exits", "gigabyte")
 """Only for an environment in a process of its own."""
 AT_RESET = ("raises", "hangs", "recurses", "sys_exit", "exits", "garbage")
 """What `reset` may do wrong as well; a Step is one more."""
-ONLY_LATER = ("bytes", "number", "unknown_id", "negative_id", "mixed", "assistant", "no_role", "megabytes", "gigabyte")
+ONLY_LATER = (
+    "bytes",
+    "number",
+    "unknown_id",
+    "negative_id",
+    "mixed",
+    "assistant",
+    "no_role",
+    "megabytes",
+    "gigabyte",
+)
 """Wrong only as what the model would read next: not at the last step."""

@@ -1,7 +1,8 @@
-"""Trials of episodes: one of three environments fails once in a given way at a given point, or sampling is interrupted there.
+"""Trials of episodes: one of three environments fails once in a given way at a given point, or
+sampling is interrupted there.
 
-The result must be all episodes, every token and row of each as it was sampled; where agent.on_error = drop, without a reward for
-the one that failed; where it is stop, an error that names it.
+The result must be all episodes, every token and row of each as it was sampled; where agent.on_error
+= drop, without a reward for the one that failed; where it is stop, an error that names it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from tests.words import word_tokenizer
 
 EPISODES, TURN_TOKENS, MAX_TOKENS = 3, 5, 60
 STEP_SECONDS, HUNG_SECONDS = 20.0, 120.0
-HANGING_SECONDS = (1.0, 4.0, 16.0)  # the limit of a step that hangs; a longer one where others are as slow
+# the limit of a step that hangs; a longer one where others are as slow
+HANGING_SECONDS = (1.0, 4.0, 16.0)
 INTERRUPTIONS = ("server dies", "SIGTERM", "new weights", "context full", "turn limit")
 POLICIES = ("retry", "drop", "stop")
 
@@ -66,7 +68,11 @@ class EpisodeOutcome(Counts):
     def is_as_expected(self) -> bool:
         trial = self.trial
         fails = trial.behaviour in BEHAVIOURS and not trial.is_truncated
-        expected = {"drop": "dropped", "stop": "stopped"}.get(trial.policy, "recovered") if fails else "recovered"
+        expected = (
+            {"drop": "dropped", "stop": "stopped"}.get(trial.policy, "recovered")
+            if fails
+            else "recovered"
+        )
         return self.ending == expected and self.is_clean
 
 
@@ -74,7 +80,9 @@ def episode_trials() -> Iterator[EpisodeTrial]:
     """behaviour x point x policy x isolation, of those that can be."""
     for behaviour in BEHAVIOURS:
         for point in POINTS:
-            if (point == "reset" and behaviour not in AT_RESET) or (point == "last" and behaviour in ONLY_LATER):
+            if (point == "reset" and behaviour not in AT_RESET) or (
+                point == "last" and behaviour in ONLY_LATER
+            ):
                 continue
             for isolation in ("thread", "process"):
                 if isolation == "process" or behaviour not in DEADLY:
@@ -100,7 +108,8 @@ def run_episode_trial(trial: EpisodeTrial) -> EpisodeOutcome:
             for limit in HANGING_SECONDS:
                 (Path(folder) / str(limit)).mkdir()
                 found = _run(trial, Path(folder) / str(limit), limit)
-                if trial.behaviour != "hangs" or not found.uncounted:  # else another episode failed too
+                # else another episode failed too
+                if trial.behaviour != "hangs" or not found.uncounted:
                     break
             outcome.append(found)
 
@@ -115,7 +124,11 @@ def run_episode_trial(trial: EpisodeTrial) -> EpisodeOutcome:
 
 
 def _run(trial: EpisodeTrial, folder: Path, hanging_seconds: float) -> EpisodeOutcome:
-    fault = f"{trial.behaviour}@{trial.point} {folder / 'happened'}" if trial.behaviour in BEHAVIOURS else ""
+    fault = (
+        f"{trial.behaviour}@{trial.point} {folder / 'happened'}"
+        if trial.behaviour in BEHAVIOURS
+        else ""
+    )
     texts = ["", fault, ""]
     prompts = [Prompt(f"q{i}", text, (3, 4, 5 + i), "") for i, text in enumerate(texts)]
     groups = [PartialGroup(prompt, 1) for prompt in prompts]
@@ -129,10 +142,14 @@ def _run(trial: EpisodeTrial, folder: Path, hanging_seconds: float) -> EpisodeOu
     processes = environment_processes() if trial.isolation == "process" else None
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 2, processes=processes)
     started = time.monotonic()
-    counted, groups, error = INTERRUPTED.get(trial.behaviour, _undisturbed)(trial, runner, groups, folder)
+    counted, groups, error = INTERRUPTED.get(trial.behaviour, _undisturbed)(
+        trial, runner, groups, folder
+    )
     seconds = time.monotonic() - started
     found = [rollout for group in groups for rollout in group.rollouts.values()]
-    dropped = [rollout for rollout in found if rollout.reward is not None and np.isnan(rollout.reward)]
+    dropped = [
+        rollout for rollout in found if rollout.reward is not None and np.isnan(rollout.reward)
+    ]
     ending = "stopped" if error else "dropped" if dropped else "recovered"
     return EpisodeOutcome(
         trial=trial,
@@ -151,7 +168,9 @@ def _client(server: FakeServer, *others: FakeServer, runner: EpisodeRunner) -> R
     return RolloutClient(urls, cfg, spec=SPEC, want_routes=True, episodes=runner)
 
 
-def _fill(client: RolloutClient, groups: Sequence[PartialGroup], version: int, most: int = MAX_TOKENS) -> str:
+def _fill(
+    client: RolloutClient, groups: Sequence[PartialGroup], version: int, most: int = MAX_TOKENS
+) -> str:
     """Why it stopped, "" where it did not."""
     try:
         client.fill(groups, Sampling(1.0, most, (END,), version))
@@ -164,43 +183,63 @@ Result = tuple[bool, Sequence[PartialGroup], str]
 """(whether it was counted, the groups, the error that stopped it)."""
 
 
-def _undisturbed(trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[PartialGroup], folder: Path) -> Result:
+def _undisturbed(
+    trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[PartialGroup], folder: Path
+) -> Result:
     """Only the environment fails, or its limits end it."""
     # full after as many turns, with the two observed tokens between them
-    most = max(trial.place, 1) * (TURN_TOKENS + 2) + 1 if trial.behaviour == "context full" else MAX_TOKENS
+    most = (
+        max(trial.place, 1) * (TURN_TOKENS + 2) + 1
+        if trial.behaviour == "context full"
+        else MAX_TOKENS
+    )
     with FakeServer("ok", source=TurnModel(version=3)) as server:
         client = _client(server, runner=runner)
         error = _fill(client, groups, 3, most)
     if trial.is_truncated:
         rollouts = [rollout for group in groups for rollout in group.rollouts.values()]
         ended = [
-            r for r in rollouts if r.finish_reason == "length" or r.metrics.get("is_done") == 0 or len(r.turns) == TURNS
+            r
+            for r in rollouts
+            if r.finish_reason == "length" or r.metrics.get("is_done") == 0 or len(r.turns) == TURNS
         ]
         return bool(ended), groups, error
     names_it = not error or ("rollout q1/0" in error and "agent.environment" in error)
     return client.counters.failed_episodes == 1 and names_it, groups, error
 
 
-def _server_dies(trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[PartialGroup], folder: Path) -> Result:
+def _server_dies(
+    trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[PartialGroup], folder: Path
+) -> Result:
     model = TurnModel(version=3)
     answers = trial.place * EPISODES // 2
-    with FakeServer(*["ok"] * answers, "die", source=model) as bad, FakeServer("ok", source=model) as good:
+    with (
+        FakeServer(*["ok"] * answers, "die", source=model) as bad,
+        FakeServer("ok", source=model) as good,
+    ):
         client = _client(bad, good, runner=runner)
         client.balancer.servers[0].tokens = -1_000_000  # it gets all requests
         error = _fill(client, groups, 3)
     return client.counters.failures.total() > 0, groups, error
 
 
-def _interrupted(trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[PartialGroup], folder: Path) -> Result:
-    """A signal after so many answers; the groups pass through a checkpoint, and another client continues, perhaps under new
-    weights."""
+def _interrupted(
+    trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[PartialGroup], folder: Path
+) -> Result:
+    """A signal after so many answers; the groups pass through a checkpoint, and another client
+    continues, perhaps under new weights."""
     model = TurnModel(version=3)
     answers = min(trial.place * EPISODES, TURNS * EPISODES - 1)
     with FakeServer(*["ok"] * answers, "slow", source=model) as server:
         client = _client(server, runner=runner)
 
         def stop() -> None:
-            wait_for(lambda: len(server.requests) - answers == EPISODES - sum(g.is_complete for g in groups), 100)
+            wait_for(
+                lambda: (
+                    len(server.requests) - answers == EPISODES - sum(g.is_complete for g in groups)
+                ),
+                100,
+            )
             client.stop(keep_parts=True)
 
         threading.Thread(target=stop).start()
@@ -218,11 +257,19 @@ def _interrupted(trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[Pa
         asked = len(server.requests) - before
     counters = again.counters
     is_exact = tokens == answers * TURN_TOKENS + 2 * num_cut and asked == TURNS * EPISODES - answers
-    counted = client.counters.cut_samples == num_cut == counters.resumed_episodes > 0 == counters.diverged_episodes
+    counted = (
+        client.counters.cut_samples
+        == num_cut
+        == counters.resumed_episodes
+        > 0
+        == counters.diverged_episodes
+    )
     return counted and is_exact, groups, error
 
 
-INTERRUPTED: dict[str, Callable[[EpisodeTrial, EpisodeRunner, Sequence[PartialGroup], Path], Result]] = {
+INTERRUPTED: dict[
+    str, Callable[[EpisodeTrial, EpisodeRunner, Sequence[PartialGroup], Path], Result]
+] = {
     "server dies": _server_dies,
     "SIGTERM": _interrupted,
     "new weights": _interrupted,
@@ -230,7 +277,9 @@ INTERRUPTED: dict[str, Callable[[EpisodeTrial, EpisodeRunner, Sequence[PartialGr
 
 
 def _is_sound(rollout: Rollout, trial: EpisodeTrial) -> bool:
-    """Every number is that of the model, and the reward that of the turns; of a failed episode there is none."""
+    """Every number is that of the model, and the reward that of the turns; of a failed episode
+    there is none.
+    """
     try:
         assert_turn_fingerprints(rollout)
     except AssertionError:
@@ -250,7 +299,16 @@ KINDS = {
     "raises": ("raises", "recurses", "sys_exit"),
     "hangs": ("hangs",),
     "its process ends": ("exits",),
-    "garbage": ("garbage", "bytes", "number", "list_metrics", "text_metric", "unknown_id", "negative_id", "mixed"),
+    "garbage": (
+        "garbage",
+        "bytes",
+        "number",
+        "list_metrics",
+        "text_metric",
+        "unknown_id",
+        "negative_id",
+        "mixed",
+    ),
     "wrong reward": ("nan_reward", "text_reward"),
     "wrong role": ("assistant", "no_role"),
     "megabytes": ("megabytes", "gigabyte"),
@@ -260,16 +318,32 @@ KINDS = {
 def episode_table(outcomes: Sequence[EpisodeOutcome]) -> list[str]:
     """Markdown rows, one per kind of fault."""
     rows = [
-        "| fault | trials | recovered | dropped | stopped | lost | duplicated | hung | silent | uncounted | median s | max s |",
+        (
+            "| fault | trials | recovered | dropped | stopped | lost | duplicated | hung | silent |"
+            " uncounted | median s | max s |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     everything = tuple({outcome.trial.behaviour for outcome in outcomes})
-    for kind, behaviours in {**KINDS, **{name: (name,) for name in INTERRUPTIONS}, "all": everything}.items():
+    for kind, behaviours in {
+        **KINDS,
+        **{name: (name,) for name in INTERRUPTIONS},
+        "all": everything,
+    }.items():
         if not (mine := [outcome for outcome in outcomes if outcome.trial.behaviour in behaviours]):
             continue
-        endings = [sum(o.ending == ending for o in mine) for ending in ("recovered", "dropped", "stopped")]
+        endings = [
+            sum(o.ending == ending for o in mine) for ending in ("recovered", "dropped", "stopped")
+        ]
         counts = [sum(getattr(outcome, name) for outcome in mine) for name in COUNTED]
         seconds = [outcome.seconds for outcome in mine]
-        cells = [kind, len(mine), *endings, *counts, f"{np.median(seconds):.2f}", f"{max(seconds):.2f}"]
+        cells = [
+            kind,
+            len(mine),
+            *endings,
+            *counts,
+            f"{np.median(seconds):.2f}",
+            f"{max(seconds):.2f}",
+        ]
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return rows

@@ -1,9 +1,11 @@
-"""Random damage to routed_experts payloads and to complete samples, classified by an oracle that shares no code with the decoder.
+"""Random damage to routed_experts payloads and to complete samples, classified by an oracle that
+shares no code with the decoder.
 
-Verdicts: refused; same: accepted with the ids of the undamaged payload; gaps: accepted, rows without a route marked as such,
-the rest unchanged; other: ids that obey every rule and are not the original's, which the structure cannot show
-(tools/rollout_canary and replay.measure compare with the model); and the two that must never occur: wrong (accepted although
-a rule is broken, or read as other ids than those sent; or refused although no rule is broken) and crash.
+Verdicts: refused; same: accepted with the ids of the undamaged payload; gaps: accepted, rows
+without a route marked as such, the rest unchanged; other: ids that obey every rule and are not the
+original's, which the structure cannot show (tools/rollout_canary and replay.measure compare with
+the model); and the two that must never occur: wrong (accepted although a rule is broken, or read as
+other ids than those sent; or refused although no rule is broken) and crash.
 Shapes: N rows, L layers, K top-k, E experts.
 """
 
@@ -33,7 +35,8 @@ SPECS = (
 )
 BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 HOSTILE = (
-    None, True, False, -1, 0, 1, 63, 64, 10**6, 2**31, 2**63, 10**30, 0.5, -0.5, 1.5, 1e308, math.nan, math.inf, -math.inf,
+    None, True, False, -1, 0, 1, 63, 64, 10**6, 2**31, 2**63, 10**30, 0.5, -0.5, 1.5, 1e308,
+    math.nan, math.inf, -math.inf,
     "", "stop", "x", "7", [], [None], [[1]], {}, {"type": "abort"},
 )  # fmt: skip
 
@@ -49,7 +52,7 @@ def routes_of(rng: np.random.Generator, spec: ModelSizes, rows: int) -> np.ndarr
     return ids
 
 
-# Damage ------------------------------------------------------------------------------------------------------------------
+# Damage -------------------------------------------------------------------------------------------
 
 
 def of_text(rng: np.random.Generator, ids: np.ndarray, spec: ModelSizes) -> Any:
@@ -116,7 +119,16 @@ def of_shape(rng: np.random.Generator, ids: np.ndarray, spec: ModelSizes) -> byt
 def of_values(rng: np.random.Generator, ids: np.ndarray, spec: ModelSizes) -> bytes:
     ids = ids.copy()
     row, layer, column = (int(rng.integers(size)) for size in ids.shape)
-    bad = (spec.num_experts, -1, -(2**31), 2**31 - 1, 65_536 + 3, 256 + int(ids[row, layer, column]), 0, 1)
+    bad = (
+        spec.num_experts,
+        -1,
+        -(2**31),
+        2**31 - 1,
+        65_536 + 3,
+        256 + int(ids[row, layer, column]),
+        0,
+        1,
+    )
     kind = int(rng.integers(9))
     if kind < 4:
         ids[row, layer, column] = bad[int(rng.integers(len(bad)))]
@@ -135,7 +147,8 @@ def of_values(rng: np.random.Generator, ids: np.ndarray, spec: ModelSizes) -> by
 
 def of_order(rng: np.random.Generator, ids: np.ndarray, spec: ModelSizes) -> bytes:
     edits = (
-        ids.transpose(1, 0, 2), ids.transpose(2, 1, 0), ids.transpose(0, 2, 1), ids[:, ::-1], ids[::-1], ids[..., ::-1],
+        ids.transpose(1, 0, 2), ids.transpose(2, 1, 0), ids.transpose(0, 2, 1), ids[:, ::-1],
+        ids[::-1], ids[..., ::-1],
         np.roll(ids, 1, 0), np.roll(ids, 1, 1), routes_of(rng, spec, len(ids)),
     )  # fmt: skip
     return np.ascontiguousarray(edits[int(rng.integers(len(edits)))]).tobytes()
@@ -159,7 +172,11 @@ def damage_payloads(count: int, seed: int) -> dict[str, Counter[str]]:
         kind, spec = list(DAMAGE)[index % len(DAMAGE)], SPECS[index // len(DAMAGE) % len(SPECS)]
         ids = routes_of(rng, spec, int(rng.integers(2, 41)))
         payload = DAMAGE[kind](rng, ids, spec)
-        payload = base64.b64encode(payload).decode() if isinstance(payload, bytes) and kind != "text" else payload
+        payload = (
+            base64.b64encode(payload).decode()
+            if isinstance(payload, bytes) and kind != "text"
+            else payload
+        )
         verdicts[kind][verdict(payload, ids, spec)] += 1
     return verdicts
 
@@ -172,7 +189,11 @@ def verdict(payload: str | bytes, truth: np.ndarray, spec: ModelSizes) -> str:
         return "refused" if expected is None else "wrong"
     except Exception:
         return "crash"
-    if expected is None or not np.array_equal(ids[~missing], expected[0][~missing]) or (missing != expected[1]).any():
+    if (
+        expected is None
+        or not np.array_equal(ids[~missing], expected[0][~missing])
+        or (missing != expected[1]).any()
+    ):
         return "wrong"
     if not np.array_equal(ids[~missing], truth[~missing][:, spec.moe_layers]):
         return "other"
@@ -192,9 +213,13 @@ def decode(payload: str | bytes, rows: int, spec: ModelSizes) -> Routes:
 
 
 def oracle(payload: str | bytes, rows: int, spec: ModelSizes) -> Routes | None:
-    """The ids in the payload, None where it breaks a rule.  The rules are those of docs/concepts/routing_replay.md."""
+    """The ids in the payload, None where it breaks a rule.
+
+    The rules are those of docs/concepts/routing_replay.md.
+    """
     num_bytes = rows * spec.num_layers * spec.top_k * 4
-    if len(payload) != 4 * math.ceil(num_bytes / 3):  # Python's own decoder accepts too much padding
+    # Python's own decoder accepts too much padding
+    if len(payload) != 4 * math.ceil(num_bytes / 3):
         return None
     try:
         data = base64.b64decode(payload, validate=True)
@@ -202,7 +227,11 @@ def oracle(payload: str | bytes, rows: int, spec: ModelSizes) -> Routes | None:
         return None
     if len(data) != num_bytes:
         return None
-    ids = np.frombuffer(data, "<i4").reshape(rows, spec.num_layers, spec.top_k).astype(np.int64)[:, spec.moe_layers]
+    ids = (
+        np.frombuffer(data, "<i4")
+        .reshape(rows, spec.num_layers, spec.top_k)
+        .astype(np.int64)[:, spec.moe_layers]
+    )
     flat = ids.reshape(rows, -1)
     missing = (flat == -1).all(1) | ((flat == 0).all(1) & (spec.top_k > 1))
     ordered = np.sort(ids[~missing], axis=-1)
@@ -210,7 +239,7 @@ def oracle(payload: str | bytes, rows: int, spec: ModelSizes) -> Routes | None:
     return None if broken or (np.diff(ordered, axis=-1) == 0).any() else (ids, missing)
 
 
-# Whole samples -----------------------------------------------------------------------------------------------------------
+# Whole samples ------------------------------------------------------------------------------------
 
 PROMPT = Prompt(id="q", text="", token_ids=(3, 4, 5), label="")
 MAX_TOKENS = 16
@@ -301,11 +330,15 @@ def is_sound(sample: dict[str, Any], sample_id: str) -> bool:
             meta["id"] == sample_id,
             (finish["type"] if isinstance(finish, dict) else finish) in ("stop", "length"),
             all(str(span["version"]) == str(samples.VERSION) for span in spans),
-            meta.get("prompt_tokens", 3) == 3 and meta.get("completion_tokens", len(tokens)) == len(tokens),
+            meta.get("prompt_tokens", 3) == 3
+            and meta.get("completion_tokens", len(tokens)) == len(tokens),
             1 <= len(tokens) <= MAX_TOKENS,
             all(type(token) is int and 0 <= token < samples.SPEC.vocab_size for token in tokens),
-            [entry[1] for entry in entries] == tokens and all(type(entry[1]) is int for entry in entries),
-            all(type(e[0]) in (int, float) and math.isfinite(e[0]) and e[0] <= 1e-3 for e in entries),
+            [entry[1] for entry in entries] == tokens
+            and all(type(entry[1]) is int for entry in entries),
+            all(
+                type(e[0]) in (int, float) and math.isfinite(e[0]) and e[0] <= 1e-3 for e in entries
+            ),
         ]
     )
 
@@ -319,7 +352,11 @@ def refuse_good(count: int, seed: int) -> Counter[str]:
         moe = tuple(np.flatnonzero(rng.random(layers) < 0.8).tolist()) or (layers - 1,)
         experts = (4, 8, 64, 128, 256, 257, 512)[int(rng.integers(7))]
         spec = ModelSizes(
-            num_layers=layers, moe_layers=moe, top_k=int(rng.integers(1, 5)), num_experts=experts, vocab_size=64
+            num_layers=layers,
+            moe_layers=moe,
+            top_k=int(rng.integers(1, 5)),
+            num_experts=experts,
+            vocab_size=64,
         )
         ids = routes_of(rng, spec, int(rng.integers(1, 65)))
         if spec.top_k > 1 or len(ids) == 1:  # a real zero route needs K = 1

@@ -1,4 +1,5 @@
-"""Samples as SGLang sends them, honest and wrong in every way we know.  Each fault edits a copy of one honest sample.
+"""Samples as SGLang sends them, honest and wrong in every way we know.  Each fault edits a copy of
+one honest sample.
 
 Shapes: R response tokens, N = prompt + R - 1 rows, L layers, K top-k of SPEC.
 """
@@ -20,7 +21,9 @@ VERSION = 7
 Fault = Callable[[dict[str, Any]], Any]
 
 
-def honest_sample(body: dict[str, Any], prompt: list[int], sample_id: str, num_tokens: int = 5) -> dict[str, Any]:
+def honest_sample(
+    body: dict[str, Any], prompt: list[int], sample_id: str, num_tokens: int = 5
+) -> dict[str, Any]:
     """A sample of its own: its tokens, log-probs and routes follow from its id."""
     rng = np.random.default_rng(zlib.crc32(sample_id.encode()))
     tokens = rng.integers(2, SPEC.vocab_size, num_tokens)
@@ -28,8 +31,12 @@ def honest_sample(body: dict[str, Any], prompt: list[int], sample_id: str, num_t
     return make_sample(body, sample_id, len(prompt), tokens, -rng.random(num_tokens), routes)
 
 
-def recorded_samples(folder: Path, step: int) -> Callable[[dict[str, Any], list[int], str], dict[str, Any]]:
-    """Serve what a run recorded (rollout.save_tensors) in `folder` at `step`: the responses to each prompt, in turn."""
+def recorded_samples(
+    folder: Path, step: int
+) -> Callable[[dict[str, Any], list[int], str], dict[str, Any]]:
+    """Serve what a run recorded (rollout.save_tensors) in `folder` at `step`: the responses to each
+    prompt, in turn.
+    """
     # here: it imports torch, for which every stub server would wait
     from megatron_rl.rollout.recorder import read_rollouts, read_tensors
 
@@ -38,7 +45,11 @@ def recorded_samples(folder: Path, step: int) -> Callable[[dict[str, Any], list[
     for record in read_rollouts(folder / "rollouts.jsonl"):
         if record.step == step:
             tokens, length = tensors[f"{record.id}:tokens"], record.prompt_length
-            parts = tokens[length:], tensors[f"{record.id}:logprobs"], tensors.get(f"{record.id}:routed_experts")
+            parts = (
+                tokens[length:],
+                tensors[f"{record.id}:logprobs"],
+                tensors.get(f"{record.id}:routed_experts"),
+            )
             waiting.setdefault(tuple(tokens[:length].tolist()), []).append(parts)
 
     def serve(body: dict[str, Any], prompt: list[int], sample_id: str) -> dict[str, Any]:
@@ -65,7 +76,9 @@ def make_sample(
         "weight_version": str(VERSION),
         "weight_versions": [{"version": str(VERSION), "start": 0, "end": num_tokens}],
         "num_retractions": 0,
-        "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs.tolist(), tokens.tolist(), strict=True)],
+        "output_token_logprobs": [
+            [p, t, None] for p, t in zip(logprobs.tolist(), tokens.tolist(), strict=True)
+        ],
     }
     if body["return_routed_experts"] and routes is not None:
         meta["routed_experts"] = encode(routes.astype("<i4"))
@@ -81,7 +94,9 @@ def cut_short(sample: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         "output_token_logprobs": meta["output_token_logprobs"][:num_tokens],
     }
     if "weight_versions" in meta:
-        meta["weight_versions"] = [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]
+        meta["weight_versions"] = [
+            {"version": meta["weight_version"], "start": 0, "end": num_tokens}
+        ]
     if "routed_experts" in meta:
         routes = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
         rows = meta["prompt_tokens"] + num_tokens - 1
@@ -108,7 +123,7 @@ def encode(routes: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(routes).tobytes()).decode()
 
 
-# Faults of one sample --------------------------------------------------------------------------------------------------
+# Faults of one sample -----------------------------------------------------------------------------
 
 
 def with_meta(**changes: Any) -> Fault:
@@ -116,7 +131,9 @@ def with_meta(**changes: Any) -> Fault:
 
 
 def without_meta(name: str) -> Fault:
-    return lambda sample: sample | {"meta_info": {k: v for k, v in sample["meta_info"].items() if k != name}}
+    return lambda sample: (
+        sample | {"meta_info": {k: v for k, v in sample["meta_info"].items() if k != name}}
+    )
 
 
 def edit_routes(edit: Callable[[np.ndarray], np.ndarray]) -> Fault:
@@ -130,11 +147,15 @@ def edit_routes(edit: Callable[[np.ndarray], np.ndarray]) -> Fault:
 
 def edit_text(edit: Callable[[str], Any]) -> Fault:
     """Edit the base64 text of the routes."""
-    return lambda sample: with_meta(routed_experts=edit(sample["meta_info"]["routed_experts"]))(sample)
+    return lambda sample: with_meta(routed_experts=edit(sample["meta_info"]["routed_experts"]))(
+        sample
+    )
 
 
 def edit_logprobs(edit: Callable[[list[Any]], list[Any]]) -> Fault:
-    return lambda sample: with_meta(output_token_logprobs=edit(sample["meta_info"]["output_token_logprobs"]))(sample)
+    return lambda sample: with_meta(
+        output_token_logprobs=edit(sample["meta_info"]["output_token_logprobs"])
+    )(sample)
 
 
 def set_at(index: tuple[Any, ...], value: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -175,11 +196,18 @@ ROUTE_FAULTS: dict[str, Fault] = {
 
 
 SAMPLE_FAULTS: dict[str, Fault] = {
-    "stale": with_meta(weight_version="6", weight_versions=[{"version": "6", "start": 0, "end": 5}]),
-    "mixed": with_meta(
-        weight_versions=[{"version": "6", "start": 0, "end": 2}, {"version": str(VERSION), "start": 2, "end": 5}]
+    "stale": with_meta(
+        weight_version="6", weight_versions=[{"version": "6", "start": 0, "end": 5}]
     ),
-    "no_version": lambda sample: without_meta("weight_version")(without_meta("weight_versions")(sample)),
+    "mixed": with_meta(
+        weight_versions=[
+            {"version": "6", "start": 0, "end": 2},
+            {"version": str(VERSION), "start": 2, "end": 5},
+        ]
+    ),
+    "no_version": lambda sample: without_meta("weight_version")(
+        without_meta("weight_versions")(sample)
+    ),
     "odd_versions": with_meta(weight_versions=7),
     "aborted": with_meta(finish_reason={"type": "abort", "message": "paused"}),
     "no_finish": with_meta(finish_reason=None),

@@ -1,9 +1,10 @@
-"""Open sessions with slow tools: is anything lost, how long is the event loop's longest block, how much memory does it take?
+"""Open sessions with slow tools: is anything lost, how long is the event loop's longest block, how
+much memory does it take?
 
     python -m tests.faults.sessions [--sessions 1000] [--turns 3] [--shortest 0.1] [--longest 10]
 
-The fake server is a process of its own.  A block is one callback of the event loop, in CPU time of its thread: time of other
-processes does not count.
+The fake server is a process of its own.  A block is one callback of the event loop, in CPU time of
+its thread: time of other processes does not count.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ async def slow_tool(session: Session, prompt: Prompt) -> Episode:
 
 @dataclass
 class Measured:
-    """lost, duplicated, wrong: episodes; block: of the event loop, in seconds of CPU time; memory: more than before, in bytes."""
+    """lost, duplicated, wrong: episodes; block: of the event loop, in seconds of CPU time; memory:
+    more than before, in bytes.
+    """
 
     episodes: int
     lost: int
@@ -65,10 +68,12 @@ class Measured:
     def __str__(self) -> str:
         blocks = sorted(self.blocks)
         return (
-            f"{self.episodes} sessions of {turns[0]} turns, tools of {latency[0]:g} to {latency[1]:g} s: {self.seconds:.1f} s, "
-            f"{self.cpu_seconds / self.episodes / turns[0] * 1e3:.1f} ms of CPU time per turn; lost {self.lost}, duplicated "
-            f"{self.duplicated}, wrong {self.wrong}; longest block {blocks[-1] * 1e3:.1f} ms (99.9 %: "
-            f"{blocks[int(len(blocks) * 0.999)] * 1e3:.1f} ms of {len(blocks)}); memory + {self.memory / 2**20:.0f} MiB"
+            f"{self.episodes} sessions of {turns[0]} turns, tools of {latency[0]:g} to"
+            f" {latency[1]:g} s: {self.seconds:.1f} s,"
+            f" {self.cpu_seconds / self.episodes / turns[0] * 1e3:.1f} ms of CPU time per turn;"
+            f" lost {self.lost}, duplicated {self.duplicated}, wrong {self.wrong}; longest block"
+            f" {blocks[-1] * 1e3:.1f} ms (99.9 %: {blocks[int(len(blocks) * 0.999)] * 1e3:.1f} ms"
+            f" of {len(blocks)}); memory + {self.memory / 2**20:.0f} MiB"
         )
 
 
@@ -76,20 +81,32 @@ def measure(sessions: int) -> Measured:
     cfg = RolloutConfig(max_concurrency=sessions)
     agent = AgentConfig(function=f"{__name__}:slow_tool")
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, cfg.max_retries)
-    prompts = [Prompt(f"q{i}", "", (3, 4 + i % 50, 5 + i // 50), "") for i in range(sessions // GROUP)]
+    prompts = [
+        Prompt(f"q{i}", "", (3, 4 + i % 50, 5 + i // 50), "") for i in range(sessions // GROUP)
+    ]
     with fake_server() as url, timed_callbacks() as blocks:
         client = RolloutClient([url], cfg, spec=SPEC, want_routes=True, episodes=runner)
         postpone_full_collections()  # as a run does before its first step
         before, cpu, started = memory(), time.process_time(), time.monotonic()
         groups = client.generate(
-            prompts, GROUP, policy_version=VERSION, temperature=1.0, max_tokens=64, stop_token_ids=(1,)
+            prompts,
+            GROUP,
+            policy_version=VERSION,
+            temperature=1.0,
+            max_tokens=64,
+            stop_token_ids=(1,),
         )
-        seconds, cpu_seconds, used = time.monotonic() - started, time.process_time() - cpu, memory() - before
+        seconds, cpu_seconds, used = (
+            time.monotonic() - started,
+            time.process_time() - cpu,
+            memory() - before,
+        )
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return Measured(
         episodes=sessions,
         lost=sessions - len(rollouts),
-        duplicated=len(rollouts) - len({(rollout.id, rollout.tokens.tobytes()) for rollout in rollouts}),
+        duplicated=len(rollouts)
+        - len({(rollout.id, rollout.tokens.tobytes()) for rollout in rollouts}),
         wrong=sum(not is_right(rollout) for rollout in rollouts),
         seconds=seconds,
         cpu_seconds=cpu_seconds,
@@ -133,7 +150,9 @@ def timed_callbacks() -> Iterator[list[float]]:
 @contextmanager
 def fake_server() -> Iterator[str]:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(theirs,), daemon=True
+    )
     process.start()
     try:
         if not ours.poll(60):
@@ -151,7 +170,9 @@ def serve(connection: Connection) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--shortest", type=float, default=0.1)

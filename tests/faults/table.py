@@ -1,8 +1,10 @@
-"""The fault table of results/faults.md:  python -m tests.faults.table [--seeds 1] [--mutations 40000]
+"""The fault table of results/faults.md:  python -m tests.faults.table [--seeds 1] [--mutations
+                                          40000]
 [--good 5000]        (make faults, which also keeps it in results/faults.json)
 
-Server faults: behaviour x point x seed with two or three fake servers.  Payloads: random damage, classified by an oracle.
-Exit status 1 where anything was lost, duplicated, hung, silently trained on, wrongly refused, or not counted.
+Server faults: behaviour x point x seed with two or three fake servers.  Payloads: random damage,
+classified by an oracle. Exit status 1 where anything was lost, duplicated, hung, silently trained
+on, wrongly refused, or not counted.
 """
 
 from __future__ import annotations
@@ -49,12 +51,14 @@ def server_faults(num_seeds: int, jobs: int, turns: int = 1) -> tuple[list[str],
         print(f"not as expected: {outcome}", file=sys.stderr)
     late = sum(outcome.seconds > outcome.deadline + 1 for outcome in outcomes)
     repeated = sum(outcome.deadline > DEADLINE_SECONDS for outcome in outcomes)
-    behaviours, points = (len({getattr(trial, name) for trial in trials}) for name in ("behaviour", "point"))
+    behaviours, points = (
+        len({getattr(trial, name) for trial in trials}) for name in ("behaviour", "point")
+    )
     what = f"server faults in episodes of {turns} turns" if turns > 1 else "server faults"
     heading = (
-        f"{len(trials)} {what}: {behaviours} behaviours x {points} points, seeds: {num_seeds}; as expected "
-        f"{len(trials) - len(broken)}.  Calls over the deadline of {DEADLINE_SECONDS:g} s + 1 s: {late}; with longer deadlines, "
-        f"because the machine was too slow: {repeated}."
+        f"{len(trials)} {what}: {behaviours} behaviours x {points} points, seeds: {num_seeds}; as"
+        f" expected {len(trials) - len(broken)}.  Calls over the deadline of {DEADLINE_SECONDS:g} s"
+        f" + 1 s: {late}; with longer deadlines, because the machine was too slow: {repeated}."
     )
     return [*textwrap.wrap(heading, 100), "", *table(outcomes)], not broken
 
@@ -68,9 +72,10 @@ def episode_faults(jobs: int) -> tuple[list[str], bool]:
         print(f"UNEXPECTED: {outcome}", file=sys.stderr)
     behaviours = len({trial.behaviour for trial in trials})
     heading = (
-        f"{len(trials)} faults of episodes of {TURNS} turns: {behaviours} behaviours x {len(EPISODE_POINTS)} points, where they "
-        f"can be, environments in threads and in processes, agent.on_error = {', '.join(POLICIES)}; as expected "
-        f"{len(trials) - len(broken)}."
+        f"{len(trials)} faults of episodes of {TURNS} turns: {behaviours} behaviours x"
+        f" {len(EPISODE_POINTS)} points, where they can be, environments in threads and in"
+        f" processes, agent.on_error = {', '.join(POLICIES)}; as expected"
+        f" {len(trials) - len(broken)}."
     )
     return [*textwrap.wrap(heading, 100), "", *episode_table(outcomes)], not broken
 
@@ -93,7 +98,9 @@ def payload_faults(mutations: int, good: int) -> tuple[list[str], bool]:
     for kind, counts in verdicts.items():
         cells = [kind, counts.total(), *(counts[verdict] for verdict in VERDICTS)]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    is_good = not verdicts["all"]["wrong"] and not verdicts["all"]["crash"] and sound["same"] == good
+    is_good = (
+        not verdicts["all"]["wrong"] and not verdicts["all"]["crash"] and sound["same"] == good
+    )
     return lines, is_good
 
 

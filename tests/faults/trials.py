@@ -1,7 +1,9 @@
-"""Trials of the rollout client: one of two or three fake servers misbehaves once, in a given way at a given point.
+"""Trials of the rollout client: one of two or three fake servers misbehaves once, in a given way at
+a given point.
 
-The result must be all samples, each of them exactly one that a server sent in a correct answer; or, where a server refuses
-a request permanently, an immediate error.  With two turns a sample is an episode, every turn of which was sent so.
+The result must be all samples, each of them exactly one that a server sent in a correct answer; or,
+where a server refuses a request permanently, an immediate error.  With two turns a sample is an
+episode, every turn of which was sent so.
 """
 
 from __future__ import annotations
@@ -21,7 +23,16 @@ from megatron_rl.rollout.agents import Episode, Session
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.response import parse_sample
-from tests.fake_server import ANSWERS, POINTS, ROUTE_FAULTS, SAMPLE_FAULTS, SPEC, TRANSPORT_FAULTS, VERSION, FakeServer
+from tests.fake_server import (
+    ANSWERS,
+    POINTS,
+    ROUTE_FAULTS,
+    SAMPLE_FAULTS,
+    SPEC,
+    TRANSPORT_FAULTS,
+    VERSION,
+    FakeServer,
+)
 from tests.words import word_tokenizer
 
 OF_SEVERAL = ("reordered", "twice_the_first")
@@ -55,7 +66,8 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What may not happen, each 0 where all is well, and the seconds of the whole call, in which others were sampled as well.
+    """What may not happen, each 0 where all is well, and the seconds of the whole call, in which
+    others were sampled as well.
 
     uncounted: the fault left no trace.
     """
@@ -77,7 +89,8 @@ COUNTED = ("lost", "duplicated", "hung", "silent", "uncounted")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Counts):
-    """The result of a trial.  silent: samples that were returned and that no server sent in a correct answer.
+    """The result of a trial.  silent: samples that were returned and that no server sent in a
+    correct answer.
 
     deadline: of its requests, in seconds.
     """
@@ -101,7 +114,8 @@ def all_trials(num_seeds: int, turns: int = 1) -> Iterator[Trial]:
 
 
 def run_trial(trial: Trial) -> Outcome:
-    """Where the machine was too slow for the deadlines, so that others passed too, again with longer ones.
+    """Where the machine was too slow for the deadlines, so that others passed too, again with
+    longer ones.
 
     Raises AssertionError where the fault did not happen with the longest either.
     """
@@ -117,7 +131,9 @@ def run_trial(trial: Trial) -> Outcome:
 
 def attempt(trial: Trial, deadline: float) -> tuple[Outcome, bool, int]:
     """(outcome, whether the fault happened, how many requests passed a deadline)."""
-    rng = np.random.default_rng([trial.seed, zlib.crc32(f"{trial.behaviour}@{trial.point}".encode())])
+    rng = np.random.default_rng(
+        [trial.seed, zlib.crc32(f"{trial.behaviour}@{trial.point}".encode())]
+    )
     before = 0 if trial.point == "connect" else int(rng.integers(2))  # honest answers first
     script = ["ok"] * before + [f"{trial.behaviour}@{trial.point}", "ok"]
     with ExitStack() as stack:
@@ -127,16 +143,29 @@ def attempt(trial: Trial, deadline: float) -> tuple[Outcome, bool, int]:
         deadlines = {f"{name}_timeout_seconds": deadline for name in ("connect", "idle", "request")}
         cfg = RolloutConfig(max_retries=4, **deadlines)
         agent = AgentConfig(function="tests.faults.trials:two_turns")
-        runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, cfg.max_retries) if trial.turns > 1 else None
-        client = RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True, episodes=runner)
-        client.balancer.servers[servers.index(bad)].tokens = -1_000_000  # it gets the first requests
+        runner = (
+            EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, cfg.max_retries)
+            if trial.turns > 1
+            else None
+        )
+        client = RolloutClient(
+            [server.url for server in servers], cfg, spec=SPEC, want_routes=True, episodes=runner
+        )
+        # it gets the first requests
+        client.balancer.servers[servers.index(bad)].tokens = -1_000_000
         started = time.monotonic()
         groups, error, hung = sample(client, 8 * trial.turns, max(HUNG_SECONDS, 10 * deadline))
         seconds = time.monotonic() - started
-        honest = {turn.tokens.tobytes(): turn for server in servers for turn in correct_samples(server)}
+        honest = {
+            turn.tokens.tobytes(): turn for server in servers for turn in correct_samples(server)
+        }
     found = [fingerprint(rollout) for group in groups for rollout in group.rollouts]
-    expected = [sent(rollout, honest, trial.turns) for group in groups for rollout in group.rollouts]
-    counted = client.counters.failures.total() + client.counters.dropped.total() + (error is not None)
+    expected = [
+        sent(rollout, honest, trial.turns) for group in groups for rollout in group.rollouts
+    ]
+    counted = (
+        client.counters.failures.total() + client.counters.dropped.total() + (error is not None)
+    )
     outcome = Outcome(
         trial=trial,
         deadline=deadline,
@@ -162,13 +191,20 @@ def sample(
     client: RolloutClient, max_tokens: int, hung_seconds: float
 ) -> tuple[list[RolloutGroup], RolloutError | None, bool]:
     """(groups, the error that stopped it, whether it hung)."""
-    prompts = [Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(NUM_PROMPTS)]
+    prompts = [
+        Prompt(id=f"q{i}", text="", token_ids=(3, 4, 5 + i), label="") for i in range(NUM_PROMPTS)
+    ]
     groups: list[RolloutGroup] = []
     errors: list[RolloutError] = []
 
     def call() -> None:
         try:
-            settings = {"temperature": 1.0, "max_tokens": max_tokens, "stop_token_ids": (1,), "policy_version": VERSION}
+            settings = {
+                "temperature": 1.0,
+                "max_tokens": max_tokens,
+                "stop_token_ids": (1,),
+                "policy_version": VERSION,
+            }
             groups.extend(client.generate(prompts, GROUP_SIZE, **settings))
         except RolloutError as error:
             errors.append(error)
@@ -180,21 +216,35 @@ def sample(
 
 
 def correct_samples(server: FakeServer) -> Iterator[Rollout]:
-    """Every sample the server sent in a correct answer: a response, or a turn with all that came before it as its prompt."""
-    prompts = {f"{body['rid']}_{i}": ids for body in server.requests for i, ids in enumerate(body["input_ids"])}
+    """Every sample the server sent in a correct answer: a response, or a turn with all that came
+    before it as its prompt.
+    """
+    prompts = {
+        f"{body['rid']}_{i}": ids
+        for body in server.requests
+        for i, ids in enumerate(body["input_ids"])
+    }
     for name, content in server.served.items():
         prompt = Prompt("", "", tuple(prompts[name]), "")
-        yield parse_sample(content, prompt, "", spec=SPEC, want_routes=True, policy_version=VERSION, max_tokens=8)
+        yield parse_sample(
+            content, prompt, "", spec=SPEC, want_routes=True, policy_version=VERSION, max_tokens=8
+        )
 
 
-def sent(rollout: Rollout, honest: dict[bytes, Rollout], turns: int) -> tuple[bytes, bytes, bytes] | None:
-    """The fingerprint that its turns, as servers sent them, have together; None where one was never sent."""
+def sent(
+    rollout: Rollout, honest: dict[bytes, Rollout], turns: int
+) -> tuple[bytes, bytes, bytes] | None:
+    """The fingerprint that its turns, as servers sent them, have together; None where one was never
+    sent.
+    """
     ends = [*(start for start, _ in rollout.environment), len(rollout.tokens)]
     parts = [honest.get(rollout.tokens[:end].tobytes()) for end in ends]
     if len(parts) != turns or any(part is None for part in parts):
         return None
     rows = [0, *(end - 1 for end in ends)]  # a turn's last token has no row before the next turn
-    routes = np.concatenate([part.routed_experts[start:] for part, start in zip(parts, rows, strict=False)])
+    routes = np.concatenate(
+        [part.routed_experts[start:] for part, start in zip(parts, rows, strict=False)]
+    )
     logprobs = np.concatenate([part.rollout_logprobs for part in parts])
     return rollout.tokens.tobytes(), logprobs.tobytes(), np.ascontiguousarray(routes).tobytes()
 
@@ -210,7 +260,10 @@ def fingerprint(rollout: Rollout) -> tuple[bytes, bytes, bytes]:
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     """Markdown rows, one per kind of fault."""
     rows = [
-        "| fault | trials | recovered | stopped | lost | duplicated | hung | silent | uncounted | seconds, median | max |",
+        (
+            "| fault | trials | recovered | stopped | lost | duplicated | hung | silent | uncounted"
+            " | seconds, median | max |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     kinds = list(dict.fromkeys(outcome.trial.kind for outcome in outcomes))
@@ -220,6 +273,14 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
         counts = [sum(getattr(outcome, name) for outcome in mine) for name in COUNTED]
         seconds = [outcome.seconds for outcome in mine]
         recovered = len(mine) - stopped - counts[2]
-        cells = [kind, len(mine), recovered, stopped, *counts, f"{np.median(seconds):.2f}", f"{max(seconds):.2f}"]
+        cells = [
+            kind,
+            len(mine),
+            recovered,
+            stopped,
+            *counts,
+            f"{np.median(seconds):.2f}",
+            f"{max(seconds):.2f}",
+        ]
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return rows

@@ -41,12 +41,18 @@ class Served:
             if httpx.post(f"{self.url}/flush_cache", timeout=ANSWER_SECONDS).status_code == 200:
                 break
             time.sleep(0.05)
-        version = httpx.get(f"{self.url}/model_info", timeout=ANSWER_SECONDS).json()["weight_version"]
+        version = httpx.get(f"{self.url}/model_info", timeout=ANSWER_SECONDS).json()[
+            "weight_version"
+        ]
         body = {"model_path": str(checkpoint), "flush_cache": False, "weight_version": version}
-        answer = httpx.post(f"{self.url}/update_weights_from_disk", json=body, timeout=ANSWER_SECONDS)
+        answer = httpx.post(
+            f"{self.url}/update_weights_from_disk", json=body, timeout=ANSWER_SECONDS
+        )
         assert answer.json()["success"], answer.text
 
-    def variant(self, name: str, edit: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
+    def variant(
+        self, name: str, edit: Callable[[Tensors], None] | None = None, **config: Any
+    ) -> Path:
         """A copy of the checkpoint with changed tensors or keys of config.json."""
         path = self.folder / name
         shutil.rmtree(path, ignore_errors=True)
@@ -54,7 +60,8 @@ class Served:
         if edit is not None:
             tensors = load_file(path / "model.safetensors")
             edit(tensors)
-            save_file({key: value.contiguous() for key, value in tensors.items()}, path / "model.safetensors",
+            save_file({key: value.contiguous() for key, value in tensors.items()},
+            path / "model.safetensors",
                       metadata={"format": "pt"})  # fmt: skip
         if config:
             file = path / "config.json"
@@ -69,28 +76,36 @@ def serve(kind: str, folder: Path) -> Iterator[Served]:
     checkpoint = make(folder / kind)
     rollout = RolloutConfig(dtype=dtype, max_total_tokens=8192, max_running_requests=16,
                             server_args=("--enable-return-hidden-states",))  # fmt: skip
-    with launch_server(checkpoint, rollout, device="cpu", log_path=folder / f"{kind}.log", seed=0) as server:
+    with launch_server(
+        checkpoint, rollout, device="cpu", log_path=folder / f"{kind}.log", seed=0
+    ) as server:
         first = {"input_ids": [5, 9, 13], "sampling_params": {"max_new_tokens": 1}}
-        httpx.post(f"{server.url}/generate", json=first, timeout=ANSWER_SECONDS).raise_for_status()  # the slowest one
+        # the slowest one
+        httpx.post(f"{server.url}/generate", json=first, timeout=ANSWER_SECONDS).raise_for_status()
         yield Served(server.url, checkpoint, folder)
 
 
 SERVERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "qwen3_moe": (random_checkpoint, "float32"),
     "qwen3_moe_bf16": (lambda path: random_checkpoint(path, dtype=torch.bfloat16), "bfloat16"),
-    "glm4_moe": (lambda path: family_checkpoint(path, "glm4_moe", head_dim=16, hidden_size=64), "float32"),
+    "glm4_moe": (
+        lambda path: family_checkpoint(path, "glm4_moe", head_dim=16, hidden_size=64),
+        "float32",
+    ),
 }
 
 
 Setup = Callable[[Served], AbstractContextManager[list[str]]]
 """Inside, the fault is there; the options that name server and checkpoint."""
 
-# Faults of weights, on the server ----------------------------------------------------------------------------------
+# Faults of weights, on the server -----------------------------------------------------------------
 
 
 def wrong_tensor(tensors: Tensors) -> None:
     tensor = tensors["model.layers.2.self_attn.o_proj.weight"]
-    tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) * tensor.std())
+    tensor.copy_(
+        torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) * tensor.std()
+    )
 
 
 def swapped_experts(tensors: Tensors) -> None:
@@ -134,7 +149,10 @@ def query_norm(tensors: Tensors) -> None:
 def older(tensors: Tensors) -> None:
     generator = torch.Generator().manual_seed(2)
     for tensor in tensors.values():
-        tensor.add_(0.02 * tensor.std().nan_to_num(1.0) * torch.randn(tensor.shape, generator=generator) + 1e-4)
+        tensor.add_(
+            0.02 * tensor.std().nan_to_num(1.0) * torch.randn(tensor.shape, generator=generator)
+            + 1e-4
+        )
 
 
 def other_seed(tensors: Tensors) -> None:
@@ -150,9 +168,11 @@ def no_bias(tensors: Tensors) -> None:
             tensor.zero_()
 
 
-def loaded(edit: Callable[[Tensors], None], *, is_kept: bool = False, is_blind: bool = False) -> Setup:
-    """The server loads the wrong weights.  is_kept: their folder stays, as with another checkpoint; is_blind: no checksums and
-    no files, as from a GPU on another machine."""
+def loaded(
+    edit: Callable[[Tensors], None], *, is_kept: bool = False, is_blind: bool = False
+) -> Setup:
+    """The server loads the wrong weights.  is_kept: their folder stays, as with another checkpoint;
+    is_blind: no checksums and no files, as from a GPU on another machine."""
 
     @contextmanager
     def setup(served: Served) -> Iterator[list[str]]:
@@ -170,7 +190,7 @@ def loaded(edit: Callable[[Tensors], None], *, is_kept: bool = False, is_blind: 
     return setup
 
 
-# Settings, in the trainer's checkpoint -----------------------------------------------------------------------------
+# Settings, in the trainer's checkpoint ------------------------------------------------------------
 
 
 def trainer_config(*, is_hidden: bool = False, **config: Any) -> Setup:

@@ -1,4 +1,6 @@
-"""A server in front of a real one that edits requests and answers on the way: faults of what is between."""
+"""A server in front of a real one that edits requests and answers on the way: faults of what is
+between.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,10 @@ def next_layers(ids: np.ndarray) -> np.ndarray:
 
 
 def next_logprobs(path: str, answer: Any) -> None:
-    if path == "/generate" and len(entries := answer["meta_info"].get("output_token_logprobs") or []) > 1:
+    if (
+        path == "/generate"
+        and len(entries := answer["meta_info"].get("output_token_logprobs") or []) > 1
+    ):
         values = [entry[0] for entry in entries]
         for entry, value in zip(entries, values[1:] + values[:1], strict=True):
             entry[0] = value

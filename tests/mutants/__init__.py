@@ -1,1 +1,3 @@
-"""Mutation testing: `make mutants` changes the code in one place at a time and looks whether a test fails."""
+"""Mutation testing: `make mutants` changes the code in one place at a time and looks whether a test
+fails.
+"""

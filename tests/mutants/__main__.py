@@ -1,18 +1,22 @@
-"""Mutation testing:  python -m tests.mutants [loss rollout/client ...] [--sample 200] [--minutes 60] [--jobs 2]   (make mutants)
+"""Mutation testing:  python -m tests.mutants [loss rollout/client ...] [--sample 200] [--minutes
+                      60] [--jobs 2]   (make mutants)
 
-A package is a folder of megatron_rl, without the folders in it; "." is megatron_rl itself.  A mutant is the code with one
-change; it is killed where a unit test that calls the changed function fails (calls.py).  A call continues where the last one
-stopped (build/mutants); a mutant runs again when its file changed, one that survived also when one of its tests did.
---sample takes as many mutants of each package, the same ones in each call.  --minutes 0 runs nothing.
+A package is a folder of megatron_rl, without the folders in it; "." is megatron_rl itself.  A
+mutant is the code with one change; it is killed where a unit test that calls the changed function
+fails (calls.py).  A call continues where the last one stopped (build/mutants); a mutant runs again
+when its file changed, one that survived also when one of its tests did. --sample takes as many
+mutants of each package, the same ones in each call.  --minutes 0 runs nothing.
 
-The first call runs all unit tests once, under a profiler, to learn which functions they call.  Code that tests run in another
-process, ranks and servers among it, is not mutated there: such mutants are listed as not called.  There were 35,840 mutants in
-34 folders.  One took 0.8 s of CPU time in loss, 0.9 s in checkpoint, about 1 s in rollout/client and 3.5 s in reward (measured
-once, not kept: samples of 27, 60, 40 and 12, each with the unit tests of its own area).  Computed from these, 9,000 mutants take
-1 to 4.5 hours on two idle cores.
+The first call runs all unit tests once, under a profiler, to learn which functions they call.  Code
+that tests run in another process, ranks and servers among it, is not mutated there: such mutants
+are listed as not called.  There were 35,840 mutants in 34 folders.  One took 0.8 s of CPU time in
+loss, 0.9 s in checkpoint, about 1 s in rollout/client and 3.5 s in reward (measured once, not kept:
+samples of 27, 60, 40 and 12, each with the unit tests of its own area).  Computed from these, 9,000
+mutants take 1 to 4.5 hours on two idle cores.
 
-Prints a table per module, and the mutants that survived and are not in tests/mutants/equivalent.toml with a reason.
-Exit status 1 where loss, replay or batch have such a mutant.
+Prints a table per module, and the mutants that survived and are not in
+tests/mutants/equivalent.toml with a reason. Exit status 1 where loss, replay or batch have such a
+mutant.
 """
 
 from __future__ import annotations
@@ -59,7 +63,9 @@ class Results:
         entry = self.verdicts.get((relative(file), mutant.name))
         if entry is None or entry["code"] != code:
             return None
-        if entry["verdict"] == "survived" and entry["tests"] != self.calls.digest(relative(file), mutant.where):
+        if entry["verdict"] == "survived" and entry["tests"] != self.calls.digest(
+            relative(file), mutant.where
+        ):
             return None
         return entry["verdict"]
 
@@ -74,15 +80,29 @@ class Results:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "packages", nargs="*", choices=[[], *packages()], metavar="PACKAGE", help="all if none is named"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sample", type=int, help="so many mutants of each package, drawn once for all calls")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no further mutant after so long")
+    parser.add_argument(
+        "packages",
+        nargs="*",
+        choices=[[], *packages()],
+        metavar="PACKAGE",
+        help="all if none is named",
+    )
+    parser.add_argument(
+        "--sample", type=int, help="so many mutants of each package, drawn once for all calls"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="no further mutant after so long"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     args = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "JAXTYPING_DISABLE": "1"}
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "JAXTYPING_DISABLE": "1",
+    }
     until = time.monotonic() + 60 * args.minutes
     names = args.packages or packages()
     if args.minutes:
@@ -104,9 +124,13 @@ def main() -> int:
 
 
 def in_random_order(package: str) -> list[tuple[Path, Mutant]]:
-    """All mutants of a package, in the order of a hash of their names: the first ones are a fair sample."""
+    """All mutants of a package, in the order of a hash of their names: the first ones are a fair
+    sample.
+    """
     every = [(file, mutant) for file in files_of(package) for mutant in mutants_of(file)]
-    return sorted(every, key=lambda one: hashlib.sha256(f"{relative(one[0])} {one[1].name}".encode()).digest())
+    return sorted(
+        every, key=lambda one: hashlib.sha256(f"{relative(one[0])} {one[1].name}".encode()).digest()
+    )
 
 
 def is_valid(one: tuple[Path, Mutant]) -> bool:
@@ -127,10 +151,16 @@ def note_calls(mutated: Sequence[Path], jobs: int, until: float) -> None:
         run_session(files, lambda: Observer(STATE / "calls", jobs, until))
 
 
-def run_package(results: Results, mutants: Sequence[tuple[Path, Mutant]], jobs: int, until: float) -> None:
+def run_package(
+    results: Results, mutants: Sequence[tuple[Path, Mutant]], jobs: int, until: float
+) -> None:
     """Run what was not run yet."""
     package, codes = results.package, {file: digest([file]) for file, _ in mutants}
-    waiting = [(file, mutant) for file, mutant in mutants if results.verdict(file, mutant, codes[file]) is None]
+    waiting = [
+        (file, mutant)
+        for file, mutant in mutants
+        if results.verdict(file, mutant, codes[file]) is None
+    ]
     if not waiting or time.monotonic() > until:
         return
     print(f"{package}: {len(waiting)} mutants to run", flush=True)
@@ -149,13 +179,16 @@ def run_package(results: Results, mutants: Sequence[tuple[Path, Mutant]], jobs: 
             )  # of a process whose children they are
             cpu = (used.children_user + used.children_system) / done.total()
             print(
-                f"{package}: {done.total()} of {len(waiting)}, {rate:.0f} a minute, {cpu:.1f} s of CPU each: {dict(done)}",
+                f"{package}: {done.total()} of {len(waiting)}, {rate:.0f} a minute, {cpu:.1f} s of"
+                f" CPU each: {dict(done)}",
                 flush=True,
             )
 
     places = {(relative(file), mutant.where) for file, mutant in waiting}
     tests = {test.partition("::")[0] for place in places for test in results.calls.tests_of(*place)}
-    run_session(sorted(tests), lambda: MutantRunner(waiting, results.calls, report, jobs, until, parent))
+    run_session(
+        sorted(tests), lambda: MutantRunner(waiting, results.calls, report, jobs, until, parent)
+    )
 
 
 def run_session(tests: Sequence[str], plugin: Callable[[], object]) -> None:
@@ -181,12 +214,15 @@ def run_session(tests: Sequence[str], plugin: Callable[[], object]) -> None:
 def summary(
     results: Results, every: Sequence[tuple[Path, Mutant]], sample: Sequence[tuple[Path, Mutant]]
 ) -> tuple[list[tuple[str, Counter[str]]], list[str]]:
-    """([(module or package, counts)], the open mutants); prints entries of equivalent.toml that no survivor has.
+    """([(module or package, counts)], the open mutants); prints entries of equivalent.toml that no
+    survivor has.
 
     The column mutants counts all, the others those of the sample.
     """
     reasons = tomllib.loads(EQUIVALENT.read_text())
-    rows: dict[str, Counter[str]] = {relative(file): Counter() for file in files_of(results.package)}
+    rows: dict[str, Counter[str]] = {
+        relative(file): Counter() for file in files_of(results.package)
+    }
     for file, _ in every:
         rows[relative(file)]["mutants"] += 1
     codes, survivors = {file: digest([file]) for file, _ in every}, []
@@ -222,7 +258,9 @@ def packages() -> list[str]:
 
 
 def files_of(package: str) -> list[Path]:
-    return sorted(path for path in (ROOT / "megatron_rl" / package).glob("*.py") if path.stat().st_size)
+    return sorted(
+        path for path in (ROOT / "megatron_rl" / package).glob("*.py") if path.stat().st_size
+    )
 
 
 if __name__ == "__main__":

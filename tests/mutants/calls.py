@@ -1,9 +1,11 @@
-"""The unit tests that call a function: each test file runs once under sys.setprofile, and its notes stay in build/mutants.
+"""The unit tests that call a function: each test file runs once under sys.setprofile, and its notes
+stay in build/mutants.
 
-A test file is run again when it, a file of tests/ that it calls, or a mutated file that it called has changed.  So a change
-of another file is not noticed; a test that began to call a function through it is then missed, which can leave a mutant open,
-never kill one.  Code that runs at import (constants, defaults, fields) has no callers: its tests are those that call a
-function of its file, or of a file that imports it; importers of importers do not count.  What a test has another process
+A test file is run again when it, a file of tests/ that it calls, or a mutated file that it called
+has changed.  So a change of another file is not noticed; a test that began to call a function
+through it is then missed, which can leave a mutant open, never kill one.  Code that runs at import
+(constants, defaults, fields) has no callers: its tests are those that call a function of its file,
+or of a file that imports it; importers of importers do not count.  What a test has another process
 do is not seen, nor mutated there.
 """
 
@@ -36,14 +38,17 @@ class Seconds(NamedTuple):
 
 
 class Calls:
-    """The notes of all unit tests.  files: test file -> file that it calls -> digest; seconds: of each test that passes;
+    """The notes of all unit tests.  files: test file -> file that it calls -> digest; seconds: of
+    each test that passes;
     callers: file -> function -> tests."""
 
     def __init__(self, folder: Path) -> None:
         self.digests: dict[tuple[str, str], str] = {}
         self.files: dict[str, dict[str, str]] = {}
         self.seconds: dict[str, Seconds] = {}
-        self.callers: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self.callers: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(
+            lambda: defaultdict(set)
+        )
         for path in folder.glob("*.json"):
             notes = json.loads(path.read_text())
             if not (ROOT / notes["file"]).is_file():
@@ -74,7 +79,9 @@ class Calls:
         return bool(self.callers.get(file, {}).get(function))
 
     def tests_of(self, file: str, function: str) -> set[str]:
-        """Tests that call the function; where none does, or it is "", those that call the file or one that imports it."""
+        """Tests that call the function; where none does, or it is "", those that call the file or
+        one that imports it.
+        """
         if self.is_called(file, function):
             return self.callers[file][function]
         files = {file, *importers(file)} & self.callers.keys()
@@ -84,7 +91,9 @@ class Calls:
         """Return the digest of the test files in question, and of what they call in tests/."""
         if (file, function) not in self.digests:
             tests = {test.partition("::")[0] for test in self.tests_of(file, function)}
-            called = {name for test in tests for name in self.files[test] if name.startswith("tests/")}
+            called = {
+                name for test in tests for name in self.files[test] if name.startswith("tests/")
+            }
             self.digests[file, function] = digest([ROOT / name for name in sorted(called)])
         return self.digests[file, function]
 
@@ -163,7 +172,10 @@ def imports() -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+                names = [
+                    node.module or "",
+                    *(f"{node.module}.{alias.name}" for alias in node.names),
+                ]
             else:
                 continue
             for name in names:

@@ -1,8 +1,9 @@
-"""Pytest sessions that fork: tests are collected once, then a child notes what a test file calls, or runs one mutant.
+"""Pytest sessions that fork: tests are collected once, then a child notes what a test file calls,
+or runs one mutant.
 
-The parent imports everything and runs no test.  A mutant inside a function is put into its child by exchanging the code of
-the live function; one that takes effect at import (constants, defaults) has its child import the package and collect its tests
-once more.
+The parent imports everything and runs no test.  A mutant inside a function is put into its child by
+exchanging the code of the live function; one that takes effect at import (constants, defaults) has
+its child import the package and collect its tests once more.
 """
 
 from __future__ import annotations
@@ -36,16 +37,25 @@ from tests.mutants.calls import Calls, Seconds, functions_of, note, relative
 from tests.mutants.source import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-MEMORY = 16 << 30  # bytes of address space that a child may add, with its threads: a mutant may ask for anything
-PATIENCE, TIMES = 2.0, 5.0  # a test may take PATIENCE seconds of CPU time + TIMES x what it took unchanged
-WAITING = 10.0  # by the clock, so many times PATIENCE and what it took: it may sleep; on a busy machine in proportion
-IMPORT = Seconds(clock=30.0, cpu=30.0)  # what an import mutant's child may need for the import, unchanged
+# bytes of address space that a child may add, with its threads: a mutant may ask for anything
+MEMORY = 16 << 30
+# a test may take PATIENCE seconds of CPU time + TIMES x what it took unchanged
+PATIENCE, TIMES = 2.0, 5.0
+# by the clock, so many times PATIENCE and what it took: it may sleep; on a busy machine in
+# proportion
+WAITING = 10.0
+# what an import mutant's child may need for the import, unchanged
+IMPORT = Seconds(clock=30.0, cpu=30.0)
 FILE = 900.0  # seconds by the clock for the notes of a test file
-LATE, CRASHED = 1, 3  # exit status: of faulthandler's watchdog; of a child that fails outside a test
-MOST = 60.0  # seconds of tests, by the clock, that a mutant is tried on: those that killed its neighbours, then the quick ones
+# exit status: of faulthandler's watchdog; of a child that fails outside a test
+LATE, CRASHED = 1, 3
+# seconds of tests, by the clock, that a mutant is tried on: those that killed its neighbours, then
+# the quick ones
+MOST = 60.0
 
 Report = Callable[[Path, Mutant, str, str], None]
-"""(file, mutant, verdict, the test that failed): verdict is killed, survived, timeout or invalid."""
+"""(file, mutant, verdict, the test that failed): verdict is killed, survived, timeout or invalid.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,9 @@ class Child:
 
 @dataclass
 class Observer:
-    """A pytest plugin: in place of its loop, a child for each test file notes what the tests call (calls.py)."""
+    """A pytest plugin: in place of its loop, a child for each test file notes what the tests call
+    (calls.py).
+    """
 
     notes: Path
     jobs: int
@@ -75,12 +87,17 @@ class Observer:
             if time.monotonic() > self.until:
                 break
             folder = tempfile.mkdtemp()
-            running[self.start(session, relative(path), list(items), folder)] = relative(path), folder
+            running[self.start(session, relative(path), list(items), folder)] = (
+                relative(path),
+                folder,
+            )
             self.wait(running, self.jobs - 1)
         self.wait(running, 0)
         return True
 
-    def start(self, session: pytest.Session, file: str, items: Sequence[pytest.Item], folder: str) -> int:
+    def start(
+        self, session: pytest.Session, file: str, items: Sequence[pytest.Item], folder: str
+    ) -> int:
         notes = self.path_of(file)
         notes.unlink(missing_ok=True)
         pid = os.fork()
@@ -101,7 +118,10 @@ class Observer:
                 shutil.rmtree(folder, ignore_errors=True)
                 failed = [file] if status else json.loads(self.path_of(file).read_text())["failed"]
                 if failed:
-                    print(f"left out, for it fails without any change: {', '.join(failed)}", flush=True)
+                    print(
+                        f"left out, for it fails without any change: {', '.join(failed)}",
+                        flush=True,
+                    )
 
 
 @dataclass
@@ -138,7 +158,11 @@ class MutantRunner:
         for item in session.items:
             find_quickly(item)
         files = {str(file) for file, _ in self.mutants}
-        functions = [f for f in gc.get_objects() if isinstance(f, FunctionType) and f.__code__.co_filename in files]
+        functions = [
+            f
+            for f in gc.get_objects()
+            if isinstance(f, FunctionType) and f.__code__.co_filename in files
+        ]
         self.functions = defaultdict(list)
         for function in functions:
             self.functions[function.__code__.co_filename].append(function)
@@ -154,7 +178,9 @@ class MutantRunner:
             if not chosen:
                 self.report(file, mutant, "survived", "no unit test calls it in its own process")
                 continue
-            if not self.is_called(file, mutant) and not self.passes_unchanged(file, self.affordable(chosen)):
+            if not self.is_called(file, mutant) and not self.passes_unchanged(
+                file, self.affordable(chosen)
+            ):
                 self.report(file, mutant, "survived", "its tests cannot be imported a second time")
                 continue
             running.append(self.start(file, mutant, chosen))
@@ -165,7 +191,9 @@ class MutantRunner:
         return True
 
     def choose(self, file: Path, mutant: Mutant) -> list[str]:
-        """Its tests: those that killed its neighbours first, then file by file, the quick ones before the slow."""
+        """Its tests: those that killed its neighbours first, then file by file, the quick ones
+        before the slow.
+        """
         place = relative(file), mutant.where
         if mutant.where and not self.is_called(file, mutant) and place not in self.at_import:
             return []
@@ -187,14 +215,19 @@ class MutantRunner:
         return tests[: max(sum(end <= MOST for end in ends), 1)]
 
     def passes_unchanged(self, file: Path, chosen: Sequence[str]) -> bool:
-        """Check that its tests pass in a new import of the file as it is.  Else all its import mutants would seem killed."""
+        """Check that its tests pass in a new import of the file as it is.
+
+        Else all its import mutants would seem killed.
+        """
         if file not in self.sound:
             folder, text = tempfile.mkdtemp(), file.read_text()
             pid = os.fork()
             if pid == 0:
                 limit(IMPORT)
                 run_child(
-                    self.session, folder, lambda: run_in_new_import(file, text, chosen, self.calls) and os._exit(LATE)
+                    self.session,
+                    folder,
+                    lambda: run_in_new_import(file, text, chosen, self.calls) and os._exit(LATE),
                 )
             self.sound[file] = os.waitpid(pid, 0)[1] == 0
             kill_group(pid)
@@ -207,7 +240,11 @@ class MutantRunner:
         pid = os.fork()
         if pid == 0:
             os.close(read)
-            run_child(self.session, folder, lambda: os.write(write, self.run_mutant(file, mutant, chosen).encode()))
+            run_child(
+                self.session,
+                folder,
+                lambda: os.write(write, self.run_mutant(file, mutant, chosen).encode()),
+            )
         os.close(write)
         return Child(file, mutant, pid, read, folder)
 
@@ -218,12 +255,18 @@ class MutantRunner:
         except SyntaxError:
             return "invalid"
         tests = self.affordable(chosen)
-        survived = f"survived {more} slower tests were not run" if (more := len(chosen) - len(tests)) else "survived"
+        survived = (
+            f"survived {more} slower tests were not run"
+            if (more := len(chosen) - len(tests))
+            else "survived"
+        )
         if self.is_called(file, mutant) and exchange_code(self.functions[str(file)], code):
             failed = self.first_failure([self.items[test] for test in tests])
             return f"killed {failed}" if failed else survived
         limit(IMPORT)
-        return "killed import" if run_in_new_import(file, mutant.text, tests, self.calls) else survived
+        return (
+            "killed import" if run_in_new_import(file, mutant.text, tests, self.calls) else survived
+        )
 
     def is_called(self, file: Path, mutant: Mutant) -> bool:
         """By a test.  Else it takes effect at import, if at all."""
@@ -251,7 +294,11 @@ class MutantRunner:
             os.close(child.pipe)
             shutil.rmtree(child.folder, ignore_errors=True)
             if not answer:
-                answer = "timeout" if os.waitstatus_to_exitcode(status) in (-signal.SIGPROF, LATE) else "killed crash"
+                answer = (
+                    "timeout"
+                    if os.waitstatus_to_exitcode(status) in (-signal.SIGPROF, LATE)
+                    else "killed crash"
+                )
             verdict, _, by = answer.partition(" ")
             if verdict == "killed":
                 self.killers[child.file, child.mutant.where].append(by)
@@ -277,7 +324,9 @@ def run_child(session: pytest.Session, folder: str, work: Callable[[], object]) 
 
 
 def exchange_code(functions: Sequence[FunctionType], module: CodeType) -> bool:
-    """Give live functions their code in `module`; False where one cannot take it (another set of closed-over names)."""
+    """Give live functions their code in `module`; False where one cannot take it (another set of
+    closed-over names).
+    """
     changed = {(code.co_qualname, code.co_firstlineno): code for code in codes_in(module)}
     try:
         for function in functions:
@@ -315,7 +364,9 @@ class Only:
 
 
 def run_in_new_import(file: Path, text: str, tests: Sequence[str], calls: Calls) -> bool:
-    """Return True where a test fails, or cannot be collected, when the package is imported with this text in place of `file`."""
+    """Return True where a test fails, or cannot be collected, when the package is imported with
+    this text in place of `file`.
+    """
     name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
     class Loader(SourceFileLoader):
@@ -326,11 +377,17 @@ def run_in_new_import(file: Path, text: str, tests: Sequence[str], calls: Calls)
         @staticmethod
         def find_spec(fullname: str, path: object = None, target: object = None) -> object:
             is_it = fullname == name
-            return importlib.util.spec_from_file_location(name, file, loader=Loader(name, str(file))) if is_it else None
+            return (
+                importlib.util.spec_from_file_location(name, file, loader=Loader(name, str(file)))
+                if is_it
+                else None
+            )
 
     for loaded, module in list(sys.modules.items()):
         place = getattr(module, "__file__", None) or ""
-        if loaded.partition(".")[0] in ("megatron_rl", "tests", "tools") or place.startswith(str(ROOT / "tests")):
+        if loaded.partition(".")[0] in ("megatron_rl", "tests", "tools") or place.startswith(
+            str(ROOT / "tests")
+        ):
             del sys.modules[loaded]
     sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
     files = sorted({test.partition("::")[0] for test in tests})
@@ -338,7 +395,15 @@ def run_in_new_import(file: Path, text: str, tests: Sequence[str], calls: Calls)
     return status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
-OPTIONS = ("--capture=no", "--no-header", "--no-summary", "-p", "no:cacheprovider", "-m", "not slow")
+OPTIONS = (
+    "--capture=no",
+    "--no-header",
+    "--no-summary",
+    "-p",
+    "no:cacheprovider",
+    "-m",
+    "not slow",
+)
 
 
 def find_quickly(item: pytest.Item) -> None:

@@ -1,9 +1,11 @@
-"""The mutants of one source file: mutmut's operators and a few for tensor code, at every place that a test can check.
+"""The mutants of one source file: mutmut's operators and a few for tensor code, at every place that
+a test can check.
 
-Never mutated, because no test should check them: annotations, decorators, imports, type aliases, docstrings, assertions,
-`if TYPE_CHECKING`, `strict=` of zip, the arguments of errors and log lines, texts with spaces, arguments that set the device
-of a tensor, names of threads and type variables, whether a thread is a daemon.
-Nor "a = None" and "f(None)": they crash wherever the line runs, and the forced conditions find branches that never run.
+Never mutated, because no test should check them: annotations, decorators, imports, type aliases,
+docstrings, assertions, `if TYPE_CHECKING`, `strict=` of zip, the arguments of errors and log lines,
+texts with spaces, arguments that set the device of a tensor, names of threads and type variables,
+whether a thread is a daemon. Nor "a = None" and "f(None)": they crash wherever the line runs, and
+the forced conditions find branches that never run.
 """
 
 from __future__ import annotations
@@ -23,11 +25,28 @@ SILENT = {"print", "say", "log", "logger", "logging", "warnings"}
 PLACING = {"strict", "device", "non_blocking", "pin_memory", "thread_name_prefix"}
 OF_THREADS = {"name", "daemon"}
 OPPOSITES = {
-    "max": "min", "amax": "amin", "maximum": "minimum", "any": "all", "all": "any", "argmax": "argmin", "ones": "zeros",
-    "ones_like": "zeros_like", "zeros_like": "ones_like", "mean": "sum", "append": "appendleft", "popleft": "pop",
+    "max": "min", "amax": "amin", "maximum": "minimum", "any": "all", "all": "any",
+    "argmax": "argmin", "ones": "zeros",
+    "ones_like": "zeros_like", "zeros_like": "ones_like", "mean": "sum", "append": "appendleft",
+    "popleft": "pop",
 }  # fmt: skip
-OPPOSITES |= {b: a for a, b in OPPOSITES.items() if b not in ("sum", "zeros", "pop", "appendleft")} | {"zeros": "ones"}
-WRAPPERS = {"detach", "clamp", "clone", "copy", "contiguous", "double", "float", "long", "exp", "abs", "sum", "astype"}
+OPPOSITES |= {
+    b: a for a, b in OPPOSITES.items() if b not in ("sum", "zeros", "pop", "appendleft")
+} | {"zeros": "ones"}
+WRAPPERS = {
+    "detach",
+    "clamp",
+    "clone",
+    "copy",
+    "contiguous",
+    "double",
+    "float",
+    "long",
+    "exp",
+    "abs",
+    "sum",
+    "astype",
+}
 
 NEVER = (
     cst.Annotation,
@@ -41,15 +60,22 @@ NEVER = (
 )
 EQUALITY = m.Comparison(
     comparisons=[
-        m.ComparisonTarget(operator=~(m.LessThan() | m.LessThanEqual() | m.GreaterThan() | m.GreaterThanEqual()))
+        m.ComparisonTarget(
+            operator=~(m.LessThan() | m.LessThanEqual() | m.GreaterThan() | m.GreaterThanEqual())
+        )
     ]
 )
-"""As a condition, forced both ways: whatever fails there, fails where it is negated or compares with something else."""
+"""As a condition, forced both ways: whatever fails there, fails where it is negated or compares
+with something else.
+"""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change.  where: qualified name of the function whose body it is in, "" where it takes effect at import."""
+    """One change.
+
+    where: qualified name of the function whose body it is in, "" where it takes effect at import.
+    """
 
     where: str
     change: str
@@ -153,7 +179,9 @@ class Places(cst.CSTVisitor):
             depth = len(getattr(node, "lpar", ()))
             start = self.source.rindex("(", 0, start) if depth else start
             stop = self.source.index(")", stop) + 1 if depth else stop
-        assert squeezed(self.source[start:stop]) == squeezed(bare), f"{self.source[start:stop]!r} is not {bare!r}"
+        assert squeezed(self.source[start:stop]) == squeezed(bare), (
+            f"{self.source[start:stop]!r} is not {bare!r}"
+        )
         self.changes.append((self.where, start, stop, code_of(changed)))
 
     @property
@@ -173,7 +201,9 @@ def is_skipped(node: cst.CSTNode) -> bool:
     """The rules of the module's docstring."""
     if isinstance(node, NEVER):
         return True
-    if isinstance(node, cst.Expr) and isinstance(node.value, cst.SimpleString | cst.ConcatenatedString):
+    if isinstance(node, cst.Expr) and isinstance(
+        node.value, cst.SimpleString | cst.ConcatenatedString
+    ):
         return True
     if isinstance(node, cst.If) and code_of(node.test) == "TYPE_CHECKING":
         return True
@@ -190,9 +220,14 @@ def is_type_alias(node: cst.CSTNode) -> bool:
     """X = Callable[...], X = A | B, X = TypeVar("X"), __all__."""
     if not isinstance(node, cst.Assign):
         return False
-    union = m.BinaryOperation(operator=m.BitOr(), left=m.Name() | m.Attribute(), right=m.Name() | m.Attribute())
+    union = m.BinaryOperation(
+        operator=m.BitOr(), left=m.Name() | m.Attribute(), right=m.Name() | m.Attribute()
+    )
     variable = m.Call(func=m.Name("TypeVar"))
-    return m.matches(node.value, m.Subscript() | union | variable) or code_of(node.targets[0].target) == "__all__"
+    return (
+        m.matches(node.value, m.Subscript() | union | variable)
+        or code_of(node.targets[0].target) == "__all__"
+    )
 
 
 def one_string(node: cst.SimpleString) -> Iterator[cst.CSTNode]:
@@ -241,7 +276,11 @@ REPLACED = (
     mutators.operator_assignment,
 )
 OPERATORS: list[tuple[type, Callable]] = [
-    *((kind, operator) for kind, operator in mutators.mutation_operators if operator not in REPLACED),
+    *(
+        (kind, operator)
+        for kind, operator in mutators.mutation_operators
+        if operator not in REPLACED
+    ),
     (cst.SimpleString, one_string),
     (cst.Call, without_argument),
     (cst.Call, opposite_name),

@@ -1,5 +1,5 @@
-"""docs/reference/metrics.md lists exactly the metrics that the package emits; links, settings, options of commands and make
-targets in the documents exist, and defaults are those of the code."""
+"""docs/reference/metrics.md lists exactly the metrics that the package emits; links, settings,
+options of commands and make targets in the documents exist, and defaults are those of the code."""
 
 import ast
 import inspect
@@ -30,12 +30,20 @@ NAME = re.compile(rf"({GROUPS})/[\w@/]*[\w@]|run/\w+_total")
 
 
 def documented() -> set[str]:
-    return set(re.findall(r"^\| `([^`]+/[^`]+)` \|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE))
+    return set(
+        re.findall(
+            r"^\| `([^`]+/[^`]+)` \|",
+            (ROOT / "docs/reference/metrics.md").read_text(),
+            re.MULTILINE,
+        )
+    )
 
 
 def family(node: ast.JoinedStr) -> set[str]:
     """The names that a name with a variable part stands for."""
-    pattern = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
+    pattern = "".join(
+        str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values
+    )
     if not re.match(rf"({GROUPS})/", pattern):
         return set()
     known = {
@@ -73,7 +81,11 @@ def timed_stages() -> list[str]:
 
 
 def names_of(node: ast.AST | None) -> set[str]:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and NAME.fullmatch(node.value):
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and NAME.fullmatch(node.value)
+    ):
         return {node.value}
     return family(node) if isinstance(node, ast.JoinedStr) else set()
 
@@ -96,7 +108,9 @@ def emitted_by(source: str) -> set[str]:
 
 def removed_by(source: str) -> set[str]:
     """Names given to pop(...): intermediate values that never leave the step."""
-    return set().union(*(first_argument(n, "pop") for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call)))
+    return set().union(
+        *(first_argument(n, "pop") for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call))
+    )
 
 
 def first_argument(call: ast.Call, *methods: str) -> set[str]:
@@ -105,14 +119,23 @@ def first_argument(call: ast.Call, *methods: str) -> set[str]:
 
 
 def mentioned_by(source: str) -> set[str]:
-    return {name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) for name in names_of(node)}
+    return {
+        name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant)
+        for name in names_of(node)
+    }
 
 
 def sources() -> list[str]:
     """Not renamed.py: its names are those of before."""
     others = {"config/renamed.py"}  # former names
     package = ROOT / "megatron_rl"
-    return [path.read_text() for path in package.rglob("*.py") if path.relative_to(package).as_posix() not in others]
+    return [
+        path.read_text()
+        for path in package.rglob("*.py")
+        if path.relative_to(package).as_posix() not in others
+    ]
 
 
 @cache
@@ -122,7 +145,9 @@ def everything(reader) -> set[str]:
 
 def spreads() -> set[str]:
     """What the spread of a quantity is reported as; the quantity's own name is none."""
-    return {f"{name}_{statistic}" for name, statistics in HISTOGRAMS.items() for statistic in statistics}
+    return {
+        f"{name}_{statistic}" for name, statistics in HISTOGRAMS.items() for statistic in statistics
+    }
 
 
 def reported() -> set[str]:
@@ -138,7 +163,9 @@ def test_every_documented_metric_is_emitted():
 
 
 def test_every_metric_that_is_read_is_emitted():
-    """The console, the sinks and the report look metrics up by name: a renamed one would silently show nothing."""
+    """The console, the sinks and the report look metrics up by name: a renamed one would silently
+    show nothing.
+    """
     assert everything(mentioned_by) - everything(emitted_by) - spreads() == set()
 
 
@@ -172,40 +199,61 @@ def places(pattern: str) -> Iterator[tuple[str, re.Match]]:
     """(page and line, match) in every document."""
     for page in TODAY:
         for number, line in enumerate(page.read_text().splitlines(), 1):
-            yield from ((f"{page.relative_to(ROOT)}:{number}", match) for match in re.finditer(pattern, line))
+            yield from (
+                (f"{page.relative_to(ROOT)}:{number}", match)
+                for match in re.finditer(pattern, line)
+            )
 
 
 def test_settings_in_documents_exist():
-    """`section.key` in code, --section.key, and blocks of TOML.  The keys of [megatron] are those of megatron-core."""
+    """`section.key` in code, --section.key, and blocks of TOML.
+
+    The keys of [megatron] are those of megatron-core.
+    """
     names = "|".join(section for section in SECTIONS if section != "megatron")
     found = [(place, m[1]) for place, m in places(rf"(?:`|--)((?:{names})\.[a-z]\w*)(?=[` =\]])")]
     for page in TODAY:
-        for block in re.findall(r"^ *```toml\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for block in re.findall(
+            r"^ *```toml\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
             sections = tomllib.loads(block).items()
             found += [(page.name, f"{section}.{key}") for section, keys in sections for key in keys]
     assert len(found) > 500
     not_settings = {"run.id", "run.lock", "run.name", "run.folder"}  # of a tracker; a file
-    assert not [each for each in found if each[1] not in KEYS | not_settings and not each[1].startswith("megatron.")]
+    assert not [
+        each
+        for each in found
+        if each[1] not in KEYS | not_settings and not each[1].startswith("megatron.")
+    ]
 
 
 def documented_defaults() -> Iterator[tuple[str, str, str]]:
     """(section, key, value) of tables with the heads `[section]` and default."""
-    table = re.compile(r"^\| (?:key of )?`\[(\w+)\]` \| default .*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
+    table = re.compile(
+        r"^\| (?:key of )?`\[(\w+)\]` \| default .*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE
+    )
     for page in TODAY:
         for section, rows in table.findall(page.read_text()):
             for keys, values in re.findall(r"^\| (`[^|]+`) \| ([^|]*) \|", rows, re.MULTILINE):
                 yield from (
-                    (section, *pair) for pair in zip(re.findall(r"\w+", keys), values.split(", "), strict=False)
+                    (section, *pair)
+                    for pair in zip(re.findall(r"\w+", keys), values.split(", "), strict=False)
                 )
 
 
 def test_defaults_in_documents_are_those_of_the_code():
     """Only plain values: words such as "the run's" say more."""
-    found = [each for each in documented_defaults() if re.fullmatch(r"[\d.-]+|true|false|auto|drop|drain", each[2])]
+    found = [
+        each
+        for each in documented_defaults()
+        if re.fullmatch(r"[\d.-]+|true|false|auto|drop|drain", each[2])
+    ]
     assert len(found) > 30
     for section, key, value in found:
         default = SECTIONS[section].model_fields[key].default
-        assert value in (str(default).lower(), str(default).removesuffix(".0")), f"{section}.{key} = {default}"
+        assert value in (str(default).lower(), str(default).removesuffix(".0")), (
+            f"{section}.{key} = {default}"
+        )
 
 
 def test_options_of_commands_in_documents_exist():
@@ -213,7 +261,9 @@ def test_options_of_commands_in_documents_exist():
     found = []
     for place, match in places(r"(?:megatron-rl|megatron_rl\.cli) ([a-z][a-z-]+)((?: [^`|#]*)?)"):
         assert match[1] in chain(*PACKAGES.values()), f"{place}: megatron-rl {match[1]}"
-        options = re.findall(r"(?<!\S)(--\w[\w-]*)(?![\w.-])", match[2]) if match[1] != "launch" else []
+        options = (
+            re.findall(r"(?<!\S)(--\w[\w-]*)(?![\w.-])", match[2]) if match[1] != "launch" else []
+        )
         found += [(place, match[1], option) for option in options]
     assert len(found) > 60
     for place, name, option in found:
@@ -222,20 +272,28 @@ def test_options_of_commands_in_documents_exist():
         modules = re.findall(r'"([a-z_.]+)(?::\w+)?"', inspect.getsource(command))
         files = [folder / f"{module.replace('.', '/')}.py" for module in ["options", *modules]]
         text = "".join(file.read_text() for file in files if file.is_file())
-        assert f'"{option}"' in text or f'"{option[2:]}"' in text, f"{place}: megatron-rl {name} {option}"
+        assert f'"{option}"' in text or f'"{option[2:]}"' in text, (
+            f"{place}: megatron-rl {name} {option}"
+        )
 
 
 def test_make_targets_in_documents_exist():
-    targets = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
+    targets = set(
+        re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    )
     found = [(place, match[1]) for place, match in places(r"(?:^|`)make ([a-z][a-z-]+)")]
     assert len(found) > 40 and not [each for each in found if each[1] not in targets]
 
 
 def test_help_shows_eight_targets_and_help_all_the_others():
-    targets = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
+    targets = set(
+        re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    )
     shown = {}
     for target in ("help", "help-all"):
-        done = subprocess.run(["make", target], cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["make", target], cwd=ROOT, capture_output=True, text=True, check=True
+        )
         shown[target] = re.findall(r"^make ([\w-]+)", done.stdout, re.MULTILINE)
     assert len(shown["help"]) == 8 and shown["help-all"][:8] == shown["help"]
     assert sorted(shown["help-all"]) == sorted(targets - {"help", "help-all", "FORCE"})
@@ -244,4 +302,8 @@ def test_help_shows_eight_targets_and_help_all_the_others():
 def test_documents_start_training_with_the_launcher():
     """Plain torchrun prints its own traceback after every error and loses the exit status."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
-    assert not [page for page in pages if re.search(r"torchrun [^\n]*-m megatron_rl\.train", page.read_text())]
+    assert not [
+        page
+        for page in pages
+        if re.search(r"torchrun [^\n]*-m megatron_rl\.train", page.read_text())
+    ]

@@ -1,4 +1,6 @@
-"""The examples of docs/first_change.md fit the code of today; a slow test makes them and runs their tests."""
+"""The examples of docs/first_change.md fit the code of today; a slow test makes them and runs their
+tests.
+"""
 
 import re
 import shutil
@@ -45,7 +47,9 @@ def test_a_block_that_fits_no_place_or_two_is_refused():
 @pytest.mark.slow
 def test_the_tests_of_the_examples_pass(tmp_path):
     """In a copy of the tracked files; the formatter and the linter accept the new lines."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for name in filter(lambda name: (ROOT / name).is_file(), listed.stdout.splitlines()):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -53,5 +57,7 @@ def test_the_tests_of_the_examples_pass(tmp_path):
         (tmp_path / path).write_text(changed((tmp_path / path).read_text(), block))
     checks = ["-m ruff check .", "-m ruff format --check ."]
     for command in [*checks, *COMMANDS]:
-        done = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

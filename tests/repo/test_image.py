@@ -29,7 +29,9 @@ if [[ "$1" == tools/nccl_versions.py ]]; then exit "${NCCL_STATUS:-0}"; fi
 @pytest.fixture
 def build(tmp_path):
     """build(*steps, **environment) -> (exit status, recorded calls)."""
-    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__")
+    )
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -45,7 +47,10 @@ def build(tmp_path):
         }
         env |= {"PIP_CONSTRAINT": "/etc/pip/constraint.txt", **environment}
         done = subprocess.run(
-            ["bash", tmp_path / "tools/build_image.sh", *steps], env=env, capture_output=True, text=True
+            ["bash", tmp_path / "tools/build_image.sh", *steps],
+            env=env,
+            capture_output=True,
+            text=True,
         )
         return done.returncode, record.read_text().splitlines()
 
@@ -62,7 +67,10 @@ def test_no_pip_sees_the_constraints_of_the_base_image(build):
         "-c constraints.txt -r requirements.txt" in installs[1]
         and "--no-deps -e . -e ./tools -e ./viewer" in installs[2]
     )
-    assert any("image_packages.py --same" in call for call in calls) and "megatron_rl.cli doctor --build" in calls[-1]
+    assert (
+        any("image_packages.py --same" in call for call in calls)
+        and "megatron_rl.cli doctor --build" in calls[-1]
+    )
 
 
 def test_another_nccl_for_the_servers(build):
@@ -82,7 +90,9 @@ def test_unknown_steps_are_named(build):
 
 
 def test_the_dockerfile_runs_every_step_once_and_in_order():
-    called = re.findall(r"^RUN bash tools/build_image.sh (.*)$", (ROOT / "Dockerfile").read_text(), re.M)
+    called = re.findall(
+        r"^RUN bash tools/build_image.sh (.*)$", (ROOT / "Dockerfile").read_text(), re.M
+    )
     script = (ROOT / "tools/build_image.sh").read_text()
     (everything,) = re.findall(r"all \]\] && set -- (.*)$", script, re.M)
     assert " ".join(called) == everything
@@ -100,7 +110,10 @@ def test_older_servers_get_the_trainers_nccl():
 
 def test_an_older_image_gets_the_servers_nccl():
     text = difference([Found("python", "2.9.0", "2.28.9", "/usr/lib/libnccl.so.2"), SERVER])
-    assert "LD_PRELOAD=/opt/sglang/lib/libnccl.so.2 for the training ranks" in text and "pip install" not in text
+    assert (
+        "LD_PRELOAD=/opt/sglang/lib/libnccl.so.2 for the training ranks" in text
+        and "pip install" not in text
+    )
     assert "use 2.29.7 for both" in text
 
 

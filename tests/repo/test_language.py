@@ -1,4 +1,6 @@
-"""The language rules of CONTRIBUTING.md, on every page and on every comment, docstring and message of the code."""
+"""The language rules of CONTRIBUTING.md, on every page and on every comment, docstring and message
+of the code.
+"""
 
 import re
 import tokenize
@@ -17,18 +19,26 @@ SOURCES = sorted(
     if path != Path(__file__).resolve()
 )
 SCRIPTS = sorted(
-    [ROOT / "Makefile", ROOT / "Dockerfile", *ROOT.glob("tools/*.sh"), *ROOT.glob("examples/**/*.[st][ho]*")]
+    [
+        ROOT / "Makefile",
+        ROOT / "Dockerfile",
+        *ROOT.glob("tools/*.sh"),
+        *ROOT.glob("examples/**/*.[st][ho]*"),
+    ]
 )
 AVOID = re.compile(
-    r"\b(anew|amiss|nobody|at hand|under way|in turns|hand(?:s|ed|ing)? over|go(?:es|ne|ing)? on|went on|carry on|greets?"
+    r"\b(anew|amiss|nobody|at hand|under way|in turns|hand(?:s|ed|ing)? over|go(?:es|ne|ing)?"
+    r" on|went on|carry on|greets?"
     r"|greeted|handshakes?|dull|whence|lest|heard of|stands? in|begun|behind|told"
-    r"|capabilit(?:y|ies)|keepers?|saboteurs?|fleets?|unwanted|open groups?|makes? no sense|is no number of)\b",
+    r"|capabilit(?:y|ies)|keepers?|saboteurs?|fleets?|unwanted|open groups?|makes? no sense|is no"
+    r" number of)\b",
     re.IGNORECASE,
 )
 AVOID_IN_PAGES = re.compile(
     r"\b(gauges?|probes?|validity|pushes|pushed|push)\b", re.IGNORECASE
 )  # code has functions of these names
-QUOTED = re.compile(r"`[^`]*`|\]\([^)]*\)|\"[^\"]*\"")  # names, paths and quotations are not ours to choose
+# names, paths and quotations are not ours to choose
+QUOTED = re.compile(r"`[^`]*`|\]\([^)]*\)|\"[^\"]*\"")
 HISTORY = "CHANGELOG.md"  # it names the words of before
 
 
@@ -50,7 +60,11 @@ def comments_and_strings(path: Path) -> Iterator[tuple[int, str]]:
         getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING),
     }  # 3.12 splits f-strings
     with open(path, "rb") as file:
-        yield from ((token.start[0], token.string) for token in tokenize.tokenize(file.readline) if token.type in kinds)
+        yield from (
+            (token.start[0], token.string)
+            for token in tokenize.tokenize(file.readline)
+            if token.type in kinds
+        )
 
 
 def name(path: Path) -> str:
@@ -91,7 +105,8 @@ def test_scripts():
 
 
 @pytest.mark.parametrize(
-    "text", ['"""What goes on here."""\n', "x = 1  # begun\n", 'raise ValueError(f"{x} was told")\n']
+    "text",
+    ['"""What goes on here."""\n', "x = 1  # begun\n", 'raise ValueError(f"{x} was told")\n'],
 )
 def test_old_words_are_found(tmp_path, text):
     path = tmp_path / "module.py"

@@ -1,4 +1,6 @@
-"""Rules of the whole repository: sizes of files and functions, unsafe calls, names that exist, examples that parse."""
+"""Rules of the whole repository: sizes of files and functions, unsafe calls, names that exist,
+examples that parse.
+"""
 
 import ast
 import re
@@ -38,13 +40,21 @@ def relative(path: Path) -> str:
 
 
 def test_files_are_short():
-    long = {relative(path): lines for path in CODE if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES}
+    long = {
+        relative(path): lines
+        for path in CODE
+        if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES
+    }
     assert not long, f"longer than {MAX_FILE_LINES} lines"
 
 
 def test_test_files_have_names_of_their_own():
     """Else pytest cannot collect both: two of one name, in folders that are no packages."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    names = [
+        path.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if not (path.parent / "__init__.py").exists()
+    ]
     assert not {name for name in names if names.count(name) > 1}
 
 
@@ -60,7 +70,11 @@ def test_functions_are_short():
 
 
 def test_modules_say_their_job():
-    silent = [relative(path) for path in CODE if (text := path.read_text()) and not ast.get_docstring(ast.parse(text))]
+    silent = [
+        relative(path)
+        for path in CODE
+        if (text := path.read_text()) and not ast.get_docstring(ast.parse(text))
+    ]
     assert not silent, "no module docstring"
 
 
@@ -68,7 +82,7 @@ def test_sources_are_ascii():
     assert not [relative(path) for path in CODE if not path.read_text().isascii()]
 
 
-# Unsafe calls -------------------------------------------------------------------------------------------------------
+# Unsafe calls -------------------------------------------------------------------------------------
 
 
 def unsafe_calls(source: str) -> Iterator[tuple[int, str]]:
@@ -78,7 +92,9 @@ def unsafe_calls(source: str) -> Iterator[tuple[int, str]]:
             continue
         name = ast.unparse(node.func)
         options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-        is_pickle = re.fullmatch(r"(c?pickle|dill|cloudpickle|joblib|marshal)\.(loads?|Unpickler)", name)
+        is_pickle = re.fullmatch(
+            r"(c?pickle|dill|cloudpickle|joblib|marshal)\.(loads?|Unpickler)", name
+        )
         if name in ("eval", "exec", "os.system", "os.popen") or is_pickle:
             yield node.lineno, name
         elif name == "torch.load" and options.get("weights_only") != "True":
@@ -101,27 +117,42 @@ def test_unsafe_calls_are_recognised(source):
 
 
 def test_safe_calls_pass():
-    assert not list(unsafe_calls("model.eval()\ntorch.load(p, weights_only=True)\nnp.load(p)\nsubprocess.run(['ls'])"))
+    assert not list(
+        unsafe_calls(
+            "model.eval()\ntorch.load(p, weights_only=True)\nnp.load(p)\nsubprocess.run(['ls'])"
+        )
+    )
 
 
 def test_no_unsafe_calls():
-    found = [f"{relative(path)}:{line} {what}" for path in CODE for line, what in unsafe_calls(path.read_text())]
+    found = [
+        f"{relative(path)}:{line} {what}"
+        for path in CODE
+        for line, what in unsafe_calls(path.read_text())
+    ]
     assert not found
 
 
-# Portability --------------------------------------------------------------------------------------------------------
+# Portability --------------------------------------------------------------------------------------
 
 
 def text_files() -> Iterator[Path]:
     for path in sorted(ROOT.rglob("*")):
         folders = path.relative_to(ROOT).parts[:-1]
-        if path.suffix in TEXT_SUFFIXES and not any(map(IGNORED.fullmatch, folders)) and path.is_file():
+        if (
+            path.suffix in TEXT_SUFFIXES
+            and not any(map(IGNORED.fullmatch, folders))
+            and path.is_file()
+        ):
             yield path
 
 
 def test_no_paths_of_one_machine():
     """Neither this checkout's own place nor anybody's home directory."""
-    places = [f"{ROOT}", *([f"{ROOT.parent}/"] if len(ROOT.parts) == 3 and ROOT.parent.name != "tmp" else [])]
+    places = [
+        f"{ROOT}",
+        *([f"{ROOT.parent}/"] if len(ROOT.parts) == 3 and ROOT.parent.name != "tmp" else []),
+    ]
     pattern = re.compile("|".join([*map(re.escape, places), r"(?<![\w.])/(home|root|Users)/\w"]))
     found = [
         f"{relative(path)}:{number} {match.group()}"
@@ -134,21 +165,29 @@ def test_no_paths_of_one_machine():
     assert not found
 
 
-# The path of an expert id ---------------------------------------------------------------------------------------------
+# The path of an expert id -------------------------------------------------------------------------
 
 ROUTE_PATH = (
-    "rollout/client/response_json.py", "rollout/client/response.py", "rollout/client/routed_experts.py",
-    "rollout/missing_routes.py", "records.py", "batch/codec.py", "batch/pack.py", "engine/engine.py", "engine/forward.py",
+    "rollout/client/response_json.py", "rollout/client/response.py",
+    "rollout/client/routed_experts.py",
+    "rollout/missing_routes.py", "records.py", "batch/codec.py", "batch/pack.py",
+    "engine/engine.py", "engine/forward.py",
     "replay/layout.py", "replay/manager.py",
 )  # fmt: skip
-"""Files that name expert ids between the answer of a server and replay/router.py, where the router gets them."""
+"""Files that name expert ids between the answer of a server and replay/router.py, where the router
+gets them.
+"""
 BESIDE_ROUTE_PATH = (
-    "config/", "metrics/", "models/", "plan/", "rollout/server/",  # settings, sizes, checks at start-up
-    "rollout/recorder.py", "rollout/saved.py", "rollout/standalone.py", "rollout/client/counters.py",
-    "trainer/build_inference.py", "checkpoint/bundle_sequences.py", "rollout/agents/recorded.py", "trainer/token_recorder.py",
+    # settings, sizes, checks at start-up
+    "config/", "metrics/", "models/", "plan/", "rollout/server/",
+    "rollout/recorder.py", "rollout/saved.py", "rollout/standalone.py",
+    "rollout/client/counters.py",
+    "trainer/build_inference.py", "checkpoint/bundle_sequences.py", "rollout/agents/recorded.py",
+    "trainer/token_recorder.py",
 )  # fmt: skip
 ROUTE_NAME = re.compile(r"(\w+_)?(routed_experts|routes|expert_ids)")
-ROUTE_FLAG = re.compile(r"(\w+_)?(want|needs|has|return|missing)_(routes|routed_experts)")  # of yes and no, or counts
+# of yes and no, or counts
+ROUTE_FLAG = re.compile(r"(\w+_)?(want|needs|has|return|missing)_(routes|routed_experts)")
 
 
 def route_names(source: str) -> set[str]:
@@ -156,8 +195,11 @@ def route_names(source: str) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
-            text = node.value if isinstance(node.value, str) else node.value.decode("ascii", "replace")
-            found.update([] if " " in text else re.findall(r"\w+", text))  # a key, not a message or docstring
+            text = (
+                node.value if isinstance(node.value, str) else node.value.decode("ascii", "replace")
+            )
+            # a key, not a message or docstring
+            found.update([] if " " in text else re.findall(r"\w+", text))
         found |= {str(getattr(node, field, None)) for field in ("id", "attr", "arg", "name")}
     return {name for name in found if ROUTE_NAME.fullmatch(name) and not ROUTE_FLAG.fullmatch(name)}
 
@@ -166,18 +208,26 @@ def test_names_of_expert_ids_are_recognised():
     assert route_names("f(rollout.routed_experts, routes=tensors['1:recorded_routes'])") == {
         "routed_experts", "routes", "recorded_routes",
     }  # fmt: skip
-    assert not route_names("x = cfg.needs_routes and 'the server sent no routes' and count_missing_routes(groups)")
+    assert not route_names(
+        "x = cfg.needs_routes and 'the server sent no routes' and count_missing_routes(groups)"
+    )
 
 
 def test_an_expert_id_passes_at_most_12_files():
-    """Other files pass records on, and name no ids: what happens to them can be read in these alone."""
+    """Other files pass records on, and name no ids: what happens to them can be read in these
+    alone.
+    """
     package = ROOT / "megatron_rl"
-    named = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if route_names(path.read_text())}
+    named = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if route_names(path.read_text())
+    }
     assert {path for path in named if not path.startswith(BESIDE_ROUTE_PATH)} == set(ROUTE_PATH)
     assert len({*ROUTE_PATH, "replay/router.py"}) <= 12
 
 
-# Imports inside functions -------------------------------------------------------------------------------------------
+# Imports inside functions -------------------------------------------------------------------------
 
 
 @cache
@@ -193,7 +243,11 @@ def names_of(module: Path) -> set[str]:
             found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
         else:
             found |= {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
-            waiting += [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
+            waiting += [
+                child
+                for child in ast.walk(node)
+                if isinstance(child, ast.stmt) and child is not node
+            ]
     return found
 
 
@@ -207,9 +261,15 @@ def missing_imports(source: str) -> list[str]:
         if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
             continue
         place = FOLDERS.get(node.module.partition(".")[0], ROOT).joinpath(*node.module.split("."))
-        if node.module == "megatron_rl" or not (place.is_dir() or place.with_suffix(".py").is_file()):
+        if node.module == "megatron_rl" or not (
+            place.is_dir() or place.with_suffix(".py").is_file()
+        ):
             continue  # another project's, or the public names, which are loaded on first use
-        module = place.with_suffix(".py") if place.with_suffix(".py").is_file() else place / "__init__.py"
+        module = (
+            place.with_suffix(".py")
+            if place.with_suffix(".py").is_file()
+            else place / "__init__.py"
+        )
         known = names_of(module) if module.is_file() else set()
         for alias in node.names:
             is_module = (place / f"{alias.name}.py").is_file() or (place / alias.name).is_dir()
@@ -219,20 +279,26 @@ def missing_imports(source: str) -> list[str]:
 
 
 def test_every_imported_name_exists():
-    """Imports inside functions of tests and tools run late, some only in slow tests and in other commands."""
+    """Imports inside functions of tests and tools run late, some only in slow tests and in other
+    commands.
+    """
     folders = ("megatron_rl", "tools", "viewer", "tests", "examples", "benchmarks", "docs")
     sources = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    assert not {relative(path): missing for path in sources if (missing := missing_imports(path.read_text()))}
+    assert not {
+        relative(path): missing
+        for path in sources
+        if (missing := missing_imports(path.read_text()))
+    }
 
 
 def test_a_missing_name_is_found():
-    assert missing_imports("def f():\n    from tests.tiny import random_checkpoint, no_such_name\n") == [
-        "tests.tiny.no_such_name"
-    ]
+    assert missing_imports(
+        "def f():\n    from tests.tiny import random_checkpoint, no_such_name\n"
+    ) == ["tests.tiny.no_such_name"]
     assert not missing_imports("from tests import tiny\nfrom torch import nothing\n")
 
 
-# Examples -----------------------------------------------------------------------------------------------------------
+# Examples -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/**/*.toml")), ids=relative)
@@ -248,19 +314,37 @@ def test_paper_recipes_have_the_papers_numbers(name):
     assert (config.run.num_mini_batches, config.replay.mode) == (num_mini_batches, replay)
     assert config.run.prompts_per_step * config.run.group_size == 1024 * num_mini_batches
     loss = config.loss.switches
-    assert (config.loss.name, loss.clip_low, loss.clip_high, loss.weight_high) == ("minirl", 0.2, 0.27, 5.0)
-    assert (config.advantage_kind, config.rollout.max_response_tokens, config.eval.samples) == ("mean", 32768, 32)
+    assert (config.loss.name, loss.clip_low, loss.clip_high, loss.weight_high) == (
+        "minirl",
+        0.2,
+        0.27,
+        5.0,
+    )
+    assert (config.advantage_kind, config.rollout.max_response_tokens, config.eval.samples) == (
+        "mean",
+        32768,
+        32,
+    )
 
 
 def test_paper_ablations_parse_and_change_what_their_row_says():
     """Every row of the README's table: its options after each of its files."""
     folder = ROOT / "examples/qwen3_30b_a3b"
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `(--[^|`]+)` \|", (folder / "README.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| ([^|]+) \| ([^|]+) \| `(--[^|`]+)` \|", (folder / "README.md").read_text(), re.M
+    )
     assert len(rows) == 11
     for name, files, options in rows:
-        for file in re.findall(r"`(\w+\.toml)`", files) or [path.name for path in folder.glob("off_policy*.toml")]:
-            config, plain = load_config(folder / file, options.split()), load_config(folder / file, [])
-            assert ("R3" in name) == (config.replay.mode == "R3") and ("R2" in name) == (config.replay.mode == "R2")
+        for file in re.findall(r"`(\w+\.toml)`", files) or [
+            path.name for path in folder.glob("off_policy*.toml")
+        ]:
+            config, plain = (
+                load_config(folder / file, options.split()),
+                load_config(folder / file, []),
+            )
+            assert ("R3" in name) == (config.replay.mode == "R3") and ("R2" in name) == (
+                config.replay.mode == "R2"
+            )
             assert ("length" in name) == (config.loss.name == "minirl_length_norm")
             assert ("- train-infer IS" in name) == (config.loss.name == "minirl_no_is")
             assert ("no clipping" in name) == (config.loss.name == "minirl_no_clip")
@@ -269,7 +353,9 @@ def test_paper_ablations_parse_and_change_what_their_row_says():
 
 @pytest.fixture
 def demo_command(tmp_path):
-    """run.sh in a tree whose python and torchrun print their arguments: what would be started, without starting it."""
+    """run.sh in a tree whose python and torchrun print their arguments: what would be started,
+    without starting it.
+    """
     for file in ("tiny_cpu/run.sh", "tiny_cpu/demo.toml", "tools_cpu/run.sh"):
         target = tmp_path / "examples" / file
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -280,10 +366,14 @@ def demo_command(tmp_path):
         stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
         stub.chmod(0o755)
 
-    def run(*arguments: str, example: str = "tiny_cpu/demo.toml", **variables: str) -> tuple[int, list[str]]:
+    def run(
+        *arguments: str, example: str = "tiny_cpu/demo.toml", **variables: str
+    ) -> tuple[int, list[str]]:
         env = {"PATH": "/usr/bin:/bin", **variables}
         command = ["bash", str(tmp_path / f"examples/{example.split('/')[0]}/run.sh"), *arguments]
-        words = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+        words = subprocess.run(
+            command, env=env, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
         ranks = int(words[words.index("--nproc_per_node") + 1])
         place = words.index("--config") + 1
         assert words[place].endswith(f"examples/{example}")
@@ -313,7 +403,9 @@ def test_demo_layouts_fit_their_ranks(demo_command, variables, ranks, sizes):
 
 
 def test_demo_variables_reach_the_configuration(demo_command):
-    _, overrides = demo_command("--optim.lr", "0.5", SEED="3", DTYPE="float32", STEPS="7", NAME="other")
+    _, overrides = demo_command(
+        "--optim.lr", "0.5", SEED="3", DTYPE="float32", STEPS="7", NAME="other"
+    )
     config = load_config(ROOT / "examples/tiny_cpu/demo.toml", overrides)
     assert (config.run.seed, config.run.num_steps, config.run.name) == (3, 7, "other")
     assert (config.rollout.dtype, config.optim.lr) == ("float32", 0.5)
@@ -323,8 +415,15 @@ def test_demo_variables_reach_the_configuration(demo_command):
 
 
 def test_the_demo_with_a_tool_is_the_same_script(demo_command):
-    ranks, overrides = demo_command("--optim.lr", "0.5", example="tools_cpu/tools.toml", SEED="3", TP="2", NAME="")
+    ranks, overrides = demo_command(
+        "--optim.lr", "0.5", example="tools_cpu/tools.toml", SEED="3", TP="2", NAME=""
+    )
     config = load_config(ROOT / "examples/tools_cpu/tools.toml", overrides)
-    assert (ranks, config.parallel.tp, config.optim.lr, config.run.name) == (2, 2, 0.5, "demo-tools")
+    assert (ranks, config.parallel.tp, config.optim.lr, config.run.name) == (
+        2,
+        2,
+        0.5,
+        "demo-tools",
+    )
     assert config.model.path == Path(".cache/tiny_moe-tools-3") and config.agent.name
     assert config.eval.sets == {"heldout": Path(".cache/tiny_moe-tools-3/heldout.jsonl")}

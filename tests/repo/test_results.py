@@ -1,4 +1,6 @@
-"""results/: every file says what was run, on which commit and machine; documents quote from these files, and mark all else."""
+"""results/: every file says what was run, on which commit and machine; documents quote from these
+files, and mark all else.
+"""
 
 import json
 import re
@@ -17,14 +19,21 @@ NOT_KEPT = re.compile(r"measured\s+once,\s+not\s+kept", re.IGNORECASE)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_file_says_what_was_run_and_where(path):
     facts = json.loads(path.read_text())
-    assert facts["command"] and facts["output"] and facts["seconds"] >= 0 and facts["machine"]["cores"] > 0
+    assert (
+        facts["command"]
+        and facts["output"]
+        and facts["seconds"] >= 0
+        and facts["machine"]["cores"] > 0
+    )
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", facts["date"]) and facts["versions"]["torch"]
     assert re.fullmatch(r"[0-9a-f]{7,}", facts["commit"]), "of a tree without uncommitted changes"
     assert not lacking([facts["commit"]])
 
 
 def lacking(commits):
-    """Return those that the repository does not have; none where it cannot be known (no repository, or only its last commits)."""
+    """Return those that the repository does not have; none where it cannot be known (no repository,
+    or only its last commits).
+    """
 
     def git(*words):
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
@@ -40,7 +49,9 @@ def test_documents_quote_what_the_files_have(page):
     assert quoted(text) == text, "make figures"
     assert wrong_links(text) == []
     opened = len(re.findall(r"<!-- results: ", text))
-    assert opened == len(BLOCK.findall(text)) == text.count("<!-- end of results -->"), "a marker that is not read"
+    assert opened == len(BLOCK.findall(text)) == text.count("<!-- end of results -->"), (
+        "a marker that is not read"
+    )
 
 
 def test_what_is_quoted_succeeded_and_every_file_is_quoted():
@@ -54,20 +65,27 @@ def test_what_is_quoted_succeeded_and_every_file_is_quoted():
 def test_pages_of_results_name_the_command_of_each_file(page):
     text = " ".join(page.read_text().split())  # a command may be wrapped
     names = {match[1] for match in BLOCK.findall(page.read_text())}
-    commands = {name: json.loads((RESULTS / f"{name}.json").read_text())["command"] for name in names}
+    commands = {
+        name: json.loads((RESULTS / f"{name}.json").read_text())["command"] for name in names
+    }
     assert not {name: command for name, command in commands.items() if command not in text}
 
 
 def sections(text):
     """(heading, text) of each section, without those below it."""
     parts = re.split(
-        r"^(#+ .+)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.MULTILINE
+        r"^(#+ .+)$",
+        re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE),
+        flags=re.MULTILINE,
     )
     return zip(parts[1::2], parts[2::2], strict=True)
 
 
 def test_what_is_measured_has_a_file_or_says_that_it_has_none():
-    """On pages of figures every table with numbers, elsewhere what is called measured.  The commit of the text exists."""
+    """On pages of figures every table with numbers, elsewhere what is called measured.
+
+    The commit of the text exists.
+    """
     unmarked, commits = [], set()
     for page in PAGES:
         has_figures = page.name == "benchmarks.md" or page.parent == RESULTS
@@ -85,16 +103,26 @@ def test_what_is_measured_has_a_file_or_says_that_it_has_none():
 
 def test_a_command_is_kept_with_its_output_and_status(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
-    program = "print('| a |'); print('|---|'); print('| 1.5 |'); print(); print('60 kills'); raise SystemExit(3)"
+    program = (
+        "print('| a |'); print('|---|'); print('| 1.5 |'); print(); print('60 kills'); raise"
+        " SystemExit(3)"
+    )
     assert save("trial", ["python", "-c", program], "shared") == 3
     assert "| 1.5 |" in capfd.readouterr().out, "it prints as before"
     facts = json.loads((tmp_path / "results/trial.json").read_text())
     assert (
-        facts["exit_status"] == 3 and facts["machine"]["note"] == "shared" and facts["command"].startswith("python -c ")
+        facts["exit_status"] == 3
+        and facts["machine"]["note"] == "shared"
+        and facts["command"].startswith("python -c ")
     )
     assert tables(facts["output"]) == [["| a |", "|---|", "| 1.5 |"]]
-    text = "<!-- results: trial table 1 -->\n| 2.5 |\n<!-- end of results -->\n[60\nkills](results/trial.json)"
-    assert quoted(text) == text.replace("| 2.5 |", "| a |\n|---|\n| 1.5 |") and wrong_links(text) == []
+    text = (
+        "<!-- results: trial table 1 -->\n| 2.5 |\n<!-- end of results"
+        " -->\n[60\nkills](results/trial.json)"
+    )
+    assert (
+        quoted(text) == text.replace("| 2.5 |", "| a |\n|---|\n| 1.5 |") and wrong_links(text) == []
+    )
     lines = quoted("<!-- results: trial lines ^6 -->\n<!-- end of results -->")
     assert lines == "<!-- results: trial lines ^6 -->\n```\n60 kills\n```\n<!-- end of results -->"
     assert wrong_links("[61 kills](../results/trial.json)") == [("61 kills", "trial")]

@@ -1,4 +1,6 @@
-"""The documentation: the site builds without a warning, generated pages are current, lines are wrapped."""
+"""The documentation: the site builds without a warning, generated pages are current, lines are
+wrapped.
+"""
 
 import os
 import re
@@ -18,7 +20,14 @@ from tests.repo.test_language import PAGES, prose
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
     path
-    for pattern in ("*.yml", "Makefile", "[a-z]*/**/*.py", "examples/**/*.sh", "examples/**/*.toml", "tools/*.sh")
+    for pattern in (
+        "*.yml",
+        "Makefile",
+        "[a-z]*/**/*.py",
+        "examples/**/*.sh",
+        "examples/**/*.toml",
+        "tools/*.sh",
+    )
     for path in ROOT.glob(pattern)
     if not path.relative_to(ROOT).parts[0].startswith(("build", "runs"))
 ]
@@ -37,7 +46,9 @@ def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
 
 def test_site_builds_without_a_warning(tmp_path):
     """Links, anchors, the navigation, and every object that the Python API names."""
-    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -r requirements-cpu.txt")
+    pytest.importorskip(
+        "mkdocs", reason="mkdocs is not installed: pip install -r requirements-cpu.txt"
+    )
     done = build(ROOT, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "source/CONTRIBUTING/index.html").is_file()
@@ -58,7 +69,8 @@ def test_lines_are_wrapped():
 
 
 @pytest.mark.parametrize(
-    ("page", "lines"), [("README.md", MAX_README_LINES), ("CONTRIBUTING.md", MAX_CONTRIBUTING_LINES)]
+    ("page", "lines"),
+    [("README.md", MAX_README_LINES), ("CONTRIBUTING.md", MAX_CONTRIBUTING_LINES)],
 )
 def test_the_first_pages_are_short(page, lines):
     assert len((ROOT / page).read_text().splitlines()) <= lines
@@ -76,7 +88,11 @@ def test_documents_that_sources_name_exist():
 
 
 def test_files_that_documents_name_exist():
-    packages = (ROOT / "megatron_rl", ROOT / "tools/megatron_rl_tools", ROOT / "viewer/megatron_rl_viewer")
+    packages = (
+        ROOT / "megatron_rl",
+        ROOT / "tools/megatron_rl_tools",
+        ROOT / "viewer/megatron_rl_viewer",
+    )
     places = (ROOT, *packages, ROOT / "tests", ROOT / "tests/dist")
     missing = [
         f"{name(path)}:{number}: {file}"
@@ -93,7 +109,11 @@ def test_modules_that_the_changelog_names_exist():
     text = (ROOT / "CHANGELOG.md").read_text()
     rows = re.findall(r"^\| `[\w/]+\.py` \| `([\w/]+\.py)` \|$", text, re.MULTILINE)
     assert len(rows) > 50
-    places = (ROOT / "megatron_rl", ROOT / "tools/megatron_rl_tools", ROOT / "viewer/megatron_rl_viewer")
+    places = (
+        ROOT / "megatron_rl",
+        ROOT / "tools/megatron_rl_tools",
+        ROOT / "viewer/megatron_rl_viewer",
+    )
     assert not [path for path in rows if not any((place / path).is_file() for place in places)]
 
 
@@ -110,4 +130,6 @@ def test_every_setting_has_a_meaning():
 
 def test_commands_page_lists_every_command():
     text = (ROOT / "docs/reference/commands.md").read_text()
-    assert sorted(re.findall(r"^\| \[`([\w-]+)`\]", text, re.MULTILINE)) == sorted(chain(*PACKAGES.values()))
+    assert sorted(re.findall(r"^\| \[`([\w-]+)`\]", text, re.MULTILINE)) == sorted(
+        chain(*PACKAGES.values())
+    )

@@ -16,12 +16,16 @@ from megatron_rl.engine import model
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 
-HOPPER = SimpleNamespace(major=9, minor=0, name="H100", multi_processor_count=132, total_memory=80 << 30)
+HOPPER = SimpleNamespace(
+    major=9, minor=0, name="H100", multi_processor_count=132, total_memory=80 << 30
+)
 
 
 @contextmanager
 def pretended_gpu() -> Iterator[None]:
-    """TransformerEngine asks CUDA about the device while layers are made; nothing is computed there."""
+    """TransformerEngine asks CUDA about the device while layers are made; nothing is computed
+    there.
+    """
     with (
         mock.patch.object(torch.cuda, "is_available", lambda: True),
         mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
@@ -31,10 +35,19 @@ def pretended_gpu() -> Iterator[None]:
 
 
 def build(
-    path: Path, parallel: Parallel, layout: ParallelConfig | None = None, *, te: bool, **settings: object
+    path: Path,
+    parallel: Parallel,
+    layout: ParallelConfig | None = None,
+    *,
+    te: bool,
+    **settings: object,
 ) -> tuple[list[GPTModel], ModelSpec, TransformerConfig]:
-    """Chunks of the model at `path`, with TransformerEngine's or with local layers; float32 on the CPU."""
+    """Chunks of the model at `path`, with TransformerEngine's or with local layers; float32 on the
+    CPU.
+    """
     spec, cfg = make_spec(load_hf_config(path)), ModelConfig(path=path, dtype="float32", **settings)
     with mock.patch.object(model, "uses_transformer_engine", lambda *_: te), pretended_gpu():
-        config = model.make_transformer_config(spec, cfg, layout or ParallelConfig(), torch.device("cpu"))
+        config = model.make_transformer_config(
+            spec, cfg, layout or ParallelConfig(), torch.device("cpu")
+        )
         return model.make_model(spec, cfg, config, parallel), spec, config

@@ -1,4 +1,6 @@
-"""Every family with TransformerEngine's layers: load, export, save, load, convert, replay hook, recompute."""
+"""Every family with TransformerEngine's layers: load, export, save, load, convert, replay hook,
+recompute.
+"""
 
 import json
 import shutil
@@ -51,7 +53,10 @@ def save(chunk, folder, parallel) -> None:
 
 def same_parameters(one, other, spec) -> None:
     here, there = (local_parameters([chunk], spec, 0, 1) for chunk in (one, other))
-    assert here.keys() == there.keys() and [name for name in here if not here[name].equal(there[name])] == []
+    assert (
+        here.keys() == there.keys()
+        and [name for name in here if not here[name].equal(there[name])] == []
+    )
 
 
 def from_megatron(chunk, folder) -> None:
@@ -60,18 +65,26 @@ def from_megatron(chunk, folder) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_load_export_save_and_load(tmp_path, parallel, name):
-    """HF -> TE -> HF; TE -> checkpoint -> TE, local; local -> checkpoint -> TE: bit-exact, under the recorded names."""
+    """HF -> TE -> HF; TE -> checkpoint -> TE, local; local -> checkpoint -> TE: bit-exact, under
+    the recorded names.
+    """
     hf = family_checkpoint(tmp_path / "hf", name)
     (chunk,), spec, config = build(hf, parallel, te=True)
     assert config.transformer_impl == "transformer_engine"
     load_hf([chunk], hf, spec, parallel)
-    exported, original = dict(export_hf([chunk], spec, parallel)), load_file(hf / "model.safetensors")
+    exported, original = (
+        dict(export_hf([chunk], spec, parallel)),
+        load_file(hf / "model.safetensors"),
+    )
     assert exported.keys() == original.keys()
     assert [key for key, tensor in original.items() if not tensor.equal(exported[key])] == []
     (local,), (empty,) = build(hf, parallel, te=False)[0], build(hf, parallel, te=True)[0]
     save(chunk, tmp_path / "te", parallel)
     assert (
-        sorted(TorchDist(tmp_path / "te").metadata.state_dict_metadata.keys() - extra(tmp_path / "te")) == TE_KEYS[name]
+        sorted(
+            TorchDist(tmp_path / "te").metadata.state_dict_metadata.keys() - extra(tmp_path / "te")
+        )
+        == TE_KEYS[name]
     )
     from_megatron(empty, tmp_path / "te")
     same_parameters(chunk, empty, spec)
@@ -89,8 +102,14 @@ def extra(folder) -> set[str]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_convert(tmp_path, name):
-    """A checkpoint of TransformerEngine's layers -> HF; HF -> checkpoint -> TransformerEngine's layers: bit-exact."""
-    hf, megatron, back = family_checkpoint(tmp_path / "hf", name), tmp_path / "te", tmp_path / "back"
+    """A checkpoint of TransformerEngine's layers -> HF; HF -> checkpoint -> TransformerEngine's
+    layers: bit-exact.
+    """
+    hf, megatron, back = (
+        family_checkpoint(tmp_path / "hf", name),
+        tmp_path / "te",
+        tmp_path / "back",
+    )
     groups = make_parallel(ParallelConfig(), device="cpu", timeout_minutes=2)
     try:
         (chunk,), spec, _ = build(hf, groups, te=True)
@@ -98,7 +117,12 @@ def test_convert(tmp_path, name):
         save(chunk, megatron, groups)
     finally:
         groups.destroy()
-    assert main(["megatron-to-hf", "--megatron", str(megatron), "--config", str(hf), "--out", str(back)]) == 0
+    assert (
+        main(
+            ["megatron-to-hf", "--megatron", str(megatron), "--config", str(hf), "--out", str(back)]
+        )
+        == 0
+    )
     original, found = (load_file(next(folder.glob("*.safetensors"))) for folder in (hf, back))
     assert original.keys() == found.keys()
     assert [key for key, tensor in original.items() if not tensor.equal(found[key])] == []
@@ -115,19 +139,28 @@ def test_convert(tmp_path, name):
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
 def test_replay_hook_and_recompute(tmp_path, parallel, monkeypatch, name):
-    """Routers of TransformerEngine's MoE layers use the replayed experts, in the forward and when they run again.
+    """Routers of TransformerEngine's MoE layers use the replayed experts, in the forward and when
+    they run again.
 
     Their logits are torch's here: TransformerEngine's matrix product needs a GPU.
     """
     monkeypatch.setattr(moe_utils, "te_general_gemm", None)
     hf = family_checkpoint(tmp_path / "hf", name)
     chunks, spec, config = build(hf, parallel, te=True, recompute="selective")
-    assert config.moe_permute_fusion and config.moe_grouped_gemm and config.recompute_modules == ["moe"]
+    assert (
+        config.moe_permute_fusion
+        and config.moe_grouped_gemm
+        and config.recompute_modules == ["moe"]
+    )
     load_hf(chunks, hf, spec, parallel)
     routers = list(enumerate(router for _, router in moe_routers(chunks)))
     assert [layer for layer, _ in moe_routers(chunks)] == list(spec.moe_layers)
     manager = ReplayManager(routers, num_experts=spec.num_experts)
-    given = torch.rand(len(routers), ROWS, spec.num_experts).argsort(-1)[..., : spec.top_k].to(torch.uint8)
+    given = (
+        torch.rand(len(routers), ROWS, spec.num_experts)
+        .argsort(-1)[..., : spec.top_k]
+        .to(torch.uint8)
+    )
     hidden = torch.randn(ROWS, 1, spec.hidden_size, requires_grad=True)
     calls: list[tuple[int, torch.Tensor]] = []
 
@@ -143,24 +176,35 @@ def test_replay_hook_and_recompute(tmp_path, parallel, monkeypatch, name):
         with manager.forward(0):
             gates = [recomputed(route(index, router), False, hidden) for index, router in routers]
         sum(gate.square().sum() for gate in gates).backward()
-    assert sorted(index for index, _ in calls) == sorted(2 * list(range(len(routers)))), "each router runs twice"
+    assert sorted(index for index, _ in calls) == sorted(2 * list(range(len(routers)))), (
+        "each router runs twice"
+    )
     for index, used in calls:
         assert used.equal(torch.zeros_like(used).scatter(1, given[index].long(), True))
     assert all(router.weight.grad is not None for _, router in routers) and hidden.grad is not None
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "deepseek" in name or name == "moonlight"])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if "deepseek" in name or name == "moonlight"]
+)
 def test_latent_norms_have_the_epsilon_of_transformers(tmp_path, parallel, name):
-    (chunk,), spec, _ = build(family_checkpoint(tmp_path / "hf", name, rms_norm_eps=1e-5), parallel, te=True)
+    (chunk,), spec, _ = build(
+        family_checkpoint(tmp_path / "hf", name, rms_norm_eps=1e-5), parallel, te=True
+    )
     for layer in chunk.decoder.layers:
         attention = layer.self_attention
-        ups = [attention.linear_kv_up_proj, *([attention.linear_q_up_proj] if spec.q_lora_rank else [])]
+        ups = [
+            attention.linear_kv_up_proj,
+            *([attention.linear_q_up_proj] if spec.q_lora_rank else []),
+        ]
         assert [up.eps for up in ups] == [LATENT_EPS] * len(ups)
         assert layer.input_layernorm.eps == spec.rms_eps == 1e-5
 
 
 def sharded(hf, folder):
-    """On each of two tensor ranks: HF -> TE -> HF, and the checkpoint that both save loads into local layers on both."""
+    """On each of two tensor ranks: HF -> TE -> HF, and the checkpoint that both save loads into
+    local layers on both.
+    """
     groups = make_parallel(layout := ParallelConfig(tp=2), device="cpu", timeout_minutes=2)
     (chunk,), spec, _ = build(hf, groups, layout, te=True)
     load_hf([chunk], hf, spec, groups)
@@ -183,7 +227,10 @@ def sharded(hf, folder):
     for key, tensor in export_hf([local], spec, groups):
         assert tensor is None or tensor.equal(original[key]), key
     duplicated = chunk.decoder.layers[0].self_attention.linear_kv_down_proj.weight
-    assert duplicated.shape[0] == spec.kv_lora_rank + spec.qk_rope_dim and not duplicated.tensor_model_parallel
+    assert (
+        duplicated.shape[0] == spec.kv_lora_rank + spec.qk_rope_dim
+        and not duplicated.tensor_model_parallel
+    )
     assert duplicated.sequence_parallel  # core then sums its gradient over the tensor ranks
     groups.destroy()
 

@@ -78,7 +78,9 @@ def test_examples_select_the_tests_that_read_them():
 
 
 def test_every_file_of_the_repository_selects_tests_that_exist():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     tests = set().union(*(selected([path]) for path in listed.stdout.splitlines()))
     assert len(tests) > 50 and all((ROOT / test).exists() for test in tests)
 

@@ -1,4 +1,6 @@
-"""Every replacement of distributed/cpu.py is used by megatron-core in a training step: a row it no longer needs fails here."""
+"""Every replacement of distributed/cpu.py is used by megatron-core in a training step: a row it no
+longer needs fails here.
+"""
 
 import functools
 import os
@@ -14,17 +16,23 @@ from tests.dist.launch import build, run_ranks
 from tests.tiny import random_checkpoint
 
 METHODS = ("Stream.wait_stream", "Stream.record_event", "Event.synchronize")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="replacements are for machines without CUDA")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="replacements are for machines without CUDA"
+)
 
 
 @pytest.fixture(scope="module")
 def used(tmp_path_factory: pytest.TempPathFactory) -> Counter:
-    path = random_checkpoint(tmp_path_factory.mktemp("tied"), num_hidden_layers=2, tie_word_embeddings=True)
+    path = random_checkpoint(
+        tmp_path_factory.mktemp("tied"), num_hidden_layers=2, tie_word_embeddings=True
+    )
     return sum(run_ranks(count_uses, 2, path), Counter())
 
 
 def count_uses(path: Path) -> Counter:
-    """Run training steps in three layouts and count, per replacement, the calls that come from megatron-core's own code."""
+    """Run training steps in three layouts and count, per replacement, the calls that come from
+    megatron-core's own code.
+    """
     from megatron_rl.distributed import cpu
 
     counts: Counter = Counter()
@@ -42,7 +50,11 @@ def count_uses(path: Path) -> Counter:
 
     for patch in cpu.PATCHES:
         if patch.replacement is not None:
-            setattr(cpu._owner(patch.module), patch.name, counting(f"{patch.module}.{patch.name}", patch.replacement))
+            setattr(
+                cpu._owner(patch.module),
+                patch.name,
+                counting(f"{patch.module}.{patch.name}", patch.replacement),
+            )
     for name in METHODS:
         owner, method = getattr(cpu, name.split(".")[0]), name.split(".")[1]
         setattr(owner, method, counting(name, getattr(owner, method)))
@@ -63,7 +75,11 @@ def count_uses(path: Path) -> Counter:
 
 
 def train_step(path: Path, **layout: int) -> None:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -81,10 +97,15 @@ def train_step(path: Path, **layout: int) -> None:
 
     def forward_step(iterator: Any, chunk: Any) -> tuple:
         output = chunk(tokens, positions, None, labels=tokens)
-        return output, lambda out: (out.sum(), torch.tensor(out.numel()), {"loss": out.detach().sum()})
+        return output, lambda out: (
+            out.sum(),
+            torch.tensor(out.numel()),
+            {"loss": out.detach().sum()},
+        )
 
     get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=None, model=wrapped, num_microbatches=2, seq_length=32,
+        forward_step_func=forward_step, data_iterator=None, model=wrapped, num_microbatches=2,
+        seq_length=32,
         micro_batch_size=1, forward_only=False,
     )  # fmt: skip
     finite, norm, _ = optimizer.step()
@@ -95,12 +116,16 @@ def train_step(path: Path, **layout: int) -> None:
 def patch_names() -> list[str]:
     from megatron_rl.distributed import cpu
 
-    return [f"{patch.module}.{patch.name}" for patch in cpu.PATCHES if patch.replacement is not None]
+    return [
+        f"{patch.module}.{patch.name}" for patch in cpu.PATCHES if patch.replacement is not None
+    ]
 
 
 @pytest.mark.parametrize("name", [*patch_names(), *METHODS, "factories"])
 def test_megatron_core_needs_this_replacement(used: Counter, name: str) -> None:
-    assert used[name] > 0, f"megatron-core no longer touches {name} in training: remove its row from distributed/cpu.py"
+    assert used[name] > 0, (
+        f"megatron-core no longer touches {name} in training: remove its row from distributed/cpu.py"
+    )
 
 
 def test_missing_name_is_still_missing_in_core() -> None:
@@ -134,9 +159,11 @@ def test_install_twice_changes_nothing() -> None:
     ):
         assert tensor.device == torch.device("cpu")
     with torch.device("meta"):  # as transformers builds models
-        assert {torch.zeros(2).device, torch.arange(3).device, torch.nn.Linear(2, 2).weight.device} == {
-            torch.device("meta")
-        }
+        assert {
+            torch.zeros(2).device,
+            torch.arange(3).device,
+            torch.nn.Linear(2, 2).weight.device,
+        } == {torch.device("meta")}
         assert torch.zeros(2, device="cuda").device == torch.device("cpu")
     assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
     assert torch.zeros(2).type(torch.int64).dtype is torch.int64

@@ -1,4 +1,6 @@
-"""examples/experiments/lead_times.py: alarms, leads and the choice of a rule; what is committed is what the cells give."""
+"""examples/experiments/lead_times.py: alarms, leads and the choice of a rule; what is committed is
+what the cells give.
+"""
 
 import re
 from pathlib import Path
@@ -8,7 +10,16 @@ import pytest
 
 from examples.experiments import analyse, lead_times
 from examples.experiments.experiment import EXAMPLES, NAMES, load_experiment
-from examples.experiments.lead_times import METRICS, Curves, Metric, Rule, Score, best, held_out, score
+from examples.experiments.lead_times import (
+    METRICS,
+    Curves,
+    Metric,
+    Rule,
+    Score,
+    best,
+    held_out,
+    score,
+)
 from examples.experiments.run import KEPT
 
 UP, DOWN = Metric("up", ("a",)), Metric("down", ("a",), "below")
@@ -39,7 +50,13 @@ def test_steps_in_a_row_give_the_alarm_at_the_last_of_them():
 
 def run(seed, values, collapse=None):
     metrics = (UP, DOWN, *METRICS)
-    return Curves("n8", seed, collapse, {metric: np.array(values, float) for metric in metrics}, frozenset(metrics))
+    return Curves(
+        "n8",
+        seed,
+        collapse,
+        {metric: np.array(values, float) for metric in metrics},
+        frozenset(metrics),
+    )
 
 
 def test_leads_are_steps_before_the_collapse_and_alarms_of_other_runs_are_false():
@@ -59,8 +76,13 @@ def test_leads_are_steps_before_the_collapse_and_alarms_of_other_runs_are_false(
 
 
 def test_runs_in_which_a_rule_cannot_fire_are_no_evidence_for_it():
-    """Staleness is exactly 0 on policy: with these runs in the denominator three false alarms of 16 would be 8 %."""
-    rule, still = Rule(UP, 1.25, True, 2, 1), Curves("on_policy", 0, None, {UP: np.zeros(5)}, frozenset())
+    """Staleness is exactly 0 on policy: with these runs in the denominator three false alarms of 16
+    would be 8 %.
+    """
+    rule, still = (
+        Rule(UP, 1.25, True, 2, 1),
+        Curves("on_policy", 0, None, {UP: np.zeros(5)}, frozenset()),
+    )
     runs = [run(seed, [1, 1, 9] if seed < 3 else [1, 1, 1]) for seed in range(16)] + [still] * 23
     assert (score(rule, runs).false_alarms, score(rule, runs).others) == (3, 16)
     fallen = Curves("on_policy", 0, 4, {UP: np.zeros(5)}, frozenset())
@@ -70,12 +92,17 @@ def test_runs_in_which_a_rule_cannot_fire_are_no_evidence_for_it():
 
 def test_what_moves_in_a_line_follows_from_its_configuration(lines):
     """On policy r is exactly 1, and without a clip no token is clipped."""
-    ratio, clipped = (metric for metric in METRICS if metric.label in ("largest r", "clipped tokens"))
+    ratio, clipped = (
+        metric for metric in METRICS if metric.label in ("largest r", "clipped tokens")
+    )
     for (table, name), runs in lines.items():
         for of_run in lead_times.curves_of([runs]):
             is_off_policy = runs[0].table.num_mini_batches > 1
             assert (ratio in of_run.moving) == is_off_policy
-            assert (clipped in of_run.moving) == (is_off_policy and "no_clip" not in name), (table, name)
+            assert (clipped in of_run.moving) == (is_off_policy and "no_clip" not in name), (
+                table,
+                name,
+            )
 
 
 def test_the_criterion_puts_false_alarms_first_then_detections_then_leads():
@@ -100,7 +127,9 @@ def test_the_best_rule_finds_a_clear_metric_and_none_is_chosen_where_nothing_tel
 
 def test_a_seed_is_tried_with_the_rule_of_the_others():
     """Seed 2 collapses without a sign: what the others taught is a false alarm on its stable run."""
-    runs = [run(seed, [1, 1, 1, 8, 8, 8], 6) for seed in (0, 1)] + [run(seed, [1] * 6) for seed in (0, 1)]
+    runs = [run(seed, [1, 1, 1, 8, 8, 8], 6) for seed in (0, 1)] + [
+        run(seed, [1] * 6) for seed in (0, 1)
+    ]
     runs += [run(2, [1] * 6, 6), run(2, [1, 1, 1, 8, 8, 8])]
     found = held_out([UP], runs)
     assert (sorted(found.leads), found.collapses, found.false_alarms, found.others) == ([], 3, 1, 1)
@@ -115,7 +144,11 @@ def test_a_metric_that_no_cell_stored_is_named():
 
 
 def test_every_column_is_a_metric_that_cells_keep():
-    documented = set(re.findall(r"^\| `([^`]+)` \|", (EXAMPLES.parent / "docs/reference/metrics.md").read_text(), re.M))
+    documented = set(
+        re.findall(
+            r"^\| `([^`]+)` \|", (EXAMPLES.parent / "docs/reference/metrics.md").read_text(), re.M
+        )
+    )
     kept = {name for name in KEPT if not name.startswith("eval/")}
     assert kept <= documented
     assert {column for metric in METRICS for column in metric.columns} <= kept
@@ -134,30 +167,42 @@ def test_the_committed_tables_are_those_of_the_committed_cells(name, tmp_path, m
     monkeypatch.setattr("sys.argv", ["figures", name, "--results", str(tmp_path)])
     for module, document in ((analyse, "tables.md"), (lead_times, "lead_times.md")):
         module.main()
-        assert (tmp_path / document).read_text() == (EXAMPLES / name / "results" / document).read_text()
+        assert (tmp_path / document).read_text() == (
+            EXAMPLES / name / "results" / document
+        ).read_text()
 
 
 def test_documents_quote_what_the_cells_give():
-    """The table of the best rules in results/lead_times.md, and the differences that decide the hypotheses of paper_long."""
+    """The table of the best rules in results/lead_times.md, and the differences that decide the
+    hypotheses of paper_long.
+    """
     guide = (EXAMPLES.parent / "results/lead_times.md").read_text()
     quoted = [line.strip("| ").split(" | ") for line in guide.splitlines() if line.startswith("|")]
     for column, name in enumerate(NAMES, 1):
         text = (EXAMPLES / name / "results/lead_times.md").read_text().replace("/", " of ")
         row = re.search(
-            r"^\| \*\*all of them\*\* \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| .+? \| (.+?) \|$", text, re.M
+            r"^\| \*\*all of them\*\* \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| .+? \|"
+            r" (.+?) \|$",
+            text,
+            re.M,
         )
         _, detected, lead, false, outside, outside_false = row.groups()
         alone = re.search(r"alone: .+? and (\d+ of \d+)", text)[1]
         cells = {words[0]: words[column] for words in quoted if len(words) == 3}
         assert [cells[key] for key in (
-            "detected", "lead, median (range)", "false alarms", "held out", "held out, false alarms",
+            "detected", "lead, median (range)", "false alarms", "held out",
+            "held out, false alarms",
             "the same, only tables with a collapse",
         )] == [detected, lead, false, outside, outside_false, alone]  # fmt: skip
-    tables, readme = ((EXAMPLES / "paper_long" / page).read_text() for page in ("results/tables.md", "README.md"))
+    tables, readme = (
+        (EXAMPLES / "paper_long" / page).read_text() for page in ("results/tables.md", "README.md")
+    )
     differences = re.findall(r"^\| H.+ \| (\S+ \(\S+ to \S+\)) \|", tables, re.M)
     assert len(differences) > 9 and not [text for text in differences if text not in readme]
 
 
 def test_the_results_in_the_repository_stay_small():
-    sizes = [path.stat().st_size for path in Path(EXAMPLES).glob("*/results/**/*") if path.is_file()]
+    sizes = [
+        path.stat().st_size for path in Path(EXAMPLES).glob("*/results/**/*") if path.is_file()
+    ]
     assert sizes and sum(sizes) < 20e6

@@ -1,4 +1,6 @@
-"""The mutation tool: which changes it makes and which not, how it finds tests, and a run of it on a small project."""
+"""The mutation tool: which changes it makes and which not, how it finds tests, and a run of it on a
+small project.
+"""
 
 import json
 import os
@@ -55,7 +57,9 @@ def file(tmp_path):
 
 
 def test_changes_are_made_where_a_test_can_check_them(file):
-    """None in docstrings, annotations, assertions, errors, log lines, imports, aliases, TYPE_CHECKING and strict=."""
+    """None in docstrings, annotations, assertions, errors, log lines, imports, aliases,
+    TYPE_CHECKING and strict=.
+    """
     found = mutants_of(file)
     assert sorted((mutant.where, mutant.change) for mutant in found) == sorted(CHANGES)
     assert all(mutant.text != SOURCE and compile(mutant.text, "x", "exec") for mutant in found)
@@ -63,9 +67,19 @@ def test_changes_are_made_where_a_test_can_check_them(file):
 
 def test_names_of_threads_and_of_type_variables_are_for_people(tmp_path):
     path = tmp_path / "module.py"
-    path.write_text('T = TypeVar("T")\nthreading.Thread(target=f, name="name", daemon=True)\ncall(name="name")\n')
-    changes = {'call(name="name") -> call()', 'call(name="name") -> call(name="XXnameXX")', 'call(name="name") -> pass'}
-    changes |= {'threading.Thread(target=f, name="name", daemon=True) -> threading.Thread(name="name", daemon=True)'}
+    path.write_text(
+        'T = TypeVar("T")\nthreading.Thread(target=f, name="name",'
+        ' daemon=True)\ncall(name="name")\n'
+    )
+    changes = {
+        'call(name="name") -> call()',
+        'call(name="name") -> call(name="XXnameXX")',
+        'call(name="name") -> pass',
+    }
+    changes |= {
+        'threading.Thread(target=f, name="name", daemon=True) -> threading.Thread(name="name",'
+        " daemon=True)"
+    }
     changes |= {'threading.Thread(target=f, name="name", daemon=True) -> pass'}
     assert {mutant.change for mutant in mutants_of(path)} == changes
 
@@ -77,8 +91,13 @@ def test_equal_changes_have_names_of_their_own(tmp_path):
 
 
 def test_a_live_function_takes_the_code_of_its_mutant():
-    """Also a method, and a function that others already hold; one that closes over other names cannot."""
-    half, double = compile("def f(x): return x / 2", "x", "exec"), compile("def f(x): return x * 2", "x", "exec")
+    """Also a method, and a function that others already hold; one that closes over other names
+    cannot.
+    """
+    half, double = (
+        compile("def f(x): return x / 2", "x", "exec"),
+        compile("def f(x): return x * 2", "x", "exec"),
+    )
     space: dict = {}
     held = load(half, space)["f"]
     assert exchange_code([held], double) and held(4) == 8
@@ -93,7 +112,11 @@ def load(code, space):
 
 
 def test_a_nested_function_is_its_outer_functions():
-    assert list(enclosing("f.<locals>.g.<locals>.<lambda>")) == ["f.<locals>.g.<locals>.<lambda>", "f.<locals>.g", "f"]
+    assert list(enclosing("f.<locals>.g.<locals>.<lambda>")) == [
+        "f.<locals>.g.<locals>.<lambda>",
+        "f.<locals>.g",
+        "f",
+    ]
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -110,7 +133,15 @@ def project(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     calls.imports.cache_clear()
     tested = "megatron_rl/loss/module.py"
-    write(tmp_path, {tested: SOURCE, "tests/unit/test_it.py": "1", "tests/helper.py": "1", "megatron_rl/other.py": "1"})
+    write(
+        tmp_path,
+        {
+            tested: SOURCE,
+            "tests/unit/test_it.py": "1",
+            "tests/helper.py": "1",
+            "megatron_rl/other.py": "1",
+        },
+    )
     files = ("tests/unit/test_it.py", "tests/helper.py", tested, "megatron_rl/other.py")
     text = dict(
         file=files[0], files={name: calls.digest([tmp_path / name]) for name in files},
@@ -121,7 +152,9 @@ def project(tmp_path, monkeypatch):
     calls.imports.cache_clear()
 
 
-def test_a_verdict_holds_until_its_file_changes_and_a_survivors_until_its_tests_do(project, tmp_path):
+def test_a_verdict_holds_until_its_file_changes_and_a_survivors_until_its_tests_do(
+    project, tmp_path
+):
     killed, survived = Mutant("f", "a", ""), Mutant("f", "b", "")
 
     def results():
@@ -131,7 +164,10 @@ def test_a_verdict_holds_until_its_file_changes_and_a_survivors_until_its_tests_
     results().add(project, survived, "survived", "")
 
     def verdicts():
-        return [results().verdict(project, mutant, calls.digest([project])) for mutant in (killed, survived)]
+        return [
+            results().verdict(project, mutant, calls.digest([project]))
+            for mutant in (killed, survived)
+        ]
 
     assert verdicts() == ["killed", "survived"]
     write(tmp_path, {"tests/unit/test_other.py": "2"})
@@ -219,7 +255,9 @@ def test_limit():
 
 
 def test_mutants_of_a_folder_are_run_on_the_tests_that_call_them(tmp_path):
-    """Also those of a constant that another module reads, of a function that runs at import, and one that never ends."""
+    """Also those of a constant that another module reads, of a function that runs at import, and
+    one that never ends.
+    """
     write(tmp_path, SMALL)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(command.EQUIVALENT.parent, tmp_path / "tests/mutants", ignore=ignored)
@@ -227,9 +265,14 @@ def test_mutants_of_a_folder_are_run_on_the_tests_that_call_them(tmp_path):
     def run(*arguments: str) -> tuple[str, dict[tuple[str, str], str]]:
         words = [sys.executable, "-m", "tests.mutants", "area", *arguments]
         env = os.environ | {"PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=True)
+        done = subprocess.run(
+            words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=True
+        )
         entries = map(json.loads, (tmp_path / "build/mutants/area.jsonl").read_text().splitlines())
-        found = [((entry["file"].rpartition("/")[2], entry["name"]), entry["verdict"]) for entry in entries]
+        found = [
+            ((entry["file"].rpartition("/")[2], entry["name"]), entry["verdict"])
+            for entry in entries
+        ]
         assert len(dict(found)) == len(found), "none is run twice"
         return re.search(r"^\| area \| (.*) \|$", done.stdout, re.M)[1], dict(found)
 
@@ -242,7 +285,8 @@ def test_mutants_of_a_folder_are_run_on_the_tests_that_call_them(tmp_path):
         ("first.py", "half: return x / 2 -> return x * 2"): "timeout",
         ("first.py", "shrink: while big(x): -> while True:"): "timeout",
         ("first.py", "unused: return -x -> return +x"): "survived",
-        ("once.py", "module: SIZE = 5 -> SIZE = 6"): "survived",  # its test fails in any second import
+        # its test fails in any second import
+        ("once.py", "module: SIZE = 5 -> SIZE = 6"): "survived",
     }
 
 
@@ -257,6 +301,9 @@ def test_listed_mutants_belong_to_files_that_exist():
 def test_every_file_is_in_one_package():
     every = [path for path in (command.ROOT / "megatron_rl").rglob("*.py") if path.stat().st_size]
     found = [path for package in command.packages() for path in command.files_of(package)]
-    assert sorted(found) == sorted(every) and {".", "rollout", "rollout/client", "weights/hf"} <= set(
-        command.packages()
-    )
+    assert sorted(found) == sorted(every) and {
+        ".",
+        "rollout",
+        "rollout/client",
+        "weights/hf",
+    } <= set(command.packages())

@@ -1,4 +1,6 @@
-"""examples/paper_tiny: the cells are the paper's, their settings reach the configuration, the analysis follows its rules."""
+"""examples/paper_tiny: the cells are the paper's, their settings reach the configuration, the
+analysis follows its rules.
+"""
 
 import json
 import math
@@ -35,7 +37,10 @@ def make_run(reward, *, outcome="finished", kl=None, table="n8"):
 
 def test_the_tables_are_the_papers_and_what_it_left_out():
     in_paper = {name for name, line in OFF_POLICY.items() if line.is_papers}
-    assert in_paper == {"no_clip", "r2_no_clip", "r2", "r3"} and set(OFF_POLICY) - in_paper == {"clip", "r3_no_clip"}
+    assert in_paper == {"no_clip", "r2_no_clip", "r2", "r3"} and set(OFF_POLICY) - in_paper == {
+        "clip",
+        "r3_no_clip",
+    }
     assert len(ON_POLICY) == 6 and all(line.is_papers for line in ON_POLICY.values())
     sizes = {name: table.num_mini_batches for name, table in EXPERIMENT.tables.items()}
     assert sizes == {"on_policy": 1, "n2": 2, "n4": 4, "n8": 8, "staleness": 1}
@@ -58,11 +63,17 @@ def test_cells_that_sample_ahead_differ_from_r3_on_policy_in_k_alone():
     assert runs == [synchronous] * 4
 
 
-@pytest.mark.parametrize("cell", EXPERIMENT.cells(list(EXPERIMENT.tables), [1]), ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell", EXPERIMENT.cells(list(EXPERIMENT.tables), [1]), ids=lambda cell: cell.name
+)
 def test_a_cells_settings_reach_the_configuration(cell):
     cfg = cell_config(cell, ["--rollout.urls", "http://127.0.0.1:1"])
     table = EXPERIMENT.tables[cell.table]
-    settings, num_mini_batches, steps = table.lines[cell.line].settings, table.num_mini_batches, table.num_steps
+    settings, num_mini_batches, steps = (
+        table.lines[cell.line].settings,
+        table.num_mini_batches,
+        table.num_steps,
+    )
     loss, replay = settings["loss"]["name"], settings["replay"]["mode"]
     assert (cfg.loss.name, cfg.replay.mode, cfg.run.num_mini_batches, cfg.run.num_steps) == (
         loss, replay, num_mini_batches, steps,
@@ -73,10 +84,18 @@ def test_a_cells_settings_reach_the_configuration(cell):
     )
     assert (cfg.run.seed, cfg.run.name, cfg.model.path.name) == (1, cell.name, "paper_tiny-1")
     assert cfg.data.train.parent == cfg.eval.sets["heldout"].parent == cfg.model.path
-    assert (cfg.rollout.quantize, cfg.model.dtype, cfg.rollout.dtype) == ("fp8", "float32", "bfloat16")
+    assert (cfg.rollout.quantize, cfg.model.dtype, cfg.rollout.dtype) == (
+        "fp8",
+        "float32",
+        "bfloat16",
+    )
     switches = cfg.loss.switches
     assert (switches.weight_high, cfg.advantage.kind, cfg.run.group_size) == (5.0, "mean", 16)
-    assert switches.clip == "none" if "no_clip" in cell.line else (switches.clip_low, switches.clip_high) == (0.2, 0.27)
+    assert (
+        switches.clip == "none"
+        if "no_clip" in cell.line
+        else (switches.clip_low, switches.clip_high) == (0.2, 0.27)
+    )
 
 
 def raises(error):
@@ -112,7 +131,9 @@ def test_how_a_cell_ends_and_what_is_kept_of_it(error, outcome, monkeypatch, tmp
 
 
 def test_a_cell_that_fails_has_a_file_and_is_run_again(monkeypatch, tmp_path, capsys):
-    """No cell disappears: neither one that failed, nor the failures of one that finished in the end."""
+    """No cell disappears: neither one that failed, nor the failures of one that finished in the
+    end.
+    """
     outcomes = {"n8-no_clip-0": ["timed out", "failed", "finished"], "n8-clip-0": ["diverged"]}
 
     @contextmanager
@@ -123,9 +144,14 @@ def test_a_cell_that_fails_has_a_file_and_is_run_again(monkeypatch, tmp_path, ca
     monkeypatch.setattr(run, "start_server", start_server)
     monkeypatch.setattr(run, "run_cell", lambda cfg, seconds: (outcomes[cfg.run.name].pop(0), 7.0))
     words = "run paper_tiny --tables n8 --lines no_clip clip --seeds 0"
-    monkeypatch.setattr("sys.argv", [*words.split(), "--results", str(tmp_path), "--run.dir", str(tmp_path / "runs")])
+    monkeypatch.setattr(
+        "sys.argv",
+        [*words.split(), "--results", str(tmp_path), "--run.dir", str(tmp_path / "runs")],
+    )
     assert [run.main() for _ in range(4)] == [1, 1, 0, 0]
-    assert outcomes == {"n8-no_clip-0": [], "n8-clip-0": []}, "a result is not run again, a failure is"
+    assert outcomes == {"n8-no_clip-0": [], "n8-clip-0": []}, (
+        "a result is not run again, a failure is"
+    )
     assert "n8-no_clip-0" in capsys.readouterr().err
     rows = analyse.unfinished_table(tmp_path).splitlines()[2:]
     assert [row.split(" | ")[:3] for row in rows] == [
@@ -143,7 +169,9 @@ def test_a_cell_that_failed_is_in_no_mean(tmp_path):
 
 def test_a_cell_that_hangs_is_stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "train", lambda cfg: time.sleep(60))
-    outcome, seconds = run.run_cell(cell_config(Cell(EXPERIMENT, "n4", "r2", 0), ["--run.dir", str(tmp_path)]), 0.5)
+    outcome, seconds = run.run_cell(
+        cell_config(Cell(EXPERIMENT, "n4", "r2", 0), ["--run.dir", str(tmp_path)]), 0.5
+    )
     assert outcome == "timed out" and seconds < 30
 
 
@@ -163,7 +191,10 @@ def test_a_diverged_run_collapsed_where_it_ended():
 
 
 def test_the_table_has_means_deviations_and_geometric_growth():
-    runs = [make_run([0.4] * 20, kl=[1e-3] * 10 + [4e-3] * 10), make_run([0.6] * 20, kl=[1e-3] * 10 + [1e-3] * 10)]
+    runs = [
+        make_run([0.4] * 20, kl=[1e-3] * 10 + [4e-3] * 10),
+        make_run([0.6] * 20, kl=[1e-3] * 10 + [1e-3] * 10),
+    ]
     (row,) = stability_table({"r2": runs}).splitlines()[2:]
     assert "| R2 | 2 | 0/2 | 0.500 +- 0.141 | 0.500 +- 0.141 | 0.500 +- 0.000 |" in row
     assert "| 1.0e-03 -> 2.5e-03 | x2.0 |" in row
@@ -176,12 +207,18 @@ def test_effects_compare_the_same_seed_only():
             each.data.update(seed=seed, eval={"0": 0.0, "20": score})
         return runs
 
-    lines = {("n8", "no_clip"): line({0: 0.1, 1: 0.3, 2: 0.9}), ("n8", "clip"): line({0: 0.4, 1: 0.2})}
+    lines = {
+        ("n8", "no_clip"): line({0: 0.1, 1: 0.3, 2: 0.9}),
+        ("n8", "clip"): line({0: 0.4, 1: 0.2}),
+    }
     (row,) = effects_table(EXPERIMENT, lines).splitlines()[2:]
-    assert row.startswith("| clipping | n8 | 2 | +0.100 +- 0.200 | 1/2 | +0.100 +- 0.200 | x1.63 |")  # sqrt(4 * 2/3)
+    # sqrt(4 * 2/3)
+    assert row.startswith("| clipping | n8 | 2 | +0.100 +- 0.200 | 1/2 | +0.100 +- 0.200 | x1.63 |")
 
 
 def test_curves_of_different_length_are_averaged_over_those_that_run():
-    steps, curves = analyse.smoothed([make_run([1.0] * 4), make_run([0.0] * 2)], "rollout/reward_mean", 4)
+    steps, curves = analyse.smoothed(
+        [make_run([1.0] * 4), make_run([0.0] * 2)], "rollout/reward_mean", 4
+    )
     assert steps.tolist() == [1, 2, 3, 4]
     assert np.nanmean(curves, axis=0).tolist() == [0.5, 0.5, 1.0, 1.0] and math.isnan(curves[1, 2])

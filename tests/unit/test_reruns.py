@@ -1,4 +1,6 @@
-"""tests/reruns.py: the tests that wait are run a second time when they fail, and more than two such tests fail the session."""
+"""tests/reruns.py: the tests that wait are run a second time when they fail, and more than two such
+tests fail the session.
+"""
 
 import os
 import re
@@ -27,7 +29,17 @@ def run(folder: Path, files: dict[str, int], *options: str) -> tuple[int, str]:
     for name, count in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(SECOND_TIME.format(count=count))
-    command = [sys.executable, "-m", "pytest", "-p", "tests.reruns", "--rootdir", str(folder), *options, *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.reruns",
+        "--rootdir",
+        str(folder),
+        *options,
+        *files,
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout
@@ -39,7 +51,9 @@ def test_a_session_with_a_third_rerun_fails(tmp_path, count, options):
     status, output = run(tmp_path, {WAITING: count}, *options)
     assert f"{count} passed" in output and "failed" not in output.splitlines()[-1]
     line = next(line for line in output.splitlines()[-9:] if "run a second time" in line)
-    assert line == f"tests run a second time: {count}" + (": more than 2, so the session fails" if count > 2 else "")
+    assert line == f"tests run a second time: {count}" + (
+        ": more than 2, so the session fails" if count > 2 else ""
+    )
     assert status == (count > MOST)
 
 
@@ -50,5 +64,7 @@ def test_a_test_of_pure_logic_is_never_repeated(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_file_whose_tests_are_repeated_starts_a_process_or_a_server(name):
-    starts = r"import subprocess|FakeServer|fake_server|stub_server|HTTPServer|RewardPool|serve\(|socket"
+    starts = (
+        r"import subprocess|FakeServer|fake_server|stub_server|HTTPServer|RewardPool|serve\(|socket"
+    )
     assert re.search(starts, (ROOT / name).read_text()), f"remove {name} from tests/reruns.py"

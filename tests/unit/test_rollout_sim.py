@@ -1,4 +1,6 @@
-"""The simulator: identities of its model of time, the ledger that checks every run, and the order of the real Scheduler."""
+"""The simulator: identities of its model of time, the ledger that checks every run, and the order
+of the real Scheduler.
+"""
 
 import math
 from collections import Counter
@@ -31,7 +33,9 @@ def tokens_of(workload: Workload, step: int) -> list[int]:
 
 
 def test_a_synchronous_step_takes_its_longest_response_the_others_share_and_its_update():
-    """All start together: n requests run while the n longest are incomplete, so the sum over them is all tokens."""
+    """All start together: n requests run while the n longest are incomplete, so the sum over them
+    is all tokens.
+    """
     record = simulate(SMALL, SPEED, {})
     expected = 0.0
     for step in range(SMALL.steps):
@@ -39,8 +43,12 @@ def test_a_synchronous_step_takes_its_longest_response_the_others_share_and_its_
         sampling = SPEED.base * max(lengths) + SPEED.per_request * sum(lengths) / SPEED.servers
         expected += sampling + sum(lengths) * SMALL.update + SMALL.sync
     assert record.seconds == pytest.approx(expected)
-    assert record.idle == pytest.approx(expected - record.tokens * SMALL.update - SMALL.steps * SMALL.sync)
-    assert record.tokens == sum(sum(tokens_of(SMALL, step)) for step in range(SMALL.steps)), "another workload"
+    assert record.idle == pytest.approx(
+        expected - record.tokens * SMALL.update - SMALL.steps * SMALL.sync
+    )
+    assert record.tokens == sum(sum(tokens_of(SMALL, step)) for step in range(SMALL.steps)), (
+        "another workload"
+    )
     assert record.mean_age == record.stale == record.dropped == 0
 
 
@@ -48,17 +56,23 @@ def test_with_servers_that_take_no_time_only_training_takes_time():
     fast = Speed(servers=1, slots=10**6, base=1e-9, per_request=0.0, prefill=0.0)
     for settings in AHEAD.values():
         record = simulate(SMALL, fast, settings)
-        assert record.seconds == pytest.approx(record.tokens * SMALL.update + SMALL.steps * SMALL.sync, rel=1e-3)
+        assert record.seconds == pytest.approx(
+            record.tokens * SMALL.update + SMALL.steps * SMALL.sync, rel=1e-3
+        )
         assert record.idle_share < 1e-3
 
 
 def test_with_slow_servers_all_that_counts_is_the_tokens_they_make():
-    """One slot, where waiting for a long response costs nothing: no mode is faster, and drain stops nothing that could run."""
+    """One slot, where waiting for a long response costs nothing: no mode is faster, and drain stops
+    nothing that could run.
+    """
     alone = Speed(servers=1, slots=1, per_request=0.0, prefill=0.0)
     workload = replace(SMALL, update=0.0, sync=0.0, steps=8)
     record = simulate(workload, alone, {"max_staleness": 2, "weight_update": "in_place"})
     assert record.seconds >= record.tokens * alone.base * (1 - 1e-9)
-    assert record.seconds == pytest.approx(record.tokens * alone.base, rel=0.2), "the last steps leave some unfinished"
+    assert record.seconds == pytest.approx(record.tokens * alone.base, rel=0.2), (
+        "the last steps leave some unfinished"
+    )
 
 
 @pytest.mark.parametrize("settings", [*AHEAD.values(), *OVER.values()], ids=[*AHEAD, *OVER])
@@ -66,11 +80,21 @@ def test_each_prompt_is_trained_on_once_or_waits_and_no_token_is_too_old(setting
     """`check`, of which another test shows that it fails, ran in `simulate`."""
     record = simulate(SMALL, SPEED, settings)
     again = simulate(SMALL, SPEED, settings)
-    assert (record.seconds, record.trained, record.ages) == (again.seconds, again.trained, again.ages)
-    assert record.trained.total() == SMALL.steps * SMALL.prompts * SMALL.group and set(record.trained.values()) == {1}
+    assert (record.seconds, record.trained, record.ages) == (
+        again.seconds,
+        again.trained,
+        again.ages,
+    )
+    assert record.trained.total() == SMALL.steps * SMALL.prompts * SMALL.group and set(
+        record.trained.values()
+    ) == {1}
     assert max(record.oldest) <= settings.get("max_staleness", 0)
     assert sum(record.ages.values()) == pytest.approx(record.tokens, abs=SMALL.steps * 4 * 32)
-    if "drain" in settings.get("weight_update", "drain") and "max_staleness" in settings and "partial" not in settings:
+    if (
+        "drain" in settings.get("weight_update", "drain")
+        and "max_staleness" in settings
+        and "partial" not in settings
+    ):
         assert record.stale == 0, "what is drained is complete, and taken in time"
 
 
@@ -78,7 +102,9 @@ def test_in_place_is_abort_that_computes_no_prefix_again_where_no_request_waits(
     wide = replace(SPEED, slots=1000)
     for k in (1, 2, 4):
         kept, cut, slower = (
-            simulate(SMALL, replace(wide, prefill=prefill), {"max_staleness": k, "weight_update": update})
+            simulate(
+                SMALL, replace(wide, prefill=prefill), {"max_staleness": k, "weight_update": update}
+            )
             for update, prefill in (("in_place", 1e-2), ("abort", 0.0), ("abort", 1e-2))
         )
         assert kept.seconds == pytest.approx(cut.seconds) and kept.seconds < slower.seconds
@@ -87,16 +113,26 @@ def test_in_place_is_abort_that_computes_no_prefix_again_where_no_request_waits(
 
 def test_a_request_that_waits_grows_old_in_place():
     """It is as old as the weights that it was sent to, though it has no token."""
-    inference = SimulatedInference(replace(SMALL, group=1), Speed(servers=1, slots=1), concurrency=2)
-    running, waiting = groups = [PartialGroup(Prompt(str(number), "", (0,), ""), 1) for number in range(2)]
+    inference = SimulatedInference(
+        replace(SMALL, group=1), Speed(servers=1, slots=1), concurrency=2
+    )
+    running, waiting = groups = [
+        PartialGroup(Prompt(str(number), "", (0,), ""), 1) for number in range(2)
+    ]
     inference.start(groups, keep=None, is_open=True)
     inference.servers.advance(0.1)
     inference.servers.next_version()
     inference.renew(groups, 0)
-    assert [group.sent_to for group in groups] == [0, 0] and waiting.begins_at(0) and not waiting.begins_at(1)
+    assert (
+        [group.sent_to for group in groups] == [0, 0]
+        and waiting.begins_at(0)
+        and not waiting.begins_at(1)
+    )
     inference.servers.next_version()
     inference.renew(groups, 1)
-    assert [group.sent_to for group in groups] == [2, 2] and not (running.prefixes or waiting.prefixes)
+    assert [group.sent_to for group in groups] == [2, 2] and not (
+        running.prefixes or waiting.prefixes
+    )
     assert inference.client.counters.stale_samples == 1, "the other had no token"
     assert [response.done for response in inference.asked.values()] == [0, 0]
 
@@ -106,9 +142,14 @@ def test_the_idle_share_falls_with_k_in_the_mean_and_so_does_the_bound():
     for seed in range(4):
         workload = with_update_share(replace(SMALL, seed=seed, steps=18), SPEED)
         for k in (0, 1, 2, 4):
-            record = simulate(workload, SPEED, {"max_staleness": k, "weight_update": "in_place"} if k else {})
+            record = simulate(
+                workload, SPEED, {"max_staleness": k, "weight_update": "in_place"} if k else {}
+            )
             mean[k] += record.idle_share
-            assert bound(workload, SPEED, 0, drains=False).seconds >= bound(workload, SPEED, k, drains=False).seconds
+            assert (
+                bound(workload, SPEED, 0, drains=False).seconds
+                >= bound(workload, SPEED, k, drains=False).seconds
+            )
     assert mean[0] > mean[1] > mean[2] > mean[4]
 
 
@@ -116,12 +157,18 @@ def test_the_bounds():
     workload = with_update_share(replace(SMALL, steps=6), SPEED)
     update = workload.step_tokens * workload.update
     together = SPEED.base * workload.cap + SPEED.per_request * workload.step_tokens / SPEED.servers
-    assert bound(workload, SPEED, 0, drains=False).seconds == pytest.approx(together + update + workload.sync)
-    assert bound(workload, SPEED, 4, drains=True).longest == pytest.approx(max(together, update) + workload.sync)
+    assert bound(workload, SPEED, 0, drains=False).seconds == pytest.approx(
+        together + update + workload.sync
+    )
+    assert bound(workload, SPEED, 4, drains=True).longest == pytest.approx(
+        max(together, update) + workload.sync
+    )
     none = Speed(servers=1000, slots=1000, per_request=0.0)
     for k in (1, 2, 3):  # the k updates and k + 1 waits of a response's life are what it takes
         wait = bound(workload, none, k, drains=False).longest - update - workload.sync
-        assert (k + 1) * wait + k * update == pytest.approx(max(workload.cap * none.base, k * update))
+        assert (k + 1) * wait + k * update == pytest.approx(
+            max(workload.cap * none.base, k * update)
+        )
     many = bound(workload, none, 100, drains=False)
     assert many.limit == "training" and many.idle_share == 0
     few = bound(workload, Speed(servers=1, slots=1), 100, drains=False)
@@ -132,8 +179,12 @@ def test_the_bounds():
 
 def test_requests_share_servers_wait_for_slots_and_continue_where_they_stopped():
     done = []
-    servers = Servers(Speed(servers=1, slots=2, base=1.0, per_request=0.5, prefill=0.1), done.append)
-    first, second, third = (Response((0, index), length) for index, length in enumerate((10, 30, 5)))
+    servers = Servers(
+        Speed(servers=1, slots=2, base=1.0, per_request=0.5, prefill=0.1), done.append
+    )
+    first, second, third = (
+        Response((0, index), length) for index, length in enumerate((10, 30, 5))
+    )
     for response in (first, second, third):
         servers.submit(response)
     servers.advance(is_enough=lambda: done == [first])
@@ -147,19 +198,27 @@ def test_requests_share_servers_wait_for_slots_and_continue_where_they_stopped()
     began = servers.clock
     servers.submit(second)
     servers.advance(is_enough=lambda: second in done)
-    assert servers.clock - began == pytest.approx(18 * 0.1 + 12 * 1.5) and second.done == pytest.approx(30)
+    assert servers.clock - began == pytest.approx(
+        18 * 0.1 + 12 * 1.5
+    ) and second.done == pytest.approx(30)
 
 
 def test_one_request_can_be_aborted():
     done = []
-    servers = Servers(Speed(servers=1, slots=1, base=1.0, per_request=0.0, prefill=0.0), done.append)
+    servers = Servers(
+        Speed(servers=1, slots=1, base=1.0, per_request=0.0, prefill=0.0), done.append
+    )
     running, waiting, last = (Response((0, index), 10) for index in range(3))
     for response in (running, waiting, last):
         servers.submit(response)
     servers.advance(until=4.0)
     servers.remove(waiting)
     servers.remove(running)
-    assert running.done == pytest.approx(4) and waiting.done == 0 and servers.next_end == pytest.approx(14.0)
+    assert (
+        running.done == pytest.approx(4)
+        and waiting.done == 0
+        and servers.next_end == pytest.approx(14.0)
+    )
     servers.advance(is_enough=lambda: done == [last])
     with pytest.raises(RuntimeError, match="nothing is sampled"):
         servers.advance()
@@ -201,7 +260,10 @@ def test_verl_starts_so_many_prompts_between_two_weight_syncs():
     fast = Speed(servers=4, slots=10**6, base=1e-9, per_request=0.0, prefill=0.0)
     for threshold in (0, 1, 3):  # that many steps wait in the queue
         ages = Verl(SMALL, fast, threshold=threshold).run().ages
-        assert sorted(ages) == list(range(threshold + 1)) and ages[threshold] >= sum(ages.values()) / SMALL.steps
+        assert (
+            sorted(ages) == list(range(threshold + 1))
+            and ages[threshold] >= sum(ages.values()) / SMALL.steps
+        )
 
 
 def test_slime_continues_aborted_groups_or_starts_over():
@@ -227,7 +289,23 @@ def test_the_slow_server_has_the_clock_of_the_simulation():
 
 def test_the_table(capsys):
     assert (
-        main(["--steps", "6", "--prompts", "4", "--group", "2", "--servers", "1", "--k", "0", "2", "--no-peers"]) == 0
+        main(
+            [
+                "--steps",
+                "6",
+                "--prompts",
+                "4",
+                "--group",
+                "2",
+                "--servers",
+                "1",
+                "--k",
+                "0",
+                "2",
+                "--no-peers",
+            ]
+        )
+        == 0
     )
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if line.startswith("| ")]
@@ -251,6 +329,10 @@ def test_the_slow_server_aborts_one_response_of_a_request():
             server.stop_response("a_0")
             first, second = (sample["meta_info"] for sample in answer.result(20).values())
     assert (
-        first["finish_reason"]["type"] == "abort" and first["completion_tokens"] == int(response.done) < response.length
+        first["finish_reason"]["type"] == "abort"
+        and first["completion_tokens"] == int(response.done) < response.length
     )
-    assert second["finish_reason"]["type"] != "abort" and second["completion_tokens"] == workload.lengths(0)[1]
+    assert (
+        second["finish_reason"]["type"] != "abort"
+        and second["completion_tokens"] == workload.lengths(0)[1]
+    )

@@ -15,7 +15,9 @@ from megatron_rl.metrics.histogram import tabulate
 from megatron_rl.replay.layout import zigzag_rows
 from tests.shapes import CHECKED
 
-pytestmark = pytest.mark.skipif(jaxtyping.config.jaxtyping_disable, reason="JAXTYPING_DISABLE is set")
+pytestmark = pytest.mark.skipif(
+    jaxtyping.config.jaxtyping_disable, reason="JAXTYPING_DISABLE is set"
+)
 IDS, MASK = torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool)
 
 
@@ -28,10 +30,18 @@ IDS, MASK = torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool)
         (lambda: zigzag_rows(torch.zeros(2), 0, 1), "cu_seqlens"),
         (lambda: Sequences(IDS, 1, IDS[:2]), "lengths"),
     ],
-    ids=["another length", "another number of axes", "not integers", "not integers either", "a record"],
+    ids=[
+        "another length",
+        "another number of axes",
+        "not integers",
+        "not integers either",
+        "a record",
+    ],
 )
 def test_a_wrong_shape_is_refused(call, argument):
-    with pytest.raises(jaxtyping.TypeCheckError, match=f"parameter '{argument}'|argument '{argument}'"):
+    with pytest.raises(
+        jaxtyping.TypeCheckError, match=f"parameter '{argument}'|argument '{argument}'"
+    ):
         call()
 
 
@@ -48,7 +58,8 @@ def test_what_is_checked_exists(name):
 def test_only_pytest_checks():
     """A rank that a test spawns, and a user's run, have neither the hook nor beartype."""
     code = (
-        "import sys, torch; from megatron_rl.loss.ratios import ratio_of; "
-        "assert ratio_of(torch.zeros(3), torch.zeros(1)).shape == (3,); assert 'beartype' not in sys.modules"
+        "import sys, torch; from megatron_rl.loss.ratios import ratio_of; assert"
+        " ratio_of(torch.zeros(3), torch.zeros(1)).shape == (3,); assert 'beartype' not in"
+        " sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

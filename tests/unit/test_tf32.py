@@ -41,7 +41,9 @@ def test_a_run_in_float32_turns_tf32_off_before_it_starts_cuda(dtype, expected, 
 
     monkeypatch.setattr(build, "make_parallel", make_parallel)
     monkeypatch.setattr(build, "load_tokenizer", lambda path: None)
-    monkeypatch.setattr(build, "load_prompt_files", lambda *_: {"": SimpleNamespace(prompts=[], line=str)})
+    monkeypatch.setattr(
+        build, "load_prompt_files", lambda *_: {"": SimpleNamespace(prompts=[], line=str)}
+    )
     monkeypatch.setattr(build, "PromptSource", lambda *_, **__: None)
     cfg = load_config(None, [], {"model": {"path": "x", "dtype": dtype}, "data": {"train": "x"}})
     with pytest.raises(InterruptedError), build.start_trainer(cfg):
@@ -64,7 +66,9 @@ def test_verify_replay_turns_tf32_off_before_it_starts_cuda(monkeypatch, capsys)
 def test_verify_replay_computes_a_transformer_engine_recipe_with_local_layers(tmp_path):
     model = random_checkpoint(tmp_path / "model")
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(f'[model]\npath = "{model}"\nlayer_spec = "transformer_engine"\n[data]\ntrain = "x"\n')
+    recipe.write_text(
+        f'[model]\npath = "{model}"\nlayer_spec = "transformer_engine"\n[data]\ntrain = "x"\n'
+    )
     args = verify_replay.parse(["--model", str(recipe)])
     with ExitStack() as stack:
         cfg, _ = verify_replay.proof_config(args, verify_replay.parallel_sizes(args), None, stack)

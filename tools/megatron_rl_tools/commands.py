@@ -1,7 +1,8 @@
-"""The commands of this package: entry points of the group megatron_rl.commands, see megatron_rl/commands.py.
+"""The commands of this package: entry points of the group megatron_rl.commands, see
+megatron_rl/commands.py.
 
-The first line of a docstring is the command's help.  A command's options are parsed before its module is imported, which
-may import torch: `--help` and refused options take no seconds.
+The first line of a docstring is the command's help.  A command's options are parsed before its
+module is imported, which may import torch: `--help` and refused options take no seconds.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ INSTALL = {"megatron_rl": ".", "megatron_rl_viewer": "./viewer"}
 
 
 def start(options: str, target: str, *needs: str) -> int:
-    """Parse the options and run the command; returns its exit status, 2 where a package that it needs is missing.
+    """Parse the options and run the command; returns its exit status, 2 where a package that it
+    needs is missing.
 
     options, target: "module:function" of this package; both read sys.argv.
     """
     missing = [INSTALL[name] for name in needs if find_spec(name) is None]
     if missing:
         print(
-            f"{sys.argv[0]}: needs {' and '.join(needs)}; in a checkout: pip install {' '.join(missing)}",
+            f"{sys.argv[0]}: needs {' and '.join(needs)}; in a checkout: pip install"
+            f" {' '.join(missing)}",
             file=sys.stderr,
         )
         return 2
@@ -50,13 +53,18 @@ def doctor() -> int:
 def explain_mismatch() -> int:
     """Find out why trainer and server disagree, and since when."""
     return start(
-        "explain_mismatch.options:parse", "explain_mismatch.explain_mismatch:main", "megatron_rl", "megatron_rl_viewer"
+        "explain_mismatch.options:parse",
+        "explain_mismatch.explain_mismatch:main",
+        "megatron_rl",
+        "megatron_rl_viewer",
     )
 
 
 def gpu_check() -> int:
     """Check what a first GPU must show, step by step."""
-    return start("gpu_check.options:parse", "gpu_check.gpu_check:main", "megatron_rl", "megatron_rl_viewer")
+    return start(
+        "gpu_check.options:parse", "gpu_check.gpu_check:main", "megatron_rl", "megatron_rl_viewer"
+    )
 
 
 def make_tiny_model() -> int:
@@ -86,7 +94,9 @@ def top() -> int:
 
 def trace() -> int:
     """Show where a traced step spent its time, for Perfetto."""
-    return start("trace.options:parse", "trace.merge_trace:main", "megatron_rl", "megatron_rl_viewer")
+    return start(
+        "trace.options:parse", "trace.merge_trace:main", "megatron_rl", "megatron_rl_viewer"
+    )
 
 
 def verify_replay() -> int:

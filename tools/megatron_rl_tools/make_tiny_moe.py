@@ -1,12 +1,13 @@
-"""Makes a tiny Qwen3-MoE checkpoint that partly knows a task: a real model for a real RL run on any machine.
+"""Makes a tiny Qwen3-MoE checkpoint that partly knows a task: a real model for a real RL run on any
+machine.
 
     megatron-rl make-tiny-model runs/tiny_moe            # half a minute on two cores; returns immediately when it exists
     megatron-rl make-tiny-model runs/tiny_tools --task tools       # calls of a calculator; --task ledger: long answers
 
-Writes an HF directory (config.json, model.safetensors, character tokenizer) and two disjoint prompt sets
-(train.jsonl, heldout.jsonl; rows {"prompt": "12+34=", "label": "46"}).  The model is cold-started with supervision on
-its turns, then its output head is scaled down until a sample is correct `target_accuracy` of the time: a policy whose
-accuracy RL can raise.
+Writes an HF directory (config.json, model.safetensors, character tokenizer) and two disjoint prompt
+sets (train.jsonl, heldout.jsonl; rows {"prompt": "12+34=", "label": "46"}).  The model is
+cold-started with supervision on its turns, then its output head is scaled down until a sample is
+correct `target_accuracy` of the time: a policy whose accuracy RL can raise.
 
 Shapes: B sequences of S tokens: prompt, turns that end in eos, answers to all but the last, pads.
 """
@@ -36,14 +37,19 @@ from megatron_rl_tools.tiny_tasks import TASKS, Examples
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-=* abcdefghijklmnopqrstuvwxyz" + ".,:;?!/()[]<>^_%&#@'"
 VOCABULARY = (PAD, EOS, UNK, *CHARACTERS)
-RECIPE_VERSION = 5  # raise it when the same settings give another checkpoint: existing ones are then replaced
+# raise it when the same settings give another checkpoint: existing ones are then replaced
+RECIPE_VERSION = 5
 MANIFEST = "tiny_moe.json"
 
 Log = Callable[[str], None]
 
 
 class Data(NamedTuple):
-    """Transcripts.  tokens int64 [B, S]; is_models bool [B, S], what the model writes; is_judged, without its free choices."""
+    """Transcripts.
+
+    tokens int64 [B, S]; is_models bool [B, S], what the model writes; is_judged, without its free
+    choices.
+    """
 
     tokens: torch.Tensor
     is_models: torch.Tensor
@@ -77,7 +83,10 @@ class Settings:
         if not 0.0 < self.target_accuracy < 1.0:
             raise ValueError(f"target_accuracy = {self.target_accuracy} must lie between 0 and 1")
         if not 1 <= self.num_heldout <= 4000:
-            raise ValueError(f"num_heldout = {self.num_heldout} must be in 1..4000: there are 8100 prompts in all")
+            raise ValueError(
+                f"num_heldout = {self.num_heldout} must be in 1..4000: there are 8100 prompts"
+                " in all"
+            )
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k = {self.top_k} must be in 1..num_experts = {self.num_experts}")
 
@@ -87,32 +96,47 @@ class Settings:
 
 
 def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **settings) -> Path:
-    """Write the checkpoint and prompt sets to `out` and return it; no work if `out` was made with the same settings.
+    """Write the checkpoint and prompt sets to `out` and return it; no work if `out` was made with
+    the same settings.
 
-    The same settings give the same bytes on the same machine.  Raises ValueError for invalid settings, FileExistsError when
-    `out` was not made by this tool, RuntimeError when `max_steps` did not reach the target.
+    The same settings give the same bytes on the same machine.  Raises ValueError for invalid
+    settings, FileExistsError when `out` was not made by this tool, RuntimeError when `max_steps`
+    did not reach the target.
     """
     out = Path(out)
-    recipe = Settings(task=task, **({**TASKS[task].settings, **settings} if task in TASKS else settings))
+    recipe = Settings(
+        task=task, **({**TASKS[task].settings, **settings} if task in TASKS else settings)
+    )
     log = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     if is_made(out, recipe):
-        log(f"{out}: up to date (seed {recipe.seed}, sampled accuracy {read_recipe(out)['heldout_accuracy']:.3f})")
+        log(
+            f"{out}: up to date (seed {recipe.seed}, sampled accuracy"
+            f" {read_recipe(out)['heldout_accuracy']:.3f})"
+        )
         return out
     started = time.perf_counter()
     train, heldout = TASKS[task].make(recipe.seed, recipe.num_heldout)
     with deterministic_cpu(recipe.seed):
         model = Qwen3MoeForCausalLM(model_config(recipe))
-        with torch.no_grad():  # HF starts the pad row at 0; RMSNorm's gradient explodes there once RL samples a pad
-            model.model.embed_tokens.weight[VOCABULARY.index(PAD)].normal_(std=model.config.initializer_range)
+        # HF starts the pad row at 0; RMSNorm's gradient explodes there once RL samples a pad
+        with torch.no_grad():
+            model.model.embed_tokens.weight[VOCABULARY.index(PAD)].normal_(
+                std=model.config.initializer_range
+            )
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         log(f"tiny MoE: {num_parameters / 1e6:.2f} M parameters, {recipe.num_layers} layers x {recipe.num_experts} "
             f"experts, top-{recipe.top_k}; cold start on {len(train)} {task}, seed {recipe.seed}")  # fmt: skip
         free = TASKS[task].free
-        stages = [(first, encode_text(examples, free)) for first, examples in TASKS[task].stages(train)]
-        steps = cold_start(model, stages, encode_text(train[: recipe.num_probes], free), recipe, log)
+        stages = [
+            (first, encode_text(examples, free)) for first, examples in TASKS[task].stages(train)
+        ]
+        steps = cold_start(
+            model, stages, encode_text(train[: recipe.num_probes], free), recipe, log
+        )
         accuracy = sampled_accuracy(model, encode_text(heldout, free))
     manifest = {
-        "settings": asdict(recipe), "digest": recipe.digest, "steps": steps, "parameters": num_parameters,
+        "settings": asdict(recipe), "digest": recipe.digest, "steps": steps,
+        "parameters": num_parameters,
         "heldout_accuracy": round(accuracy, 6),
     }  # fmt: skip
     partial = out.with_name(out.name + ".partial")
@@ -121,16 +145,25 @@ def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **setti
     if out.exists():
         shutil.rmtree(out)
     partial.rename(out)
-    log(f"{out}: held-out sampled accuracy {accuracy:.3f} after {steps} steps, {time.perf_counter() - started:.1f} s")
+    log(
+        f"{out}: held-out sampled accuracy {accuracy:.3f} after {steps} steps,"
+        f" {time.perf_counter() - started:.1f} s"
+    )
     return out
 
 
 def is_made(out: Path, recipe: Settings) -> bool:
-    """Whether `out` was made with these settings.  Raises FileExistsError when this tool did not write it."""
+    """Whether `out` was made with these settings.
+
+    Raises FileExistsError when this tool did not write it.
+    """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     if not (out / MANIFEST).is_file():
-        raise FileExistsError(f"{out} exists and has no {MANIFEST}: not written by this tool; choose another directory")
+        raise FileExistsError(
+            f"{out} exists and has no {MANIFEST}: not written by this tool; choose another"
+            " directory"
+        )
     return read_recipe(out).get("digest") == recipe.digest
 
 
@@ -138,11 +171,14 @@ def read_recipe(out: Path) -> dict:
     return json.loads((out / MANIFEST).read_text())
 
 
-# Data ---------------------------------------------------------------------------------------------------------------
+# Data ---------------------------------------------------------------------------------------------
 
 
 def encode_text(examples: Examples, free: str = "") -> Data:
-    """The transcripts' tokens: prompt, turns with their eos, what answers them, pads.  free: characters not to be judged."""
+    """The transcripts' tokens: prompt, turns with their eos, what answers them, pads.
+
+    free: characters not to be judged.
+    """
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     rows, masks = [], []
     for example in examples:
@@ -159,15 +195,19 @@ def encode_text(examples: Examples, free: str = "") -> Data:
     return Data(padded, written, written & ~is_free)
 
 
-# Model --------------------------------------------------------------------------------------------------------------
+# Model --------------------------------------------------------------------------------------------
 
 
 def model_config(settings: Settings) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
-        vocab_size=len(VOCABULARY), hidden_size=settings.hidden_size, intermediate_size=2 * settings.hidden_size,
-        moe_intermediate_size=settings.expert_size, num_hidden_layers=settings.num_layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts=settings.num_experts, num_experts_per_tok=settings.top_k,
-        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=256, rope_theta=1e4,
+        vocab_size=len(VOCABULARY), hidden_size=settings.hidden_size,
+        intermediate_size=2 * settings.hidden_size,
+        moe_intermediate_size=settings.expert_size, num_hidden_layers=settings.num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=settings.num_experts,
+        num_experts_per_tok=settings.top_k,
+        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=256,
+        rope_theta=1e4,
         rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, use_cache=True,
         pad_token_id=VOCABULARY.index(PAD), eos_token_id=VOCABULARY.index(EOS), bos_token_id=None,
         router_aux_loss_coef=0.01, experts_implementation="grouped_mm",
@@ -176,7 +216,9 @@ def model_config(settings: Settings) -> Qwen3MoeConfig:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character; characters outside the vocabulary become <unk>."""
-    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=UNK))
+    core = Tokenizer(
+        models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=UNK)
+    )
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -186,16 +228,24 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def cold_start(
-    model: Qwen3MoeForCausalLM, stages: Sequence[tuple[int, Data]], probe: Data, settings: Settings, log: Log
+    model: Qwen3MoeForCausalLM,
+    stages: Sequence[tuple[int, Data]],
+    probe: Data,
+    settings: Settings,
+    log: Log,
 ) -> int:
-    """Train the task with supervision on the model's turns, then scale its head to the target on `probe`; return steps.
+    """Train the task with supervision on the model's turns, then scale its head to the target on
+    `probe`; return steps.
 
     stages: data, and from which step on.
 
-    The learning rate is constant until the skill appears (a sudden rise, at a different step for every seed), then falls to
-    zero over `decay_steps`: a model from the middle of the rise is too unstable for RL to improve.
+    The learning rate is constant until the skill appears (a sudden rise, at a different step for
+    every seed), then falls to zero over `decay_steps`: a model from the middle of the rise is too
+    unstable for RL to improve.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0
+    )
     decay_from: int | None = None
     for step in range(1, settings.max_steps + settings.decay_steps + 1):
         left = 1.0 if decay_from is None else 1.0 - (step - decay_from) / settings.decay_steps
@@ -219,17 +269,22 @@ def cold_start(
             decay_from = step
         if decay_from is None and step == settings.max_steps:
             raise RuntimeError(
-                f"accuracy {accuracy:.3f} after max_steps = {step} is below {settings.skill}: {settings.task} not learnt; raise "
-                "max_steps or use another seed"
+                f"accuracy {accuracy:.3f} after max_steps = {step} is below {settings.skill}:"
+                f" {settings.task} not learnt; raise max_steps or use another seed"
             )
     temperature = soften(model, probe, settings.target_accuracy)
-    log(f"  step {step:4d}  head divided by {temperature:.2f}, for a lower accuracy of samples at temperature 1")
+    log(
+        f"  step {step:4d}  head divided by {temperature:.2f}, for a lower accuracy of samples at"
+        " temperature 1"
+    )
     return step
 
 
 @torch.no_grad()
 def soften(model: Qwen3MoeForCausalLM, probe: Data, target_accuracy: float) -> float:
-    """Divide the output head by the temperature at which a sample is correct `target_accuracy` of the time; return it."""
+    """Divide the output head by the temperature at which a sample is correct `target_accuracy` of
+    the time; return it.
+    """
     head = model.lm_head.weight.clone()
     low, high = 0.1, 100.0
     for _ in range(30):  # bisection: accuracy falls with temperature
@@ -243,7 +298,9 @@ def soften(model: Qwen3MoeForCausalLM, probe: Data, target_accuracy: float) -> f
 
 
 def turn_loss(model: Qwen3MoeForCausalLM, data: Data) -> torch.Tensor:
-    """Mean cross-entropy of the model's tokens, plus the router's load-balancing loss so that every expert is used."""
+    """Mean cross-entropy of the model's tokens, plus the router's load-balancing loss so that every
+    expert is used.
+    """
     output = model(input_ids=data.tokens, use_cache=False, output_router_logits=True)
     first = first_turn(data)
     targets = data.tokens.masked_fill(~data.is_models, -100)[:, first:]
@@ -254,7 +311,9 @@ def turn_loss(model: Qwen3MoeForCausalLM, data: Data) -> torch.Tensor:
 
 @torch.no_grad()
 def sampled_accuracy(model: Qwen3MoeForCausalLM, data: Data) -> float:
-    """Probability that samples at temperature 1 are exactly the turns: mean over prompts of prod_t p(y_t | y_<t), t judged."""
+    """Probability that samples at temperature 1 are exactly the turns: mean over prompts of prod_t
+    p(y_t | y_<t), t judged.
+    """
     first = first_turn(data)
     logits = model(input_ids=data.tokens, use_cache=False).logits[:, first - 1 : -1]
     logprobs = logits.log_softmax(-1).gather(-1, data.tokens[:, first:].unsqueeze(-1)).squeeze(-1)
@@ -270,7 +329,8 @@ def first_turn(data: Data) -> int:
 def deterministic_cpu(seed: int) -> Iterator[None]:
     """One seed and one thread; restores the caller's torch state.
 
-    Layers this small are not faster with a second thread, and ten times slower when another program uses its core.
+    Layers this small are not faster with a second thread, and ten times slower when another program
+    uses its core.
     """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
@@ -284,16 +344,20 @@ def deterministic_cpu(seed: int) -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic)
 
 
-# Files --------------------------------------------------------------------------------------------------------------
+# Files --------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(out: Path, model: Qwen3MoeForCausalLM, manifest: dict, train: Examples, heldout: Examples) -> None:
+def write_checkpoint(
+    out: Path, model: Qwen3MoeForCausalLM, manifest: dict, train: Examples, heldout: Examples
+) -> None:
     out.mkdir(parents=True)
     disable_progress_bar()  # "Writing model shards": one file in a moment
     model.save_pretrained(out)
     make_tokenizer().save_pretrained(out)
     for name, examples in (("train.jsonl", train), ("heldout.jsonl", heldout)):
-        rows = (json.dumps({"prompt": example.prompt, "label": example.label}) for example in examples)
+        rows = (
+            json.dumps({"prompt": example.prompt, "label": example.label}) for example in examples
+        )
         (out / name).write_text("\n".join(rows) + "\n")
     (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     for path in out.iterdir():

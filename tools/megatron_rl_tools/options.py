@@ -1,4 +1,7 @@
-"""Options of the commands that are one module: plan, replay-batch, make-tiny-model.  Imports no torch."""
+"""Options of the commands that are one module: plan, replay-batch, make-tiny-model.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,26 @@ the step is that of the paper: 64 prompts x 16 responses of at most 32,768 token
 measured (docs/design/cost_model.md); --assume changes their assumptions.
 """
 REPLAY_BATCH = (
-    "Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches; docs/guides/mismatch.md)."
+    "Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches;"
+    " docs/guides/mismatch.md)."
 )
 MAKE_TINY_MODEL = (
-    "Makes a tiny Qwen3-MoE checkpoint that partly knows a task: a real model for a real RL run on any machine."
+    "Makes a tiny Qwen3-MoE checkpoint that partly knows a task: a real model for a real RL run on"
+    " any machine."
 )
 
 
 def parse_plan(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """The options of `megatron-rl plan`, and the overrides --section.key VALUE."""
-    parser = argparse.ArgumentParser(description=PLAN, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=PLAN, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--gpus", type=positive, required=True, metavar="N", help="GPUs that train")
     add("--model", required=True, help="checkpoint directory, or a name as above")
-    add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}; default: %(default)s")
+    add(
+        "--gpu", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}; default: %(default)s"
+    )
     add("--gpu-gib", type=float, metavar="GIB", help="memory of a GPU; default: that of --gpu")
     add(
         "--reserve-gib",
@@ -43,7 +52,12 @@ def parse_plan(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
         help="for CUDA, nccl and fragments; default: %(default)g",
     )
     add("--gpus-per-node", type=positive, metavar="N", help="default: that of --gpu")
-    add("--server-gpus", type=positive, metavar="N", help="GPUs of all servers; default: as many as train")
+    add(
+        "--server-gpus",
+        type=positive,
+        metavar="N",
+        help="GPUs of all servers; default: as many as train",
+    )
     add(
         "--assume",
         action="append",
@@ -51,21 +65,41 @@ def parse_plan(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
         metavar="NAME=VALUE",
         help="an assumption of the times (plan/hardware.py)",
     )
-    add("--top", type=positive, default=8, metavar="N", help="layouts that are shown; default: %(default)s")
+    add(
+        "--top",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="layouts that are shown; default: %(default)s",
+    )
     add("--config", type=Path, metavar="FILE", help="settings, as TOML: the step to plan for")
     return parser.parse_known_args(argv)
 
 
 def parse_replay_batch(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="megatron-rl replay-batch", description=REPLAY_BATCH, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl replay-batch", description=REPLAY_BATCH, allow_abbrev=False
+    )
     parser.add_argument("bundle", type=Path, help="a folder of RUN/batches")
-    parser.add_argument("--layout", help="such as tp=2,ep=2 (the rest 1); default: the saved one, or one rank")
-    parser.add_argument("--weights", type=Path, help="HF checkpoint of the policy, where the bundle has none")
     parser.add_argument(
-        "--tokens", type=int, default=0, metavar="N", help="also show the N tokens with the largest loss"
+        "--layout", help="such as tp=2,ep=2 (the rest 1); default: the saved one, or one rank"
+    )
+    parser.add_argument(
+        "--weights", type=Path, help="HF checkpoint of the policy, where the bundle has none"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also show the N tokens with the largest loss",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--tolerance", type=float, help="relative, in another layout; default 1e-3, 5e-2 for bfloat16")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help="relative, in another layout; default 1e-3, 5e-2 for bfloat16",
+    )
     return parser.parse_args(argv)
 
 
@@ -74,7 +108,8 @@ def parse_make_tiny_model(argv: Sequence[str] | None = None) -> argparse.Namespa
     parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--task", default="sums", choices=TASKS)
     for name, kind in (
-        ("seed", int), ("target_accuracy", float), ("hidden_size", int), ("num_layers", int), ("num_experts", int),
+        ("seed", int), ("target_accuracy", float), ("hidden_size", int), ("num_layers", int),
+        ("num_experts", int),
         ("top_k", int), ("expert_size", int), ("num_heldout", int), ("max_steps", int),
     ):  # fmt: skip
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS)

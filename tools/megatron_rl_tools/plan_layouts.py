@@ -1,4 +1,6 @@
-"""The command `megatron-rl plan`: proposes parallel layouts, fastest first; tools/options.py parses its arguments."""
+"""The command `megatron-rl plan`: proposes parallel layouts, fastest first; tools/options.py parses
+its arguments.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +51,21 @@ def main(argv: list[str] | None = None) -> int:
     found = search.found
     rows = cfg.run.max_tokens_per_micro_batch
     print(
-        f"{spec.architecture} on {args.gpus} x {hardware.name}, {rows:,} rows a micro-batch: {len(found)} layouts fit in "
-        f"{gib(int(limit))}"
+        f"{spec.architecture} on {args.gpus} x {hardware.name}, {rows:,} rows a micro-batch:"
+        f" {len(found)} layouts fit in {gib(int(limit))}"
     )
     if not found:
         if search.refusals:
-            shown = {re.sub(r"\d+", "", text): text for text in reversed(search.refusals)}  # the first of each kind
-            print("\n".join(["refused, whatever the memory:", *reversed(shown.values())]), file=sys.stderr)
+            # the first of each kind
+            shown = {re.sub(r"\d+", "", text): text for text in reversed(search.refusals)}
+            print(
+                "\n".join(["refused, whatever the memory:", *reversed(shown.values())]),
+                file=sys.stderr,
+            )
         print(
-            "none fits: try more GPUs, a smaller run.max_tokens_per_micro_batch, model.fused_lm_head = true, or, since replicas "
-            "must divide the prompts, another run.prompts_per_step",
+            "none fits: try more GPUs, a smaller run.max_tokens_per_micro_batch,"
+            " model.fused_lm_head = true, or, since replicas must divide the prompts, another"
+            " run.prompts_per_step",
             file=sys.stderr,
         )
         return 1
@@ -74,10 +81,15 @@ def read_step_config(args: argparse.Namespace, overrides: list[str]) -> Config:
 
 
 def with_servers(cfg: Config, args: argparse.Namespace, servers: DecodeModel) -> Config:
-    """`cfg` with the proposed servers, unless it names its own: on the trainer's GPUs, alternating with it, where they are those
-    of one node; else attached."""
+    """`cfg` with the proposed servers, unless it names its own: on the trainer's GPUs, alternating
+    with it, where they are those of one node; else attached."""
     rollout, num, size = cfg.rollout, servers.server_pool.num, servers.server_pool.devices
-    if rollout.urls or rollout.gpus or rollout.num_servers > 1 or rollout.weight_sync != "distributed":
+    if (
+        rollout.urls
+        or rollout.gpus
+        or rollout.num_servers > 1
+        or rollout.weight_sync != "distributed"
+    ):
         return cfg
     chosen: dict[str, object]
     if is_shared(args, servers):
@@ -97,7 +109,9 @@ def with_servers(cfg: Config, args: argparse.Namespace, servers: DecodeModel) ->
 
 
 def is_shared(args: argparse.Namespace, servers: DecodeModel) -> bool:
-    """Whether rank 0 can start the servers on the trainer's GPUs: it starts them on its own host only."""
+    """Whether rank 0 can start the servers on the trainer's GPUs: it starts them on its own host
+    only.
+    """
     is_gpu = servers.hardware.name != HARDWARE["cpu"].name
     return is_gpu and not args.server_gpus and args.gpus <= servers.hardware.per_node
 
@@ -108,10 +122,17 @@ def server_options(cfg: Config, server_pool: ServerPlan, per_node: int) -> str:
     if rollout.urls:
         is_one_node = server_pool.devices <= per_node
         how = (
-            f"serve.sh with TP_SIZE={server_pool.devices}" if is_one_node else "SGLang's --nnodes: more than a node has"
+            f"serve.sh with TP_SIZE={server_pool.devices}"
+            if is_one_node
+            else "SGLang's --nnodes: more than a node has"
         )
-        return f"--rollout.urls and the addresses of {len(rollout.urls)} servers of {server_pool.devices} GPUs ({how})"
-    options = f"--rollout.num_servers {rollout.num_servers} --rollout.weight_sync {rollout.weight_sync}"
+        return (
+            f"--rollout.urls and the addresses of {len(rollout.urls)} servers of"
+            f" {server_pool.devices} GPUs ({how})"
+        )
+    options = (
+        f"--rollout.num_servers {rollout.num_servers} --rollout.weight_sync {rollout.weight_sync}"
+    )
     options += f" --rollout.gpus {' '.join(map(str, rollout.gpus))}" if rollout.gpus else ""
     if rollout.release_memory:
         options += " --rollout.release_memory --rollout.max_server_restarts 0"
@@ -120,12 +141,19 @@ def server_options(cfg: Config, server_pool: ServerPlan, per_node: int) -> str:
 
 def layout_table(found: list[Candidate], gpus: int) -> Table:
     kinds = ("weights", "gradients", "optimizer", "activations", "routes", "working", "total")
-    out = Table("tp", "cp", "pp", "ep", "etp", "dp", "recompute", *kinds, "old-logprob", "update", box=None)
+    out = Table(
+        "tp", "cp", "pp", "ep", "etp", "dp", "recompute", *kinds, "old-logprob", "update", box=None
+    )
     for each in found:
         p, used = each.cfg.parallel, each.memory
         sizes = (p.tp, p.cp, p.pp, p.ep, p.expert_tp, grid.dp_size(p, gpus))
         seconds = (f"{each.old_logprob.total:.1f} s", f"{each.update.total:.1f} s")
-        out.add_row(*map(str, sizes), each.cfg.model.recompute, *(gib(getattr(used, kind)) for kind in kinds), *seconds)
+        out.add_row(
+            *map(str, sizes),
+            each.cfg.model.recompute,
+            *(gib(getattr(used, kind)) for kind in kinds),
+            *seconds,
+        )
     return out
 
 
@@ -134,15 +162,31 @@ def best_lines(trainer: TrainingModel, best: Candidate, server_pool: ServerPlan)
     found = replace(trainer, cfg=best.cfg).step(server_pool)
     p, sampling = best.cfg.parallel, found.rollout
     sizes = (("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("ep", p.ep), ("etp", p.expert_tp))
-    stages = " ".join(map(str, ("", "--parallel.layers_per_stage", *p.layers_per_stage))) if p.layers_per_stage else ""
-    whose = "the trainer's, alternating with it" if best.cfg.rollout.release_memory else "others than the trainer's"
+    stages = (
+        " ".join(map(str, ("", "--parallel.layers_per_stage", *p.layers_per_stage)))
+        if p.layers_per_stage
+        else ""
+    )
+    whose = (
+        "the trainer's, alternating with it"
+        if best.cfg.rollout.release_memory
+        else "others than the trainer's"
+    )
     return [
-        f"first: {' '.join(f'--parallel.{name} {size}' for name, size in sizes)} "
-        f"--model.recompute {best.cfg.model.recompute}{stages}",
-        f"its step, computed: rollout {sampling.total:.0f} s, old-logprob {found.old_logprob.total:.1f} s, "
-        f"update {found.update.total:.1f} s, weight sync {found.weight_sync:.1f} s; {found.total:.0f} s in all",
-        f"servers: {server_pool.num} x {server_pool.devices} GPUs, {whose}; {sampling.slots:.0f} concurrent requests on each, "
-        f"{sampling.tail / sampling.total:.0%} of the rollout with idle slots",
+        (
+            f"first: {' '.join(f'--parallel.{name} {size}' for name, size in sizes)} "
+            f"--model.recompute {best.cfg.model.recompute}{stages}"
+        ),
+        (
+            f"its step, computed: rollout {sampling.total:.0f} s, old-logprob"
+            f" {found.old_logprob.total:.1f} s, update {found.update.total:.1f} s, weight sync"
+            f" {found.weight_sync:.1f} s; {found.total:.0f} s in all"
+        ),
+        (
+            f"servers: {server_pool.num} x {server_pool.devices} GPUs, {whose};"
+            f" {sampling.slots:.0f} concurrent requests on each,"
+            f" {sampling.tail / sampling.total:.0%} of the rollout with idle slots"
+        ),
         f"their options: {server_options(best.cfg, server_pool, trainer.hardware.per_node)}",
         f"an update, by part: {found.update.largest()}",
     ]

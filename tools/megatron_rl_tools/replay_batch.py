@@ -1,9 +1,12 @@
-"""Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches; docs/guides/mismatch.md).
+"""Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches;
+docs/guides/mismatch.md).
 
     megatron-rl replay-batch runs/NAME/batches/step_000012_update_0                            # one rank, also without a GPU
-    torchrun --nproc_per_node 4 -m megatron_rl.cli replay-batch BUNDLE --layout tp=2,ep=2       # another layout
-In the layout and on the device that saved it every number must be equal in every bit; elsewhere loss and gradient norm within
---tolerance.  Exit code: 0 they are, 1 they are not, 2 invalid arguments.
+    torchrun --nproc_per_node 4 -m megatron_rl.cli replay-batch BUNDLE --layout tp=2,ep=2       #
+    another layout
+In the layout and on the device that saved it every number must be equal in every bit; elsewhere
+loss and gradient norm within --tolerance.  Exit code: 0 they are, 1 they are not, 2 invalid
+arguments.
 """
 
 from __future__ import annotations
@@ -88,7 +91,8 @@ def batch_config(args: argparse.Namespace, header: Header) -> Config:
     weights = args.weights or args.bundle / header["weights"]
     if not weights.is_dir():
         raise BundleError(
-            f"{args.bundle} has no weights, it needs those {header['weights']}; name an HF checkpoint of them with --weights"
+            f"{args.bundle} has no weights, it needs those {header['weights']}; name an HF"
+            " checkpoint of them with --weights"
         )
     values = {name: dict(keys) for name, keys in header["config"].items()}
     values["model"]["path"] = str(weights)
@@ -100,8 +104,8 @@ def batch_config(args: argparse.Namespace, header: Header) -> Config:
         values["parallel"] = {}
     elif world != header["ranks"]:
         raise BundleError(
-            f"{args.bundle} was saved by {header['ranks']} ranks ({header['layout']}), there are {world}; "
-            f"start {header['ranks']}, or name a layout with --layout"
+            f"{args.bundle} was saved by {header['ranks']} ranks ({header['layout']}), there are"
+            f" {world}; start {header['ranks']}, or name a layout with --layout"
         )
     return load_config(None, [], values)
 
@@ -113,14 +117,20 @@ def read_layout(text: str) -> dict[str, int]:
         name, _, size = part.partition("=")
         if name not in SIZES or not size.isdecimal() or int(size) < 1:
             raise BundleError(
-                f"--layout {text}: {part!r} must be one of {', '.join(SIZES)} with its size, such as tp=2"
+                f"--layout {text}: {part!r} must be one of {', '.join(SIZES)} with its size, such"
+                " as tp=2"
             )
         sizes[name] = int(size)
     return sizes
 
 
-def compute(bundle: Bundle, batch: MiniBatch, old: OldPass, num_tokens: int) -> tuple[Results, list[TokenShare]]:
-    """The gradient of the mini-batch again, and the tokens that carry most of its loss.  Collective."""
+def compute(
+    bundle: Bundle, batch: MiniBatch, old: OldPass, num_tokens: int
+) -> tuple[Results, list[TokenShare]]:
+    """The gradient of the mini-batch again, and the tokens that carry most of its loss.
+
+    Collective.
+    """
     engine = bundle.engine
     sums, found = MetricSums(), list[TokenShare]()
 
@@ -170,7 +180,9 @@ def tolerance_of(args: argparse.Namespace, cfg: Config) -> float:
 def is_reproduced(bundle: Bundle, results: Results, tolerance: float) -> bool:
     header = bundle.header
     if bundle.is_exact:
-        return results.gradients == header["gradients"] and dict(results.metrics) == header["metrics"]
+        return (
+            results.gradients == header["gradients"] and dict(results.metrics) == header["metrics"]
+        )
     return is_near(results.loss, header["loss"], tolerance, LEAST_LOSS) and is_near(
         results.grad_norm, header["grad_norm"], tolerance
     )
@@ -187,7 +199,11 @@ def describe_batch(bundle: Bundle, results: Results, tolerance: float) -> list[s
     header, here = bundle.header, layout_name(bundle.engine)
     exact = bundle.is_exact
     other = "device" if bundle.is_same_layout else "layout"
-    rule = "every number must be equal in every bit" if exact else f"another {other}: within {tolerance:g}"
+    rule = (
+        "every number must be equal in every bit"
+        if exact
+        else f"another {other}: within {tolerance:g}"
+    )
     equal = sum(results.metrics.get(name) == value for name, value in header["metrics"].items())
     others = {
         name: abs(value - found) / max(abs(value), 1e-6)
@@ -203,7 +219,11 @@ def describe_batch(bundle: Bundle, results: Results, tolerance: float) -> list[s
         metric_line("gradient norm", header["grad_norm"], results.grad_norm),
         *([f"  gradients      {verdict}"] if exact else []),
         f"  metrics         {equal} of {len(header['metrics'])} equal"
-        + (f"; furthest {worst}: {header['metrics'][worst]:.6g}, here {results.metrics[worst]:.6g}" if worst else ""),
+        + (
+            f"; furthest {worst}: {header['metrics'][worst]:.6g}, here {results.metrics[worst]:.6g}"
+            if worst
+            else ""
+        ),
         "reproduced" if is_reproduced(bundle, results, tolerance) else "NOT reproduced",
     ]
 
@@ -216,12 +236,17 @@ def metric_line(name: str, saved: float | None, found: float | None) -> str:
 
 
 def markdown_table(tokens: Sequence[TokenShare], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    rows = ["  loss        rollout            at  token                 log mu  log pi_old  log pi    pi/mu  advantage"]
+    rows = [
+        "  loss        rollout            at  token                 log mu  log pi_old  log pi   "
+        " pi/mu  advantage"
+    ]
     for each in tokens:
-        text = ascii(tokenizer.decode([each.token]))  # a model's text: never control characters on a terminal
+        # a model's text: never control characters on a terminal
+        text = ascii(tokenizer.decode([each.token]))
         rows.append(
-            f"  {each.share:+.3e}  {each.rollout:<16} {each.position:>4}  {each.token:>6} {text:<14} {each.log_mu:>8.3f} "
-            f"{each.log_old:>9.3f} {each.log_pi:>8.3f} {each.weight:>9.3g} {each.advantage:>+9.3f} {each.state}".rstrip()
+            f"  {each.share:+.3e}  {each.rollout:<16} {each.position:>4}  {each.token:>6}"
+            f" {text:<14} {each.log_mu:>8.3f} {each.log_old:>9.3f} {each.log_pi:>8.3f}"
+            f" {each.weight:>9.3g} {each.advantage:>+9.3f} {each.state}".rstrip()
         )
     return rows
 

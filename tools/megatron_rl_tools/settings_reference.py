@@ -1,6 +1,8 @@
-"""Write docs/reference/settings.md from the config classes:  python -m megatron_rl_tools.settings_reference
+"""Write docs/reference/settings.md from the config classes:  python -m
+megatron_rl_tools.settings_reference
 
-Defaults and meanings are those that `megatron-rl settings` prints.  A test checks that the page is current.
+Defaults and meanings are those that `megatron-rl settings` prints.  A test checks that the page is
+current.
 """
 
 from __future__ import annotations
@@ -63,21 +65,28 @@ def section_text(section: str) -> str:
     if fields:
         blocks.append("\n".join(wrapped(entry(section, *item), "  ") for item in fields.items()))
     else:  # an open section: its docstring says which names it takes
-        blocks += [wrapped(linked(text)) for text in (inspect.getdoc(SECTIONS[section]) or "").split("\n\n")[1:]]
+        blocks += [
+            wrapped(linked(text))
+            for text in (inspect.getdoc(SECTIONS[section]) or "").split("\n\n")[1:]
+        ]
     return "\n\n".join(blocks) + "\n"
 
 
 def entry(section: str, key: str, field: FieldInfo) -> str:
     """A setting with default, type, limits and meaning.
 
-    The meaning is left out for a switch of the loss, which the page that its section names explains by its equation.
+    The meaning is left out for a switch of the loss, which the page that its section names explains
+    by its equation.
     """
     schema, is_set = schemas(section)[key], field.get_default(call_default_factory=True) is not None
     kind = short_type(type_text(schema))
     if field.is_required():
         name, kind = f"{section}.{key}", f"required, {kind}"
     elif is_set:  # the default shows the type
-        name, kind = f"{section}.{key} = {default_text(field)}", re.sub(rf"^({SIMPLE})(, | |$)(?!or )", "", kind)
+        name, kind = (
+            f"{section}.{key} = {default_text(field)}",
+            re.sub(rf"^({SIMPLE})(, | |$)(?!or )", "", kind),
+        )
     else:
         name = f"{section}.{key}"
     text = f": {linked(meaning(section, key))}" if "description" in schema else ""
@@ -91,7 +100,9 @@ def short_type(text: str) -> str:
 
 
 def linked(text: str) -> str:
-    """Documents that the text names, as links from this page, named by their anchor or else by their file."""
+    """Documents that the text names, as links from this page, named by their anchor or else by
+    their file.
+    """
 
     def link(match: re.Match[str]) -> str:
         label = re.sub("[_-]", " ", match[3] or match[2])
@@ -101,8 +112,12 @@ def linked(text: str) -> str:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """The text in lines; an operator at the beginning of a later line is escaped, because it would begin a list."""
-    lines = textwrap.wrap(text, WIDTH - 1, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    """The text in lines; an operator at the beginning of a later line is escaped, because it would
+    begin a list.
+    """
+    lines = textwrap.wrap(
+        text, WIDTH - 1, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
     return re.sub(r"(?<=\n)( *)(?=[*+>#-] )", r"\1\\", "\n".join(lines))
 
 

@@ -1,10 +1,14 @@
-"""The tasks of the tiny model, as transcripts of characters: what it is shown in its cold start, and the prompts of its RL.
+"""The tasks of the tiny model, as transcripts of characters: what it is shown in its cold start,
+and the prompts of its RL.
 
 sums   "12+34=" -> "46"
-tools  "37*48+25=" -> "[37*48]", answered by "=1776 " -> "[1776+25]", answered by "=1801 " -> "1801".  Half of what the cold
-       start shows answers at once, "1801", which so few layers cannot compute: RL has to find out that calls help.
-ledger "a7b3c9=" -> "a7:07,b3:10;c9:19!=19": the sum of 10 to 26 digits modulo 100, written out in 63 to 159 tokens.  The mark
-       after an item is the model's choice of eight: tokens of high entropy between tokens that must be right.
+tools  "37*48+25=" -> "[37*48]", answered by "=1776 " -> "[1776+25]", answered by "=1801 " ->
+       "1801".  Half of what the cold start shows answers at once, "1801", which so few layers
+       cannot compute: RL has to find out that calls help.
+ledger "a7b3c9=" -> "a7:07,b3:10;c9:19!=19": the sum of 10 to 26 digits modulo 100, written out in
+63 to 159 tokens.  The mark
+       after an item is the model's choice of eight: tokens of high entropy between tokens that must
+       be right.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ MARKS = ".,;!?/&@"
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, its right answer, and a transcript that leads there: the model's turns, and what follows each but the last."""
+    """A prompt, its right answer, and a transcript that leads there: the model's turns, and what
+    follows each but the last.
+    """
 
     prompt: str
     label: str
@@ -36,7 +42,8 @@ Stages = Sequence[tuple[int, Examples]]
 
 @dataclass(frozen=True)
 class Task:
-    """make(seed, number of held-out prompts) -> (train, held-out); settings: of the cold start, in place of its defaults.
+    """make(seed, number of held-out prompts) -> (train, held-out); settings: of the cold start, in
+    place of its defaults.
 
     stages: what the cold start is shown, and from which step on.
     free: characters in whose place any of them is right.
@@ -59,7 +66,13 @@ def sums(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
 
 def tools(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
     """8100 of the prompts a*b+c with two-digit numbers and a product of four digits."""
-    triples = [(a, b, c) for a in range(10, 100) for b in range(10, 100) for c in range(10, 100) if a * b >= 1000]
+    triples = [
+        (a, b, c)
+        for a in range(10, 100)
+        for b in range(10, 100)
+        for c in range(10, 100)
+        if a * b >= 1000
+    ]
     examples = [with_calls(*triple) for triple in random.Random(seed).sample(triples, 8100)]
     return examples[num_heldout:], examples[:num_heldout]
 
@@ -67,17 +80,32 @@ def tools(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
 def with_calls(a: int, b: int, c: int) -> Example:
     product, total = a * b, a * b + c
     calls = CALCULATOR.format(f"{a}*{b}"), CALCULATOR.format(f"{product}+{c}")
-    return Example(f"{a}*{b}+{c}=", str(total), (*calls, str(total)), (ANSWER.format(product), ANSWER.format(total)))
+    return Example(
+        f"{a}*{b}+{c}=",
+        str(total),
+        (*calls, str(total)),
+        (ANSWER.format(product), ANSWER.format(total)),
+    )
 
 
 def also_at_once(examples: Examples) -> Stages:
     """The same prompts once more, answered without a call."""
-    return ((0, [*examples, *(Example(example.prompt, example.label, (example.label,)) for example in examples)]),)
+    return (
+        (
+            0,
+            [
+                *examples,
+                *(Example(example.prompt, example.label, (example.label,)) for example in examples),
+            ],
+        ),
+    )
 
 
 def ledger(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
     draw = random.Random(seed)
-    examples = {each.prompt: each for each in (written_out(draw, draw.randint(10, 26)) for _ in range(8100))}
+    examples = {
+        each.prompt: each for each in (written_out(draw, draw.randint(10, 26)) for _ in range(8100))
+    }
     found = list(examples.values())
     return found[num_heldout:], found[:num_heldout]
 
@@ -86,13 +114,18 @@ def written_out(draw: random.Random, size: int) -> Example:
     digits = [draw.randrange(10) for _ in range(size)]
     totals = [f"{total % 100:02d}" for total in accumulate(digits)]
     names = list(zip(ascii_lowercase, digits, strict=False))
-    items = [f"{name}{digit}:{total}{draw.choice(MARKS)}" for (name, digit), total in zip(names, totals, strict=True)]
+    items = [
+        f"{name}{digit}:{total}{draw.choice(MARKS)}"
+        for (name, digit), total in zip(names, totals, strict=True)
+    ]
     prompt = "".join(f"{name}{digit}" for name, digit in names) + "="
     return Example(prompt, totals[-1], ("".join(items) + "=" + totals[-1],))
 
 
 def longer_and_longer(examples: Examples) -> Stages:
-    """Few digits first: on them the model finds out within 200 steps how to look digits up, on 26 not within 400."""
+    """Few digits first: on them the model finds out within 200 steps how to look digits up, on 26
+    not within 400.
+    """
     draw = random.Random(len(examples))
     short = [written_out(draw, draw.randint(2, 6)) for _ in examples]
     middle = [written_out(draw, draw.randint(4, 9)) for _ in examples]
@@ -102,7 +135,12 @@ def longer_and_longer(examples: Examples) -> Stages:
 TASKS = {
     "sums": Task(sums, 8100),
     "tools": Task(
-        tools, 8100, also_at_once, settings={"skill": 0.4, "batch_size": 64, "decay_steps": 120, "num_probes": 128}
+        tools,
+        8100,
+        also_at_once,
+        settings={"skill": 0.4, "batch_size": 64, "decay_steps": 120, "num_probes": 128},
     ),
-    "ledger": Task(ledger, 8100, longer_and_longer, free=MARKS, settings={"batch_size": 32, "num_probes": 64}),
+    "ledger": Task(
+        ledger, 8100, longer_and_longer, free=MARKS, settings={"batch_size": 32, "num_probes": 64}
+    ),
 }

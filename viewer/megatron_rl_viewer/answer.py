@@ -10,7 +10,8 @@ import numpy as np
 
 
 def answer_json(value: object) -> str:
-    return json.dumps(clean(value), allow_nan=False, separators=(",", ":"))  # ASCII: half a surrogate pair stays JSON
+    # ASCII: half a surrogate pair stays JSON
+    return json.dumps(clean(value), allow_nan=False, separators=(",", ":"))
 
 
 def clean(value: object) -> object:
@@ -31,9 +32,13 @@ def clean(value: object) -> object:
 
 
 def packed(array: np.ndarray | None) -> dict[str, object] | None:
-    """{"dtype", "shape", "data"}, data in base64, little-endian, last axis fastest: lists of 32k tokens x 48 layers x 8 experts
-    would be 40 MB."""
+    """{"dtype", "shape", "data"}, data in base64, little-endian, last axis fastest: lists of 32k
+    tokens x 48 layers x 8 experts would be 40 MB."""
     if array is None:
         return None
     data = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return {"dtype": array.dtype.name, "shape": list(array.shape), "data": base64.b64encode(data.tobytes()).decode()}
+    return {
+        "dtype": array.dtype.name,
+        "shape": list(array.shape),
+        "data": base64.b64encode(data.tobytes()).decode(),
+    }

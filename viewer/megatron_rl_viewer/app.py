@@ -1,7 +1,8 @@
 """HTTP: what each path answers, and who may ask.
 
-Every request needs the token that the command printed: once as ?token=, then as a cookie.  Only GET; no other site may read an
-answer or frame the page; a response of a model travels as JSON, never as HTML.
+Every request needs the token that the command printed: once as ?token=, then as a cookie.  Only
+GET; no other site may read an answer or frame the page; a response of a model travels as JSON,
+never as HTML.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from megatron_rl_viewer.run_folder import Run, Runs, setting_differences
 
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
-    "form-action 'none'; object-src 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
+        "form-action 'none'; object-src 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -34,7 +37,9 @@ HEADERS = {
 }
 
 
-def create_app(runs: Runs, token: str, *, port: int = 0, static: Path = STATIC, follow: bool = True) -> FastAPI:
+def create_app(
+    runs: Runs, token: str, *, port: int = 0, static: Path = STATIC, follow: bool = True
+) -> FastAPI:
     """The application; `follow` False leaves reading new lines to the caller (tests)."""
 
     @asynccontextmanager
@@ -46,7 +51,8 @@ def create_app(runs: Runs, token: str, *, port: int = 0, static: Path = STATIC, 
             runs.stop()
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    guard(app, token, cookie=f"megatron_rl_view_{port}")  # cookies know no ports: two viewers must not share one
+    # cookies know no ports: two viewers must not share one
+    guard(app, token, cookie=f"megatron_rl_view_{port}")
     add_run_routes(app, runs)
     add_rollout_routes(app, runs)
     add_static_routes(app, static)
@@ -54,16 +60,24 @@ def create_app(runs: Runs, token: str, *, port: int = 0, static: Path = STATIC, 
 
 
 def guard(app: FastAPI, token: str, cookie: str) -> None:
-    """Refuse requests without the token with 401; set HEADERS on every answer, and JSON on every error."""
+    """Refuse requests without the token with 401; set HEADERS on every answer, and JSON on every
+    error.
+    """
 
     @app.middleware("http")
-    async def check(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    async def check(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
         given = request.query_params.get("token")
         if is_token(given, token):
-            place = "/" + request.scope["raw_path"].decode().lstrip("/")  # "//host" would lead elsewhere
+            # "//host" would lead elsewhere
+            place = "/" + request.scope["raw_path"].decode().lstrip("/")
             rest = request.url.remove_query_params("token").query
-            response: Response = RedirectResponse(f"{place}?{rest}" if rest else place, status_code=303)
-            # lax: a link to the viewer that is clicked on another page works; that page can send GET alone, and read nothing
+            response: Response = RedirectResponse(
+                f"{place}?{rest}" if rest else place, status_code=303
+            )
+            # lax: a link to the viewer that is clicked on another page works; that page can send
+            # GET alone, and read nothing
             response.set_cookie(cookie, token, httponly=True, samesite="lax")
         elif is_token(request.cookies.get(cookie), token):
             response = await call_next(request)
@@ -79,7 +93,9 @@ def guard(app: FastAPI, token: str, cookie: str) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        problems = [f"{each['loc'][-1]} = {each.get('input')}: {each['msg']}" for each in error.errors()]
+        problems = [
+            f"{each['loc'][-1]} = {each.get('input')}: {each['msg']}" for each in error.errors()
+        ]
         return answer({"detail": "; ".join(problems)}, status=400)
 
 
@@ -169,7 +185,10 @@ def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
         found = token_data.rollout(run, key)
         if found is None:
             indexing = run.indexing()
-            raise HTTPException(404, f"no rollout {key}" + (f": {indexing}; reload the page later" if indexing else ""))
+            raise HTTPException(
+                404,
+                f"no rollout {key}" + (f": {indexing}; reload the page later" if indexing else ""),
+            )
         return answer(found)
 
     @app.get("/api/runs/{number}/experts")
@@ -179,7 +198,9 @@ def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
         return answer(expert_loads.loads_of_steps(run, step))
 
     @app.get("/api/runs/{number}/expert")
-    def expert(number: int, layer: Annotated[int, Argument(ge=0)], expert: Annotated[int, Argument(ge=0)]) -> Response:
+    def expert(
+        number: int, layer: Annotated[int, Argument(ge=0)], expert: Annotated[int, Argument(ge=0)]
+    ) -> Response:
         run = find(runs, number)
         run.read_small()
         return answer(expert_loads.over_steps(run, layer, expert))
@@ -196,7 +217,11 @@ def add_static_routes(app: FastAPI, static: Path) -> None:
 
     @app.get("/static/{name}")
     def file(name: str) -> Response:
-        known = {path.name: path for path in static.iterdir() if path.is_file()} if static.is_dir() else {}
+        known = (
+            {path.name: path for path in static.iterdir() if path.is_file()}
+            if static.is_dir()
+            else {}
+        )
         if name not in known:
             raise HTTPException(404, f"no file {name}")
         return FileResponse(known[name])

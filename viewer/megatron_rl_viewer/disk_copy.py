@@ -1,6 +1,8 @@
-"""A copy of chosen rollouts that opens from disk: the page, and data.js with the answers that the server would give.
+"""A copy of chosen rollouts that opens from disk: the page, and data.js with the answers that the
+server would give.
 
-`data.js` is `window.EXPORT = {"schema": 1, "created": ..., "responses": {PATH: JSON}}`, PATH as in the API without "/api/".
+`data.js` is `window.EXPORT = {"schema": 1, "created": ..., "responses": {PATH: JSON}}`, PATH as in
+the API without "/api/".
 """
 
 from __future__ import annotations
@@ -35,27 +37,37 @@ class ExportError(ValueError):
     """An export that cannot be made; the message names the argument and the fix."""
 
 
-def write_copy(runs: Runs, folder: Path, static: Path, *, keys: Sequence[str] = (), query: Query | None = None) -> Path:
+def write_copy(
+    runs: Runs, folder: Path, static: Path, *, keys: Sequence[str] = (), query: Query | None = None
+) -> Path:
     """Write the copy and return its index.html.
 
-    keys: rollouts by their keys, each of the first run that has it; query: the rollouts of every run that it finds.
+    keys: rollouts by their keys, each of the first run that has it; query: the rollouts of every
+    run that it finds.
     """
     if not (static / INDEX).is_file():
         raise ExportError(f"{static}: the page is not built; in a checkout: make viewer")
     if folder.exists() and any(folder.iterdir()) and not (folder / DATA).is_file():
-        raise ExportError(f"--export {folder}: must be a new or empty folder, or an earlier export; name another one")
+        raise ExportError(
+            f"--export {folder}: must be a new or empty folder, or an earlier export; name"
+            " another one"
+        )
     for run in runs.runs:
         run.update()
     chosen = [rows_found(run, query) if query else [] for run in runs.runs]
     for key in keys:
         place, row = find_in(runs, key)
         chosen[place].append(row)
-    responses: dict[str, object] = {"runs": [run_summary(run, number) for number, run in enumerate(runs.runs)]}
+    responses: dict[str, object] = {
+        "runs": [run_summary(run, number) for number, run in enumerate(runs.runs)]
+    }
     for number, (run, rows) in enumerate(zip(runs.runs, chosen, strict=True)):
         for path, value in answers_of_run(run, rows).items():
             responses[f"runs/{number}/{path}"] = value
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(static, folder / "static", dirs_exist_ok=True, ignore=shutil.ignore_patterns(INDEX))
+    shutil.copytree(
+        static, folder / "static", dirs_exist_ok=True, ignore=shutil.ignore_patterns(INDEX)
+    )
     shutil.copy(static / INDEX, folder / INDEX)
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     content = Redactor().tree({"schema": SCHEMA, "created": created, "responses": responses})
@@ -65,7 +77,8 @@ def write_copy(runs: Runs, folder: Path, static: Path, *, keys: Sequence[str] = 
 
 def script_json(value: object) -> str:
     """JSON in a script: no text of a model can end it ("</script>") or begin a comment ("<!--")."""
-    text = json.dumps(clean(value), allow_nan=False, separators=(",", ":"))  # ASCII: no line separators either
+    # ASCII: no line separators either
+    text = json.dumps(clean(value), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -81,7 +94,9 @@ def find_in(runs: Runs, key: str) -> tuple[int, dict]:
             row = find_rollout(connection, key)
             if row is not None:
                 return number, rollout_rows(connection, [row["number"]])[0]
-    raise ExportError(f"--rollouts {key}: no such rollout; a key is STEP/FILE/ID as in the viewer's address")
+    raise ExportError(
+        f"--rollouts {key}: no such rollout; a key is STEP/FILE/ID as in the viewer's address"
+    )
 
 
 def run_summary(run: Run, number: int) -> dict[str, object]:
@@ -96,7 +111,9 @@ def answers_of_run(run: Run, rows: Sequence[dict]) -> dict[str, object]:
     groups = []
     with closing(run.index.connect()) as connection:
         for key in dict.fromkeys(str(row["group"]) for row in rows):
-            groups += groups_page(connection, Query(filters=[{"column": "key", "op": "=", "value": key}]))["rows"]
+            groups += groups_page(
+                connection, Query(filters=[{"column": "key", "op": "=", "value": key}])
+            )["rows"]
     steps = sorted({int(row["step"]) for row in rows})
     found: dict[str, object] = {
         "metrics": run.metrics.table(),
@@ -109,7 +126,12 @@ def answers_of_run(run: Run, rows: Sequence[dict]) -> dict[str, object]:
             "rows": [by_key[key] for key in keys],
             "indexing": None,
         },
-        "groups": {"total": len(groups), "columns": describe_query(GROUP_COLUMNS), "rows": groups, "indexing": None},
+        "groups": {
+            "total": len(groups),
+            "columns": describe_query(GROUP_COLUMNS),
+            "rows": groups,
+            "indexing": None,
+        },
         "experts": expert_loads.loads_of_steps(run, f"{steps[0]}:{steps[-1]}" if steps else ""),
     }
     return found | {f"rollout/{key}": token_data.rollout(run, key) for key in keys}

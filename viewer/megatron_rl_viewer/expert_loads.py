@@ -1,5 +1,6 @@
-"""Experts of a range of steps: load per layer, server against trainer; where the engines differ, by how much, and between which
-experts.  From the tensors of the rollouts that a run saved, which may be a share of them.
+"""Experts of a range of steps: load per layer, server against trainer; where the engines differ, by
+how much, and between which experts.  From the tensors of the rollouts that a run saved, which may
+be a share of them.
 
 Shapes: n tokens of a step's saved rollouts, L MoE layers, K top-k, E experts.
 """
@@ -22,7 +23,8 @@ from megatron_rl_viewer.tensor_files import ShardError, TensorFile, tensor_file_
 
 MAX_STEPS = 32
 NUM_SWAPS = 50
-EDGES = np.concatenate([[0.0], np.logspace(-6, 2, 41)])  # of margins; what is outside counts in the first or last bin
+# of margins; what is outside counts in the first or last bin
+EDGES = np.concatenate([[0.0], np.logspace(-6, 2, 41)])
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 FLIP_RATE = "routing/flip_rate"
 LAYER_SHIFT, EXPERT_SHIFT = 32, 16  # bits of the code of a swap
@@ -33,7 +35,8 @@ class Counts:
     """Of one file of a step.
 
     server, trainer  int64 [L, E], choices of each expert
-    differing, pairs int64 [L], (token, layer) pairs in which the engines' experts differ, and all that have both
+    differing, pairs int64 [L], (token, layer) pairs in which the engines' experts differ, and all
+    that have both
     margins          int64 [2, bins], of pairs that agree and that differ
     swaps            int64 [2, m]: code of (layer, from, to), and how often
     """
@@ -56,16 +59,26 @@ def loads_of_steps(run: Run, wanted: str) -> dict[str, object]:
     missing = [text for each in counts for text in each.missing]
     notes = [text for text in (run.indexing(),) if text]
     if not steps and not notes:
-        notes.append("no tensors of rollouts in these steps: rollout.save_tensors = true or a share saves them")
+        notes.append(
+            "no tensors of rollouts in these steps: rollout.save_tensors = true or a share saves"
+            " them"
+        )
     layers = max((len(each.server) for each in counts), default=0)
     same = [each for each in counts if layers and len(each.server) == layers]
     over_steps = flips_over_steps(run)
     if not same:
         return NOTHING | {
-            "steps": steps, "flips_by_layer_over_steps": over_steps, "missing": missing, "notes": notes,
+            "steps": steps, "flips_by_layer_over_steps": over_steps, "missing": missing,
+            "notes": notes,
         }  # fmt: skip
-    server, trainer = total_counts([each.server for each in same]), total_counts([each.trainer for each in same])
-    differing, pairs = total_counts([each.differing for each in same]), total_counts([each.pairs for each in same])
+    server, trainer = (
+        total_counts([each.server for each in same]),
+        total_counts([each.trainer for each in same]),
+    )
+    differing, pairs = (
+        total_counts([each.differing for each in same]),
+        total_counts([each.pairs for each in same]),
+    )
     margins = total_counts([each.margins for each in same])
     return {
         "steps": steps,
@@ -75,7 +88,9 @@ def loads_of_steps(run: Run, wanted: str) -> dict[str, object]:
         "trainer_load": shares_of(trainer) if trainer.any() else None,
         "flips_by_layer": differing / np.maximum(pairs, 1) if pairs.any() else None,
         "flips_by_layer_over_steps": over_steps,
-        "margin_histogram": {"edges": EDGES, "kept": margins[0], "flipped": margins[1]} if margins.any() else None,
+        "margin_histogram": {"edges": EDGES, "kept": margins[0], "flipped": margins[1]}
+        if margins.any()
+        else None,
         "swaps": largest_swaps(np.concatenate([each.swaps for each in same], axis=1)),
         "missing": missing,
         "notes": notes,
@@ -83,7 +98,9 @@ def loads_of_steps(run: Run, wanted: str) -> dict[str, object]:
 
 
 def over_steps(run: Run, layer: int, expert: int) -> dict[str, object]:
-    """The answer to /expert: one expert's share of its layer's choices by step, of at most MAX_STEPS steps, evenly spread."""
+    """The answer to /expert: one expert's share of its layer's choices by step, of at most
+    MAX_STEPS steps, evenly spread.
+    """
     shards, num_experts = saved_steps(run), experts_of_model(run)
     steps = chosen_steps(sorted(shards), ":")
     found: dict[str, list[float | None]] = {"server": [], "trainer": []}
@@ -95,14 +112,17 @@ def over_steps(run: Run, layer: int, expert: int) -> dict[str, object]:
 
 
 def share_of(parts: Sequence[np.ndarray], layer: int, expert: int) -> float | None:
-    """Of all choices [L, E] of a step; None where the layer has none, or there is no such layer or expert."""
+    """Of all choices [L, E] of a step; None where the layer has none, or there is no such layer or
+    expert.
+    """
     rows = [part[layer] for part in parts if layer < len(part) and expert < part.shape[1]]
     chosen = sum(int(row.sum()) for row in rows)
     return sum(int(row[expert]) for row in rows) / chosen if chosen else None
 
 
 NOTHING = {
-    "layers": 0, "experts": 0, "server_load": [], "trainer_load": None, "flips_by_layer": None, "margin_histogram": None,
+    "layers": 0, "experts": 0, "server_load": [], "trainer_load": None, "flips_by_layer": None,
+    "margin_histogram": None,
     "swaps": [],
 }  # fmt: skip
 
@@ -111,14 +131,18 @@ def saved_steps(run: Run) -> dict[int, list[str]]:
     """Step -> stems of the rollout files that have tensors of it."""
     found: dict[int, list[str]] = {}
     with closing(run.index.connect()) as connection:
-        for row in connection.execute("SELECT name FROM shards WHERE name LIKE 'rollouts%' ORDER BY name"):
+        for row in connection.execute(
+            "SELECT name FROM shards WHERE name LIKE 'rollouts%' ORDER BY name"
+        ):
             stem, _, step = row["name"].removesuffix(".safetensors").rpartition("_")
             found.setdefault(int(step), []).append(stem)
     return found
 
 
 def chosen_steps(steps: Sequence[int], wanted: str) -> list[int]:
-    """Of these steps those in the range, at most MAX_STEPS of them, evenly spread; the last step where none is named."""
+    """Of these steps those in the range, at most MAX_STEPS of them, evenly spread; the last step
+    where none is named.
+    """
     match = re.fullmatch(r"(\d*)(:?)(\d*)", wanted, re.ASCII)
     if match is None:
         raise QueryError(f"step = {wanted}: must be STEP or FIRST:LAST")
@@ -127,7 +151,9 @@ def chosen_steps(steps: Sequence[int], wanted: str) -> list[int]:
     first = int(match[1] or 0)
     last = int(match[3]) if match[3] else (first if not match[2] else 10**9)
     inside = [step for step in steps if first <= step <= last]
-    places = np.unique(np.linspace(0, len(inside) - 1, min(MAX_STEPS, len(inside))).round().astype(int))
+    places = np.unique(
+        np.linspace(0, len(inside) - 1, min(MAX_STEPS, len(inside))).round().astype(int)
+    )
     return [inside[place] for place in places]
 
 
@@ -136,26 +162,37 @@ def count(run: Run, step: int, stem: str, num_experts: int) -> Counts:
     server = tensor_file_name(stem, step)
     trained = trained_places(run, step, stem)
     paths = [run.folder / name for name in (server, *sorted({name for _, name, _ in trained}))]
-    stamps = tuple((path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else (0, 0) for path in paths)
+    stamps = tuple(
+        (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else (0, 0)
+        for path in paths
+    )
     return counted_experts(run.folder, server, trained, stamps, num_experts)
 
 
 Places = tuple[tuple[str, str, str], ...]
-"""(id of a rollout, file of its trainer's half, key of its tensors there): another replica may have trained on it."""
+"""(id of a rollout, file of its trainer's half, key of its tensors there): another replica may have
+trained on it.
+"""
 
 
 def trained_places(run: Run, step: int, stem: str) -> Places:
     with closing(run.index.connect()) as connection:
         rows = connection.execute(
-            "SELECT id, json_extract(line, '$.tensors') AS name, json_extract(line, '$.key') AS key FROM trained "
-            "WHERE step = ? AND file IN (?, '')",
+            "SELECT id, json_extract(line, '$.tensors') AS name, json_extract(line, '$.key') AS key"
+            " FROM trained WHERE step = ? AND file IN (?, '')",
             (step, stem),
         )
-        return tuple((row["id"], str(row["name"]), str(row["key"] or row["id"])) for row in rows if row["name"])
+        return tuple(
+            (row["id"], str(row["name"]), str(row["key"] or row["id"]))
+            for row in rows
+            if row["name"]
+        )
 
 
 @lru_cache(maxsize=256)
-def counted_experts(folder: Path, server: str, trained: Places, stamps: tuple, num_experts: int) -> Counts:
+def counted_experts(
+    folder: Path, server: str, trained: Places, stamps: tuple, num_experts: int
+) -> Counts:
     """Counts of all rollouts of the file `server`.  `stamps` tell changed files apart."""
     missing: list[str] = []
     shards: dict[str, TensorFile] = {}
@@ -178,10 +215,18 @@ def counted_experts(folder: Path, server: str, trained: Places, stamps: tuple, n
     if not same:
         none = np.zeros((0, 0), np.int64)
         return Counts(
-            none, none, none[:, :0], none[:, :0], np.zeros((2, len(EDGES) - 1), np.int64), none, tuple(missing)
+            none,
+            none,
+            none[:, :0],
+            none[:, :0],
+            np.zeros((2, len(EDGES) - 1), np.int64),
+            none,
+            tuple(missing),
         )
     sums = {name: total_counts([getattr(each, name) for each in same]) for name in COUNTED}
-    return Counts(**sums, swaps=np.concatenate([each.swaps for each in same], axis=1), missing=tuple(missing))
+    return Counts(
+        **sums, swaps=np.concatenate([each.swaps for each in same], axis=1), missing=tuple(missing)
+    )
 
 
 COUNTED = ("server", "trainer", "differing", "pairs", "margins")
@@ -199,7 +244,9 @@ def count_rollout(
     margin = trained[0].get(trained[1], "margin") if trained else None
     if trainer is not None and trainer.shape != server.shape:
         trainer = None
-    has_route = np.ones(len(server), bool) if gaps is None or gaps.shape != (len(server),) else ~gaps
+    has_route = (
+        np.ones(len(server), bool) if gaps is None or gaps.shape != (len(server),) else ~gaps
+    )
     server = server[has_route].astype(np.int64)
     layers = server.shape[1]
     bins = np.zeros((2, len(EDGES) - 1), np.int64)
@@ -208,12 +255,15 @@ def count_rollout(
         load = loads(server, num_experts)
         return Counts(load, np.zeros_like(load), none, none, bins, np.zeros((2, 0), np.int64))
     trainer = trainer[has_route].astype(np.int64)
-    lost = ~(server[..., :, None] == trainer[..., None, :]).any(-1)  # [n, L, K]: the server's that the trainer has not
+    # [n, L, K]: the server's that the trainer has not
+    lost = ~(server[..., :, None] == trainer[..., None, :]).any(-1)
     won = ~(trainer[..., :, None] == server[..., None, :]).any(-1)
     differs = lost.any(-1)
     if margin is not None and margin.shape == (*has_route.shape, layers):
         margins = np.clip(margin[has_route].astype(np.float64), EDGES[0], EDGES[-1])
-        bins = np.stack([np.histogram(margins[~differs], EDGES)[0], np.histogram(margins[differs], EDGES)[0]])
+        bins = np.stack(
+            [np.histogram(margins[~differs], EDGES)[0], np.histogram(margins[differs], EDGES)[0]]
+        )
     return Counts(
         loads(server, num_experts),
         loads(trainer, num_experts),
@@ -232,8 +282,14 @@ def loads(experts: np.ndarray, num_experts: int) -> np.ndarray:
     return np.bincount(codes[experts >= 0], minlength=layers * size).reshape(layers, size)
 
 
-def swaps_of(server: np.ndarray, trainer: np.ndarray, lost: np.ndarray, won: np.ndarray) -> np.ndarray:
-    """int64 [2, m].  Where several experts of a (token, layer) differ, they are paired in the order in which they are stored."""
+def swaps_of(
+    server: np.ndarray, trainer: np.ndarray, lost: np.ndarray, won: np.ndarray
+) -> np.ndarray:
+    """int64 [2, m].
+
+    Where several experts of a (token, layer) differ, they are paired in the order in which they are
+    stored.
+    """
     layers = np.broadcast_to(np.arange(server.shape[1])[None, :, None], server.shape)
     if lost.sum() != won.sum():  # duplicated ids have no pairs
         return np.zeros((2, 0), np.int64)
@@ -246,15 +302,26 @@ def largest_swaps(swaps: np.ndarray) -> list[dict[str, int]]:
     counts = np.bincount(places, weights=swaps[1], minlength=len(codes)).astype(np.int64)
     first = np.argsort(-counts, kind="stable")[:NUM_SWAPS]
     mask = (1 << EXPERT_SHIFT) - 1
-    layers, before, after = codes[first] >> LAYER_SHIFT, codes[first] >> EXPERT_SHIFT & mask, codes[first] & mask
+    layers, before, after = (
+        codes[first] >> LAYER_SHIFT,
+        codes[first] >> EXPERT_SHIFT & mask,
+        codes[first] & mask,
+    )
     columns = {"layer": layers, "from": before, "to": after, "count": counts[first]}
-    return [dict(zip(columns, map(int, row), strict=True)) for row in zip(*columns.values(), strict=True)]
+    return [
+        dict(zip(columns, map(int, row), strict=True))
+        for row in zip(*columns.values(), strict=True)
+    ]
 
 
 def total_counts(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The sum; loads of a smaller number of experts (that number is not always known) are filled up with 0."""
+    """The sum; loads of a smaller number of experts (that number is not always known) are filled up
+    with 0.
+    """
     width = max(part.shape[-1] for part in parts)
-    padded = [np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, width - part.shape[-1])]) for part in parts]
+    padded = [
+        np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, width - part.shape[-1])]) for part in parts
+    ]
     return np.sum(padded, axis=0)
 
 
@@ -272,7 +339,9 @@ def flips_over_steps(run: Run) -> dict[str, object]:
 
 
 def experts_of_model(run: Run) -> int:
-    """E by the model's config.json, so that an expert that nothing chose is shown; 0 where that is not found."""
+    """E by the model's config.json, so that an expert that nothing chose is shown; 0 where that is
+    not found.
+    """
     for folder in run.model_folders():
         try:
             config = json.loads((folder / "config.json").read_text())

@@ -1,7 +1,7 @@
 """The figures of a run, drawn from its results.  They use no global state of matplotlib.
 
-x is the number of finished steps: the policy that sampled step index s had finished s steps, and an evaluation after n steps
-is at n.
+x is the number of finished steps: the policy that sampled step index s had finished s steps, and an
+evaluation after n steps is at n.
 """
 
 from __future__ import annotations
@@ -15,14 +15,28 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import (
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    PercentFormatter,
+    StrMethodFormatter,
+)
 
 from megatron_rl.metrics.results import Results, evaluations, series
 
-BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2f6fb0", "#e07b27", "#3a9a5b", "#c43d4b", "#7d5ba6", "#8a8f98"
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
+    "#2f6fb0",
+    "#e07b27",
+    "#3a9a5b",
+    "#c43d4b",
+    "#7d5ba6",
+    "#8a8f98",
+)
 CYCLE = (BLUE, ORANGE, GREEN, RED, PURPLE, "#17a2a2", "#b5892e", GREY)
 STAGE_COLORS = {
-    "rollout": BLUE, "reward": "#8ab6de", "split": "#c9c3dd", "old_logprob": "#f2b27a", "update": ORANGE,
+    "rollout": BLUE, "reward": "#8ab6de", "split": "#c9c3dd", "old_logprob": "#f2b27a",
+    "update": ORANGE,
     "weight_sync": GREEN, "other": "#d5d8dc",
 }  # fmt: skip
 Color: TypeAlias = str | tuple[float, float, float, float]
@@ -44,16 +58,25 @@ def draw_comparison(runs: Mapping[str, Results], title: str) -> Figure:
     """Several runs in the same panels, one color each."""
     figure, axes = make_grid(3, 2, title)
     panels = (
-        ("rollout/reward_mean", "Reward (points: held-out avg@k)"), ("train/entropy", "Entropy (nats)"),
-        ("train/kl_mu_pi_k3", "KL(mu, pi_old), k3"), ("routing/router_mismatch", "Experts: trainer alone vs rollout"),
-        ("routing/replayed_mismatch", "Experts: used vs rollout"), ("optim/grad_norm", "Gradient norm"),
+        ("rollout/reward_mean", "Reward (points: held-out avg@k)"), ("train/entropy",
+        "Entropy (nats)"),
+        ("train/kl_mu_pi_k3", "KL(mu, pi_old), k3"), ("routing/router_mismatch",
+        "Experts: trainer alone vs rollout"),
+        ("routing/replayed_mismatch", "Experts: used vs rollout"), ("optim/grad_norm",
+        "Gradient norm"),
     )  # fmt: skip
     for axis, (metric, label) in zip(axes, panels, strict=True):
         for color, (run, results) in zip(CYCLE * len(runs), runs.items(), strict=False):
             draw_lines(axis, results, [(metric, color, run)])
             if metric == "rollout/reward_mean":
                 for evaluation in evaluations(results):
-                    axis.plot(*series(results, evaluation), "o", color=color, markeredgecolor="white", markersize=7)
+                    axis.plot(
+                        *series(results, evaluation),
+                        "o",
+                        color=color,
+                        markeredgecolor="white",
+                        markersize=7,
+                    )
         if metric.startswith("routing/"):
             as_percent(axis)
         finish_panel(axis, label)
@@ -65,26 +88,44 @@ def draw_reward(axis: Axes, results: Results) -> None:
     for color, name in zip((ORANGE, GREEN, RED, PURPLE), evaluations(results), strict=False):
         steps, values = series(results, name)
         label = name.removeprefix("eval/").replace("/", " ")
-        axis.plot(steps, values, "o--", color=color, label=label, markersize=8, markeredgecolor="white", linewidth=1.2)
+        axis.plot(
+            steps,
+            values,
+            "o--",
+            color=color,
+            label=label,
+            markersize=8,
+            markeredgecolor="white",
+            linewidth=1.2,
+        )
         for step, value in zip(steps, values, strict=True):
             axis.annotate(
-                f"{value:.2f}", (step, value), (0, 9), textcoords="offset points", ha="center", color=color, zorder=5,
-                bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+                f"{value:.2f}", (step, value), (0, 9), textcoords="offset points", ha="center",
+                color=color, zorder=5,
+                bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none",
+                "alpha": 0.8},
             )  # fmt: skip
     axis.margins(y=0.18)
 
 
 def draw_turns(axis: Axes, results: Results) -> None:
     """Turns, and what the user's function counts in about the same range."""
-    names = sorted({name for result in results for name in result.metrics if name.startswith("episode/")})
-    lines = [(name, color, name.removeprefix("episode/")) for name, color in zip(names, CYCLE[1:], strict=False)]
+    names = sorted(
+        {name for result in results for name in result.metrics if name.startswith("episode/")}
+    )
+    lines = [
+        (name, color, name.removeprefix("episode/"))
+        for name, color in zip(names, CYCLE[1:], strict=False)
+    ]
     draw_lines(axis, results, [("rollout/turns_mean", BLUE, "turns"), *lines])
     axis.set_ylim(bottom=0)
 
 
 def draw_tokens(axis: Axes, results: Results) -> None:
     sampled, written = "rollout/response_length_mean", "rollout/environment_length_mean"
-    draw_lines(axis, results, [(sampled, BLUE, "sampled"), (written, GREY, "by the environment, masked")])
+    draw_lines(
+        axis, results, [(sampled, BLUE, "sampled"), (written, GREY, "by the environment, masked")]
+    )
     axis.set_ylim(bottom=0)
 
 
@@ -103,7 +144,9 @@ def draw_discrepancy(axis: Axes, results: Results) -> None:
 def draw_staleness(axis: Axes, results: Results) -> None:
     names = splits(results, "logratio/staleness_std", "mini_batch_")
     colors = shades("YlOrRd", len(names))
-    lines = [(name, color, label) for (label, name), color in zip(names.items(), colors, strict=True)]
+    lines = [
+        (name, color, label) for (label, name), color in zip(names.items(), colors, strict=True)
+    ]
     draw_log_lines(axis, results, [*lines, ("logratio/train_infer_std", BLUE, "discrepancy, all")])
 
 
@@ -121,18 +164,23 @@ def draw_flips(axis: Axes, results: Results) -> None:
 
 def draw_tails(axis: Axes, results: Results) -> None:
     lines = [
-        ("logratio/train_infer_max", "#8ab6de", "pi_old/mu, max"), ("logratio/train_infer_p99", BLUE, "pi_old/mu, p99"),
-        ("logratio/staleness_max", "#f2b27a", "pi/pi_old, max"), ("logratio/staleness_p99", ORANGE, "pi/pi_old, p99"),
+        ("logratio/train_infer_max", "#8ab6de", "pi_old/mu, max"), ("logratio/train_infer_p99",
+        BLUE, "pi_old/mu, p99"),
+        ("logratio/staleness_max", "#f2b27a", "pi/pi_old, max"), ("logratio/staleness_p99", ORANGE,
+        "pi/pi_old, p99"),
     ]  # fmt: skip
     draw_log_lines(axis, results, lines)
     for color, tau in ((GREY, 2), (RED, 5)):
         if axis.lines and axis.get_ylim()[1] > math.log(tau):
-            axis.axhline(math.log(tau), color=color, linewidth=0.9, linestyle=":", label=f"F({tau})")
+            axis.axhline(
+                math.log(tau), color=color, linewidth=0.9, linestyle=":", label=f"F({tau})"
+            )
 
 
 def draw_clipping(axis: Axes, results: Results) -> None:
     for name, color, label in (
-        ("train/clip_high_frac", ORANGE, "clipped, r too high"), ("train/clip_low_frac", BLUE, "clipped, r too low"),
+        ("train/clip_high_frac", ORANGE, "clipped, r too high"), ("train/clip_low_frac", BLUE,
+        "clipped, r too low"),
         ("train/tis_truncated_frac", RED, "importance weight truncated"),
         ("rollout/truncated_frac", GREY, "responses cut at the length limit"),
     ):  # fmt: skip
@@ -152,7 +200,11 @@ def draw_experts(axis: Axes, results: Results) -> None:
 
 def draw_layers(axis: Axes, results: Results) -> None:
     axis.set_ylabel("MoE layer")
-    rows = [(r.step + 1, r.per_layer["routing/flip_rate"]) for r in results if r.per_layer.get("routing/flip_rate")]
+    rows = [
+        (r.step + 1, r.per_layer["routing/flip_rate"])
+        for r in results
+        if r.per_layer.get("routing/flip_rate")
+    ]
     if not rows:
         return
     steps, rates = np.array([step for step, _ in rows]), np.array([values for _, values in rows]).T
@@ -162,7 +214,14 @@ def draw_layers(axis: Axes, results: Results) -> None:
     bar.outline.set_visible(False)
     first, layers = series(results, "routing/first_flip_layer")
     if len(first):
-        axis.plot(first, layers, ".", color=BLUE, markersize=4, label="first layer that flips, mean over tokens")
+        axis.plot(
+            first,
+            layers,
+            ".",
+            color=BLUE,
+            markersize=4,
+            label="first layer that flips, mean over tokens",
+        )
     axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axis.grid(False)
 
@@ -172,7 +231,9 @@ def draw_times(axis: Axes, results: Results) -> None:
     steps, bottom = [result.step + 1 for result in timed], np.zeros(len(timed))
     for name, color in STAGE_COLORS.items():
         if any(f"time/{name}" in result.metrics for result in timed):
-            values = np.nan_to_num([max(0.0, result.metrics.get(f"time/{name}", 0.0)) for result in timed])
+            values = np.nan_to_num(
+                [max(0.0, result.metrics.get(f"time/{name}", 0.0)) for result in timed]
+            )
             axis.bar(steps, values, 1.0, bottom, color=color, label=name.replace("_", " "))
             bottom += values
     if bottom.any():
@@ -180,7 +241,9 @@ def draw_times(axis: Axes, results: Results) -> None:
 
 
 def draw_lines(axis: Axes, results: Results, lines: Iterable[Line]) -> None:
-    """Each metric's values, faint, and their centred running mean: long runs would otherwise be all noise."""
+    """Each metric's values, faint, and their centred running mean: long runs would otherwise be all
+    noise.
+    """
     for name, color, label in lines:
         noisy_line(axis, *series(results, name), color, label)
 
@@ -211,14 +274,18 @@ def noisy_line(axis: Axes, steps: np.ndarray, values: np.ndarray, color: Color, 
 
 
 FIRST_ORDER: tuple[Line, ...] = (
-    ("first_order/total_p95", RED, "p95, pi / mu"), ("first_order/total_median", PURPLE, "median, pi / mu"),
-    ("first_order/train_infer_p95", BLUE, "p95, pi_old / mu"), ("first_order/staleness_p95", ORANGE, "p95, pi / pi_old"),
+    ("first_order/total_p95", RED, "p95, pi / mu"), ("first_order/total_median", PURPLE,
+    "median, pi / mu"),
+    ("first_order/train_infer_p95", BLUE, "p95, pi_old / mu"), ("first_order/staleness_p95", ORANGE,
+    "p95, pi / pi_old"),
 )  # fmt: skip
 PANELS: dict[str, Callable[[Axes, Results], None]] = {
     "Reward": draw_reward,
     "Policy entropy (nats per token)": partial(draw_from_zero, line=("train/entropy", PURPLE, "")),
     "Training-inference discrepancy, KL(mu, pi_old) per token": draw_discrepancy,
-    "First-order error: |prod(1+d) - (1 + sum d)| per response": partial(draw_log_lines, lines=FIRST_ORDER),
+    "First-order error: |prod(1+d) - (1 + sum d)| per response": partial(
+        draw_log_lines, lines=FIRST_ORDER
+    ),
     "Std of the staleness log pi/pi_old, by mini-batch": draw_staleness,
     "Std of the discrepancy log pi_old/mu, by layers that flipped": draw_flips,
     "Tails of the log-ratio, abs; F(tau) counts the tokens above its line": draw_tails,
@@ -237,10 +304,15 @@ EPISODES: dict[str, Callable[[Axes, Results], None]] = {
 
 
 def splits(results: Results, name: str, axis: str) -> dict[str, str]:
-    """Label -> metric, of the measured parts of a metric along an axis ("mini_batch_", "flips_"), in order."""
+    """Label -> metric, of the measured parts of a metric along an axis ("mini_batch_", "flips_"),
+    in order.
+    """
     prefix = f"{name}/{axis}"
     found = {metric for result in results for metric in result.metrics if metric.startswith(prefix)}
-    labels = sorted((metric.removeprefix(prefix) for metric in found), key=lambda label: int(label.split("_")[0]))
+    labels = sorted(
+        (metric.removeprefix(prefix) for metric in found),
+        key=lambda label: int(label.split("_")[0]),
+    )
     return {label: prefix + label for label in labels}
 
 
@@ -250,7 +322,9 @@ def shades(name: str, count: int) -> list[Color]:
 
 
 def make_grid(rows: int, columns: int, title: str) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(6.6 * columns, 2.9 * rows + 0.5), layout="constrained", facecolor="white")
+    figure = Figure(
+        figsize=(6.6 * columns, 2.9 * rows + 0.5), layout="constrained", facecolor="white"
+    )
     figure.suptitle(title, fontsize=15, fontweight="bold", x=0.01, ha="left")
     axes = list(figure.subplots(rows, columns).flat)
     for axis in axes:
@@ -273,11 +347,17 @@ def finish_panel(axis: Axes, title: str) -> None:
     """Title, legend and, where nothing was measured, a note."""
     axis.set_title(title, loc="left", fontsize=11, color="#23272e")
     if not axis.lines and not axis.collections and not axis.patches:
-        axis.text(0.5, 0.5, "not measured in this run", transform=axis.transAxes, ha="center", color=GREY)
+        axis.text(
+            0.5, 0.5, "not measured in this run", transform=axis.transAxes, ha="center", color=GREY
+        )
     labels = axis.get_legend_handles_labels()[1]
     if labels:
         widest = max(map(len, labels))
-        columns = 1 if len(labels) <= 4 and axis.get_yscale() == "linear" else 4 if widest < 17 else 2
-        legend = axis.legend(fontsize=8.5, frameon=True, framealpha=0.85, edgecolor="none", ncols=columns)
+        columns = (
+            1 if len(labels) <= 4 and axis.get_yscale() == "linear" else 4 if widest < 17 else 2
+        )
+        legend = axis.legend(
+            fontsize=8.5, frameon=True, framealpha=0.85, edgecolor="none", ncols=columns
+        )
         legend.set_in_layout(False)  # a wide one must not narrow the panels
     axis.set_xlabel("finished steps", fontsize=9, color="#4a4f57")

@@ -10,7 +10,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FilePlace:
-    """How far a file was read: bytes, lines; and length and digest of the last line, which tell a rewritten file."""
+    """How far a file was read: bytes, lines; and length and digest of the last line, which tell a
+    rewritten file.
+    """
 
     offset: int = 0
     lines: int = 0
@@ -32,7 +34,9 @@ class Line:
 
 
 def is_rewritten(path: Path, place: FilePlace) -> bool:
-    """Whether the file no longer holds what was read: it is gone, shorter, or another line ends there."""
+    """Whether the file no longer holds what was read: it is gone, shorter, or another line ends
+    there.
+    """
     if place.offset == 0:
         return False
     try:
@@ -48,7 +52,10 @@ def digest_of_lines(data: bytes) -> bytes:
 
 
 def new_lines(path: Path, place: FilePlace) -> Iterator[Line]:
-    """The complete lines after `place`; an incomplete last one is left for later.  None where there is no such file."""
+    """The complete lines after `place`; an incomplete last one is left for later.
+
+    None where there is no such file.
+    """
     try:
         file = open(path, "rb")  # noqa: SIM115  closed below: the generator outlives this block
     except FileNotFoundError:

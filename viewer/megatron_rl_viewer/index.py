@@ -1,10 +1,13 @@
-"""The rollouts of a run in an SQLite file, so that any of a million is found without reading the others.
+"""The rollouts of a run in an SQLite file, so that any of a million is found without reading the
+others.
 
-Tables: `files`, how far each jsonl was read; `rollouts`, one row per sequence, numbers and short texts only; `texts`, what a
-table shows of prompt and response; `search`, full text of both (FTS5, the texts themselves stay in the jsonl); `trained`, lines
-of the trainer's half; `groups`, per (step, prompt); `shards`, which safetensors files were read for ids.
-A step that a resumed run wrote again replaces its earlier rows.  One transaction holds rows and the place in the file after
-them: a viewer that is killed continues where it was, and two viewers of one run do not disturb each other.
+Tables: `files`, how far each jsonl was read; `rollouts`, one row per sequence, numbers and short
+texts only; `texts`, what a table shows of prompt and response; `search`, full text of both (FTS5,
+the texts themselves stay in the jsonl); `trained`, lines of the trainer's half; `groups`, per
+(step, prompt); `shards`, which safetensors files were read for ids. A step that a resumed run wrote
+again replaces its earlier rows.  One transaction holds rows and the place in the file after
+them: a viewer that is killed continues where it was, and two viewers of one run do not disturb each
+other.
 """
 
 from __future__ import annotations
@@ -23,7 +26,15 @@ from tempfile import TemporaryDirectory
 from threading import Event
 from urllib.parse import quote
 
-from megatron_rl_viewer.follow import FilePlace, Line, after, batch_of, cut_line, is_rewritten, new_lines
+from megatron_rl_viewer.follow import (
+    FilePlace,
+    Line,
+    after,
+    batch_of,
+    cut_line,
+    is_rewritten,
+    new_lines,
+)
 from megatron_rl_viewer.tensor_files import ShardError, TensorFile, shard_files, tensor_file_name
 
 VERSION = 1  # of the tables below: another one is built again
@@ -33,9 +44,18 @@ SHOWN_CHARACTERS = 200
 MAX_WARNINGS = 20  # per file
 TRAINED_NUMBERS = ("kl", "max_log_ratio", "clipped_frac", "flip_frac")
 INDEXED = (
-    "step", "reward", "advantage", "length", "finish_reason", "version", "turns", "has_tensors", *TRAINED_NUMBERS,
+    "step", "reward", "advantage", "length", "finish_reason", "version", "turns", "has_tensors",
+    *TRAINED_NUMBERS,
 )  # fmt: skip
-GROUP_INDEXED = ("count", "reward_mean", "reward_min", "reward_max", "length_mean", "flip_frac", "kl")
+GROUP_INDEXED = (
+    "count",
+    "reward_mean",
+    "reward_min",
+    "reward_max",
+    "length_mean",
+    "flip_frac",
+    "kl",
+)
 SCHEMA = f"""
 CREATE TABLE files(name TEXT PRIMARY KEY, offset INT, lines INT, last_length INT, last_digest BLOB, last_step INT);
 CREATE TABLE warnings(file TEXT, text TEXT);
@@ -76,11 +96,17 @@ def rollout_key(step: int, file: str, name: str) -> str:
 def database_path(folder: Path, cache: Path) -> Path:
     """One file per place of a run; that another run stands there now is noticed by its contents."""
     place = str(folder.resolve())
-    return cache / f"{folder.resolve().name}-{hashlib.blake2b(place.encode(), digest_size=8).hexdigest()}.sqlite"
+    return (
+        cache
+        / f"{folder.resolve().name}-{hashlib.blake2b(place.encode(), digest_size=8).hexdigest()}.sqlite"
+    )
 
 
 class Index:
-    """The index of the run in `folder`, kept in `path`.  `update` is called by one thread; readers open connections."""
+    """The index of the run in `folder`, kept in `path`.
+
+    `update` is called by one thread; readers open connections.
+    """
 
     def __init__(self, folder: Path, path: Path) -> None:
         self.folder, self.path = folder, path
@@ -95,7 +121,10 @@ class Index:
             connection.execute("DELETE FROM shards WHERE error IS NOT NULL")
 
     def _is_known(self) -> bool:
-        """Whether there is an index of this VERSION.  Raises sqlite3.Error where that is not known, as for one that is locked."""
+        """Whether there is an index of this VERSION.
+
+        Raises sqlite3.Error where that is not known, as for one that is locked.
+        """
         if not self.path.exists():
             return False
         try:
@@ -103,12 +132,17 @@ class Index:
                 return connection.execute("PRAGMA user_version").fetchone()[0] == VERSION
         except sqlite3.DatabaseError as error:
             # the low byte of an extended code; not SQLite, or damaged: it is built again
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in (
+                sqlite3.SQLITE_NOTADB,
+                sqlite3.SQLITE_CORRUPT,
+            ):
                 return False
             raise
 
     def _build(self) -> None:
-        """An empty index, in a file that then takes its place: another viewer sees a complete one or none."""
+        """An empty index, in a file that then takes its place: another viewer sees a complete one
+        or none.
+        """
         with TemporaryDirectory(dir=self.path.parent) as folder:
             temporary = Path(folder) / self.path.name
             with closing(sqlite3.connect(temporary, isolation_level=None)) as connection:
@@ -119,7 +153,9 @@ class Index:
 
     def connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=30, isolation_level=None)
-        connection.executescript("PRAGMA synchronous = OFF; PRAGMA cache_size = -65536; PRAGMA temp_store = MEMORY;")
+        connection.executescript(
+            "PRAGMA synchronous = OFF; PRAGMA cache_size = -65536; PRAGMA temp_store = MEMORY;"
+        )
         connection.row_factory = sqlite3.Row
         return connection
 
@@ -135,7 +171,7 @@ class Index:
         finally:
             self.progress = None
 
-    # Lines -----------------------------------------------------------------------------------------------------------
+    # Lines ----------------------------------------------------------------------------------------
 
     def _jsonl(self, stem: str) -> list[Path]:
         """STEM.jsonl, STEM.dp1.jsonl ... of the run itself, in the order of the replicas."""
@@ -154,7 +190,8 @@ class Index:
             tables = ("files", "warnings", "rollouts", "texts", "trained", "groups", "shards")
             deletes = "".join(f"DELETE FROM {table};" for table in tables)
             connection.executescript(
-                f"BEGIN IMMEDIATE; {deletes} INSERT INTO search(search) VALUES('delete-all'); COMMIT;"
+                f"BEGIN IMMEDIATE; {deletes} INSERT INTO search(search) VALUES('delete-all');"
+                " COMMIT;"
             )
             self.revision += 1
 
@@ -167,14 +204,17 @@ class Index:
     def _share_read(self, connection: sqlite3.Connection) -> float:
         paths = [*self._jsonl("rollouts"), *self._jsonl("trained")]
         read = connection.execute("SELECT sum(offset) FROM files").fetchone()[0] or 0
-        return min(read / max(sum(path.stat().st_size for path in paths), 1), 0.99)  # files of tensors come last
+        # files of tensors come last
+        return min(read / max(sum(path.stat().st_size for path in paths), 1), 0.99)
 
     def _read_batch(self, connection: sqlite3.Connection, path: Path) -> int:
         """Read a batch of lines in one transaction; returns how many."""
         connection.execute("BEGIN IMMEDIATE")  # before the place is read: another viewer may write
         try:
             place = self._place(connection, path.name)
-            last = connection.execute("SELECT last_step FROM files WHERE name = ?", (path.name,)).fetchone()
+            last = connection.execute(
+                "SELECT last_step FROM files WHERE name = ?", (path.name,)
+            ).fetchone()
             lines = batch_of(new_lines(path, place), BATCH, BATCH_BYTES)
             if lines:
                 add = self._add_rollouts if path.name.startswith("rollouts") else self._add_trained
@@ -183,12 +223,15 @@ class Index:
                 connection.execute("INSERT OR REPLACE INTO files VALUES (?,?,?,?,?,?)", entry)
             connection.execute("COMMIT")
         except BaseException:
-            with suppress(sqlite3.OperationalError):  # an error of SQLite may have rolled back already
+            # an error of SQLite may have rolled back already
+            with suppress(sqlite3.OperationalError):
                 connection.execute("ROLLBACK")
             raise
         return len(lines)
 
-    def _add_rollouts(self, connection: sqlite3.Connection, path: Path, lines: Sequence[Line], last_step: int) -> int:
+    def _add_rollouts(
+        self, connection: sqlite3.Connection, path: Path, lines: Sequence[Line], last_step: int
+    ) -> int:
         """Insert the rows of `lines`; returns the step of the last."""
         number = connection.execute("SELECT coalesce(max(number), 0) FROM texts").fetchone()[0]
         rows: list[tuple] = []
@@ -197,64 +240,98 @@ class Index:
 
         def flush() -> None:
             connection.executemany(ROW, rows)
-            shown = [(n, prompt[:SHOWN_CHARACTERS], response[:SHOWN_CHARACTERS]) for n, prompt, response in texts]
+            shown = [
+                (n, prompt[:SHOWN_CHARACTERS], response[:SHOWN_CHARACTERS])
+                for n, prompt, response in texts
+            ]
             connection.executemany("INSERT INTO texts VALUES (?,?,?)", shown)
-            connection.executemany("INSERT INTO search(rowid, prompt, response) VALUES (?,?,?)", texts)
+            connection.executemany(
+                "INSERT INTO search(rowid, prompt, response) VALUES (?,?,?)", texts
+            )
             rows.clear()
             texts.clear()
 
         seen = self._ids(connection, last_step, path.stem)
         for fields, row in self._parsed(connection, path, lines, "a rollout", index_row):
             step, name = fields["step"], fields["id"]
-            # an attempt writes its rows of a step at once: what stands there from before is of one that was abandoned
+            # an attempt writes its rows of a step at once: what stands there from before is of one
+            # that was abandoned
             if step != last_step or name in seen:
                 flush()
-                self._forget_attempt(connection, step, path.stem, again=name if step == last_step else None)
+                self._forget_attempt(
+                    connection, step, path.stem, again=name if step == last_step else None
+                )
                 seen, last_step = self._ids(connection, step, path.stem), step
             seen.add(name)
             number += 1
             rows.append((number, path.stem, *row))
-            texts.append((number, searched_text(fields["prompt"]), searched_text(fields["response"])))
+            texts.append(
+                (number, searched_text(fields["prompt"]), searched_text(fields["response"]))
+            )
             steps.add(step)
         flush()
-        again = [(tensor_file_name(path.stem, step),) for step in steps]  # they may have been read before these lines
+        # they may have been read before these lines
+        again = [(tensor_file_name(path.stem, step),) for step in steps]
         connection.executemany("DELETE FROM shards WHERE name = ?", again)
         self._finish_steps(connection, steps)
         return last_step
 
     def _ids(self, connection: sqlite3.Connection, step: int, file: str) -> set[str]:
-        found = connection.execute("SELECT id FROM rollouts WHERE step = ? AND file = ?", (step, file))
+        found = connection.execute(
+            "SELECT id FROM rollouts WHERE step = ? AND file = ?", (step, file)
+        )
         return {row["id"] for row in found}
 
-    def _forget_attempt(self, connection: sqlite3.Connection, step: int, file: str, again: str | None) -> None:
+    def _forget_attempt(
+        self, connection: sqlite3.Connection, step: int, file: str, again: str | None
+    ) -> None:
         """Delete the rows of an abandoned attempt, with the trainer's half.
 
-        again: an id that the next attempt repeats right after the abandoned one.  Rows of the next one may stand before it: of
-        a complete attempt there are as many groups as of the step before, of another one those up to the group of that id.
+        again: an id that the next attempt repeats right after the abandoned one.  Rows of the next
+        one may stand before it: of a complete attempt there are as many groups as of the step
+        before, of another one those up to the group of that id.
         """
         which = "step = ? AND file = ?"
         values: list[object] = [step, file]
         if again is not None:
             count = "SELECT count(DISTINCT group_key) FROM rollouts WHERE step = ? AND file = ?"
             expected = connection.execute(count, (step - 1, file)).fetchone()[0]
-            rows = connection.execute(f"SELECT * FROM rollouts WHERE {which} ORDER BY number", values).fetchall()
-            groups = [list(members) for _, members in groupby(rows, key=lambda row: row["group_key"])]
-            repeated = next(place for place, members in enumerate(groups) if any(row["id"] == again for row in members))
+            rows = connection.execute(
+                f"SELECT * FROM rollouts WHERE {which} ORDER BY number", values
+            ).fetchall()
+            groups = [
+                list(members) for _, members in groupby(rows, key=lambda row: row["group_key"])
+            ]
+            repeated = next(
+                place
+                for place, members in enumerate(groups)
+                if any(row["id"] == again for row in members)
+            )
             last = max(repeated, expected - 1 if expected <= len(groups) else 0)
             values.append(groups[last][-1]["number"])
             which += " AND number <= ?"
         deleted = connection.execute(f"DELETE FROM rollouts WHERE {which}", values)
         if deleted.rowcount:
             self.revision += 1
-            connection.execute("DELETE FROM trained WHERE step = ? AND file IN (?, '')", (step, file))
-            trainer = "UPDATE rollouts SET " + ", ".join(f"{name} = NULL" for name in TRAINED_NUMBERS)
+            connection.execute(
+                "DELETE FROM trained WHERE step = ? AND file IN (?, '')", (step, file)
+            )
+            trainer = "UPDATE rollouts SET " + ", ".join(
+                f"{name} = NULL" for name in TRAINED_NUMBERS
+            )
             connection.execute(f"{trainer} WHERE step = ? AND file = ?", (step, file))
 
-    def _add_trained(self, connection: sqlite3.Connection, path: Path, lines: Sequence[Line], last_step: int) -> int:
-        """The trainer's half; `sampled_by` names the file of the rollout where ids are not unique over replicas."""
+    def _add_trained(
+        self, connection: sqlite3.Connection, path: Path, lines: Sequence[Line], last_step: int
+    ) -> int:
+        """The trainer's half; `sampled_by` names the file of the rollout where ids are not unique
+        over replicas.
+        """
         steps: set[int] = set()
         rows = []
-        for fields, row in self._parsed(connection, path, lines, "a line of the trainer's half", trained_row):
+        for fields, row in self._parsed(
+            connection, path, lines, "a line of the trainer's half", trained_row
+        ):
             rows.append(row)
             steps.add(fields["step"])
             last_step = fields["step"]
@@ -263,7 +340,12 @@ class Index:
         return last_step
 
     def _parsed(
-        self, connection: sqlite3.Connection, path: Path, lines: Sequence[Line], what: str, to_row: ToRow
+        self,
+        connection: sqlite3.Connection,
+        path: Path,
+        lines: Sequence[Line],
+        what: str,
+        to_row: ToRow,
     ) -> Iterator[tuple[dict, tuple]]:
         """(fields, row) of each line; one that is no such line is named in the warnings."""
         for line in lines:
@@ -279,7 +361,9 @@ class Index:
             yield fields, row
 
     def _warn(self, connection: sqlite3.Connection, file: str, text: str) -> None:
-        count = connection.execute("SELECT count(*) FROM warnings WHERE file = ?", (file,)).fetchone()[0]
+        count = connection.execute(
+            "SELECT count(*) FROM warnings WHERE file = ?", (file,)
+        ).fetchone()[0]
         if count < MAX_WARNINGS:
             text = text if count < MAX_WARNINGS - 1 else f"{text}; further lines are not named"
             connection.execute("INSERT INTO warnings VALUES (?,?)", (file, searched_text(text)))
@@ -287,16 +371,23 @@ class Index:
     def _finish_steps(self, connection: sqlite3.Connection, steps: set[int]) -> None:
         """What depends on all rows of a step: the trainer's numbers, the groups."""
         for step in sorted(steps):
-            if connection.execute("SELECT 1 FROM trained WHERE step = ? LIMIT 1", (step,)).fetchone():
+            if connection.execute(
+                "SELECT 1 FROM trained WHERE step = ? LIMIT 1", (step,)
+            ).fetchone():
                 connection.execute(JOIN_TRAINED, (step,))
             connection.execute("DELETE FROM groups WHERE step = ?", (step,))
             connection.execute(GROUP_ROWS, (step,))
 
-    # Tensors ---------------------------------------------------------------------------------------------------------
+    # Tensors --------------------------------------------------------------------------------------
 
     def _read_shards(self, connection: sqlite3.Connection) -> None:
-        """Which rollouts have tensors, by the names in files that are new or changed; of a file that is gone none."""
-        known = {row["name"]: tuple(row) for row in connection.execute("SELECT name, size, modified FROM shards")}
+        """Which rollouts have tensors, by the names in files that are new or changed; of a file
+        that is gone none.
+        """
+        known = {
+            row["name"]: tuple(row)
+            for row in connection.execute("SELECT name, size, modified FROM shards")
+        }
         found = {name: (name, size, modified) for name, size, modified in shard_files(self.folder)}
         for name in known.keys() - found.keys():
             self._set_shard(connection, name, [], None)
@@ -310,14 +401,20 @@ class Index:
                 error, ids = str(problem), []
             self._set_shard(connection, name, ids, (*entry, error))
 
-    def _set_shard(self, connection: sqlite3.Connection, name: str, ids: Sequence[str], entry: tuple | None) -> None:
-        """Which rollouts have their tensors in this file; entry: its row of `shards`, None for a file that is gone."""
+    def _set_shard(
+        self, connection: sqlite3.Connection, name: str, ids: Sequence[str], entry: tuple | None
+    ) -> None:
+        """Which rollouts have their tensors in this file; entry: its row of `shards`, None for a
+        file that is gone.
+        """
         stem, _, step = name.removesuffix(".safetensors").rpartition("_")
         connection.execute("BEGIN IMMEDIATE")
         if stem.startswith("rollouts"):
             update = "UPDATE rollouts SET has_tensors = ? WHERE step = ? AND file = ?"
             connection.execute(update, (0, int(step), stem))
-            connection.executemany(f"{update} AND id = ?", [(1, int(step), stem, each) for each in ids])
+            connection.executemany(
+                f"{update} AND id = ?", [(1, int(step), stem, each) for each in ids]
+            )
         connection.execute("DELETE FROM shards WHERE name = ?", (name,))
         if entry is not None:
             connection.execute("INSERT INTO shards VALUES (?,?,?,?)", entry)
@@ -326,10 +423,22 @@ class Index:
     @property
     def warnings(self) -> list[str]:
         with closing(self.connect()) as connection:
-            found = [row["text"] for row in connection.execute("SELECT text FROM warnings ORDER BY rowid")]
-            found += [row["error"] for row in connection.execute("SELECT error FROM shards WHERE error IS NOT NULL")]
-            cut = [cut_line(path, self._place(connection, path.name)) for path in self._jsonl("rollouts")]
-            cut += [cut_line(path, self._place(connection, path.name)) for path in self._jsonl("trained")]
+            found = [
+                row["text"]
+                for row in connection.execute("SELECT text FROM warnings ORDER BY rowid")
+            ]
+            found += [
+                row["error"]
+                for row in connection.execute("SELECT error FROM shards WHERE error IS NOT NULL")
+            ]
+            cut = [
+                cut_line(path, self._place(connection, path.name))
+                for path in self._jsonl("rollouts")
+            ]
+            cut += [
+                cut_line(path, self._place(connection, path.name))
+                for path in self._jsonl("trained")
+            ]
         return found + ([] if self.progress is not None else [each for each in cut if each])
 
 
@@ -339,32 +448,55 @@ def is_inside(folder: Path, path: Path) -> bool:
 
 
 ToRow = Callable[[str, Line, dict], tuple]
-"""(stem of the file, line, its fields) -> values of a row; ValueError, KeyError or TypeError for another kind of line."""
+"""(stem of the file, line, its fields) -> values of a row; ValueError, KeyError or TypeError for
+another kind of line.
+"""
 
 
 def index_row(file: str, line: Line, fields: dict) -> tuple:
-    """Values of ROW after number and file.  A line of an older version names one policy_version for the entire response."""
-    step, name, length = integer(fields, "step"), text(fields, "id"), integer(fields, "response_length")
+    """Values of ROW after number and file.
+
+    A line of an older version names one policy_version for the entire response.
+    """
+    step, name, length = (
+        integer(fields, "step"),
+        text(fields, "id"),
+        integer(fields, "response_length"),
+    )
     integer(fields, "prompt_length", 0)
     _ = fields["prompt"], fields["response"]
     spans = fields.get("policy_versions") or [[fields.get("policy_version"), length]]
-    versions = [version for version, tokens in spans if isinstance(tokens, int) and isinstance(version, int | None)]
-    if len(versions) != len(spans) or not all(version is None or -(2**63) <= version < 2**63 for version in versions):
-        raise ValueError(f"policy_versions = {spans}: must be [[version, tokens], ...], integers of 64 bits")
+    versions = [
+        version
+        for version, tokens in spans
+        if isinstance(tokens, int) and isinstance(version, int | None)
+    ]
+    if len(versions) != len(spans) or not all(
+        version is None or -(2**63) <= version < 2**63 for version in versions
+    ):
+        raise ValueError(
+            f"policy_versions = {spans}: must be [[version, tokens], ...], integers of 64 bits"
+        )
     episode = text(fields, "episode", "")
     prompt = (episode or name).rpartition("/")[0]
     return (
         step, name, rollout_key(step, file, prompt), episode, line.offset, len(line.data),
         number_or_none(fields.get("reward")), number_or_none(fields.get("advantage")), length,
-        text(fields, "finish_reason", ""), versions[0], ", ".join(str(version) for version in dict.fromkeys(versions)),
+        text(fields, "finish_reason", ""), versions[0],
+        ", ".join(str(version) for version in dict.fromkeys(versions)),
         integer(fields, "num_turns", 1),
     )  # fmt: skip
 
 
 def trained_row(file: str, line: Line, fields: dict) -> tuple:
-    """Values of `trained`.  `sampled_by` names the file of the rollout: its id is unique in that file only."""
+    """Values of `trained`.
+
+    `sampled_by` names the file of the rollout: its id is unique in that file only.
+    """
     if fields["schema"] != 1:
-        raise ValueError(f"schema = {fields['schema']}: must be 1, which this version of the viewer reads")
+        raise ValueError(
+            f"schema = {fields['schema']}: must be 1, which this version of the viewer reads"
+        )
     sampled_by = text(fields, "sampled_by", "").removesuffix(".jsonl")
     numbers = [number_or_none(fields.get(name)) for name in TRAINED_NUMBERS]
     return integer(fields, "step"), text(fields, "id"), sampled_by, line.data.decode(), *numbers

@@ -16,9 +16,11 @@ EVALUATION = "eval/"
 
 
 class MetricsFile:
-    """Steps as the files count them (finished steps, the first is 1).  A step that was written again: later values count.
+    """Steps as the files count them (finished steps, the first is 1).  A step that was written
+    again: later values count.
 
-    revision grows whenever a step that was already there changed, so that who asked for later steps alone asks again.
+    revision grows whenever a step that was already there changed, so that who asked for later steps
+    alone asks again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,28 +66,45 @@ class MetricsFile:
     @property
     def num_layers(self) -> int:
         with self._lock:
-            return max((len(values) for row in self._per_layer.values() for values in row.values()), default=0)
+            return max(
+                (len(values) for row in self._per_layer.values() for values in row.values()),
+                default=0,
+            )
 
     def table(self, after_step: int = -1, names: Sequence[str] = ()) -> dict:
-        """{"steps", "metrics", "per_layer", "evaluations"} of the steps > after_step; one value per step, NaN where none."""
+        """{"steps", "metrics", "per_layer", "evaluations"} of the steps > after_step; one value per
+        step, NaN where none.
+        """
         with self._lock:
             rows = {step: row for step, row in sorted(self._metrics.items()) if step > after_step}
             per_layer = {step: self._per_layer[step] for step in rows}
         trained = [step for step, row in rows.items() if is_training(row)]
-        evaluated = [step for step, row in rows.items() if any(name.startswith(EVALUATION) for name in row)]
-        known = sorted({name for row in rows.values() for name in row if not names or name in names})
-        layered = sorted({name for row in per_layer.values() for name in row if not names or name in names})
+        evaluated = [
+            step for step, row in rows.items() if any(name.startswith(EVALUATION) for name in row)
+        ]
+        known = sorted(
+            {name for row in rows.values() for name in row if not names or name in names}
+        )
+        layered = sorted(
+            {name for row in per_layer.values() for name in row if not names or name in names}
+        )
 
         def columns(steps: Sequence[int], wanted: Sequence[str]) -> dict[str, list[float]]:
             return {name: [rows[step].get(name, math.nan) for step in steps] for name in wanted}
 
         return {
             "steps": trained,
-            "metrics": columns(trained, [name for name in known if not name.startswith(EVALUATION)]),
-            "per_layer": {name: [per_layer[step].get(name, []) for step in trained] for name in layered},
+            "metrics": columns(
+                trained, [name for name in known if not name.startswith(EVALUATION)]
+            ),
+            "per_layer": {
+                name: [per_layer[step].get(name, []) for step in trained] for name in layered
+            },
             "evaluations": {
                 "steps": evaluated,
-                "metrics": columns(evaluated, [name for name in known if name.startswith(EVALUATION)]),
+                "metrics": columns(
+                    evaluated, [name for name in known if name.startswith(EVALUATION)]
+                ),
             },
         }
 
@@ -96,7 +115,9 @@ def is_training(row: dict[str, float]) -> bool:
 
 
 class EventsFile:
-    """events.jsonl: {"time", "step", "kind", "text", "seconds"?} per line, as trainer/events.py writes them."""
+    """events.jsonl: {"time", "step", "kind", "text", "seconds"?} per line, as trainer/events.py
+    writes them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / EVENTS_FILE

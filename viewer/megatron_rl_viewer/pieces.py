@@ -1,6 +1,7 @@
 """The text of each token, from the tokenizer of a run.
 
-A token of a byte-level tokenizer may be part of a UTF-8 character: what it adds to a text is bytes, not letters.
+A token of a byte-level tokenizer may be part of a UTF-8 character: what it adds to a text is bytes,
+not letters.
 """
 
 from __future__ import annotations
@@ -14,14 +15,23 @@ from tokenizers import Tokenizer
 
 
 class Pieces:
-    """Token id -> bytes.  ValueError, naming the folder, where it holds no tokenizer that can be read."""
+    """Token id -> bytes.
+
+    ValueError, naming the folder, where it holds no tokenizer that can be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = load_tokenizer(folder)
         model = json.loads(self.tokenizer.to_str())
-        parts = {part.get("type") for key in ("decoder", "pre_tokenizer") for part in flat_pieces(model.get(key))}
+        parts = {
+            part.get("type")
+            for key in ("decoder", "pre_tokenizer")
+            for part in flat_pieces(model.get(key))
+        }
         self.is_byte_level = "ByteLevel" in parts
-        self.has_marks = bool(parts & {"Metaspace", "ByteFallback"}) or '"\\u2581"' in json.dumps(model.get("decoder"))
+        self.has_marks = bool(parts & {"Metaspace", "ByteFallback"}) or '"\\u2581"' in json.dumps(
+            model.get("decoder")
+        )
         self.added = {token["id"]: token["content"] for token in model.get("added_tokens", [])}
 
     def piece(self, token: int) -> bytes | None:
@@ -54,26 +64,37 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             return Tokenizer.from_file(str(path))
         if not (folder / "tokenizer_config.json").is_file():
             raise ValueError("no tokenizer.json or tokenizer_config.json")
-        from transformers import AutoTokenizer  # seconds: only for a tokenizer without tokenizer.json
+        # seconds: only for a tokenizer without tokenizer.json
+        from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
     except (
         Exception
-    ) as error:  # `tokenizers` raises nothing more specific; the page shows the rollout without texts, and why
+        # `tokenizers` raises nothing more specific; the page shows the rollout without texts, and
+        # why
+    ) as error:
         raise ValueError(f"{folder}: no tokenizer that can be read: {error}") from error
 
 
 @lru_cache
 def byte_of_letter() -> dict[str, int]:
-    """The letters by which byte-level vocabularies write bytes (GPT-2): printable ones as they are, the others from 256 on."""
+    """The letters by which byte-level vocabularies write bytes (GPT-2): printable ones as they are,
+    the others from 256 on.
+    """
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
 
 
 def shown_tokens(ids: Sequence[int], pieces: Pieces | None) -> list[dict[str, object]]:
-    """[{"text", "id"}], with "bytes" where the token alone is no UTF-8 text; <ID> without a tokenizer."""
-    return [{"id": token, **shown_text(token, pieces.piece(token) if pieces else None)} for token in ids]
+    """[{"text", "id"}], with "bytes" where the token alone is no UTF-8 text; <ID> without a
+    tokenizer.
+    """
+    return [
+        {"id": token, **shown_text(token, pieces.piece(token) if pieces else None)} for token in ids
+    ]
 
 
 def shown_text(token: int, piece: bytes | None) -> dict[str, object]:

@@ -21,10 +21,13 @@ OPERATORS = {"=": "=", "!=": "!=", "<": "<", "<=": "<=", ">": ">", ">=": ">=", "
 
 
 class QueryError(ValueError):
-    """Arguments of a request that make no query; the message names the argument, the value and the rule."""
+    """Arguments of a request that make no query; the message names the argument, the value and the
+    rule.
+    """
 
     def __init__(self, text: str) -> None:
-        super().__init__(text.encode("utf-8", "backslashreplace").decode())  # half a surrogate pair cannot be sent
+        # half a surrogate pair cannot be sent
+        super().__init__(text.encode("utf-8", "backslashreplace").decode())
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,10 @@ ROLLOUT_COLUMNS = {
     "turns": Column("turns", "number", "turns"),
     "has_tensors": Column("tensors", "number", "has_tensors"),
 }
-HIDDEN_FILTERS = {"group": Column("group", "text", "group_key"), "file": Column("file", "text", "file")}
+HIDDEN_FILTERS = {
+    "group": Column("group", "text", "group_key"),
+    "file": Column("file", "text", "file"),
+}
 HIDDEN_GROUP_FILTERS = {"key": Column("key", "text", "key"), "file": Column("file", "text", "file")}
 GROUP_COLUMNS = {
     "step": Column("step", "number", "step"),
@@ -71,7 +77,11 @@ FOUND = "number IN (SELECT rowid FROM search WHERE search MATCH ?)"
 
 @dataclass(frozen=True)
 class Query:
-    """One page.  filters: [{"column", "op", "value"}]; text: words that must all occur, each as the start of a word."""
+    """One page.
+
+    filters: [{"column", "op", "value"}]; text: words that must all occur, each as the start of a
+    word.
+    """
 
     offset: int = 0
     limit: int = 100
@@ -96,11 +106,17 @@ def rollouts_page(connection: sqlite3.Connection, query: Query) -> dict:
     """{"total", "columns", "rows"}; a row has its key and that of its group."""
     where, values = conditions(query, {**ROLLOUT_COLUMNS, **HIDDEN_FILTERS}, FOUND)
     total, numbers = page_of(connection, "rollouts", ROLLOUT_COLUMNS, query, where, values)
-    return {"total": total, "columns": describe_query(ROLLOUT_COLUMNS), "rows": rollout_rows(connection, numbers)}
+    return {
+        "total": total,
+        "columns": describe_query(ROLLOUT_COLUMNS),
+        "rows": rollout_rows(connection, numbers),
+    }
 
 
 def find_rollout(connection: sqlite3.Connection, key: str) -> sqlite3.Row | None:
-    """The row of a key, "STEP/FILE/ID" with the id encoded or not (a server decodes a path once); None where there is none."""
+    """The row of a key, "STEP/FILE/ID" with the id encoded or not (a server decodes a path once);
+    None where there is none.
+    """
     step, _, rest = key.partition("/")
     file, _, name = rest.partition("/")
     if not (step.isascii() and step.isdecimal() and len(step) < 10):
@@ -111,15 +127,21 @@ def find_rollout(connection: sqlite3.Connection, key: str) -> sqlite3.Row | None
 
 
 def rollout_rows(connection: sqlite3.Connection, numbers: Sequence[int]) -> list[dict[str, object]]:
-    """As a table shows them, in this order; without those that a rewritten step has replaced meanwhile."""
+    """As a table shows them, in this order; without those that a rewritten step has replaced
+    meanwhile.
+    """
     marks = ",".join("?" * len(numbers))
-    found = connection.execute(f"SELECT * FROM rollouts JOIN texts USING (number) WHERE number IN ({marks})", numbers)
+    found = connection.execute(
+        f"SELECT * FROM rollouts JOIN texts USING (number) WHERE number IN ({marks})", numbers
+    )
     by_number = {row["number"]: rollout_row(row) for row in found}
     return [by_number[number] for number in numbers if number in by_number]
 
 
 def rollout_row(row: sqlite3.Row) -> dict[str, object]:
-    shown = {name: row[name] for name in ROLLOUT_COLUMNS} | {"has_tensors": bool(row["has_tensors"])}
+    shown = {name: row[name] for name in ROLLOUT_COLUMNS} | {
+        "has_tensors": bool(row["has_tensors"])
+    }
     key = rollout_key(row["step"], row["file"], row["id"])
     return shown | {"key": key, "group": row["group_key"], "episode": row["episode"]}
 
@@ -134,7 +156,9 @@ def groups_page(connection: sqlite3.Connection, query: Query) -> dict:
         f"WHERE groups.number IN ({marks})",
         numbers,
     )
-    by_number = {row["number"]: {name: row[name] for name in ["key", *GROUP_COLUMNS]} for row in rows}
+    by_number = {
+        row["number"]: {name: row[name] for name in ["key", *GROUP_COLUMNS]} for row in rows
+    }
     shown = [by_number[number] for number in numbers if number in by_number]
     return {"total": total, "columns": describe_query(GROUP_COLUMNS), "rows": shown}
 
@@ -154,10 +178,14 @@ def page_of(
     where: str,
     values: Sequence[object],
 ) -> tuple[int, list[int]]:
-    """(rows that match, numbers of those of the page).  Each sort has an index, empty values come last."""
+    """(rows that match, numbers of those of the page).
+
+    Each sort has an index, empty values come last.
+    """
     if not 0 <= query.offset <= MAX_OFFSET or not 0 < query.limit <= MAX_LIMIT:
         raise QueryError(
-            f"offset = {query.offset}, limit = {query.limit}: must be >= 0, at most 2**53, and in 1..{MAX_LIMIT}"
+            f"offset = {query.offset}, limit = {query.limit}: must be >= 0, at most 2**53, and in"
+            f" 1..{MAX_LIMIT}"
         )
     if query.order not in ("asc", "desc"):
         raise QueryError(f"order = {query.order}: must be asc or desc")
@@ -168,14 +196,18 @@ def page_of(
     total = connection.execute(f"SELECT count(*) FROM {table} {where}", values).fetchone()[0]
     plain = "+" if where and total <= FEW else ""  # SQLite uses no index for "+column"
     rows = connection.execute(
-        f"SELECT number FROM {table} {where} ORDER BY {plain}{sql} {order} NULLS LAST, number {order} LIMIT ? OFFSET ?",
+        f"SELECT number FROM {table} {where} ORDER BY {plain}{sql} {order} NULLS LAST, number"
+        f" {order} LIMIT ? OFFSET ?",
         [*values, query.limit, query.offset],
     )
     return total, [row["number"] for row in rows]
 
 
 def conditions(query: Query, columns: Mapping[str, Column], found: str) -> tuple[str, list[object]]:
-    """(WHERE clause or "", its values).  Column names and operators come from our tables, values are always bound."""
+    """(WHERE clause or "", its values).
+
+    Column names and operators come from our tables, values are always bound.
+    """
     clauses: list[str] = []
     values: list[object] = []
     if len(query.filters) > MAX_PARTS:
@@ -185,7 +217,9 @@ def conditions(query: Query, columns: Mapping[str, Column], found: str) -> tuple
         column = columns.get(name) if isinstance(name, str) else None
         if column is None or column.sql is None:
             known = ", ".join(name for name, column in columns.items() if column.sql)
-            raise QueryError(f"filter: column = {name}: must be one of {known}; texts are searched with q")
+            raise QueryError(
+                f"filter: column = {name}: must be one of {known}; texts are searched with q"
+            )
         if not isinstance(operator, str) or operator not in OPERATORS:
             raise QueryError(f"filter: op = {operator}: must be one of {', '.join(OPERATORS)}")
         if not isinstance(value, str | int | float | bool):
@@ -195,7 +229,8 @@ def conditions(query: Query, columns: Mapping[str, Column], found: str) -> tuple
             clauses.append(f"{column.sql} LIKE ? ESCAPE '\\'")
             values.append(f"%{escaped}%")
         else:
-            plain = "" if operator == "=" else "+"  # for a range, one pass over the rows is faster than an index
+            # for a range, one pass over the rows is faster than an index
+            plain = "" if operator == "=" else "+"
             clauses.append(f"{plain}{column.sql} {OPERATORS[operator]} ?")
             values.append(filter_value(name, column, value))
     if query.text.strip():
@@ -210,21 +245,35 @@ def filter_value(name: object, column: Column, value: str | int | float | bool) 
     try:
         return float(value)
     except (ValueError, OverflowError):
-        raise QueryError(f"filter: value = {str(value)[:80]!r} of {name}: must be a number of at most 1e308") from None
+        raise QueryError(
+            f"filter: value = {str(value)[:80]!r} of {name}: must be a number of at most 1e308"
+        ) from None
 
 
 def usable_text(argument: str, value: object) -> str:
     """As a text that SQLite takes."""
     text = str(value)
-    if len(text) > MAX_TEXT or "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+    if (
+        len(text) > MAX_TEXT
+        or "\0" in text
+        or any("\ud800" <= letter <= "\udfff" for letter in text)
+    ):
         shown = text[:80].encode("ascii", "backslashreplace").decode()
-        raise QueryError(f"{argument} = {shown!r}: must be at most {MAX_TEXT} characters of Unicode, without NUL")
+        raise QueryError(
+            f"{argument} = {shown!r}: must be at most {MAX_TEXT} characters of Unicode, without NUL"
+        )
     return text
 
 
 def search_words(text: str) -> str:
-    """An FTS5 expression: every word of the text, as the start of a word.  A word between quotes is a phrase."""
-    words = [phrase or word for phrase, word in re.findall(r'"([^"]+)"|([^\s"]+)', usable_text("q", text))]
+    """An FTS5 expression: every word of the text, as the start of a word.
+
+    A word between quotes is a phrase.
+    """
+    words = [
+        phrase or word
+        for phrase, word in re.findall(r'"([^"]+)"|([^\s"]+)', usable_text("q", text))
+    ]
     usable = [word for word in words if re.search(r"\w", word)]
     if not usable:
         raise QueryError(f"q = {text}: must have a letter or a digit: text is found by words")

@@ -1,4 +1,6 @@
-"""report.html (one self-contained page) and report.png of a finished or running run, from the files it wrote."""
+"""report.html (one self-contained page) and report.png of a finished or running run, from the files
+it wrote.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ SUMMARY = {
     "optim/grad_norm": "gradient norm",
     "time/step": "seconds per step",
 }
-OWN_METRICS = {"reward/": "of the reward function, mean", "episode/": "of the rollout function or environment, mean"}
+OWN_METRICS = {
+    "reward/": "of the reward function, mean",
+    "episode/": "of the rollout function or environment, mean",
+}
 """Prefix of metrics whose names users choose."""
 SILENT_AT_ZERO = "replay/"  # metrics of errors: shown only where there were any
 
@@ -62,7 +67,8 @@ SILENT_AT_ZERO = "replay/"  # metrics of errors: shown only where there were any
 def write_report(run_dir: Path) -> Path:
     """Write report.html and report.png into `run_dir` and return the page's path.
 
-    Needs metrics.jsonl (ValueError when it is missing or broken); rollouts.jsonl and config.toml are shown if present.
+    Needs metrics.jsonl (ValueError when it is missing or broken); rollouts.jsonl and config.toml
+    are shown if present.
     """
     run_dir = Path(run_dir)
     if not (run_dir / METRICS_FILE).is_file():
@@ -79,14 +85,19 @@ def write_report(run_dir: Path) -> Path:
         *(f'<p class="big">{line}</p>' for line in accuracy_lines(results)),
         health_list(results, read_run_settings(run_dir)),
         left_out_table(results),
-        f'<h2>Curves</h2><div class="curves"><img alt="curves of the run" src="data:image/png;base64,{image}"></div>',
+        (
+            '<h2>Curves</h2><div class="curves"><img alt="curves of the run"'
+            f' src="data:image/png;base64,{image}"></div>'
+        ),
         summary_table(results),
         sample_tables(last_rollouts(run_dir), exported_rollouts(run_dir)),
     ]
     config = run_dir / "config.toml"
     if config.is_file():
         text = html.escape(config.read_text())
-        parts.append(f"<h2>Configuration</h2><details><summary>config.toml</summary><pre>{text}</pre></details>")
+        parts.append(
+            f"<h2>Configuration</h2><details><summary>config.toml</summary><pre>{text}</pre></details>"
+        )
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -128,7 +139,9 @@ def left_out_table(results: Sequence[StepResult]) -> str:
 
 
 def exported_rollouts(run_dir: Path) -> dict[str, str]:
-    """Key of a rollout -> its place in an export (megatron-rl view --export) that lies in the run's folder."""
+    """Key of a rollout -> its place in an export (megatron-rl view --export) that lies in the run's
+    folder.
+    """
     links: dict[str, str] = {}
     for path in sorted(run_dir.glob("*/data.js")):
         try:
@@ -152,7 +165,9 @@ def report_headline(results: Sequence[StepResult]) -> str:
         return '<p class="note">No training step is finished.</p>'
     _, seconds = series(results, "time/step")
     took = f", {seconds.sum() / 60:.1f} minutes" if len(seconds) else ""
-    return f'<p class="note">{steps[-1]} steps{took}; policy version {results[-1].policy_version}</p>'
+    return (
+        f'<p class="note">{steps[-1]} steps{took}; policy version {results[-1].policy_version}</p>'
+    )
 
 
 def accuracy_lines(results: Sequence[StepResult]) -> Iterator[str]:
@@ -161,7 +176,9 @@ def accuracy_lines(results: Sequence[StepResult]) -> Iterator[str]:
         steps, values = series(results, name)
         if len(steps) > 1:
             label, before, after = html.escape(name.removeprefix("eval/")), values[0], values[-1]
-            yield f"{label}: {before:.3f} before training, <b>{after:.3f}</b> after {steps[-1]} steps"
+            yield (
+                f"{label}: {before:.3f} before training, <b>{after:.3f}</b> after {steps[-1]} steps"
+            )
 
 
 def summary_table(results: Sequence[StepResult]) -> str:
@@ -180,15 +197,28 @@ def summary_table(results: Sequence[StepResult]) -> str:
 
 def users_metrics(results: Sequence[StepResult]) -> dict[str, str]:
     """Metrics of a user's functions -> label."""
-    names = sorted({name for result in results for name in result.metrics if not name.endswith("_total")})
-    return {name: label for name in names for prefix, label in OWN_METRICS.items() if name.startswith(prefix)}
+    names = sorted(
+        {name for result in results for name in result.metrics if not name.endswith("_total")}
+    )
+    return {
+        name: label
+        for name in names
+        for prefix, label in OWN_METRICS.items()
+        if name.startswith(prefix)
+    }
 
 
 def sample_tables(rows: Sequence[Row], links: Mapping[str, str]) -> str:
-    """The best and the worst responses among the last rollouts, at most one per prompt; links: see exported_rollouts."""
+    """The best and the worst responses among the last rollouts, at most one per prompt; links: see
+    exported_rollouts.
+    """
     tables, note = best_and_worst(rows)
     note = f'<p class="note">{note}</p>'
-    return "".join(f"<h2>{title}</h2>{note}{sample_table(rows, links)}" for title, rows in tables.items() if rows)
+    return "".join(
+        f"<h2>{title}</h2>{note}{sample_table(rows, links)}"
+        for title, rows in tables.items()
+        if rows
+    )
 
 
 def sample_table(rows: Sequence[Row], links: Mapping[str, str]) -> str:
@@ -197,13 +227,18 @@ def sample_table(rows: Sequence[Row], links: Mapping[str, str]) -> str:
             text_cell(row["prompt"]),
             text_cell(row["response"]),
             text_cell(row["label"]),
-            f'<span class="{"good" if row["reward"] > 0 else "bad"}">{number(row["reward"])}</span>',
+            (
+                "<span"
+                f' class="{"good" if row["reward"] > 0 else "bad"}">{number(row["reward"])}</span>'
+            ),
             tokens_cell(row),
             step_cell(row, links),
         ]
         for row in rows
     ]
-    return html_table(["prompt", "response", "label", "reward", "tokens", "step"], cells, numbers_from=3)
+    return html_table(
+        ["prompt", "response", "label", "reward", "tokens", "step"], cells, numbers_from=3
+    )
 
 
 def step_cell(row: Row, links: Mapping[str, str]) -> str:
@@ -213,8 +248,12 @@ def step_cell(row: Row, links: Mapping[str, str]) -> str:
 
 
 def tokens_cell(row: Row) -> str:
-    """Response tokens; of an episode of several turns also the turns, their rewards and the environment's tokens."""
-    text = number(row.get("response_length", math.nan)) + (" (cut)" if row.get("finish_reason") == "length" else "")
+    """Response tokens; of an episode of several turns also the turns, their rewards and the
+    environment's tokens.
+    """
+    text = number(row.get("response_length", math.nan)) + (
+        " (cut)" if row.get("finish_reason") == "length" else ""
+    )
     if row.get("num_turns", 1) == 1:
         return text
     rewards = ", ".join(map(number, row.get("turn_rewards", ())))

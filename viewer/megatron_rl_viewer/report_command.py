@@ -1,6 +1,7 @@
 """Draws one run, or several in the same panels.
 
-megatron-rl report runs/demo                                  # writes runs/demo/report.png and report.html
+megatron-rl report runs/demo                                  # writes runs/demo/report.png and
+                                                              report.html
 megatron-rl report runs/none runs/R2 runs/R3 --out cmp.png    # one picture to compare
 """
 
@@ -11,10 +12,15 @@ from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument(
-        "--out", type=Path, default=Path("comparison.png"), help="picture of several runs; default: %(default)s"
+        "--out",
+        type=Path,
+        default=Path("comparison.png"),
+        help="picture of several runs; default: %(default)s",
     )
     arguments = parser.parse_args(argv)
     from megatron_rl_viewer.report import write_report  # imports torch: seconds
@@ -36,7 +42,9 @@ def draw_runs(runs: list[Path], out: Path) -> Path:
     names = [run.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run) for run in runs]
-    results = {name: read_metrics(run / METRICS_FILE) for name, run in zip(names, runs, strict=True)}
+    results = {
+        name: read_metrics(run / METRICS_FILE) for name, run in zip(names, runs, strict=True)
+    }
     draw_comparison(results, " / ".join(results)).savefig(out, dpi=110)
     return out
 

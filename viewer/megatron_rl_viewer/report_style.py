@@ -1,14 +1,18 @@
-"""Colours and CSS of report.html: those of the viewer (viewer/web/src/colors.json; a test compares them), light and dark."""
+"""Colours and CSS of report.html: those of the viewer (viewer/web/src/colors.json; a test compares
+them), light and dark.
+"""
 
 from __future__ import annotations
 
 COLORS = {
     "light": {
-        "bg": "#ffffff", "panel": "#f6f7f9", "line": "#dfe3e8", "text": "#1d2127", "muted": "#59616d", "accent": "#1f5fa8",
+        "bg": "#ffffff", "panel": "#f6f7f9", "line": "#dfe3e8", "text": "#1d2127",
+        "muted": "#59616d", "accent": "#1f5fa8",
         "good": "#1b6e3c", "watch": "#855600", "bad": "#a8263a",
     },
     "dark": {
-        "bg": "#14161a", "panel": "#1c1f25", "line": "#2d323b", "text": "#e6e8ec", "muted": "#a3abb6", "accent": "#84b8f2",
+        "bg": "#14161a", "panel": "#1c1f25", "line": "#2d323b", "text": "#e6e8ec",
+        "muted": "#a3abb6", "accent": "#84b8f2",
         "good": "#74c894", "watch": "#e0b057", "bad": "#f08a96",
     },
 }  # fmt: skip

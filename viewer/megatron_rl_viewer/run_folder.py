@@ -36,11 +36,13 @@ class Run:
         self.folder, self.tokenizer = folder, tokenizer
         if not folder.is_dir():
             raise NoRunError(
-                f"{folder}: no such folder; name a run directory, which holds config.toml and metrics.jsonl"
+                f"{folder}: no such folder; name a run directory, which holds config.toml and"
+                " metrics.jsonl"
             )
         if not self._files():
             raise NoRunError(
-                f"{folder}: no config.toml, metrics.jsonl or rollouts*.jsonl; name a run directory (run.dir/run.name)"
+                f"{folder}: no config.toml, metrics.jsonl or rollouts*.jsonl; name a run directory"
+                " (run.dir/run.name)"
             )
         self.name = folder.resolve().name
         self.metrics, self.events = MetricsFile(folder), EventsFile(folder)
@@ -50,7 +52,12 @@ class Run:
 
     def _files(self) -> list[Path]:
         names = (CONFIG_FILE, "metrics.jsonl", "events.jsonl", "rollouts*.jsonl")
-        return [path for name in names for path in self.folder.glob(name) if is_inside(self.folder, path)]
+        return [
+            path
+            for name in names
+            for path in self.folder.glob(name)
+            if is_inside(self.folder, path)
+        ]
 
     def update(self, stop: Event | None = None) -> None:
         """Read what was written since the last call."""
@@ -61,26 +68,38 @@ class Run:
         except (OSError, sqlite3.Error) as error:
             if self.problem is None:
                 logger.warning("%s: %s", self.index.path, error)
-            self.problem = f"{self.index.path.name}: the index cannot be written: {error}; set --cache DIR"
+            self.problem = (
+                f"{self.index.path.name}: the index cannot be written: {error}; set --cache DIR"
+            )
 
     def read_small(self) -> None:
         self.metrics.update()
         self.events.update()
 
-    # Answers ---------------------------------------------------------------------------------------------------------
+    # Answers --------------------------------------------------------------------------------------
 
     @property
     def config_text(self) -> str:
         path = self.folder / CONFIG_FILE
-        return path.read_text(encoding="utf-8", errors="replace") if is_inside(self.folder, path) else ""
+        return (
+            path.read_text(encoding="utf-8", errors="replace")
+            if is_inside(self.folder, path)
+            else ""
+        )
 
     def config(self) -> tuple[dict[str, object], str | None]:
-        """({"section.key": value}, what is wrong with the file); former names of settings are replaced."""
+        """({"section.key": value}, what is wrong with the file); former names of settings are
+        replaced.
+        """
         try:
             sections = with_new_names(tomllib.loads(self.config_text))
         except (tomllib.TOMLDecodeError, AttributeError) as error:
             return {}, f"{CONFIG_FILE}: cannot be read: {error}"
-        flat = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+        flat = {
+            f"{section}.{key}": value
+            for section, keys in sections.items()
+            for key, value in keys.items()
+        }
         return flat, None if flat else f"{CONFIG_FILE}: not found"
 
     def warnings(self) -> list[str]:
@@ -98,7 +117,10 @@ class Run:
         events = self.events.events
         if events and events[-1]["kind"] == "stop":
             return False
-        changed = max((path.stat().st_mtime for path in self._files() if path.name != CONFIG_FILE), default=0.0)
+        changed = max(
+            (path.stat().st_mtime for path in self._files() if path.name != CONFIG_FILE),
+            default=0.0,
+        )
         return self.metrics.last_step != self.num_steps and time.time() - changed < LIVE_SECONDS
 
     @property
@@ -122,17 +144,24 @@ class Run:
         return None if share is None else f"this run is being indexed ({share:.0%})"
 
     def not_saved(self) -> str | None:
-        """Why a response may have no tokens although nothing is damaged; None for a run that saved those of all."""
+        """Why a response may have no tokens although nothing is damaged; None for a run that saved
+        those of all.
+        """
         saved = self.config()[0].get("rollout.save_tensors", True)
         shown = str(saved).lower()
         return (
             None
             if saved is True
-            else f"this run did not save the tokens of this response (rollout.save_tensors = {shown})"
+            else (
+                "this run did not save the tokens of this response (rollout.save_tensors ="
+                f" {shown})"
+            )
         )
 
     def model_folders(self) -> list[Path]:
-        """Where the run's model may be: its last HF checkpoint; model.path, which is relative to where training started."""
+        """Where the run's model may be: its last HF checkpoint; model.path, which is relative to
+        where training started.
+        """
         if self.tokenizer is not None:
             return [self.tokenizer]
         path = self.config()[0].get("model.path")
@@ -150,14 +179,18 @@ class Run:
         if self._pieces is None:
             problems = []
             for folder in self.model_folders():
-                if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
+                if (folder / "tokenizer.json").is_file() or (
+                    folder / "tokenizer_config.json"
+                ).is_file():
                     try:
                         self._pieces = Pieces(folder)
                         return self._pieces
                     except ValueError as error:
                         problems.append(str(error))
             places = ", ".join(map(str, self.model_folders()[:2]))
-            problems = problems or [f"no tokenizer in {places} (--tokenizer DIR names another folder)"]
+            problems = problems or [
+                f"no tokenizer in {places} (--tokenizer DIR names another folder)"
+            ]
             missing += [f"{problem}: token ids are shown" for problem in problems]
         return self._pieces
 
@@ -165,7 +198,10 @@ class Run:
         """One entry of /api/runs."""
         self.read_small()
         with closing(self.index.connect()) as connection:
-            has_tensors = connection.execute("SELECT 1 FROM shards WHERE error IS NULL LIMIT 1").fetchone() is not None
+            has_tensors = (
+                connection.execute("SELECT 1 FROM shards WHERE error IS NULL LIMIT 1").fetchone()
+                is not None
+            )
             total = connection.execute("SELECT count(*) FROM rollouts").fetchone()[0]
         return {
             "id": number,
@@ -182,14 +218,22 @@ class Run:
         }
 
 
-def setting_differences(a: Mapping[str, object], b: Mapping[str, object]) -> list[dict[str, object]]:
+def setting_differences(
+    a: Mapping[str, object], b: Mapping[str, object]
+) -> list[dict[str, object]]:
     """Settings that differ; None where one has no such key."""
     names = sorted(a.keys() | b.keys())
-    return [{"key": name, "a": a.get(name), "b": b.get(name)} for name in names if a.get(name) != b.get(name)]
+    return [
+        {"key": name, "a": a.get(name), "b": b.get(name)}
+        for name in names
+        if a.get(name) != b.get(name)
+    ]
 
 
 class Runs:
-    """The runs of one viewer, each followed by a thread of its own: indexing one must not stop the others."""
+    """The runs of one viewer, each followed by a thread of its own: indexing one must not stop the
+    others.
+    """
 
     def __init__(self, folders: list[Path], cache: Path, tokenizer: Path | None = None) -> None:
         self.runs = [Run(folder, cache, tokenizer) for folder in folders]
@@ -214,6 +258,9 @@ class Runs:
             while not self._stop.is_set():
                 run.update(self._stop)
                 self._stop.wait(FOLLOW_SECONDS)
-        except BaseException as error:  # the thread ends with its traceback, and the page says why nothing new comes
-            run.problem = f"the run is not followed any more: {error!r}; start megatron-rl view again"
+        # the thread ends with its traceback, and the page says why nothing new comes
+        except BaseException as error:
+            run.problem = (
+                f"the run is not followed any more: {error!r}; start megatron-rl view again"
+            )
             raise

@@ -1,8 +1,8 @@
 """Tensors of a run: safetensors files NAME_STEP.safetensors with tensors "ID:KIND".
 
-The server's half is rollouts[.dpN]_SSSSSS.safetensors (batch/codec.to_arrays), the trainer's trained[.dpN]_SSSSSS.safetensors.
-They are read with plain reads: safetensors maps a file into memory, and a run that writes the step again while it is mapped
-would kill the viewer (SIGBUS).
+The server's half is rollouts[.dpN]_SSSSSS.safetensors (batch/codec.to_arrays), the trainer's
+trained[.dpN]_SSSSSS.safetensors. They are read with plain reads: safetensors maps a file into
+memory, and a run that writes the step again while it is mapped would kill the viewer (SIGBUS).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ SCHEMA = "1"
 NAME = re.compile(r"(rollouts|trained)(\.dp\d+)?_\d{6,}\.safetensors")
 MAX_HEADER = 256 * 2**20  # bytes
 DTYPES = {
-    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4",
+    "U64": "<u8", "I64": "<i8",
     "F16": "<f2", "F32": "<f4", "F64": "<f8",
 }  # fmt: skip
 
@@ -43,7 +44,8 @@ def shard_files(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 
 class TensorFile:
-    """A file of tensors.  Raises ShardError, naming the file, for one that is missing, damaged, or of another schema.
+    """A file of tensors.  Raises ShardError, naming the file, for one that is missing, damaged, or
+    of another schema.
 
     A name is one of the run's own files: no path, and no link to elsewhere.
     """
@@ -60,7 +62,8 @@ class TensorFile:
             raise ShardError(f"{name}: damaged or still being written: {error!r}") from error
         if self.schema != SCHEMA:
             raise ShardError(
-                f"{name}: schema {self.schema}, must be {SCHEMA}: written by another version of megatron_rl"
+                f"{name}: schema {self.schema}, must be {SCHEMA}: written by another version of"
+                " megatron_rl"
             )
 
     def _read_header(self) -> None:
@@ -77,8 +80,13 @@ class TensorFile:
         for name, entry in header.items():
             dtype, shape = np.dtype(DTYPES[entry["dtype"]]), tuple(map(int, entry["shape"]))
             start, end = entry["data_offsets"]
-            if end - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= end <= size - self._start:
-                raise ValueError(f"{name}: bytes {start} to {end} do not hold {dtype} {list(shape)}")
+            if (
+                end - start != math.prod(shape) * dtype.itemsize
+                or not 0 <= start <= end <= size - self._start
+            ):
+                raise ValueError(
+                    f"{name}: bytes {start} to {end} do not hold {dtype} {list(shape)}"
+                )
             self._entries[name] = dtype, shape, start
 
     @property
@@ -96,6 +104,9 @@ class TensorFile:
             return None
         dtype, shape, start = self._entries[f"{name}:{kind}"]
         try:
-            return np.fromfile(self.path, dtype, math.prod(shape), offset=self._start + start).reshape(shape)
-        except (OSError, ValueError) as error:  # replaced by a shorter one since the header was read
+            return np.fromfile(
+                self.path, dtype, math.prod(shape), offset=self._start + start
+            ).reshape(shape)
+        # replaced by a shorter one since the header was read
+        except (OSError, ValueError) as error:
             raise ShardError(f"{self.name}: {name}:{kind}: {error}") from error

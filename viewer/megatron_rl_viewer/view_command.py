@@ -1,9 +1,12 @@
-"""Looks at runs in a browser, while they run or after: curves, health, and each token of their rollouts.
+"""Looks at runs in a browser, while they run or after: curves, health, and each token of their
+rollouts.
 
 megatron-rl view runs/demo                                        # prints a URL; Ctrl-C stops it
 megatron-rl view runs/a runs/b --port 8800                        # two runs, to compare
-megatron-rl view runs/demo --export out --rollouts 12/rollouts/Q7%2F3   # a copy that opens from disk
-megatron-rl view runs/demo --export out --filter '[{"column": "reward", "op": "<", "value": 0.5}]' --limit 20
+megatron-rl view runs/demo --export out --rollouts 12/rollouts/Q7%2F3   # a copy that opens from
+disk
+megatron-rl view runs/demo --export out --filter '[{"column": "reward", "op": "<", "value": 0.5}]'
+--limit 20
 """
 
 from __future__ import annotations
@@ -45,7 +48,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         runs = Runs(arguments.runs, arguments.cache or default_cache(), arguments.tokenizer)
     except (NoRunError, OSError, sqlite3.Error) as error:
-        fix = "" if isinstance(error, NoRunError) else "; set --cache DIR to a folder that can be written"
+        fix = (
+            ""
+            if isinstance(error, NoRunError)
+            else "; set --cache DIR to a folder that can be written"
+        )
         print(f"megatron-rl view: {error}{fix}", file=sys.stderr)
         return BAD_ARGUMENTS
     if arguments.export is not None:
@@ -54,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     add("--port", type=int, help=f"default: {PORT}, or a free one if it is taken")
@@ -69,10 +78,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--cache",
         type=Path,
         metavar="DIR",
-        help="of the index (default: $XDG_CACHE_HOME/megatron_rl or ~/.cache/megatron_rl); on a local disk: SQLite needs "
-        "locks that network file systems (NFS) may lack",
+        help=(
+            "of the index (default: $XDG_CACHE_HOME/megatron_rl or ~/.cache/megatron_rl); on a"
+            " local disk: SQLite needs locks that network file systems (NFS) may lack"
+        ),
     )
-    add("--export", type=Path, metavar="DIR", help="write a copy of chosen rollouts that opens from disk, and stop")
+    add(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="write a copy of chosen rollouts that opens from disk, and stop",
+    )
     add(
         "--rollouts",
         nargs="+",
@@ -80,11 +96,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="KEY",
         help="export: these, STEP/FILE/ID as in the viewer's address",
     )
-    add("--filter", metavar="JSON", help='export: those that fit, [{"column": "reward", "op": "<", "value": 0.5}, ...]')
+    add(
+        "--filter",
+        metavar="JSON",
+        help='export: those that fit, [{"column": "reward", "op": "<", "value": 0.5}, ...]',
+    )
     add("--search", metavar="TEXT", help="export: those with these words")
-    add("--limit", type=positive, metavar="N", help=f"export: at most N of them, the newest (default: {EXPORTED})")
+    add(
+        "--limit",
+        type=positive,
+        metavar="N",
+        help=f"export: at most N of them, the newest (default: {EXPORTED})",
+    )
     arguments = parser.parse_args(argv)
-    chosen = {"--rollouts": arguments.rollouts, "--filter": arguments.filter, "--search": arguments.search}
+    chosen = {
+        "--rollouts": arguments.rollouts,
+        "--filter": arguments.filter,
+        "--search": arguments.search,
+    }
     unused = [name for name, value in {**chosen, "--limit": arguments.limit}.items() if value]
     if arguments.export is None and unused:
         parser.error(f"{unused[0]} has no effect without --export DIR")
@@ -100,7 +129,9 @@ def write_export(runs: Runs, arguments: argparse.Namespace) -> int:
     try:
         filters = parse_filters(arguments.filter or "")
         query = (
-            Query(limit=arguments.limit or EXPORTED, text=arguments.search or "", filters=filters) if is_query else None
+            Query(limit=arguments.limit or EXPORTED, text=arguments.search or "", filters=filters)
+            if is_query
+            else None
         )
         page = write_copy(runs, arguments.export, STATIC, keys=arguments.rollouts, query=query)
     except (ExportError, QueryError, OSError) as error:
@@ -119,23 +150,31 @@ def serve_pages(runs: Runs, host: str, port: int | None) -> int:
     try:
         listener = bind_socket(host, port)
     except OSError as error:
-        print(f"megatron-rl view: {host}:{port}: {error.strerror}; set another --port or --host", file=sys.stderr)
+        print(
+            f"megatron-rl view: {host}:{port}: {error.strerror}; set another --port or --host",
+            file=sys.stderr,
+        )
         return BAD_ARGUMENTS
     port = listener.getsockname()[1]
     token = secrets.token_urlsafe(32)
     if not is_loopback(listener):
         print(
-            f"warning: --host {host}: other machines can reach this server over unencrypted HTTP; whoever has the URL reads "
-            "the runs",
+            f"warning: --host {host}: other machines can reach this server over unencrypted HTTP;"
+            " whoever has the URL reads the runs",
             file=sys.stderr,
         )
     for run in runs.runs:
         print(f"run {run.folder}", flush=True)
     shown = f"[{host}]" if ":" in host else host
     print(f"open http://{shown}:{port}/?token={token}", flush=True)
-    # no access log: it would show the token.  log_config: uvicorn's own closes every log handler of the process
+    # no access log: it would show the token. log_config: uvicorn's own closes every log handler of
+    # the process
     config = uvicorn.Config(
-        create_app(runs, token, port=port), log_config=None, log_level="warning", access_log=False, server_header=False
+        create_app(runs, token, port=port),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
     )
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
@@ -143,7 +182,9 @@ def serve_pages(runs: Runs, host: str, port: int | None) -> int:
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether this machine alone reaches it, by the address that it is bound to: "localhost" is a name."""
+    """Whether this machine alone reaches it, by the address that it is bound to: "localhost" is a
+    name.
+    """
     return ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
@@ -155,7 +196,8 @@ def bind_socket(host: str, port: int | None) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, number))
-            listener.listen(128)  # the URL is printed before the server accepts: who opens it at once waits
+            # the URL is printed before the server accepts: who opens it at once waits
+            listener.listen(128)
             return listener
         except OSError:
             listener.close()

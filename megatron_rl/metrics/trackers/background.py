@@ -1,6 +1,7 @@
 """Calls a tracker on a thread of its own: whatever it does, training neither stops nor waits.
 
-Calls wait in a queue of QUEUE_SIZE.  A call that raises, and one that finds the queue full because an earlier one hangs, is a
+Calls wait in a queue of QUEUE_SIZE.  A call that raises, and one that finds the queue full because
+an earlier one hangs, is a
 failure: counted in track/NAME_failures_total, the first of them logged.
 """
 
@@ -25,7 +26,9 @@ abandoned: list[str] = []
 
 
 def leave(status: int) -> None:
-    """End the process with `status` where a tracker is abandoned: packages wait in hooks of their own, W&B for 18 s or more."""
+    """End the process with `status` where a tracker is abandoned: packages wait in hooks of their
+    own, W&B for 18 s or more.
+    """
     if abandoned:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -33,7 +36,10 @@ def leave(status: int) -> None:
 
 
 class BackgroundTracker:
-    """make: opens the tracker, on the thread.  log: prints one line.  on_open: gets the tracker's id once it is open."""
+    """make: opens the tracker, on the thread.
+
+    log: prints one line.  on_open: gets the tracker's id once it is open.
+    """
 
     def __init__(
         self,
@@ -67,7 +73,10 @@ class BackgroundTracker:
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             abandoned.append(self.name)
-            self._count(f"is not closed after track.close_seconds = {seconds:g}; what it has not sent is lost")
+            self._count(
+                f"is not closed after track.close_seconds = {seconds:g}; what it has not sent is"
+                " lost"
+            )
 
     def _run(self) -> None:
         tracker = None
@@ -91,6 +100,6 @@ class BackgroundTracker:
             is_first = self.failures == 1
         if is_first:
             self._log(
-                f"WARNING tracker {self.name} {cause}.  Training continues; track/{self.name}_failures_total counts its "
-                "further failures"
+                f"WARNING tracker {self.name} {cause}.  Training continues;"
+                f" track/{self.name}_failures_total counts its further failures"
             )

@@ -22,7 +22,9 @@ IDS_FILE = "trackers.json"
 
 
 class TrackerClass(NamedTuple):
-    """Of a tracker: its class as module:Class, and the package that it needs, which is also the name of its extra."""
+    """Of a tracker: its class as module:Class, and the package that it needs, which is also the
+    name of its extra.
+    """
 
     target: str
     package: str
@@ -30,29 +32,34 @@ class TrackerClass(NamedTuple):
 
 PLACES = {
     name: TrackerClass(f"megatron_rl.metrics.trackers.to_{name}:{class_name}", name)
-    for name, class_name in zip(TRACKERS, ("TensorBoard", "WandB", "MLflow", "Trackio"), strict=True)
+    for name, class_name in zip(
+        TRACKERS, ("TensorBoard", "WandB", "MLflow", "Trackio"), strict=True
+    )
 }
 REMOTE_VARIABLES = {"trackio": ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")}
 """Environment variables that send a tracker's values over the network whatever its options say."""
 
 
 def check_trackers(track: TrackConfig) -> None:
-    """Raise ValueError for a tracker that cannot be used here: a missing package, module or class, or a variable that
-    contradicts track.mode."""
+    """Raise ValueError for a tracker that cannot be used here: a missing package, module or class,
+    or a variable that contradicts track.mode."""
     for name in track.to:
         if name not in PLACES:
             load_class(name)
         elif importlib.util.find_spec(PLACES[name].package) is None:
             raise ValueError(
-                f'track.to has "{name}", whose package is not installed; in the sources of megatron_rl: '
+                f'track.to has "{name}", whose package is not installed; in the sources of'
+                " megatron_rl: "
                 f"pip install '.[{name}]', or remove it"
             )
         if set_ := [
-            each for each in REMOTE_VARIABLES.get(name, ()) if track.mode == "offline" and os.environ.get(each)
+            each
+            for each in REMOTE_VARIABLES.get(name, ())
+            if track.mode == "offline" and os.environ.get(each)
         ]:
             raise ValueError(
-                f'track.mode = offline with "{name}", but the environment variable {set_[0]} sends its values over the '
-                "network: unset it, or set track.mode = online"
+                f'track.mode = offline with "{name}", but the environment variable {set_[0]} sends'
+                " its values over the network: unset it, or set track.mode = online"
             )
 
 
@@ -63,23 +70,34 @@ def load_class(name: str) -> Callable[[TrackedRun], Tracker]:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"track.to has {name!r}: {error}; modules are looked for in {Path.cwd()}, PYTHONPATH and installed packages"
+            f"track.to has {name!r}: {error}; modules are looked for in {Path.cwd()}, PYTHONPATH"
+            " and installed packages"
         ) from error
     if not isinstance(found, type) or not issubclass(found, Tracker):
-        raise ValueError(f"track.to has {name!r}: must be a subclass of megatron_rl.metrics.trackers.Tracker")
+        raise ValueError(
+            f"track.to has {name!r}: must be a subclass of megatron_rl.metrics.trackers.Tracker"
+        )
     return found
 
 
 class Trackers:
-    """Those of track.to.  Their runs continue those of trackers.json in the run's folder, else those of `ids`."""
+    """Those of track.to.
+
+    Their runs continue those of trackers.json in the run's folder, else those of `ids`.
+    """
 
     def __init__(
-        self, track: TrackConfig, run: TrackedRun, log: Callable[[str], None], ids: Mapping[str, str] | None = None
+        self,
+        track: TrackConfig,
+        run: TrackedRun,
+        log: Callable[[str], None],
+        ids: Mapping[str, str] | None = None,
     ) -> None:
         self._track, self._folder = track, run.folder
         self._ids = {**(ids or {}), **read_ids(run.folder)}
         self._log = log
-        self._lock, self._file_lock = threading.Lock(), threading.Lock()  # trackers open on several threads
+        # trackers open on several threads
+        self._lock, self._file_lock = threading.Lock(), threading.Lock()
         self._all = [self._start(name, run, log) for name in track.to]
 
     @property
@@ -98,7 +116,8 @@ class Trackers:
             each.put(call)
 
     def close(self, *, failed: bool) -> None:
-        with ThreadPoolExecutor(max(1, len(self._all))) as pool:  # at once: a scheduler may be about to kill the job
+        # at once: a scheduler may be about to kill the job
+        with ThreadPoolExecutor(max(1, len(self._all))) as pool:
             for each in self._all:
                 pool.submit(each.close, failed=failed, seconds=self._track.close_seconds)
 
@@ -108,20 +127,26 @@ class Trackers:
         def make() -> Tracker:
             return load_class(PLACES[name].target if name in PLACES else name)(its_run)
 
-        return BackgroundTracker(name.rpartition(":")[2], make, log, lambda run_id: self._keep(name, run_id))
+        return BackgroundTracker(
+            name.rpartition(":")[2], make, log, lambda run_id: self._keep(name, run_id)
+        )
 
     def _keep(self, name: str, run_id: str) -> None:
         if not run_id:
             return
         with self._lock:
             self._ids[name] = run_id
-        with self._file_lock:  # not the other one: training reads the ids at every step, and a disk may hang
+        # not the other one: training reads the ids at every step, and a disk may hang
+        with self._file_lock:
             temporary = self._folder / f".{IDS_FILE}"
             try:
                 temporary.write_text(json.dumps(self.ids))
                 temporary.replace(self._folder / IDS_FILE)
             except OSError as error:
-                self._log(f"WARNING {self._folder / IDS_FILE}: {error}; a resume may not find the run of {name}")
+                self._log(
+                    f"WARNING {self._folder / IDS_FILE}: {error}; a resume may not find the run of"
+                    f" {name}"
+                )
 
 
 def read_ids(folder: Path) -> dict[str, str]:
@@ -130,4 +155,8 @@ def read_ids(folder: Path) -> dict[str, str]:
         found = json.loads((folder / IDS_FILE).read_text())
     except (OSError, ValueError):
         return {}
-    return {str(name): str(run_id) for name, run_id in found.items()} if isinstance(found, dict) else {}
+    return (
+        {str(name): str(run_id) for name, run_id in found.items()}
+        if isinstance(found, dict)
+        else {}
+    )

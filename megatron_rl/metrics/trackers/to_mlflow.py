@@ -1,6 +1,8 @@
-"""MLflow (pip install '.[mlflow]'), at MLFLOW_TRACKING_URI; offline in RUN/mlflow.db and RUN/mlflow.
+"""MLflow (pip install '.[mlflow]'), at MLFLOW_TRACKING_URI; offline in RUN/mlflow.db and
+RUN/mlflow.
 
-MLflow's names have no "@": eval/heldout/avg@4 becomes eval/heldout/avg_at_4.  A per-layer metric is one metric per layer.
+MLflow's names have no "@": eval/heldout/avg@4 becomes eval/heldout/avg_at_4.  A per-layer metric is
+one metric per layer.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
-from megatron_rl.metrics.trackers.tracker import COLUMNS, Row, TrackedRun, Tracker, cells, flat_config
+from megatron_rl.metrics.trackers.tracker import (
+    COLUMNS,
+    Row,
+    TrackedRun,
+    Tracker,
+    cells,
+    flat_config,
+)
 
 BATCH, PARAMETERS = 1000, 100
 """The most metrics, and parameters, of one request."""
@@ -36,11 +45,18 @@ class MLflow(Tracker):
         found = client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self._new_experiment(run.project, folder)
         run_id: str = client.create_run(experiment, run_name=run.name).info.run_id
-        values = [Param(name, str(value)[:VALUE_CHARACTERS]) for name, value in flat_config(run.config).items()]
+        values = [
+            Param(name, str(value)[:VALUE_CHARACTERS])
+            for name, value in flat_config(run.config).items()
+        ]
         for start in range(0, len(values), PARAMETERS):
             client.log_batch(run_id, params=values[start : start + PARAMETERS])
-        client.log_batch(run_id, tags=[RunTag(f"version.{name}", value) for name, value in run.versions.items()])
-        client.log_dict(run_id, {"config": dict(run.config), "versions": dict(run.versions)}, "config.json")
+        client.log_batch(
+            run_id, tags=[RunTag(f"version.{name}", value) for name, value in run.versions.items()]
+        )
+        client.log_dict(
+            run_id, {"config": dict(run.config), "versions": dict(run.versions)}, "config.json"
+        )
         return run_id
 
     def _new_experiment(self, name: str, folder: str | None) -> str:
@@ -53,19 +69,27 @@ class MLflow(Tracker):
             found = other.experiment_id
         return found
 
-    def log(self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]) -> None:
+    def log(
+        self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]
+    ) -> None:
         layers = {
-            f"{name}/layer_{i:02d}": value for name, values in per_layer.items() for i, value in enumerate(values)
+            f"{name}/layer_{i:02d}": value
+            for name, values in per_layer.items()
+            for i, value in enumerate(values)
         }
         now = int(1000 * time.time())
-        values = [Metric(allowed(name), value, now, step) for name, value in {**metrics, **layers}.items()]
+        values = [
+            Metric(allowed(name), value, now, step) for name, value in {**metrics, **layers}.items()
+        ]
         for start in range(0, len(values), BATCH):
             self._client.log_batch(self.id, metrics=values[start : start + BATCH])
 
     def samples(self, step: int, tables: Mapping[str, Sequence[Row]]) -> None:
         for title, rows in tables.items():
             file = f"samples/{title.replace(' ', '_')}_{step:06d}.json"
-            self._client.log_dict(self.id, {"columns": list(COLUMNS), "data": [cells(row) for row in rows]}, file)
+            self._client.log_dict(
+                self.id, {"columns": list(COLUMNS), "data": [cells(row) for row in rows]}, file
+            )
 
     def report(self, page: Path) -> None:
         for path in (page, page.with_suffix(".png")):

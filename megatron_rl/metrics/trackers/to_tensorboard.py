@@ -1,6 +1,7 @@
 """TensorBoard: event files in the run's folder.
 
-A per-layer metric is one scalar per layer, and a histogram with one bin per layer: the profile over depth.
+A per-layer metric is one scalar per layer, and a histogram with one bin per layer: the profile over
+depth.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ from megatron_rl.metrics.trackers.tracker import COLUMNS, Row, TrackedRun, Track
 
 class TensorBoard(Tracker):
     def __init__(self, run: TrackedRun) -> None:
-        # hides the steps that an earlier process wrote after the checkpoint, or before its first one
+        # hides the steps that an earlier process wrote after the checkpoint, or before its first
+        # one
         self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
         for name, content in (("run/config", run.config), ("run/versions", run.versions)):
             if content:
-                self._board.add_text(name, f"<pre>{html.escape(json.dumps(content, indent=1))}</pre>", 0)
+                self._board.add_text(
+                    name, f"<pre>{html.escape(json.dumps(content, indent=1))}</pre>", 0
+                )
 
-    def log(self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]) -> None:
+    def log(
+        self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]
+    ) -> None:
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
         for name, values in per_layer.items():
@@ -50,12 +56,16 @@ class TensorBoard(Tracker):
     def samples(self, step: int, tables: Mapping[str, Sequence[Row]]) -> None:
         for title, rows in tables.items():
             head = [f"| {' | '.join(names)} |" for names in (COLUMNS, ["---"] * len(COLUMNS))]
-            self._board.add_text(f"samples/{title}", "\n".join([*head, *(line(cells(row)) for row in rows)]), step)
+            self._board.add_text(
+                f"samples/{title}", "\n".join([*head, *(line(cells(row)) for row in rows)]), step
+            )
 
     def report(self, page: Path) -> None:
         from matplotlib.image import imread  # installed where there is a report: it draws with it
 
-        self._board.add_image("report", imread(page.with_suffix(".png"))[..., :3], dataformats="HWC")
+        self._board.add_image(
+            "report", imread(page.with_suffix(".png"))[..., :3], dataformats="HWC"
+        )
         self._board.flush()
 
     def close(self, *, failed: bool) -> None:
@@ -63,8 +73,13 @@ class TensorBoard(Tracker):
 
 
 def line(values: Sequence[object]) -> str:
-    """A row of a Markdown table; the texts of a model are shown, not interpreted: an image in one would be fetched."""
-    shown = ("<br>".join(MARKS.sub(entity, html.escape(part)) for part in str(value).splitlines()) for value in values)
+    """A row of a Markdown table; the texts of a model are shown, not interpreted: an image in one
+    would be fetched.
+    """
+    shown = (
+        "<br>".join(MARKS.sub(entity, html.escape(part)) for part in str(value).splitlines())
+        for value in values
+    )
     return f"| {' | '.join(shown)} |"
 
 

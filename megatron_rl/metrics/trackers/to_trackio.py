@@ -1,7 +1,8 @@
-"""trackio (pip install '.[trackio]'): a local database, or the server or Space that its own variables name.
+"""trackio (pip install '.[trackio]'): a local database, or the server or Space that its own
+variables name.
 
-A per-layer metric is one metric per layer.  trackio continues the run of the same name in a project, so that a new run gets a
-name of its own: run.name and six random digits.
+A per-layer metric is one metric per layer.  trackio continues the run of the same name in a
+project, so that a new run gets a name of its own: run.name and six random digits.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from megatron_rl.metrics.trackers.tracker import COLUMNS, Row, TrackedRun, Track
 class Trackio(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         self.id = run.id or f"{run.name}-{uuid.uuid4().hex[:6]}"
-        for module in [each for name, each in sys.modules.items() if name.partition(".")[0] == "trackio"]:
-            vars(module)["print"] = lambda *values: None  # it writes to standard output, between the run's own lines
+        for module in [
+            each for name, each in sys.modules.items() if name.partition(".")[0] == "trackio"
+        ]:
+            # it writes to standard output, between the run's own lines
+            vars(module)["print"] = lambda *values: None
         self._project = run.project
         self._run = trackio.init(
             project=run.project,
@@ -32,15 +36,21 @@ class Trackio(Tracker):
             auto_log_cpu=False,
         )
 
-    def log(self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]) -> None:
+    def log(
+        self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]
+    ) -> None:
         layers = {
-            f"{name}/layer_{i:02d}": value for name, values in per_layer.items() for i, value in enumerate(values)
+            f"{name}/layer_{i:02d}": value
+            for name, values in per_layer.items()
+            for i, value in enumerate(values)
         }
         self._run.log({**metrics, **layers}, step=step)
 
     def samples(self, step: int, tables: Mapping[str, Sequence[Row]]) -> None:
         shown = {
-            f"samples/{title}": trackio.Table(columns=list(COLUMNS), data=[cells(row) for row in rows])
+            f"samples/{title}": trackio.Table(
+                columns=list(COLUMNS), data=[cells(row) for row in rows]
+            )
             for title, rows in tables.items()
         }
         self._run.log(shown, step=step)

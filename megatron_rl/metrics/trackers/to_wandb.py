@@ -1,7 +1,8 @@
-"""Weights & Biases (pip install '.[wandb]').  Offline it writes into RUN/wandb; `wandb sync` sends that later.
+"""Weights & Biases (pip install '.[wandb]').  Offline it writes into RUN/wandb; `wandb sync` sends
+that later.
 
-The x axis of every chart is `step`, a value of our own: a resumed run sends steps again that W&B's own counter would refuse.
-A per-layer metric is a histogram with one bin per layer.
+The x axis of every chart is `step`, a value of our own: a resumed run sends steps again that W&B's
+own counter would refuse. A per-layer metric is a histogram with one bin per layer.
 """
 
 from __future__ import annotations
@@ -30,17 +31,29 @@ class WandB(Tracker):
             mode=run.mode,
             config={**run.config, "versions": dict(run.versions)},
             # no terminal output, command line or environment of this process: they may hold secrets
-            settings=wandb.Settings(console="off", x_disable_meta=True, disable_git=True, save_code=False, silent=True),
+            settings=wandb.Settings(
+                console="off", x_disable_meta=True, disable_git=True, save_code=False, silent=True
+            ),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]) -> None:
-        self._run.log({"step": step, **metrics, **{name: profile(values) for name, values in per_layer.items()}})
+    def log(
+        self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]
+    ) -> None:
+        self._run.log(
+            {
+                "step": step,
+                **metrics,
+                **{name: profile(values) for name, values in per_layer.items()},
+            }
+        )
 
     def samples(self, step: int, tables: Mapping[str, Sequence[Row]]) -> None:
         shown = {
-            f"samples/{title}": wandb.Table(columns=list(COLUMNS), data=[cells(row) for row in rows])
+            f"samples/{title}": wandb.Table(
+                columns=list(COLUMNS), data=[cells(row) for row in rows]
+            )
             for title, rows in tables.items()
         }
         self._run.log({"step": step, **shown})

@@ -18,8 +18,10 @@ class TrackedRun:
     """What a tracker is made from.
 
     id: that of the tracker's own run which this run continues, "" for a new one.
-    first_step: finished steps that it continues after; what an earlier process sent of later ones is sent again.
-    config: the resolved configuration as {"section": {"key": value}}, and versions: of packages and of git; without secrets.
+    first_step: finished steps that it continues after; what an earlier process sent of later ones
+    is sent again.
+    config: the resolved configuration as {"section": {"key": value}}, and versions: of packages and
+    of git; without secrets.
     """
 
     name: str
@@ -34,9 +36,11 @@ class TrackedRun:
 
 
 class Tracker:
-    """Made and called on one background thread; an exception that it raises is counted, and training continues.
+    """Made and called on one background thread; an exception that it raises is counted, and
+    training continues.
 
-    id: identifies its run in the tracker; kept in the run's folder and in checkpoints, and given to the next process.
+    id: identifies its run in the tracker; kept in the run's folder and in checkpoints, and given to
+    the next process.
     """
 
     id = ""
@@ -44,8 +48,12 @@ class Tracker:
     def __init__(self, run: TrackedRun) -> None:
         """Open it."""
 
-    def log(self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]) -> None:
-        """The metrics after `step` finished steps, of training or of an evaluation; per_layer: one value per MoE layer."""
+    def log(
+        self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]
+    ) -> None:
+        """The metrics after `step` finished steps, of training or of an evaluation; per_layer: one
+        value per MoE layer.
+        """
 
     def samples(self, step: int, tables: Mapping[str, Sequence[Row]]) -> None:
         """The best and the worst of the last responses: title -> rows, as in report.html."""

@@ -13,14 +13,24 @@ from typing import Protocol, cast
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.agents.chat import CHARACTERS_PER_TOKEN, Chat, Message, Reply, Schema, encodable, text_of
+from megatron_rl.rollout.agents.chat import (
+    CHARACTERS_PER_TOKEN,
+    Chat,
+    Message,
+    Reply,
+    Schema,
+    encodable,
+    text_of,
+)
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Observation, Turn
 from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.partial import PartialGroup
 
 OBSERVED_ROLES = ("tool", "user")
-"""Of messages between turns: the model's own are sampled, and formats have no place for a system message there."""
+"""Of messages between turns: the model's own are sampled, and formats have no place for a system
+message there.
+"""
 
 
 class EpisodeOfBranch(Protocol):
@@ -48,10 +58,13 @@ class EpisodeOfBranch(Protocol):
 
 
 class Branch:
-    """One sequence of an episode: its turns follow one another.  Several branches may generate at the same time.
+    """One sequence of an episode: its turns follow one another.  Several branches may generate at
+    the same time.
 
-    turns: what the model said here.  rollout: the sequence up to its last turn, None before the first.
-    is_full: a turn found no room, or was cut off at the end of it.  rewards: of turns, those of reward_turn; [] without any.
+    turns: what the model said here.  rollout: the sequence up to its last turn, None before the
+    first.
+    is_full: a turn found no room, or was cut off at the end of it.  rewards: of turns, those of
+    reward_turn; [] without any.
     """
 
     def __init__(self, session: EpisodeOfBranch, token_ids: Sequence[int]) -> None:
@@ -61,7 +74,8 @@ class Branch:
         self.rewards: list[float] = []
         self._messages: list[Message] = []
         self._session, self._start = session, len(token_ids)
-        self._tokens = array("q", token_ids)  # of a list or tuple the garbage collector looks at every int
+        # of a list or tuple the garbage collector looks at every int
+        self._tokens = array("q", token_ids)
         self._server, self._is_busy = session.server, False
         self._asked: PartialGroup | None = None  # of the turn that is not accepted yet
 
@@ -80,19 +94,26 @@ class Branch:
         """Tokens that turns and observations may still take."""
         return self._room()[0]
 
-    async def generate(self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
-        """The model's next turn, of at most `max_tokens`; it ends at a stop token of the run or of `stop_token_ids`.
+    async def generate(
+        self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Turn:
+        """The model's next turn, of at most `max_tokens`; it ends at a stop token of the run or of
+        `stop_token_ids`.
 
-        Turns that are sampled at the same time may each take what is left of agent.max_episode_tokens.
-        Raises ContextFull, ValueError for max_tokens below 1, EpisodeError where a turn of this branch is being sampled or the
-        episode is finished.
+        Turns that are sampled at the same time may each take what is left of
+        agent.max_episode_tokens. Raises ContextFull, ValueError for max_tokens below 1,
+        EpisodeError where a turn of this branch is being sampled or the episode is finished.
         """
         turn = await self.sample(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         self.accept(turn)
         return turn
 
-    async def sample(self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
-        """A turn as of `generate`, which is part of the sequence as soon as it is accepted, unless it is dropped."""
+    async def sample(
+        self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Turn:
+        """A turn as of `generate`, which is part of the sequence as soon as it is accepted, unless
+        it is dropped.
+        """
         session = self._session
         self._check_idle()
         if max_tokens is not None and max_tokens < 1:
@@ -125,12 +146,19 @@ class Branch:
             raise
         self._server = session.server = group.server  # it has these tokens in its cache
         turn = group.rollouts[0]
-        sampled = turn.tokens[turn.prompt_length :]  # of an array `decode` does not check the type of each token
+        # of an array `decode` does not check the type of each token
+        sampled = turn.tokens[turn.prompt_length :]
         response = tuple(sampled.tolist())
         text = session.tokenizer.decode(sampled, skip_special_tokens=True)
-        read = None if session.chat is None else partial(self.read, session.chat, len(given.token_ids), response)
+        read = (
+            None
+            if session.chat is None
+            else partial(self.read, session.chat, len(given.token_ids), response)
+        )
         logprobs = tuple(turn.rollout_logprobs.tolist())
-        return Turn(text, response, turn.finish_reason, len(given.token_ids), read, logprobs=logprobs)
+        return Turn(
+            text, response, turn.finish_reason, len(given.token_ids), read, logprobs=logprobs
+        )
 
     def accept(self, turn: Turn) -> None:
         """Continue the sequence with `turn`, which `sample` returned."""
@@ -148,7 +176,9 @@ class Branch:
         dropped, self._is_busy, self._asked = self._unaccepted, False, None
         return 0 if dropped is None else dropped.response_length
 
-    def read(self, chat: Chat, start: int, response: Sequence[int], tools: Sequence[Schema] = ()) -> Reply:
+    def read(
+        self, chat: Chat, start: int, response: Sequence[int], tools: Sequence[Schema] = ()
+    ) -> Reply:
         """The turn `response`, which begins at token `start`: a turn keeps no copy of its input."""
         return chat.parse(self._tokens[:start], response, tools)
 
@@ -161,7 +191,11 @@ class Branch:
     @property
     def _unaccepted(self) -> Rollout | None:
         """The turn that is not part of the sequence yet, as far as it is sampled."""
-        return None if self._asked is None else self._asked.rollouts.get(0) or self._asked.prefixes.get(0)
+        return (
+            None
+            if self._asked is None
+            else self._asked.rollouts.get(0) or self._asked.prefixes.get(0)
+        )
 
     def unfinished(self) -> Rollout | None:
         """The sequence with what there is of its last turn; None for nothing."""
@@ -169,10 +203,12 @@ class Branch:
         return self.rollout if last is None else self._with(last)
 
     def observe(self, observation: Observation) -> None:
-        """Append what the environment says, for the model to read in its next turn.  It is never learned from.
+        """Append what the environment says, for the model to read in its next turn.  It is never
+        learned from.
 
-        Messages are written in the model's own format, with what opens the model's next turn.  Raises EpisodeError for
-        messages without a renderer or before the first turn, and for tokens outside the vocabulary.
+        Messages are written in the model's own format, with what opens the model's next turn.
+        Raises EpisodeError for messages without a renderer or before the first turn, and for tokens
+        outside the vocabulary.
         """
         session = self._session
         self._check_idle()
@@ -186,24 +222,36 @@ class Branch:
             ids = [int(cast("int", part)) for part in parts]
         else:
             raise EpisodeError(
-                f"rollout {session.name}: an observation must be text, token ids or messages, got {observation!r:.200}"
+                f"rollout {session.name}: an observation must be text, token ids or messages, got"
+                f" {observation!r:.200}"
             )
         session.check_tokens(ids, "observed")
         self._tokens.extend(ids)
 
     def note(self, messages: Sequence[Message]) -> None:
         """Add to the messages of the record: those whose tokens were observed."""
-        self._messages += [{"role": each["role"], "content": text_of(each.get("content"))} for each in messages]
+        self._messages += [
+            {"role": each["role"], "content": text_of(each.get("content"))} for each in messages
+        ]
 
     def _encode(self, text: str) -> list[int]:
-        """The tokens of `text`.  Of one that cannot fit, only as many as fill the context: megabytes take seconds."""
+        """The tokens of `text`.
+
+        Of one that cannot fit, only as many as fill the context: megabytes take seconds.
+        """
         encode, text = self._session.tokenizer.encode, encodable(text)
         start = text[: CHARACTERS_PER_TOKEN * (max(self.remaining, 0) + 1)]
         ids = encode(start, add_special_tokens=False)
-        return ids if len(ids) > self.remaining or len(start) == len(text) else encode(text, add_special_tokens=False)
+        return (
+            ids
+            if len(ids) > self.remaining or len(start) == len(text)
+            else encode(text, add_special_tokens=False)
+        )
 
     def reward_turn(self, reward: float, turn: Turn | None = None) -> None:
-        """Add to the reward of `turn`, by default the last one; the episode's is their sum, unless `finish` gets another."""
+        """Add to the reward of `turn`, by default the last one; the episode's is their sum, unless
+        `finish` gets another.
+        """
         session = self._session
         if self.rollout is None:
             raise EpisodeError(f"rollout {session.name}: no turn to reward; await generate() first")
@@ -214,21 +262,32 @@ class Branch:
         session.check_finite("turn reward", reward)
         spans, end = self.rollout.turn_spans, turn.num_prompt_tokens + len(turn.token_ids)
         self.rewards += [0.0] * (len(spans) - len(self.rewards))
-        self.rewards[next(i for i, (start, stop) in enumerate(spans) if start < end <= stop)] += float(reward)
+        self.rewards[next(i for i, (start, stop) in enumerate(spans) if start < end <= stop)] += (
+            float(reward)
+        )
 
     @property
     def result(self) -> Rollout | None:
         """`rollout` with what is known about its turns."""
         if self.rollout is None:
             return None
-        rewards = tuple(self.rewards) + (0.0,) * (self.rollout.num_turns - len(self.rewards)) if self.rewards else ()
+        rewards = (
+            tuple(self.rewards) + (0.0,) * (self.rollout.num_turns - len(self.rewards))
+            if self.rewards
+            else ()
+        )
         messages = tuple(self._messages) if self._session.chat is not None else ()
         return replace(self.rollout, turn_rewards=rewards, messages=messages)
 
     def _room(self) -> tuple[int, str]:
         """The tokens that are left of the tightest limit, and which one that is."""
         session = self._session
-        room = [(session.max_tokens - self.num_tokens, f"rollout.max_response_tokens = {session.max_tokens}")]
+        room = [
+            (
+                session.max_tokens - self.num_tokens,
+                f"rollout.max_response_tokens = {session.max_tokens}",
+            )
+        ]
         if session.max_episode_tokens:
             setting = f"agent.max_episode_tokens = {session.max_episode_tokens}"
             room.append((session.max_episode_tokens - session.num_tokens, setting))
@@ -241,29 +300,34 @@ class Branch:
         self._session.check_open()
         if self._is_busy:
             raise EpisodeError(
-                f"rollout {self._session.name}: a turn is being sampled; a sequence grows turn by turn: await it first, or "
-                "open another with session.branch()"
+                f"rollout {self._session.name}: a turn is being sampled; a sequence grows turn by"
+                " turn: await it first, or open another with session.branch()"
             )
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
         session = self._session
         if session.chat is None:
             raise EpisodeError(
-                f"rollout {session.name}: messages need agent.renderer, the format of the model's chat; set it, or observe "
-                "text or token ids"
+                f"rollout {session.name}: messages need agent.renderer, the format of the model's"
+                " chat; set it, or observe text or token ids"
             )
         if self.rollout is None:
             raise EpisodeError(
-                f"rollout {session.name}: messages continue a turn; the first input is the data's prompt"
+                f"rollout {session.name}: messages continue a turn; the first input is the data's"
+                " prompt"
             )
         roles = [str(message.get("role")) for message in messages]
         if wrong := [role for role in roles if role not in OBSERVED_ROLES]:
             raise EpisodeError(
-                f"rollout {session.name}: observed a message with role {wrong[0]!r:.80}: must be one of {OBSERVED_ROLES}; "
-                "another history is a branch: session.branch(token_ids)"
+                f"rollout {session.name}: observed a message with role {wrong[0]!r:.80}: must be"
+                f" one of {OBSERVED_ROLES}; another history is a branch: session.branch(token_ids)"
             )
         last = len(self.turns[-1].token_ids)
         size = len(self.rollout.tokens)
         if len(self._tokens) != size:
-            raise EpisodeError(f"rollout {session.name}: give all messages between two turns in one observation")
-        return session.chat.extend(self._tokens[: size - last], self._tokens[size - last :], messages)
+            raise EpisodeError(
+                f"rollout {session.name}: give all messages between two turns in one observation"
+            )
+        return session.chat.extend(
+            self._tokens[: size - last], self._tokens[size - last :], messages
+        )

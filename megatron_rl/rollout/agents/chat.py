@@ -1,4 +1,6 @@
-"""Messages <-> tokens in a model's own chat format, by the `renderers` library: sampled tokens are kept as they are."""
+"""Messages <-> tokens in a model's own chat format, by the `renderers` library: sampled tokens are
+kept as they are.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,18 @@ if TYPE_CHECKING:
     from renderers import ParsedToolCall, RenderedTokens, Renderer, ToolSpec
 
 NOT_NAMED = ("auto", "default", "custom")
-"""Names that guess the format: a wrong guess trains on text that the model never sees when it is served."""
+"""Names that guess the format: a wrong guess trains on text that the model never sees when it is
+served.
+"""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-RENDER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, AssertionError, NotImplementedError)
+RENDER_ERRORS = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    NotImplementedError,
+)
 """What renderers raise for messages that their format cannot hold."""
 
 CHARACTERS_PER_TOKEN = 16
@@ -33,12 +44,17 @@ WITH_PLACES = {"add_special_tokens": False, "return_offsets_mapping": True}
 Message = Mapping[str, object]
 """E.g. {"role": "tool", "content": "4"}; keys as in OpenAI's API."""
 Schema = Mapping[str, object]
-"""A tool, as in OpenAI's API: {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}."""
+"""A tool, as in OpenAI's API: {"type": "function", "function": {"name": ..., "description": ...,
+"parameters": ...}}.
+"""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model wrote.  problem: why it cannot be made, "" where it can; name: "" where it has none."""
+    """A call that the model wrote.
+
+    problem: why it cannot be made, "" where it can; name: "" where it has none.
+    """
 
     id: str
     name: str
@@ -48,7 +64,11 @@ class ToolCall:
 
     @property
     def arguments_json(self) -> str:
-        return self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments, ensure_ascii=False)
+        return (
+            self.arguments
+            if isinstance(self.arguments, str)
+            else json.dumps(self.arguments, ensure_ascii=False)
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +81,10 @@ class Reply:
 
     @property
     def message(self) -> dict[str, object]:
-        """As a message of OpenAI's API.  A call without a name can be none there: its text is part of the content."""
+        """As a message of OpenAI's API.
+
+        A call without a name can be none there: its text is part of the content.
+        """
         nameless = [call.raw for call in self.tool_calls if not call.name]
         message: dict[str, object] = {
             "role": "assistant",
@@ -71,15 +94,20 @@ class Reply:
             message["reasoning_content"] = self.reasoning
         if calls := [call for call in self.tool_calls if call.name]:
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments_json},
+                }
                 for call in calls
             ]
         return message
 
 
 class KnownTexts:
-    """`tokenizer`, which encodes a short text once: formats write the same headers before and after every message, and ask
-    with one letter, each time, whether the tokenizer can tell where tokens lie in a text."""
+    """`tokenizer`, which encodes a short text once: formats write the same headers before and after
+    every message, and ask with one letter, each time, whether the tokenizer can tell where tokens
+    lie in a text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -101,7 +129,8 @@ class KnownTexts:
 
 
 class Chat:
-    """agent.renderer with the model's tokenizer.  Raises ValueError, naming the key, where it does not know the format.
+    """agent.renderer with the model's tokenizer.  Raises ValueError, naming the key, where it does
+    not know the format.
 
     history: agent.history; split follows the format, which may drop the thinking of earlier turns.
     longest: tokens of the longest sequence, None where that is not known.
@@ -121,12 +150,17 @@ class Chat:
         try:
             if name in NOT_NAMED:
                 raise ValueError("must be the name of one format")
-            # many templates drop the thinking of earlier turns, but a sequence cannot lose tokens that were sampled
-            config = type(config_from_name(name))(thinking_retention="all" if history == "keep" else None)
+            # many templates drop the thinking of earlier turns, but a sequence cannot lose tokens
+            # that were sampled
+            config = type(config_from_name(name))(
+                thinking_retention="all" if history == "keep" else None
+            )
             self._renderer: Renderer = create_renderer(KnownTexts(tokenizer), config)
-        except (ValueError, KeyError, AttributeError, AssertionError) as error:  # renderers asserts that tokens exist
+        # renderers asserts that tokens exist
+        except (ValueError, KeyError, AttributeError, AssertionError) as error:
             raise ValueError(
-                f"agent.renderer = {name!r}: {error}; it must be the format of the model at model.path"
+                f"agent.renderer = {name!r}: {error}; it must be the format of the model at"
+                " model.path"
             ) from error
 
     @property
@@ -135,12 +169,17 @@ class Chat:
         return list(self._renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """The tokens of a conversation from its start, with what opens the model's turn.  Raises ValueError."""
+        """The tokens of a conversation from its start, with what opens the model's turn.
+
+        Raises ValueError.
+        """
         given = [self._shortened(to_format(message)) for message in messages]
         try:
             found = self._renderer.render(given, tools=to_specs(tools), add_generation_prompt=True)
         except RENDER_ERRORS as error:
-            raise ValueError(f"agent.renderer = {self.name!r} cannot write these messages: {error}") from error
+            raise ValueError(
+                f"agent.renderer = {self.name!r} cannot write these messages: {error}"
+            ) from error
         self._check_all_written(given, found)
         return list(found.token_ids)
 
@@ -151,23 +190,32 @@ class Chat:
         messages: Sequence[Message],
         tools: Sequence[Schema] = (),
     ) -> list[int] | None:
-        """The tokens that follow `prompt` and the turn `completion`: `messages`, and what opens the next turn.
+        """The tokens that follow `prompt` and the turn `completion`: `messages`, and what opens the
+        next turn.
 
-        None where the format would change what was sampled.  Raises ValueError for messages that it cannot hold.
+        None where the format would change what was sampled.  Raises ValueError for messages that it
+        cannot hold.
         """
-        given, added = [*prompt, *completion], [self._shortened(to_format(each)) for each in messages]
+        given, added = (
+            [*prompt, *completion],
+            [self._shortened(to_format(each)) for each in messages],
+        )
         try:
-            found = self._renderer.bridge_to_next_turn(list(prompt), list(completion), added, tools=to_specs(tools))
+            found = self._renderer.bridge_to_next_turn(
+                list(prompt), list(completion), added, tools=to_specs(tools)
+            )
         except RENDER_ERRORS as error:
-            raise ValueError(f"agent.renderer = {self.name!r} cannot write these messages: {error}") from error
+            raise ValueError(
+                f"agent.renderer = {self.name!r} cannot write these messages: {error}"
+            ) from error
         if found is None or list(found.token_ids[: len(given)]) != given:
             return None
         self._check_all_written(added, found)
         return list(found.token_ids[len(given) :])
 
     def _shortened(self, message: FormatMessage) -> FormatMessage:
-        """Of a text that no sequence can hold, as much as no sequence can hold either: megabytes take seconds, in which no
-        episode continues."""
+        """Of a text that no sequence can hold, as much as no sequence can hold either: megabytes
+        take seconds, in which no episode continues."""
         text = text_of(message["content"])
         if self._longest is None or len(text) <= CHARACTERS_PER_TOKEN * (self._longest + 1):
             return message
@@ -176,44 +224,64 @@ class Chat:
         return message if fits else cast("FormatMessage", {**message, "content": start})
 
     def _check_all_written(self, messages: Sequence[FormatMessage], found: RenderedTokens) -> None:
-        """Raise ValueError for a message that left nothing: formats skip roles that they do not know."""
+        """Raise ValueError for a message that left nothing: formats skip roles that they do not
+        know.
+        """
         written = set(found.message_indices)
         for index, message in enumerate(messages):
             text = text_of(message["content"]).strip()
-            if text and index not in written and text not in self._tokenizer.decode(found.token_ids):
+            if (
+                text
+                and index not in written
+                and text not in self._tokenizer.decode(found.token_ids)
+            ):
                 raise ValueError(
-                    f"messages: agent.renderer = {self.name!r} does not write the one with role = {message['role']!r} "
-                    f"({text[:40]!r}); give it another role"
+                    f"messages: agent.renderer = {self.name!r} does not write the one with role ="
+                    f" {message['role']!r} ({text[:40]!r}); give it another role"
                 )
 
-    def extend(self, prompt: Sequence[int], completion: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(
+        self, prompt: Sequence[int], completion: Sequence[int], messages: Sequence[Message]
+    ) -> list[int]:
         """`continuation`; ValueError where there is none."""
         found = self.continuation(prompt, completion, messages)
         if found is None:
             raise ValueError(
-                f"agent.renderer = {self.name!r} cannot continue the {len(prompt) + len(completion)} tokens so far with "
-                f"{[message.get('role') for message in messages]} without changing sampled tokens"
+                f"agent.renderer = {self.name!r} cannot continue the"
+                f" {len(prompt) + len(completion)} tokens so far with"
+                f" {[message.get('role') for message in messages]} without changing sampled tokens"
             )
         return found
 
-    def parse(self, prompt: Sequence[int], completion: Sequence[int], tools: Sequence[Schema] = ()) -> Reply:
+    def parse(
+        self, prompt: Sequence[int], completion: Sequence[int], tools: Sequence[Schema] = ()
+    ) -> Reply:
         """What the model said in the turn `completion`, which follows `prompt`."""
-        # formats number their calls, or do not name them: a client needs names that differ in the whole episode; some formats
-        # write them into the prompt, so that an episode which continues needs those that it had
-        turn = hashlib.blake2b(np.asarray([*prompt, *completion], "<i8").data, digest_size=8).hexdigest()
+        # formats number their calls, or do not name them: a client needs names that differ in the
+        # whole episode; some formats write them into the prompt, so that an episode which continues
+        # needs those that it had
+        turn = hashlib.blake2b(
+            np.asarray([*prompt, *completion], "<i8").data, digest_size=8
+        ).hexdigest()
         try:
-            found = self._renderer.parse_response(list(completion), tools=to_specs(tools), prompt_ids=list(prompt))
-        except (ValueError, RecursionError) as error:  # thousands of brackets or digits: json raises, and renderers too
+            found = self._renderer.parse_response(
+                list(completion), tools=to_specs(tools), prompt_ids=list(prompt)
+            )
+        # thousands of brackets or digits: json raises, and renderers too
+        except (ValueError, RecursionError) as error:
             text = self._tokenizer.decode(completion, skip_special_tokens=True)
             return Reply("", None, (ToolCall(f"call_{turn}_0", "", text, text, str(error)),))
-        calls = tuple(to_call(call, f"call_{turn}_{number}") for number, call in enumerate(found.tool_calls))
+        calls = tuple(
+            to_call(call, f"call_{turn}_{number}") for number, call in enumerate(found.tool_calls)
+        )
         return Reply(found.content, found.reasoning_content, calls)
 
 
 def to_call(call: ParsedToolCall, call_id: str) -> ToolCall:
     problem = "" if call.status == "ok" else call.status.replace("_", " ")
     name, arguments = call.name or "", call.raw if call.arguments is None else call.arguments
-    if not isinstance(name, str):  # JSON may hold anything, and formats cannot write such a call into a prompt
+    # JSON may hold anything, and formats cannot write such a call into a prompt
+    if not isinstance(name, str):
         name, problem = "", problem or "its name is no text"
     if is_deep(arguments):  # tools, and what writes JSON, recurse into it
         arguments, problem = call.raw, problem or f"arguments nested more than {MAX_DEPTH} deep"
@@ -230,7 +298,9 @@ def is_deep(value: object, left: int = MAX_DEPTH) -> bool:
 
 
 def encodable(text: str) -> str:
-    """`text` with "?" for each half of a surrogate pair: of file names, and of what a model escapes."""
+    """`text` with "?" for each half of a surrogate pair: of file names, and of what a model
+    escapes.
+    """
     return text.encode(errors="replace").decode()
 
 
@@ -258,7 +328,9 @@ def text_of(content: object) -> str:
         isinstance(part, Mapping) and part.get("type") == "text" for part in content
     ):
         return encodable("".join(str(part.get("text", "")) for part in content))
-    raise ValueError(f"messages: content = {str(content)[:80]!r}, must be text or a list of text parts")
+    raise ValueError(
+        f"messages: content = {str(content)[:80]!r}, must be text or a list of text parts"
+    )
 
 
 def to_specs(tools: Sequence[Schema]) -> list[ToolSpec] | None:

@@ -1,7 +1,8 @@
 """agent.command: a program per episode, which talks to the model through an OpenAI client.
 
-It gets OPENAI_BASE_URL and OPENAI_API_KEY, and on standard input one line of JSON: {"id", "text", "label"} of the prompt.  The
-last line of its standard output may be {"reward": 1.0, "metrics": {"calls": 2}}; without, the reward function scores.
+It gets OPENAI_BASE_URL and OPENAI_API_KEY, and on standard input one line of JSON: {"id", "text",
+"label"} of the prompt.  The last line of its standard output may be {"reward": 1.0, "metrics":
+{"calls": 2}}; without, the reward function scores.
 """
 
 from __future__ import annotations
@@ -32,25 +33,35 @@ END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class CommandRollout:
-    """`await rollout(session, prompt)` runs the program once.  hidden_env: the variable with the servers' key, never passed."""
+    """`await rollout(session, prompt)` runs the program once.
+
+    hidden_env: the variable with the servers' key, never passed.
+    """
 
     cfg: AgentConfig
     hidden_env: str = ""
 
     async def __call__(self, session: Session, prompt: Prompt) -> Episode:
         access = await session.open_endpoint()
-        env = self.environment() | {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.api_key}
+        env = self.environment() | {
+            "OPENAI_BASE_URL": access.base_url,
+            "OPENAI_API_KEY": access.api_key,
+        }
         question = json.dumps({"id": prompt.id, "text": prompt.text, "label": prompt.label})
         code, output, errors = await run_program(self.cfg.command, env, question.encode() + b"\n")
         if code != 0:
             if session.is_full or session.is_refused:  # the error of its last request
                 raise ContextFull(f"exit status {code} with a full context")
             last = "\n".join(errors.splitlines()[-STDERR_LINES:])
-            raise EpisodeError(f"the program ended with status {code}; its last lines on standard error:\n{last}")
+            raise EpisodeError(
+                f"the program ended with status {code}; its last lines on standard error:\n{last}"
+            )
         return session.finish(*read_result(output))
 
     def environment(self) -> dict[str, str]:
-        """This process's variables without what looks like a secret; no proxy gets the requests to the endpoint."""
+        """This process's variables without what looks like a secret; no proxy gets the requests to
+        the endpoint.
+        """
         passed = {
             name: value
             for name, value in os.environ.items()
@@ -62,8 +73,13 @@ class CommandRollout:
         return passed | {"no_proxy": direct, "NO_PROXY": direct}
 
 
-async def run_program(command: tuple[str, ...], env: Mapping[str, str], given: bytes) -> tuple[int, str, str]:
-    """(exit status, end of standard output, end of standard error).  Its process group is killed in every case."""
+async def run_program(
+    command: tuple[str, ...], env: Mapping[str, str], given: bytes
+) -> tuple[int, str, str]:
+    """(exit status, end of standard output, end of standard error).
+
+    Its process group is killed in every case.
+    """
     pipe = asyncio.subprocess.PIPE
     transport, program = await asyncio.get_running_loop().subprocess_exec(
         Program, *command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
@@ -106,18 +122,24 @@ class Program(asyncio.SubprocessProtocol):
 
 
 def read_result(output: str) -> tuple[float | None, Mapping[str, float]]:
-    """(reward, metrics) of the last line that is not empty, where it is a JSON object.  Raises EpisodeError for other keys."""
+    """(reward, metrics) of the last line that is not empty, where it is a JSON object.
+
+    Raises EpisodeError for other keys.
+    """
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
     if not last.lstrip().startswith("{"):
         return None, {}
     try:
         found = json.loads(last)
     except (ValueError, RecursionError) as error:
-        raise EpisodeError(f"the program's last line is no JSON object: {last[:200]!r}: {error}") from error
+        raise EpisodeError(
+            f"the program's last line is no JSON object: {last[:200]!r}: {error}"
+        ) from error
     unknown = set(found) - {"reward", "metrics"}
     metrics = found.get("metrics", {})
     if unknown or not isinstance(metrics, dict):
         raise EpisodeError(
-            f'the program\'s last line {last[:200]!r}: must be {{"reward": NUMBER, "metrics": {{NAME: NUMBER}}}}'
+            f'the program\'s last line {last[:200]!r}: must be {{"reward": NUMBER, "metrics":'
+            " {NAME: NUMBER}}"
         )
     return found.get("reward"), metrics

@@ -1,7 +1,8 @@
-"""Requests and answers of OpenAI's chat completions, as far as a sampler for training can serve them.
+"""Requests and answers of OpenAI's chat completions, as far as a sampler for training can serve
+them.
 
-A field that would change how tokens are sampled is refused unless it states what the run does anyway: log-probs of the trainer
-would be those of another distribution.
+A field that would change how tokens are sampled is refused unless it states what the run does
+anyway: log-probs of the trainer would be those of another distribution.
 """
 
 from __future__ import annotations
@@ -30,22 +31,36 @@ ANY_TEXT = {
     "top_logprobs": (0,),
     "parallel_tool_calls": (True,),
 }
-"""Field -> what it may say.  FULL_SOFTMAX: where the run does not truncate (rollout.top_p, top_k, min_p)."""
-WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+"""Field -> what it may say.
+
+FULL_SOFTMAX: where the run does not truncate (rollout.top_p, top_k, min_p).
+"""
+WITHOUT_EFFECT = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+)
 """Fields that a client may send for the service's own bookkeeping."""
 
 
 class ApiError(Exception):
     """An answer other than 200, in OpenAI's format."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
 
     @property
     def body(self) -> Json:
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 class StreamOptions(BaseModel):
@@ -79,15 +94,29 @@ class CompletionRequest(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
-def read_request(content: object, temperature: float, truncation: Truncation | None = None) -> CompletionRequest:
+def read_request(
+    content: object, temperature: float, truncation: Truncation | None = None
+) -> CompletionRequest:
     """Raises ApiError, naming the field, for what would not be sampled as the run samples."""
     if not isinstance(content, Mapping):
         raise ApiError(400, f"body: must be a JSON object, got {type(content).__name__}")
-    given = {name: value for name, value in content.items() if value is not None and name not in WITHOUT_EFFECT}
-    of_run = FULL_SOFTMAX if truncation is None else {name: (value,) for name, value in truncation._asdict().items()}
+    given = {
+        name: value
+        for name, value in content.items()
+        if value is not None and name not in WITHOUT_EFFECT
+    }
+    of_run = (
+        FULL_SOFTMAX
+        if truncation is None
+        else {name: (value,) for name, value in truncation._asdict().items()}
+    )
     for name, allowed in {**of_run, **ANY_TEXT}.items():
         if name in given and (value := given.pop(name)) not in allowed:
-            raise ApiError(400, f"{name} = {value!r}: must be {allowed[0]!r} in training; remove it", param=name)
+            raise ApiError(
+                400,
+                f"{name} = {value!r}: must be {allowed[0]!r} in training; remove it",
+                param=name,
+            )
     try:
         request = CompletionRequest.model_validate(given)
     except ValidationError as error:
@@ -98,14 +127,20 @@ def read_request(content: object, temperature: float, truncation: Truncation | N
     if request.temperature not in (None, temperature):
         raise ApiError(
             400,
-            f"temperature = {request.temperature:g}: must be the run's, {temperature:g} (rollout.temperature); remove it",
+            f"temperature = {request.temperature:g}: must be the run's, {temperature:g}"
+            " (rollout.temperature); remove it",
             param="temperature",
         )
     return request
 
 
-def completion(request: CompletionRequest, turns: Sequence[Turn], tokens: Sequence[list[Json]]) -> Json:
-    """The answer with one choice for each turn.  tokens: logprobs of each, empty where they were not asked for."""
+def completion(
+    request: CompletionRequest, turns: Sequence[Turn], tokens: Sequence[list[Json]]
+) -> Json:
+    """The answer with one choice for each turn.
+
+    tokens: logprobs of each, empty where they were not asked for.
+    """
     choices = [
         {
             "index": index,
@@ -118,7 +153,9 @@ def completion(request: CompletionRequest, turns: Sequence[Turn], tokens: Sequen
     return {**head("chat.completion", request), "choices": choices, "usage": usage(turns)}
 
 
-def chunks(request: CompletionRequest, turns: Sequence[Turn], tokens: Sequence[list[Json]]) -> Iterator[Json]:
+def chunks(
+    request: CompletionRequest, turns: Sequence[Turn], tokens: Sequence[list[Json]]
+) -> Iterator[Json]:
     """The same for stream = true: two chunks for each choice."""
     same = head("chat.completion.chunk", request)
     for index, (turn, logprobs) in enumerate(zip(turns, tokens, strict=True)):
@@ -126,7 +163,12 @@ def chunks(request: CompletionRequest, turns: Sequence[Turn], tokens: Sequence[l
         if isinstance(calls := delta.get("tool_calls"), list):
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
         content = {"content": logprobs, "refusal": None} if request.logprobs else None
-        yield {**same, "choices": [{"index": index, "delta": delta, "finish_reason": None, "logprobs": content}]}
+        yield {
+            **same,
+            "choices": [
+                {"index": index, "delta": delta, "finish_reason": None, "logprobs": content}
+            ],
+        }
         end = {"index": index, "delta": {}, "finish_reason": finish_reason(turn), "logprobs": None}
         yield {**same, "choices": [end]}
     if request.stream_options.include_usage:
@@ -149,7 +191,11 @@ def message_of(turn: Turn) -> Json:
 
 
 def finish_reason(turn: Turn) -> str:
-    return "tool_calls" if turn.finish_reason == "stop" and "tool_calls" in turn.message else turn.finish_reason
+    return (
+        "tool_calls"
+        if turn.finish_reason == "stop" and "tool_calls" in turn.message
+        else turn.finish_reason
+    )
 
 
 def usage(turns: Sequence[Turn]) -> Json:
@@ -159,4 +205,7 @@ def usage(turns: Sequence[Turn]) -> Json:
 
 
 def models() -> Json:
-    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_rl"}]}
+    return {
+        "object": "list",
+        "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_rl"}],
+    }

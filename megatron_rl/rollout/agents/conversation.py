@@ -1,12 +1,13 @@
 """Conversations of an episode: which of its token sequences a list of messages continues.
 
-A client sends the whole list of messages with every request, as OpenAI's API wants it.  The longest turn whose messages are
-the beginning of the list is continued from its tokens as they were sampled; where there is none (the first request, a history
-that was shortened or edited), or where the format would change what was sampled (agent.history = split), a new sequence
-starts from the rendered messages.  Nothing that was sampled is tokenized again inside a sequence.
+A client sends the whole list of messages with every request, as OpenAI's API wants it.  The longest
+turn whose messages are the beginning of the list is continued from its tokens as they were sampled;
+where there is none (the first request, a history that was shortened or edited), or where the format
+would change what was sampled (agent.history = split), a new sequence starts from the rendered
+messages.  Nothing that was sampled is tokenized again inside a sequence.
 
-Messages are compared as they were returned: role, text, names and arguments of tool calls.  Ids of calls may differ, and
-thinking may be left out; other thinking than was returned is another history.
+Messages are compared as they were returned: role, text, names and arguments of tool calls.  Ids of
+calls may differ, and thinking may be left out; other thinking than was returned is another history.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 class Node:
     """A sampled turn: the sequence that holds it, the tokens of its input, and its own.
 
-    thinking: of the assistant's messages up to this turn, None where there is none or it is not known.
+    thinking: of the assistant's messages up to this turn, None where there is none or it is not
+    known.
     is_open: nothing follows in that sequence yet.
     """
 
@@ -53,7 +55,8 @@ class Node:
 class Answer:
     """A turn that is not part of the episode yet; None while it is sampled.
 
-    digest: of the messages that it answers, with the tools.  thinking: of the assistant's messages among them.
+    digest: of the messages that it answers, with the tools.  thinking: of the assistant's messages
+    among them.
     """
 
     branch: Branch
@@ -76,7 +79,9 @@ class EpisodeOfConversations(EpisodeOfBranch, Protocol):
 class Conversations:
     """Of one episode.  Requests may come in parallel, also for the same messages."""
 
-    def __init__(self, session: EpisodeOfConversations, chat: Chat, counters: RolloutCounters) -> None:
+    def __init__(
+        self, session: EpisodeOfConversations, chat: Chat, counters: RolloutCounters
+    ) -> None:
         self._session, self._chat, self._counters = session, chat, counters
         self._nodes: dict[bytes, list[Node]] = {}  # by the digest of tools and messages
 
@@ -93,14 +98,18 @@ class Conversations:
         Raises ValueError for messages that the format cannot hold, and what Branch.generate raises.
         """
         with self.reading() as answers:
-            return await self.sample(answers, messages, tools, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+            return await self.sample(
+                answers, messages, tools, max_tokens=max_tokens, stop_token_ids=stop_token_ids
+            )
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[Answer]]:
-        """The answers that are sampled inside are part of the episode as soon as the block has ended.
+        """The answers that are sampled inside are part of the episode as soon as the block has
+        ended.
 
-        Where it raises, none of them is: they are dropped and counted.  They are kept where sampling has ended, for the run
-        that continues this episode, in which the same request gets them.
+        Where it raises, none of them is: they are dropped and counted.  They are kept where
+        sampling has ended, for the run that continues this episode, in which the same request gets
+        them.
         """
         answers: list[Answer] = []
         try:
@@ -123,9 +132,15 @@ class Conversations:
     ) -> Turn:
         """A turn as of `generate`, added to `answers` of `reading`."""
         if wrong := [message for message in messages if not isinstance(message, Mapping)]:
-            raise ValueError(f"messages: {wrong[0]!r:.80} must be a mapping; an object of openai's has model_dump()")
+            raise ValueError(
+                f"messages: {wrong[0]!r:.80} must be a mapping; an object of openai's has"
+                " model_dump()"
+            )
         if not messages or messages[-1].get("role") == "assistant":
-            raise ValueError("messages: must end with a message that is not the assistant's, which the model answers")
+            raise ValueError(
+                "messages: must end with a message that is not the assistant's, which the model"
+                " answers"
+            )
         digests = digests_of(messages, tools.schemas)
         node = self._found(messages, digests)
         thinking = thinking_of(messages) if node is None else node.thinking
@@ -134,7 +149,9 @@ class Conversations:
             branch = self._branch(self._chat.render(messages, tools.schemas))
         answers.append(answer := Answer(branch, digests[-1], thinking))
         turn = await branch.sample(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-        read = partial(branch.read, self._chat, turn.num_prompt_tokens, turn.token_ids, tools.schemas)
+        read = partial(
+            branch.read, self._chat, turn.num_prompt_tokens, turn.token_ids, tools.schemas
+        )
         answer.turn = replace(turn, tools=tools, read=read)
         return answer.turn
 
@@ -144,8 +161,12 @@ class Conversations:
         branch.accept(turn)
         reply = turn.reply
         self._counters.tool_calls += len(reply.tool_calls)
-        self._counters.tool_errors += sum(bool(turn.tools.problem_of(call)) for call in reply.tool_calls)
-        node = Node(branch, turn.num_prompt_tokens, turn.token_ids, [*answer.thinking, reply.reasoning])
+        self._counters.tool_errors += sum(
+            bool(turn.tools.problem_of(call)) for call in reply.tool_calls
+        )
+        node = Node(
+            branch, turn.num_prompt_tokens, turn.token_ids, [*answer.thinking, reply.reasoning]
+        )
         self._nodes.setdefault(chained(answer.digest, reply.message), []).append(node)
 
     def _drop(self, answers: Sequence[Answer]) -> None:
@@ -154,22 +175,32 @@ class Conversations:
         self._counters.unread_tokens += sum(tokens)
         if tokens:
             logger.warning(
-                "rollout %s: a request failed, or its client did not read the answer: %d turns of %d tokens are not learned from",
+                "rollout %s: a request failed, or its client did not read the answer: %d turns of"
+                " %d tokens are not learned from",
                 self._session.name,
                 len(tokens),
                 sum(tokens),
             )
 
     def _found(self, messages: Sequence[Message], digests: Sequence[bytes]) -> Node | None:
-        """The longest turn that `messages` continue: one that nothing follows yet, where several are equal but for thinking that
-        was left out.  None where the last of the assistant's messages was not sampled here."""
+        """The longest turn that `messages` continue: one that nothing follows yet, where several
+        are equal but for thinking that was left out.  None where the last of the assistant's
+        messages was not sampled here."""
         end, given = last_answer(messages), thinking_of(messages)
         equal = [] if end is None else self._nodes.get(digests[end], [])
-        nodes = [node for node in equal if all(a in (None, b) for a, b in zip(given, node.thinking, strict=True))]
+        nodes = [
+            node
+            for node in equal
+            if all(a in (None, b) for a, b in zip(given, node.thinking, strict=True))
+        ]
         return next((node for node in nodes if node.is_open), nodes[0] if nodes else None)
 
-    def _continued(self, node: Node, messages: Sequence[Message], schemas: Sequence[Schema]) -> Branch | None:
-        """The sequence of `node` with the messages after it; None where the format would change what was sampled."""
+    def _continued(
+        self, node: Node, messages: Sequence[Message], schemas: Sequence[Schema]
+    ) -> Branch | None:
+        """The sequence of `node` with the messages after it; None where the format would change
+        what was sampled.
+        """
         added = messages[(last_answer(messages) or 0) + 1 :]
         tokens = self._chat.continuation(node.prompt, node.completion, added, schemas)
         if tokens is None:
@@ -182,17 +213,24 @@ class Conversations:
         return node.branch
 
     def _branch(self, token_ids: Sequence[int]) -> Branch:
-        """Raises ContextFull where no sequence can be that long: a client may shorten its history then."""
+        """Raises ContextFull where no sequence can be that long: a client may shorten its history
+        then.
+        """
         session = self._session
         most, setting = session.sequence_limit or (None, "")
         session.is_refused = most is not None and len(token_ids) >= most
         if session.is_refused:
-            raise session.full(f"{len(token_ids)} tokens of messages are more than {setting} allows")
+            raise session.full(
+                f"{len(token_ids)} tokens of messages are more than {setting} allows"
+            )
         return session.branch(token_ids)
 
 
 def last_answer(messages: Sequence[Message]) -> int | None:
-    return max((i for i, message in enumerate(messages) if message.get("role") == "assistant"), default=None)
+    return max(
+        (i for i, message in enumerate(messages) if message.get("role") == "assistant"),
+        default=None,
+    )
 
 
 def thinking_of(messages: Sequence[Message]) -> list[str | None]:
@@ -213,7 +251,11 @@ def digests_of(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[b
 def chained(digest: bytes, value: object) -> bytes:
     """Digest of everything before and `value`."""
     if isinstance(value, Mapping):
-        value = [value.get("role"), text_of(value.get("content")), [call_of(each) for each in list_of_tokens(value)]]
+        value = [
+            value.get("role"),
+            text_of(value.get("content")),
+            [call_of(each) for each in list_of_tokens(value)],
+        ]
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.blake2b(digest + text.encode(), digest_size=16).digest()
 
@@ -227,7 +269,9 @@ def call_of(call: object) -> list[object]:
     """Name and arguments of a call in a message, however their JSON is written."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        raise ValueError(f"messages: tool call {str(call)[:80]!r}, must have a function with name and arguments")
+        raise ValueError(
+            f"messages: tool call {str(call)[:80]!r}, must have a function with name and arguments"
+        )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # else it stays as the model wrote it

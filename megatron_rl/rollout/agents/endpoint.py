@@ -1,10 +1,11 @@
-"""An OpenAI-compatible HTTP endpoint in front of sessions: any program that uses an OpenAI client can be trained on.
+"""An OpenAI-compatible HTTP endpoint in front of sessions: any program that uses an OpenAI client
+can be trained on.
 
     POST /v1/chat/completions, GET /v1/models; Authorization: Bearer KEY
 
-The key is the episode: unguessable, made when the episode asks for it, and unknown as soon as it ends.  One server per call of
-the rollout client, in its event loop, on agent.endpoint_host and a free port.  It executes nothing: tool calls are returned to
-the program, which makes them itself.
+The key is the episode: unguessable, made when the episode asks for it, and unknown as soon as it
+ends.  One server per call of the rollout client, in its event loop, on agent.endpoint_host and a
+free port.  It executes nothing: tool calls are returned to the program, which makes them itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from megatron_rl.rollout.agents.completions import (
     models,
     read_request,
 )
-from megatron_rl.rollout.agents.episode import Access, ContextFull, EpisodeError, EpisodeStopped, Turn
+from megatron_rl.rollout.agents.episode import (
+    Access,
+    ContextFull,
+    EpisodeError,
+    EpisodeStopped,
+    Turn,
+)
 from megatron_rl.rollout.agents.session import Session
 from megatron_rl.rollout.agents.tools import Tools
 
@@ -38,7 +45,9 @@ KEY_BYTES = 32
 CLOSE_SECONDS = 1.0
 """How long open connections may take to end with the server."""
 POLL_SECONDS = 1e-6
-"""Above 0, so that the event loop reads from its connections: the client may hang up while its answer is built."""
+"""Above 0, so that the event loop reads from its connections: the client may hang up while its
+answer is built.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +71,9 @@ class Endpoint:
         self._episodes: dict[str, Open] = {}
         self._start: asyncio.Task[tuple[web.AppRunner, str]] | None = None
 
-    async def open(self, session: Session, temperature: float, truncation: Truncation | None = None) -> Access:
+    async def open(
+        self, session: Session, temperature: float, truncation: Truncation | None = None
+    ) -> Access:
         """A key for `session`: the same for every call."""
         if self._start is None:
             self._start = asyncio.create_task(self._listen())
@@ -83,7 +94,8 @@ class Endpoint:
     async def close(self) -> None:
         start, self._start = self._start, None
         if start is not None:
-            with contextlib.suppress(EpisodeError):  # it did not start, which the episode that opened it knows
+            # it did not start, which the episode that opened it knows
+            with contextlib.suppress(EpisodeError):
                 runner, _ = await start
                 await runner.cleanup()
 
@@ -91,8 +103,11 @@ class Endpoint:
         app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
-        # a client that hangs up, or sends its request again, must not leave a request that no one waits for
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS)
+        # a client that hangs up, or sends its request again, must not leave a request that no one
+        # waits for
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, self.host, 0).start()
@@ -129,7 +144,10 @@ class Endpoint:
         episode.tasks.add(task)
         try:
             async with answers(episode.session, asked) as turns:
-                tokens = [sampled_logprobs(episode.session, turn) if asked.logprobs else [] for turn in turns]
+                tokens = [
+                    sampled_logprobs(episode.session, turn) if asked.logprobs else []
+                    for turn in turns
+                ]
                 return await write_answer(request, asked, turns, tokens)
         finally:
             episode.tasks.discard(task)
@@ -137,7 +155,8 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def answers(session: Session, asked: CompletionRequest) -> AsyncIterator[list[Turn]]:
-    """`asked.n` turns, sampled side by side: part of the episode where the block, which writes them, ends without an error.
+    """`asked.n` turns, sampled side by side: part of the episode where the block, which writes
+    them, ends without an error.
 
     Raises ApiError.
     """
@@ -147,7 +166,11 @@ async def answers(session: Session, asked: CompletionRequest) -> AsyncIterator[l
         sample, reading = session.conversations.sample, session.conversations.reading
         with reading() as read:
             tasks = [
-                asyncio.create_task(sample(read, asked.messages, tools, max_tokens=asked.limit, stop_token_ids=stops))
+                asyncio.create_task(
+                    sample(
+                        read, asked.messages, tools, max_tokens=asked.limit, stop_token_ids=stops
+                    )
+                )
                 for _ in range(asked.n)
             ]
             try:
@@ -160,24 +183,37 @@ async def answers(session: Session, asked: CompletionRequest) -> AsyncIterator[l
     except ContextFull as error:
         raise ApiError(400, str(error), code="context_length_exceeded", param="messages") from error
     except EpisodeStopped as error:  # 410: clients do not try again
-        raise ApiError(410, "sampling has ended, and with it this episode", code="episode_ended") from error
+        raise ApiError(
+            410, "sampling has ended, and with it this episode", code="episode_ended"
+        ) from error
     except (ValueError, EpisodeError) as error:
-        raise ApiError(400, str(error), param="tools" if str(error).startswith("tools") else "messages") from error
+        raise ApiError(
+            400, str(error), param="tools" if str(error).startswith("tools") else "messages"
+        ) from error
 
 
 async def write_answer(
-    request: web.Request, asked: CompletionRequest, turns: Sequence[Turn], tokens: Sequence[list[Json]]
+    request: web.Request,
+    asked: CompletionRequest,
+    turns: Sequence[Turn],
+    tokens: Sequence[list[Json]],
 ) -> web.StreamResponse:
-    """The answer, when all of it is written.  Raises ConnectionResetError where the client hung up before."""
+    """The answer, when all of it is written.
+
+    Raises ConnectionResetError where the client hung up before.
+    """
     if asked.stream:
         events = [*map(json.dumps, chunks(asked, turns, tokens)), "[DONE]"]
         text = "".join(f"data: {event}\n\n" for event in events)
-        response = web.Response(text=text, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        response = web.Response(
+            text=text, content_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
     else:
         response = web.json_response(completion(asked, turns, tokens))
     await asyncio.sleep(POLL_SECONDS)
     if request.transport is not None:
-        request.transport.set_write_buffer_limits(high=0)  # write_eof waits until nothing is left in its buffer
+        # write_eof waits until nothing is left in its buffer
+        request.transport.set_write_buffer_limits(high=0)
     await response.prepare(request)
     await response.write_eof()
     if request.transport is None or request.transport.is_closing():
@@ -190,8 +226,8 @@ def stop_token(session: Session, stop: str) -> int:
     if len(ids) != 1:
         raise ApiError(
             400,
-            f"stop = {stop!r}: is {len(ids)} tokens, must be one: a turn ends at a token; use the end of a line, a special "
-            "token, or max_tokens",
+            f"stop = {stop!r}: is {len(ids)} tokens, must be one: a turn ends at a token; use the"
+            " end of a line, a special token, or max_tokens",
             param="stop",
         )
     return int(ids[0])

@@ -4,8 +4,8 @@
         def reset(self, prompt: Prompt) -> Observation | None: ...
         def step(self, turn: Turn) -> Step: ...
 
-One object per episode.  The model speaks first to the prompt, then to every observation, until `Step.done`, agent.max_turns or
-the end of its context.
+One object per episode.  The model speaks first to the prompt, then to every observation, until
+`Step.done`, agent.max_turns or the end of its context.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from megatron_rl.rollout.agents.threads import in_thread
 
 @dataclass(frozen=True)
 class EnvironmentRollout:
-    """`await rollout(session, prompt)` is one episode in a new environment of `make`, or of a process of `processes`."""
+    """`await rollout(session, prompt)` is one episode in a new environment of `make`, or of a
+    process of `processes`.
+    """
 
     make: Callable[[], Environment]
     cfg: AgentConfig
@@ -39,7 +41,9 @@ class EnvironmentRollout:
         async with self._environment(session) as environment:
             return await self._episode(session, prompt, environment)
 
-    async def _episode(self, session: Session, prompt: Prompt, environment: Environment | RemoteEnvironment) -> Episode:
+    async def _episode(
+        self, session: Session, prompt: Prompt, environment: Environment | RemoteEnvironment
+    ) -> Episode:
         reward, metrics, is_done = 0.0, {}, False
         if not is_nothing(first := await self._call(session, "reset", environment.reset, prompt)):
             session.observe(first)
@@ -56,7 +60,9 @@ class EnvironmentRollout:
         return session.finish(reward, {**metrics, "is_done": float(is_done)})
 
     @asynccontextmanager
-    async def _environment(self, session: Session) -> AsyncIterator[Environment | RemoteEnvironment]:
+    async def _environment(
+        self, session: Session
+    ) -> AsyncIterator[Environment | RemoteEnvironment]:
         if self.processes is None:
             yield await self._call(session, "constructor", self.make)
             return
@@ -64,14 +70,21 @@ class EnvironmentRollout:
             await self._call(session, "constructor", environment.constructor)
             yield environment
 
-    async def _call(self, session: Session, name: str, method: Callable[..., Any], *arguments: object) -> Any:
+    async def _call(
+        self, session: Session, name: str, method: Callable[..., Any], *arguments: object
+    ) -> Any:
         limit = asyncio.timeout(self.cfg.step_timeout_seconds)
-        late = EpisodeError(f"{name} took longer than agent.step_timeout_seconds = {self.cfg.step_timeout_seconds:g}")
+        late = EpisodeError(
+            f"{name} took longer than agent.step_timeout_seconds ="
+            f" {self.cfg.step_timeout_seconds:g}"
+        )
         try:
             with session.span(name, "environment"):
                 async with limit:
                     is_async = inspect.iscoroutinefunction(method)
-                    found = await (method(*arguments) if is_async else in_thread(method, *arguments))
+                    found = await (
+                        method(*arguments) if is_async else in_thread(method, *arguments)
+                    )
         except TimeoutError as error:
             if not limit.expired():  # the environment's own
                 raise
@@ -82,16 +95,28 @@ class EnvironmentRollout:
 
 
 def checked_step(step: object) -> Step:
-    """What `step` returned.  Raises EpisodeError for what is no Step, or one with fields of other kinds."""
+    """What `step` returned.
+
+    Raises EpisodeError for what is no Step, or one with fields of other kinds.
+    """
     if not isinstance(step, Step):
-        raise EpisodeError(f"agent.environment: step returned {type(step).__name__}, must be a Step")
+        raise EpisodeError(
+            f"agent.environment: step returned {type(step).__name__}, must be a Step"
+        )
     if not isinstance(step.metrics, Mapping):
-        raise EpisodeError(f"agent.environment: Step.metrics = {step.metrics!r:.80}: must be a mapping")
+        raise EpisodeError(
+            f"agent.environment: Step.metrics = {step.metrics!r:.80}: must be a mapping"
+        )
     for name, value in {"reward": step.reward, **step.metrics}.items():
         if not (isinstance(value, Real) and math.isfinite(value)):
-            raise EpisodeError(f"agent.environment: {name} = {value!r:.80} of a Step: must be a finite number")
+            raise EpisodeError(
+                f"agent.environment: {name} = {value!r:.80} of a Step: must be a finite number"
+            )
     if not step.done and is_nothing(step.observation):
-        raise EpisodeError("agent.environment: step returned no observation, which only the last may do: done = True")
+        raise EpisodeError(
+            "agent.environment: step returned no observation, which only the last may do: done ="
+            " True"
+        )
     return step
 
 
@@ -104,13 +129,17 @@ def check_environment_class(found: object, where: str) -> Callable[[], Environme
     calls = {"reset": (None, None), "step": (None, None)}  # with self
     missing = [name for name in calls if not callable(getattr(found, name, None))]
     if not inspect.isclass(found) or missing:
-        raise ValueError(f"{where} must be a class with the methods reset(prompt) and step(turn); missing: {missing}")
+        raise ValueError(
+            f"{where} must be a class with the methods reset(prompt) and step(turn); missing:"
+            f" {missing}"
+        )
     try:
         inspect.signature(found).bind()
         for name, arguments in calls.items():
             inspect.signature(getattr(found, name)).bind(*arguments)
     except TypeError as error:
         raise ValueError(
-            f"{where} must be made without arguments, and have reset(prompt) and step(turn): {error}"
+            f"{where} must be made without arguments, and have reset(prompt) and step(turn):"
+            f" {error}"
         ) from error
     return cast("Callable[[], Environment]", found)

@@ -1,5 +1,6 @@
-"""agent.isolation = process: every episode's environment in a process of its own, which is killed with its children when the
-episode ends or a call takes too long.  Messages are JSON lines (environment_worker.py)."""
+"""agent.isolation = process: every episode's environment in a process of its own, which is killed
+with its children when the episode ends or a call takes too long.  Messages are JSON lines
+(environment_worker.py)."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ MODULE = "megatron_rl.rollout.agents.environment_worker"
 
 @dataclass
 class EnvironmentProcesses:
-    """Starts a process per episode, by the fork of one that has imported `name` (package.module:Class).
+    """Starts a process per episode, by the fork of one that has imported `name`
+    (package.module:Class).
 
-    memory_bytes: of address space per process, 0 = no limit.  hidden_env: a variable that they do not get.
+    memory_bytes: of address space per process, 0 = no limit.  hidden_env: a variable that they do
+    not get.
     """
 
     name: str
@@ -99,18 +102,26 @@ class EnvironmentProcesses:
             raise
 
     def _start_and_import(self) -> None:
-        self._process, self._channel = start_worker(MODULE, [self.name, str(self.memory_bytes)], self.hidden_env)
+        self._process, self._channel = start_worker(
+            MODULE, [self.name, str(self.memory_bytes)], self.hidden_env
+        )
         self._channel.settimeout(START_SECONDS)
         with self._channel.makefile("rb") as lines:
             line = lines.readline()
         self._channel.settimeout(None)
         if not line.endswith(b"\n"):
-            raise EpisodeError(f"agent.environment: the process that imports it exited with {self._process.wait()}")
+            raise EpisodeError(
+                f"agent.environment: the process that imports it exited with {self._process.wait()}"
+            )
         if why := json.loads(line).get("failed"):
-            raise EpisodeError(f"agent.environment cannot be imported in a process of its own: {why}")
+            raise EpisodeError(
+                f"agent.environment cannot be imported in a process of its own: {why}"
+            )
 
     def _end(self, number: int) -> None:
-        """Never waits for the lock: another thread may hold it as long as an import takes, and all episodes would wait."""
+        """Never waits for the lock: another thread may hold it as long as an import takes, and all
+        episodes would wait.
+        """
         if self._lock.acquire(blocking=False):
             try:
                 self._send_end(number)
@@ -124,7 +135,8 @@ class EnvironmentProcesses:
             self._send_end(number)
 
     def _send_end(self, number: int) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended: so did its episodes
+        # it ended: so did its episodes
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             if self._channel is not None:
                 self._channel.sendall(order(end=number))
 
@@ -149,7 +161,9 @@ class RemoteEnvironment:
     async def step(self, turn: Turn) -> Step:
         answer = await self._call("step", fields_of_turn(turn))
         if not isinstance(answer, dict) or set(answer) != {"step"}:
-            raise EpisodeError(f"agent.environment: step returned {type(answer).__name__}, must be a Step")
+            raise EpisodeError(
+                f"agent.environment: step returned {type(answer).__name__}, must be a Step"
+            )
         return Step(**answer["step"])
 
     async def _call(self, call: str, argument: dict[str, Any]) -> Any:
@@ -157,7 +171,9 @@ class RemoteEnvironment:
         try:
             line = await self.reader.readline()
         except (ConnectionResetError, ValueError) as error:  # ValueError: a line above the limit
-            raise EpisodeError(f"agent.environment: {call} broke the connection to its process: {error}") from error
+            raise EpisodeError(
+                f"agent.environment: {call} broke the connection to its process: {error}"
+            ) from error
         if not line.endswith(b"\n"):
             raise EpisodeError(f"agent.environment: its process ended in {call}")
         try:
@@ -166,5 +182,7 @@ class RemoteEnvironment:
                 return reply["answer"]
             why, where = reply["failed"], reply["where"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise EpisodeError(f"agent.environment: {call} answered {line[:80]!r}, no JSON of ours") from error
+            raise EpisodeError(
+                f"agent.environment: {call} answered {line[:80]!r}, no JSON of ours"
+            ) from error
         raise EpisodeError("\n  ".join([f"agent.environment: {call} failed: {why}", *where]))

@@ -1,11 +1,14 @@
-"""Processes of agent.environment: `python -m megatron_rl.rollout.agents.environment_worker MODULE:CLASS MEMORY_BYTES`.
+"""Processes of agent.environment: `python -m megatron_rl.rollout.agents.environment_worker
+MODULE:CLASS MEMORY_BYTES`.
 
-This process imports the class once and forks for every episode, which takes milliseconds; it starts no thread and uses no
-GPU.  Standard input is a socket: one JSON line in, one out.
-    in   {"start": NUMBER} with a socket as ancillary data, {"end": NUMBER}: kill the episode's process and its children
+This process imports the class once and forks for every episode, which takes milliseconds; it starts
+no thread and uses no GPU.  Standard input is a socket: one JSON line in, one out.
+    in   {"start": NUMBER} with a socket as ancillary data, {"end": NUMBER}: kill the episode's
+         process and its children
     out  {"ready": true} or {"failed": why, "where": frames} once, then nothing
 An episode's process makes the object when it starts and answers on the socket that came with it:
-    in   {"call": "constructor" | "reset" | "step", "argument": fields of a Prompt, or fields_of() a Turn}
+    in   {"call": "constructor" | "reset" | "step", "argument": fields of a Prompt, or fields_of() a
+         Turn}
     out  {"answer": fields of a Step, or what reset observed} or {"failed": why, "where": frames}
 """
 
@@ -28,7 +31,15 @@ from typing import Any
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.episode import Environment, Step, Turn
-from megatron_rl.workers import Printed, end_with_parent, frames_of, json_line, kill_group, limit_memory, open_channel
+from megatron_rl.workers import (
+    Printed,
+    end_with_parent,
+    frames_of,
+    json_line,
+    kill_group,
+    limit_memory,
+    open_channel,
+)
 
 ANSWER_BYTES = 2**26
 """Of one answer: more cannot fit a context."""
@@ -50,7 +61,8 @@ def main() -> None:
         while message := receive(channel):
             order, descriptors = message
             if "end" in order:
-                if (pid := pids.pop(order["end"], None)) is not None:  # else it was of a process before this one
+                # else it was of a process before this one
+                if (pid := pids.pop(order["end"], None)) is not None:
                     end(pid)
             elif (pid := os.fork()) == 0:
                 channel.close()
@@ -108,14 +120,19 @@ def serve_episode(make: Callable[[], Environment], channel: socket.socket, memor
 
 
 def reseed() -> None:
-    """Global generators are copies of the parent's, the same in every episode; Python's own is seeded after a fork."""
+    """Global generators are copies of the parent's, the same in every episode; Python's own is
+    seeded after a fork.
+    """
     for name, seed in (("numpy.random", "seed"), ("torch", "seed")):
         if name in sys.modules:
             getattr(sys.modules[name], seed)()
 
 
 def reply_line(
-    make: Callable[[], Environment], found: dict[str, Environment], message: Mapping[str, Any], runner: asyncio.Runner
+    make: Callable[[], Environment],
+    found: dict[str, Environment],
+    message: Mapping[str, Any],
+    runner: asyncio.Runner,
 ) -> bytes:
     """The answer to one call.  found: the environment, once it is made."""
     try:
@@ -130,10 +147,13 @@ def reply_line(
         if inspect.isawaitable(answer):
             answer = runner.run(awaited(answer))
         line = json_line({"answer": plain(answer)})
-    except (Exception, SystemExit) as error:  # sys.exit in an environment must not look like a crash
+    # sys.exit in an environment must not look like a crash
+    except (Exception, SystemExit) as error:
         return json_line(failure_of(error))
     if len(line) > ANSWER_BYTES:
-        return json_line({"failed": f"answered {len(line)} bytes: must be at most {ANSWER_BYTES}", "where": []})
+        return json_line(
+            {"failed": f"answered {len(line)} bytes: must be at most {ANSWER_BYTES}", "where": []}
+        )
     return line
 
 
@@ -146,7 +166,9 @@ def with_tuple(argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def fields_of_turn(turn: Turn) -> dict[str, object]:
-    """`turn` as JSON holds it, read in the model's chat format where there is one; the inverse of turn_of."""
+    """`turn` as JSON holds it, read in the model's chat format where there is one; the inverse of
+    turn_of.
+    """
     return {
         "text": turn.text,
         "token_ids": turn.token_ids,
@@ -179,11 +201,16 @@ def plain(value: object) -> object:
         return {str(key): plain(item) for key, item in value.items()}
     if hasattr(value, "__iter__") and not isinstance(value, bytes):
         return [plain(item) for item in value]
-    raise TypeError(f"answered {type(value).__name__}: must be text, numbers, lists, mappings or a Step")
+    raise TypeError(
+        f"answered {type(value).__name__}: must be text, numbers, lists, mappings or a Step"
+    )
 
 
 def failure_of(error: BaseException) -> dict[str, object]:
-    return {"failed": f"{type(error).__name__}: {error}"[:2000], "where": frames_of(error, __file__)}
+    return {
+        "failed": f"{type(error).__name__}: {error}"[:2000],
+        "where": frames_of(error, __file__),
+    }
 
 
 if __name__ == "__main__":

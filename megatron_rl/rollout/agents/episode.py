@@ -1,4 +1,6 @@
-"""The types that a user's function or environment meets: observations, turns, the finished episode, and what ends it early."""
+"""The types that a user's function or environment meets: observations, turns, the finished episode,
+and what ends it early.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,24 @@ class EpisodeError(RuntimeError):
 
 
 class EpisodeStopped(BaseException):
-    """Sampling ended while the episode ran.  Not an Exception: a function that handles those must not continue without it."""
+    """Sampling ended while the episode ran.
+
+    Not an Exception: a function that handles those must not continue without it.
+    """
 
 
 class ContextFull(EpisodeError):
-    """No token is left of rollout.max_response_tokens, agent.max_episode_tokens or what servers and trainer take.  Where the
-    function does not catch it, the episode ends here, as truncated."""
+    """No token is left of rollout.max_response_tokens, agent.max_episode_tokens or what servers and
+    trainer take.  Where the function does not catch it, the episode ends here, as truncated."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model said.  text: without special tokens; finish_reason: stop, or length at `max_tokens`.
+    """What the model said.  text: without special tokens; finish_reason: stop, or length at
+    `max_tokens`.
 
-    num_prompt_tokens: of its input.  read: parses it in the model's chat format, when `reply` is first asked for.
+    num_prompt_tokens: of its input.  read: parses it in the model's chat format, when `reply` is
+    first asked for.
     tools: that were in its prompt.  logprobs: log mu of its tokens.
     """
 
@@ -49,7 +56,10 @@ class Turn:
     def reply(self) -> Reply:
         """Content, thinking and tool calls.  Raises EpisodeError without agent.renderer."""
         if self.read is None:
-            raise EpisodeError("a turn's reply and message need agent.renderer, the format of the model's chat; set it")
+            raise EpisodeError(
+                "a turn's reply and message need agent.renderer, the format of the model's chat;"
+                " set it"
+            )
         return self.read()
 
     @property
@@ -68,7 +78,10 @@ class Access:
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished episode.  reward: None leaves it to the reward function.  metrics are averaged and logged as episode/NAME."""
+    """A finished episode.
+
+    reward: None leaves it to the reward function.  metrics are averaged and logged as episode/NAME.
+    """
 
     rollout: Rollout
     reward: float | None = None
@@ -77,7 +90,10 @@ class Episode:
 
 @dataclass(frozen=True)
 class Step:
-    """What the environment answers to a turn.  Rewards of an episode are added; metrics are those of its last step."""
+    """What the environment answers to a turn.
+
+    Rewards of an episode are added; metrics are those of its last step.
+    """
 
     observation: Observation = ""
     reward: float = 0.0
@@ -86,8 +102,8 @@ class Step:
 
 
 class Environment(Protocol):
-    """`reset` may add an observation to the prompt.  Either method may be async; others run in a thread, or all in a process of
-    the episode's own (agent.isolation)."""
+    """`reset` may add an observation to the prompt.  Either method may be async; others run in a
+    thread, or all in a process of the episode's own (agent.isolation)."""
 
     def reset(self, prompt: Prompt) -> Observation | None: ...
 

@@ -1,8 +1,10 @@
-"""The turns that an episode had when it was cut short, for the run of its function that continues it.
+"""The turns that an episode had when it was cut short, for the run of its function that continues
+it.
 
-The function runs again from its start.  Where it asks for a turn with exactly the tokens that a recorded turn was sampled
-for, it gets that turn, without a request; one that was cut in its middle is continued by a request.  Where it asks for
-another one, because an environment answered otherwise, the model is asked, and what follows in the record is not used.
+The function runs again from its start.  Where it asks for a turn with exactly the tokens that a
+recorded turn was sampled for, it gets that turn, without a request; one that was cut in its middle
+is continued by a request.  Where it asks for another one, because an environment answered
+otherwise, the model is asked, and what follows in the record is not used.
 """
 
 from __future__ import annotations
@@ -23,30 +25,48 @@ class RecordedTurns:
 
     def __init__(self, rollout: Rollout | None) -> None:
         sequences = () if rollout is None else rollout.sequences
-        # a turn that two sequences begin with, after an interruption at which they went apart, was sampled once
-        turns = {identity(turn): (turn, sequence) for sequence in sequences for turn in turns_of(sequence)}
+        # a turn that two sequences begin with, after an interruption at which they went apart, was
+        # sampled once
+        turns = {
+            identity(turn): (turn, sequence)
+            for sequence in sequences
+            for turn in turns_of(sequence)
+        }
         self.left = list(turns.values())
 
     def take(
-        self, tokens: Sequence[int], limit: int, stops: Collection[int] = (), after: Rollout | None = None
+        self,
+        tokens: Sequence[int],
+        limit: int,
+        stops: Collection[int] = (),
+        after: Rollout | None = None,
     ) -> Rollout | None:
-        """The recorded turn that follows `tokens`, of at most `limit` and without any of `stops` before its
+        """The recorded turn that follows `tokens`, of at most `limit` and without any of `stops`
+        before its
         end: complete, or the beginning of one (abort).
 
-        after: the sequence that it continues.  Two may have equal tokens, of other weights each: one continues no newer one.
-        None where there is none.  Each is given once.
+        after: the sequence that it continues.  Two may have equal tokens, of other weights each:
+        one continues no newer one. None where there is none.  Each is given once.
         """
         newest = 0 if after is None else int(after.policy_versions[-1])
         for place, (turn, _) in enumerate(self.left):
             if turn.oldest_version < newest:
                 continue
-            if turn.prompt_length == len(tokens) and np.array_equal(turn.tokens[: len(tokens)], tokens):
+            if turn.prompt_length == len(tokens) and np.array_equal(
+                turn.tokens[: len(tokens)], tokens
+            ):
                 if turn.finish_reason == "abort" and turn.response_length == limit:
                     turn = replace(turn, finish_reason="length")
                 # a turn that reached its limit would have been longer, or shorter, with another one
                 over = limit - turn.response_length
-                early = turn.tokens[turn.prompt_length :][: -1 if turn.finish_reason != "abort" else None]
-                if over < 0 or (over and turn.finish_reason == "length") or not set(stops).isdisjoint(early.tolist()):
+                early = turn.tokens[turn.prompt_length :][
+                    : -1 if turn.finish_reason != "abort" else None
+                ]
+                if (
+                    over < 0
+                    or (over and turn.finish_reason == "length")
+                    or not set(stops).isdisjoint(early.tolist())
+                ):
                     continue  # one that was sampled beside it for the same input may fit
                 del self.left[place]
                 return turn
@@ -58,9 +78,14 @@ class RecordedTurns:
         return sum(turn.response_length for turn, _ in self.left)
 
     def with_left(self, sequences: Sequence[Rollout]) -> list[Rollout]:
-        """`sequences` of the episode as it is now, and those of the record with turns that it did not ask for yet."""
+        """`sequences` of the episode as it is now, and those of the record with turns that it did
+        not ask for yet.
+        """
         waiting = list({id(sequence): sequence for _, sequence in self.left}.values())
-        return [*waiting, *(own for own in sequences if not any(begins(whole, own) for whole in waiting))]
+        return [
+            *waiting,
+            *(own for own in sequences if not any(begins(whole, own) for whole in waiting)),
+        ]
 
 
 def identity(turn: Rollout) -> tuple[int, bytes, bytes]:
@@ -86,7 +111,9 @@ def turns_of(rollout: Rollout) -> Iterator[Rollout]:
         start = answered.get(end, end)  # an environment may have answered nothing
 
 
-def part(rollout: Rollout, start: int, end: int, taken: int, finish_reason: FinishReason) -> Rollout:
+def part(
+    rollout: Rollout, start: int, end: int, taken: int, finish_reason: FinishReason
+) -> Rollout:
     """Tokens start..end of `rollout` as one request's; taken: sampled tokens before them."""
     sampled = slice(taken, taken + end - start)
     routes, missing, mask = rollout.routed_experts, rollout.missing_routes, rollout.sampling_mask

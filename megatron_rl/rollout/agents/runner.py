@@ -1,4 +1,6 @@
-"""Runs a user's rollout function for every response of a group: G episodes of a prompt side by side."""
+"""Runs a user's rollout function for every response of a group: G episodes of a prompt side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -39,23 +41,32 @@ logger = logging.getLogger(__name__)
 def load_function(
     cfg: AgentConfig, processes: EnvironmentProcesses | None = None, hidden_env: str = ""
 ) -> RolloutFunction:
-    """agent.function, or agent.environment or agent.command as one.  Raises ValueError, naming the key, where it cannot be that.
+    """agent.function, or agent.environment or agent.command as one.  Raises ValueError, naming the
+    key, where it cannot be that.
 
-    processes: those of agent.isolation = process.  hidden_env: the environment variable with the servers' key.
+    processes: those of agent.isolation = process.  hidden_env: the environment variable with the
+    servers' key.
     """
     if cfg.command:
         if shutil.which(cfg.command[0]) is None:
-            raise ValueError(f"{cfg.setting}: {cfg.command[0]!r} must be a program; it is not on PATH")
+            raise ValueError(
+                f"{cfg.setting}: {cfg.command[0]!r} must be a program; it is not on PATH"
+            )
         return CommandRollout(cfg, hidden_env)
     module, _, attribute = cfg.name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{cfg.setting} cannot be loaded: {error}; must be package.module:NAME") from error
+        raise ValueError(
+            f"{cfg.setting} cannot be loaded: {error}; must be package.module:NAME"
+        ) from error
     if cfg.environment:
         return EnvironmentRollout(check_environment_class(found, cfg.setting), cfg, processes)
     if not inspect.iscoroutinefunction(found):
-        raise ValueError(f"{cfg.setting} must be an async function: async def {attribute}(session, prompt) -> Episode")
+        raise ValueError(
+            f"{cfg.setting} must be an async function: async def {attribute}(session, prompt) ->"
+            " Episode"
+        )
     try:
         inspect.signature(found).bind(None, None)
     except TypeError as error:
@@ -71,7 +82,10 @@ def check_agent(cfg: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def make_runner(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, max_positions: int | None = None
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    max_positions: int | None = None,
 ) -> EpisodeRunner | None:
     """None where a rollout is one response.  max_positions: of the model, where it is known."""
     if not cfg.agent.name:
@@ -81,31 +95,55 @@ def make_runner(
     processes = None
     if cfg.agent.isolation == "process":  # they end with the trainer
         memory = int(cfg.agent.process_memory_gib * 2**30)
-        processes = EnvironmentProcesses(cfg.agent.environment, memory, hidden_env=cfg.rollout.api_key_env)
+        processes = EnvironmentProcesses(
+            cfg.agent.environment, memory, hidden_env=cfg.rollout.api_key_env
+        )
         processes.start()
-    return EpisodeRunner(cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit, processes, hidden_env)
+    return EpisodeRunner(
+        cfg.agent, tokenizer, vocab_size, cfg.rollout.max_retries, limit, processes, hidden_env
+    )
 
 
 SERVER_TOKENS = 6
-"""Of its KV cache and of the model's positions SGLang leaves so many unused (tp_worker.py: max_req_input_len)."""
+"""Of its KV cache and of the model's positions SGLang leaves so many unused (tp_worker.py:
+max_req_input_len).
+"""
 
 
 def sequence_limit(cfg: Config, max_positions: int | None) -> tuple[int, str]:
-    """(tokens, setting) of the longest sequence, prompt and response, that the run's servers and its trainer take."""
-    # a sequence above the cap of a micro-batch is one by itself: memory is planned for the longest prompt and response
+    """(tokens, setting) of the longest sequence, prompt and response, that the run's servers and
+    its trainer take.
+    """
+    # a sequence above the cap of a micro-batch is one by itself: memory is planned for the longest
+    # prompt and response
     rows, cache = cfg.run.max_tokens_per_micro_batch, cfg.rollout.max_total_tokens
     response = max(cfg.rollout.max_response_tokens, cfg.eval.max_response_tokens or 0)
-    limits = [(max(rows, cfg.data.max_prompt_tokens + response), f"run.max_tokens_per_micro_batch = {rows}")]
+    limits = [
+        (
+            max(rows, cfg.data.max_prompt_tokens + response),
+            f"run.max_tokens_per_micro_batch = {rows}",
+        )
+    ]
     if not cfg.rollout.urls:
         limits.append((cache - SERVER_TOKENS, f"rollout.max_total_tokens = {cache}"))
-        if max_positions is not None and not any(arg.startswith("--context") for arg in cfg.rollout.server_args):
-            limits.append((max_positions - SERVER_TOKENS, f"the model's max_position_embeddings = {max_positions}"))
+        if max_positions is not None and not any(
+            arg.startswith("--context") for arg in cfg.rollout.server_args
+        ):
+            limits.append(
+                (
+                    max_positions - SERVER_TOKENS,
+                    f"the model's max_position_embeddings = {max_positions}",
+                )
+            )
     return min(limits)
 
 
 @dataclass
 class EpisodeRunner:
-    """`cfg.function`, `cfg.environment` or `cfg.command`, and what its sessions need.  One per rollout client."""
+    """`cfg.function`, `cfg.environment` or `cfg.command`, and what its sessions need.
+
+    One per rollout client.
+    """
 
     cfg: AgentConfig
     tokenizer: PreTrainedTokenizerBase
@@ -118,7 +156,11 @@ class EpisodeRunner:
     def __post_init__(self) -> None:
         self.function = load_function(self.cfg, self.processes, self.hidden_env)
         longest = None if self.sequence_limit is None else self.sequence_limit[0]
-        self.chat = Chat(self.cfg.renderer, self.tokenizer, self.cfg.history, longest) if self.cfg.renderer else None
+        self.chat = (
+            Chat(self.cfg.renderer, self.tokenizer, self.cfg.history, longest)
+            if self.cfg.renderer
+            else None
+        )
         self.endpoint = Endpoint(self.cfg.endpoint_host)
         self.has_worked = False  # in some episode of the last call
 
@@ -137,7 +179,9 @@ class EpisodeRunner:
     def adapt(self, sampling: Sampling) -> Sampling:
         """`sampling` with what ends a turn in the model's chat format."""
         ends = [] if self.chat is None else self.chat.stop_token_ids
-        return replace(sampling, stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *ends])))
+        return replace(
+            sampling, stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *ends]))
+        )
 
 
 RAISED = (Exception, EpisodeStopped, BaseExceptionGroup, SystemExit, asyncio.CancelledError)
@@ -145,18 +189,22 @@ RAISED = (Exception, EpisodeStopped, BaseExceptionGroup, SystemExit, asyncio.Can
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether only a full context ended the function: also as an OpenAI client raises it, and in a TaskGroup."""
+    """Whether only a full context ended the function: also as an OpenAI client raises it, and in a
+    TaskGroup.
+    """
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_full, error.exceptions))
-    return isinstance(error, ContextFull) or getattr(error, "code", None) == "context_length_exceeded"
+    return (
+        isinstance(error, ContextFull) or getattr(error, "code", None) == "context_length_exceeded"
+    )
 
 
 @dataclass
 class EpisodeCall:
     """The episodes of one fill() of the client, at most agent.concurrency of them at a time.
 
-    call: the client's, which ends the tasks that run.  failures: what each failed episode failed with; done: the prompts of those
-    that ended.
+    call: the client's, which ends the tasks that run.  failures: what each failed episode failed
+    with; done: the prompts of those that ended.
     """
 
     runner: EpisodeRunner
@@ -174,8 +222,8 @@ class EpisodeCall:
     async def fill(self, group: PartialGroup) -> None:
         """An episode for every response that `group` lacks.
 
-        Raises RolloutError for one that failed (agent.on_error), and what `sample` raises; the others run on, so that what
-        they have can be kept.
+        Raises RolloutError for one that failed (agent.on_error), and what `sample` raises; the
+        others run on, so that what they have can be kept.
         """
         tasks = [asyncio.create_task(self._in_turn(group, index)) for index in group.missing]
         self.call.episodes.update(tasks)
@@ -198,9 +246,11 @@ class EpisodeCall:
             task.exception()  # raised by `fill`, or after another one's: asyncio need not name it
 
     def check(self) -> None:
-        """Raise RolloutError where all of several episodes failed: agent.on_error = drop would leave nothing to learn from.
+        """Raise RolloutError where all of several episodes failed: agent.on_error = drop would
+        leave nothing to learn from.
 
-        Those of one prompt say nothing of a function that worked just before: dynamic sampling may draw a single one.
+        Those of one prompt say nothing of a function that worked just before: dynamic sampling may
+        draw a single one.
         """
         if not (count := len(self.done)):
             return
@@ -225,7 +275,8 @@ class EpisodeCall:
             except (GroupCancelled, RolloutError, asyncio.CancelledError):
                 self._keep(group, index, session)
                 raise
-            except Exception as error:  # of the user's function: counted, and raised where it may not be tried again
+            # of the user's function: counted, and raised where it may not be tried again
+            except Exception as error:
                 group.prefixes.pop(index, None)  # it might lead there again
                 self.counters.failed_episodes += 1
                 self.counters.redrawn_samples += attempt < tries
@@ -234,8 +285,9 @@ class EpisodeCall:
                     logger.warning("rollout %s: episode failed, sampled again: %s", name, why)
                     continue
                 failure = RolloutError(
-                    f"rollout {name}: {cfg.setting} failed ({why}), attempt {attempt} of {tries}; mend it, or set "
-                    f"agent.on_error = retry or drop\n{''.join(traceback.format_exception(error))}"
+                    f"rollout {name}: {cfg.setting} failed ({why}), attempt {attempt} of {tries};"
+                    " mend it, or set agent.on_error = retry or"
+                    f" drop\n{''.join(traceback.format_exception(error))}"
                 )
                 if cfg.on_error != "drop":
                     raise failure from error
@@ -280,7 +332,9 @@ class EpisodeCall:
             counters=self.counters,
             trace=self.call.trace,
             open_endpoint=partial(
-                runner.endpoint.open, temperature=self.sampling.temperature, truncation=self.sampling.truncation
+                runner.endpoint.open,
+                temperature=self.sampling.temperature,
+                truncation=self.sampling.truncation,
             ),
             is_over=lambda: self.call.is_over,
         )
@@ -296,11 +350,14 @@ class EpisodeCall:
         except RAISED as error:
             if not session.is_stopped:
                 if limit.expired():
-                    raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}") from error
+                    raise EpisodeError(
+                        f"it took longer than agent.episode_timeout_seconds = {seconds:g}"
+                    ) from error
                 if not is_full(error):
                     if isinstance(error, Exception):
                         raise
-                    # sys.exit, or a task that the function itself cancelled: else it would end the run
+                    # sys.exit, or a task that the function itself cancelled: else it would end the
+                    # run
                     raise EpisodeError(f"{type(error).__name__}: {error}") from error
                 episode, is_cut = session.finish(), True
         finally:
@@ -308,16 +365,28 @@ class EpisodeCall:
             self.runner.endpoint.end(session)
         if session.stopped_by is not None:  # also where the function handled it
             raise session.stopped_by
-        if self.call.is_over:  # cancelled for it; not cancelling(): a TaskGroup leaves that counted (Python 3.11)
+        # cancelled for it; not cancelling(): a TaskGroup leaves that counted (Python 3.11)
+        if self.call.is_over:
             raise asyncio.CancelledError
         if limit.expired():
-            raise EpisodeError(f"it took longer than agent.episode_timeout_seconds = {seconds:g}, and ignored its end")
-        if episode is None or episode is not session.episode:  # another one's tokens would be learned from twice
-            raise TypeError(f"returned {type(episode).__name__}, must be session.finish() of this session, unchanged")
-        self.call.stats.environment_seconds.append(time.monotonic() - started - session.sampling_seconds)
+            raise EpisodeError(
+                f"it took longer than agent.episode_timeout_seconds = {seconds:g}, and ignored"
+                " its end"
+            )
+        # another one's tokens would be learned from twice
+        if episode is None or episode is not session.episode:
+            raise TypeError(
+                f"returned {type(episode).__name__}, must be session.finish() of this session,"
+                " unchanged"
+            )
+        self.call.stats.environment_seconds.append(
+            time.monotonic() - started - session.sampling_seconds
+        )
         self._count_unused(session)
         reason: FinishReason = "length" if is_cut or session.is_full else "stop"
-        return replace(episode.rollout, finish_reason=reason, reward=episode.reward, metrics=episode.metrics)
+        return replace(
+            episode.rollout, finish_reason=reason, reward=episode.reward, metrics=episode.metrics
+        )
 
     def _keep(self, group: PartialGroup, index: int, session: Session) -> None:
         """What the session has, for the next run of the episode."""
@@ -333,14 +402,17 @@ class EpisodeCall:
             self.counters.diverged_episodes += 1
             self.counters.diverged_tokens += tokens
             logger.warning(
-                "rollout %s: resumed, it asked for other turns than before the interruption: %d recorded tokens dropped; an "
-                "environment that cannot be repeated needs agent.resume = restart",
+                "rollout %s: resumed, it asked for other turns than before the interruption: %d"
+                " recorded tokens dropped; an environment that cannot be repeated needs"
+                " agent.resume = restart",
                 session.name,
                 tokens,
             )
 
     async def _dropped(self, session: Session, prompt: Prompt, name: str) -> Rollout:
-        """Stands for a failed episode in its group: what it sampled, or else one token; without a reward, never learned from."""
+        """Stands for a failed episode in its group: what it sampled, or else one token; without a
+        reward, never learned from.
+        """
         try:
             rollout = session.finish().rollout
         except EpisodeError:  # it failed before its first turn

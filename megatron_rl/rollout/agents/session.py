@@ -1,4 +1,5 @@
-"""One episode: turns of the model, and between them what an environment says.  Tokens in, tokens out.
+"""One episode: turns of the model, and between them what an environment says.  Tokens in, tokens
+out.
 
     async def rollout(session: Session, prompt: Prompt) -> Episode:
         turn = await session.generate()
@@ -7,15 +8,16 @@
             turn = await session.generate()
         return session.finish()
 
-What the model sampled is never tokenized again: a turn's input is the tokens of all turns before it, so the trainer sees
-exactly what the server saw.  Log-probs, weight versions and routes are joined turn by turn (rollout/client/response.py).
-Where the history is edited (compaction, sub-agents, parallel attempts), an episode has several sequences:
+What the model sampled is never tokenized again: a turn's input is the tokens of all turns before
+it, so the trainer sees exactly what the server saw.  Log-probs, weight versions and routes are
+joined turn by turn (rollout/client/response.py). Where the history is edited (compaction,
+sub-agents, parallel attempts), an episode has several sequences:
 
     branch = session.branch([*session.token_ids[:100], *summary])
     turn = await branch.generate()
 
-All of a branch's start is prompt there, also what the model sampled in another one: a token is learned from where it was
-sampled, once.
+All of a branch's start is prompt there, also what the model sampled in another one: a token is
+learned from where it was sampled, once.
 """
 
 from __future__ import annotations
@@ -37,7 +39,14 @@ from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.branch import Branch
 from megatron_rl.rollout.agents.chat import Chat, Message
 from megatron_rl.rollout.agents.conversation import Conversations
-from megatron_rl.rollout.agents.episode import Access, ContextFull, Episode, EpisodeError, Observation, Turn
+from megatron_rl.rollout.agents.episode import (
+    Access,
+    ContextFull,
+    Episode,
+    EpisodeError,
+    Observation,
+    Turn,
+)
 from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.agents.tools import Tool, Tools
 from megatron_rl.rollout.client.call import SampleTurn
@@ -45,15 +54,19 @@ from megatron_rl.rollout.client.counters import RolloutCounters
 
 
 class Session:
-    """The model as one episode sees it.  `max_tokens` bounds a sequence: all its turns with what the environment says.
+    """The model as one episode sees it.  `max_tokens` bounds a sequence: all its turns with what
+    the environment says.
 
-    Most episodes are one sequence: turns and observations of the session itself, which continue the prompt.  `branch` opens
-    further ones.
+    Most episodes are one sequence: turns and observations of the session itself, which continue the
+    prompt.  `branch` opens further ones.
     max_episode_tokens: bounds turns and observations of all sequences; 0 = none.
-    sequence_limit: (tokens, setting) of the longest sequence, its prompt included, that servers and trainer take.
+    sequence_limit: (tokens, setting) of the longest sequence, its prompt included, that servers and
+    trainer take.
     server: URL of the one that was asked last.
-    recorded: what this episode had when it was cut short.  stopped_by: what ended sampling meanwhile.
-    sampling_seconds: in which it waited for the model, for turns of several branches at the same time once.
+    recorded: what this episode had when it was cut short.  stopped_by: what ended sampling
+    meanwhile.
+    sampling_seconds: in which it waited for the model, for turns of several branches at the same
+    time once.
     is_refused: the last messages were longer than a sequence can be.
     episode: what `finish` returned last.
     """
@@ -76,7 +89,12 @@ class Session:
         open_endpoint: Callable[[Session], Awaitable[Access]] | None = None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.prompt, self.name, self.max_tokens, self.vocab_size = prompt, name, max_tokens, vocab_size
+        self.prompt, self.name, self.max_tokens, self.vocab_size = (
+            prompt,
+            name,
+            max_tokens,
+            vocab_size,
+        )
         self.tokenizer, self.chat, self.sample = tokenizer, chat, sample
         self.max_episode_tokens, self.sequence_limit = max_episode_tokens, sequence_limit
         self.server, self.recorded = "", RecordedTurns(recorded)
@@ -96,10 +114,11 @@ class Session:
         return self.branch(self.prompt.token_ids)
 
     def branch(self, token_ids: Sequence[int]) -> Branch:
-        """A further sequence of this episode, which starts with `token_ids`: all of them are its prompt.
+        """A further sequence of this episode, which starts with `token_ids`: all of them are its
+        prompt.
 
-        It shares the episode's reward and advantage.  Raises EpisodeError where the start is empty, outside the vocabulary, or
-        leaves no room for a turn, and after `finish`.
+        It shares the episode's reward and advantage.  Raises EpisodeError where the start is empty,
+        outside the vocabulary, or leaves no room for a turn, and after `finish`.
         """
         self.check_open()
         if not len(token_ids):
@@ -108,8 +127,9 @@ class Session:
         if self.sequence_limit is not None and len(ids) >= self.sequence_limit[0]:
             most, setting = self.sequence_limit
             raise EpisodeError(
-                f"rollout {self.name}: a branch starts with {len(ids)} tokens: must be fewer than {most}, the longest sequence "
-                f"that {setting} allows; start it with fewer, or raise that"
+                f"rollout {self.name}: a branch starts with {len(ids)} tokens: must be fewer than"
+                f" {most}, the longest sequence that {setting} allows; start it with fewer, or"
+                " raise that"
             )
         self._branches.append(Branch(self, ids))
         return self._branches[-1]
@@ -149,8 +169,9 @@ class Session:
     ) -> Turn:
         """The model's next turn, of the sequence that continues the prompt: see Branch.generate.
 
-        given: all messages (rollout/agents/conversation.py says which sequence they continue), or all token ids of the input,
-        which start a sequence of their own where they do not begin with `token_ids`.
+        given: all messages (rollout/agents/conversation.py says which sequence they continue), or
+        all token ids of the input, which start a sequence of their own where they do not begin with
+        `token_ids`.
         tools: what the model may call; needs messages, whose format describes them in the prompt.
         """
         parts: list[object] = [] if given is None else list(given)
@@ -161,7 +182,8 @@ class Session:
             )
         if tools:
             raise ValueError(
-                "tools: must come with messages, whose format describes them; or write them into the prompt"
+                "tools: must come with messages, whose format describes them; or write them into"
+                " the prompt"
             )
         ids, branch = self.check_tokens(parts, "given"), self._first
         if ids and tuple(ids[: len(branch.token_ids)]) != branch.token_ids:
@@ -175,25 +197,31 @@ class Session:
         """Messages of this episode.  Raises EpisodeError without agent.renderer."""
         if self.chat is None:
             raise EpisodeError(
-                f"rollout {self.name}: messages need agent.renderer, the format of the model's chat; set it"
+                f"rollout {self.name}: messages need agent.renderer, the format of the model's"
+                " chat; set it"
             )
         return Conversations(self, self.chat, self.counters)
 
     async def call_tools(self, turn: Turn) -> list[Message]:
-        """Call the tools that `turn` asks for, one after another: their answers, as messages; [] where it asks for none.
+        """Call the tools that `turn` asks for, one after another: their answers, as messages; []
+        where it asks for none.
 
-        What cannot be called (no such tool, arguments against its type hints) is answered by what is wrong.
+        What cannot be called (no such tool, arguments against its type hints) is answered by what
+        is wrong.
         """
         answers: list[Message] = []
         for call in turn.reply.tool_calls:
             text, is_error = await turn.tools.answer(call)
-            self.counters.tool_errors += is_error and not turn.tools.problem_of(call)  # those are counted already
+            # those are counted already
+            self.counters.tool_errors += is_error and not turn.tools.problem_of(call)
             named = {"tool_call_id": call.id, "name": call.name} if call.name else {}
             answers.append({"role": "tool", "content": text, **named})
         return answers
 
     async def open_endpoint(self) -> Access:
-        """Where an OpenAI client finds the model of this episode, until it ends; the same for every call."""
+        """Where an OpenAI client finds the model of this episode, until it ends; the same for every
+        call.
+        """
         if self._open_endpoint is None:
             raise EpisodeError(f"rollout {self.name}: this session has no endpoint")
         return await self._open_endpoint(self)
@@ -203,24 +231,34 @@ class Session:
         self._first.observe(observation)
 
     def reward_turn(self, reward: float, turn: Turn | None = None) -> None:
-        """Add to the reward of `turn`, as `generate` returned it; without one, of the turn that ended last, in any sequence."""
+        """Add to the reward of `turn`, as `generate` returned it; without one, of the turn that
+        ended last, in any sequence.
+        """
         sampled = [branch for branch in self._branches if branch.turns]
         if turn is not None:
             sampled = [branch for branch in sampled if any(each is turn for each in branch.turns)]
             if not sampled:
-                raise EpisodeError(f"rollout {self.name}: the turn to reward is none of this episode's")
+                raise EpisodeError(
+                    f"rollout {self.name}: the turn to reward is none of this episode's"
+                )
         (sampled[-1] if sampled else self._first).reward_turn(reward, turn)
 
-    def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Episode:
-        """The episode, each sequence up to its last turn: what was observed after it is dropped, as nothing follows from it.
+    def finish(
+        self, reward: float | None = None, metrics: Mapping[str, float] | None = None
+    ) -> Episode:
+        """The episode, each sequence up to its last turn: what was observed after it is dropped, as
+        nothing follows from it.
 
         Ends all branches; those without a turn are left out.
         Without a `reward` it is the sum of reward_turn, and without that the reward function's.
-        Raises EpisodeError where the model was never asked, and for a reward or metric that is not finite.
+        Raises EpisodeError where the model was never asked, and for a reward or metric that is not
+        finite.
         """
         sequences = [rollout for branch in self._branches if (rollout := branch.result) is not None]
         if not sequences:
-            raise EpisodeError(f"rollout {self.name}: nothing was sampled; await session.generate() at least once")
+            raise EpisodeError(
+                f"rollout {self.name}: nothing was sampled; await session.generate() at least once"
+            )
         if reward is None and any(rollout.turn_rewards for rollout in sequences):
             reward = math.fsum(value for rollout in sequences for value in rollout.turn_rewards)
         for name, value in {"reward": reward, **(metrics or {})}.items():
@@ -229,7 +267,11 @@ class Session:
         self._is_finished = True
         values = {name: float(value) for name, value in (metrics or {}).items()}
         *earlier, last = sequences
-        rollout = replace(last, id=self.name) if not earlier else replace(last, earlier=tuple(earlier)).named(self.name)
+        rollout = (
+            replace(last, id=self.name)
+            if not earlier
+            else replace(last, earlier=tuple(earlier)).named(self.name)
+        )
         self.episode = Episode(rollout, None if reward is None else float(reward), values)
         return self.episode
 
@@ -239,9 +281,17 @@ class Session:
 
     def unfinished(self) -> Rollout | None:
         """What a later run of the episode continues (finish_reason abort); None for nothing."""
-        found = [sequence for branch in self._branches if (sequence := branch.unfinished()) is not None]
-        sequences = [replace(sequence, finish_reason="abort") for sequence in self.recorded.with_left(found)]
-        return replace(sequences[-1], earlier=tuple(sequences[:-1])).named(self.name) if sequences else None
+        found = [
+            sequence for branch in self._branches if (sequence := branch.unfinished()) is not None
+        ]
+        sequences = [
+            replace(sequence, finish_reason="abort") for sequence in self.recorded.with_left(found)
+        ]
+        return (
+            replace(sequences[-1], earlier=tuple(sequences[:-1])).named(self.name)
+            if sequences
+            else None
+        )
 
     @property
     def is_stopped(self) -> bool:
@@ -280,18 +330,23 @@ class Session:
     def check_open(self) -> None:
         """Raise EpisodeError after `finish`."""
         if self._is_finished:
-            raise EpisodeError(f"rollout {self.name}: the episode is finished; no sequence of it can be continued")
+            raise EpisodeError(
+                f"rollout {self.name}: the episode is finished; no sequence of it can be continued"
+            )
 
     def check_tokens(self, given: Sequence[object], what: str) -> list[int]:
-        """`given` as ints.  Raises EpisodeError for what is no token id (the digits of a text are none), and for one outside the
-        vocabulary, which kills an SGLang server."""
+        """`given` as ints.  Raises EpisodeError for what is no token id (the digits of a text are
+        none), and for one outside the vocabulary, which kills an SGLang server."""
         try:
             ids = [operator.index(cast("int", token)) for token in given]
         except TypeError as error:
-            raise EpisodeError(f"rollout {self.name}: {what}: must be integers, got {given!r:.80}: {error}") from error
+            raise EpisodeError(
+                f"rollout {self.name}: {what}: must be integers, got {given!r:.80}: {error}"
+            ) from error
         wrong = [token for token in ids if not 0 <= token < self.vocab_size]
         if wrong:
             raise EpisodeError(
-                f"rollout {self.name}: {what} token id {wrong[0]}, the model's vocabulary has {self.vocab_size}"
+                f"rollout {self.name}: {what} token id {wrong[0]}, the model's vocabulary has"
+                f" {self.vocab_size}"
             )
         return ids

@@ -11,8 +11,11 @@ from typing import TypeVar, cast
 Result = TypeVar("Result")
 
 
-async def in_thread(function: Callable[..., Result], /, *arguments: object, **named: object) -> Result:
-    """Call in a daemon thread of its own: asyncio joins its own when the loop closes, so one that hangs would hang the run.
+async def in_thread(
+    function: Callable[..., Result], /, *arguments: object, **named: object
+) -> Result:
+    """Call in a daemon thread of its own: asyncio joins its own when the loop closes, so one that
+    hangs would hang the run.
 
     named: perhaps by the model, so that any name may be among them.
     """

@@ -1,4 +1,5 @@
-"""Tools from Python functions with type hints: their schema for the prompt, and calls of the model with checked arguments.
+"""Tools from Python functions with type hints: their schema for the prompt, and calls of the model
+with checked arguments.
 
     def multiply(a: float, b: float) -> float:
         '''Multiply two numbers.
@@ -9,7 +10,8 @@
         '''
         return a * b
 
-Nothing that the model writes is executed: it names one of these functions, and its arguments are checked against the hints.
+Nothing that the model writes is executed: it names one of these functions, and its arguments are
+checked against the hints.
 """
 
 from __future__ import annotations
@@ -31,15 +33,21 @@ from megatron_rl.rollout.agents.chat import Schema, ToolCall
 from megatron_rl.rollout.agents.threads import in_thread
 
 Tool = Callable[..., Any] | Schema
-"""A function that is called, or only the schema of a tool that the rollout function serves itself."""
+"""A function that is called, or only the schema of a tool that the rollout function serves itself.
+"""
 
 
 class ToolError(Exception):
-    """Raised by a tool for what the model should read as its answer; any other exception fails the episode."""
+    """Raised by a tool for what the model should read as its answer; any other exception fails the
+    episode.
+    """
 
 
 class Tools:
-    """What the model may call.  Raises ValueError, naming the tool, where it cannot be described to the model."""
+    """What the model may call.
+
+    Raises ValueError, naming the tool, where it cannot be described to the model.
+    """
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         self.schemas: list[Schema] = []
@@ -68,21 +76,35 @@ class Tools:
         return ""
 
     async def answer(self, call: ToolCall) -> tuple[str, bool]:
-        """(what the model reads, whether it is an error).  Functions that are not async run in a thread of their own."""
+        """(what the model reads, whether it is an error).
+
+        Functions that are not async run in a thread of their own.
+        """
         if problem := self.problem_of(call):
             return f"error: {problem}", True
         if call.name not in self._functions:
-            raise ValueError(f"tool {call.name!r} is only a schema: answer its calls yourself, or give its function")
+            raise ValueError(
+                f"tool {call.name!r} is only a schema: answer its calls yourself, or give its"
+                " function"
+            )
         function, arguments = self._functions[call.name], call.arguments
         if not isinstance(arguments, Mapping):
-            return f"error: arguments of {call.name} must be an object, got {call.arguments_json[:200]}", True
+            return (
+                (
+                    f"error: arguments of {call.name} must be an object, got"
+                    f" {call.arguments_json[:200]}"
+                ),
+                True,
+            )
         try:
             if inspect.iscoroutinefunction(function):
                 found = await function(**arguments)
             else:
                 found = await in_thread(function, **arguments)
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            wrong = "; ".join(
+                f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
+            )
             return f"error: arguments of {call.name}: {wrong}", True
         except ToolError as error:
             return f"error: {error}", True
@@ -95,12 +117,18 @@ def described(function: Callable[..., Any]) -> tuple[Schema, Callable[..., Any]]
     name = getattr(function, "__name__", repr(function))
     try:
         schema = get_json_schema(function)
-        schema["function"].pop("return", None)  # formats write what they get; models were trained without
+        # formats write what they get; models were trained without
+        schema["function"].pop("return", None)
         return schema, validate_call(function)
-    except (TypeHintParsingException, DocstringParsingException, PydanticUserError, NameError) as error:
+    except (
+        TypeHintParsingException,
+        DocstringParsingException,
+        PydanticUserError,
+        NameError,
+    ) as error:
         raise ValueError(
-            f"tools: {name} cannot be described to the model: {error}; it needs a type hint for every argument, and a "
-            "docstring with a line for each under 'Args:'"
+            f"tools: {name} cannot be described to the model: {error}; it needs a type hint for"
+            " every argument, and a docstring with a line for each under 'Args:'"
         ) from error
 
 

@@ -20,17 +20,19 @@ from megatron_rl.rollout.partial import PartialGroup
 
 Tasks = set[asyncio.Task[None]]
 Ending = Literal["drain", "abort"]
-"""How an open call ends.  drain: groups in progress are completed, the others are not started; abort: every request is
-aborted, and what there is of its responses is kept."""
+"""How an open call ends.  drain: groups in progress are completed, the others are not started;
+abort: every request is aborted, and what there is of its responses is kept."""
 
 
 @dataclass(frozen=True)
 class NewWeights:
-    """The servers have other weights since, and kept their requests (rollout.weight_update = in_place).
+    """The servers have other weights since, and kept their requests (rollout.weight_update =
+    in_place).
 
-    version: of these weights, which sample the next requests; oldest: of the tokens that may be kept.  groups: all that the call
-    samples, and complete ones that it sampled.  done: called, in the thread of the call, when no group of them has older tokens
-    except those whose requests are aborted for it.
+    version: of these weights, which sample the next requests; oldest: of the tokens that may be
+    kept.  groups: all that the call samples, and complete ones that it sampled.  done: called, in
+    the thread of the call, when no group of them has older tokens except those whose requests are
+    aborted for it.
     """
 
     version: int
@@ -70,7 +72,8 @@ class GroupCancelled(Exception):
 class Request:
     """In flight: it may still be answered.
 
-    sampling: as it was sent.  indexes: of the responses that it asks for.  timer: of its deadline, or of the next abort.
+    sampling: as it was sent.  indexes: of the responses that it asks for.  timer: of its deadline,
+    or of the next abort.
     cut_by: why it was aborted by itself, before all others are.
     """
 
@@ -89,7 +92,9 @@ class Request:
     @property
     def oldest_version(self) -> int:
         """No token of its responses, and no key or value that they attend to, is of older weights."""
-        known = [self.group.prefixes[index] for index in self.indexes if index in self.group.prefixes]
+        known = [
+            self.group.prefixes[index] for index in self.indexes if index in self.group.prefixes
+        ]
         return min([self.sampling.policy_version, *(rollout.oldest_version for rollout in known)])
 
 
@@ -98,9 +103,11 @@ class Call:
     """One fill() call in progress.
 
     tasks       of the groups that are sampled
-    enough      no more requests: what is in flight is aborted; drains: no more groups; is_over: every task is cancelled
+    enough      no more requests: what is in flight is aborted; drains: no more groups; is_over:
+                every task is cancelled
     keeps_parts  responses that an abort cut short are kept, to be continued
-    busy        tasks that wait for an answer or read it, not for their turn; asking: those that wait for it
+    busy        tasks that wait for an answer or read it, not for their turn; asking: those that
+                wait for it
     in_flight   requests that may still be answered, by id
     episodes    tasks of agent.function
     clock       of deadlines: a paused server returns nothing
@@ -128,14 +135,19 @@ class Call:
         """Those of now: the client's are taken while the call is in progress."""
         return self.get_stats()
 
-    async def first_to_finish(self, groups: Sequence[PartialGroup], keep: int) -> list[PartialGroup]:
-        """Wait for `keep` complete groups and for all that are due; return `keep`, those that are due before others.
+    async def first_to_finish(
+        self, groups: Sequence[PartialGroup], keep: int
+    ) -> list[PartialGroup]:
+        """Wait for `keep` complete groups and for all that are due; return `keep`, those that are
+        due before others.
 
         They are in the order of `groups`.  Raises what a task raised.
         """
         complete = [group for group in groups if group.is_complete]
         waiting = set(self.tasks)
-        while len(complete) < keep or not all(group.is_complete for group in groups if group.is_due):
+        while len(complete) < keep or not all(
+            group.is_complete for group in groups if group.is_due
+        ):
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in [
                 task for task in self.tasks if task in done
@@ -145,14 +157,17 @@ class Call:
         complete = sorted(complete, key=lambda group: not group.is_due)[:keep]
         return [group for group in groups if group in complete]
 
-    async def follow(self, commands: Commands, begin: Callable[[Sequence[PartialGroup]], None]) -> Ending:
+    async def follow(
+        self, commands: Commands, begin: Callable[[Sequence[PartialGroup]], None]
+    ) -> Ending:
         """Sample what is added until a command ends the call.  Raises what a task raised."""
         command = None
         while True:
             command = command or asyncio.create_task(asyncio.to_thread(commands.get))
             await asyncio.wait([command, *self.tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in self.tasks if task.done()]:
-                del self.tasks[task]  # its group may be trained on, and released, before the call ends
+                # its group may be trained on, and released, before the call ends
+                del self.tasks[task]
                 task.result()
             if command.done():
                 given, command = command.result(), None
@@ -165,7 +180,9 @@ class Call:
                     begin(given)
 
     def renew(self, new: NewWeights) -> Sequence[PartialGroup]:
-        """Abort the requests whose responses may be too old, drop what is; returns the groups that nothing samples."""
+        """Abort the requests whose responses may be too old, drop what is; returns the groups that
+        nothing samples.
+        """
         self.sampling = replace(self.sampling, policy_version=new.version)
         for request in self.in_flight.values():
             if request.oldest_version < new.oldest:
@@ -173,7 +190,8 @@ class Call:
         running = [*self.tasks.values()]
         idle = [group for group in new.groups if group not in running]
         drop_older(idle, new.oldest, self.counters)
-        drop_older(running, new.oldest, self.counters, is_asked=True)  # the others when their requests are answered
+        # the others when their requests are answered
+        drop_older(running, new.oldest, self.counters, is_asked=True)
         return idle
 
     async def collect(self, seconds: float) -> None:
@@ -181,8 +199,8 @@ class Call:
         self.enough = True
         deadline = self.clock() + seconds
         while (unfinished := {*self.busy, *self.aborts}) and self.clock() < deadline:
-            # again: an abort may overtake its request.  Not in a pause: SGLang would not find a request that came during it, and
-            # ignores a second abort
+            # again: an abort may overtake its request. Not in a pause: SGLang would not find a
+            # request that came during it, and ignores a second abort
             for request in () if self.clock.is_paused else [*self.in_flight.values()]:
                 self.abort(request)
             await asyncio.wait(unfinished | self.aborts, timeout=ABORT_SECONDS)
@@ -196,7 +214,8 @@ class Call:
     async def drain(self) -> None:
         """Complete the groups in progress.  Raises what a task raised."""
         self.drains = True
-        if self.tasks:  # not gather: a signal would cancel it with its tasks, and lose what they have sampled
+        # not gather: a signal would cancel it with its tasks, and lose what they have sampled
+        if self.tasks:
             await asyncio.wait(self.tasks)
         for task in self.tasks:
             with suppress(GroupCancelled):
@@ -210,7 +229,9 @@ class Call:
         await asyncio.gather(*unfinished, return_exceptions=True)
 
     def sampling_of(self, group: PartialGroup) -> Sampling:
-        """With the group's own limit and stop tokens, where it has them, and the rows that are known."""
+        """With the group's own limit and stop tokens, where it has them, and the rows that are
+        known.
+        """
         call = self.sampling
         return replace(
             call,
@@ -245,7 +266,9 @@ class Call:
             self.counters.aborts += 1
             confirmed = False
             try:
-                confirmed = await abort(self.http, request.server.url, request.rid, request.num_samples)
+                confirmed = await abort(
+                    self.http, request.server.url, request.rid, request.num_samples
+                )
             finally:
                 self.counters.aborts_failed += not confirmed
 

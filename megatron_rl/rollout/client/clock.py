@@ -1,4 +1,6 @@
-"""A clock that stands still while servers are paused: deadlines of requests that they keep do not run then."""
+"""A clock that stands still while servers are paused: deadlines of requests that they keep do not
+run then.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ POLL_SECONDS = 0.05
 
 
 class Clock:
-    """Seconds of `now` without the pauses.  From any thread; `alarm` and `timeout` in an event loop."""
+    """Seconds of `now` without the pauses.
+
+    From any thread; `alarm` and `timeout` in an event loop.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -23,7 +28,9 @@ class Clock:
 
     def __call__(self) -> float:
         with self._lock:
-            return (self._now() if self._paused_at is None else self._paused_at) - self._paused_seconds
+            return (
+                self._now() if self._paused_at is None else self._paused_at
+            ) - self._paused_seconds
 
     @property
     def is_paused(self) -> bool:
@@ -39,7 +46,10 @@ class Clock:
             yield
         finally:
             with self._lock:
-                self._paused_at, self._paused_seconds = None, self._paused_seconds + self._now() - start
+                self._paused_at, self._paused_seconds = (
+                    None,
+                    self._paused_seconds + self._now() - start,
+                )
 
     def alarm(self, seconds: float, call: Callable[[], object]) -> Alarm:
         """call() in so many seconds of this clock."""

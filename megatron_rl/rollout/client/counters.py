@@ -1,4 +1,7 @@
-"""What a rollout client has seen: requests, retries, and faults by class.  Counts only grow; nothing is counted twice."""
+"""What a rollout client has seen: requests, retries, and faults by class.
+
+Counts only grow; nothing is counted twice.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,14 @@ CLASS_OF_REASON = {
     "aborted": "aborted",
     "stale_version": "stale",
 }
-"""Class of each reason in rollout/faults_CLASS_total; also http for http_STATUS, routes for routes_REASON, else sample."""
+"""Class of each reason in rollout/faults_CLASS_total; also http for http_STATUS, routes for
+routes_REASON, else sample.
+"""
 
 NOT_METRICS = ("requests", "samples", "aborts", "aborts_failed", "failures", "dropped")
-"""Fields of RolloutCounters that are not metrics by themselves; the others are, as rollout/NAME_total."""
+"""Fields of RolloutCounters that are not metrics by themselves; the others are, as
+rollout/NAME_total.
+"""
 
 
 @dataclass
@@ -29,20 +36,28 @@ class RolloutCounters:
     """What happened since the client was made.
 
     failures  requests, by reason; dropped: samples that came and were not usable, by reason
-    cancelled groups, samples and their tokens that were aborted because enough others were complete (over_sample)
-    cut       responses that were cut short and kept, to be resumed; resumed: continuations of such; lost: parts that a server
-              did not return in time
-    stale     responses, complete or cut, dropped because they would be older than the budget when they are trained on
+    cancelled groups, samples and their tokens that were aborted because enough others were complete
+    (over_sample)
+    cut       responses that were cut short and kept, to be resumed; resumed: continuations of such;
+              lost: parts that a server did not return in time
+    stale     responses, complete or cut, dropped because they would be older than the budget when
+              they are trained on
     retracted samples that a server took back and computed again, and kept; their response tokens
-    redrawn   responses sampled again because what was sampled of them was lost or not usable (dropped_tokens: of those that came)
-    resent    answers with all routes, of which some were known: of a server that ignores routed_experts_start_len
-    failed_episodes  of agent.function, which raised, hung or returned no episode; dropped_episodes: those of them that are left
+    redrawn   responses sampled again because what was sampled of them was lost or not usable
+              (dropped_tokens: of those that came)
+    resent    answers with all routes, of which some were known: of a server that ignores
+              routed_experts_start_len
+    failed_episodes  of agent.function, which raised, hung or returned no episode; dropped_episodes:
+                     those of them that are left
               out of their group (agent.on_error = drop)
-    resumed_episodes  that were cut short and run again against what they had; diverged_episodes: those that then asked
+    resumed_episodes  that were cut short and run again against what they had; diverged_episodes:
+                      those that then asked
               something else, and their recorded tokens that were dropped for it
-    unread_turns  sampled for a request of messages that failed, or whose client hung up before its answer was written: not
+    unread_turns  sampled for a request of messages that failed, or whose client hung up before its
+                  answer was written: not
               learned from; unread_tokens: of these turns
-    tool_calls  that the model wrote where it was given tools; tool_errors: those that could not be made, or whose tool refused
+    tool_calls  that the model wrote where it was given tools; tool_errors: those that could not be
+                made, or whose tool refused
     aborts    requests whose abort was sent to the server; aborts_failed: those it did not confirm
     """
 
@@ -95,7 +110,9 @@ class RolloutCounters:
         self.redrawn_samples += 1
 
     def count_retracted(self, sample: object) -> None:
-        """A usable sample, undecoded; servers before 0.5.11 do not report how often they retracted it."""
+        """A usable sample, undecoded; servers before 0.5.11 do not report how often they retracted
+        it.
+        """
         if meta_info(sample).get("num_retractions") not in (None, 0):
             self.retracted_samples += 1
             self.retracted_tokens += num_tokens(sample)
@@ -104,18 +121,24 @@ class RolloutCounters:
         """An answer of the server at `url` with routes that are known; logged once."""
         if not self.resent_routes:
             logger.warning(
-                "%s sends the routes of all tokens although a request names the first row it needs "
-                "(routed_experts_start_len): used correctly, counted in rollout/resent_routes_total; SGLang 0.5.12 and later "
-                "send the others only",
+                "%s sends the routes of all tokens although a request names the first row it needs"
+                " (routed_experts_start_len): used correctly, counted in"
+                " rollout/resent_routes_total; SGLang 0.5.12 and later send the others only",
                 url,
             )
         self.resent_routes += 1
 
     def totals(self) -> dict[str, float]:
-        """Metric -> count since the client was made, all of docs/reference/metrics.md's rollout/*_total."""
-        found: dict[str, int] = {name: count for name, count in vars(self).items() if name not in NOT_METRICS}
+        """Metric -> count since the client was made, all of docs/reference/metrics.md's
+        rollout/*_total.
+        """
+        found: dict[str, int] = {
+            name: count for name, count in vars(self).items() if name not in NOT_METRICS
+        }
         found |= {"failed_requests": self.failures.total(), "dropped_samples": self.dropped.total()}
-        found |= {f"faults_{kind}": 0 for kind in (*CLASS_OF_REASON.values(), "http", "routes", "sample")}
+        found |= {
+            f"faults_{kind}": 0 for kind in (*CLASS_OF_REASON.values(), "http", "routes", "sample")
+        }
         for reason, count in (self.failures.copy() + self.dropped.copy()).items():
             found[f"faults_{class_of(reason)}"] += count
         return {f"rollout/{name}_total": float(count) for name, count in found.items()}
@@ -127,9 +150,11 @@ class CallStats:
 
     request_seconds  of every answered request
     tokens           of the responses of complete groups
-    prompt_tokens    that were sent, of every answered sample; cached_tokens: those the server took from its prefix cache
+    prompt_tokens    that were sent, of every answered sample; cached_tokens: those the server took
+                     from its prefix cache
     environment_seconds  of every finished episode: its time outside sampling
-    dropped_without_route  samples dropped for a row without a route (replay.on_missing_route = drop_sample)
+    dropped_without_route  samples dropped for a row without a route (replay.on_missing_route =
+                           drop_sample)
     """
 
     seconds: float = 0.0
@@ -141,7 +166,9 @@ class CallStats:
     dropped_without_route: int = 0
 
     def __add__(self, other: CallStats) -> CallStats:
-        return CallStats(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return CallStats(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
 
     def answered(self, seconds: float, samples: Sequence[object]) -> None:
         """A request was answered, by samples that are not validated yet."""
@@ -174,9 +201,15 @@ def class_of(reason: str) -> str:
 
 
 def drop_older(
-    groups: Sequence[PartialGroup], version: int, counters: RolloutCounters, *, is_asked: bool = False
+    groups: Sequence[PartialGroup],
+    version: int,
+    counters: RolloutCounters,
+    *,
+    is_asked: bool = False,
 ) -> None:
-    """Drop, and count, responses of `groups` with a token of weights older than `version`: they are sampled again."""
+    """Drop, and count, responses of `groups` with a token of weights older than `version`: they are
+    sampled again.
+    """
     for group in groups:
         for rollout in group.drop_older(version, is_asked=is_asked):
             counters.count_stale(rollout.episode_length)

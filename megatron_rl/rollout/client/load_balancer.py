@@ -1,7 +1,9 @@
-"""Which server gets the next request: the one with the fewest outstanding tokens among those whose circuit is closed.
+"""Which server gets the next request: the one with the fewest outstanding tokens among those whose
+circuit is closed.
 
-Circuit breaker per server: after FAILURES_TO_OPEN failures in a row it opens, and the server gets no request for a time that
-doubles with every further failure; then one request may try it, whose success closes the circuit.
+Circuit breaker per server: after FAILURES_TO_OPEN failures in a row it opens, and the server gets
+no request for a time that doubles with every further failure; then one request may try it, whose
+success closes the circuit.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 FAILURES_TO_OPEN = 3
-COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = 5, 80  # integers: doubled without a limit, no float would hold it
+# integers: doubled without a limit, no float would hold it
+COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = 5, 80
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class ServerState:
-    """tokens: upper bound of the prompt and response tokens requested and not answered yet; failures: in a row."""
+    """tokens: upper bound of the prompt and response tokens requested and not answered yet;
+    failures: in a row.
+    """
 
     url: str
     tokens: int = 0
@@ -44,15 +49,21 @@ class LoadBalancer:
     def set_urls(self, urls: Sequence[str]) -> None:
         """Use these from now on; a server that was among them before keeps its state."""
         if not urls:
-            raise ValueError("RolloutClient needs at least one server URL (rollout.urls, or a server of its own)")
+            raise ValueError(
+                "RolloutClient needs at least one server URL (rollout.urls, or a server of its own)"
+            )
         known = {server.url: server for server in self.servers}
-        self.servers = [known.get(url) or ServerState(url) for url in (url.removesuffix("/") for url in urls)]
+        self.servers = [
+            known.get(url) or ServerState(url) for url in (url.removesuffix("/") for url in urls)
+        ]
 
     def pick(self, avoid: Collection[str] = (), prefer: str = "") -> ServerState:
-        """The server for a request; `avoid`: URLs that failed this group before, taken only where there is no other; `prefer`:
-        the URL that has the beginning of the request in its prefix cache.
+        """The server for a request; `avoid`: URLs that failed this group before, taken only where
+        there is no other; `prefer`: the URL that has the beginning of the request in its prefix
+        cache.
 
-        With every circuit open it is the server that will be tried again soonest: the caller's retries are bounded.
+        With every circuit open it is the server that will be tried again soonest: the caller's
+        retries are bounded.
         """
         now = self.clock()
 
@@ -70,7 +81,11 @@ class LoadBalancer:
 
     def waiting_for(self) -> str:
         """Servers with requests that they have not answered; "" for none."""
-        return ", ".join(f"{server.url} ({server.requests} requests)" for server in self.servers if server.requests)
+        return ", ".join(
+            f"{server.url} ({server.requests} requests)"
+            for server in self.servers
+            if server.requests
+        )
 
     def succeeded(self, server: ServerState) -> None:
         if server.is_open:
@@ -78,14 +93,18 @@ class LoadBalancer:
         server.failures = 0
 
     def failed(self, server: ServerState, why: str) -> bool:
-        """Count a failure; True where it opened the circuit, which is logged with the server's name."""
+        """Count a failure; True where it opened the circuit, which is logged with the server's
+        name.
+        """
         now, was_open = self.clock(), server.is_open
         if was_open and now < server.open_until:  # of a request sent before the circuit opened
             return False
         server.failures += 1  # past the threshold every further one doubles the cooldown
         if not server.is_open:
             return False
-        seconds = min(COOLDOWN_SECONDS * 2 ** (server.failures - FAILURES_TO_OPEN), MAX_COOLDOWN_SECONDS)
+        seconds = min(
+            COOLDOWN_SECONDS * 2 ** (server.failures - FAILURES_TO_OPEN), MAX_COOLDOWN_SECONDS
+        )
         server.open_until = now + seconds
         if not was_open:
             text = "rollout server %s failed %d times in a row (%s): it gets no request for %g s"

@@ -1,12 +1,15 @@
-"""One /generate request to one server: its body, deadlines and answer; and the abort of one that is not needed any more.
+"""One /generate request to one server: its body, deadlines and answer; and the abort of one that is
+not needed any more.
 
-A request is a batch of n copies of one prompt, each perhaps with the start of a response, with an id of its own, RID;
-SGLang then calls the samples RID_0 .. RID_{n-1} and repeats that in each.  (With sampling_params.n it would give them random
-ids: no abort, and no way to recognise a late or foreign answer.)  Where copies would cost much, the prompt is prefilled
-once before, so that all copies find it in the prefix cache.
+A request is a batch of n copies of one prompt, each perhaps with the start of a response, with an
+id of its own, RID; SGLang then calls the samples RID_0 .. RID_{n-1} and repeats that in each.
+(With sampling_params.n it would give them random
+ids: no abort, and no way to recognise a late or foreign answer.)  Where copies would cost much, the
+prompt is prefilled once before, so that all copies find it in the prefix cache.
 
-Sampling is not seeded per request: SGLang honours sampling_seed only with --enable-deterministic-inference and would
-then give all samples of a request the same seed.  The server's --random-seed is the seed.
+Sampling is not seeded per request: SGLang honours sampling_seed only with
+--enable-deterministic-inference and would then give all samples of a request the same seed.  The
+server's --random-seed is the seed.
 """
 
 from __future__ import annotations
@@ -38,15 +41,23 @@ BODY_SLACK_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 128  # id, [log-prob, id, text] and separators are about 50
 BODY_BYTES_PER_KEPT = 12  # an id of a kept set, up to 2**31, and separators
 ABORT_SECONDS = 0.9
-"""How long a server may take to confirm an abort; closing the connection makes SGLang abort by itself, only later."""
+"""How long a server may take to confirm an abort; closing the connection makes SGLang abort by
+itself, only later.
+"""
 RETURN_SECONDS = 30.0
-"""How long servers may take to return what an abort cut short, where that is resumed: up to a step's routes."""
+"""How long servers may take to return what an abort cut short, where that is resumed: up to a
+step's routes.
+"""
 STOP_SECONDS = 5.0
 """The same where a signal stops the run, which has checkpoint.grace_seconds in all."""
 LATE_FRAC = 0.1
-"""The same after rollout.request_timeout_seconds, as a share of it, where that is less than RETURN_SECONDS."""
+"""The same after rollout.request_timeout_seconds, as a share of it, where that is less than
+RETURN_SECONDS.
+"""
 SHARED_PREFILL_TOKENS = 1024
-"""From this many prompt tokens that copies would compute again, the prompt is prefilled once before."""
+"""From this many prompt tokens that copies would compute again, the prompt is prefilled once
+before.
+"""
 
 
 class RolloutError(RuntimeError):
@@ -54,7 +65,9 @@ class RolloutError(RuntimeError):
 
 
 class RetryableError(Exception):
-    """A request that failed or came back incomplete and may be tried again; `reason` is a short code for counting."""
+    """A request that failed or came back incomplete and may be tried again; `reason` is a short
+    code for counting.
+    """
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -76,10 +89,13 @@ class SamplingSettings(TypedDict):
 class Sampling:
     """What all requests of one call share.
 
-    policy_version: of the weights that the servers have; they sample every token, unless newer ones come meanwhile.
+    policy_version: of the weights that the servers have; they sample every token, unless newer ones
+    come meanwhile.
     run: that pushed them (weights/version.py).
-    single_turn: without agent.function.  first_row: routes of the rows before it are known, and not requested (0: all are).
-    truncation: sample from kept sets, and return them (for training; parity check and evaluation do not).
+    single_turn: without agent.function.  first_row: routes of the rows before it are known, and not
+    requested (0: all are).
+    truncation: sample from kept sets, and return them (for training; parity check and evaluation do
+    not).
     """
 
     temperature: float
@@ -94,17 +110,22 @@ class Sampling:
 
 
 KEEPALIVE_SECONDS = 4.0
-"""For how long a connection without a request stays open; SGLang closes its end after 5 s, perhaps as a request arrives."""
+"""For how long a connection without a request stays open; SGLang closes its end after 5 s, perhaps
+as a request arrives.
+"""
 
 
 @asynccontextmanager
-async def connections(cfg: RolloutConfig, tls: ssl.SSLContext) -> AsyncIterator[aiohttp.ClientSession]:
+async def connections(
+    cfg: RolloutConfig, tls: ssl.SSLContext
+) -> AsyncIterator[aiohttp.ClientSession]:
     """A pool of connections to all servers.  Reading has no deadline here: see `post`."""
     # no limit of connections: an abort must not wait for the requests that it ends
     pool = aiohttp.TCPConnector(limit=0, ssl=tls, keepalive_timeout=KEEPALIVE_SECONDS)
     async with aiohttp.ClientSession(
         connector=pool,
-        headers={"Accept-Encoding": "identity", "Content-Type": "application/json"} | auth_headers(cfg),
+        headers={"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        | auth_headers(cfg),
         timeout=aiohttp.ClientTimeout(sock_connect=cfg.connect_timeout_seconds),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
@@ -113,18 +134,25 @@ async def connections(cfg: RolloutConfig, tls: ssl.SSLContext) -> AsyncIterator[
 
 
 class Body(aiohttp.BytesPayload):
-    """The JSON of a request.  Raises SocketTimeoutError where the server does not read it in `seconds`."""
+    """The JSON of a request.
+
+    Raises SocketTimeoutError where the server does not read it in `seconds`.
+    """
 
     def __init__(self, body: dict[str, object], seconds: float) -> None:
         super().__init__(orjson.dumps(body))
         self._seconds = seconds
 
-    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+    async def write_with_length(
+        self, writer: AbstractStreamWriter, content_length: int | None
+    ) -> None:
         try:
             async with asyncio.timeout(self._seconds):
                 await super().write_with_length(writer, content_length)
         except TimeoutError as error:
-            raise aiohttp.SocketTimeoutError(f"request not read within {self._seconds:g} s") from error
+            raise aiohttp.SocketTimeoutError(
+                f"request not read within {self._seconds:g} s"
+            ) from error
 
 
 async def request_samples(
@@ -141,28 +169,38 @@ async def request_samples(
     clock: Clock,
     spans: RequestTrace = UNTRACED,
 ) -> list[object]:
-    """One sample, undecoded, for each of `prefixes`: the response tokens that it continues, none for a new response.
+    """One sample, undecoded, for each of `prefixes`: the response tokens that it continues, none
+    for a new response.
 
-    At cfg.request_timeout_seconds the caller aborts the request; here it ends when no answer to that came either.
-    Raises RetryableError, or RolloutError where the server refuses.
+    At cfg.request_timeout_seconds the caller aborts the request; here it ends when no answer to
+    that came either. Raises RetryableError, or RolloutError where the server refuses.
     """
     num_samples, in_place = len(prefixes), cfg.weight_update == "in_place"
-    body = Body(request_body(rid, prompt, prefixes, sampling, want_routes, in_place), cfg.idle_timeout_seconds)
+    body = Body(
+        request_body(rid, prompt, prefixes, sampling, want_routes, in_place),
+        cfg.idle_timeout_seconds,
+    )
     max_bytes = max_body_bytes(prompt, num_samples, sampling, spec, want_routes)
     try:
         async with clock.timeout(cfg.request_timeout_seconds + late_seconds(cfg)):
             if (num_samples - 1) * len(prompt.token_ids) >= SHARED_PREFILL_TOKENS:
                 nothing = replace(sampling, max_tokens=0, first_row=0, truncation=None)
-                prefill = request_body(f"{rid}.prefill", prompt, [()], nothing, want_routes, in_place)
+                prefill = request_body(
+                    f"{rid}.prefill", prompt, [()], nothing, want_routes, in_place
+                )
                 prefill["return_logprob"] = False
                 start = Body(prefill, cfg.idle_timeout_seconds)
                 answer = await post(http, url, start, max_bytes, cfg.idle_timeout_seconds, spans)
                 check_status(url, prompt, *answer)
-            status, content = await post(http, url, body, max_bytes, cfg.idle_timeout_seconds, spans)
+            status, content = await post(
+                http, url, body, max_bytes, cfg.idle_timeout_seconds, spans
+            )
     except aiohttp.ServerTimeoutError as error:  # to connect or to send, also a TimeoutError
         raise RetryableError("timeout", repr(error)) from error
     except TimeoutError as error:
-        raise RetryableError("timeout", f"no answer within {cfg.request_timeout_seconds:g} s") from error
+        raise RetryableError(
+            "timeout", f"no answer within {cfg.request_timeout_seconds:g} s"
+        ) from error
     except aiohttp.ClientError as error:
         raise RetryableError("connection", repr(error)) from error
     check_status(url, prompt, status, content)
@@ -177,7 +215,11 @@ async def request_samples(
             "bad_body", f"not JSON ({error}): {bytes(content[:80]).decode(errors='replace')!r}"
         ) from error
     if not isinstance(samples, list) or len(samples) != num_samples:
-        found = f"{len(samples)} samples" if isinstance(samples, list) else f"a {type(samples).__name__}"
+        found = (
+            f"{len(samples)} samples"
+            if isinstance(samples, list)
+            else f"a {type(samples).__name__}"
+        )
         raise RetryableError("bad_body", f"{found} for {num_samples} copies of a prompt")
     return samples
 
@@ -188,7 +230,9 @@ def late_seconds(cfg: RolloutConfig) -> float:
 
 
 def check_prompt(prompt: Prompt, vocab_size: int) -> None:
-    """Raise ValueError for a prompt without tokens or with one outside the vocabulary: such an id kills an SGLang server."""
+    """Raise ValueError for a prompt without tokens or with one outside the vocabulary: such an id
+    kills an SGLang server.
+    """
     ids = prompt.token_ids
     if not ids:
         raise ValueError(f"prompt {prompt.id!r} has no tokens")
@@ -208,10 +252,12 @@ def request_body(
     want_routes: bool,
     in_place: bool,
 ) -> dict[str, object]:
-    """The /generate request.  Everything that shapes the distribution is stated: a server may have other defaults.
+    """The /generate request.  Everything that shapes the distribution is stated: a server may have
+    other defaults.
 
-    in_place: weights change without a flush of the prefix cache (rollout.weight_update); of its entries the request finds those
-    of requests with the same version, so that no key or value is older than that.
+    in_place: weights change without a flush of the prefix cache (rollout.weight_update); of its
+    entries the request finds those of requests with the same version, so that no key or value is
+    older than that.
     """
     params: dict[str, object] = {
         "n": 1,
@@ -226,14 +272,21 @@ def request_body(
     return {
         "rid": rid,
         "input_ids": [[*prompt.token_ids, *prefix] for prefix in prefixes],
-        "sampling_params": params if not any(prefixes) else [params | {"max_new_tokens": limit} for limit in limits],
+        "sampling_params": params
+        if not any(prefixes)
+        else [params | {"max_new_tokens": limit} for limit in limits],
         "return_logprob": True,
         "return_routed_experts": want_routes,
         **(
             {"extra_key": version_name(sampling.policy_version, sampling.run)} if in_place else {}
         ),  # else caches are flushed
-        **({"routed_experts_start_len": sampling.first_row} if want_routes and sampling.first_row else {}),
-        **({} if sampling.truncation is None else {"return_sampling_mask": True}),  # with log-probs over the kept sets
+        **(
+            {"routed_experts_start_len": sampling.first_row}
+            if want_routes and sampling.first_row
+            else {}
+        ),
+        # with log-probs over the kept sets
+        **({} if sampling.truncation is None else {"return_sampling_mask": True}),
     }
 
 
@@ -250,9 +303,11 @@ async def post(
     idle_seconds: float,
     spans: RequestTrace = UNTRACED,
 ) -> tuple[int, memoryview]:
-    """POST to /generate; (status, content).  The caller bounds the total time; here, the pauses within the answer.
+    """POST to /generate; (status, content).  The caller bounds the total time; here, the pauses
+    within the answer.
 
-    Raises RetryableError for a body above `max_bytes` or a pause above `idle_seconds`, aiohttp.ClientError.
+    Raises RetryableError for a body above `max_bytes` or a pause above `idle_seconds`,
+    aiohttp.ClientError.
     """
     with spans.span("until first byte"):
         response = await http.post(f"{url}/generate", data=body, allow_redirects=False)
@@ -260,7 +315,9 @@ async def post(
         return await read(response, max_bytes, idle_seconds)
 
 
-async def read(response: aiohttp.ClientResponse, max_bytes: int, idle_seconds: float) -> tuple[int, memoryview]:
+async def read(
+    response: aiohttp.ClientResponse, max_bytes: int, idle_seconds: float
+) -> tuple[int, memoryview]:
     """(status, content): see `post`."""
     async with response:
         content = Received(response.headers.get("Content-Length"), max_bytes)
@@ -269,7 +326,9 @@ async def read(response: aiohttp.ClientResponse, max_bytes: int, idle_seconds: f
                 async with asyncio.timeout(idle_seconds):
                     content += await response.content.readany()
             except TimeoutError as error:  # the caller's own deadline comes as a cancellation
-                raise RetryableError("timeout", f"no byte for {idle_seconds:g} s after {len(content)}") from error
+                raise RetryableError(
+                    "timeout", f"no byte for {idle_seconds:g} s after {len(content)}"
+                ) from error
             if len(content) > max_bytes:  # a broken server must not fill the host's memory
                 raise RetryableError("bad_body", f"more than {max_bytes} bytes")
         return response.status, content.content()
@@ -282,15 +341,23 @@ def check_status(url: str, prompt: Prompt, status: int, content: memoryview) -> 
         raise RetryableError(f"http_{status}", text)
     if status != 200:
         hint = "; check rollout.api_key_env" if status in (401, 403) else ""
-        raise RolloutError(f"server {url} refused prompt {prompt.id!r} with status {status}: {text}{hint}")
+        raise RolloutError(
+            f"server {url} refused prompt {prompt.id!r} with status {status}: {text}{hint}"
+        )
 
 
-def max_body_bytes(prompt: Prompt, num_samples: int, sampling: Sampling, spec: ModelSizes, want_routes: bool) -> int:
+def max_body_bytes(
+    prompt: Prompt, num_samples: int, sampling: Sampling, spec: ModelSizes, want_routes: bool
+) -> int:
     """An upper bound of a correct answer; more than this is not read."""
     tokens = len(prompt.token_ids) + sampling.max_tokens
     route_bytes = spec.num_layers * spec.top_k * 4 * 4 // 3 + 4 if want_routes else 0
-    mask_bytes = 0 if sampling.truncation is None else sampling.truncation.top_k * BODY_BYTES_PER_KEPT
-    return BODY_SLACK_BYTES + num_samples * tokens * (route_bytes + mask_bytes + BODY_BYTES_PER_TOKEN)
+    mask_bytes = (
+        0 if sampling.truncation is None else sampling.truncation.top_k * BODY_BYTES_PER_KEPT
+    )
+    return BODY_SLACK_BYTES + num_samples * tokens * (
+        route_bytes + mask_bytes + BODY_BYTES_PER_TOKEN
+    )
 
 
 async def abort(http: aiohttp.ClientSession, url: str, rid: str, num_samples: int) -> bool:
@@ -303,6 +370,8 @@ async def abort(http: aiohttp.ClientSession, url: str, rid: str, num_samples: in
 
     try:
         async with asyncio.timeout(ABORT_SECONDS):
-            return all(await asyncio.gather(*(confirmed(name) for name in sample_ids(rid, num_samples))))
+            return all(
+                await asyncio.gather(*(confirmed(name) for name in sample_ids(rid, num_samples)))
+            )
     except (TimeoutError, aiohttp.ClientError):
         return False

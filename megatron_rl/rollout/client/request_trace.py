@@ -23,20 +23,32 @@ class RequestTrace:
     rid: str = ""
 
     def span(self, name: str, **values: object) -> AbstractContextManager[dict[str, object]]:
-        return self.trace.span(name, "request", process=self.url, thread="request", key=self.rid, **values)
+        return self.trace.span(
+            name, "request", process=self.url, thread="request", key=self.rid, **values
+        )
 
     def request(self, group: PartialGroup) -> AbstractContextManager[dict[str, object]]:
         """From when it is sent until its answer is read."""
         turn = 1 if group.known is None else 1 + group.known.num_turns
         tokens = len(group.prompt.token_ids)
-        return self.span("request", prompt=group.prompt.id, turn=turn, samples=len(group.missing), prompt_tokens=tokens)
+        return self.span(
+            "request",
+            prompt=group.prompt.id,
+            turn=turn,
+            samples=len(group.missing),
+            prompt_tokens=tokens,
+        )
 
     def answered(self, values: dict[str, object], samples: Sequence[object]) -> None:
-        """Add the response tokens to `values` of `request`, and the longest of SERVER_SECONDS, where servers send them."""
+        """Add the response tokens to `values` of `request`, and the longest of SERVER_SECONDS,
+        where servers send them.
+        """
         values["tokens"] = sum(map(num_tokens, samples))
         for name in SERVER_SECONDS:
             found = [
-                value for value in (meta_info(each).get(name) for each in samples) if isinstance(value, int | float)
+                value
+                for value in (meta_info(each).get(name) for each in samples)
+                if isinstance(value, int | float)
             ]
             if found:
                 values[f"server_{name}"] = max(found)

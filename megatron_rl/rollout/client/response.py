@@ -2,16 +2,18 @@
 
 SGLang answers {"output_ids": [...], "meta_info": {...}} per sample; nothing in it is trusted.
 
-A response that was cut short is continued by a request whose input is prompt + prefix: the server computes the prefix once
-more, under the weights that it has now, and reports routes for all of it.  What a token keeps is what it was sampled with:
+A response that was cut short is continued by a request whose input is prompt + prefix: the server
+computes the prefix once more, under the weights that it has now, and reports routes for all of it.
+What a token keeps is what it was sampled with:
 
     log mu(y_i)   of the request that sampled y_i
     route of row  of the request that sampled the token the row predicts: row j predicts token j + 1
 
-So of P + n tokens of prompt and prefix the rows 0 .. P + n - 2 stay those of the prefix's own sampling; row P + n - 1, the
-prefix's last token, was never an input before: it predicts the first token of the continuation, which computed it.
-A further turn is the same with an environment's tokens between prefix and continuation: their rows, too, are of the
-request that first computed them.
+So of P + n tokens of prompt and prefix the rows 0 .. P + n - 2 stay those of the prefix's own
+sampling; row P + n - 1, the prefix's last token, was never an input before: it predicts the first
+token of the continuation, which computed it. A further turn is the same with an environment's
+tokens between prefix and continuation: their rows, too, are of the request that first computed
+them.
 Shapes: S tokens of the sequence, R sampled, L MoE layers, K top-k; P prompt, n prefix.
 """
 
@@ -27,7 +29,11 @@ import numpy as np
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import FinishReason, Prompt, Rollout, check_digest
 from megatron_rl.rollout.client.counters import meta_info, num_tokens
-from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, decode_routed_experts, encoded_length
+from megatron_rl.rollout.client.routed_experts import (
+    RoutedExpertsError,
+    decode_routed_experts,
+    encoded_length,
+)
 from megatron_rl.sampling_mask import SamplingMask, check_mask, join_masks
 from megatron_rl.weights.version import version_name
 
@@ -66,20 +72,26 @@ def parse_sample(
     want_mask: bool = False,
     run: str = "",
 ) -> Rollout:
-    """Check one sample and return it as a Rollout (response_text empty: the caller owns the tokenizer).
+    """Check one sample and return it as a Rollout (response_text empty: the caller owns the
+    tokenizer).
 
-    policy_version, newest_version: weights of `run`: those of the server at the request, and the newest ones possible at its end.
-    sample_id: the name that the server must repeat, so that the answer to another request is not taken for this one's.
-    prefix: the start of the response, which the request gave as input; the Rollout is of prefix and continuation.
-    known: what was sampled of the input, a prefix or earlier turns.  Its rows before `first_row` were not requested again; those
-    of the Rollout are `known`'s, unless the server sent all.
+    policy_version, newest_version: weights of `run`: those of the server at the request, and the
+    newest ones possible at its end.
+    sample_id: the name that the server must repeat, so that the answer to another request is not
+    taken for this one's.
+    prefix: the start of the response, which the request gave as input; the Rollout is of prefix and
+    continuation.
+    known: what was sampled of the input, a prefix or earlier turns.  Its rows before `first_row`
+    were not requested again; those of the Rollout are `known`'s, unless the server sent all.
     may_be_cut: a sample that an abort cut short is a Rollout with finish_reason abort.
-    want_mask: it was sampled from kept sets, which come with it; log-probs are then those over the sets.
-    Raises SampleDropped: malformed, wrong_id, aborted, stale_version, bad_tokens, bad_logprobs, bad_mask, routes_missing,
-    routes_REASON (see decode_routed_experts); with `drop_missing_routes` also routes_gap, where a row holds no route.
+    want_mask: it was sampled from kept sets, which come with it; log-probs are then those over the
+    sets. Raises SampleDropped: malformed, wrong_id, aborted, stale_version, bad_tokens,
+    bad_logprobs, bad_mask, routes_missing, routes_REASON (see decode_routed_experts); with
+    `drop_missing_routes` also routes_gap, where a row holds no route.
     """
     fields, meta = parse_fields(sample, sample_id)
-    finish_reason = parse_finish_reason(meta, may_be_cut=may_be_cut)  # cheap checks first: decoding routes takes long
+    # cheap checks first: decoding routes takes long
+    finish_reason = parse_finish_reason(meta, may_be_cut=may_be_cut)
     spans = parse_spans(meta, policy_version, max(policy_version, newest_version), run)
     given = np.asarray(prompt.token_ids) if prefix is None else prefix.tokens
     check_input(meta, len(given))
@@ -90,9 +102,13 @@ def parse_sample(
         mask, logprobs = parse_mask(meta, rollout_id, response, spec.vocab_size)
     versions = parse_versions(spans, len(response))
     if want_routes:
-        routes, missing = parse_routes(meta, rollout_id, len(given) + len(response), spec, known, first_row)
+        routes, missing = parse_routes(
+            meta, rollout_id, len(given) + len(response), spec, known, first_row
+        )
         if versions[-1] > policy_version:
-            routes, missing = after_retraction(meta, routes, missing, 0 if known is None else first_row)
+            routes, missing = after_retraction(
+                meta, routes, missing, 0 if known is None else first_row
+            )
     if drop_missing_routes:
         check_all_rows(rollout_id, missing)
     rollout = Rollout(
@@ -112,7 +128,8 @@ def parse_sample(
 def check_all_rows(rollout_id: str, missing: np.ndarray | None) -> None:
     if missing is not None:
         raise SampleDropped(
-            ROUTES_MISSING_ROWS, f"rollout {rollout_id}: {int(missing.sum())} of {len(missing)} rows hold no route"
+            ROUTES_MISSING_ROWS,
+            f"rollout {rollout_id}: {int(missing.sum())} of {len(missing)} rows hold no route",
         )
 
 
@@ -122,34 +139,51 @@ def is_small(sample: object, prompt: Prompt, spec: ModelSizes, want_routes: bool
     return tokens * (1 + spec.num_layers * spec.top_k * want_routes) < SMALL_VALUES
 
 
-def parse_fields(sample: object, sample_id: str | None) -> tuple[Mapping[str, object], Mapping[str, object]]:
+def parse_fields(
+    sample: object, sample_id: str | None
+) -> tuple[Mapping[str, object], Mapping[str, object]]:
     """(sample, its meta_info)."""
     if not isinstance(sample, dict) or not isinstance(meta := sample.get("meta_info"), dict):
         raise SampleDropped("malformed", "expected an object with meta_info")
     if sample_id is not None and meta.get("id") != sample_id:
-        raise SampleDropped("wrong_id", f"the server calls it {meta.get('id')!r}, the request {sample_id!r}")
+        raise SampleDropped(
+            "wrong_id", f"the server calls it {meta.get('id')!r}, the request {sample_id!r}"
+        )
     return sample, meta
 
 
 def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
-    """The response that starts with `prefix` and continues with `more`, whose prompt is prompt + prefix, and for another turn
-    what an environment answered.
+    """The response that starts with `prefix` and continues with `more`, whose prompt is prompt +
+    prefix, and for another turn what an environment answered.
 
-    Raises ValueError where either's routes are not those of its tokens, or `more` does not continue `prefix`.
+    Raises ValueError where either's routes are not those of its tokens, or `more` does not continue
+    `prefix`.
     """
-    size, rows = len(prefix.tokens), len(prefix.tokens) - 1  # the prefix's last token has no row of its own
+    # the prefix's last token has no row of its own
+    size, rows = len(prefix.tokens), len(prefix.tokens) - 1
     if more.prompt_length < size or not np.array_equal(more.tokens[:size], prefix.tokens):
-        raise ValueError(f"rollout {prefix.id}: its continuation begins with other tokens than were sampled before")
+        raise ValueError(
+            f"rollout {prefix.id}: its continuation begins with other tokens than were sampled"
+            " before"
+        )
     if more.oldest_version < prefix.policy_versions[-1]:
-        raise ValueError(f"rollout {prefix.id}: its continuation is of older weights than its prefix")
+        raise ValueError(
+            f"rollout {prefix.id}: its continuation is of older weights than its prefix"
+        )
     for part in (prefix, more):
         if part.routed_experts is not None:
-            check_digest(part.id, part.tokens, part.routed_experts, part.routes_digest, part.environment)
+            check_digest(
+                part.id, part.tokens, part.routed_experts, part.routes_digest, part.environment
+            )
     routes, missing = more.routed_experts, more.missing_routes
     if routes is not None:
         if prefix.routed_experts is None:
-            raise ValueError(f"rollout {prefix.id}: its continuation has routes, its prefix has none")
-        routes, missing = after_known(prefix, rows, routes[rows:], None if missing is None else missing[rows:])
+            raise ValueError(
+                f"rollout {prefix.id}: its continuation has routes, its prefix has none"
+            )
+        routes, missing = after_known(
+            prefix, rows, routes[rows:], None if missing is None else missing[rows:]
+        )
     masks = [part.sampling_mask for part in (prefix, more) if part.sampling_mask is not None]
     if len(masks) == 1:
         raise ValueError(f"rollout {prefix.id}: kept sets of only one of prefix and continuation")
@@ -169,12 +203,18 @@ def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
 
 
 def ended(rollout: Rollout, stop_token_ids: Collection[int], max_tokens: int) -> Rollout:
-    """`rollout` with its real finish reason: an abort that arrives with the last token hides why the response ended."""
+    """`rollout` with its real finish reason: an abort that arrives with the last token hides why
+    the response ended.
+    """
     if rollout.finish_reason != "abort":
         return rollout
     if int(rollout.tokens[-1]) in stop_token_ids:
         return replace(rollout, finish_reason="stop")
-    return replace(rollout, finish_reason="length") if rollout.response_length >= max_tokens else rollout
+    return (
+        replace(rollout, finish_reason="length")
+        if rollout.response_length >= max_tokens
+        else rollout
+    )
 
 
 def parse_finish_reason(meta: Mapping[str, object], *, may_be_cut: bool) -> FinishReason:
@@ -187,28 +227,44 @@ def parse_finish_reason(meta: Mapping[str, object], *, may_be_cut: bool) -> Fini
     return cast(FinishReason, kind)
 
 
-def parse_spans(meta: Mapping[str, object], oldest: int, newest: int, run: str = "") -> list[tuple[int, object]]:
-    """(version, its last token + 1) of each span of tokens: every token must come from weights `oldest` to `newest` of `run`.
+def parse_spans(
+    meta: Mapping[str, object], oldest: int, newest: int, run: str = ""
+) -> list[tuple[int, object]]:
+    """(version, its last token + 1) of each span of tokens: every token must come from weights
+    `oldest` to `newest` of `run`.
 
-    Servers before 0.5.19 only name the last version, which is that of all tokens where no other is possible.
+    Servers before 0.5.19 only name the last version, which is that of all tokens where no other is
+    possible.
     """
-    spans = meta.get("weight_versions") or ([{"version": meta.get("weight_version")}] if oldest == newest else None)
-    if not isinstance(spans, list) or not all(isinstance(span, dict) and "version" in span for span in spans):
+    spans = meta.get("weight_versions") or (
+        [{"version": meta.get("weight_version")}] if oldest == newest else None
+    )
+    if not isinstance(spans, list) or not all(
+        isinstance(span, dict) and "version" in span for span in spans
+    ):
         raise SampleDropped("malformed", f"weight_versions = {spans!r}")
     known = {version_name(version, run): version for version in range(oldest, newest + 1)}
     versions = {str(span["version"]) for span in spans}
     if not versions <= known.keys():
         expected = " to ".join(dict.fromkeys(version_name(end, run) for end in (oldest, newest)))
-        raise SampleDropped("stale_version", f"sampled by weight version {sorted(versions)}, expected {expected}")
+        raise SampleDropped(
+            "stale_version", f"sampled by weight version {sorted(versions)}, expected {expected}"
+        )
     return [(known[str(span["version"])], span.get("end")) for span in spans]
 
 
 def parse_versions(spans: Sequence[tuple[int, object]], num_tokens: int) -> np.ndarray:
-    """int32 [R].  The spans must end where the next one starts, the last one after the last token, with newer weights each."""
+    """int32 [R].
+
+    The spans must end where the next one starts, the last one after the last token, with newer
+    weights each.
+    """
     if len(spans) == 1:
         return np.full(num_tokens, spans[0][0], np.int32)
     versions, ends = zip(*spans, strict=True)
-    sizes = [end - start if type(end) is type(start) is int else 0 for start, end in pairwise((0, *ends))]
+    sizes = [
+        end - start if type(end) is type(start) is int else 0 for start, end in pairwise((0, *ends))
+    ]
     if min(sizes) < 1 or ends[-1] != num_tokens or any(a >= b for a, b in pairwise(versions)):
         raise SampleDropped("malformed", f"weight_versions of {num_tokens} tokens: {list(spans)}")
     return np.repeat(np.array(versions, np.int32), sizes)
@@ -216,7 +272,9 @@ def parse_versions(spans: Sequence[tuple[int, object]], num_tokens: int) -> np.n
 
 def check_input(meta: Mapping[str, object], num_tokens: int) -> None:
     if meta.get("prompt_tokens", num_tokens) != num_tokens:
-        raise SampleDropped("bad_tokens", f"prompt_tokens = {meta['prompt_tokens']}, {num_tokens} were sent")
+        raise SampleDropped(
+            "bad_tokens", f"prompt_tokens = {meta['prompt_tokens']}, {num_tokens} were sent"
+        )
 
 
 def parse_tokens(
@@ -226,18 +284,29 @@ def parse_tokens(
     tokens = as_array(sample.get("output_ids"), "bad_tokens", "output_ids", int)
     if tokens.dtype.kind != "i" or not 1 <= len(tokens) <= max_tokens:
         count = len(tokens)
-        raise SampleDropped("bad_tokens", f"output_ids: {tokens.dtype} [{count}], expected 1..{max_tokens} integers")
+        raise SampleDropped(
+            "bad_tokens", f"output_ids: {tokens.dtype} [{count}], expected 1..{max_tokens} integers"
+        )
     if meta.get("completion_tokens", len(tokens)) != len(tokens):
-        raise SampleDropped("bad_tokens", f"{len(tokens)} output_ids, completion_tokens = {meta['completion_tokens']}")
+        raise SampleDropped(
+            "bad_tokens",
+            f"{len(tokens)} output_ids, completion_tokens = {meta['completion_tokens']}",
+        )
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise SampleDropped("bad_tokens", f"ids {tokens.min()}..{tokens.max()}, vocabulary of {vocab_size}")
+        raise SampleDropped(
+            "bad_tokens", f"ids {tokens.min()}..{tokens.max()}, vocabulary of {vocab_size}"
+        )
     return tokens
 
 
 def parse_logprobs(meta: Mapping[str, object], response: np.ndarray) -> np.ndarray:
-    """float32 [R] from [log-prob, token id, text] entries: one for each token, of that token, finite and <= 0."""
+    """float32 [R] from [log-prob, token id, text] entries: one for each token, of that token,
+    finite and <= 0.
+    """
     name, entries = "output_token_logprobs", meta.get("output_token_logprobs")
-    if not isinstance(entries, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in entries):
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, list) and len(entry) >= 2 for entry in entries
+    ):
         raise SampleDropped("bad_logprobs", f"{name}: expected a list of [log-prob, id, text]")
     logprobs = as_array([entry[0] for entry in entries], "bad_logprobs", name, int, float)
     ids = as_array([entry[1] for entry in entries], "bad_logprobs", name, int)
@@ -258,19 +327,31 @@ def checked_logprobs(logprobs: np.ndarray) -> np.ndarray:
 def parse_mask(
     meta: Mapping[str, object], rollout_id: str, response: np.ndarray, vocab_size: int
 ) -> tuple[SamplingMask, np.ndarray]:
-    """(kept sets of the R tokens, log-probs float32 [R] renormalised over them), of SGLang's return_sampling_mask."""
+    """(kept sets of the R tokens, log-probs float32 [R] renormalised over them), of SGLang's
+    return_sampling_mask.
+    """
     sets, name = meta.get("output_token_sampling_mask"), "output_token_sampling_mask"
     if not isinstance(sets, list) or not all(isinstance(own, list) for own in sets):
-        raise SampleDropped("bad_mask", f"no {name}: expected a list of ids for each token; SGLang 0.5.16 or newer?")
+        raise SampleDropped(
+            "bad_mask", f"no {name}: expected a list of ids for each token; SGLang 0.5.16 or newer?"
+        )
     sizes = np.array([len(own) for own in sets], np.int64)
     ids = as_array([token for own in sets for token in own], "bad_mask", name, int)
     logprobs = as_array(
-        meta.get("output_token_sampling_logprobs"), "bad_mask", "output_token_sampling_logprobs", int, float
+        meta.get("output_token_sampling_logprobs"),
+        "bad_mask",
+        "output_token_sampling_logprobs",
+        int,
+        float,
     )
     if len(logprobs) != len(response):
-        raise SampleDropped("bad_mask", f"{len(logprobs)} log-probs over kept sets for {len(response)} tokens")
+        raise SampleDropped(
+            "bad_mask", f"{len(logprobs)} log-probs over kept sets for {len(response)} tokens"
+        )
     if ids.dtype.kind != "i" or ids.max(initial=0) >= vocab_size:
-        raise SampleDropped("bad_mask", f"{name}: ids up to {ids.max(initial=0)}, vocabulary of {vocab_size}")
+        raise SampleDropped(
+            "bad_mask", f"{name}: ids up to {ids.max(initial=0)}, vocabulary of {vocab_size}"
+        )
     try:
         mask = SamplingMask.of(sizes, ids)
         check_mask(rollout_id, mask, response)
@@ -287,11 +368,18 @@ def parse_routes(
     known: Rollout | None = None,
     first_row: int = 0,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """(ids uint8 | int16 [S - 1, L, K], rows without a route bool [S - 1] or None); rows before `first_row` are `known`'s."""
+    """(ids uint8 | int16 [S - 1, L, K], rows without a route bool [S - 1] or None); rows before
+    `first_row` are `known`'s.
+    """
     payload = meta.get("routed_experts")
-    if not isinstance(payload, str | memoryview):  # a memoryview where response_json cut it out of the body
-        raise SampleDropped("routes_missing", "no routed_experts; does the server run --enable-return-routed-experts?")
-    if len(payload) == payload_length(length - 1, spec):  # all rows: the server does not know routed_experts_start_len
+    # a memoryview where response_json cut it out of the body
+    if not isinstance(payload, str | memoryview):
+        raise SampleDropped(
+            "routes_missing",
+            "no routed_experts; does the server run --enable-return-routed-experts?",
+        )
+    # all rows: the server does not know routed_experts_start_len
+    if len(payload) == payload_length(length - 1, spec):
         first_row = 0
     try:
         sent = decode_routed_experts(
@@ -310,10 +398,12 @@ def parse_routes(
 def after_retraction(
     meta: Mapping[str, object], ids: np.ndarray, missing: np.ndarray | None, first_row: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Routes and missing rows of a request whose weights changed: if the server retracted it, no row from `first_row` on has one.
+    """Routes and missing rows of a request whose weights changed: if the server retracted it, no
+    row from `first_row` on has one.
 
-    A retracted sample is as good as any other: its tokens and log-probs are those that were sampled, its rows up to the
-    retraction are of a second forward (docs/guides/sampling.md, Retractions).  But here this may be one of other weights.
+    A retracted sample is as good as any other: its tokens and log-probs are those that were
+    sampled, its rows up to the retraction are of a second forward (docs/guides/sampling.md,
+    Retractions).  But here this may be one of other weights.
     """
     if meta.get("num_retractions") in (None, 0):
         return ids, missing
@@ -325,7 +415,9 @@ def after_retraction(
 def after_known(
     known: Rollout, first_row: int, ids: np.ndarray, missing: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Routes, layer-major in memory of their own, and missing rows of a sequence: of `known` up to `first_row`, then these."""
+    """Routes, layer-major in memory of their own, and missing rows of a sequence: of `known` up to
+    `first_row`, then these.
+    """
     assert known.routed_experts is not None, "rows are known only where there are routes"
     before = known.routed_experts[:first_row]
     layer_major = np.concatenate([part.transpose(1, 0, 2) for part in (before, ids)], axis=1)
@@ -346,11 +438,15 @@ def payload_length(num_rows: int, spec: ModelSizes) -> int:
 def sends_all_rows(sample: object, rollout: Rollout, spec: ModelSizes) -> bool:
     """Whether the sample, from which `rollout` was made, holds the routes of all tokens."""
     payload = meta_info(sample).get("routed_experts")
-    return isinstance(payload, str | memoryview) and len(payload) == payload_length(len(rollout.tokens) - 1, spec)
+    return isinstance(payload, str | memoryview) and len(payload) == payload_length(
+        len(rollout.tokens) - 1, spec
+    )
 
 
 def as_array(value: object, reason: str, name: str, *types: type) -> np.ndarray:
-    """The array of a list whose entries are of these types; numpy alone takes true for 1 and false for 0."""
+    """The array of a list whose entries are of these types; numpy alone takes true for 1 and false
+    for 0.
+    """
     if not isinstance(value, list) or not set(map(type, value)) <= set(types):
         expected = " or ".join(kind.__name__ for kind in types)
         raise SampleDropped(reason, f"{name}: expected a list of {expected}")

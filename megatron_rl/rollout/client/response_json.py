@@ -1,8 +1,10 @@
-"""The body of a /generate answer -> its samples, without holding the interpreter lock for long or copying routes.
+"""The body of a /generate answer -> its samples, without holding the interpreter lock for long or
+copying routes.
 
-A body is nearly all routes: 67 MB of base64 for 32,768 tokens of 48 layers x 8 experts, beside 1.4 MB of tokens and log-probs.
-json.loads would copy those, and hold the interpreter lock for tens of milliseconds in which no other answer is read.  So the
-long values are cut out of the text first: routes stay where they are (a memoryview), lists are parsed piece by piece.
+A body is nearly all routes: 67 MB of base64 for 32,768 tokens of 48 layers x 8 experts, beside 1.4
+MB of tokens and log-probs. json.loads would copy those, and hold the interpreter lock for tens of
+milliseconds in which no other answer is read.  So the long values are cut out of the text first:
+routes stay where they are (a memoryview), lists are parsed piece by piece.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ MIN_BYTES = 64 * 1024
 class Received:
     """The body of an answer as it arrives: `received += chunk`, then `content()`.
 
-    Memory for `expected` bytes (Content-Length, None without one; at most `max_bytes` of them) is reserved first: a bytearray
-    of that size would be moved again and again as it grows.  Beyond that, and without a length, it doubles.
+    Memory for `expected` bytes (Content-Length, None without one; at most `max_bytes` of them) is
+    reserved first: a bytearray of that size would be moved again and again as it grows.  Beyond
+    that, and without a length, it doubles.
     """
 
     def __init__(self, expected: str | None, max_bytes: int) -> None:
@@ -59,7 +62,8 @@ class Received:
 
 
 def parse_body(content: Content) -> object:
-    """What json.loads(content) returns, with `routed_experts` texts as read-only memoryviews of `content`.
+    """What json.loads(content) returns, with `routed_experts` texts as read-only memoryviews of
+    `content`.
 
     Raises ValueError for what is not JSON.
     """
@@ -67,13 +71,16 @@ def parse_body(content: Content) -> object:
         return orjson.loads(content) if len(content) <= PIECE_BYTES else parse_in_pieces(content)
     except (
         ValueError
-    ):  # not JSON (NaN is none for orjson), or formatted in a way that the cuts do not expect: json.loads decides
+        # not JSON (NaN is none for orjson), or formatted in a way that the cuts do not expect:
+        # json.loads decides
+    ):
         return json.loads(bytes(content))
 
 
 def parse_in_pieces(content: Content) -> object:
     """Raises ValueError where a value does not end as expected."""
-    mark, at = secrets.token_hex(16), 0  # random: a server cannot send a text that is taken for a cut
+    # random: a server cannot send a text that is taken for a cut
+    mark, at = secrets.token_hex(16), 0
     values: list[object] = []
     rest: list[Content] = []
     while (match := KEY.search(content, at)) is not None:
@@ -86,7 +93,9 @@ def parse_in_pieces(content: Content) -> object:
             if close is None:
                 raise ValueError("a list without an end")
             end = close.end()
-            values.append(parse_list(content, start + 1, end - 1, BETWEEN.get(match[1], BETWEEN_FLAT)))
+            values.append(
+                parse_list(content, start + 1, end - 1, BETWEEN.get(match[1], BETWEEN_FLAT))
+            )
         rest += [content[at:start], f'"{mark}:{len(values) - 1}"'.encode()]
         at = end
     rest.append(content[at:])
@@ -94,7 +103,10 @@ def parse_in_pieces(content: Content) -> object:
 
 
 def end_of_text(content: Content, start: int) -> int:
-    """The index after the closing quote of the string that begins at `start`.  ValueError for one with escapes, or cut."""
+    """The index after the closing quote of the string that begins at `start`.
+
+    ValueError for one with escapes, or cut.
+    """
     characters = np.frombuffer(content, np.uint8)
     for at in range(start, len(content), SCAN_BYTES):
         piece = characters[at : at + SCAN_BYTES]
@@ -109,7 +121,9 @@ def end_of_text(content: Content, start: int) -> int:
 
 
 def parse_list(content: Content, start: int, stop: int, between: re.Pattern[bytes]) -> list[object]:
-    """The elements in content[start:stop]; `between` matches the end of an element and the comma after it."""
+    """The elements in content[start:stop]; `between` matches the end of an element and the comma
+    after it.
+    """
     elements: list[object] = []
     while start < stop:
         cut = between.search(content, min(start + PIECE_BYTES, stop), stop)

@@ -1,7 +1,8 @@
 """Start, wait for and stop one SGLang server; server_pool.py looks after several.
 
-A server started here is a child in its own session: it dies with this process (also under SIGKILL) and stop() kills every
-process of its session.  Its output goes to a log file.  Servers that others started are only inspected.
+A server started here is a child in its own session: it dies with this process (also under SIGKILL)
+and stop() kills every process of its session.  Its output goes to a log file.  Servers that others
+started are only inspected.
 """
 
 from __future__ import annotations
@@ -68,16 +69,26 @@ class Server:
         """Raise ServerError with the end of the log when the server has exited."""
         code = self.process.poll()
         if code is not None:
-            raise ServerError(f"SGLang server {self.url} exited with status {code}; {log_tail(self.log_path)}")
+            raise ServerError(
+                f"SGLang server {self.url} exited with status {code}; {log_tail(self.log_path)}"
+            )
 
     def ping(self, seconds: float) -> bool:
-        """Whether /model_info answers 200.  Raises httpx.TransportError, of which TimeoutException after `seconds`."""
+        """Whether /model_info answers 200.
+
+        Raises httpx.TransportError, of which TimeoutException after `seconds`.
+        """
         # not /health: it hangs while the server is paused; no proxy: the server is ours
-        found = httpx.get(f"{self.url}/model_info", headers=self.headers, timeout=seconds, trust_env=False)
+        found = httpx.get(
+            f"{self.url}/model_info", headers=self.headers, timeout=seconds, trust_env=False
+        )
         return found.status_code == 200
 
     def is_ready(self) -> bool:
-        """Whether it answers.  Raises ServerError when it has exited, or does not answer within its start time."""
+        """Whether it answers.
+
+        Raises ServerError when it has exited, or does not answer within its start time.
+        """
         self.check_alive()
         with contextlib.suppress(httpx.TransportError):  # not listening yet
             if self.ping(PING_SECONDS):
@@ -85,14 +96,17 @@ class Server:
                 return True
         if time.monotonic() > self.deadline:
             raise ServerError(
-                f"SGLang server {self.url} was not ready after rollout.start_timeout_seconds = {self.start_timeout:g}, in which "
-                f"it got {self.cpu_seconds():.0f} s of CPU time; stop other programs if that is little, raise the setting if "
-                f"the model is large; {log_tail(self.log_path)}"
+                f"SGLang server {self.url} was not ready after rollout.start_timeout_seconds ="
+                f" {self.start_timeout:g}, in which it got {self.cpu_seconds():.0f} s of CPU time;"
+                " stop other programs if that is little, raise the setting if the model is large;"
+                f" {log_tail(self.log_path)}"
             )
         return False
 
     def cpu_seconds(self) -> float:
-        """The CPU time that its processes have used so far: little of it on a machine that others keep busy."""
+        """The CPU time that its processes have used so far: little of it on a machine that others
+        keep busy.
+        """
         total = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
             own = psutil.Process(self.process.pid)
@@ -102,15 +116,19 @@ class Server:
         return total
 
     def wait_until_ready(self, log: Callable[[str], None] | None = None) -> None:
-        """Return when it answers; `log` gets a line every PROGRESS_SECONDS.  Raises ServerError as is_ready does."""
+        """Return when it answers; `log` gets a line every PROGRESS_SECONDS.
+
+        Raises ServerError as is_ready does.
+        """
         reported = time.monotonic()
         while not self.is_ready():
             if log is not None and time.monotonic() - reported >= PROGRESS_SECONDS:
                 reported = time.monotonic()
                 waited = self.start_timeout - (self.deadline - reported)
                 log(
-                    f"SGLang server {self.url} is not ready yet: {waited:.0f} s of at most {self.start_timeout:g}, "
-                    f"{self.cpu_seconds():.0f} s of CPU time, log in {self.log_path}"
+                    f"SGLang server {self.url} is not ready yet: {waited:.0f} s of at most"
+                    f" {self.start_timeout:g}, {self.cpu_seconds():.0f} s of CPU time, log in"
+                    f" {self.log_path}"
                 )
             time.sleep(0.2)
 
@@ -120,7 +138,10 @@ class Server:
             self.private_dir = None
 
     def stop(self) -> None:
-        """SIGTERM, a short grace, then SIGKILL for what is left of the server's session.  Idempotent."""
+        """SIGTERM, a short grace, then SIGKILL for what is left of the server's session.
+
+        Idempotent.
+        """
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -137,8 +158,13 @@ class Server:
         self.stop()
 
 
-def launch_server(model: Path, rollout: RolloutConfig, *, log_path: Path, **options: Unpack[ServerOptions]) -> Server:
-    """start_server, and return when it answers.  Use as a context manager.  Raises ServerError when it does not in time."""
+def launch_server(
+    model: Path, rollout: RolloutConfig, *, log_path: Path, **options: Unpack[ServerOptions]
+) -> Server:
+    """start_server, and return when it answers.
+
+    Use as a context manager.  Raises ServerError when it does not in time.
+    """
     server = start_server(model, rollout, log_path=log_path, **options)
     try:
         server.wait_until_ready()
@@ -157,13 +183,16 @@ def start_server(
     gpus: Sequence[int] = (),
     **options: Unpack[ServerOptions],
 ) -> Server:
-    """Start an SGLang server on checkpoint `model` and return immediately; its output is appended to `log_path`.
+    """Start an SGLang server on checkpoint `model` and return immediately; its output is appended
+    to `log_path`.
 
-    `port` defaults to rollout.port, or a free one.  `seed` is SGLang's --random-seed: what it samples also depends on how
-    requests are batched, so a run is repeatable in distribution, not bit by bit.  The kernel ties the child to the calling
+    `port` defaults to rollout.port, or a free one.  `seed` is SGLang's --random-seed: what it
+    samples also depends on how requests are batched, so a run is repeatable in distribution, not
+    bit by bit.  The kernel ties the child to the calling
     THREAD: it is killed when that thread ends.
 
-    Raises ServerError (port in use) and ValueError (unsafe host, missing API key, no such rollout.python).
+    Raises ServerError (port in use) and ValueError (unsafe host, missing API key, no such
+    rollout.python).
     """
     headers = auth_headers(rollout)
     check_host(rollout.host, has_key=bool(headers))
@@ -201,7 +230,17 @@ def server_command(
     """The command line of the server, without the API key; `rollout.server_args` come last and win."""
     module = "megatron_rl.rollout.server.sglang_cpu" if device == "cpu" else "sglang.launch_server"
     python = str(rollout.python or sys.executable)
-    command = [python, "-m", module, "--model-path", str(model), "--host", rollout.host, "--port", str(port)]
+    command = [
+        python,
+        "-m",
+        module,
+        "--model-path",
+        str(model),
+        "--host",
+        rollout.host,
+        "--port",
+        str(port),
+    ]
     command += ["--dtype", server_dtype(model, rollout.dtype), "--random-seed", str(seed)]
     # requests and answers are token ids
     command += ["--weight-version", weight_version, "--skip-tokenizer-init", "--skip-server-warmup"]
@@ -222,7 +261,9 @@ def server_command(
 
 
 def server_dtype(model: Path, dtype: str) -> str:
-    """`dtype`, or the checkpoint's own for "auto": SGLang's auto would serve a float32 checkpoint in float16."""
+    """`dtype`, or the checkpoint's own for "auto": SGLang's auto would serve a float32 checkpoint
+    in float16.
+    """
     if dtype != "auto":
         return dtype
     try:
@@ -232,13 +273,22 @@ def server_dtype(model: Path, dtype: str) -> str:
     return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
-def spawn(command: list[str], device: Device, log: IO[bytes], *, gpus: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start `command` in a new session that is killed when the calling thread ends; it sees `gpus`, or all that we see."""
+def spawn(
+    command: list[str], device: Device, log: IO[bytes], *, gpus: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start `command` in a new session that is killed when the calling thread ends; it sees `gpus`,
+    or all that we see.
+    """
     # torchrun's variables would make SGLang's own process groups look for torchrun's store
     torchrun = ("TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_")
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE") and not k.startswith(torchrun)}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE") and not k.startswith(torchrun)
+    }
     env["PYTHONUNBUFFERED"] = "1"
-    env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probs of the distribution that was sampled, temperature included
+    # log-probs of the distribution that was sampled, temperature included
+    env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     if device == "cuda":
@@ -248,7 +298,8 @@ def spawn(command: list[str], device: Device, log: IO[bytes], *, gpus: Sequence[
     parent = os.getpid()
 
     def die_with_parent() -> None:
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # SGLang's own children are tied to the server in the same way
+        # SGLang's own children are tied to the server in the same way
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died before prctl
             os._exit(1)
 
@@ -264,15 +315,18 @@ def spawn(command: list[str], device: Device, log: IO[bytes], *, gpus: Sequence[
 
 
 def write_key_file(folder: Path, headers: dict[str, str]) -> Path:
-    """The API key in a file only this user can read: SGLang takes it as --api-key, and a command line is public.
+    """The API key in a file only this user can read: SGLang takes it as --api-key, and a command
+    line is public.
 
-    SGLang logs all its arguments, key included, at level info; level warning keeps the key out of the log.
+    SGLang logs all its arguments, key included, at level info; level warning keeps the key out of
+    the log.
     """
     path = folder / "server.yaml"
     key = headers["Authorization"].removeprefix("Bearer ")
     # O_EXCL and the mode in one call: it is never readable by others
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"api-key: {json.dumps(key)}\nlog-level: warning\n")  # a JSON string is a YAML string
+        # a JSON string is a YAML string
+        file.write(f"api-key: {json.dumps(key)}\nlog-level: warning\n")
     return path
 
 
@@ -285,7 +339,9 @@ def check_port_is_free(host: str, port: int) -> None:
     try:
         listen(host, port).close()
     except OSError as error:
-        raise ServerError(f"rollout.port = {port}: cannot listen on {host}: {error}; use another port, or 0") from error
+        raise ServerError(
+            f"rollout.port = {port}: cannot listen on {host}: {error}; use another port, or 0"
+        ) from error
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,9 +1,10 @@
 """The distribution that servers sample from must be the one whose log-probs the trainer computes.
 
-That is softmax(logits / temperature) over the entire vocabulary, or over the kept set of each token (rollout.top_p, top_k,
-min_p), which the server must return.  A penalised mu would make pi/mu wrong.  Every request sets everything that shapes it (in
-SGLang a request's value wins over the server's); a server is refused that adds what a request does not set, or that reports
-log-probs of another temperature than it samples at.
+That is softmax(logits / temperature) over the entire vocabulary, or over the kept set of each token
+(rollout.top_p, top_k, min_p), which the server must return.  A penalised mu would make pi/mu wrong.
+Every request sets everything that shapes it (in SGLang a request's value wins over the server's); a
+server is refused that adds what a request does not set, or that reports log-probs of another
+temperature than it samples at.
 """
 
 from __future__ import annotations
@@ -37,65 +38,95 @@ FULL_SOFTMAX = {
 
 STATED = {*FULL_SOFTMAX, "n", "temperature", "max_new_tokens", "stop_token_ids"}
 # these change the text, which is not used: tokens are
-TEXT_ONLY = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"}
+TEXT_ONLY = {
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+    "stream_interval",
+}
 PROBE_TOKENS = 16
 
 
-def check_sampling(url: str, rollout: RolloutConfig, *, vocab_size: int, device: Device = "cpu") -> None:
-    """Probe the server at `url`, which must not be paused.  Raises ServerError when mu would not be the trainer's softmax.
+def check_sampling(
+    url: str, rollout: RolloutConfig, *, vocab_size: int, device: Device = "cpu"
+) -> None:
+    """Probe the server at `url`, which must not be paused.  Raises ServerError when mu would not be
+    the trainer's softmax.
 
     device: of the run, for rollout.probe_timeout_seconds.
     """
-    with httpx.Client(base_url=url, headers=auth_headers(rollout), timeout=rollout.probe_seconds(device)) as http:
+    with httpx.Client(
+        base_url=url, headers=auth_headers(rollout), timeout=rollout.probe_seconds(device)
+    ) as http:
         check_preferred(url, ask(http, "GET", "/model_info").get("preferred_sampling_params"))
         if rollout.truncation is not None:
             check_masks(http, rollout.truncation)
         if rollout.temperature == 1.0:  # both kinds of log-probs are the same
             return
         plain, scaled = (
-            probe_logprobs(http, temperature, vocab_size=vocab_size) for temperature in (1.0, rollout.temperature)
+            probe_logprobs(http, temperature, vocab_size=vocab_size)
+            for temperature in (1.0, rollout.temperature)
         )
     if not is_scaled(plain, scaled, rollout.temperature):
         raise ServerError(
-            f"SGLang server {url} reports log-probs of temperature 1 for tokens sampled at rollout.temperature = "
-            f"{rollout.temperature:g}: they must be of the sampled distribution; start it without "
-            "SGLANG_RETURN_ORIGINAL_LOGPROB, or set rollout.temperature = 1"
+            f"SGLang server {url} reports log-probs of temperature 1 for tokens sampled at"
+            f" rollout.temperature = {rollout.temperature:g}: they must be of the sampled"
+            " distribution; start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or set"
+            " rollout.temperature = 1"
         )
 
 
 def check_masks(http: httpx.Client, truncation: Truncation) -> None:
-    """Raise ServerError unless the server returns the kept set of a token sampled with `truncation`.
+    """Raise ServerError unless the server returns the kept set of a token sampled with
+    `truncation`.
 
-    It refuses by itself, with the reason, what it cannot do: a larger top_k than --sampling-mask-max-tokens, speculative
-    decoding, the ascend sampling backend.  A version that does not know the request answers without a set.
+    It refuses by itself, with the reason, what it cannot do: a larger top_k than
+    --sampling-mask-max-tokens, speculative decoding, the ascend sampling backend.  A version that
+    does not know the request answers without a set.
     """
     needs = (
-        f"rollout.top_p = {truncation.top_p:g}, top_k = {truncation.top_k}, min_p = {truncation.min_p:g} need the kept set of "
-        "every token from the server (return_sampling_mask)"
+        f"rollout.top_p = {truncation.top_p:g}, top_k = {truncation.top_k}, min_p ="
+        f" {truncation.min_p:g} need the kept set of every token from the server"
+        " (return_sampling_mask)"
     )
     fix = "mend the server's options, or remove the three keys"
     try:
-        meta = sample_one_token(http, {**FULL_SOFTMAX, **truncation._asdict()}, return_sampling_mask=True)
+        meta = sample_one_token(
+            http, {**FULL_SOFTMAX, **truncation._asdict()}, return_sampling_mask=True
+        )
     except ServerError as error:
         raise ServerError(f"{error}; {needs}: {fix}") from error
-    sets, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
-    if not (isinstance(sets, list) and len(sets) == 1 and isinstance(logprobs, list) and len(logprobs) == 1):
+    sets, logprobs = (
+        meta.get("output_token_sampling_mask"),
+        meta.get("output_token_sampling_logprobs"),
+    )
+    if not (
+        isinstance(sets, list)
+        and len(sets) == 1
+        and isinstance(logprobs, list)
+        and len(logprobs) == 1
+    ):
         reason = meta.get("finish_reason")
         raise ServerError(
-            f"SGLang server {http.base_url} returned no kept set ({reason}): {needs}; upgrade it to SGLang 0.5.16 or newer, or "
-            "remove the three keys"
+            f"SGLang server {http.base_url} returned no kept set ({reason}): {needs}; upgrade it to"
+            " SGLang 0.5.16 or newer, or remove the three keys"
         )
 
 
 def check_preferred(url: str, preferred: Json | None) -> None:
-    """Raise ServerError for a preference of the server that applies to our requests and shapes what is sampled."""
+    """Raise ServerError for a preference of the server that applies to our requests and shapes what
+    is sampled.
+    """
     added = {
-        key: value for key, value in (preferred or {}).items() if key not in STATED | TEXT_ONLY and value is not None
+        key: value
+        for key, value in (preferred or {}).items()
+        if key not in STATED | TEXT_ONLY and value is not None
     }
     if added:
         raise ServerError(
-            f"SGLang server {url} adds {added} to every request (--preferred-sampling-params): the trainer computes "
-            "log-probs of softmax(logits / temperature) over the entire vocabulary; start the server without it"
+            f"SGLang server {url} adds {added} to every request (--preferred-sampling-params): the"
+            " trainer computes log-probs of softmax(logits / temperature) over the entire"
+            " vocabulary; start the server without it"
         )
 
 
@@ -108,11 +139,14 @@ def probe_logprobs(http: httpx.Client, temperature: float, *, vocab_size: int) -
     try:
         return [float(entry[0]) for entry in meta["output_token_ids_logprobs"][0]]
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ServerError(f"{http.base_url}generate returned no log-probs of given tokens: {error!r}") from error
+        raise ServerError(
+            f"{http.base_url}generate returned no log-probs of given tokens: {error!r}"
+        ) from error
 
 
 def is_scaled(plain: Sequence[float], scaled: Sequence[float], temperature: float) -> bool:
-    """Whether differences of log-probs are divided by the temperature: log p_T(a) - log p_T(b) = (log p(a) - log p(b)) / T.
+    """Whether differences of log-probs are divided by the temperature: log p_T(a) - log p_T(b) =
+    (log p(a) - log p(b)) / T.
 
     Scaled or equal, whichever is nearer: servers have the noise of their precision.
     """

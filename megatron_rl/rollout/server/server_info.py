@@ -23,11 +23,14 @@ Json = dict[str, Any]
 """A JSON object: a server's answer, or a checkpoint's config.json."""
 
 OLDEST_WITH_ROUTES = least("sglang")
-"""Older servers returned physical expert ids (up to 0.5.9), or not base64 without a tokenizer (0.5.10)."""
+"""Older servers returned physical expert ids (up to 0.5.9), or not base64 without a tokenizer
+(0.5.10).
+"""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 ROUTER_PATHS = ("/workers", "/list_workers")
 IF_PAUSED = (
-    "a run that ended during a weight sync leaves it paused: POST /continue_generation to it, or start the next run"
+    "a run that ended during a weight sync leaves it paused: POST /continue_generation to it, or"
+    " start the next run"
 )
 
 
@@ -39,10 +42,12 @@ class ServerError(RuntimeError):
 class ServerInfo:
     """What a server reports about itself.
 
-    `num_layers`, `num_experts`, `top_k` and `vocab_size` come from the config.json at the server's model path and are
-    None where this machine cannot read it; `route_width` = layers x top-k comes from the server's own answer to a
-    one-token prompt and is None without --enable-return-routed-experts.  `tokenizer` is the tokenizer_digest() at that path.
-    `settings` are those with a verdict (config/sglang_settings.toml).  token_versions: it names the weights of every token.
+    `num_layers`, `num_experts`, `top_k` and `vocab_size` come from the config.json at the server's
+    model path and are None where this machine cannot read it; `route_width` = layers x top-k comes
+    from the server's own answer to a one-token prompt and is None without
+    --enable-return-routed-experts.  `tokenizer` is the tokenizer_digest() at that path. `settings`
+    are those with a verdict (config/sglang_settings.toml).  token_versions: it names the weights of
+    every token.
     """
 
     url: str
@@ -62,12 +67,17 @@ class ServerInfo:
 
 
 def server_info(
-    url: str, headers: dict[str, str] | None = None, *, timeout: float = PROBE_SECONDS["cpu"], resume: bool = False
+    url: str,
+    headers: dict[str, str] | None = None,
+    *,
+    timeout: float = PROBE_SECONDS["cpu"],
+    resume: bool = False,
 ) -> ServerInfo:
-    """Ask the server at `url`; it must not be paused.  Raises ServerError when it does not answer as SGLang does.
+    """Ask the server at `url`; it must not be paused.  Raises ServerError when it does not answer
+    as SGLang does.
 
-    timeout: seconds of each request.  resume: it may be paused, by a run that ended during a weight sync.  Only for one that
-    sends all weights before it samples: they may be half-updated.
+    timeout: seconds of each request.  resume: it may be paused, by a run that ended during a weight
+    sync.  Only for one that sends all weights before it samples: they may be half-updated.
     """
     with httpx.Client(base_url=url, headers=headers, timeout=timeout) as http:
         check_no_router(http)
@@ -77,7 +87,8 @@ def server_info(
         server = ask(http, "GET", "/server_info")
         routed = bool(server.get("enable_return_routed_experts"))
         meta = sample_one_token(http, {"temperature": 0.0}, return_routed_experts=routed)
-    # /server_info keeps the path the server was started on; /model_info's moves with every push through the disk
+    # /server_info keeps the path the server was started on; /model_info's moves with every push
+    # through the disk
     model_path = str(server.get("model_path"))
     config = read_served_config(Path(model_path))
     return ServerInfo(
@@ -89,7 +100,9 @@ def server_info(
         routed_experts=routed,
         route_width=route_width(meta) if routed else None,
         num_layers=config.get("num_hidden_layers"),
-        num_experts=config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts"),
+        num_experts=config.get("num_experts")
+        or config.get("num_local_experts")
+        or config.get("n_routed_experts"),
         top_k=config.get("num_experts_per_tok"),
         vocab_size=config.get("vocab_size"),
         tokenizer=tokenizer_digest(Path(model_path)),
@@ -99,9 +112,16 @@ def server_info(
 
 
 def check_server(
-    info: ServerInfo, spec: ModelSizes, *, want_routes: bool, dtype: str | None = None, tokenizer: str | None = None
+    info: ServerInfo,
+    spec: ModelSizes,
+    *,
+    want_routes: bool,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
 ) -> None:
-    """Raise ServerError unless the server serves the model of `spec` (and `dtype`, `tokenizer`, where given) in a usable way."""
+    """Raise ServerError unless the server serves the model of `spec` (and `dtype`, `tokenizer`,
+    where given) in a usable way.
+    """
     if want_routes:
         check_returned_routes(info, spec)
     expected = {
@@ -116,44 +136,58 @@ def check_server(
     for what, (theirs, ours) in expected.items():
         if theirs is not None and ours is not None and theirs != ours:
             raise ServerError(
-                f"SGLang server {info.url} (model {info.model_path}) has {what} = {theirs}, this run needs {ours}: "
-                "start the server with the checkpoint and dtype of this run"
+                f"SGLang server {info.url} (model {info.model_path}) has {what} = {theirs}, this"
+                f" run needs {ours}: start the server with the checkpoint and dtype of this run"
             )
 
 
-def check_settings(info: ServerInfo, rollout: RolloutConfig, *, want_routes: bool, gets_weights: bool = True) -> None:
+def check_settings(
+    info: ServerInfo, rollout: RolloutConfig, *, want_routes: bool, gets_weights: bool = True
+) -> None:
     """Raise ServerError for a setting that may make expert ids, log-probs or weights wrong.
 
     gets_weights: whether this run sends weights to the server.
     """
     found = list(problems(info.settings, rollout.allow_unproven, needs_routes=want_routes))
-    if gets_weights and rollout.weight_sync != "disk" and (problem := broadcast_problem(info.settings)):
+    if (
+        gets_weights
+        and rollout.weight_sync != "disk"
+        and (problem := broadcast_problem(info.settings))
+    ):
         found.append(problem)
     if found:
         raise ServerError("\n".join(f"SGLang server {info.url} has {each}" for each in found))
 
 
 def check_in_place(info: ServerInfo, rollout: RolloutConfig) -> None:
-    """Raise ServerError for a server whose requests must not continue under other weights (rollout.weight_update = in_place)."""
+    """Raise ServerError for a server whose requests must not continue under other weights
+    (rollout.weight_update = in_place).
+    """
     if rollout.weight_update != "in_place":
         return
     fix = "or set rollout.weight_update = abort"
     if not info.token_versions:
         raise ServerError(
-            f"SGLang server {info.url} is version {info.version}, whose answers have no weight_versions: rollout.weight_update = "
-            f"in_place needs the weight version of every token; upgrade it to SGLang 0.5.19 or newer, {fix}"
+            f"SGLang server {info.url} is version {info.version}, whose answers have no"
+            " weight_versions: rollout.weight_update = in_place needs the weight version of every"
+            f" token; upgrade it to SGLang 0.5.19 or newer, {fix}"
         )
     found = info.settings.get("disable_overlap_schedule")
     if found is not True:
         raise ServerError(
-            f"SGLang server {info.url} has disable_overlap_schedule = {json.dumps(found)}: must be true "
-            "with rollout.weight_update = in_place, as a token that the old weights have sampled when the server pauses is "
-            f"otherwise reported as the new weights'; start it with --disable-overlap-schedule, {fix}"
+            f"SGLang server {info.url} has disable_overlap_schedule = {json.dumps(found)}: must be"
+            " true with rollout.weight_update = in_place, as a token that the old weights have"
+            " sampled when the server pauses is otherwise reported as the new weights'; start it"
+            f" with --disable-overlap-schedule, {fix}"
         )
 
 
-def accepted_lines(infos: Sequence[ServerInfo], rollout: RolloutConfig, *, want_routes: bool) -> list[str]:
-    """One line for each unproven setting that rollout.allow_unproven accepts, with the servers that have it."""
+def accepted_lines(
+    infos: Sequence[ServerInfo], rollout: RolloutConfig, *, want_routes: bool
+) -> list[str]:
+    """One line for each unproven setting that rollout.allow_unproven accepts, with the servers that
+    have it.
+    """
     urls: dict[str, list[str]] = {}
     for info in infos:
         for line in accepted(info.settings, rollout.allow_unproven, needs_routes=want_routes):
@@ -165,15 +199,17 @@ def check_returned_routes(info: ServerInfo, spec: ModelSizes) -> None:
     """Raise ServerError unless expert ids come back, in a form this run understands."""
     if not info.routed_experts:
         raise ServerError(
-            f"SGLang server {info.url} was started without --enable-return-routed-experts and would leave the expert "
-            "ids out without an error: restart it with that option, or set replay.mode = none or R2 and "
-            "replay.measure = false"
+            f"SGLang server {info.url} was started without --enable-return-routed-experts and would"
+            " leave the expert ids out without an error: restart it with that option, or set"
+            " replay.mode = none or R2 and replay.measure = false"
         )
     if info.route_width == 0:  # the server returns ids, but not to this client
         raise ServerError(
-            f"SGLang server {info.url} runs with --enable-return-routed-experts, but a request that asks for expert ids comes "
-            f"back with none, this run needs {spec.num_layers * spec.top_k} per token: something in front of the server drops "
-            "return_routed_experts, as sglang-router does; put the servers' own URLs into rollout.urls"
+            f"SGLang server {info.url} runs with --enable-return-routed-experts, but a request that"
+            " asks for expert ids comes back with none, this run needs"
+            f" {spec.num_layers * spec.top_k} per token: something in front of the server drops"
+            " return_routed_experts, as sglang-router does; put the servers' own URLs into"
+            " rollout.urls"
         )
     try:
         too_old = Version(info.version) < OLDEST_WITH_ROUTES
@@ -181,40 +217,51 @@ def check_returned_routes(info: ServerInfo, spec: ModelSizes) -> None:
         return
     if too_old:
         raise ServerError(
-            f"SGLang server {info.url} is version {info.version}, expert ids need {OLDEST_WITH_ROUTES} or newer: older ones "
-            "return physical ids, or do not encode them; upgrade it"
+            f"SGLang server {info.url} is version {info.version}, expert ids need"
+            f" {OLDEST_WITH_ROUTES} or newer: older ones return physical ids, or do not encode"
+            " them; upgrade it"
         )
 
 
 def check_identical(infos: Sequence[ServerInfo]) -> None:
-    """Raise ServerError unless all servers are of one version and precision: mu must be one distribution."""
+    """Raise ServerError unless all servers are of one version and precision: mu must be one
+    distribution.
+    """
     for info in infos[1:]:
         for what in ("version", "dtype"):
             ours, theirs = getattr(infos[0], what), getattr(info, what)
             if ours != theirs:
                 raise ServerError(
-                    f"SGLang server {info.url} has {what} = {theirs}, {infos[0].url} has {ours}: they must be the same in a run"
+                    f"SGLang server {info.url} has {what} = {theirs}, {infos[0].url} has {ours}:"
+                    " they must be the same in a run"
                 )
 
 
 def check_no_router(http: httpx.Client) -> None:
-    """Raise ServerError when a router answers instead of a server: it knows its workers, but no weights and versions."""
+    """Raise ServerError when a router answers instead of a server: it knows its workers, but no
+    weights and versions.
+    """
     try:
         if http.get("/model_info").status_code != 404:
             return
         found = [path for path in ROUTER_PATHS if http.get(path).status_code == 200]
     except httpx.HTTPError as error:
-        raise ServerError(f"SGLang server {http.base_url} did not answer /model_info: {error!r}") from error
+        raise ServerError(
+            f"SGLang server {http.base_url} did not answer /model_info: {error!r}"
+        ) from error
     if found:
         raise ServerError(
-            f"{http.base_url} is a router in front of SGLang servers (it answers {found[0]}, not /model_info): weights, versions "
-            "and cache flushes must reach every server, and sglang-router drops return_routed_experts; put the servers' own URLs "
-            "into rollout.urls"
+            f"{http.base_url} is a router in front of SGLang servers (it answers {found[0]}, not"
+            " /model_info): weights, versions and cache flushes must reach every server, and"
+            " sglang-router drops return_routed_experts; put the servers' own URLs into"
+            " rollout.urls"
         )
 
 
 def tokenizer_digest(path: Path) -> str | None:
-    """The first 16 hex digits of the sha256 of the tokenizer's files in a checkpoint; None where none can be read."""
+    """The first 16 hex digits of the sha256 of the tokenizer's files in a checkpoint; None where
+    none can be read.
+    """
     digest, found = hashlib.sha256(), False
     for name in TOKENIZER_FILES:
         try:
@@ -228,24 +275,38 @@ def tokenizer_digest(path: Path) -> str | None:
 
 
 def auth_headers(rollout: RolloutConfig) -> dict[str, str]:
-    """The Authorization header for the servers, {} without rollout.api_key_env; ValueError if the variable is unset."""
+    """The Authorization header for the servers, {} without rollout.api_key_env; ValueError if the
+    variable is unset.
+    """
     if rollout.api_key_env is None:
         return {}
     key = os.environ.get(rollout.api_key_env)
     if not key:
-        raise ValueError(f"rollout.api_key_env = {rollout.api_key_env!r}: that environment variable is unset or empty")
+        raise ValueError(
+            f"rollout.api_key_env = {rollout.api_key_env!r}: that environment variable is unset or"
+            " empty"
+        )
     return {"Authorization": f"Bearer {key}"}
 
 
 def ask(http: httpx.Client, method: str, path: str, body: Json | None = None) -> Json:
-    """The answer to one request, which must be a JSON object; ServerError, without the API key, if it is not."""
+    """The answer to one request, which must be a JSON object; ServerError, without the API key, if
+    it is not.
+    """
     try:
         response = http.request(method, path, json=body)
     except httpx.HTTPError as error:
-        hint = f"; {IF_PAUSED}" if path == "/generate" and isinstance(error, httpx.ReadTimeout) else ""
-        raise ServerError(f"SGLang server {http.base_url} did not answer {path}: {error!r}{hint}") from error
+        hint = (
+            f"; {IF_PAUSED}" if path == "/generate" and isinstance(error, httpx.ReadTimeout) else ""
+        )
+        raise ServerError(
+            f"SGLang server {http.base_url} did not answer {path}: {error!r}{hint}"
+        ) from error
     if response.status_code in (401, 403):
-        raise ServerError(f"SGLang server {http.base_url} refused {path}: rollout.api_key_env must name its API key")
+        raise ServerError(
+            f"SGLang server {http.base_url} refused {path}: rollout.api_key_env must name its"
+            " API key"
+        )
     try:
         answer = response.json()
     except ValueError:
@@ -254,14 +315,19 @@ def ask(http: httpx.Client, method: str, path: str, body: Json | None = None) ->
         # /server_info repeats the server's arguments, key included
         key = http.headers.get("Authorization", "").removeprefix("Bearer ")
         text = response.text.replace(key, "***")[:500] if key else response.text[:500]
-        raise ServerError(f"{http.base_url}{path} answered {response.status_code}: {text!r}; is it an SGLang server?")
+        raise ServerError(
+            f"{http.base_url}{path} answered {response.status_code}: {text!r}; is it an SGLang"
+            " server?"
+        )
     return answer
 
 
 def sample_one_token(http: httpx.Client, sampling_params: Json, **body: object) -> Json:
     """meta_info of one token sampled after a one-token prompt."""
     sampling_params = {**sampling_params, "max_new_tokens": 1, "ignore_eos": True}
-    answer = ask(http, "POST", "/generate", {"input_ids": [0], "sampling_params": sampling_params, **body})
+    answer = ask(
+        http, "POST", "/generate", {"input_ids": [0], "sampling_params": sampling_params, **body}
+    )
     return answer.get("meta_info", {})
 
 
@@ -272,12 +338,15 @@ def route_width(meta: Json) -> int:
 
 
 def read_served_config(model_path: Path) -> Json:
-    """config.json of a checkpoint, {} where it is not readable from this machine (a remote server's path)."""
+    """config.json of a checkpoint, {} where it is not readable from this machine (a remote server's
+    path).
+    """
     try:
         config = json.loads((model_path / "config.json").read_text())
     except (OSError, ValueError):
         return {}
-    return config.get("text_config", config)  # multimodal checkpoints nest that of the language model
+    # multimodal checkpoints nest that of the language model
+    return config.get("text_config", config)
 
 
 def resolved_dtype(dtype: str, config: Json) -> str:

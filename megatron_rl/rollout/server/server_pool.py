@@ -1,9 +1,10 @@
 """The SGLang servers of a run: started together, watched, and restarted when they die.
 
-A server serves only after a push of weights: `take()` returns those that answer now, the caller pushes to them and samples
-from them alone.  One that dies is replaced in the background, at most rollout.max_server_restarts times in all; its
-replacement is among the next `take()` that finds it ready, and until then reports the weight version UNPUSHED (or another
-one, where the checkpoint's own weights are to be sampled).
+A server serves only after a push of weights: `take()` returns those that answer now, the caller
+pushes to them and samples from them alone.  One that dies is replaced in the background, at most
+rollout.max_server_restarts times in all; its replacement is among the next `take()` that finds it
+ready, and until then reports the weight version UNPUSHED (or another one, where the checkpoint's
+own weights are to be sampled).
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ class Slot:
 
 
 class ServerPool:
-    """rollout.num_servers servers on checkpoint `model`.  Use as a context manager; `log` prints one line.
+    """rollout.num_servers servers on checkpoint `model`.  Use as a context manager; `log` prints
+    one line.
 
-    Logs: server.log in `log_dir`, or server_INDEX.log for more than one server; restarts are appended.
+    Logs: server.log in `log_dir`, or server_INDEX.log for more than one server; restarts are
+    appended.
 
-    A thread watches the servers and starts the replacements.  It lives as long as the pool: the kernel kills a child when
-    the thread that started it ends.
+    A thread watches the servers and starts the replacements.  It lives as long as the pool: the
+    kernel kills a child when the thread that started it ends.
     """
 
     def __init__(
@@ -68,7 +71,10 @@ class ServerPool:
         self.watcher = threading.Thread(target=self._watch, name="server pool", daemon=True)
 
     def __enter__(self) -> ServerPool:
-        """Start all servers and wait until every one answers.  Raises ServerError with the last log lines."""
+        """Start all servers and wait until every one answers.
+
+        Raises ServerError with the last log lines.
+        """
         try:
             for index in range(self.rollout.num_servers):
                 self.log_path(index).unlink(missing_ok=True)
@@ -88,10 +94,12 @@ class ServerPool:
         self._stop_all()
 
     def take(self) -> list[str]:
-        """URLs of the servers that answer now, at least one: the caller pushes weights to exactly these.
+        """URLs of the servers that answer now, at least one: the caller pushes weights to exactly
+        these.
 
-        Raises ServerError when a server died once too often, naming it and its last log lines, or when none of them answers
-        within its start time and ANSWER_SECONDS, counted from the last restart.
+        Raises ServerError when a server died once too often, naming it and its last log lines, or
+        when none of them answers within its start time and ANSWER_SECONDS, counted from the last
+        restart.
         """
         restarts, patience = -1, self.rollout.start_seconds(self.options["device"]) + ANSWER_SECONDS
         while True:
@@ -104,7 +112,8 @@ class ServerPool:
                 restarts, deadline = self.restarts, time.monotonic() + patience
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"no server answers, {patience:g} s after the last start: {', '.join(self.not_ready())}"
+                    f"no server answers, {patience:g} s after the last start:"
+                    f" {', '.join(self.not_ready())}"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -119,8 +128,9 @@ class ServerPool:
     def lost(self) -> list[str]:
         """After a failed request: URLs of the last take() that do not serve any more.
 
-        The exit of a process may be seen a moment after its connections broke, so this waits for it.  A server whose process
-        is there but does not answer /model_info is killed, and counts as lost.
+        The exit of a process may be seen a moment after its connections broke, so this waits for
+        it.  A server whose process is there but does not answer /model_info is killed, and counts
+        as lost.
         """
         self._kill_hanging()
         deadline = time.monotonic() + NOTICE_SECONDS
@@ -132,7 +142,9 @@ class ServerPool:
             time.sleep(POLL_SECONDS)
 
     def log_path(self, index: int) -> Path:
-        return self.log_dir / ("server.log" if self.rollout.num_servers == 1 else f"server_{index}.log")
+        return self.log_dir / (
+            "server.log" if self.rollout.num_servers == 1 else f"server_{index}.log"
+        )
 
     def _start(self, index: int) -> Server:
         each = len(self.rollout.gpus) // self.rollout.num_servers
@@ -141,11 +153,18 @@ class ServerPool:
         options: ServerOptions = {**self.options, "seed": seed}
         gpus = self.rollout.gpus[index * each : (index + 1) * each]
         return start_server(
-            self.model, self.rollout, log_path=self.log_path(index), port=self._port(index), gpus=gpus, **options
+            self.model,
+            self.rollout,
+            log_path=self.log_path(index),
+            port=self._port(index),
+            gpus=gpus,
+            **options,
         )
 
     def _port(self, index: int) -> int:
-        """rollout.port + index, or a free one that no other server of the pool was given (it may not listen yet)."""
+        """rollout.port + index, or a free one that no other server of the pool was given (it may
+        not listen yet).
+        """
         if self.rollout.port:
             return self.rollout.port + index
         given = {slot.server.url.rpartition(":")[2] for slot in self.slots}
@@ -173,7 +192,9 @@ class ServerPool:
             if slot.ready:
                 slot.server.check_alive()
             elif slot.server.is_ready():
-                self.log(f"server {slot.server.url} answers; it serves after the next push of weights")
+                self.log(
+                    f"server {slot.server.url} answers; it serves after the next push of weights"
+                )
                 slot.ready = True
         except ServerError as error:
             slot.ready = False
@@ -183,14 +204,16 @@ class ServerPool:
     def _replace(self, slot: Slot, error: ServerError) -> None:
         most = self.rollout.max_server_restarts
         if self.restarts >= most:
-            raise ServerError(f"{error}\nrollout.max_server_restarts = {most} restarts are spent: the run stops")
+            raise ServerError(
+                f"{error}\nrollout.max_server_restarts = {most} restarts are spent: the run stops"
+            )
         self.restarts += 1  # before the start: the replacement's seed depends on it
         dead = slot.server.url
         slot.server = self._start(slot.index)
         cause = str(error).partition(";")[0]
         self.log(
-            f"{cause}; restart {self.restarts} of at most {most} of server {dead} as {slot.server.url}, "
-            f"log in {slot.server.log_path}"
+            f"{cause}; restart {self.restarts} of at most {most} of server {dead} as"
+            f" {slot.server.url}, log in {slot.server.log_path}"
         )
 
     def _kill_hanging(self) -> None:

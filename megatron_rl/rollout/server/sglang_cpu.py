@@ -1,8 +1,10 @@
-"""Start an unmodified SGLang server on a machine without a GPU: python -m megatron_rl.rollout.server.sglang_cpu OPTIONS
+"""Start an unmodified SGLang server on a machine without a GPU: python -m
+megatron_rl.rollout.server.sglang_cpu OPTIONS
 
-SGLang ships a CPU path, but importing it and capturing routed experts still touch CUDA-only pieces.  Each function of
-WORK_AROUNDS removes one obstacle; tests/unit/rollout/test_sglang_cpu.py fails as soon as SGLang no longer needs one.
-Needs SGLang >= 0.5.20 (0.5.21 tested).  Nothing is imported or patched until this module is the main program.
+SGLang ships a CPU path, but importing it and capturing routed experts still touch CUDA-only pieces.
+Each function of WORK_AROUNDS removes one obstacle; tests/unit/rollout/test_sglang_cpu.py fails as
+soon as SGLang no longer needs one. Needs SGLang >= 0.5.20 (0.5.21 tested).  Nothing is imported or
+patched until this module is the main program.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def select_cpu_engine() -> None:
 
 
 def stub_sgl_kernel() -> None:
-    """Speculative-decoding modules import names of the CUDA kernel wheel at module level; no CPU code calls them."""
+    """Speculative-decoding modules import names of the CUDA kernel wheel at module level; no CPU
+    code calls them.
+    """
     if importlib.util.find_spec("sgl_kernel") is not None:
         return
 
@@ -61,7 +65,9 @@ def stub_sgl_kernel() -> None:
             raise AttributeError(name)
 
         def missing(*args: object, **kwargs: object) -> None:
-            raise NotImplementedError(f"sgl_kernel.{name} is a GPU kernel; this server runs on the CPU")
+            raise NotImplementedError(
+                f"sgl_kernel.{name} is a GPU kernel; this server runs on the CPU"
+            )
 
         return missing
 
@@ -69,8 +75,9 @@ def stub_sgl_kernel() -> None:
 
 
 def stub_image_processor() -> None:
-    """Without torchvision, transformers' AutoImageProcessor is a dummy whose every attribute raises; SGLang registers
-    vision processors with it at import.  `import sglang` re-creates the transformers module, so it must come first."""
+    """Without torchvision, transformers' AutoImageProcessor is a dummy whose every attribute
+    raises; SGLang registers vision processors with it at import.  `import sglang` re-creates the
+    transformers module, so it must come first."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     import sglang  # noqa: F401
@@ -84,10 +91,11 @@ def stub_image_processor() -> None:
 
 
 def stub_torchvision() -> None:
-    """Some vision configs import torchvision at module level.  A real torchvision does not help: its wheel for another
-    torch build breaks transformers in every process of the environment.
+    """Some vision configs import torchvision at module level.  A real torchvision does not help:
+    its wheel for another torch build breaks transformers in every process of the environment.
 
-    Runs after `stub_image_processor`, whose `import sglang` lets transformers see that torchvision is absent.
+    Runs after `stub_image_processor`, whose `import sglang` lets transformers see that torchvision
+    is absent.
     """
     if importlib.util.find_spec("torchvision") is not None:
         return
@@ -102,11 +110,15 @@ def stub_torchvision() -> None:
 
 
 def allocate_without_pinning() -> None:
-    """The routed-experts capturer pins its host buffer with cudaHostRegister; without CUDA plain memory is right."""
+    """The routed-experts capturer pins its host buffer with cudaHostRegister; without CUDA plain
+    memory is right.
+    """
     import torch
     from sglang.srt.mem_cache.pool_host import common
 
-    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **pinning: object) -> torch.Tensor:
+    def allocate(
+        dims: tuple[int, ...], dtype: torch.dtype, device: str, **pinning: object
+    ) -> torch.Tensor:
         return torch.empty(dims, dtype=dtype, device=device)
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
@@ -131,7 +143,9 @@ WORK_AROUNDS: tuple[Callable[[], None], ...] = (
 
 
 def stub_module(name: str, attribute: Callable[[str], object]) -> types.ModuleType:
-    """Put an importable package `name` into sys.modules (and on its parent) whose attributes come from `attribute`."""
+    """Put an importable package `name` into sys.modules (and on its parent) whose attributes come
+    from `attribute`.
+    """
     module = types.ModuleType(name)
     module.__path__ = []
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
@@ -143,8 +157,8 @@ def stub_module(name: str, attribute: Callable[[str], object]) -> types.ModuleTy
     return module
 
 
-# SGLang spawns its scheduler and detokenizer; spawn runs this module again under the name __mp_main__ before the
-# child's target is unpickled, so the children are prepared too.
+# SGLang spawns its scheduler and detokenizer; spawn runs this module again under the name
+# __mp_main__ before the child's target is unpickled, so the children are prepared too.
 if __name__ in ("__main__", "__mp_main__"):
     prepare()
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """megatron-core shards -> a stream of HF tensors, each complete on one rank: its source.
 
-The sources are one rank for each pipeline stage and expert-parallel rank.  Experts are only gathered over the ranks that share
-them (expert tensor parallelism); the other tensors of a stage are divided among its sources, so that all have as many bytes.
-The stream is collective: every rank must exhaust it.  No rank holds more than one parameter beyond its own.
+The sources are one rank for each pipeline stage and expert-parallel rank.  Experts are only
+gathered over the ranks that share them (expert tensor parallelism); the other tensors of a stage
+are divided among its sources, so that all have as many bytes. The stream is collective: every rank
+must exhaust it.  No rank holds more than one parameter beyond its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class HFTensor(NamedTuple):
-    """A tensor of the HF checkpoint.  source: the global rank that has it; tensor: None on every other rank."""
+    """A tensor of the HF checkpoint.
+
+    source: the global rank that has it; tensor: None on every other rank.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +58,10 @@ class Batch(NamedTuple):
 
 
 class ExportStep(NamedTuple):
-    """One parameter of the export.  ranks: those that gather its shards, in their order, onto `source`."""
+    """One parameter of the export.
+
+    ranks: those that gather its shards, in their order, onto `source`.
+    """
 
     entry: Entry
     ranks: tuple[int, ...]
@@ -63,7 +70,10 @@ class ExportStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RankParameters:
-    """What one rank has.  keys: layers, and names of parameters outside them; tp, etp: global ranks of these groups."""
+    """What one rank has.
+
+    keys: layers, and names of parameters outside them; tp, etp: global ranks of these groups.
+    """
 
     stage: int
     ep_rank: int
@@ -72,17 +82,23 @@ class RankParameters:
     keys: frozenset[Hashable]
 
 
-def plan_export(chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel) -> list[ExportStep]:
-    """The order and the sources of an export: the same list on every rank, for any weights of this layout.  Collective.
+def plan_export(
+    chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
+) -> list[ExportStep]:
+    """The order and the sources of an export: the same list on every rank, for any weights of this
+    layout.  Collective.
 
-    Each source's parameters come in checkpoint order.  Sources alternate so that all of them have sent the same fraction of
-    their bytes at any point of the list.
+    Each source's parameters come in checkpoint order.  Sources alternate so that all of them have
+    sent the same fraction of their bytes at any point of the list.
     """
     chunks = list(chunks)
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
     table = [entry.held_by(chunks) for entry in entries(spec)]
     held = frozenset(key_of(entry) for entry in table if entry.name in parameters)
-    tp, etp = (tuple(dist.get_process_group_ranks(group)) for group in (parallel.tp_group, parallel.etp_group))
+    tp, etp = (
+        tuple(dist.get_process_group_ranks(group))
+        for group in (parallel.tp_group, parallel.etp_group)
+    )
     places: list[RankParameters] = [
         RankParameters(parallel.pp_rank, parallel.ep_rank, tp, etp, held)
     ] * parallel.world_size
@@ -91,13 +107,19 @@ def plan_export(chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel)
 
 
 def assign_sources(table: Sequence[Entry], places: Sequence[RankParameters]) -> dict[str, int]:
-    """Name -> source.  An expert's is the first rank that has it; the others go to the stage's source with the fewest bytes."""
+    """Name -> source.
+
+    An expert's is the first rank that has it; the others go to the stage's source with the fewest
+    bytes.
+    """
     sources: dict[tuple[int, int], int] = {}
     for rank, place in enumerate(places):
         sources.setdefault((place.stage, place.ep_rank), rank)
     stage_of = {key: place.stage for place in places for key in place.keys}
     ep_size = 1 + max(place.ep_rank for place in places)
-    experts_each = max((entry.expert + 1 for entry in table if entry.expert is not None), default=0) // ep_size
+    experts_each = (
+        max((entry.expert + 1 for entry in table if entry.expert is not None), default=0) // ep_size
+    )
     assigned, load = dict[str, int](), defaultdict[int, int](int)
     for entry in table:
         if entry.expert is not None:
@@ -113,14 +135,19 @@ def assign_sources(table: Sequence[Entry], places: Sequence[RankParameters]) -> 
     ]
     for unit in sorted(units, key=lambda unit: -sum(map(elements, unit))):
         stage = stage_of[key_of(unit[0])]
-        source = min((sources[stage, ep_rank] for ep_rank in range(ep_size)), key=lambda rank: (load[rank], rank))
+        source = min(
+            (sources[stage, ep_rank] for ep_rank in range(ep_size)),
+            key=lambda rank: (load[rank], rank),
+        )
         for entry in unit:
             assigned[entry.name] = source
             load[source] += elements(entry)
     return assigned
 
 
-def order_steps(table: Sequence[Entry], assigned: dict[str, int], places: Sequence[RankParameters]) -> list[ExportStep]:
+def order_steps(
+    table: Sequence[Entry], assigned: dict[str, int], places: Sequence[RankParameters]
+) -> list[ExportStep]:
     """See plan_export."""
     total, sent = defaultdict[int, int](int), defaultdict[int, int](int)
     for entry in table:
@@ -132,10 +159,13 @@ def order_steps(table: Sequence[Entry], assigned: dict[str, int], places: Sequen
         sent[source] += elements(entry)
         step = ExportStep(entry, (source,) if entry.rule.kind == "replicated" else ranks, source)
         placed.append((sent[source] / total[source], source, step))
-        if len(placed) > 1 and all(each.entry.hf_names[0].endswith(ONE_CALL) for _, _, each in placed[-2:]):
+        if len(placed) > 1 and all(
+            each.entry.hf_names[0].endswith(ONE_CALL) for _, _, each in placed[-2:]
+        ):
             # one place for both: sources that few_sources merges must have nothing in between
             placed[-2] = (*placed[-1][:2], placed[-2][2])
-    return [step for _, _, step in sorted(placed, key=lambda each: each[:2])]  # stable: ties stay in checkpoint order
+    # stable: ties stay in checkpoint order
+    return [step for _, _, step in sorted(placed, key=lambda each: each[:2])]
 
 
 def key_of(entry: Entry) -> Hashable:
@@ -150,10 +180,12 @@ def elements(entry: Entry) -> int:
 def export_planned(
     plan: Sequence[ExportStep], chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
 ) -> Iterator[HFTensor]:
-    """The tensors in the order of the plan: contiguous, on the device and in the dtype of the model.  Collective.
+    """The tensors in the order of the plan: contiguous, on the device and in the dtype of the
+    model.  Collective.
 
-    A tensor may be a view of the live parameter: copy it to keep it beyond the next update.  With `overlap_param_gather`,
-    parameters are stale after a step: call start_param_sync(force_sync=True) on the chunks first.
+    A tensor may be a view of the live parameter: copy it to keep it beyond the next update.  With
+    `overlap_param_gather`, parameters are stale after a step: call
+    start_param_sync(force_sync=True) on the chunks first.
     """
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
     model_dtype = next(iter(parameters.values())).dtype  # of all but the float32 rules
@@ -174,7 +206,10 @@ def export_planned(
 def gather_shards(
     tensor: torch.Tensor, source: int, ranks: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """The shards of all ranks of the group on `source`, none elsewhere.  gloo sends wrong data for tensors with gaps."""
+    """The shards of all ranks of the group on `source`, none elsewhere.
+
+    gloo sends wrong data for tensors with gaps.
+    """
     shards = [torch.empty_like(tensor) for _ in ranks] if dist.get_rank() == source else []
     dist.gather(tensor.contiguous(), shards or None, dst=source, group=group)
     return shards
@@ -183,27 +218,41 @@ def gather_shards(
 def export_hf(
     chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(HF name, tensor; None off rank 0) of every tensor of the checkpoint, moved to rank 0.  Collective."""
+    """(HF name, tensor; None off rank 0) of every tensor of the checkpoint, moved to rank 0.
+
+    Collective.
+    """
     chunks = list(chunks)
     stream = export_planned(plan_export(chunks, spec, parallel), chunks, spec, parallel)
     return on_rank_0(stream, parallel.rank, parallel.device)
 
 
-def on_rank_0(stream: Iterable[HFTensor], rank: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor | None]]:
+def on_rank_0(
+    stream: Iterable[HFTensor], rank: int, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor | None]]:
     """(name, tensor; None off rank 0).  Collective."""
     return ((each.name, each.tensor) for each in forwarded(stream, lambda source: 0, rank, device))
 
 
 def few_sources(plan: Sequence[ExportStep], most: int) -> Callable[[int], int]:
-    """Source -> the one that sends for it, of which there are at most `most`: the first of its neighbours in number."""
+    """Source -> the one that sends for it, of which there are at most `most`: the first of its
+    neighbours in number.
+    """
     sources = sorted({step.source for step in plan})
     count = min(most, len(sources))
     groups = [index * count // len(sources) for index in range(len(sources))]
-    return {source: sources[groups.index(group)] for source, group in zip(sources, groups, strict=True)}.__getitem__
+    return {
+        source: sources[groups.index(group)] for source, group in zip(sources, groups, strict=True)
+    }.__getitem__
 
 
-def forwarded(stream: Iterable[HFTensor], sender: Callable[[int], int], rank: int, device: torch.device) -> HFStream:
-    """The same stream, in which sender(source) is the source.  Collective.  rank, device: this one, and its tensors'."""
+def forwarded(
+    stream: Iterable[HFTensor], sender: Callable[[int], int], rank: int, device: torch.device
+) -> HFStream:
+    """The same stream, in which sender(source) is the source.
+
+    Collective.  rank, device: this one, and its tensors'.
+    """
     for each in stream:
         target, tensor = sender(each.source), each.tensor
         if target != each.source and tensor is not None:
@@ -216,11 +265,13 @@ def forwarded(stream: Iterable[HFTensor], sender: Callable[[int], int], rank: in
 
 
 def with_pairs_together(stream: Iterable[HFTensor]) -> HFStream:
-    """The same tensors, for a stream in another order than the tables': both that servers need in one call (ONE_CALL) come where
-    the second of them was, so that `batches` does not part them."""
+    """The same tensors, for a stream in another order than the tables': both that servers need in
+    one call (ONE_CALL) come where the second of them was, so that `batches` does not part them."""
     waiting: dict[str, HFTensor] = {}
     for each in stream:
-        module = next((each.name.removesuffix(end) for end in ONE_CALL if each.name.endswith(end)), None)
+        module = next(
+            (each.name.removesuffix(end) for end in ONE_CALL if each.name.endswith(end)), None
+        )
         if module is None:
             yield each
         elif module in waiting:
@@ -230,11 +281,14 @@ def with_pairs_together(stream: Iterable[HFTensor]) -> HFStream:
     yield from waiting.values()
 
 
-def batches(stream: Iterable[HFTensor], most_bytes: int, *, of_one_dtype: bool = False) -> Iterator[Batch]:
-    """Tensors of one source each, of at most `most_bytes` (but at least one tensor): the same batches on every rank.
+def batches(
+    stream: Iterable[HFTensor], most_bytes: int, *, of_one_dtype: bool = False
+) -> Iterator[Batch]:
+    """Tensors of one source each, of at most `most_bytes` (but at least one tensor): the same
+    batches on every rank.
 
-    They come in the order in which they are complete.  A rank that waits for something of an earlier batch never waits in vain:
-    what that needs was earlier in the stream.
+    They come in the order in which they are complete.  A rank that waits for something of an
+    earlier batch never waits in vain: what that needs was earlier in the stream.
     """
     tensors: dict[int, list[HFTensor]] = {}
     sizes: dict[int, int] = {}
@@ -243,7 +297,9 @@ def batches(stream: Iterable[HFTensor], most_bytes: int, *, of_one_dtype: bool =
         own = tensors.get(source)
         if own:
             last = own[-1]
-            is_full = sizes[source] + size > most_bytes or (of_one_dtype and last.dtype != each.dtype)
+            is_full = sizes[source] + size > most_bytes or (
+                of_one_dtype and last.dtype != each.dtype
+            )
             if is_full and not (each.name.endswith(ONE_CALL) and last.name.endswith(ONE_CALL)):
                 yield Batch(source, own, sizes[source])
                 own = None

@@ -1,7 +1,8 @@
-"""HF checkpoint directories as files: names, shapes and dtypes of the tensors; tensors or some of their rows.
+"""HF checkpoint directories as files: names, shapes and dtypes of the tensors; tensors or some of
+their rows.
 
-Tensors are read into newly allocated memory: pages of a mapped file would count as this process's, too.  Pickle weights (.bin)
-are refused unless the caller trusts them.
+Tensors are read into newly allocated memory: pages of a mapped file would count as this process's,
+too.  Pickle weights (.bin) are refused unless the caller trusts them.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ SHOWN = 5
 
 
 class CheckpointError(ValueError):
-    """An HF checkpoint that cannot be used; the message names the tensors or the file, and the rule."""
+    """An HF checkpoint that cannot be used; the message names the tensors or the file, and the
+    rule.
+    """
 
 
 class TensorHeader(NamedTuple):
-    """A tensor in a file.  dtype: safetensors' name of it (F32, BF16, ...); start: offset of its first byte."""
+    """A tensor in a file.
+
+    dtype: safetensors' name of it (F32, BF16, ...); start: offset of its first byte.
+    """
 
     name: str
     file: Path
@@ -43,15 +49,17 @@ class TensorHeader(NamedTuple):
     def torch_dtype(self) -> torch.dtype:
         """Raises CheckpointError for a dtype that weights never have."""
         if self.dtype not in STORED:
-            raise CheckpointError(f"{self.file}: tensor {self.name} is {self.dtype}; supported: {', '.join(STORED)}")
+            raise CheckpointError(
+                f"{self.file}: tensor {self.name} is {self.dtype}; supported: {', '.join(STORED)}"
+            )
         return STORED[self.dtype]
 
 
 class HFFiles:
     """The tensors of an HF checkpoint directory.  Close it, or use it as a context manager.
 
-    Raises CheckpointError where there are no weights, files of the index are missing, or all weights are pickles and
-    `trust_pickle` is not set.
+    Raises CheckpointError where there are no weights, files of the index are missing, or all
+    weights are pickles and `trust_pickle` is not set.
     """
 
     def __init__(self, path: Path, *, trust_pickle: bool = False) -> None:
@@ -73,13 +81,15 @@ class HFFiles:
         if name in self.pickles:
             return self.pickles[name].reshape(header.shape or (1,))[start:stop]
         tensor = torch.empty((stop - start, *header.shape[1:]), dtype=header.torch_dtype())
-        if self._open is None or self._open[0] != header.file:  # one open file: a checkpoint may have hundreds
+        # one open file: a checkpoint may have hundreds
+        if self._open is None or self._open[0] != header.file:
             self.close()
             self._open = (header.file, header.file.open("rb"))
         row_bytes = tensor.nbytes // max(stop - start, 1)
         if not read_into(tensor, self._open[1], header.start + start * row_bytes):
             raise CheckpointError(
-                f"{self.path}: tensor {name} cannot be read: {header.file.name} ends before its values do"
+                f"{self.path}: tensor {name} cannot be read: {header.file.name} ends before its"
+                " values do"
             )
         return tensor
 
@@ -95,16 +105,24 @@ class HFFiles:
         self.close()
 
     def check(self, spec: ModelSpec) -> None:
-        """Raise one CheckpointError that names every tensor missing, left over, of another shape or not floating point."""
+        """Raise one CheckpointError that names every tensor missing, left over, of another shape or
+        not floating point.
+        """
         expected = {name: shape for entry in entries(spec) for name, shape in entry.hf}
-        found = {name: header for name, header in self.headers.items() if not is_left_out(name, spec)}
+        found = {
+            name: header for name, header in self.headers.items() if not is_left_out(name, spec)
+        }
         both = {name: (shape, found[name]) for name, shape in expected.items() if name in found}
         problems = [
             listed("is missing", expected.keys() - found.keys()),
             listed("is not part of the model", found.keys() - expected.keys()),
             listed(
                 "has another shape than config.json means",
-                (f"{n} {list(has.shape)}, not {list(shape)}" for n, (shape, has) in both.items() if has.shape != shape),
+                (
+                    f"{n} {list(has.shape)}, not {list(shape)}"
+                    for n, (shape, has) in both.items()
+                    if has.shape != shape
+                ),
             ),
             listed(
                 f"is not {', '.join(NAMES[each].lower() for each in DTYPES.values())}",
@@ -116,7 +134,9 @@ class HFFiles:
 
 
 class Outline(NamedTuple):
-    """What config.json says about tensors that a checkpoint may hold and the model has not; a ModelSpec says it, too."""
+    """What config.json says about tensors that a checkpoint may hold and the model has not; a
+    ModelSpec says it, too.
+    """
 
     tie_embeddings: bool
     num_layers: int
@@ -132,22 +152,32 @@ def outline(path: Path) -> Outline:
 
 
 def is_left_out(name: str, spec: ModelSpec | Outline) -> bool:
-    """Whether the model lacks this tensor of a checkpoint: a tied head's copy, layers of multi-token prediction.
+    """Whether the model lacks this tensor of a checkpoint: a tied head's copy, layers of
+    multi-token prediction.
 
-    These come after the decoder's (DeepSeek, GLM), or under a name of their own (Qwen3-Next, EXAONE), which config.json may not
-    count.
+    These come after the decoder's (DeepSeek, GLM), or under a name of their own (Qwen3-Next,
+    EXAONE), which config.json may not count.
     """
     if spec.tie_embeddings and name == "lm_head.weight":
         return True
     parts = name.split(".")
     if "mtp" in parts:
         return True
-    return parts[:2] == ["model", "layers"] and spec.num_layers <= int(parts[2]) < spec.num_layers + spec.mtp_layers
+    return (
+        parts[:2] == ["model", "layers"]
+        and spec.num_layers <= int(parts[2]) < spec.num_layers + spec.mtp_layers
+    )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite, without a mask of the tensor's size: both extremes are NaN where one value is."""
-    return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax()) if tensor.numel() else True
+    """Whether no value is NaN or infinite, without a mask of the tensor's size: both extremes are
+    NaN where one value is.
+    """
+    return (
+        all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
+        if tensor.numel()
+        else True
+    )
 
 
 def listed(rule: str, names: Iterable[str]) -> str:
@@ -165,10 +195,12 @@ def num_tensors(path: Path) -> int:
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Name -> header of every tensor of the safetensors files; of a tensor in several files, of that in the index.
+    """Name -> header of every tensor of the safetensors files; of a tensor in several files, of
+    that in the index.
 
-    Raises CheckpointError for a file that is damaged, where the files, or tensors of them that the index names, are missing, and
-    where two files have one tensor and no index says which one counts.
+    Raises CheckpointError for a file that is damaged, where the files, or tensors of them that the
+    index names, are missing, and where two files have one tensor and no index says which one
+    counts.
     """
     index = path / "model.safetensors.index.json"
     named = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
@@ -177,12 +209,19 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
         raise CheckpointError(f"{index}: names files that do not exist: {', '.join(absent)}")
     if not files:
         pickles = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
-        reason = f"only pickle weights ({pickles[0].name}), which can run code; convert them to" if pickles else "no"
-        raise CheckpointError(f"{path}: {reason} safetensors files" + (" first" if pickles else " there"))
+        reason = (
+            f"only pickle weights ({pickles[0].name}), which can run code; convert them to"
+            if pickles
+            else "no"
+        )
+        raise CheckpointError(
+            f"{path}: {reason} safetensors files" + (" first" if pickles else " there")
+        )
     headers: dict[str, TensorHeader] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt"):  # checks sizes and offsets against the size of the file
+            # checks sizes and offsets against the size of the file
+            with safe_open(file, framework="pt"):
                 pass
         except Exception as error:
             raise CheckpointError(f"{file}: not a complete safetensors file: {error}") from error
@@ -195,26 +234,34 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
                 continue
             if name in headers:
                 raise CheckpointError(
-                    f"{path}: tensor {name} is in two files, {headers[name].file.name} and {file.name}; remove the one that is "
-                    "not of this checkpoint"
+                    f"{path}: tensor {name} is in two files, {headers[name].file.name} and"
+                    f" {file.name}; remove the one that is not of this checkpoint"
                 )
             start = 8 + length + about["data_offsets"][0]
             headers[name] = TensorHeader(name, file, tuple(about["shape"]), about["dtype"], start)
     if absent := sorted(named.keys() - headers.keys()):
-        raise CheckpointError(f"{path}: the index names tensors that its files do not have, first {absent[0]}")
+        raise CheckpointError(
+            f"{path}: the index names tensors that its files do not have, first {absent[0]}"
+        )
     return headers
 
 
 def read_pickles(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, TensorHeader]]:
-    """Tensors of pytorch_model*.bin, mapped, by torch's restricted unpickler (tensors only, no code)."""
+    """Tensors of pytorch_model*.bin, mapped, by torch's restricted unpickler (tensors only, no
+    code).
+    """
     tensors: dict[str, torch.Tensor] = {}
     headers = {}
     for file in sorted(path.glob("pytorch_model*.bin")):
         for name, tensor in load_plain(file, mmap=True).items():
             if not isinstance(tensor, torch.Tensor):
-                raise CheckpointError(f"{file}: {name} is not a tensor; the file must hold only tensors")
+                raise CheckpointError(
+                    f"{file}: {name} is not a tensor; the file must hold only tensors"
+                )
             tensors[name] = tensor
-            headers[name] = TensorHeader(name, file, tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype)))
+            headers[name] = TensorHeader(
+                name, file, tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype))
+            )
     if not tensors:
         raise CheckpointError(f"{path}: no safetensors and no pytorch_model*.bin files there")
     return tensors, headers
@@ -223,12 +270,15 @@ def read_pickles(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, TensorH
 def load_plain(file: Path, *, mmap: bool = False) -> dict[str, object]:
     """A dict that torch.save wrote, by torch's restricted unpickler.
 
-    Raises CheckpointError, without running code of it, for a file that holds more than tensors and plain values.
+    Raises CheckpointError, without running code of it, for a file that holds more than tensors and
+    plain values.
     """
     try:
         content = torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(f"{file}: not a file of tensors and plain values alone: {refusal(error)}") from error
+        raise CheckpointError(
+            f"{file}: not a file of tensors and plain values alone: {refusal(error)}"
+        ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: holds a {type(content).__name__}, must hold a dict")
     return content
@@ -256,11 +306,16 @@ def companions(source: Path) -> list[Path]:
     return [
         file
         for file in sorted(source.iterdir())
-        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHT_SUFFIXES)
+        if file.is_file()
+        and not file.name.startswith(".")
+        and not file.name.endswith(WEIGHT_SUFFIXES)
     ]
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None:
-    """The index of a checkpoint of several files.  files: tensor name -> file name; total_size: bytes of all tensors."""
+    """The index of a checkpoint of several files.
+
+    files: tensor name -> file name; total_size: bytes of all tensors.
+    """
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,7 +1,8 @@
-"""Block-quantised FP8 weights: e4m3 values and one float32 scale per block, as FP8 checkpoints store them.
+"""Block-quantised FP8 weights: e4m3 values and one float32 scale per block, as FP8 checkpoints
+store them.
 
-Shapes: [O, I] a weight; [ceil(O / 128), ceil(I / 128)] its scales, `weight_scale_inv` in such checkpoints:
-weight = value * scale of its block.
+Shapes: [O, I] a weight; [ceil(O / 128), ceil(I / 128)] its scales, `weight_scale_inv` in such
+checkpoints: weight = value * scale of its block.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ class QuantizeError(ValueError):
 
 
 def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """(values float8_e4m3fn [O, I], scales float32 [ceil(O / block), ceil(I / block)]) of a weight [O, I].
+    """(values float8_e4m3fn [O, I], scales float32 [ceil(O / block), ceil(I / block)]) of a weight
+    [O, I].
 
-    scale = max |w| over the block / 448, value = w / scale rounded to the nearest e4m3; blocks at the borders are
-    smaller.  Raises QuantizeError for a weight that is not a matrix or not finite.
+    scale = max |w| over the block / 448, value = w / scale rounded to the nearest e4m3; blocks at
+    the borders are smaller.  Raises QuantizeError for a weight that is not a matrix or not finite.
     """
     scales_shape(weight.shape, block)
     if not torch.isfinite(weight).all():
@@ -38,9 +40,14 @@ def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]
 
 
 def scales_shape(shape: Sequence[int], block: int = BLOCK) -> tuple[int, int]:
-    """[ceil(O / block), ceil(I / block)] of a weight [O, I]; QuantizeError for another number of dimensions."""
+    """[ceil(O / block), ceil(I / block)] of a weight [O, I]; QuantizeError for another number of
+    dimensions.
+    """
     if len(shape) != 2:
-        raise QuantizeError(f"shape {tuple(shape)}: only matrices have blocks; add its name to rollout.quantize_keep")
+        raise QuantizeError(
+            f"shape {tuple(shape)}: only matrices have blocks; add its name to"
+            " rollout.quantize_keep"
+        )
     return -(-shape[0] // block), -(-shape[1] // block)
 
 
@@ -54,8 +61,9 @@ def rounded_to_fp8(
 ) -> Iterator[tuple[str, Tensor]]:
     """The stream of (HF name, tensor) with every matrix quantised and de-quantised, in float32.
 
-    A server with these weights has the rounding errors of FP8 weights, while its activations keep their dtype.  Vectors, and
-    names that match a pattern of `keep` (shell style), are unchanged.  Raises QuantizeError.
+    A server with these weights has the rounding errors of FP8 weights, while its activations keep
+    their dtype.  Vectors, and names that match a pattern of `keep` (shell style), are unchanged.
+    Raises QuantizeError.
     """
     for name, tensor in tensors:
         yield name, round_to_fp8(name, tensor, keep, block)

@@ -1,4 +1,6 @@
-"""HF safetensors checkpoint -> the parameters of this rank's megatron-core chunks, every tensor checked."""
+"""HF safetensors checkpoint -> the parameters of this rank's megatron-core chunks, every tensor
+checked.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def load_hf(chunks: Iterable[GPTModel], path: Path, spec: ModelSpec, parallel: Parallel) -> None:
-    """Fill every parameter of `chunks` from the safetensors checkpoint at `path`, reading only what this rank needs.
+    """Fill every parameter of `chunks` from the safetensors checkpoint at `path`, reading only what
+    this rank needs.
 
-    Raises one CheckpointError that names the tensors that are missing, left over, of another shape, not floating point or
-    (those this rank reads) not finite; and for pickle checkpoints, which are refused.  The chunks are then partly filled.
+    Raises one CheckpointError that names the tensors that are missing, left over, of another shape,
+    not floating point or (those this rank reads) not finite; and for pickle checkpoints, which are
+    refused.  The chunks are then partly filled.
     """
     chunks = list(chunks)
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
@@ -34,12 +38,19 @@ def load_hf(chunks: Iterable[GPTModel], path: Path, spec: ModelSpec, parallel: P
             entry = find_entry(name, spec).held_by(chunks)
             group = parallel.etp_group if entry.rule.is_expert else parallel.tp_group
             tensors = [files.read(hf) for hf in entry.hf_names]
-            not_finite += [hf for hf, tensor in zip(entry.hf_names, tensors, strict=True) if not is_finite(tensor)]
+            not_finite += [
+                hf
+                for hf, tensor in zip(entry.hf_names, tensors, strict=True)
+                if not is_finite(tensor)
+            ]
             shard = to_mcore(entry, tensors, spec, group.rank(), group.size())
             if shard.shape != parameter.shape:
                 raise CheckpointError(
-                    f"{name}: the model needs shape {tuple(parameter.shape)}, got {tuple(shard.shape)}"
+                    f"{name}: the model needs shape {tuple(parameter.shape)}, got"
+                    f" {tuple(shard.shape)}"
                 )
             parameter.copy_(shard)
     if not_finite:
-        raise CheckpointError(f"{path}: {listed('has values that are not finite', not_finite)}; the file is damaged")
+        raise CheckpointError(
+            f"{path}: {listed('has values that are not finite', not_finite)}; the file is damaged"
+        )

@@ -1,7 +1,9 @@
-"""HF tensor names and layouts <-> megatron-core parameters, both directions, by the tables of weights/hf/rules.py.
+"""HF tensor names and layouts <-> megatron-core parameters, both directions, by the tables of
+weights/hf/rules.py.
 
-A megatron parameter has a canonical name, with GLOBAL layer and expert numbers; names of TransformerEngine's and of local layers
-are translated to it (weights/names.py).  Everything here is pure: tensors in, tensors out, no collectives.
+A megatron parameter has a canonical name, with GLOBAL layer and expert numbers; names of
+TransformerEngine's and of local layers are translated to it (weights/names.py).  Everything here is
+pure: tensors in, tensors out, no collectives.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Entry:
     """(HF name, HF shape)."""
 
     def held_by(self, chunks: Iterable[GPTModel]) -> Entry:
-        """This entry as the layers of these chunks hold it: some tensors are sharded in local layers only."""
+        """This entry as the layers of these chunks hold it: some tensors are sharded in local
+        layers only.
+        """
         if self.rule.te_kind is None or not any(is_te(chunk) for chunk in chunks):
             return self
         return replace(self, rule=replace(self.rule, kind=self.rule.te_kind))
@@ -48,7 +52,9 @@ class Entry:
 
 
 def entries(spec: ModelSpec) -> Iterator[Entry]:
-    """Every parameter of the model, in checkpoint order, without a tied output layer: that is the embedding."""
+    """Every parameter of the model, in checkpoint order, without a tied output layer: that is the
+    embedding.
+    """
     moe = frozenset(spec.moe_layers)
     rules = _rules(spec)
     per_layer = [rule for rule in rules if "{layer}" in rule.mcore]
@@ -93,7 +99,9 @@ def find_entry(name: str, spec: ModelSpec) -> Entry:
     for rule in _rules(spec):
         pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(rule.mcore))
         if match := re.fullmatch(pattern, name):
-            entry = _entry(rule, spec, **{key: int(number) for key, number in match.groupdict().items()})
+            entry = _entry(
+                rule, spec, **{key: int(number) for key, number in match.groupdict().items()}
+            )
             if (
                 spec.tie_embeddings and name == "output_layer.weight"
             ):  # a last pipeline stage has a copy of the embedding
@@ -102,11 +110,17 @@ def find_entry(name: str, spec: ModelSpec) -> Entry:
     raise KeyError(f"megatron parameter {name}: no rule for it in the table of {spec.architecture}")
 
 
-def to_mcore(entry: Entry, tensors: Sequence[torch.Tensor], spec: ModelSpec, rank: int, size: int) -> torch.Tensor:
-    """This tensor-parallel rank's shard of the megatron parameter, from the HF tensors of `entry` in their order."""
+def to_mcore(
+    entry: Entry, tensors: Sequence[torch.Tensor], spec: ModelSpec, rank: int, size: int
+) -> torch.Tensor:
+    """This tensor-parallel rank's shard of the megatron parameter, from the HF tensors of `entry`
+    in their order.
+    """
     kind = entry.rule.kind
     if kind == "qkv":  # core orders by key head, so that a shard has all heads of its groups
-        full = torch.cat([x.unflatten(0, (spec.num_kv_heads, -1)) for x in tensors], dim=1).flatten(0, 1)
+        full = torch.cat([x.unflatten(0, (spec.num_kv_heads, -1)) for x in tensors], dim=1).flatten(
+            0, 1
+        )
         return full.chunk(size)[rank]
     if kind == "glu":
         return torch.cat([x.chunk(size)[rank] for x in tensors])
@@ -118,8 +132,13 @@ def to_mcore(entry: Entry, tensors: Sequence[torch.Tensor], spec: ModelSpec, ran
     return full.chunk(size, dim=1 if kind == "row" else 0)[rank]
 
 
-def to_hf(entry: Entry, shards: Sequence[torch.Tensor], spec: ModelSpec) -> list[tuple[str, torch.Tensor]]:
-    """(HF name, contiguous HF tensor) pairs, from all tensor-parallel shards in rank order.  Inverse of to_mcore."""
+def to_hf(
+    entry: Entry, shards: Sequence[torch.Tensor], spec: ModelSpec
+) -> list[tuple[str, torch.Tensor]]:
+    """(HF name, contiguous HF tensor) pairs, from all tensor-parallel shards in rank order.
+
+    Inverse of to_mcore.
+    """
     kind = entry.rule.kind
     parts: Sequence[torch.Tensor]
     if kind == "qkv":
@@ -155,12 +174,15 @@ def shard_shape(entry: Entry, size: int) -> tuple[int, ...]:
 def local_parameters(
     chunks: Iterable[GPTModel], spec: ModelSpec, ep_rank: int, ep_size: int
 ) -> dict[str, torch.Tensor]:
-    """Canonical name -> parameter of this rank's model chunks (bare, or wrapped in DDP / Float16Module).
+    """Canonical name -> parameter of this rank's model chunks (bare, or wrapped in DDP /
+    Float16Module).
 
-    Includes the buffers that the family's table names: in core, biases that select experts are not parameters.
+    Includes the buffers that the family's table names: in core, biases that select experts are not
+    parameters.
     """
     found: dict[str, torch.Tensor] = {}
-    kept = tuple(rule.mcore.rpartition(".")[2] for rule in _rules(spec) if rule.float32)  # names of such buffers
+    # names of such buffers
+    kept = tuple(rule.mcore.rpartition(".")[2] for rule in _rules(spec) if rule.float32)
     experts_before = spec.num_experts // ep_size * ep_rank
     for chunk in map(bare, chunks):
         buffers = (item for item in chunk.named_buffers() if kept and item[0].endswith(kept))
@@ -182,7 +204,9 @@ def is_te(chunk: GPTModel) -> bool:
 
 
 def canonical_name(name: str, layers: Sequence[TransformerLayer], experts_before: int) -> str:
-    """`name` as in named_parameters() of a chunk -> canonical: global layer (from layer_number), global expert."""
+    """`name` as in named_parameters() of a chunk -> canonical: global layer (from layer_number),
+    global expert.
+    """
     match = re.match(r"decoder\.layers\.(\d+)(\..*)", name)
     if not match:
         return name
@@ -202,7 +226,9 @@ def _rules(spec: ModelSpec) -> tuple[Rule, ...]:
     try:
         table = FAMILIES[spec.architecture]
     except KeyError:
-        raise ValueError(f"architecture {spec.architecture}: no weight table; known: {', '.join(FAMILIES)}") from None
+        raise ValueError(
+            f"architecture {spec.architecture}: no weight table; known: {', '.join(FAMILIES)}"
+        ) from None
     return tuple(rule for rule in table if _applies(rule.when, spec))
 
 
@@ -217,7 +243,9 @@ def _is_in_layer(rule: Rule, is_moe: bool) -> bool:
     return is_moe or ".mlp." not in rule.mcore
 
 
-def _entry(rule: Rule, spec: ModelSpec, layer: int | None = None, expert: int | None = None) -> Entry:
+def _entry(
+    rule: Rule, spec: ModelSpec, layer: int | None = None, expert: int | None = None
+) -> Entry:
     lengths = size_values(spec)
     hf = tuple(
         (name.format(layer=layer, expert=expert), tuple(lengths[size] for size in shape.split()))

@@ -1,11 +1,13 @@
-"""The weight tables: which HF tensors make up each megatron-core parameter, one table per model family, as data.
+"""The weight tables: which HF tensors make up each megatron-core parameter, one table per model
+family, as data.
 
 A table is composed of the parts below.  Loading, export, weight sync and conversion all read it.
 What a family computes is in models/families.py.
 
-Sizes in the tables (weights.hf.mapping.sizes has their values): V vocabulary, H hidden, Q query heads x head_dim, K key heads x
-head_dim, D head_dim, F dense MLP, I expert MLP, S shared experts' MLP, E experts; of latent attention: QL and KL the ranks,
-KR = KL + rotary head, QM query heads x head, KVM heads x (key without position + value), OM heads x value head.
+Sizes in the tables (weights.hf.mapping.sizes has their values): V vocabulary, H hidden, Q query
+heads x head_dim, K key heads x head_dim, D head_dim, F dense MLP, I expert MLP, S shared experts'
+MLP, E experts; of latent attention: QL and KL the ranks, KR = KL + rotary head, QM query heads x
+head, KVM heads x (key without position + value), OM heads x value head.
 """
 
 from __future__ import annotations
@@ -26,14 +28,18 @@ glu         rows of gate and of up, each split: rank r holds [gate_r; up_r]
 
 
 ONE_CALL = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
-"""SGLang fuses these two, and drops them without an error unless one call to load weights has both: they travel together."""
+"""SGLang fuses these two, and drops them without an error unless one call to load weights has both:
+they travel together.
+"""
 
 
 @dataclass(frozen=True)
 class Rule:
     mcore: str
     hf: tuple[tuple[str, str], ...]
-    """(HF name, shape in the sizes above) of the one to three HF tensors that make up this parameter."""
+    """(HF name, shape in the sizes above) of the one to three HF tensors that make up this
+    parameter.
+    """
     kind: Kind = "replicated"
     when: str = ""
     """Only in models whose spec has this field set, or "not FIELD"; "": always."""
@@ -53,11 +59,15 @@ _ATTENTION, _MLP = _H + "self_attn.", _H + "mlp."
 
 def _attention(mcore: str, hf: str, shape: str, kind: Kind = "replicated", when: str = "") -> Rule:
     """A weight of the attention layer that is one HF tensor."""
-    return Rule(f"{_M}self_attention.{mcore}.weight", ((f"{_ATTENTION}{hf}.weight", shape),), kind, when)
+    return Rule(
+        f"{_M}self_attention.{mcore}.weight", ((f"{_ATTENTION}{hf}.weight", shape),), kind, when
+    )
 
 
 def _down(mcore: str, hf: str, shape: str, when: str = "") -> Rule:
-    """A down-projection of latent attention: TransformerEngine's layers have all of it on every tensor rank."""
+    """A down-projection of latent attention: TransformerEngine's layers have all of it on every
+    tensor rank.
+    """
     return replace(_attention(mcore, hf, shape, "column", when), te_kind="replicated")
 
 
@@ -68,13 +78,21 @@ def _qkv(suffix: str, columns: str, when: str = "") -> Rule:
     return Rule(f"{_M}self_attention.linear_qkv.{suffix}", hf, "qkv", when)
 
 
-EMBEDDING = (Rule("embedding.word_embeddings.weight", (("model.embed_tokens.weight", "V H"),), "vocab"),)
+EMBEDDING = (
+    Rule("embedding.word_embeddings.weight", (("model.embed_tokens.weight", "V H"),), "vocab"),
+)
 HEAD = (
     Rule("decoder.final_layernorm.weight", (("model.norm.weight", "H"),)),
     Rule("output_layer.weight", (("lm_head.weight", "V H"),), "vocab"),
 )
-INPUT_NORM = (Rule(_M + "self_attention.linear_qkv.layer_norm_weight", ((_H + "input_layernorm.weight", "H"),)),)
-MLP_NORM = (Rule(_M + "pre_mlp_layernorm.weight", ((_H + "post_attention_layernorm.weight", "H"),)),)
+INPUT_NORM = (
+    Rule(
+        _M + "self_attention.linear_qkv.layer_norm_weight", ((_H + "input_layernorm.weight", "H"),)
+    ),
+)
+MLP_NORM = (
+    Rule(_M + "pre_mlp_layernorm.weight", ((_H + "post_attention_layernorm.weight", "H"),)),
+)
 QKV = (_qkv("weight", " H"), _qkv("bias", "", when="qkv_bias"))
 PROJECTION = (_attention("linear_proj", "o_proj", "H Q", "row"),)
 HEAD_NORMS = (_attention("q_layernorm", "q_norm", "D"), _attention("k_layernorm", "k_norm", "D"))
@@ -92,7 +110,11 @@ LATENT_ATTENTION = (
     _attention("linear_proj", "o_proj", "H OM", "row"),
 )
 DENSE_MLP = (
-    Rule(_M + "mlp.linear_fc1.weight", ((_MLP + "gate_proj.weight", "F H"), (_MLP + "up_proj.weight", "F H")), "glu"),
+    Rule(
+        _M + "mlp.linear_fc1.weight",
+        ((_MLP + "gate_proj.weight", "F H"), (_MLP + "up_proj.weight", "F H")),
+        "glu",
+    ),
     Rule(_M + "mlp.linear_fc2.weight", ((_MLP + "down_proj.weight", "H F"),), "row"),
 )
 
@@ -112,7 +134,11 @@ def experts(
             ((f"{expert}{gate}.weight", "I H"), (f"{expert}{up}.weight", "I H")),
             "glu",
         ),
-        Rule(_M + "mlp.experts.linear_fc2.weight{expert}", ((f"{expert}{down}.weight", "H I"),), "row"),
+        Rule(
+            _M + "mlp.experts.linear_fc2.weight{expert}",
+            ((f"{expert}{down}.weight", "H I"),),
+            "row",
+        ),
     )
 
 
@@ -125,9 +151,15 @@ def shared_experts(name: str) -> tuple[Rule, ...]:
     )
 
 
-EXPERT_BIAS = (Rule(_M + "mlp.router.expert_bias", ((_MLP + "gate.e_score_correction_bias", "E"),), float32=True),)
+EXPERT_BIAS = (
+    Rule(
+        _M + "mlp.router.expert_bias", ((_MLP + "gate.e_score_correction_bias", "E"),), float32=True
+    ),
+)
 GROUPED_ATTENTION = (*INPUT_NORM, *QKV, *PROJECTION)
-SHARED_GATE = (Rule(_M + "mlp.shared_experts.gate_weight", ((_MLP + "shared_expert_gate.weight", "1 H"),)),)
+SHARED_GATE = (
+    Rule(_M + "mlp.shared_experts.gate_weight", ((_MLP + "shared_expert_gate.weight", "1 H"),)),
+)
 
 FAMILIES: dict[str, tuple[Rule, ...]] = {
     "Qwen3MoeForCausalLM": (
@@ -135,7 +167,14 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
         *(*experts(), *HEAD),
     ),
     "Qwen3ForCausalLM": (*EMBEDDING, *GROUPED_ATTENTION, *HEAD_NORMS, *MLP_NORM, *DENSE_MLP, *HEAD),
-    "OlmoeForCausalLM": (*EMBEDDING, *GROUPED_ATTENTION, *VECTOR_NORMS, *MLP_NORM, *experts(), *HEAD),
+    "OlmoeForCausalLM": (
+        *EMBEDDING,
+        *GROUPED_ATTENTION,
+        *VECTOR_NORMS,
+        *MLP_NORM,
+        *experts(),
+        *HEAD,
+    ),
     "MixtralForCausalLM": (
         *(*EMBEDDING, *GROUPED_ATTENTION, *MLP_NORM),
         *experts("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
@@ -158,4 +197,5 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
         *(*experts(), *shared_experts("shared_experts"), *HEAD),
     ),
 }
-"""One entry per HF architecture, in checkpoint order: before the layers, in each layer, after them."""
+"""One entry per HF architecture, in checkpoint order: before the layers, in each layer, after them.
+"""

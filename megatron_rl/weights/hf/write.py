@@ -12,7 +12,14 @@ from safetensors.torch import save_file
 
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.weights.hf.export import HFTensor, batches
-from megatron_rl.weights.hf.files import CheckpointError, companions, is_left_out, outline, read_headers, write_index
+from megatron_rl.weights.hf.files import (
+    CheckpointError,
+    companions,
+    is_left_out,
+    outline,
+    read_headers,
+    write_index,
+)
 
 
 def write_hf_checkpoint(
@@ -23,20 +30,29 @@ def write_hf_checkpoint(
     *,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Exhaust `tensors` and write them as an HF checkpoint at `out_dir`, which all ranks must reach.  Collective.
+    """Exhaust `tensors` and write them as an HF checkpoint at `out_dir`, which all ranks must
+    reach.  Collective.
 
-    config.json, tokenizer and every other file that holds no weights are copied from `source_dir` unchanged.  The directory
-    appears complete or not at all, replacing one that exists; files are world-readable, since servers may run as another user.
-    max_shard_bytes: of a file, divided among the ranks of a machine, as each may hold one in host memory.
-    Raises CheckpointError where the names differ from the weights in `source_dir` (if it has any).
+    config.json, tokenizer and every other file that holds no weights are copied from `source_dir`
+    unchanged.  The directory appears complete or not at all, replacing one that exists; files are
+    world-readable, since servers may run as another user.
+    max_shard_bytes: of a file, divided among the ranks of a machine, as each may hold one in host
+    memory. Raises CheckpointError where the names differ from the weights in `source_dir` (if it
+    has any).
     """
     # decided on rank 0: the files must have the same tensors on every rank
-    most_bytes = ranks.on_rank_0(lambda: max_shard_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), CheckpointError)
+    most_bytes = ranks.on_rank_0(
+        lambda: max_shard_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), CheckpointError
+    )
     temporary = ranks.on_rank_0(lambda: make_temporary(out_dir), CheckpointError)
     stream = iter(tensors)
     try:
-        ranks.together(lambda: write_files(stream, temporary, most_bytes, ranks.rank), CheckpointError)
-        ranks.on_rank_0(lambda: complete_checkpoint(temporary, source_dir, out_dir), CheckpointError)
+        ranks.together(
+            lambda: write_files(stream, temporary, most_bytes, ranks.rank), CheckpointError
+        )
+        ranks.on_rank_0(
+            lambda: complete_checkpoint(temporary, source_dir, out_dir), CheckpointError
+        )
     finally:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -48,15 +64,22 @@ def make_temporary(out_dir: Path) -> Path:
 
 
 def write_files(stream: Iterator[HFTensor], folder: Path, most_bytes: int, rank: int) -> None:
-    """This rank's safetensors files, of at most `most_bytes` or one tensor; on rank 0 also the index of all."""
+    """This rank's safetensors files, of at most `most_bytes` or one tensor; on rank 0 also the
+    index of all.
+    """
     files: dict[str, str] = {}
     total = 0
     try:
         # in host memory at once: a file is larger than what a GPU has left
-        on_host = (each._replace(tensor=None if each.tensor is None else each.tensor.cpu()) for each in stream)
+        on_host = (
+            each._replace(tensor=None if each.tensor is None else each.tensor.cpu())
+            for each in stream
+        )
         for number, batch in enumerate(batches(on_host, most_bytes), 1):
             file = f"model-{number:05d}.safetensors"
-            if tensors := {each.name: each.tensor for each in batch.tensors if each.tensor is not None}:
+            if tensors := {
+                each.name: each.tensor for each in batch.tensors if each.tensor is not None
+            }:
                 save_file(tensors, folder / file, metadata={"format": "pt"})
             files.update((each.name, file) for each in batch.tensors)
             total += batch.num_bytes
@@ -83,7 +106,9 @@ def complete_checkpoint(temporary: Path, source_dir: Path, out_dir: Path) -> Non
 
 
 def _check_against_source(folder: Path, source_dir: Path) -> None:
-    """Exactly the original names must be written: a server skips a name that it does not know without an error."""
+    """Exactly the original names must be written: a server skips a name that it does not know
+    without an error.
+    """
     names = set(read_headers(folder))
     if not any(source_dir.glob("*.safetensors")):
         return
@@ -91,7 +116,9 @@ def _check_against_source(folder: Path, source_dir: Path) -> None:
     expected = {name for name in read_headers(source_dir) if not is_left_out(name, has)}
     if names != expected:
         first = min(names ^ expected)
-        raise CheckpointError(f"{source_dir}: the exported tensor names differ from the weights there, first {first}")
+        raise CheckpointError(
+            f"{source_dir}: the exported tensor names differ from the weights there, first {first}"
+        )
 
 
 def _replace(temporary: Path, out_dir: Path) -> None:

@@ -1,8 +1,10 @@
-"""One process group of this process (rank 0 of it) and the SGLang workers, and buckets of tensors sent over it.
+"""One process group of this process (rank 0 of it) and the SGLang workers, and buckets of tensors
+sent over it.
 
-Interface (SGLang's init_custom_process_group and FlattenedTensorBucket, up to 0.5.23): a TCP store on rank 0 with keys
-prefixed by the group's name.  SGLang receives from rank 0 of a group only, so each source of a push has a group of its own.  A
-bucket is the tensors' bytes end to end, in the order of the names, dtypes and shapes that go to the server as JSON.
+Interface (SGLang's init_custom_process_group and FlattenedTensorBucket, up to 0.5.23): a TCP store
+on rank 0 with keys prefixed by the group's name.  SGLang receives from rank 0 of a group only, so
+each source of a push has a group of its own.  A bucket is the tensors' bytes end to end, in the
+order of the names, dtypes and shapes that go to the server as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from megatron_rl.weights.sync.servers import Calls, Json, WeightPushError
 
 POLL_SECONDS = 0.001
 CONNECT_TIMEOUT_SECONDS = 120.0
-SPARE_SECONDS = 60.0  # send() must end a late broadcast first: torch's watchdog of nccl ends the process
+# send() must end a late broadcast first: torch's watchdog of nccl ends the process
+SPARE_SECONDS = 60.0
 GROUP_NUMBERS = itertools.count()  # torch needs a new name for every group of a process
 
 
@@ -32,7 +35,8 @@ class BroadcastError(WeightPushError):
 
 
 class Bucket:
-    """Tensors of one dtype, end to end in one flat uint8 tensor on `device`.  number: from 0, over all sources of a push.
+    """Tensors of one dtype, end to end in one flat uint8 tensor on `device`.  number: from 0, over
+    all sources of a push.
 
     They are cast and copied when the bucket is sent; until then they must not change.
     """
@@ -56,8 +60,15 @@ class Bucket:
         self.num_bytes += tensor.numel() * dtype.itemsize
 
     def flat(self, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """uint8 [num_bytes], in `memory` if given.  Contiguous: gloo silently sends wrong bytes for anything else."""
-        flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device) if memory is None else memory
+        """uint8 [num_bytes], in `memory` if given.
+
+        Contiguous: gloo silently sends wrong bytes for anything else.
+        """
+        flat = (
+            torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+            if memory is None
+            else memory
+        )
         # casts, too.  One call, not one for each of thousands of tensors
         torch.cat([part.reshape(-1) for part in self.parts], out=flat.view(self.dtype))
         return flat
@@ -65,7 +76,8 @@ class Bucket:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name -> contiguous CPU tensor in the bucket's dtype."""
         return {
-            name: part.to("cpu", self.dtype).contiguous() for name, part in zip(self.names, self.parts, strict=True)
+            name: part.to("cpu", self.dtype).contiguous()
+            for name, part in zip(self.names, self.parts, strict=True)
         }
 
     def describe(self) -> Json:
@@ -82,7 +94,9 @@ class BucketSender:
         self.group_name = group_name
 
     def send(self, flat: torch.Tensor, receivers: Calls, timeout: float) -> None:
-        """Broadcast a bucket; raise BroadcastError when a receiver's call fails first or after `timeout` seconds."""
+        """Broadcast a bucket; raise BroadcastError when a receiver's call fails first or after
+        `timeout` seconds.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:
@@ -90,11 +104,17 @@ class BucketSender:
             deadline = time.monotonic() + timeout
             # polled, not waited for: a server that fails in its call would never join the broadcast
             while not work.is_completed():
-                failed = [future for future in receivers if future.done() and future.exception() is not None]
+                failed = [
+                    future
+                    for future in receivers
+                    if future.done() and future.exception() is not None
+                ]
                 if failed:
                     raise BroadcastError(f"a server left the broadcast: {failed[0].exception()}")
                 if time.monotonic() > deadline:
-                    raise BroadcastError(f"a broadcast of {flat.nbytes} bytes did not end within {timeout:g} s")
+                    raise BroadcastError(
+                        f"a broadcast of {flat.nbytes} bytes did not end within {timeout:g} s"
+                    )
                 time.sleep(POLL_SECONDS)
             work.wait()
         except BroadcastError:
@@ -121,11 +141,14 @@ def connect(
     join: Callable[[Json], Calls],
     source: int = 0,
 ) -> BucketSender:
-    """Make the group.  `join(body)` starts the servers' /init_weights_update_group calls; `body` lacks rank_offset.
+    """Make the group.  `join(body)` starts the servers' /init_weights_update_group calls; `body`
+    lacks rank_offset.
 
-    source: this process's rank in the job, for the name of the group: processes on two machines may have the same id.
-    timeout: seconds that a broadcast may take; joining the group may take as long, but at most CONNECT_TIMEOUT_SECONDS.
-    The store listens only on the address from which the server at `url` is reached.  Raises BroadcastError.
+    source: this process's rank in the job, for the name of the group: processes on two machines may
+    have the same id.
+    timeout: seconds that a broadcast may take; joining the group may take as long, but at most
+    CONNECT_TIMEOUT_SECONDS. The store listens only on the address from which the server at `url` is
+    reached.  Raises BroadcastError.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=min(timeout, CONNECT_TIMEOUT_SECONDS))
@@ -149,7 +172,9 @@ def connect(
             future.result()
         group._get_backend(device)._set_default_timeout(timedelta(seconds=timeout + SPARE_SECONDS))
     except RuntimeError as error:
-        answers = [str(future.exception()) for future in joining if future.done() and future.exception()]
+        answers = [
+            str(future.exception()) for future in joining if future.done() and future.exception()
+        ]
         message = f"no process group with the servers within {limit}: {'; '.join(answers) or error}"
         raise BroadcastError(message) from error
     return BucketSender(group, name)
@@ -159,7 +184,9 @@ def local_address(url: str) -> str:
     """This machine's address as the server at `url` sees it."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    family, kind, _, _, address = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, address = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[
+        0
+    ]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # a datagram socket: nothing is sent
         return probe.getsockname()[0]

@@ -1,11 +1,13 @@
 """After a weight sync: does every server hold, tensor by tensor, what the trainer exported?
 
-SGLang's /weights_checker (source of 0.5.21) returns, for each rank, name -> first 16 hex digits of the sha256 of the tensor's
-bytes, as long as it runs on the CPU.  Its tensors are fused: q, k and v; gate and up; all experts of a layer.  The same
-tensors are hashed on rank 0 while a second export streams by, part after part in the server's order, so none is ever built.
+SGLang's /weights_checker (source of 0.5.21) returns, for each rank, name -> first 16 hex digits of
+the sha256 of the tensor's bytes, as long as it runs on the CPU.  Its tensors are fused: q, k and v;
+gate and up; all experts of a layer.  The same tensors are hashed on rank 0 while a second export
+streams by, part after part in the server's order, so none is ever built.
 
-Compared: every tensor of a server with one rank; of one with several only those that each rank has as a whole (routers,
-norms).  A server on a GPU hashes in another way, so servers are then compared with each other.
+Compared: every tensor of a server with one rank; of one with several only those that each rank has
+as a whole (routers, norms).  A server on a GPU hashes in another way, so servers are then compared
+with each other.
 """
 
 from __future__ import annotations
@@ -25,15 +27,20 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w
 FUSED = {
     "q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
     "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1),
-    "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1),
+    "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0),
+    "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1),
 }  # fmt: skip
 """HF's name of a module -> SGLang's, and the place of its rows there."""
-WHOLE_ON_EVERY_RANK = re.compile(r"norm|\.gate\.|e_score_correction_bias|_with_mqa|shared_expert_gate")
+WHOLE_ON_EVERY_RANK = re.compile(
+    r"norm|\.gate\.|e_score_correction_bias|_with_mqa|shared_expert_gate"
+)
 PADDED, ROWS = ("embed_tokens.weight", "lm_head.weight"), 64
 """Servers add rows of zeros to these, to a multiple of ROWS (DEFAULT_VOCAB_PADDING_SIZE)."""
 HIDDEN_UNITS = re.compile(r"\.(?:(gate_proj|up_proj|w1|w3)\.\w+|(?:down_proj|w2)\.weight)$")
 UNITS = 32
-"""Servers on the CPU fill up the intermediate size of every MLP to a multiple of it (DEFAULT_MOE_PADDING_SIZE)."""
+"""Servers on the CPU fill up the intermediate size of every MLP to a multiple of it
+(DEFAULT_MOE_PADDING_SIZE).
+"""
 HEX_DIGITS = 16
 SHOWN = 5
 
@@ -48,8 +55,11 @@ class ExportDigests:
         for name in sorted(places, key=lambda each: places[each]):
             self.parts.setdefault(places[name][0], []).append(name)
         for served, parts in list(self.parts.items()):
-            if len(parts) == 1 and served.rpartition(".")[0].endswith(tuple(fused for fused, _ in FUSED.values())):
-                self.parts[parts[0]] = self.parts.pop(served)  # latent attention has a q_proj without k and v
+            if len(parts) == 1 and served.rpartition(".")[0].endswith(
+                tuple(fused for fused, _ in FUSED.values())
+            ):
+                # latent attention has a q_proj without k and v
+                self.parts[parts[0]] = self.parts.pop(served)
         self.served = {name: served for served, parts in self.parts.items() for name in parts}
         self.hashes = {served: hashlib.sha256() for served in self.parts}
         self.missing = {served: list(parts) for served, parts in self.parts.items()}
@@ -57,7 +67,10 @@ class ExportDigests:
         self.filled_up: set[str] = set()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """tensor: in the dtype of the servers, any layout.  One that comes before its turn is kept until then, on the host."""
+        """tensor: in the dtype of the servers, any layout.
+
+        One that comes before its turn is kept until then, on the host.
+        """
         self.waiting[name] = tensor.detach().to("cpu")
         served = self.served[name]
         if (found := HIDDEN_UNITS.search(name)) and tensor.shape[0 if found[1] else -1] % UNITS:
@@ -70,7 +83,9 @@ class ExportDigests:
                 self.hashes[served].update(bytes(-len(part) % ROWS * part[0].nbytes))
 
     def digests(self) -> dict[str, str]:
-        """Server's name -> checksum, of the tensors that are complete and that servers do not fill up."""
+        """Server's name -> checksum, of the tensors that are complete and that servers do not fill
+        up.
+        """
         return {
             served: found.hexdigest()[:HEX_DIGITS]
             for served, found in self.hashes.items()
@@ -102,13 +117,16 @@ class Verifier:
         return "cpu" in servers.each(lambda url: self._device(servers, url))
 
     def verify(self, servers: Servers, digests: ExportDigests | None, version: int) -> int:
-        """The number of tensors found equal, over all servers.  Raises WeightPushError for those that are not.
+        """The number of tensors found equal, over all servers.  Raises WeightPushError for those
+        that are not.
 
         digests: of the export; None where no server is on the CPU.
         """
         ours, compared = {} if digests is None else digests.digests(), 0
         on_gpus: dict[str, list[dict[str, str]]] = {}
-        for url, (device, ranks) in zip(servers.urls, servers.each(lambda url: self._ask(servers, url)), strict=True):
+        for url, (device, ranks) in zip(
+            servers.urls, servers.each(lambda url: self._ask(servers, url)), strict=True
+        ):
             if not ranks:
                 continue
             if digests is None or device != "cpu":
@@ -118,12 +136,17 @@ class Verifier:
         return compared + self._compare_servers(on_gpus, version)
 
     def _ask(self, servers: Servers, url: str) -> tuple[str, list[dict[str, str]]]:
-        """(device of the server, name -> checksum for each of its ranks); no ranks where it has no checksums."""
+        """(device of the server, name -> checksum for each of its ranks); no ranks where it has no
+        checksums.
+        """
         device = self._device(servers, url)
-        response = servers.request("POST", url, "/weights_checker", {"action": "checksum", "selector": "target"})
+        response = servers.request(
+            "POST", url, "/weights_checker", {"action": "checksum", "selector": "target"}
+        )
         if response.status_code != 200:
             self._log(
-                f"{url}: its weights are not verified: /weights_checker answered {response.status_code}: {response.text[:200]}"
+                f"{url}: its weights are not verified: /weights_checker answered"
+                f" {response.status_code}: {response.text[:200]}"
             )
             return device, []
         answer: Json = response.json()
@@ -145,35 +168,51 @@ class Verifier:
         comparable &= set().union(*ranks)
         if not comparable:
             raise WeightPushError(
-                f"server {url}: of its {len(set().union(*ranks))} tensors none can be compared with the trainer's export, as all "
-                f"have other names: {shown_names(sorted(set().union(*ranks)))}; to run without, set rollout.verify_push = version"
+                f"server {url}: of its {len(set().union(*ranks))} tensors none can be compared with"
+                " the trainer's export, as all have other names:"
+                f" {shown_names(sorted(set().union(*ranks)))}; to run without, set"
+                " rollout.verify_push = version"
             )
-        wrong = sorted({name for rank in ranks for name in comparable if rank.get(name) != ours[name]})
+        wrong = sorted(
+            {name for rank in ranks for name in comparable if rank.get(name) != ours[name]}
+        )
         if wrong:
             named = "; ".join(f"{name} (of {shown_names(parts[name])})" for name in wrong[:SHOWN])
             raise WeightPushError(
-                f"server {url} does not hold the weights that were sent as version {version}: {len(wrong)} of {len(comparable)} "
-                f"tensors have another checksum: {named}; it must load what it gets unchanged: look for quantisation in its "
-                "settings, and for errors in its log"
+                f"server {url} does not hold the weights that were sent as version {version}:"
+                f" {len(wrong)} of {len(comparable)} tensors have another checksum: {named}; it"
+                " must load what it gets unchanged: look for quantisation in its settings, and for"
+                " errors in its log"
             )
         left = sorted(set().union(*ranks).symmetric_difference(ours) | (set(ours) - comparable))
         if left:
-            self._log(f"{url}: {len(comparable)} tensors verified, {len(left)} not comparable: {shown_names(left)}")
+            self._log(
+                f"{url}: {len(comparable)} tensors verified, {len(left)} not comparable:"
+                f" {shown_names(left)}"
+            )
         return len(comparable)
 
-    def _compare_servers(self, found: Mapping[str, Sequence[Mapping[str, str]]], version: int) -> int:
+    def _compare_servers(
+        self, found: Mapping[str, Sequence[Mapping[str, str]]], version: int
+    ) -> int:
         """Servers on GPUs with one another: those with as many ranks must have the same checksums."""
         first: dict[int, str] = {}
         compared = 0
         for url, ranks in found.items():
             if (other := first.setdefault(len(ranks), url)) == url:
-                self._log(f"{url}: on a GPU checksums are compared between servers only, not with the trainer's export")
+                self._log(
+                    f"{url}: on a GPU checksums are compared between servers only, not with the"
+                    " trainer's export"
+                )
                 continue
             for mine, theirs in zip(ranks, found[other], strict=True):
-                if wrong := sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)):
+                if wrong := sorted(
+                    name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)
+                ):
                     raise WeightPushError(
-                        f"servers {url} and {other} hold other weights after version {version}: {len(wrong)} tensors have "
-                        f"another checksum: {shown_names(wrong)}; one of them loaded what it got wrongly: restart both"
+                        f"servers {url} and {other} hold other weights after version {version}:"
+                        f" {len(wrong)} tensors have another checksum: {shown_names(wrong)}; one of"
+                        " them loaded what it got wrongly: restart both"
                     )
                 compared += len(mine)
         return compared

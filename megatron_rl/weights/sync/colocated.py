@@ -1,10 +1,12 @@
-"""Buckets passed by reference to servers on this machine: CUDA-IPC handles of GPU memory, or names of shared memory.
+"""Buckets passed by reference to servers on this machine: CUDA-IPC handles of GPU memory, or names
+of shared memory.
 
-Interface (SGLang 0.5.21, /update_weights_from_tensor with load_format flattened_bucket): for each tensor-parallel rank a
-base64 pickle of {"flattened_tensor": uint8, "metadata": [name, shape, dtype, start_idx, end_idx, numel in bytes]}, in which
-torch's own reductions represent the tensor.  We write pickles and read none; SGLang reads them with a list of allowed names,
-which includes types.SimpleNamespace, so nothing of SGLang has to be imported here.
-Every rank gets its own pickle: torch counts each pickled reference until a process has opened it.
+Interface (SGLang 0.5.21, /update_weights_from_tensor with load_format flattened_bucket): for each
+tensor-parallel rank a base64 pickle of {"flattened_tensor": uint8, "metadata": [name, shape, dtype,
+start_idx, end_idx, numel in bytes]}, in which torch's own reductions represent the tensor.  We
+write pickles and read none; SGLang reads them with a list of allowed names, which includes
+types.SimpleNamespace, so nothing of SGLang has to be imported here. Every rank gets its own pickle:
+torch counts each pickled reference until a process has opened it.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ STORAGE_DEVICE = 6  # the argument of torch's rebuild_cuda_tensor that SGLang ta
 
 
 class Colocated(Transport):
-    """One bucket of each source at a time is in memory that both sides map; the servers copy from it.
+    """One bucket of each source at a time is in memory that both sides map; the servers copy from
+    it.
 
-    A server sees its own GPUs alone, so every GPU of `places` gets a copy of the bucket, from its source, which sees all.
+    A server sees its own GPUs alone, so every GPU of `places` gets a copy of the bucket, from its
+    source, which sees all.
     """
 
     def __init__(self, device: torch.device, places: Places | None = None) -> None:
@@ -49,7 +53,9 @@ class Colocated(Transport):
     def open(self, servers: Servers, version: int) -> Targets:
         check_local(servers.urls)
         sizes = servers.each(servers.num_ranks)
-        targets = [list(self._places(url, size)) for url, size in zip(servers.urls, sizes, strict=True)]
+        targets = [
+            list(self._places(url, size)) for url, size in zip(servers.urls, sizes, strict=True)
+        ]
         super().open(servers, version)
         return targets
 
@@ -66,7 +72,9 @@ class Colocated(Transport):
         for place in shared:
             if place.type == "cuda":
                 torch.cuda.synchronize(place)  # the servers read on streams of their own
-        references = [[reference(shared[place], bucket) for place in server] for server in self.targets]
+        references = [
+            [reference(shared[place], bucket) for place in server] for server in self.targets
+        ]
         common = {"load_format": "flattened_bucket", "flush_cache": False}
         bodies = [common | {"serialized_named_tensors": each} for each in references]
         return servers.start_posts("/update_weights_from_tensor", bodies) if turn() else []
@@ -77,26 +85,35 @@ class Colocated(Transport):
             torch.cuda.ipc_collect()  # frees memory whose handles the servers have closed
 
     def _places(self, url: str, num_ranks: int) -> Sequence[torch.device]:
-        """Of each rank of this server.  Raises WeightPushError where it has another number of ranks than GPUs."""
+        """Of each rank of this server.
+
+        Raises WeightPushError where it has another number of ranks than GPUs.
+        """
         if self.places is None:
             return [self.device] * num_ranks
         places = self.places(url)
         if len(places) != num_ranks:
             raise WeightPushError(
-                f"server {url} runs with {num_ranks} tensor-parallel ranks on {len(places)} GPUs: must be equal; set "
-                "--tp-size in rollout.server_args to its number of rollout.gpus, or rollout.weight_sync = disk"
+                f"server {url} runs with {num_ranks} tensor-parallel ranks on {len(places)} GPUs:"
+                " must be equal; set --tp-size in rollout.server_args to its number of"
+                " rollout.gpus, or rollout.weight_sync = disk"
             )
         return places
 
 
 def check_local(urls: Sequence[str]) -> None:
-    """Raise WeightPushError for a server that may be on another machine, where a reference to memory means nothing."""
+    """Raise WeightPushError for a server that may be on another machine, where a reference to
+    memory means nothing.
+    """
     for url in urls:
         host = urlsplit(url).hostname or ""
-        if host != "localhost" and not (is_address(host) and ipaddress.ip_address(host).is_loopback):
+        if host != "localhost" and not (
+            is_address(host) and ipaddress.ip_address(host).is_loopback
+        ):
             raise WeightPushError(
-                f"rollout.weight_sync = colocated cannot reach server {url}: it passes references to this machine's memory, "
-                "only to servers that this run started on 127.0.0.1; set rollout.weight_sync = distributed or disk"
+                f"rollout.weight_sync = colocated cannot reach server {url}: it passes references"
+                " to this machine's memory, only to servers that this run started on 127.0.0.1;"
+                " set rollout.weight_sync = distributed or disk"
             )
 
 
@@ -109,8 +126,8 @@ def is_address(host: str) -> bool:
 
 
 def shared_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_bytes] that other processes can map: any memory of a GPU, or a file in /dev/shm that is removed with its last
-    mapping."""
+    """uint8 [num_bytes] that other processes can map: any memory of a GPU, or a file in /dev/shm
+    that is removed with its last mapping."""
     if device.type == "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     try:
@@ -119,15 +136,18 @@ def shared_memory(num_bytes: int, device: torch.device) -> Tensor:
             storage = torch.UntypedStorage._new_shared(num_bytes, device="cpu")
     except RuntimeError as error:
         raise WeightPushError(
-            f"rollout.weight_sync = colocated needs {num_bytes} bytes of shared memory for a bucket, {SHARED_MEMORY} has "
-            f"{shutil.disk_usage(SHARED_MEMORY).free} free ({error}): lower rollout.weight_sync_bucket_mb, or give the container "
-            "more (docker run --shm-size)"
+            f"rollout.weight_sync = colocated needs {num_bytes} bytes of shared memory for a"
+            f" bucket, {SHARED_MEMORY} has {shutil.disk_usage(SHARED_MEMORY).free} free ({error}):"
+            " lower rollout.weight_sync_bucket_mb, or give the container more (docker run"
+            " --shm-size)"
         ) from error
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,))
 
 
 def reference(flat: Tensor, bucket: Bucket) -> str:
-    """Base64 pickle from which one rank of a server makes the bucket's tensors, in the memory of `flat`."""
+    """Base64 pickle from which one rank of a server makes the bucket's tensors, in the memory of
+    `flat`.
+    """
     metadata, start = [], 0
     for name, shape in zip(bucket.names, bucket.shapes, strict=True):
         stop = start + torch.Size(shape).numel() * bucket.dtype.itemsize
@@ -141,7 +161,9 @@ def reference(flat: Tensor, bucket: Bucket) -> str:
 
 
 class ReferencePickler(ForkingPickler):
-    """torch's pickler of references, with the GPU's uuid: each process numbers the GPUs that it sees."""
+    """torch's pickler of references, with the GPU's uuid: each process numbers the GPUs that it
+    sees.
+    """
 
     def reducer_override(self, value: object) -> tuple[Callable[..., object], tuple[object, ...]]:
         if not (isinstance(value, Tensor) and value.is_cuda):
@@ -153,7 +175,9 @@ class ReferencePickler(ForkingPickler):
 
 @contextmanager
 def shared_by_name() -> Iterator[None]:
-    """Share CPU memory under a name: torch's default, an open file, works only between parent and child."""
+    """Share CPU memory under a name: torch's default, an open file, works only between parent and
+    child.
+    """
     before = multiprocessing.get_sharing_strategy()
     multiprocessing.set_sharing_strategy("file_system")
     try:

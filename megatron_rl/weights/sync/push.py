@@ -1,18 +1,22 @@
-"""Push new weights to the SGLang servers: pause, flush, send, set the version, confirm it everywhere, continue.
+"""Push new weights to the SGLang servers: pause, flush, send, set the version, confirm it
+everywhere, continue.
 
-Every rank takes part: rank 0 calls the servers, and each source sends the tensors that it has (weights/hf/export.py), so none
-is gathered on rank 0.  SGLang is never imported.  This order never serves stale or half-updated weights:
+Every rank takes part: rank 0 calls the servers, and each source sends the tensors that it has
+(weights/hf/export.py), so none is gathered on rank 0.  SGLang is never imported.  This order never
+serves stale or half-updated weights:
 
     pause_generation(abort) -> flush_cache until it is accepted -> version "updating to N" -> every source sends
     -> all have, still "updating to N" [-> checksums] -> still so -> version N -> confirm -> continue
 
-Where requests are kept (rollout.weight_update = in_place), it pauses with mode in_place and flushes nothing: the client's
-requests then name the version whose entries of the prefix cache they may find (rollout/client/request.py).
+Where requests are kept (rollout.weight_update = in_place), it pauses with mode in_place and flushes
+nothing: the client's requests then name the version whose entries of the prefix cache they may find
+(rollout/client/request.py).
 
-A server refuses a flush while a finished request still counts as running.  Without the flush, key-values and expert ids of the
-OLD weights would stay for every cached prefix; letting the update flush (flush_cache = true) kills servers up to 0.5.21.
-After a failure the servers stay paused, under a version that no sample may have: no process trains on half-updated weights.
-The next push repairs them: it sends every tensor.
+A server refuses a flush while a finished request still counts as running.  Without the flush,
+key-values and expert ids of the OLD weights would stay for every cached prefix; letting the update
+flush (flush_cache = true) kills servers up to 0.5.21. After a failure the servers stay paused,
+under a version that no sample may have: no process trains on half-updated weights. The next push
+repairs them: it sends every tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +44,14 @@ from megatron_rl.weights.hf.write import drain
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.checksums import ExportDigests, Verifier
 from megatron_rl.weights.sync.colocated import Colocated, Places
-from megatron_rl.weights.sync.servers import MEMORY_TAGS, Json, Servers, WeightPushError, check_unchanged, start_of
+from megatron_rl.weights.sync.servers import (
+    MEMORY_TAGS,
+    Json,
+    Servers,
+    WeightPushError,
+    check_unchanged,
+    start_of,
+)
 from megatron_rl.weights.sync.transports import Disk, Distributed, Targets, Transport
 from megatron_rl.weights.sync.turns import Turns
 from megatron_rl.weights.version import updating, version_name
@@ -57,9 +68,10 @@ Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class PushReport:
-    """seconds: from pause to continue; num_bytes: of one copy, not per server; refused_flushes: see the module docstring;
-    sent_bytes: of num_bytes, by each rank; verified: tensors whose checksums were compared, over all servers, None if this push
-    was not verified."""
+    """seconds: from pause to continue; num_bytes: of one copy, not per server; refused_flushes: see
+    the module docstring;
+    sent_bytes: of num_bytes, by each rank; verified: tensors whose checksums were compared, over
+    all servers, None if this push was not verified."""
 
     seconds: float
     num_bytes: int
@@ -70,21 +82,28 @@ class PushReport:
 
 
 class WeightPusher:
-    """Sends streams of HF tensors to the servers at `urls`: one object on every rank, see each method for who calls it.
+    """Sends streams of HF tensors to the servers at `urls`: one object on every rank, see each
+    method for who calls it.
 
-    checkpoint  HF directory the servers were started on: names, shapes and stored dtypes every push must match
-                (SGLang skips an unknown name, and keeps an old tensor, without an error)
-    dtype       what the servers run in; tensors that the checkpoint stores in another dtype than most keep theirs
-    transport   "distributed": one broadcast per bucket; "disk": safetensors in `disk_dir`, which the servers can read;
-                "colocated": memory that servers on this machine map
+    checkpoint  HF directory the servers were started on: names, shapes and stored dtypes every push
+                must match (SGLang skips an unknown name, and keeps an old tensor, without an error)
+    dtype       what the servers run in; tensors that the checkpoint stores in another dtype than
+                most keep theirs
+    transport   "distributed": one broadcast per bucket; "disk": safetensors in `disk_dir`, which
+                the servers can read; "colocated": memory that servers on this machine map
     ranks       of the job; by default one
     run         name of the run in the versions that servers report (weights/version.py)
-    device      where buckets are built: cpu broadcasts over gloo and shares host memory, cuda over nccl and CUDA-IPC handles
-    places      of "colocated", on rank 0: URL -> the GPU of each of that server's ranks; by default `device` for all
-    settings    URL -> the server's settings when it was checked, which must not have changed at a later push; None: not compared
-    verify_every  n: the first push to a set of servers, every n-th one, and the first one after a server was started again
+    device      where buckets are built: cpu broadcasts over gloo and shares host memory, cuda over
+                nccl and CUDA-IPC handles
+    places      of "colocated", on rank 0: URL -> the GPU of each of that server's ranks; by default
+                `device` for all
+    settings    URL -> the server's settings when it was checked, which must not have changed at a
+                later push; None: not compared
+    verify_every  n: the first push to a set of servers, every n-th one, and the first one after a
+                  server was started again
                 compare checksums (checksums.py); 0: none does
-    fp8_keep    None: weights are not rounded; else rounded to FP8 and back, except names that match these patterns
+    fp8_keep    None: weights are not rounded; else rounded to FP8 and back, except names that match
+                these patterns
     """
 
     def __init__(
@@ -117,7 +136,9 @@ class WeightPusher:
         self.verify_every = verify_every
         self.unverified = 0  # pushes since the last one that was verified, 0: the next one is
         self.verifier = Verifier()
-        self.settings = None if settings is None else {url.rstrip("/"): each for url, each in settings.items()}
+        self.settings = (
+            None if settings is None else {url.rstrip("/"): each for url, each in settings.items()}
+        )
         self.starts: dict[str, Json] = {}
         """URL -> what tells a start of this server from others, at the last push."""
         makers: dict[str, Callable[[], Transport]] = {
@@ -136,22 +157,27 @@ class WeightPusher:
         serve: bool = True,
         keep_requests: bool = False,
     ) -> PushReport:
-        """Replace every weight of every server by the tensors of export() (any order, dtype or layout).  Collective.
+        """Replace every weight of every server by the tensors of export() (any order, dtype or
+        layout).  Collective.
 
-        Each source sends its own.  On return all of them have, every server is running again and reports weight version
-        `version`; with serve = False not before `serve`.  Raises WeightPushError on every rank; export() is exhausted even then,
-        as a collective one must be.
-        keep_requests: requests in progress continue with the new weights, over keys and values of the old ones; prefix caches
-        keep theirs, too.
+        Each source sends its own.  On return all of them have, every server is running again and
+        reports weight version `version`; with serve = False not before `serve`.  Raises
+        WeightPushError on every rank; export() is exhausted even then, as a collective one must be.
+        keep_requests: requests in progress continue with the new weights, over keys and values of
+        the old ones; prefix caches keep theirs, too.
         """
         start = time.monotonic()
         opened = self.ranks.on_rank_0(lambda: self._open(version, keep_requests), WeightPushError)
         if opened.restarted:
-            self.transport.leave(self.servers, [url for url in self.servers.urls if url not in opened.restarted])
+            self.transport.leave(
+                self.servers, [url for url in self.servers.urls if url not in opened.restarted]
+            )
         self.transport.join(opened.targets)
         turns = Turns(self.ranks.store, opened.name, PATIENCE * self.servers.timeout)
         sent = Sent()
-        sent_bytes = self.ranks.together(lambda: self._send(export, version, turns, sent), WeightPushError)
+        sent_bytes = self.ranks.together(
+            lambda: self._send(export, version, turns, sent), WeightPushError
+        )
         if self.ranks.rank == 0:
             turns.close()
         digests = self._digests(export) if opened.hashes else None
@@ -160,7 +186,9 @@ class WeightPusher:
             self._check_alone(version)
             self.transport.finish(self.servers, version, sent.numbers, sent.num_bytes)
             # before any sample can have the version
-            verified = self.verifier.verify(self.servers, digests, version) if opened.is_due else None
+            verified = (
+                self.verifier.verify(self.servers, digests, version) if opened.is_due else None
+            )
             self.unverified = (self.unverified + 1) % max(1, self.verify_every)
             if serve:
                 self.serve(version)
@@ -168,17 +196,23 @@ class WeightPusher:
 
         verified = self.ranks.on_rank_0(finish, WeightPushError)
         seconds = time.monotonic() - start
-        return PushReport(seconds, sent.num_bytes, sent.num_buckets, opened.refused, tuple(sent_bytes), verified)
+        return PushReport(
+            seconds, sent.num_bytes, sent.num_buckets, opened.refused, tuple(sent_bytes), verified
+        )
 
     def serve(self, version: int) -> None:
-        """After a push, on rank 0: the servers get memory for caches, report `version`, continue.  Raises WeightPushError."""
+        """After a push, on rank 0: the servers get memory for caches, report `version`, continue.
+
+        Raises WeightPushError.
+        """
         self._check_alone(version)
         self._resume_memory("kv_cache")
         self.servers.set_version(version_name(version, self.run))
         self.servers.post("/continue_generation", {})
 
     def release_memory(self) -> None:
-        """On rank 0: let the servers free their GPU memory until the next push, which resumes it; meanwhile they serve nothing.
+        """On rank 0: let the servers free their GPU memory until the next push, which resumes it;
+        meanwhile they serve nothing.
 
         They need --enable-memory-saver.
         """
@@ -187,7 +221,10 @@ class WeightPusher:
         self.released = {tag: set(self.servers.urls) for tag in MEMORY_TAGS}
 
     def set_urls(self, urls: Sequence[str]) -> None:
-        """Push to these servers from now on.  If they are not the same as before, the next push makes new connections."""
+        """Push to these servers from now on.
+
+        If they are not the same as before, the next push makes new connections.
+        """
         urls = [url.rstrip("/") for url in urls]
         if urls == self.servers.urls:
             return
@@ -204,17 +241,23 @@ class WeightPusher:
         self.transport.close()
 
     def _check_servers(self) -> frozenset[str]:
-        """Raise WeightPushError for a server whose settings changed; returns those that were started again.
+        """Raise WeightPushError for a server whose settings changed; returns those that were
+        started again.
 
-        One at the same address as before is no longer in the transport's groups, and is to be verified.
+        One at the same address as before is no longer in the transport's groups, and is to be
+        verified.
         """
         infos = dict(zip(self.servers.urls, self.servers.each(self.servers.info), strict=True))
         if self.settings is not None:
             for url, info in infos.items():
                 check_unchanged(url, info, self.settings)
         starts = {url: start_of(info) for url, info in infos.items()}
-        if restarted := {url for url, start in starts.items() if start != self.starts.get(url, start)}:
-            logger.warning("started again since the last weight sync: %s", ", ".join(sorted(restarted)))
+        if restarted := {
+            url for url, start in starts.items() if start != self.starts.get(url, start)
+        }:
+            logger.warning(
+                "started again since the last weight sync: %s", ", ".join(sorted(restarted))
+            )
             self.unverified = 0
         self.starts = starts
         return frozenset(restarted)
@@ -225,7 +268,8 @@ class WeightPusher:
             self.servers.post("/pause_generation", {"mode": "in_place"})
         refused = 0 if keep_requests else self._pause()
         restarted = self._check_servers()
-        self._resume_memory("weights")  # before the weights arrive; the cache only after them, to keep the peak low
+        # before the weights arrive; the cache only after them, to keep the peak low
+        self._resume_memory("weights")
         self.servers.set_version(updating(version_name(version, self.run)))
         is_due = bool(self.verify_every) and self.unverified == 0
         hashes = is_due and self.verifier.any_on_cpu(self.servers)
@@ -235,7 +279,8 @@ class WeightPusher:
     def _check_alone(self, version: int) -> None:
         """Raise WeightPushError where another run pushes to a server, too.
 
-        Then it has tensors of both, so it gets a version that is neither's: the other run finds that here, or in its samples.
+        Then it has tensors of both, so it gets a version that is neither's: the other run finds
+        that here, or in its samples.
         """
         name = version_name(version, self.run)
         try:
@@ -245,7 +290,9 @@ class WeightPusher:
                 self.servers.set_version(f"mixed with {name}")
             raise
 
-    def _send(self, export: Callable[[], Iterable[HFTensor]], version: int, turns: Turns, sent: Sent) -> int:
+    def _send(
+        self, export: Callable[[], Iterable[HFTensor]], version: int, turns: Turns, sent: Sent
+    ) -> int:
         """Send this rank's buckets; returns their bytes.  `sent` gets what all sources send."""
         stream = iter(export())
         loading: Future[None] | None = None
@@ -262,7 +309,8 @@ class WeightPusher:
                 num_bytes += batch.num_bytes
             if loading is not None:
                 loading.result()
-        except Exception:  # raised again, when no server reads from this source and the export is at its end
+        # raised again, when no server reads from this source and the export is at its end
+        except Exception:
             turns.fail()
             if loading is not None:
                 wait_for_all([loading])  # the servers read its memory, which sent() may free
@@ -273,8 +321,12 @@ class WeightPusher:
         return num_bytes
 
     def _start(self, bucket: Bucket, version: int, turns: Turns) -> Future[None]:
-        """Send the bucket when it is its turn; the future ends when the servers have loaded it, as does the turn."""
-        calls = self.transport.send(self.servers, bucket, version, lambda: turns.wait(bucket.number))
+        """Send the bucket when it is its turn; the future ends when the servers have loaded it, as
+        does the turn.
+        """
+        calls = self.transport.send(
+            self.servers, bucket, version, lambda: turns.wait(bucket.number)
+        )
 
         def wait() -> None:
             try:
@@ -290,7 +342,9 @@ class WeightPusher:
         bucket = Bucket(self.device, number)
         for name, _, dtype, _, tensor in batch.tensors:
             if tensor is None:
-                raise WeightPushError(f"exported tensor {name!r} has no values on its source, rank {self.ranks.rank}")
+                raise WeightPushError(
+                    f"exported tensor {name!r} has no values on its source, rank {self.ranks.rank}"
+                )
             bucket.add(name, self._rounded(name, tensor), dtype)
         return bucket
 
@@ -298,7 +352,9 @@ class WeightPusher:
         return tensor if self.fp8_keep is None else round_to_fp8(name, tensor, self.fp8_keep)
 
     def _digests(self, export: Callable[[], Iterable[HFTensor]]) -> ExportDigests | None:
-        """On rank 0, where the tensors of a second export() are moved: servers hash tensors that several sources send."""
+        """On rank 0, where the tensors of a second export() are moved: servers hash tensors that
+        several sources send.
+        """
         digests = ExportDigests(self.expected) if self.ranks.rank == 0 else None
 
         def add_all() -> None:
@@ -306,7 +362,9 @@ class WeightPusher:
             try:
                 for name, tensor in stream:
                     if digests is not None and tensor is not None:
-                        digests.add(name, self._rounded(name, tensor.detach()).to(self.expected[name][1]))
+                        digests.add(
+                            name, self._rounded(name, tensor.detach()).to(self.expected[name][1])
+                        )
             finally:
                 drain(stream)  # the export is collective
 
@@ -319,7 +377,9 @@ class WeightPusher:
         return sum(self.servers.each(self.servers.flush_until_accepted))
 
     def _resume_memory(self, tag: str) -> None:
-        """On the servers that released it and are still in use: a server that was started since then never did."""
+        """On the servers that released it and are still in use: a server that was started since
+        then never did.
+        """
         urls = [url for url in self.servers.urls if url in self.released[tag]]
         self.released[tag].clear()
         self.servers.resume_memory(tag, urls)
@@ -329,7 +389,8 @@ class WeightPusher:
 class Opened:
     """What every rank knows of a push that rank 0 has opened.
 
-    name: unique; restarted: URLs of servers that were started again; is_due: whether it is verified, and hashes: on rank 0 too;
+    name: unique; restarted: URLs of servers that were started again; is_due: whether it is
+    verified, and hashes: on rank 0 too;
     targets: of the transport.
     """
 
@@ -358,26 +419,32 @@ class Sent:
 def expected_tensors(checkpoint: Path, dtype: torch.dtype) -> Expected:
     """Every tensor of the checkpoint that is pushed.
 
-    Most tensors are stored in the model's dtype and are sent in the servers' `dtype`; the few that are stored in
-    another one (such as a float32 router bias of a bfloat16 model) are sent as stored.
+    Most tensors are stored in the model's dtype and are sent in the servers' `dtype`; the few that
+    are stored in another one (such as a float32 router bias of a bfloat16 model) are sent as
+    stored.
     """
     has = outline(checkpoint)
-    stored = {name: each for name, each in read_headers(checkpoint).items() if not is_left_out(name, has)}
+    stored = {
+        name: each for name, each in read_headers(checkpoint).items() if not is_left_out(name, has)
+    }
     for name, header in stored.items():
         if header.dtype not in DTYPES:
             raise WeightPushError(
-                f"{header.file}: {name} has dtype {header.dtype}, must be one of {', '.join(DTYPES)}; "
-                "pushing quantised weights is not supported"
+                f"{header.file}: {name} has dtype {header.dtype}, must be one of"
+                f" {', '.join(DTYPES)}; pushing quantised weights is not supported"
             )
     most = Counter(header.dtype for header in stored.values()).most_common(1)[0][0]
     return {
-        name: (header.shape, dtype if header.dtype == most else DTYPES[header.dtype]) for name, header in stored.items()
+        name: (header.shape, dtype if header.dtype == most else DTYPES[header.dtype])
+        for name, header in stored.items()
     }
 
 
-def checked_stream(tensors: Iterable[HFTensor], expected: Expected, checkpoint: Path) -> Iterator[HFTensor]:
-    """The same stream, in the dtypes to send; WeightPushError for a name or shape that is not the checkpoint's, occurs twice,
-    or is missing."""
+def checked_stream(
+    tensors: Iterable[HFTensor], expected: Expected, checkpoint: Path
+) -> Iterator[HFTensor]:
+    """The same stream, in the dtypes to send; WeightPushError for a name or shape that is not the
+    checkpoint's, occurs twice, or is missing."""
     seen: set[str] = set()
     for each in tensors:
         if each.name not in expected or each.name in seen:
@@ -385,8 +452,12 @@ def checked_stream(tensors: Iterable[HFTensor], expected: Expected, checkpoint: 
             raise WeightPushError(f"exported tensor {each.name!r} {problem}")
         shape, dtype = expected[each.name]
         if each.shape != shape:
-            raise WeightPushError(f"exported tensor {each.name!r} has shape {each.shape}, {checkpoint} has {shape}")
+            raise WeightPushError(
+                f"exported tensor {each.name!r} has shape {each.shape}, {checkpoint} has {shape}"
+            )
         seen.add(each.name)
         yield HFTensor(each.name, shape, dtype, each.source, each.tensor)
     if missing := sorted(set(expected) - seen):
-        raise WeightPushError(f"{len(missing)} tensors of {checkpoint} were not exported, first {missing[0]!r}")
+        raise WeightPushError(
+            f"{len(missing)} tensors of {checkpoint} were not exported, first {missing[0]!r}"
+        )

@@ -1,4 +1,6 @@
-"""The control endpoints of the SGLang servers for a push of weights: called on all servers in parallel, each with a deadline."""
+"""The control endpoints of the SGLang servers for a push of weights: called on all servers in
+parallel, each with a deadline.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,17 @@ MEMORY_TAGS = ("weights", "kv_cache")
 
 
 class WeightPushError(RuntimeError):
-    """New weights did not reach every server, which stay paused; the message names server, call and answer."""
+    """New weights did not reach every server, which stay paused; the message names server, call and
+    answer.
+    """
 
 
 class Servers:
     """The control endpoints of all servers."""
 
-    def __init__(self, urls: Sequence[str], headers: dict[str, str], timeout_seconds: float) -> None:
+    def __init__(
+        self, urls: Sequence[str], headers: dict[str, str], timeout_seconds: float
+    ) -> None:
         if not urls:
             raise ValueError("WeightPusher needs at least one server URL")
         self.urls = [url.rstrip("/") for url in urls]
@@ -67,7 +73,9 @@ class Servers:
         """The JSON object (or {}) of one call.  Raises WeightPushError unless its status is 200."""
         response = self.request(method, url, path, body)
         if response.status_code != 200:
-            raise WeightPushError(f"server {url}{path} answered {response.status_code}: {response.text[:500]}")
+            raise WeightPushError(
+                f"server {url}{path} answered {response.status_code}: {response.text[:500]}"
+            )
         try:
             answer = response.json()
         except ValueError:
@@ -80,7 +88,9 @@ class Servers:
         try:
             return self.http.request(method, url + path, json=body)
         except httpx.TimeoutException as error:
-            raise WeightPushError(f"server {url}{path} did not answer within {self.timeout:g} s") from error
+            raise WeightPushError(
+                f"server {url}{path} did not answer within {self.timeout:g} s"
+            ) from error
         except httpx.TransportError as error:
             raise WeightPushError(f"server {url}{path} cannot be reached: {error!r}") from error
         finally:
@@ -93,13 +103,17 @@ class Servers:
         while (response := self.request("POST", url, "/flush_cache")).status_code != 200:
             if response.status_code != 400 or time.monotonic() > deadline:
                 tries = f"{response.status_code} ({refused + 1} times)"
-                raise WeightPushError(f"server {url}/flush_cache answered {tries}: {response.text[:500]}")
+                raise WeightPushError(
+                    f"server {url}/flush_cache answered {tries}: {response.text[:500]}"
+                )
             refused += 1  # 400: a finished request still counts as running
             time.sleep(FLUSH_RETRY_SECONDS)
         return refused
 
     def begin_update(self, url: str) -> bool:
-        """Open a weight-update session, after closing one that a failed push left open; False where there are none."""
+        """Open a weight-update session, after closing one that a failed push left open; False where
+        there are none.
+        """
         response = self.request("POST", url, "/begin_weight_update", {"selector": "all"})
         if response.status_code == 404:  # SGLang before 0.5.21
             return False
@@ -108,7 +122,8 @@ class Servers:
             self.call("POST", url, "/begin_weight_update", {"selector": "all"})
         elif response.status_code != 200:
             raise WeightPushError(
-                f"server {url}/begin_weight_update answered {response.status_code}: {response.text[:500]}"
+                f"server {url}/begin_weight_update answered {response.status_code}:"
+                f" {response.text[:500]}"
             )
         return True
 
@@ -119,12 +134,19 @@ class Servers:
 
     def confirm_version(self, version: str) -> None:
         """Raise WeightPushError unless every server reports it."""
-        for url, info in zip(self.urls, self.each(lambda url: self.call("GET", url, "/model_info")), strict=True):
+        for url, info in zip(
+            self.urls, self.each(lambda url: self.call("GET", url, "/model_info")), strict=True
+        ):
             if (reported := info.get("weight_version")) != version:
                 run = str(reported).partition("@")[2]
-                hint = ": another run pushes to it; give each its own rollout.urls" if not version.endswith(run) else ""
+                hint = (
+                    ": another run pushes to it; give each its own rollout.urls"
+                    if not version.endswith(run)
+                    else ""
+                )
                 raise WeightPushError(
-                    f"server {url} reports weight version {reported!r} after it was set to {version!r}{hint}"
+                    f"server {url} reports weight version {reported!r} after it was set to"
+                    f" {version!r}{hint}"
                 )
 
     def info(self, url: str) -> Json:
@@ -139,7 +161,10 @@ class Servers:
         return int(info["tp_size"])
 
     def resume_memory(self, tag: str, urls: Sequence[str]) -> None:
-        """Let the servers at `urls` allocate it again, with any content.  SGLang 0.5.21 dies of a resume without a release."""
+        """Let the servers at `urls` allocate it again, with any content.
+
+        SGLang 0.5.21 dies of a resume without a release.
+        """
         path, body = "/resume_memory_occupation", {"tags": [tag]}
         self.wait([self.threads.submit(self.call, "POST", url, path, body) for url in urls])
 
@@ -156,13 +181,18 @@ class Servers:
         return True
 
     def start_leaving(self, group_name: str, urls: Sequence[str]) -> Calls:
-        """Start to let the servers free the group's memory.  A server that is gone causes only a warning."""
+        """Start to let the servers free the group's memory.
+
+        A server that is gone causes only a warning.
+        """
         return [self.threads.submit(self._leave_group, group_name, url) for url in urls]
 
     def _leave_group(self, group_name: str, url: str) -> Json:
         try:
             body = {"group_name": group_name}
-            self.http.post(f"{url}/destroy_weights_update_group", json=body, timeout=CONNECT_TIMEOUT_SECONDS)
+            self.http.post(
+                f"{url}/destroy_weights_update_group", json=body, timeout=CONNECT_TIMEOUT_SECONDS
+            )
         except httpx.TransportError as error:
             logger.warning("server %s did not leave the weight-update group: %r", url, error)
         return {}
@@ -173,18 +203,21 @@ class Servers:
 
 
 def check_unchanged(url: str, info: Json, settings: dict[str, Values]) -> None:
-    """Raise WeightPushError where a setting with a verdict differs from settings[url]: somebody restarted the server.
+    """Raise WeightPushError where a setting with a verdict differs from settings[url]: somebody
+    restarted the server.
 
     A server that is not in `settings` is added: one of ours that replaces a dead one.
     """
     found = read_settings(info)
     if changes := "; ".join(differences(found, settings.setdefault(url, found))):
         raise WeightPushError(
-            f"server {url} was restarted with other settings: {changes}; start it as before, or restart the run, which "
-            "checks them"
+            f"server {url} was restarted with other settings: {changes}; start it as before, or"
+            " restart the run, which checks them"
         )
 
 
 def start_of(info: Json) -> Json:
-    """What differs between two starts of a server: SGLang measures the seconds of a start, and draws a seed where none is set."""
+    """What differs between two starts of a server: SGLang measures the seconds of a start, and
+    draws a seed where none is set.
+    """
     return {name: info.get(name) for name in ("startup_time", "random_seed")}

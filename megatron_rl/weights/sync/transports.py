@@ -1,6 +1,8 @@
-"""The ways of a push: buckets of tensors reach servers that are paused.  push.py decides when, and under which version.
+"""The ways of a push: buckets of tensors reach servers that are paused.  push.py decides when, and
+under which version.
 
-Rank 0 opens and finishes a push; each source sends its own buckets in between, one at a time over all sources.
+Rank 0 opens and finishes a push; each source sends its own buckets in between, one at a time over
+all sources.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from megatron_rl.weights.sync.turns import one_at_a_time
 SETTLE_SECONDS = 10.0  # for the other servers to notice that a broadcast was aborted
 LEAVE_SECONDS = 30.0  # for the source before this one to leave its group
 Turn = Callable[[], bool]
-"""Waits for this bucket's turn; False where the push has failed meanwhile, so that nothing is to be sent."""
+"""Waits for this bucket's turn; False where the push has failed meanwhile, so that nothing is to be
+sent.
+"""
 
 Targets = list[list[torch.device]]
 """Of each server, the GPU of each rank; [] where that does not matter."""
@@ -44,7 +48,8 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, servers: Servers, bucket: Bucket, version: int, turn: Turn) -> Calls:
-        """Start to load the bucket into every server when it is its turn, [] where it is not.  Raises WeightPushError.
+        """Start to load the bucket into every server when it is its turn, [] where it is not.
+        Raises WeightPushError.
 
         The bucket before it, of this source, is loaded.
         """
@@ -52,20 +57,31 @@ class Transport(ABC):
     def sent(self) -> None:  # noqa: B027  not every transport keeps something
         """The last bucket of this source is loaded."""
 
-    def finish(self, servers: Servers, version: int, numbers: Mapping[str, int], num_bytes: int) -> None:
-        """On rank 0, after the last bucket of all sources.  numbers: HF name -> that of its bucket; num_bytes: of all."""
+    def finish(
+        self, servers: Servers, version: int, numbers: Mapping[str, int], num_bytes: int
+    ) -> None:
+        """On rank 0, after the last bucket of all sources.
+
+        numbers: HF name -> that of its bucket; num_bytes: of all.
+        """
         if self.has_sessions:
             servers.post("/end_weight_update", {})
 
-    def leave(self, servers: Servers, urls: Sequence[str]) -> None:  # noqa: B027  not every transport has a connection
-        """Close the connection to `servers`, of which those at `urls` still run.  The next send makes a new one."""
+    # not every transport has a connection
+    def leave(self, servers: Servers, urls: Sequence[str]) -> None:  # noqa: B027
+        """Close the connection to `servers`, of which those at `urls` still run.
+
+        The next send makes a new one.
+        """
 
     def close(self) -> None:  # noqa: B027
         """After the last push and leave."""
 
 
 class Distributed(Transport):
-    """One process group of this source and all servers' ranks, kept from push to push; a broadcast for each bucket."""
+    """One process group of this source and all servers' ranks, kept from push to push; a broadcast
+    for each bucket.
+    """
 
     def __init__(self, device: torch.device, ranks: Ranks) -> None:
         self.device = device
@@ -77,21 +93,27 @@ class Distributed(Transport):
         if not turn():
             return []
         sender = self.sender = self.sender or self._connect(servers)
-        group = {"group_name": sender.group_name, "load_format": "flattened_bucket", "flush_cache": False}
+        group = {
+            "group_name": sender.group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
         bodies = [bucket.describe() | group] * len(servers.urls)
         loading = servers.start_posts("/update_weights_from_distributed", bodies)
         try:
             sender.send(flat, loading, servers.timeout)
         except BroadcastError as error:
-            self.sender = None  # its connections are in an unknown state; the next push makes new ones
+            # its connections are in an unknown state; the next push makes new ones
+            self.sender = None
             ended, _ = wait_for_all(loading, SETTLE_SECONDS)
             servers.wait(ended)  # a server's own error says more than that of the broadcast
             raise WeightPushError(f"{error} ({', '.join(servers.urls)})") from error
         return loading
 
     def leave(self, servers: Servers, urls: Sequence[str]) -> None:
-        """NCCL's ranks of one machine end a communicator together, waiting for each other: so this rank ends its own while the
-        servers do, and no server meanwhile begins with that of another source, for which others would wait."""
+        """NCCL's ranks of one machine end a communicator together, waiting for each other: so this
+        rank ends its own while the servers do, and no server meanwhile begins with that of another
+        source, for which others would wait."""
         sender, self.sender = self.sender, None
         if sender is None:
             return
@@ -104,7 +126,9 @@ class Distributed(Transport):
                 servers.wait(leaving)
 
     def _connect(self, servers: Servers) -> BucketSender:
-        """One process group of this process (rank 0 there) and every tensor-parallel rank of every server."""
+        """One process group of this process (rank 0 there) and every tensor-parallel rank of every
+        server.
+        """
         sizes = servers.each(servers.num_ranks)
         offsets = [1 + sum(sizes[:i]) for i in range(len(sizes))]
 
@@ -123,7 +147,8 @@ class Distributed(Transport):
 
 
 class Disk(Transport):
-    """A checkpoint in `folder`, which the sources and the servers can reach; it is there until the next push.
+    """A checkpoint in `folder`, which the sources and the servers can reach; it is there until the
+    next push.
 
     The sources write their files at the same time: there are no turns.
     """
@@ -143,11 +168,18 @@ class Disk(Transport):
         save_file(bucket.tensors(), file, metadata={"format": "pt"})
         return []
 
-    def finish(self, servers: Servers, version: int, numbers: Mapping[str, int], num_bytes: int) -> None:
+    def finish(
+        self, servers: Servers, version: int, numbers: Mapping[str, int], num_bytes: int
+    ) -> None:
         folder = self._folder(version)
-        write_index(folder, {name: bucket_file_name(number) for name, number in numbers.items()}, num_bytes)
+        write_index(
+            folder, {name: bucket_file_name(number) for name, number in numbers.items()}, num_bytes
+        )
         shutil.copy(self.checkpoint / "config.json", folder)
-        servers.post("/update_weights_from_disk", {"model_path": str(folder.absolute()), "flush_cache": False})
+        servers.post(
+            "/update_weights_from_disk",
+            {"model_path": str(folder.absolute()), "flush_cache": False},
+        )
         if self.last != folder:
             self.close()
         self.last = folder

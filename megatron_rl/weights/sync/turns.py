@@ -1,8 +1,10 @@
 """Whose turn it is to send: the buckets of all sources reach the servers in one order.
 
-SGLang loads one bucket at a time (it holds a lock meanwhile), and a broadcast to several servers needs all of them at the same
-bucket: two sources whose calls reached two servers in different orders would wait for each other.  So there is one order, the
-same on every rank, and one counter of loaded buckets in the job's store.  Sources gather and flatten their next bucket meanwhile.
+SGLang loads one bucket at a time (it holds a lock meanwhile), and a broadcast to several servers
+needs all of them at the same
+bucket: two sources whose calls reached two servers in different orders would wait for each other.
+So there is one order, the same on every rank, and one counter of loaded buckets in the job's store.
+Sources gather and flatten their next bucket meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ SHORTEST_POLL, LONGEST_POLL = 0.001, 0.05
 
 
 class Turns:
-    """Of one push.  name: unique in the job's store; patience: seconds without any bucket being loaded, while one waits."""
+    """Of one push.
+
+    name: unique in the job's store; patience: seconds without any bucket being loaded, while one
+    waits.
+    """
 
     def __init__(self, store: dist.Store, name: str, patience: float) -> None:
         self.store = store
@@ -29,15 +35,18 @@ class Turns:
         self.patience = patience
 
     def wait(self, number: int) -> bool:
-        """Wait until the buckets before this one are loaded; False where one of them failed.  Raises WeightPushError."""
+        """Wait until the buckets before this one are loaded; False where one of them failed.
+
+        Raises WeightPushError.
+        """
         before, deadline = -1, 0.0
         while (loaded := self.store.add(self.name, 0)) < number:
             if loaded != before:
                 before, deadline = loaded, time.monotonic() + self.patience
             if time.monotonic() > deadline:
                 raise WeightPushError(
-                    f"bucket {number} of the weight sync waited {self.patience:g} s for bucket {loaded}: the rank that sends it "
-                    "hangs or died; look at its log"
+                    f"bucket {number} of the weight sync waited {self.patience:g} s for bucket"
+                    f" {loaded}: the rank that sends it hangs or died; look at its log"
                 )
             # the next in line asks often, the others rarely: the store may serve a thousand ranks
             time.sleep(min(LONGEST_POLL, SHORTEST_POLL * (number - loaded)))
@@ -58,9 +67,11 @@ class Turns:
 
 @contextmanager
 def one_at_a_time(store: dist.Store, name: str, patience: float) -> Iterator[None]:
-    """Of all ranks that come here with this name one is inside at a time, in the order in which they came.
+    """Of all ranks that come here with this name one is inside at a time, in the order in which
+    they came.
 
-    When none has left for `patience` seconds, or where the store is gone, it enters all the same: the one inside may have died.
+    When none has left for `patience` seconds, or where the store is gone, it enters all the same:
+    the one inside may have died.
     """
     with suppress(RuntimeError):
         number, before, deadline = store.add(f"{name}/came", 1) - 1, -1, 0.0

@@ -15,7 +15,15 @@ PROMPT = Prompt("q7", "?", (1,), "1")
 def group_of(rewards, lengths=None):
     """A group with these rewards and response lengths."""
     rollouts = [
-        Rollout(f"r{i}", np.zeros(1 + n, np.int64), 1, np.zeros(n, np.float32), None, "stop", np.zeros(n, np.int32))
+        Rollout(
+            f"r{i}",
+            np.zeros(1 + n, np.int64),
+            1,
+            np.zeros(n, np.float32),
+            None,
+            "stop",
+            np.zeros(n, np.int32),
+        )
         for i, n in enumerate(lengths or [1] * len(rewards))
     ]
     return RolloutGroup(PROMPT, tuple(rollouts), np.array(rewards, np.float32))
@@ -51,7 +59,8 @@ def test_batch_whitened_against_a_loop_over_tokens():
     groups = [group_of(r, n) for r, n in zip(rewards, lengths, strict=True)]
     for kind in ("batch_whitened", "centred_batch_whitened"):
         values = [
-            [r - (sum(group) / len(group) if kind.startswith("centred") else 0.0) for r in group] for group in rewards
+            [r - (sum(group) / len(group) if kind.startswith("centred") else 0.0) for r in group]
+            for group in rewards
         ]
         tokens = [
             v
@@ -88,14 +97,21 @@ def scored(parts, missing=()):
     """A group whose rollouts report rewards by name; their sum is the reward that is not read."""
     group = group_of([sum(values) for values in zip(*parts.values(), strict=True)])
     rollouts = tuple(
-        replace(rollout, reward_metrics={name: values[i] for name, values in parts.items() if (i, name) not in missing})
+        replace(
+            rollout,
+            reward_metrics={
+                name: values[i] for name, values in parts.items() if (i, name) not in missing
+            },
+        )
         for i, rollout in enumerate(group.rollouts)
     )
     return replace(group, rollouts=rollouts)
 
 
 def test_each_reward_is_normalised_before_they_are_added():
-    """GDPO against a loop: two groups, of different spread; a reward that is the same for all adds nothing."""
+    """GDPO against a loop: two groups, of different spread; a reward that is the same for all adds
+    nothing.
+    """
     parts = [
         {"correct": [1.0, 0.0, 0.0], "format": [0.1, 0.1, 0.0], "same": [5.0, 5.0, 5.0]},
         {"correct": [0.0, 1.0, 1.0], "format": [0.0, 0.2, 0.1], "same": [2.0, 2.0, 2.0]},
@@ -107,7 +123,10 @@ def test_each_reward_is_normalised_before_they_are_added():
         for name, values in group.items():
             mean = sum(values) / 3
             std = (sum((v - mean) ** 2 for v in values) / 3) ** 0.5
-            total = [t + weights[name] * (v - mean) / (std + 1e-6) for t, v in zip(total, values, strict=True)]
+            total = [
+                t + weights[name] * (v - mean) / (std + 1e-6)
+                for t, v in zip(total, values, strict=True)
+            ]
         sums += total
     mean = sum(sums) / 6
     std = (sum((v - mean) ** 2 for v in sums) / 6) ** 0.5
@@ -118,10 +137,18 @@ def test_each_reward_is_normalised_before_they_are_added():
 
 def test_a_response_without_a_named_reward_is_an_error_and_one_that_was_not_scored_is_left_out():
     parts = {"correct": [1.0, 0.0], "format": [0.0, 1.0]}
-    with pytest.raises(ValueError, match=r"q7.*no metric 'format' of advantage.rewards, only \['correct'\]"):
-        with_advantages([scored(parts, {(1, "format")})], "per_reward", reward_weights={"correct": 1.0, "format": 1.0})
+    with pytest.raises(
+        ValueError, match=r"q7.*no metric 'format' of advantage.rewards, only \['correct'\]"
+    ):
+        with_advantages(
+            [scored(parts, {(1, "format")})],
+            "per_reward",
+            reward_weights={"correct": 1.0, "format": 1.0},
+        )
     three = {"correct": [1.0, 0.0, 0.5], "format": [0.0, 0.3, 1.0]}
-    group = scored({name: [*values, 9.0] for name, values in three.items()}, {(3, "correct"), (3, "format")})
+    group = scored(
+        {name: [*values, 9.0] for name, values in three.items()}, {(3, "correct"), (3, "format")}
+    )
     group = replace(group, rewards=np.array([*group.rewards[:3], np.nan], np.float32))
     weights = {"correct": 1.0, "format": 1.0}
     (found,) = with_advantages([group], "per_reward", reward_weights=weights)
@@ -136,7 +163,15 @@ def test_whitening_large_rewards_is_exact():
 
 @pytest.mark.parametrize(
     "kind",
-    ["mean", "std", "leave_one_out", "length_weighted", "rescaled_mean", "batch_whitened", "centred_batch_whitened"],
+    [
+        "mean",
+        "std",
+        "leave_one_out",
+        "length_weighted",
+        "rescaled_mean",
+        "batch_whitened",
+        "centred_batch_whitened",
+    ],
 )
 def test_equal_rewards_give_zero_not_nan(kind):
     for values in advantages([group_of([0.1] * 4), group_of([0.1] * 4)], kind):
@@ -144,10 +179,17 @@ def test_equal_rewards_give_zero_not_nan(kind):
 
 
 def test_equal_named_rewards_give_exactly_zero():
-    """Metrics are float64: the mean of three 0.1 is not 0.1, and a gradient that is not exactly 0 is a step of Adam."""
-    parts = [{"correct": [0.1] * 3, "format": [0.2] * 3}, {"correct": [0.7] * 3, "format": [0.3] * 3}]
+    """Metrics are float64: the mean of three 0.1 is not 0.1, and a gradient that is not exactly 0
+    is a step of Adam.
+    """
+    parts = [
+        {"correct": [0.1] * 3, "format": [0.2] * 3},
+        {"correct": [0.7] * 3, "format": [0.3] * 3},
+    ]
     found = with_advantages(
-        [scored(group) for group in parts], "per_reward", reward_weights={"correct": 1.0, "format": 1.0}
+        [scored(group) for group in parts],
+        "per_reward",
+        reward_weights={"correct": 1.0, "format": 1.0},
     )
     assert [group.advantages.tolist() for group in found] == [[0.0] * 3] * 2
 
@@ -159,12 +201,22 @@ def test_bad_reward_names_the_prompt():
 
 @pytest.mark.parametrize(
     "kind",
-    ["mean", "std", "leave_one_out", "length_weighted", "rescaled_mean", "batch_whitened", "centred_batch_whitened"],
+    [
+        "mean",
+        "std",
+        "leave_one_out",
+        "length_weighted",
+        "rescaled_mean",
+        "batch_whitened",
+        "centred_batch_whitened",
+    ],
 )
 def test_a_response_without_a_reward_does_not_count(kind):
     rewards, lengths = [1.0, np.nan, 0.0, 0.5], [3, 50, 4, 5]
     given, left = group_of(rewards, lengths=lengths), group_of([1.0, 0.0, 0.5], lengths=[3, 4, 5])
-    (found, _), (expected, _) = (with_advantages([group, group_of([0.0, 1.0])], kind) for group in (given, left))
+    (found, _), (expected, _) = (
+        with_advantages([group, group_of([0.0, 1.0])], kind) for group in (given, left)
+    )
     np.testing.assert_allclose(found.advantages[[0, 2, 3]], expected.advantages, rtol=1e-6)
     assert found.advantages[1] == 0
     for rewards in ([np.nan, np.nan], [np.nan, 1.0]):
@@ -177,7 +229,11 @@ def test_a_response_without_a_reward_does_not_count(kind):
 
 def test_advantages_of_a_group_of_known_values():
     assert group_advantages(np.array([1.0, np.nan, 0.0]), "mean").tolist() == [0.5, 0.0, -0.5]
-    np.testing.assert_allclose(group_advantages(np.array([0.0, 2e-6]), "std"), [-0.5, 0.5], rtol=1e-6)
-    assert [part.tolist() for part in whiten([np.array([3.0])], [np.array([1.0])], None)] == [[0.0]], "a single token"
+    np.testing.assert_allclose(
+        group_advantages(np.array([0.0, 2e-6]), "std"), [-0.5, 0.5], rtol=1e-6
+    )
+    assert [part.tolist() for part in whiten([np.array([3.0])], [np.array([1.0])], None)] == [
+        [0.0]
+    ], "a single token"
     with pytest.raises(ValueError, match="batch_whitened.* is not computed within a group"):
         group_advantages(np.array([0.0, 1.0]), "batch_whitened")

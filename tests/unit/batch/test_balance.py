@@ -29,8 +29,11 @@ def used(slots):
     st.integers(0, 100),
     st.booleans(),
 )
-def test_every_sequence_once_under_the_cap_and_none_empty(share, replicas, multiple, cap, balance_length, padded):
-    rows = (share * replicas * multiple)[::-1]  # a multiple of replicas x multiple, so that a plan always exists
+def test_every_sequence_once_under_the_cap_and_none_empty(
+    share, replicas, multiple, cap, balance_length, padded
+):
+    # a multiple of replicas x multiple, so that a plan always exists
+    rows = (share * replicas * multiple)[::-1]
     work = Work(rows, cap, balance_length, padded)
     slots = plan_slots(work, replicas, count_multiple=multiple)
     assert used(slots) == list(range(len(rows)))
@@ -72,7 +75,11 @@ def test_a_padded_plan_has_as_few_micro_batches_as_any(lengths, cap):
 def test_padded_micro_batches_have_similar_lengths_and_equal_sizes():
     lengths = [10, 100, 11, 101, 12, 102, 13, 103]
     slots = plan_slots(Work(lengths, 250, 0, padded=True), 1)
-    assert [sorted(lengths[i] for i in part) for (part,) in slots] == [[102, 103], [100, 101], [10, 11, 12, 13]]
+    assert [sorted(lengths[i] for i in part) for (part,) in slots] == [
+        [102, 103],
+        [100, 101],
+        [10, 11, 12, 13],
+    ]
     (parts,) = plan_slots(Work([7] * 9, 1000, 0, padded=True), 3)
     assert [len(part) for part in parts] == [3, 3, 3]
 
@@ -91,9 +98,13 @@ def test_the_remainder_goes_where_it_just_fits():
 
 
 def test_too_few_sequences_are_refused():
-    with pytest.raises(ValueError, match="6 non-empty micro-batches from 5 sequences: 2 for each of 3"):
+    with pytest.raises(
+        ValueError, match="6 non-empty micro-batches from 5 sequences: 2 for each of 3"
+    ):
         plan_slots(Work([4] * 5, 100, 0), 3, count_multiple=2)
-    with pytest.raises(ValueError, match=r"5 sequences do not fit into 2 micro-batches of 10 rows on each of 2"):
+    with pytest.raises(
+        ValueError, match=r"5 sequences do not fit into 2 micro-batches of 10 rows on each of 2"
+    ):
         plan_slots(Work([9] * 5, 10, 0), 2)
 
 
@@ -101,7 +112,11 @@ def drawn_lengths(kind, seed):
     """1,024 lengths, lognormal, at most 32,768; kind "capped": 12 % of them there."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.lognormal(np.log(4000), 1.0, 1024), 32_768).astype(int) + 1
-    return np.where(rng.random(1024) < 0.12, 32_768, lengths).tolist() if kind == "capped" else lengths.tolist()
+    return (
+        np.where(rng.random(1024) < 0.12, 32_768, lengths).tolist()
+        if kind == "capped"
+        else lengths.tolist()
+    )
 
 
 @pytest.mark.parametrize(("replicas", "least"), [(8, 0.985), (32, 0.95)])
@@ -125,7 +140,7 @@ def test_assignment_changes_only_the_replica(rows, replicas, random):
         assert sorted(map(sorted, slot)) == sorted(dealt)
 
 
-# Many replicas: pods -------------------------------------------------------------------------------------------------
+# Many replicas: pods ------------------------------------------------------------------------------
 
 
 def plans_of(work, owners, replicas, *, count_multiple=1):
@@ -175,27 +190,41 @@ def test_pods_agree_on_one_plan_with_every_sequence_once(replicas, multiple, pad
     assert first.lockstep_efficiency(work) == pytest.approx(efficiency)
     size = pod_size(replicas)
     pods = deal(work, owners // size, replicas // size, size)
-    assert all(pods[i] == replica // size for slot in slots for replica, part in enumerate(slot) for i in part)
+    assert all(
+        pods[i] == replica // size
+        for slot in slots
+        for replica, part in enumerate(slot)
+        for i in part
+    )
     shares = np.bincount(pods, rows * (300 + rows))
     assert shares.max() <= 1.02 * shares.min(), "every pod gets as much work"
 
 
 def test_all_pods_have_the_slots_of_the_one_that_needs_most():
-    rows = np.array([51] + [50] * 127)  # 64 replicas of 100 rows: the pod with the 51 needs a second slot
+    # 64 replicas of 100 rows: the pod with the 51 needs a second slot
+    rows = np.array([51] + [50] * 127)
     work, owners = Work(rows, 100, 10), make_owners(len(rows), 64)
     plans = plans_of(work, owners, 64)
     assert {plan.num_slots for plan in plans} == {2}
     pods = deal(work, owners // 32, 2, 32)
     for slot in (0, 1):
-        assert all(pods[i] == replica // 32 for replica, part in enumerate(plans[0].side_by_side(slot)) for i in part)
+        assert all(
+            pods[i] == replica // 32
+            for replica, part in enumerate(plans[0].side_by_side(slot))
+            for i in part
+        )
 
 
 def test_where_a_pod_has_no_plan_all_replicas_plan_together_or_all_raise():
-    rows = np.array([95] * 95 + [30] * 3)  # one slot takes the three short ones together, which are dealt to two pods
+    # one slot takes the three short ones together, which are dealt to two pods
+    rows = np.array([95] * 95 + [30] * 3)
     plans = plans_of(Work(rows, 100, 10), make_owners(len(rows), 96), 96)
     assert {plan.num_slots for plan in plans} == {1}
     assert [95, 96, 97] in plans[0].side_by_side(0)
-    for count, words in ((63, "64 non-empty micro-batches from 63 sequences"), (65, "do not fit into 1 micro-batches")):
+    for count, words in (
+        (63, "64 non-empty micro-batches from 63 sequences"),
+        (65, "do not fit into 1 micro-batches"),
+    ):
         rows = np.full(count, 60)
         refused = plans_of(Work(rows, 100, 10), make_owners(count, 64), 64)
         assert len(set(refused)) == 1 and words in refused[0]
@@ -205,10 +234,16 @@ def test_1024_replicas_rarely_wait_for_each_other():
     """The plan of one pod, without the all-reduces: its own work alone."""
     lengths = np.concatenate([drawn_lengths("capped", seed) for seed in range(32)])
     work, owners = Work(lengths, 32_768, 16_800), make_owners(len(lengths), 1024)
-    pods = [make_plan(work, owners, 1024, pod * POD, lambda values, op: values) for pod in range(1024 // POD)]
+    pods = [
+        make_plan(work, owners, 1024, pod * POD, lambda values, op: values)
+        for pod in range(1024 // POD)
+    ]
     assert len({plan.num_slots for plan in pods}) == 1
-    whole = Plan(sum(plan.places for plan in pods), pods[0].num_slots, 1024)  # each fills in its own sequences
-    assert used([whole.side_by_side(slot) for slot in range(whole.num_slots)]) == list(range(len(lengths)))
+    # each fills in its own sequences
+    whole = Plan(sum(plan.places for plan in pods), pods[0].num_slots, 1024)
+    assert used([whole.side_by_side(slot) for slot in range(whole.num_slots)]) == list(
+        range(len(lengths))
+    )
     assert whole.lockstep_efficiency(work) >= 0.97
     assert lengths[whole.places % 1024 != owners].sum() < 0.43 * lengths.sum(), (
         "the others stay where they were sampled"
@@ -216,7 +251,9 @@ def test_1024_replicas_rarely_wait_for_each_other():
 
 
 def test_a_rank_of_1024_does_what_a_rank_of_64_does():
-    """Counted in calls, not in seconds: over all sequences of the job there are array operations only."""
+    """Counted in calls, not in seconds: over all sequences of the job there are array operations
+    only.
+    """
 
     def calls(replicas):
         lengths = np.random.default_rng(0).integers(64, 8000, 32 * replicas)
@@ -241,7 +278,16 @@ def test_a_rank_of_1024_does_what_a_rank_of_64_does():
 
 
 def test_pods_divide_the_replicas_or_there_is_one():
-    assert [pod_size(n) for n in (1, 8, 32, 48, 64, 96, 1000, 1024)] == [1, 8, 32, 24, 32, 32, 25, 32]
+    assert [pod_size(n) for n in (1, 8, 32, 48, 64, 96, 1000, 1024)] == [
+        1,
+        8,
+        32,
+        24,
+        32,
+        32,
+        25,
+        32,
+    ]
     assert pod_size(37) == 37 and pod_size(2 * 37) == 74, "no divisor between 8 and 32"
     assert pod_size(66) == 22, "33 are too many"
     assert pod_size(8 * 37) == 8 and pod_size(7 * 37) == 7 * 37
@@ -249,20 +295,33 @@ def test_pods_divide_the_replicas_or_there_is_one():
 
 def test_a_micro_batch_stays_with_the_replica_that_holds_most_of_it():
     slots = [[[0, 1, 2], [3, 4]], [[5], [6]]]
-    assert assign(slots, [1, 1, 0, 0, 0, 1, 1], [5, 5, 9, 1, 1, 7, 7], 2) == [[[3, 4], [0, 1, 2]], [[6], [5]]]
-    assert assign([[[0, 1, 2], [3]]], [0, 0, 1, 1], [5, 5, 9, 1], 2) == [[[0, 1, 2], [3]]], "10 rows of it, not 9"
+    assert assign(slots, [1, 1, 0, 0, 0, 1, 1], [5, 5, 9, 1, 1, 7, 7], 2) == [
+        [[3, 4], [0, 1, 2]],
+        [[6], [5]],
+    ]
+    assert assign([[[0, 1, 2], [3]]], [0, 0, 1, 1], [5, 5, 9, 1], 2) == [[[0, 1, 2], [3]]], (
+        "10 rows of it, not 9"
+    )
 
 
 @pytest.mark.parametrize("routes", [True, False])
 def test_samples_are_unchanged_by_encoding(routes):
     samples = [
-        Sample(make_rollout(f'ä"{k}\n/0', 3, k + 1, seed=k, routes=routes), 0.1 * k - 0.3, in_loss=k != 2)
+        Sample(
+            make_rollout(f'ä"{k}\n/0', 3, k + 1, seed=k, routes=routes),
+            0.1 * k - 0.3,
+            in_loss=k != 2,
+        )
         for k in range(5)
     ]
     back = decode_samples(encode_samples(samples))
     assert len(back) == 5 and decode_samples(encode_samples([])) == []
     for sample, twin in zip(samples, back, strict=True):
-        assert (twin.advantage, twin.in_loss, twin.rollout.id) == (sample.advantage, sample.in_loss, sample.rollout.id)
+        assert (twin.advantage, twin.in_loss, twin.rollout.id) == (
+            sample.advantage,
+            sample.in_loss,
+            sample.rollout.id,
+        )
         assert twin.rollout.routes_digest == sample.rollout.routes_digest
         assert twin.rollout.prompt_length == 3
         for name in ("tokens", "rollout_logprobs", "routed_experts", "policy_versions"):
@@ -273,12 +332,14 @@ def test_samples_are_unchanged_by_encoding(routes):
                 np.testing.assert_array_equal(mine, its)
 
 
-# Known plans ----------------------------------------------------------------------------------------------------------
+# Known plans --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tens", "sizes"), [(40, [[1, 25], [8, 7]]), (20, [[1, 18], [1, 1]])])
 def test_a_slot_is_filled_up_to_the_cost_of_its_longest_sequence(tens, sizes):
-    """40: 25 sequences of cost 100 equal one of 2,500; 20: one for each replica is kept for the second slot."""
+    """40: 25 sequences of cost 100 equal one of 2,500; 20: one for each replica is kept for the
+    second slot.
+    """
     slots = plan_slots(Work([50] + [10] * tens, 10_000, 0), 2, at_least=2)
     assert [[len(part) for part in slot] for slot in slots] == sizes
     assert slots[0][0] == [0]
@@ -291,7 +352,11 @@ def test_where_the_cheapest_is_full_another_takes_the_rest():
 
 
 def test_the_costliest_run_is_halved_until_there_are_enough_slots():
-    assert plan_padded(Work([10] * 8, 200, 0, padded=True), 3, 1) == [[[6, 7]], [[3, 4, 5]], [[0, 1, 2]]], "even"
+    assert plan_padded(Work([10] * 8, 200, 0, padded=True), 3, 1) == [
+        [[6, 7]],
+        [[3, 4, 5]],
+        [[0, 1, 2]],
+    ], "even"
     slots = plan_padded(Work([100, 50, 50, 50, 50, 30, 30], 300, 0, padded=True), 5, 1)
     assert slots == [[[5, 6]], [[3, 4]], [[2]], [[1]], [[0]]], "of 100 | 50 50 | 50 50 | 30 30"
 
@@ -300,8 +365,14 @@ def test_a_plan_is_read_by_replica_and_by_slot():
     places = np.random.default_rng(0).integers(0, 12, 2000)
     plan = Plan(places, 4, 3)
     for slot in range(4):
-        expected = [[i for i in range(2000) if places[i] == slot * 3 + replica] for replica in range(3)]
-        assert plan.side_by_side(slot) == expected == [plan.micro_batches(replica)[slot] for replica in range(3)]
+        expected = [
+            [i for i in range(2000) if places[i] == slot * 3 + replica] for replica in range(3)
+        ]
+        assert (
+            plan.side_by_side(slot)
+            == expected
+            == [plan.micro_batches(replica)[slot] for replica in range(3)]
+        )
     assert Plan(np.array([0]), 1, 3).side_by_side(0) == [[0], [], []]
 
 

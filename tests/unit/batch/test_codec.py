@@ -1,4 +1,6 @@
-"""A rollout as header and arrays: what is written, what is refused on reading, and the layout of the bytes."""
+"""A rollout as header and arrays: what is written, what is refused on reading, and the layout of
+the bytes.
+"""
 
 from dataclasses import replace
 
@@ -30,19 +32,37 @@ def written(*, missing=True, routes=True):
 
 def test_the_header_and_the_arrays_by_name():
     rollout, header, arrays = written()
-    spans = [[int(v), int((rollout.policy_versions == v).sum())] for v in np.unique(rollout.policy_versions)]
+    spans = [
+        [int(v), int((rollout.policy_versions == v).sum())]
+        for v in np.unique(rollout.policy_versions)
+    ]
     assert header == {"id": "r", "prompt_length": 3, "finish_reason": "stop", "versions": spans}
-    assert list(arrays) == ["tokens", "logprobs", "routed_experts", "routes_digest", "missing_routes"]
-    assert arrays["routes_digest"].tobytes() == rollout.routes_digest and arrays["routes_digest"].dtype == np.uint8
+    assert list(arrays) == [
+        "tokens",
+        "logprobs",
+        "routed_experts",
+        "routes_digest",
+        "missing_routes",
+    ]
+    assert (
+        arrays["routes_digest"].tobytes() == rollout.routes_digest
+        and arrays["routes_digest"].dtype == np.uint8
+    )
     assert list(written(missing=False, routes=False)[2]) == ["tokens", "logprobs"]
-    assert to_arrays(replace(rollout, routed_experts=None)).keys() == {"tokens", "logprobs", "missing_routes"}
+    assert to_arrays(replace(rollout, routed_experts=None)).keys() == {
+        "tokens",
+        "logprobs",
+        "missing_routes",
+    }
 
 
 @pytest.mark.parametrize("name", ["tokens", "logprobs"])
 def test_tokens_and_logprobs_are_required(name):
     _, header, arrays = written()
     del arrays[name]
-    with pytest.raises(ValueError, match="rollout r: tokens or log-probs are missing; record it again"):
+    with pytest.raises(
+        ValueError, match="rollout r: tokens or log-probs are missing; record it again"
+    ):
         from_arrays(header, arrays.get)
 
 
@@ -54,7 +74,8 @@ def test_lengths_that_do_not_describe_one_response_are_refused(name):
     else:
         header[name] = {"prompt_length": 2, "versions": [[0, 5]]}[name]
     with pytest.raises(
-        ValueError, match=r"rollout r: \d tokens with a prompt of \d, \d log-probs and \d weight versions"
+        ValueError,
+        match=r"rollout r: \d tokens with a prompt of \d, \d log-probs and \d weight versions",
     ):
         from_arrays(header, arrays.get)
 
@@ -98,17 +119,27 @@ def test_ids_are_layer_major_in_memory():
 def test_bytes_are_a_size_a_header_and_aligned_arrays():
     """Padded with zeros, so that equal rollouts have equal bytes; reading returns views."""
     rollout = written()[0]
-    data = to_bytes([rollout, rollout], weights=np.array([[1.5], [2.5]]), marks=np.array([True, False]))
+    data = to_bytes(
+        [rollout, rollout], weights=np.array([[1.5], [2.5]]), marks=np.array([True, False])
+    )
     assert ALIGNMENT == 16 and [aligned(size) for size in (0, 1, 16, 17)] == [0, 16, 16, 32]
     assert len(data) % ALIGNMENT == 0 and not data[8:16].any()
     length = int(data[:8].view(np.int64)[0])
-    assert data[16 : 16 + length].tobytes().endswith(b"}") and not data[16 + length : 16 + aligned(length)].any()
+    assert (
+        data[16 : 16 + length].tobytes().endswith(b"}")
+        and not data[16 + length : 16 + aligned(length)].any()
+    )
     rollouts, columns = from_bytes(data)
-    assert columns["weights"].tolist() == [[1.5], [2.5]] and columns["marks"].tolist() == [True, False]
+    assert columns["weights"].tolist() == [[1.5], [2.5]] and columns["marks"].tolist() == [
+        True,
+        False,
+    ]
     first = 16 + aligned(length)
     assert np.shares_memory(columns["weights"], data[first : first + 16])
     for part in (columns["marks"], rollouts[0].tokens, rollouts[1].rollout_logprobs):
-        assert np.shares_memory(part, data) and (part.ctypes.data - data.ctypes.data) % ALIGNMENT == 0
+        assert (
+            np.shares_memory(part, data) and (part.ctypes.data - data.ctypes.data) % ALIGNMENT == 0
+        )
     end = first + 16 + 2  # two marks, then zeros
     assert not data[end : first + 32].any()
 
@@ -116,11 +147,16 @@ def test_bytes_are_a_size_a_header_and_aligned_arrays():
 def test_any_part_of_the_bytes_can_be_copied():
     """Also across the borders of arrays, and of the zeros between them."""
     rollouts = [written()[0], written(missing=False, routes=False)[0]]
-    encoded, data = encode(rollouts, marks=np.array([True])), to_bytes(rollouts, marks=np.array([True]))
+    encoded, data = (
+        encode(rollouts, marks=np.array([True])),
+        to_bytes(rollouts, marks=np.array([True])),
+    )
     assert len(encoded) == len(data)
     for size in (1, 7, 16, 50, len(data)):
         for start in range(len(data) - size + 1):
             part = np.full(size, 255, np.uint8)
             encoded.copy_to(part, start)
             np.testing.assert_array_equal(part, data[start : start + size])
-    assert any(np.shares_memory(block, rollouts[0].tokens) for block in encoded.blocks), "views, not copies"
+    assert any(np.shares_memory(block, rollouts[0].tokens) for block in encoded.blocks), (
+        "views, not copies"
+    )

@@ -29,7 +29,9 @@ def config(cache, limit):
 
 def group_of(*lengths):
     rollouts = tuple(make_rollout(f"p/{k}", 2, n) for k, n in enumerate(lengths))
-    return RolloutGroup(Prompt("p", "", (1, 2), ""), rollouts, np.array([1.0, 0.0, 1.0, 1.0], np.float32))
+    return RolloutGroup(
+        Prompt("p", "", (1, 2), ""), rollouts, np.array([1.0, 0.0, 1.0, 1.0], np.float32)
+    )
 
 
 def test_penalty_is_the_papers_at_its_limits():
@@ -54,7 +56,9 @@ def test_penalties_make_equal_rewards_differ():
     assert is_uniform(equal) and not is_uniform(group_of(2, 5, 9, 10))
     (shaped,) = with_penalties([equal], config(4, 10))
     assert not is_uniform(shaped)
-    (inside,) = with_penalties([replace(group_of(2, 3, 4, 5), rewards=equal.rewards)], config(4, 10))
+    (inside,) = with_penalties(
+        [replace(group_of(2, 3, 4, 5), rewards=equal.rewards)], config(4, 10)
+    )
     assert is_uniform(inside)
 
 
@@ -66,7 +70,9 @@ def test_without_settings_groups_are_unchanged():
 
 
 def test_a_cache_longer_than_a_response_is_refused():
-    with pytest.raises(ConfigError, match=r"batch.overlong_cache = 20 .*max_response_tokens = 10.*lower it"):
+    with pytest.raises(
+        ConfigError, match=r"batch.overlong_cache = 20 .*max_response_tokens = 10.*lower it"
+    ):
         load_config(
             None,
             [],
@@ -85,7 +91,9 @@ def test_the_price_of_a_token_adds_to_the_overlong_penalty():
     (group,) = with_penalties([group_of(2, 5, 9, 10)], cfg)
     np.testing.assert_allclose(group.penalties, [-0.1, -0.25, -0.45 - 0.75, -0.5 - 1], rtol=1e-6)
     assert group.penalties.dtype == np.float32
-    (group,) = with_penalties([group], cfg.model_copy(update={"batch": BatchConfig(length_penalty=0.5)}))
+    (group,) = with_penalties(
+        [group], cfg.model_copy(update={"batch": BatchConfig(length_penalty=0.5)})
+    )
     np.testing.assert_allclose(group.penalties, [-0.1, -0.25, -0.45, -0.5], rtol=1e-6)
 
 

@@ -1,4 +1,6 @@
-"""Episodes of several sequences: packed once, counted as one response, and refused where a sequence was lost or moved."""
+"""Episodes of several sequences: packed once, counted as one response, and refused where a sequence
+was lost or moved.
+"""
 
 from dataclasses import replace
 
@@ -39,16 +41,25 @@ def test_every_sampled_token_is_in_one_row_of_the_loss():
     for rollout, advantage in ((tree, 0.5), (plain, -0.5)):
         for each in rollout.sequences:
             rows = zip(each.sampled - 1, each.rollout_logprobs, strict=True)
-            expected += [(p, each.tokens[t + 1], each.routed_experts[t].tobytes(), advantage) for t, p in rows]
+            expected += [
+                (p, each.tokens[t + 1], each.routed_experts[t].tobytes(), advantage)
+                for t, p in rows
+            ]
     for micro in batch.micro_batches:
         starts = micro.cu_seqlens.tolist()
         for row in micro.loss_mask.nonzero().flatten().tolist():
             number = int(micro.sequence_ids[row])
             route = micro.routed_experts[number][row - starts[number]].tobytes()
-            found.append((micro.rollout_logprobs[row], micro.labels[row], route, micro.advantages[row]))
-    assert len({p for p, *_ in expected}) == len(expected) == 9 + 4 + 6 + 5, "log-probs identify tokens"
+            found.append(
+                (micro.rollout_logprobs[row], micro.labels[row], route, micro.advantages[row])
+            )
+    assert len({p for p, *_ in expected}) == len(expected) == 9 + 4 + 6 + 5, (
+        "log-probs identify tokens"
+    )
     key = [(*tuple(map(float, (p, t, a))), route) for p, t, route, a in found]
-    assert sorted(key) == sorted((*tuple(map(float, (p, t, a))), route) for p, t, route, a in expected)
+    assert sorted(key) == sorted(
+        (*tuple(map(float, (p, t, a))), route) for p, t, route, a in expected
+    )
 
 
 def test_an_episode_is_one_response_in_every_count():
@@ -58,28 +69,45 @@ def test_an_episode_is_one_response_in_every_count():
     assert (batch.num_responses, batch.num_response_tokens) == (2, 19 + 5)
     total = {"sequence_mean": 0.0, "sequence_sum": 0.0, "token_mean": 0.0, "kept_mean": 0.0}
     kept = [micro.loss_mask & (micro.rollout_logprobs < -0.5) for micro in batch.micro_batches]
-    n = count_kept(torch.cat(kept), torch.cat([micro.response_ids for micro in batch.micro_batches]), 2)
-    for micro, kept_lengths in zip(batch.micro_batches, n.split([len(part) for part in kept]), strict=True):
-        lengths = dict(zip(micro.sequence_ids.tolist(), micro.response_lengths.tolist(), strict=True))
+    n = count_kept(
+        torch.cat(kept), torch.cat([micro.response_ids for micro in batch.micro_batches]), 2
+    )
+    for micro, kept_lengths in zip(
+        batch.micro_batches, n.split([len(part) for part in kept]), strict=True
+    ):
+        lengths = dict(
+            zip(micro.sequence_ids.tolist(), micro.response_lengths.tolist(), strict=True)
+        )
         assert [lengths[n] for n, name in enumerate(micro.rollout_ids)] == [
             19 if name.startswith("p/0") else 5 for name in micro.rollout_ids
         ]
         for how in total:
             sequences = Sequences(
-                micro.sequence_ids, len(micro.rollout_ids), micro.response_lengths, kept_lengths=kept_lengths
+                micro.sequence_ids,
+                len(micro.rollout_ids),
+                micro.response_lengths,
+                kept_lengths=kept_lengths,
             )
             config = LossConfig(name="minirl", aggregation=how)
             per_token = torch.where(micro.loss_mask, micro.rollout_logprobs, 7.0)
             loss = FakeLoss(per_token, micro.loss_mask)
-            counts = {"num_responses": batch.num_responses, "num_response_tokens": batch.num_response_tokens}
+            counts = {
+                "num_responses": batch.num_responses,
+                "num_response_tokens": batch.num_response_tokens,
+            }
             total[how] += float(aggregate(loss, sequences, config, **counts))
     of_tree = sum(float(each.rollout_logprobs.sum()) for each in tree.sequences)
     of_plain = float(plain.rollout_logprobs.sum())
     assert total["sequence_mean"] == pytest.approx((of_tree / 19 + of_plain / 5) / 2)
     assert total["sequence_sum"] == pytest.approx((of_tree + of_plain) / 2)
     assert total["token_mean"] == pytest.approx((of_tree + of_plain) / 24)
-    left = [sum(int((each.rollout_logprobs < -0.5).sum()) for each in r.sequences) for r in (tree, plain)]
-    assert 0 < left[1] < 5 and total["kept_mean"] == pytest.approx((of_tree / left[0] + of_plain / left[1]) / 2)
+    left = [
+        sum(int((each.rollout_logprobs < -0.5).sum()) for each in r.sequences)
+        for r in (tree, plain)
+    ]
+    assert 0 < left[1] < 5 and total["kept_mean"] == pytest.approx(
+        (of_tree / left[0] + of_plain / left[1]) / 2
+    )
 
 
 class FakeLoss:
@@ -99,12 +127,18 @@ def test_an_episode_leaves_the_loss_as_a_whole():
 
 
 @pytest.mark.parametrize(
-    "rule", [PackRule(), PackRule(count_multiple=2), PackRule(padded=True), PackRule(equal_sizes=True)]
+    "rule",
+    [PackRule(), PackRule(count_multiple=2), PackRule(padded=True), PackRule(equal_sizes=True)],
 )
 def test_any_number_of_long_sequences_has_a_plan(rule):
-    """Seven sequences on two replicas, no two of which fit into a micro-batch: some are computed twice, and learned from once."""
+    """Seven sequences on two replicas, no two of which fit into a micro-batch: some are computed
+    twice, and learned from once.
+    """
     trees = [make_tree("a/0", seed=1), make_tree("b/0", seed=2)]
-    owned = [[Sample(trees[0], 0.5), Sample(make_rollout("a/1", 3, 8), -0.5)], [Sample(trees[1], 0.5)]]
+    owned = [
+        [Sample(trees[0], 0.5), Sample(make_rollout("a/1", 3, 8), -0.5)],
+        [Sample(trees[1], 0.5)],
+    ]
 
     def deal(group, rank):
         return make_mini_batch(owned[rank], max_tokens=13, rule=rule, dp_group=group)
@@ -115,14 +149,20 @@ def test_any_number_of_long_sequences_has_a_plan(rule):
     for micro in (micro for batch in batches for micro in batch.micro_batches):
         assert len(micro.rollout_ids) == 1
         (learned if micro.loss_mask.any() else copied).append(micro.rollout_ids[0])
-        numbers.setdefault(micro.rollout_ids[0][:3], set()).update(micro.response_ids[micro.loss_mask].tolist())
+        numbers.setdefault(micro.rollout_ids[0][:3], set()).update(
+            micro.response_ids[micro.loss_mask].tolist()
+        )
         if not micro.loss_mask.any():
             assert (micro.response_ids == -1).all()
             assert not (micro.row_state == RowState.REPLAYED).any(), "in no metric of routes"
     assert sorted(learned) == ["a/0", "a/0/0", "a/0/1", "a/1", "b/0", "b/0/0", "b/0/1"]
     assert copied == ["a/1"], "the shortest"
-    assert numbers == {"a/0": {0}, "a/1": {1}, "b/0": {2}}, "one number for each response of the job"
-    assert all(batch.num_responses == 3 and batch.num_response_tokens == 2 * 19 + 8 for batch in batches)
+    assert numbers == {"a/0": {0}, "a/1": {1}, "b/0": {2}}, (
+        "one number for each response of the job"
+    )
+    assert all(
+        batch.num_responses == 3 and batch.num_response_tokens == 2 * 19 + 8 for batch in batches
+    )
     samples = [sample for batch in batches for part in batch.samples for sample in part]
     sent = decode_samples(encode_samples(samples))
     assert [s.response for s in sent] == [s.response for s in samples]
@@ -132,7 +172,9 @@ def test_any_number_of_long_sequences_has_a_plan(rule):
     assert {(s.rollout.id, s.is_copy, s.response) for part in once_more.samples for s in part} == {
         (s.rollout.id, s.is_copy, s.response) for s in samples
     }
-    assert [s.is_copy for s in sent] == [s.is_copy for s in samples] and sum(s.is_copy for s in samples) == 1
+    assert [s.is_copy for s in sent] == [s.is_copy for s in samples] and sum(
+        s.is_copy for s in samples
+    ) == 1
 
 
 def test_a_response_that_is_left_out_has_no_number():
@@ -142,14 +184,18 @@ def test_a_response_that_is_left_out_has_no_number():
     numbers = {name: {*part.response_ids[part.sequence_ids == i].tolist()} for part in batch.micro_batches
                for i, name in enumerate(part.rollout_ids)}  # fmt: skip
     assert numbers == {"p/0": {0}, "p/1": {-1}, "p/2": {1}} and batch.num_responses == 2
-    assert all((part.response_ids[part.sequence_ids < 0] == -1).all() for part in batch.micro_batches)
+    assert all(
+        (part.response_ids[part.sequence_ids < 0] == -1).all() for part in batch.micro_batches
+    )
 
 
 def test_whitening_weighs_a_reward_by_all_tokens_of_its_episode():
     tree, plain = make_tree("p/0", seed=1), make_rollout("p/1", 3, 5)
     (group,) = with_advantages([group_of(tree, plain)], "batch_whitened")
     tokens = np.repeat([1.0, 0.0], [19, 5])
-    assert group.advantages == pytest.approx((np.array([1.0, 0.0]) - tokens.mean()) / (tokens.std() + 1e-6))
+    assert group.advantages == pytest.approx(
+        (np.array([1.0, 0.0]) - tokens.mean()) / (tokens.std() + 1e-6)
+    )
 
 
 def test_penalties_are_for_all_sampled_tokens_and_for_the_longest_sequence(tmp_path):
@@ -170,12 +216,22 @@ def test_a_tree_travels_unchanged_among_others():
         assert [each.id for each in one.sequences] == [each.id for each in other.sequences]
         assert one.episode_digest == other.episode_digest and one.reward == other.reward
         for mine, theirs in zip(one.sequences, other.sequences, strict=True):
-            for name in ("tokens", "rollout_logprobs", "routed_experts", "policy_versions", "prompt_length"):
+            for name in (
+                "tokens",
+                "rollout_logprobs",
+                "routed_experts",
+                "policy_versions",
+                "prompt_length",
+            ):
                 assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
     samples = Sample(rollouts[1], 0.25).sequences
     back = decode_samples(encode_samples(samples))
-    assert [(s.length, s.advantage, s.rollout.id) for s in back] == [(19, 0.25, r.id) for r in rollouts[1].sequences]
-    assert rollouts[1].named("x/3").sequences[1].id == "x/3/1" and check_episode(rollouts[1].named("x/3"))
+    assert [(s.length, s.advantage, s.rollout.id) for s in back] == [
+        (19, 0.25, r.id) for r in rollouts[1].sequences
+    ]
+    assert rollouts[1].named("x/3").sequences[1].id == "x/3/1" and check_episode(
+        rollouts[1].named("x/3")
+    )
 
 
 def swapped(tree, other):
@@ -211,10 +267,20 @@ def begins_earlier(tree, other):
 
 def other_logprobs(tree, other):
     first, second = tree.earlier
-    return replace(tree, earlier=(replace(first, rollout_logprobs=first.rollout_logprobs[::-1]), second))
+    return replace(
+        tree, earlier=(replace(first, rollout_logprobs=first.rollout_logprobs[::-1]), second)
+    )
 
 
-CHANGES = [swapped, swapped_with_another_episode, repeated, lost, all_lost, begins_earlier, other_logprobs]
+CHANGES = [
+    swapped,
+    swapped_with_another_episode,
+    repeated,
+    lost,
+    all_lost,
+    begins_earlier,
+    other_logprobs,
+]
 
 
 @pytest.mark.parametrize("routes", [True, False])
@@ -225,7 +291,9 @@ def test_sequences_that_are_not_those_of_the_episode_are_refused(change, routes)
     for sequence in wrong.sequences:
         pack([Sample(sequence, 0.0)])  # each alone is sound
     group = replace(group_of(wrong), advantages=np.zeros(1, np.float32))
-    with pytest.raises(ValueError, match="rollout p/0: digest of its . sequences is .*lost, swapped or repeated"):
+    with pytest.raises(
+        ValueError, match="rollout p/0: digest of its . sequences is .*lost, swapped or repeated"
+    ):
         list(make_samples(group, filter_truncated=False))
     with pytest.raises(ValueError, match="rollout p/0: digest of its . sequences"):
         from_bytes(to_bytes([wrong]))

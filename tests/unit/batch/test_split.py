@@ -18,7 +18,9 @@ def config(**sections):
 def test_the_number_of_micro_batches_is_a_multiple_of_count_multiple(multiple, cap):
     samples = [Sample(rollout, 1.0) for group in make_groups(6, 2) for rollout in group.rollouts]
     plain = make_mini_batch(samples, max_tokens=cap, rule=PackRule(), dp_group=None)
-    batch = make_mini_batch(samples, max_tokens=cap, rule=PackRule(count_multiple=multiple), dp_group=None)
+    batch = make_mini_batch(
+        samples, max_tokens=cap, rule=PackRule(count_multiple=multiple), dp_group=None
+    )
     fewest = len(plain.micro_batches)
     assert len(batch.micro_batches) == -(-fewest // multiple) * multiple
     names = sorted(name for micro in batch.micro_batches for name in micro.rollout_ids)
@@ -47,15 +49,22 @@ def test_too_few_samples_for_the_number_of_micro_batches():
 
 def test_split_keeps_groups_together_uses_each_response_once_and_is_seeded():
     groups = make_groups(6, 4)
-    run = config(run=RunConfig(num_mini_batches=3, max_tokens_per_micro_batch=30, prompts_per_step=6))
+    run = config(
+        run=RunConfig(num_mini_batches=3, max_tokens_per_micro_batch=30, prompts_per_step=6)
+    )
 
     def members(seed):
         batches = split(groups, run, seed=seed, rule=PackRule(), dp_group=None)
-        return [sorted(name for micro in batch.micro_batches for name in micro.rollout_ids) for batch in batches]
+        return [
+            sorted(name for micro in batch.micro_batches for name in micro.rollout_ids)
+            for batch in batches
+        ]
 
     parts = members(0)
     assert [len(part) for part in parts] == [8, 8, 8]
-    assert sorted(name for part in parts for name in part) == sorted(r.id for g in groups for r in g.rollouts)
+    assert sorted(name for part in parts for name in part) == sorted(
+        r.id for g in groups for r in g.rollouts
+    )
     for part in parts:
         names = {name.split("/")[0] for name in part}
         assert len(names) == 2  # two whole groups of four
@@ -64,7 +73,9 @@ def test_split_keeps_groups_together_uses_each_response_once_and_is_seeded():
 
 def test_split_counts_the_entire_mini_batch():
     groups = make_groups(4, 3)
-    batches = split(groups, config(run=RunConfig(num_mini_batches=2)), seed=1, rule=PackRule(), dp_group=None)
+    batches = split(
+        groups, config(run=RunConfig(num_mini_batches=2)), seed=1, rule=PackRule(), dp_group=None
+    )
     assert [batch.num_responses for batch in batches] == [6, 6]
     assert [batch.index for batch in batches] == [0, 1]
     tokens = sum(batch.num_response_tokens for batch in batches)
@@ -74,7 +85,11 @@ def test_split_counts_the_entire_mini_batch():
 def test_truncated_responses_leave_the_loss_and_its_denominators_only_on_request():
     groups = [
         replace(
-            g, rollouts=tuple(replace(r, finish_reason="length") if k == 1 else r for k, r in enumerate(g.rollouts))
+            g,
+            rollouts=tuple(
+                replace(r, finish_reason="length") if k == 1 else r
+                for k, r in enumerate(g.rollouts)
+            ),
         )
         for g in make_groups(2, 3)
     ]
@@ -89,11 +104,16 @@ def test_truncated_responses_leave_the_loss_and_its_denominators_only_on_request
                 learned = int(micro.loss_mask[micro.sequence_ids == index].sum())
                 length = next(r for g in groups for r in g.rollouts if r.id == name).response_length
                 assert learned == (0 if filtered and name.endswith("/1") else length)
-            assert not micro.advantages[~micro.loss_mask].any() and not micro.rollout_logprobs[~micro.loss_mask].any()
+            assert (
+                not micro.advantages[~micro.loss_mask].any()
+                and not micro.rollout_logprobs[~micro.loss_mask].any()
+            )
 
 
 def test_a_response_without_a_reward_leaves_the_loss_and_its_denominators():
-    groups = [replace(g, rewards=np.array([0.5, np.nan, 1.0], np.float32)) for g in make_groups(2, 3)]
+    groups = [
+        replace(g, rewards=np.array([0.5, np.nan, 1.0], np.float32)) for g in make_groups(2, 3)
+    ]
     (batch,) = split(groups, config(), seed=0, rule=PackRule(), dp_group=None)
     kept = [r.response_length for g in groups for r in (g.rollouts[0], g.rollouts[2])]
     assert (batch.num_responses, batch.num_response_tokens) == (4, sum(kept))
@@ -104,16 +124,31 @@ def test_a_response_without_a_reward_leaves_the_loss_and_its_denominators():
 
 def test_denominators_are_at_least_one():
     groups = [
-        replace(g, rollouts=tuple(replace(r, finish_reason="length") for r in g.rollouts)) for g in make_groups(1, 2)
+        replace(g, rollouts=tuple(replace(r, finish_reason="length") for r in g.rollouts))
+        for g in make_groups(1, 2)
     ]
-    (batch,) = split(groups, config(batch=BatchConfig(filter_truncated=True)), seed=0, rule=PackRule(), dp_group=None)
+    (batch,) = split(
+        groups,
+        config(batch=BatchConfig(filter_truncated=True)),
+        seed=0,
+        rule=PackRule(),
+        dp_group=None,
+    )
     assert (batch.num_responses, batch.num_response_tokens) == (1, 1)
     assert not any(micro.loss_mask.any() for micro in batch.micro_batches)
 
 
 def test_split_error_names_the_keys():
-    with pytest.raises(ValueError, match=r"5 prompt groups.*num_mini_batches = 2.*prompts_per_step"):
-        split(make_groups(5, 1), config(run=RunConfig(num_mini_batches=2)), seed=0, rule=PackRule(), dp_group=None)
+    with pytest.raises(
+        ValueError, match=r"5 prompt groups.*num_mini_batches = 2.*prompts_per_step"
+    ):
+        split(
+            make_groups(5, 1),
+            config(run=RunConfig(num_mini_batches=2)),
+            seed=0,
+            rule=PackRule(),
+            dp_group=None,
+        )
 
 
 def sent(groups):
@@ -123,7 +158,10 @@ def sent(groups):
     )
     assert columns["rewards"].shape == (2, 3) and columns["rewards"].dtype == np.float32
     size = len(groups[0].rollouts)
-    return [replace(g, rollouts=tuple(rollouts[i * size : (i + 1) * size])) for i, g in enumerate(groups)]
+    return [
+        replace(g, rollouts=tuple(rollouts[i * size : (i + 1) * size]))
+        for i, g in enumerate(groups)
+    ]
 
 
 @pytest.mark.parametrize(("routes", "has_missing"), [(True, False), (True, True), (False, False)])
@@ -131,7 +169,10 @@ def test_share_encoding_round_trips(routes, has_missing):
     groups = make_groups(3, 4, routes=routes)
     if has_missing:
         groups[1] = replace(
-            groups[1], rollouts=tuple(with_missing_row(r, row=k % 2) for k, r in enumerate(groups[1].rollouts))
+            groups[1],
+            rollouts=tuple(
+                with_missing_row(r, row=k % 2) for k, r in enumerate(groups[1].rollouts)
+            ),
         )
     for group, copy in zip(groups, sent(groups), strict=True):
         for rollout, twin in zip(group.rollouts, copy.rollouts, strict=True):
@@ -144,7 +185,10 @@ def test_share_encoding_round_trips(routes, has_missing):
             assert twin.policy_versions.dtype == np.int32
             np.testing.assert_array_equal(rollout.tokens, twin.tokens)
             np.testing.assert_array_equal(rollout.rollout_logprobs, twin.rollout_logprobs)
-            assert twin.routes_digest == rollout.routes_digest and (twin.routes_digest is not None) == routes
+            assert (
+                twin.routes_digest == rollout.routes_digest
+                and (twin.routes_digest is not None) == routes
+            )
             if rollout.missing_routes is None:
                 assert twin.missing_routes is None
             else:

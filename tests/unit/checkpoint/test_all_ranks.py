@@ -19,13 +19,25 @@ from tests.unit.checkpoint.test_manifest import make_checkpoint
 
 
 def parallel(**changes):
-    sizes = dict.fromkeys(("tp_size", "pp_size", "vp_size", "cp_size", "ep_size", "etp_size", "dp_size"), 1)
+    sizes = dict.fromkeys(
+        ("tp_size", "pp_size", "vp_size", "cp_size", "ep_size", "etp_size", "dp_size"), 1
+    )
     return SimpleNamespace(**{**sizes, "rank": 0, "world_size": 1, **changes})
 
 
 def test_a_layout_is_named_by_its_sizes_above_one():
-    sizes = {"tp_size": 2, "pp_size": 3, "vp_size": 4, "cp_size": 5, "ep_size": 6, "etp_size": 7, "dp_size": 8}
-    assert layout_name(SimpleNamespace(parallel=parallel(**sizes))) == "tp2 pp3 vp4 cp5 ep6 etp7 dp8"
+    sizes = {
+        "tp_size": 2,
+        "pp_size": 3,
+        "vp_size": 4,
+        "cp_size": 5,
+        "ep_size": 6,
+        "etp_size": 7,
+        "dp_size": 8,
+    }
+    assert (
+        layout_name(SimpleNamespace(parallel=parallel(**sizes))) == "tp2 pp3 vp4 cp5 ep6 etp7 dp8"
+    )
     assert layout_name(SimpleNamespace(parallel=parallel(ep_size=2))) == "ep2"
     assert layout_name(SimpleNamespace(parallel=parallel())) == "one rank"
 
@@ -44,8 +56,14 @@ def raised(*errors, explicit):
 def test_the_reason_of_an_error_is_the_error_of_the_file(explicit):
     full = OSError(28, "No space left on device")
     errors = (ValueError("lost"), full, KeyError("position"), RuntimeError("unexpected position"))
-    assert reason_of_error(raised(*errors, explicit=explicit)) == "OSError: [Errno 28] No space left on device"
-    assert reason_of_error(raised(ValueError("a"), RuntimeError("b"), explicit=explicit)) == "RuntimeError: b"
+    assert (
+        reason_of_error(raised(*errors, explicit=explicit))
+        == "OSError: [Errno 28] No space left on device"
+    )
+    assert (
+        reason_of_error(raised(ValueError("a"), RuntimeError("b"), explicit=explicit))
+        == "RuntimeError: b"
+    )
     assert reason_of_error(full) == "OSError: [Errno 28] No space left on device"
 
 
@@ -111,7 +129,9 @@ def test_every_rank_checks_its_share_of_the_files(ranks, tmp_path, monkeypatch):
     """The large files are spread over the ranks; damage that several found is listed once."""
     path = make_checkpoint(tmp_path)
     shares = []
-    monkeypatch.setattr(checkpointer, "damage", lambda path, manifest, names: shares.append(list(names)) or ["a"])
+    monkeypatch.setattr(
+        checkpointer, "damage", lambda path, manifest, names: shares.append(list(names)) or ["a"]
+    )
     ranks(0, ["b", "a"], ["c"])
     for rank in (0, 1, 2):
         saver = SimpleNamespace(engine=SimpleNamespace(parallel=parallel(rank=rank, world_size=3)))

@@ -60,7 +60,9 @@ def saved(computed, tmp_path):
 
 def mini_batch(engine, number):
     """Make a mini-batch whose micro-batches have up to seven sequences."""
-    samples = [sample for part in random_batch(engine, seed=number, layers=2).samples for sample in part]
+    samples = [
+        sample for part in random_batch(engine, seed=number, layers=2).samples for sample in part
+    ]
     rule, group = engine.pack_rule, engine.parallel.dp_group
     batch = make_mini_batch(samples, max_tokens=64, rule=rule, dp_group=group)
     assert max(map(len, batch.samples)) > 2 and len(batch.samples) > 1
@@ -85,9 +87,15 @@ def test_it_gives_loss_gradient_and_metrics_again(saved):
     again, old_again = bundle.load()
     sizes = ("index", "num_responses", "num_response_tokens", "policy_version")
     assert [getattr(again, name) for name in sizes] == [getattr(batch, name) for name in sizes]
-    ids = [[[sample.rollout.id for sample in part] for part in loaded.samples] for loaded in (again, batch)]
+    ids = [
+        [[sample.rollout.id for sample in part] for part in loaded.samples]
+        for loaded in (again, batch)
+    ]
     assert ids[0] == ids[1]
-    assert compute(engine, again, old_again) == results and results.loss == results.metrics["train/loss"]
+    assert (
+        compute(engine, again, old_again) == results
+        and results.loss == results.metrics["train/loss"]
+    )
     text = (folder / "bundle.json").read_text()
     header = json.loads(text)
     assert text == json.dumps(header, indent=1) + "\n", "people read it, too"
@@ -99,7 +107,9 @@ def test_it_gives_loss_gradient_and_metrics_again(saved):
         folder / "weights/config.json"
     ).exists()
     assert has_weights == (header["weights"] == "weights") == (engine.cfg.replay.mode == "R3")
-    assert header["weights"] in ("weights", "elsewhere") and [path.name for path in folder.parent.iterdir()] == ["last"]
+    assert header["weights"] in ("weights", "elsewhere") and [
+        path.name for path in folder.parent.iterdir()
+    ] == ["last"]
 
 
 def test_in_another_layout_it_is_packed_again(saved):
@@ -109,7 +119,11 @@ def test_in_another_layout_it_is_packed_again(saved):
     (folder / "bundle.json").write_text(json.dumps(header | {"layout": "tp2"}))
     bundle = Bundle(folder, engine)
     mode = engine.cfg.replay.mode
-    assert not bundle.is_same_layout and not bundle.is_exact and bundle.replay == ("R3" if mode == "R2" else mode)
+    assert (
+        not bundle.is_same_layout
+        and not bundle.is_exact
+        and bundle.replay == ("R3" if mode == "R2" else mode)
+    )
     again, old_again = bundle.load()
     assert (again.index, again.policy_version, again.num_responses) == (1, 5, batch.num_responses)
     sums = MetricSums()
@@ -117,7 +131,9 @@ def test_in_another_layout_it_is_packed_again(saved):
     metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
     assert grad_norm == pytest.approx(results.grad_norm, rel=1e-5)
     assert metrics["train/loss"] == pytest.approx(results.loss, rel=1e-5, abs=1e-7)
-    rollouts = [{s.rollout.id: s.rollout for part in b.samples for s in part} for b in (batch, again)]
+    rollouts = [
+        {s.rollout.id: s.rollout for part in b.samples for s in part} for b in (batch, again)
+    ]
     assert rollouts[0].keys() == rollouts[1].keys()
     for name, rollout in rollouts[0].items():
         assert (rollouts[1][name].tokens == rollout.tokens).all()
@@ -159,7 +175,9 @@ def test_it_replaces_the_one_before_and_leaves_nothing_where_it_fails(saved, mon
     monkeypatch.setattr(bundle_module, "write_rank", on_a_full_disk)
     with pytest.raises(CheckpointError, match="rank 0: OSError.*No space"):
         write(folder, engine, batch, old, results)
-    assert read_header(folder)["grad_norm"] == 7.0 and [path.name for path in folder.parent.iterdir()] == ["last"]
+    assert read_header(folder)["grad_norm"] == 7.0 and [
+        path.name for path in folder.parent.iterdir()
+    ] == ["last"]
 
 
 def test_each_rank_writes_its_part_and_rank_0_what_is_of_all(saved, tmp_path, monkeypatch):
@@ -203,7 +221,13 @@ def test_counts_are_those_of_the_header(saved, layout):
     """Of all replicas."""
     folder, engine, *_ = saved
     header = json.loads((folder / "bundle.json").read_text())
-    changes = {"layout": layout, "update": 7, "num_responses": 99, "num_response_tokens": 999, "policy_version": 8}
+    changes = {
+        "layout": layout,
+        "update": 7,
+        "num_responses": 99,
+        "num_response_tokens": 999,
+        "policy_version": 8,
+    }
     (folder / "bundle.json").write_text(json.dumps(header | changes))
     batch, _ = Bundle(folder, engine).load()
     counts = [batch.index, batch.num_responses, batch.num_response_tokens, batch.policy_version]
@@ -213,7 +237,9 @@ def test_counts_are_those_of_the_header(saved, layout):
 def test_what_belongs_to_routers_has_their_rows(saved):
     """Sequence-parallel ranks have other rows there."""
     folder, *_ = saved
-    layout = SimpleNamespace(model_rows=lambda bounds: ("model", bounds), rows=lambda bounds: ("router", bounds))
+    layout = SimpleNamespace(
+        model_rows=lambda bounds: ("model", bounds), rows=lambda bounds: ("router", bounds)
+    )
     bundle = Bundle(folder, SimpleNamespace(layout=layout))
     kinds = ("logprobs", "reference", "flips", "recorded 3", "router_ids 3", "router_logprobs 3")
     assert [bundle._rows(kind, 7) for kind in kinds] == [("model", 7)] * 3 + [("router", 7)] * 3
@@ -230,7 +256,9 @@ def test_tokens_without_a_route_leave_the_loss_where_that_is_configured(saved, m
     pack_as_ever = bundle_module.pack
     monkeypatch.setattr(bundle_module, "pack", pack)
     for mask in (False, True):
-        monkeypatch.setattr(engine, "pack_rule", replace(engine.pack_rule, mask_missing_routes=mask))
+        monkeypatch.setattr(
+            engine, "pack_rule", replace(engine.pack_rule, mask_missing_routes=mask)
+        )
         packed.clear()
         assert len(Bundle(folder, engine).load()[0].micro_batches) == len(packed)
         assert packed == [{"mask_missing_routes": mask}] * len(packed)
@@ -249,7 +277,9 @@ def test_what_is_no_complete_bundle_is_named(saved):
 
     (folder / "bundle.json").write_text(json.dumps(header | {"version": 9}))
     refused(r"bundle\.json: version 9, must be 1; use the program that wrote it")
-    (folder / "bundle.json").write_text(json.dumps({key: header[key] for key in header if key != "loss"}))
+    (folder / "bundle.json").write_text(
+        json.dumps({key: header[key] for key in header if key != "loss"})
+    )
     refused(r"version 1 \(known: 1\), missing \['loss'\]")
     (folder / "bundle.json").write_text("{")
     refused("not a saved mini-batch.*name a folder of RUN/batches")
@@ -259,7 +289,11 @@ def test_what_is_no_complete_bundle_is_named(saved):
     (folder / "bundle.json").write_text(json.dumps(header | {"layout": "tp2"}))
     values = load_file(folder / "rank_00000.safetensors")
     if engine.cfg.loss.switches.router_shift:
-        kept = {key: value for key, value in values.items() if not key.endswith((":router_ids", ":router_logprobs"))}
+        kept = {
+            key: value
+            for key, value in values.items()
+            if not key.endswith((":router_ids", ":router_logprobs"))
+        }
         save_file(kept, folder / "rank_00000.safetensors")
         refused(
             "no router probabilities, which loss.router_shift = true needs",
@@ -279,7 +313,9 @@ def test_what_is_no_complete_bundle_is_named(saved):
     (folder / "rank_00000.safetensors").unlink()
     for layout in ("tp2", header["layout"]):
         (folder / "bundle.json").write_text(json.dumps(header | {"layout": layout}))
-        refused(r"rank_00000.safetensors: cannot be read.*copy it again", Bundle(folder, engine).load)
+        refused(
+            r"rank_00000.safetensors: cannot be read.*copy it again", Bundle(folder, engine).load
+        )
 
 
 def test_the_digest_of_gradients_is_of_every_bit(saved):
@@ -302,7 +338,9 @@ def test_the_digest_of_gradients_is_of_every_bit(saved):
 def test_the_device_is_named_by_its_model(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"model of {device}")
     names = [
-        bundle_module.device_name(SimpleNamespace(parallel=SimpleNamespace(device=torch.device(name))))
+        bundle_module.device_name(
+            SimpleNamespace(parallel=SimpleNamespace(device=torch.device(name)))
+        )
         for name in ("cpu", "cuda:1")
     ]
     assert names == ["cpu", "model of cuda:1"]

@@ -1,10 +1,18 @@
-"""Which settings may differ between a checkpoint and the run that continues it; others are refused with both values."""
+"""Which settings may differ between a checkpoint and the run that continues it; others are refused
+with both values.
+"""
 
 from fnmatch import fnmatchcase
 
 import pytest
 
-from megatron_rl.checkpoint.config_diff import FREE, FREE_IF_CONSTANT, FREE_IF_PLAIN, check_changes, flat_settings
+from megatron_rl.checkpoint.config_diff import (
+    FREE,
+    FREE_IF_CONSTANT,
+    FREE_IF_PLAIN,
+    check_changes,
+    flat_settings,
+)
 from megatron_rl.config import ConfigError, load_config
 
 
@@ -18,7 +26,9 @@ def saved(**sections):
 
 def test_every_free_key_exists():
     keys, patterns = flat_settings(saved()), (*FREE, *FREE_IF_CONSTANT, *FREE_IF_PLAIN)
-    assert not [pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key in keys)]
+    assert not [
+        pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key in keys)
+    ]
 
 
 def test_place_layout_and_order_of_summation_are_free():
@@ -29,7 +39,8 @@ def test_place_layout_and_order_of_summation_are_free():
         rollout={"urls": ["http://a:1"], "request_timeout_seconds": 5.0},
     )
     assert set(check_changes(saved(), now, "here")) == {
-        "run.name", "run.num_steps", "run.max_tokens_per_micro_batch", "parallel.tp", "checkpoint.every", "rollout.urls",
+        "run.name", "run.num_steps", "run.max_tokens_per_micro_batch", "parallel.tp",
+        "checkpoint.every", "rollout.urls",
         "rollout.request_timeout_seconds",
     }  # fmt: skip
     assert check_changes(saved(), config(), "here") == []
@@ -44,7 +55,12 @@ def test_what_matters_is_refused_with_both_values_unless_it_is_accepted():
     assert "loss.name: minirl -> grpo" in text and "run.seed: 0 -> 3" in text
     assert "--checkpoint.allow_changes loss.name optim.lr run.seed" in text
     accepted = config(**changed, checkpoint={"allow_changes": ["optim.*", "loss.name", "run.seed"]})
-    assert check_changes(saved(), accepted, "here") == ["checkpoint.allow_changes", "loss.name", "optim.lr", "run.seed"]
+    assert check_changes(saved(), accepted, "here") == [
+        "checkpoint.allow_changes",
+        "loss.name",
+        "optim.lr",
+        "run.seed",
+    ]
 
 
 def test_a_schedule_over_all_steps_fixes_their_number():

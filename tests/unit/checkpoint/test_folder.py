@@ -1,4 +1,6 @@
-"""Checkpoints appear completely or not at all, wherever the process dies; only those that no rule keeps are removed."""
+"""Checkpoints appear completely or not at all, wherever the process dies; only those that no rule
+keeps are removed.
+"""
 
 import math
 import os
@@ -22,7 +24,13 @@ from megatron_rl.checkpoint.folder import (
     write_text,
 )
 from megatron_rl.checkpoint.lock import locked
-from megatron_rl.checkpoint.manifest import MANIFEST, damage, digest_files, manifest_text, read_manifest
+from megatron_rl.checkpoint.manifest import (
+    MANIFEST,
+    damage,
+    digest_files,
+    manifest_text,
+    read_manifest,
+)
 from tests.crash import EXIT_CODE, MODES, Crash, run_forked
 
 NAMES = ("a.distcp", "b.distcp", "state.json")
@@ -51,7 +59,9 @@ def loads(path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_crash_at_any_write_leaves_the_old_or_the_new(memory, mode):
-    """At each point, whatever a power cut leaves: what `latest` names is complete, and the next start saves."""
+    """At each point, whatever a power cut leaves: what `latest` names is complete, and the next
+    start saves.
+    """
     start = memory / "start"
     for step in (1, 2):
         save(start, step)
@@ -77,7 +87,9 @@ def test_a_crash_at_any_write_leaves_the_old_or_the_new(memory, mode):
             assert latest_checkpoint(folder).name == "step_000004"
         shutil.rmtree(disk)
     print(f"{mode}: {points - 1} points, {trials} disks afterwards")
-    assert seen == {"step_000002", "step_000003"} and points >= 15 and (trials > 100 or mode != "lost")
+    assert (
+        seen == {"step_000002", "step_000003"} and points >= 15 and (trials > 100 or mode != "lost")
+    )
 
 
 def test_the_crash_test_detects_a_missing_sync(memory, monkeypatch):
@@ -137,7 +149,11 @@ def test_a_removal_that_was_killed_continues_only_when_its_names_are_on_the_disk
 def test_no_checkpoint_is_replaced_and_the_last_saved_is_latest(tmp_path):
     first, other = save(tmp_path, 5, serial=1), save(tmp_path, 9, serial=2)
     again = save(tmp_path, 5, serial=3)
-    assert [path.name for path in (first, other, again)] == ["step_000005", "step_000009", "step_000005.2"]
+    assert [path.name for path in (first, other, again)] == [
+        "step_000005",
+        "step_000009",
+        "step_000005.2",
+    ]
     assert latest_checkpoint(tmp_path) == again
     assert [item.path for item in checkpoints(tmp_path)] == [first, other, again]
     (tmp_path / "latest").unlink()
@@ -175,7 +191,9 @@ def test_retention_rules(tmp_path):
 
 
 def test_retention_counts_saves_not_steps(tmp_path):
-    """A run that continued from an earlier step saves lower steps after higher ones: the last saved are its own."""
+    """A run that continued from an earlier step saves lower steps after higher ones: the last saved
+    are its own.
+    """
     for serial, step in enumerate([5, 9, 10, 6, 7], 1):
         save(tmp_path, step, serial=serial, value=0.5)
     retire(tmp_path, keep_last=2, keep_every=0, best=None)
@@ -184,7 +202,9 @@ def test_retention_counts_saves_not_steps(tmp_path):
     save(tmp_path, 11, serial=6, value=0.1)
     save(tmp_path, 8, serial=7, value=0.5)
     retire(tmp_path, keep_last=1, keep_every=0, best="min")
-    assert [kept.step for kept in checkpoints(tmp_path)] == [11, 8], "the best by value, and the last saved"
+    assert [kept.step for kept in checkpoints(tmp_path)] == [11, 8], (
+        "the best by value, and the last saved"
+    )
 
 
 def test_a_start_removes_only_what_a_killed_save_or_removal_left(tmp_path):
@@ -212,17 +232,28 @@ def test_checkpoints_without_a_readable_manifest_come_first_by_step(tmp_path):
     save(tmp_path, 3, serial=9)
     plain = save(tmp_path, 7)
     (plain / MANIFEST).write_text(manifest_text(digest_files(plain, NAMES), {"step": 7}))
-    names = ["step_000003.2", "step_000007", "step_000010", "step_000003", "step_000005", "step_000003.3"]
+    names = [
+        "step_000003.2",
+        "step_000007",
+        "step_000010",
+        "step_000003",
+        "step_000005",
+        "step_000003.3",
+    ]
     assert [item.path.name for item in checkpoints(tmp_path)] == names
     assert [item.serial for item in checkpoints(tmp_path)] == [-1, -1, -1, 2, 4, 9]
     removed = retire(tmp_path, keep_last=1, keep_every=0, best=None)
-    assert [path.name for path in removed] == ["step_000003", "step_000005"], "the user decides about others"
+    assert [path.name for path in removed] == ["step_000003", "step_000005"], (
+        "the user decides about others"
+    )
 
 
 def test_a_save_begins_in_an_empty_folder(tmp_path):
     temporary = temporary_folder(tmp_path / "run/checkpoints", 3)
     (temporary / "a.distcp").write_text("of a save that could not be removed")
-    assert temporary_folder(tmp_path / "run/checkpoints", 3) == temporary and not os.listdir(temporary)
+    assert temporary_folder(tmp_path / "run/checkpoints", 3) == temporary and not os.listdir(
+        temporary
+    )
 
 
 def test_a_folder_that_another_process_creates_meanwhile_is_taken(tmp_path, monkeypatch):
@@ -235,7 +266,9 @@ def test_a_folder_that_another_process_creates_meanwhile_is_taken(tmp_path, monk
 def test_another_folder_hides_no_checkpoint(tmp_path, monkeypatch):
     """In whichever order the file system lists them."""
     path = save(tmp_path, 1)
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: [tmp_path / "step_x", path, tmp_path / "step_1.old"])
+    monkeypatch.setattr(
+        Path, "glob", lambda self, pattern: [tmp_path / "step_x", path, tmp_path / "step_1.old"]
+    )
     assert [item.path for item in checkpoints(tmp_path)] == [path]
 
 
@@ -245,7 +278,9 @@ def test_a_sync_leaves_no_file_open(tmp_path):
     assert os.listdir("/proc/self/fd") == before and (tmp_path / "file").read_text() == "text"
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not JSON: "), ("[1]", "holds a list, must be a JSON object")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not JSON: "), ("[1]", "holds a list, must be a JSON object")]
+)
 def test_a_state_that_cannot_be_read_is_named(tmp_path, text, message):
     path = save(tmp_path, 1)
     (path / STATE).write_text(text)
@@ -264,8 +299,8 @@ def test_a_pointer_that_names_nothing_lists_the_checkpoints_newest_first(tmp_pat
         save(tmp_path, step)
     (tmp_path / "latest").write_text(text)
     message = (
-        f"{tmp_path}/latest: does not name a checkpoint; checkpoints there: step_000002, step_000001; choose one with "
-        f"--checkpoint.load {tmp_path}/NAME"
+        f"{tmp_path}/latest: does not name a checkpoint; checkpoints there: step_000002,"
+        f" step_000001; choose one with --checkpoint.load {tmp_path}/NAME"
     )
     with pytest.raises(ValueError) as caught:
         latest_checkpoint(tmp_path)

@@ -18,7 +18,8 @@ from tests.saved_run import make_material, sections
 def test_a_second_run_is_refused_and_the_error_names_the_holder(tmp_path):
     with locked(tmp_path / "run"):
         with pytest.raises(
-            ValueError, match=rf"run is in use by pid {os.getpid()} on {socket.gethostname()}.*run\.name"
+            ValueError,
+            match=rf"run is in use by pid {os.getpid()} on {socket.gethostname()}.*run\.name",
         ):
             with locked(tmp_path / "run"):
                 pass
@@ -26,7 +27,9 @@ def test_a_second_run_is_refused_and_the_error_names_the_holder(tmp_path):
             pass
     with locked(tmp_path / "run"):
         text = (tmp_path / "run/run.lock").read_text()
-        assert re.fullmatch(rf"pid {os.getpid()} on {socket.gethostname()}, started [\d-]+ [\d:]+\n", text)
+        assert re.fullmatch(
+            rf"pid {os.getpid()} on {socket.gethostname()}, started [\d-]+ [\d:]+\n", text
+        )
 
 
 def test_a_killed_run_leaves_no_lock(tmp_path):

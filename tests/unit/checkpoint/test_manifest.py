@@ -21,7 +21,8 @@ from megatron_rl.checkpoint.manifest import (
 
 KINDS = ("flip", "hole", "truncate", "delete", "swap")
 SIZES = {
-    "__0_0.distcp": 50_000, "__0_1.distcp": 50_000, "__1_0.distcp": 20_001, ".metadata": 4_000, "common.pt": 800,
+    "__0_0.distcp": 50_000, "__0_1.distcp": 50_000, "__1_0.distcp": 20_001, ".metadata": 4_000,
+    "common.pt": 800,
     "metadata.json": 60, "rng_00000.safetensors": 9_000, "state.json": 5_000,
 }  # fmt: skip
 
@@ -31,7 +32,9 @@ def make_checkpoint(folder, step=1, seed=0):
     temporary = temporary_folder(folder, step)
     for name, size in SIZES.items():
         (temporary / name).write_bytes(rng.randbytes(size))
-    text = manifest_text(digest_files(temporary, SIZES), {"step": step, "serial": step, "value": None})
+    text = manifest_text(
+        digest_files(temporary, SIZES), {"step": step, "serial": step, "value": None}
+    )
     write_text(temporary / MANIFEST, text)
     return commit(temporary, step)
 
@@ -100,7 +103,9 @@ def test_the_digest_of_several_blocks_depends_on_their_order(tmp_path, monkeypat
 
 
 def test_the_digest_of_a_file_is_that_of_the_digests_of_its_blocks(tmp_path):
-    """Computed here from the definition, so that checkpoints of earlier versions remain valid: blocks of 64 MiB, 32 bytes."""
+    """Computed here from the definition, so that checkpoints of earlier versions remain valid:
+    blocks of 64 MiB, 32 bytes.
+    """
 
     def blake2b(content):
         return hashlib.blake2b(content, digest_size=32)
@@ -140,7 +145,9 @@ def test_every_damaged_file_has_a_line_that_describes_it(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest_module, "open", lambda *args, **kwargs: Broken(), raising=False)
     *named, unreadable = damage(path, manifest)
     assert named == lines and unreadable.endswith(": Input/output error")
-    assert unreadable.split(":")[0] in {f"{path}/{name}" for name in SIZES}, "a failed read does not say which file"
+    assert unreadable.split(":")[0] in {f"{path}/{name}" for name in SIZES}, (
+        "a failed read does not say which file"
+    )
 
 
 def test_a_changed_pointer_never_leads_to_another_checkpoint(tmp_path):

@@ -99,18 +99,25 @@ def test_a_save_numbers_itself_and_removes_what_no_rule_keeps(make, tmp_path):
     assert removed == ["removed checkpoint step_000002", "removed checkpoint step_000003"]
     names = {file.name for file in (tmp_path / "step_000004").iterdir()}
     assert names == {
-        "__0_0.distcp", "__0_1.distcp", ".metadata", "common.pt", "metadata.json", "rng_00000.safetensors",
+        "__0_0.distcp", "__0_1.distcp", ".metadata", "common.pt", "metadata.json",
+        "rng_00000.safetensors",
         "state.json", "manifest.json",
     }  # fmt: skip
     assert names - {"manifest.json"} == read_manifest(tmp_path / "step_000004").files.keys()
 
 
 def test_what_is_no_number_is_not_known_and_without_a_metric_none_is_the_best(make, tmp_path):
-    saver, _ = make(checkpoint={"keep_last": 2, "best_metric": "rollout/reward_mean", "async_save": True})
+    saver, _ = make(
+        checkpoint={"keep_last": 2, "best_metric": "rollout/reward_mean", "async_save": True}
+    )
     for step, value in ((1, 0.5), (2, math.nan), (3, math.inf)):
         saver.save(Snapshot(step, PROGRESS, value=value))  # completes the one before
     saver.wait()
-    assert [(item.step, item.value) for item in checkpoints(tmp_path)] == [(1, 0.5), (2, None), (3, None)]
+    assert [(item.step, item.value) for item in checkpoints(tmp_path)] == [
+        (1, 0.5),
+        (2, None),
+        (3, None),
+    ]
     saver, _ = make(checkpoint={"keep_last": 2})
     saver.save(Snapshot(4, PROGRESS))
     assert [item.step for item in checkpoints(tmp_path)] == [3, 4]
@@ -122,7 +129,9 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(make, tmp_
     def note_sync(descriptor):
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
-        synced[path.name.removeprefix(".").removesuffix(".tmp")] = path.read_bytes() if path.is_file() else b""
+        synced[path.name.removeprefix(".").removesuffix(".tmp")] = (
+            path.read_bytes() if path.is_file() else b""
+        )
 
     def check_all(source, target):
         files = {path.name.removeprefix("."): path.read_bytes() for path in Path(source).iterdir()}
@@ -133,13 +142,21 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(make, tmp_
     saver, _ = make()
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "rename", check_all)
-    saver.save(Snapshot(1, PROGRESS, files={"rollouts_00000.safetensors": lambda path: path.write_bytes(b"rollouts")}))
+    saver.save(
+        Snapshot(
+            1,
+            PROGRESS,
+            files={"rollouts_00000.safetensors": lambda path: path.write_bytes(b"rollouts")},
+        )
+    )
     assert named == ["step_000001"]
 
 
 def test_a_save_is_planned_once_and_again_where_its_parts_have_changed(make, tmp_path, monkeypatch):
     planned, exchange = [], writer.determine_global_metadata
-    monkeypatch.setattr(writer, "determine_global_metadata", lambda state: planned.append(step) or exchange(state))
+    monkeypatch.setattr(
+        writer, "determine_global_metadata", lambda state: planned.append(step) or exchange(state)
+    )
     saver, _ = make()
     for step in (1, 2, 3):
         if step == 3:
@@ -159,10 +176,15 @@ def test_people_can_read_the_state_and_its_version_of_core_is_named(make, tmp_pa
     saver.save(Snapshot(1, PROGRESS))
     text = (tmp_path / "step_000001/state.json").read_text()
     state = json.loads(text)
-    assert text == json.dumps(state, indent=1) + "\n" and state["megatron_core"] == checkpointer.core_version
+    assert (
+        text == json.dumps(state, indent=1) + "\n"
+        and state["megatron_core"] == checkpointer.core_version
+    )
     assert len(saver.load(tmp_path / "step_000001").lines) == 2, "no setting differs"
     suspected = []
-    monkeypatch.setattr(checkpointer, "SafeCheckpoint", lambda path, saved_by: suspected.append(saved_by) or 1 / 0)
+    monkeypatch.setattr(
+        checkpointer, "SafeCheckpoint", lambda path, saved_by: suspected.append(saved_by) or 1 / 0
+    )
     for version in (state["megatron_core"], None):
         rewrite_state(tmp_path / "step_000001", megatron_core=version)
         with pytest.raises(CheckpointError, match="^rank 0: ZeroDivisionError"):
@@ -179,18 +201,26 @@ def test_the_lines_of_a_load_say_what_was_loaded(make, tmp_path, monkeypatch):
     clock = iter([100.0, 103.5])
     monkeypatch.setattr(checkpointer, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     restored = loader.load(tmp_path / "step_000003")
-    assert (restored.path, restored.step, restored.progress) == (tmp_path / "step_000003", 3, PROGRESS)
+    assert (restored.path, restored.step, restored.progress) == (
+        tmp_path / "step_000003",
+        3,
+        PROGRESS,
+    )
     files, state, differing = restored.lines
     assert re.fullmatch(r"  7 files, \d+\.\d MiB, digests checked in 3\.5 s", files)
     monkeypatch.undo()
-    assert state == (
-        "  model and optimizer (3 updates by Adam, schedule at 4), saved as one rank on 1 ranks, now one rank; "
-        "random generators of every rank"
+    assert (
+        state
+        == "  model and optimizer (3 updates by Adam, schedule at 4), saved as one rank on 1 ranks,"
+        " now one rank; random generators of every rank"
     )
     assert differing == "  settings that differ from the checkpoint's: optim.lr"
     assert restored.accepted == ["optim.lr"] and loader.engine.optimizer.scheduler.num_steps == 4
     rewrite_state(tmp_path / "step_000003", layout="tp2")
-    assert "; random generators seeded again, because the layout changed" in loader.load(restored.path).lines[1]
+    assert (
+        "; random generators seeded again, because the layout changed"
+        in loader.load(restored.path).lines[1]
+    )
     rewrite_state(tmp_path / "step_000003", layout="one rank", ranks=2)
     assert "saved as one rank on 2 ranks" in loader.load(restored.path).lines[1]
 
@@ -198,9 +228,13 @@ def test_the_lines_of_a_load_say_what_was_loaded(make, tmp_path, monkeypatch):
 def rewrite_state(path, **changes):
     """Change state.json (None: leave the key out), with a manifest that agrees."""
     state = json.loads((path / "state.json").read_text()) | changes
-    (path / "state.json").write_text(json.dumps({key: value for key, value in state.items() if value is not None}))
+    (path / "state.json").write_text(
+        json.dumps({key: value for key, value in state.items() if value is not None})
+    )
     manifest = read_manifest(path)
-    (path / "manifest.json").write_text(manifest_text(digest_files(path, manifest.files), manifest.facts))
+    (path / "manifest.json").write_text(
+        manifest_text(digest_files(path, manifest.files), manifest.facts)
+    )
 
 
 def test_a_checkpoint_of_another_version_or_without_a_part_is_refused(make, tmp_path):
@@ -208,10 +242,14 @@ def test_a_checkpoint_of_another_version_or_without_a_part_is_refused(make, tmp_
     saver.save(Snapshot(1, PROGRESS))
     path = tmp_path / "step_000001"
     rewrite_state(path, version=9)
-    with pytest.raises(CheckpointError, match=r"state\.json: version 9 \(known: 1\), missing parts \[\]"):
+    with pytest.raises(
+        CheckpointError, match=r"state\.json: version 9 \(known: 1\), missing parts \[\]"
+    ):
         saver.load(path)
     rewrite_state(path, version=1, layout=None)
-    with pytest.raises(CheckpointError, match=r"version 1 \(known: 1\), missing parts \['layout'\]"):
+    with pytest.raises(
+        CheckpointError, match=r"version 1 \(known: 1\), missing parts \['layout'\]"
+    ):
         saver.load(path)
     rewrite_state(path, layout="one rank")
     (path / "rng_00000.safetensors").write_bytes(b"none")
@@ -233,13 +271,18 @@ def test_a_damaged_checkpoint_is_described_with_an_alternative(make, tmp_path):
     first, *named, offer = str(caught.value).splitlines()
     assert first == f"checkpoint {tmp_path}/step_000003 is damaged:" and len(named) == 5
     assert all(any(f"/{name}: 0 bytes, " in line for line in named) for name in names)
-    assert offer == (
-        f"The newest undamaged checkpoint is of step 1: continue from it with --checkpoint.load {tmp_path}/step_000001"
+    assert (
+        offer
+        == "The newest undamaged checkpoint is of step 1: continue from it with --checkpoint.load"
+        f" {tmp_path}/step_000001"
     )
     (tmp_path / "step_000003/state.json").write_bytes(b"")
     with pytest.raises(CheckpointError) as caught:
         saver.load(tmp_path / "step_000003")
-    assert str(caught.value).splitlines()[6] == "... and 1 more" and len(str(caught.value).splitlines()) == 8
+    assert (
+        str(caught.value).splitlines()[6] == "... and 1 more"
+        and len(str(caught.value).splitlines()) == 8
+    )
     (tmp_path / "step_000001/manifest.json").unlink()
     with pytest.raises(CheckpointError) as caught:
         saver.load(tmp_path / "step_000001")
@@ -266,22 +309,32 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_works(make, tmp_path,
         saver.save(Snapshot(2, PROGRESS, files={"rollouts_00000.safetensors": write_in_vain}))
         while is_async:
             saver.poll()
-    assert str(caught.value) == (
-        f"checkpoint of step 2 in {tmp_path}: rank 0: OSError: [Errno 28] No space left on device; it was removed, older "
-        "checkpoints are complete"
+    assert (
+        str(caught.value)
+        == f"checkpoint of step 2 in {tmp_path}: rank 0: OSError: [Errno 28] No space left on"
+        " device; it was removed, older checkpoints are complete"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001"]
-    saver.save(Snapshot(2, PROGRESS, files={"rollouts_00000.safetensors": lambda path: path.write_bytes(b"rollouts")}))
+    saver.save(
+        Snapshot(
+            2,
+            PROGRESS,
+            files={"rollouts_00000.safetensors": lambda path: path.write_bytes(b"rollouts")},
+        )
+    )
     saver.wait()
     assert (tmp_path / "step_000002/rollouts_00000.safetensors").read_bytes() == b"rollouts"
     assert saver.load(latest_checkpoint(tmp_path)).step == 2
-    with pytest.raises(CheckpointError, match="^checkpoint of step 3 .*FileNotFoundError.*; it was removed"):
+    with pytest.raises(
+        CheckpointError, match="^checkpoint of step 3 .*FileNotFoundError.*; it was removed"
+    ):
         saver.save(Snapshot(3, PROGRESS, files={"file": lambda path: shutil.rmtree(path.parent)}))
         saver.wait()
     (tmp_path / "file").write_text("")
     nowhere = Checkpointer(saver.engine, tmp_path / "file/checkpoints")
     with pytest.raises(
-        CheckpointError, match=r"^checkpoint of step 1: .*file/checkpoints: .*Not a directory.*; nothing was"
+        CheckpointError,
+        match=r"^checkpoint of step 1: .*file/checkpoints: .*Not a directory.*; nothing was",
     ):
         nowhere.save(Snapshot(1, PROGRESS))
 
@@ -297,9 +350,10 @@ def test_a_save_that_cannot_begin_leaves_nothing(make, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpointer, "write_text", write_in_vain)
     with pytest.raises(CheckpointError) as caught:
         saver.save(Snapshot(1, PROGRESS))
-    assert str(caught.value) == (
-        f"checkpoint of step 1: {tmp_path}: [Errno 28] No space left on device; nothing was written, older checkpoints are "
-        "complete"
+    assert (
+        str(caught.value)
+        == f"checkpoint of step 1: {tmp_path}: [Errno 28] No space left on device; nothing was"
+        " written, older checkpoints are complete"
     )
     assert not list(tmp_path.iterdir())
 
@@ -307,7 +361,9 @@ def test_a_save_that_cannot_begin_leaves_nothing(make, tmp_path, monkeypatch):
 def test_the_progress_of_a_save_is_that_of_the_files_of_this_rank(make, tmp_path, monkeypatch):
     shown = []
     saver, _ = make(progress="progress")
-    monkeypatch.setattr(checkpointer, "show_writing", lambda *args: shown.append(args) or nullcontext())
+    monkeypatch.setattr(
+        checkpointer, "show_writing", lambda *args: shown.append(args) or nullcontext()
+    )
     saver.save(Snapshot(2, PROGRESS))
     ((progress, text, files, num_bytes),) = shown
     assert (progress, text) == ("progress", "checkpoint of step 2, rank 0")

@@ -1,4 +1,6 @@
-"""Loading a checkpoint must not run code from it: a pickle planted into any of its files is refused and not run."""
+"""Loading a checkpoint must not run code from it: a pickle planted into any of its files is refused
+and not run.
+"""
 
 import io
 import pickle
@@ -167,7 +169,9 @@ def test_a_tensor_is_not_read_from_elsewhere(writer, path, name):
         place.relative_path = name
     (path / ".metadata").write_bytes(pickle.dumps(content))
     sign(path)
-    with pytest.raises(CheckpointError, match=r"\.metadata: .* is stored in .*, must be a file of this folder"):
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata: .* is stored in .*, must be a file of this folder"
+    ):
         writer.load(path)
 
 
@@ -184,13 +188,21 @@ def test_metadata_that_is_replaced_after_it_was_read_is_not_read_again(writer, p
 def test_rollouts_in_flight_and_weights_of_huggingface(tmp_path):
     marker = tmp_path / "marker"
     (tmp_path / "rollouts_00000.safetensors").write_bytes(pickle.dumps(Planted(marker)))
-    refused(lambda: find_groups(tmp_path), marker, r"rollouts_00000\.safetensors: not a file of rollouts in flight")
+    refused(
+        lambda: find_groups(tmp_path),
+        marker,
+        r"rollouts_00000\.safetensors: not a file of rollouts in flight",
+    )
     (tmp_path / "hf").mkdir()
     file = tmp_path / "hf/pytorch_model.bin"
     file.write_bytes(saved({"weight": Planted(marker)}))
-    refused(lambda: hf_files.HFFiles(file.parent), marker, r"only pickle weights \(pytorch_model\.bin\)")
     refused(
-        lambda: hf_files.HFFiles(file.parent, trust_pickle=True), marker, r"pytorch_model\.bin: not a file of tensors"
+        lambda: hf_files.HFFiles(file.parent), marker, r"only pickle weights \(pytorch_model\.bin\)"
+    )
+    refused(
+        lambda: hf_files.HFFiles(file.parent, trust_pickle=True),
+        marker,
+        r"pytorch_model\.bin: not a file of tensors",
     )
     file.rename(file.parent / "model.safetensors")
     refused(lambda: hf_files.HFFiles(file.parent), marker, r"model\.safetensors")

@@ -1,4 +1,6 @@
-"""When the loop saves, what is saved of an aborted step, what is carried over, and which checkpoint is chosen."""
+"""When the loop saves, what is saved of an aborted step, what is carried over, and which checkpoint
+is chosen.
+"""
 
 import json
 import os
@@ -34,7 +36,9 @@ class Saves(SimpleNamespace):
         self.saved.append(snapshot)
 
     def load(self, path):
-        return Restored(path, 3, {"policy_version": 3, "prompts": {}, "totals": TOTALS}, ["  files"], [])
+        return Restored(
+            path, 3, {"policy_version": 3, "prompts": {}, "totals": TOTALS}, ["  files"], []
+        )
 
     def poll(self):
         pass
@@ -47,7 +51,9 @@ class Saves(SimpleNamespace):
 def checkpoint_policy(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield CheckpointPolicy(
-        Saves(saved=[], folder=tmp_path, cfg=CheckpointConfig(keep_last=1, best_metric="eval/a/avg@1"))
+        Saves(
+            saved=[], folder=tmp_path, cfg=CheckpointConfig(keep_last=1, best_metric="eval/a/avg@1")
+        )
     )
     dist.destroy_process_group()
 
@@ -61,7 +67,9 @@ def test_the_value_of_a_checkpoint_is_measured_on_its_own_weights(checkpoint_pol
     checkpoint_policy.save(5, {})
     checkpoint_policy.note(6, {"eval/a/avg@1": 0.7})
     checkpoint_policy.save(7, {})
-    assert [(snapshot.step, snapshot.value) for snapshot in checkpoint_policy.checkpointer.saved] == [
+    assert [
+        (snapshot.step, snapshot.value) for snapshot in checkpoint_policy.checkpointer.saved
+    ] == [
         (4, 0.5),
         (5, None),
         (7, None),
@@ -72,12 +80,25 @@ def test_totals_continue_from_the_checkpoint(checkpoint_policy):
     assert checkpoint_policy.resume() is None, "there is none"
     make_checkpoint(checkpoint_policy.checkpointer.folder, 3)
     assert checkpoint_policy.resume().lines[0].endswith("step_000003: step 3")
-    metrics = {"rollout/retries_total": 2.0, "rollout/cancelled_groups_total": 2.0, "replay/missing_rows_total": 2.0}
+    metrics = {
+        "rollout/retries_total": 2.0,
+        "rollout/cancelled_groups_total": 2.0,
+        "replay/missing_rows_total": 2.0,
+    }
     assert checkpoint_policy.add_previous_totals(metrics) == NEW_TOTALS
     totals = {"rollout/retries_total": 7.0, "rollout/cancelled_groups_total": 3.0}
-    assert metrics == totals | {"replay/missing_rows_total": 2.0}, "former names are continued under the present ones"
-    more = {"rollout/retries_total": 4.0, "rollout/cancelled_groups_total": 2.0, "reward/errors_total": 3.0}
-    assert checkpoint_policy.add_previous_totals(more) == totals and more["rollout/retries_total"] == 9.0
+    assert metrics == totals | {"replay/missing_rows_total": 2.0}, (
+        "former names are continued under the present ones"
+    )
+    more = {
+        "rollout/retries_total": 4.0,
+        "rollout/cancelled_groups_total": 2.0,
+        "reward/errors_total": 3.0,
+    }
+    assert (
+        checkpoint_policy.add_previous_totals(more) == totals
+        and more["rollout/retries_total"] == 9.0
+    )
     assert more["reward/errors_total"] == 3.0, "not counted before"
     checkpoint_policy.save(3, {})
     assert not checkpoint_policy.checkpointer.saved, "the checkpoint it came from is there already"
@@ -108,16 +129,21 @@ def test_a_save_is_an_event_and_begins_when_the_trainer_has_its_memory(tmp_path)
     assert event["seconds"] >= 0
 
 
-def test_a_checkpoint_of_another_run_is_saved_again_in_this_one(checkpoint_policy, tmp_path, monkeypatch):
+def test_a_checkpoint_of_another_run_is_saved_again_in_this_one(
+    checkpoint_policy, tmp_path, monkeypatch
+):
     saver = checkpoint_policy.checkpointer
     saver.cfg = CheckpointConfig(load=make_checkpoint(tmp_path / "other", 3))
     assert checkpoint_policy.resume().lines == [f"resumed from {saver.cfg.load}: step 3", "  files"]
     checkpoint_policy.save(3, {})
     (snapshot,) = saver.saved
     assert snapshot.progress == {"totals": NEW_TOTALS, "origin": str(saver.cfg.load.resolve())}
-    monkeypatch.setattr(Saves, "load", lambda self, path: Restored(path, 3, {"policy_version": 3}, [], []))
+    monkeypatch.setattr(
+        Saves, "load", lambda self, path: Restored(path, 3, {"policy_version": 3}, [], [])
+    )
     with pytest.raises(
-        ValueError, match=r"state\.json: progress without prompts, totals; resume from another checkpoint"
+        ValueError,
+        match=r"state\.json: progress without prompts, totals; resume from another checkpoint",
     ):
         checkpoint_policy.resume()
 
@@ -131,7 +157,9 @@ def test_a_signal_saves_the_last_complete_state(checkpoint_policy, is_trained):
         os.kill(os.getpid(), signal.SIGUSR1)
         while stop.name is None:
             time.sleep(0.01)
-        with pytest.raises(StoppedBySignal, match=f"SIGUSR1: stopped after step {2 + is_trained}, which is saved"):
+        with pytest.raises(
+            StoppedBySignal, match=f"SIGUSR1: stopped after step {2 + is_trained}, which is saved"
+        ):
             if is_trained:
                 checkpoint_policy.end(3, {"at": "end"}, is_due=True)
             checkpoint_policy.stop_if_signalled()
@@ -141,7 +169,9 @@ def test_a_signal_saves_the_last_complete_state(checkpoint_policy, is_trained):
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_the_stop_is_announced_when_the_save_with_the_files_of_this_rank_is_complete(checkpoint_policy, is_trained):
+def test_the_stop_is_announced_when_the_save_with_the_files_of_this_rank_is_complete(
+    checkpoint_policy, is_trained
+):
     saver, announced, actions = checkpoint_policy.checkpointer, [], []
     saver.wait = lambda: announced.append((saver.folder / STOPPED).exists())
     stop = SimpleNamespace(name=None, hold=actions.append)

@@ -7,7 +7,9 @@ from megatron_rl.checkpoint.writer import Shards, address
 
 
 class OnGPU:
-    """A tensor of a GPU: with non_blocking torch copies it to pinned memory, rounded up and never given back."""
+    """A tensor of a GPU: with non_blocking torch copies it to pinned memory, rounded up and never
+    given back.
+    """
 
     def to(self, device, *, copy=False, non_blocking=False):
         assert device == "cpu" and not non_blocking

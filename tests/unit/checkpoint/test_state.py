@@ -22,7 +22,9 @@ from tests.dist.test_checkpoint import all_rng
 def engine_of(*optimizers):
     """An engine with these torch optimizers; None: this rank has no parameter of its kind."""
     inner = [SimpleNamespace(optimizer=optimizer) for optimizer in optimizers]
-    return SimpleNamespace(optimizer=SimpleNamespace(core=SimpleNamespace(chained_optimizers=inner)))
+    return SimpleNamespace(
+        optimizer=SimpleNamespace(core=SimpleNamespace(chained_optimizers=inner))
+    )
 
 
 def adam(*steps):
@@ -83,12 +85,16 @@ def tracker():
 
 
 def test_every_generator_continues_from_its_state(tracker):
-    """Also where Python and NumPy have the second number of a normal pair, which is a double, in store."""
+    """Also where Python and NumPy have the second number of a normal pair, which is a double, in
+    store.
+    """
     for _ in range(2):
         state = rng_state()
         stored = {name: value.clone() for name, value in state.items()}
         draws = all_rng()
-        assert all(value.equal(stored[name]) for name, value in state.items()), "drawing changes nothing that was saved"
+        assert all(value.equal(stored[name]) for name, value in state.items()), (
+            "drawing changes nothing that was saved"
+        )
         all_rng()
         all_rng()
         set_rng_state(load(save(state)))
@@ -104,6 +110,9 @@ def test_the_generator_of_a_gpu_is_saved_too(tracker, monkeypatch):
     assert state.keys() - on_cpu.keys() == {"cuda"} and state["cuda"].tolist() == [1, 2]
     set_rng_state(state)
     assert restored == [state["cuda"]]
-    message = "^random generators cuda are only in the checkpoint or only here; resume on the same kind of device$"
+    message = (
+        "^random generators cuda are only in the checkpoint or only here; resume on the same kind"
+        " of device$"
+    )
     with pytest.raises(ValueError, match=message):
         set_rng_state(on_cpu)

@@ -35,13 +35,18 @@ def test_the_bar_follows_the_sizes_of_all_files_and_ends_with_the_block(tmp_path
 
     files = [tmp_path / name for name in "ab"]
     before = threading.active_count()
-    with pytest.raises(KeyError), show_writing(progress, "checkpoint of step 3", files, 5 * MIB + 7):
+    with (
+        pytest.raises(KeyError),
+        show_writing(progress, "checkpoint of step 3", files, 5 * MIB + 7),
+    ):
         assert threading.active_count() == before + 1
         grow("a", 2 * MIB, 2)
         grow("b", 3 * MIB // 2, 3)
         grow("a", MIB, 3)  # a file that starts again takes nothing back
         grow("b", 3 * MIB, 4)
         raise KeyError
-    assert shown == [("checkpoint of step 3", 5, "MiB")] and sum(advanced) == 4 and min(advanced) == 0
+    assert (
+        shown == [("checkpoint of step 3", 5, "MiB")] and sum(advanced) == 4 and min(advanced) == 0
+    )
     assert threading.active_count() == before and all(type(count) is int for count in advanced)
     assert size_of(tmp_path / "b") == 3 * MIB and size_of(tmp_path / "c") == 0

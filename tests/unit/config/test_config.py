@@ -1,4 +1,6 @@
-"""config/: TOML plus command line, errors that name key, value, rule and the nearest name, a dump that reads back."""
+"""config/: TOML plus command line, errors that name key, value, rule and the nearest name, a dump
+that reads back.
+"""
 
 import math
 import subprocess
@@ -47,7 +49,7 @@ def dry_run(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-# Unknown names ------------------------------------------------------------------------------------------------------
+# Unknown names ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_misspelt_option_is_refused_like_a_misspelt_key(toml):
     assert message(toml(), "--optim.warmup_update", "3").endswith("did you mean 'warmup_updates'?")
 
 
-# Bad values ---------------------------------------------------------------------------------------------------------
+# Bad values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,11 +114,16 @@ def test_bad_value_names_key_value_and_rule(toml, section, key, value, rule):
     assert rule in error
 
 
-@pytest.mark.parametrize("key", ["repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"])
+@pytest.mark.parametrize(
+    "key", ["repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"]
+)
 def test_sampling_settings_outside_the_trainers_distribution_are_refused(toml, key):
     error = message(toml(), rollout={key: 0.9})
     assert f"rollout.{key}" in error and "0.9" in error
-    assert "softmax(logits / rollout.temperature) over the whole vocabulary" in error and "remove the key" in error
+    assert (
+        "softmax(logits / rollout.temperature) over the whole vocabulary" in error
+        and "remove the key" in error
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,9 @@ def test_kept_sets_need_a_top_k_of_at_least_2(toml, keys):
     assert "must be at least 2" in error and "set top_k" in error
 
 
-@pytest.mark.parametrize("option", [["--sampling-mask-max-tokens=30"], ["--sampling-mask-max-tokens", "30"]])
+@pytest.mark.parametrize(
+    "option", [["--sampling-mask-max-tokens=30"], ["--sampling-mask-max-tokens", "30"]]
+)
 def test_top_k_is_at_most_what_the_servers_return(toml, option):
     assert loaded(toml(), rollout={"top_p": 0.9, "top_k": 20}).rollout.truncation == (0.9, 20, 0.0)
     assert loaded(toml()).rollout.truncation is None
@@ -165,11 +174,21 @@ def test_broken_toml_names_file_and_line(toml):
 @pytest.mark.parametrize(
     ("sections", "names"),
     [
-        ({"run": {"prompts_per_step": 10, "num_mini_batches": 4}}, ("prompts_per_step = 10", "num_mini_batches = 4")),
-        ({"advantage": {"kind": "leave_one_out"}, "run": {"group_size": 1}}, ("leave_one_out", "got 1")),
+        (
+            {"run": {"prompts_per_step": 10, "num_mini_batches": 4}},
+            ("prompts_per_step = 10", "num_mini_batches = 4"),
+        ),
+        (
+            {"advantage": {"kind": "leave_one_out"}, "run": {"group_size": 1}},
+            ("leave_one_out", "got 1"),
+        ),
         ({"run": {"group_size": 1}}, ("advantage.kind = mean", "got 1", "batch_whitened")),
         (
-            {"advantage": {"kind": "batch_whitened"}, "run": {"group_size": 1}, "batch": {"dynamic_sampling": True}},
+            {
+                "advantage": {"kind": "batch_whitened"},
+                "run": {"group_size": 1},
+                "batch": {"dynamic_sampling": True},
+            },
             ("batch.dynamic_sampling", "got 1"),
         ),
         ({"parallel": {"vp": 2}}, ("parallel.vp = 2", "parallel.pp > 1")),
@@ -177,7 +196,10 @@ def test_broken_toml_names_file_and_line(toml):
             {"parallel": {"pp": 2, "vp": 2, "layers_per_stage": [3, 4]}},
             ("parallel.layers_per_stage = [3, 4]", "4 stages", "parallel.pp x vp"),
         ),
-        ({"parallel": {"pp": 2, "layers_per_stage": [0, 4]}}, ("parallel.layers_per_stage", "greater than 0")),
+        (
+            {"parallel": {"pp": 2, "layers_per_stage": [0, 4]}},
+            ("parallel.layers_per_stage", "greater than 0"),
+        ),
         (
             {"model": {"recompute_layers": 2}},
             ("model.recompute_layers = 2", "no effect with model.recompute = none"),
@@ -186,7 +208,10 @@ def test_broken_toml_names_file_and_line(toml):
             {"loss": {"kl_estimator": "k1"}},
             ("kl_estimator = k1 has no effect with loss.kl_coef = 0", "set loss.kl_coef"),
         ),
-        ({"batch": {"max_sampling_rounds": 9}}, ("max_sampling_rounds = 9 has no effect", "dynamic_sampling = false")),
+        (
+            {"batch": {"max_sampling_rounds": 9}},
+            ("max_sampling_rounds = 9 has no effect", "dynamic_sampling = false"),
+        ),
         (
             {"replay": {"missing_route_budget": 0.5}},
             ("missing_route_budget = 0.5 has no effect", "set replay.on_missing_route = live"),
@@ -196,8 +221,14 @@ def test_broken_toml_names_file_and_line(toml):
             ("rollout.quantize_keep", "quantize = none", "set rollout.quantize = fp8"),
         ),
         ({"eval": {"every": 5}}, ("eval.every = 5", "eval.sets names no file")),
-        ({"parallel": {"tp": 2, "ep": 2, "sequence_parallel": False}}, ("sequence_parallel = false", "tp > 1")),
-        ({"parallel": {"tp": 2, "sequence_parallel": False}}, ("sequence_parallel = false", "tp > 1")),
+        (
+            {"parallel": {"tp": 2, "ep": 2, "sequence_parallel": False}},
+            ("sequence_parallel = false", "tp > 1"),
+        ),
+        (
+            {"parallel": {"tp": 2, "sequence_parallel": False}},
+            ("sequence_parallel = false", "tp > 1"),
+        ),
         (
             {"replay": {"mode": "R2", "measure": False, "on_missing_route": "live"}},
             ("replay.on_missing_route = live", "asks for no routes"),
@@ -206,7 +237,10 @@ def test_broken_toml_names_file_and_line(toml):
             {"replay": {"mode": "R2", "on_missing_route": "mask_token"}},
             ("replay.on_missing_route = mask_token", "replay.mode = R3, got R2"),
         ),
-        ({"run": {"device": "cpu"}, "model": {"path": "c", "layer_spec": "transformer_engine"}}, ("layer_spec", "GPU")),
+        (
+            {"run": {"device": "cpu"}, "model": {"path": "c", "layer_spec": "transformer_engine"}},
+            ("layer_spec", "GPU"),
+        ),
     ],
 )
 def test_illegal_combination_names_both_sides(toml, sections, names):
@@ -224,7 +258,14 @@ def test_illegal_combination_names_both_sides(toml, sections, names):
         {"model": {"recompute": "block", "recompute_layers": 2}},
         {"parallel": {"tp": 2, "etp": 1, "sequence_parallel": False}},
         {"replay": {"mode": "R2", "on_missing_route": "drop_sample"}},
-        {"replay": {"mode": "R3", "measure": False, "on_missing_route": "mask_token", "missing_route_budget": 0.0}},
+        {
+            "replay": {
+                "mode": "R3",
+                "measure": False,
+                "on_missing_route": "mask_token",
+                "missing_route_budget": 0.0,
+            }
+        },
         {"run": {"device": "cuda"}, "model": {"path": "c", "layer_spec": "transformer_engine"}},
         {"loss": {"kl_estimator": "k1", "kl_coef": 0.1}},
         {
@@ -236,10 +277,17 @@ def test_illegal_combination_names_both_sides(toml, sections, names):
         {"loss": {"name": "sapo", "clip_anchor": "rollout"}, "rollout": {"max_staleness": 1}},
         {"batch": {"dynamic_sampling": True, "max_sampling_rounds": 9}},
         {"rollout": {"quantize": "fp8", "quantize_keep": ["*"]}},
-        {"rollout": {"quantize_keep": ["*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*"]}},  # a former default
+        # a former default
+        {"rollout": {"quantize_keep": ["*embed_tokens*", "*lm_head*", "*mlp.gate.*", "*norm*"]}},
         {"eval": {"every": 5, "sets": {"a": "a.jsonl"}}},
-        {"eval": {"sets": {"a/b": "a.jsonl"}}, "checkpoint": {"keep_last": 1, "best_metric": "eval/a/b/avg@4"}},
-        {"eval": {"sets": {"a": "a.jsonl"}}, "checkpoint": {"keep_last": 1, "best_metric": "eval/a/reward/format"}},
+        {
+            "eval": {"sets": {"a/b": "a.jsonl"}},
+            "checkpoint": {"keep_last": 1, "best_metric": "eval/a/b/avg@4"},
+        },
+        {
+            "eval": {"sets": {"a": "a.jsonl"}},
+            "checkpoint": {"keep_last": 1, "best_metric": "eval/a/reward/format"},
+        },
         {
             "eval": {"sets": {"a": "a.jsonl"}, "pass_at": [2]},
             "checkpoint": {"keep_last": 1, "best_metric": "eval/a/pass@2_low"},
@@ -250,7 +298,7 @@ def test_legal_combinations_pass(toml, sections):
     load_config(toml(), [], sections)
 
 
-# Sources and their order --------------------------------------------------------------------------------------------
+# Sources and their order --------------------------------------------------------------------------
 
 
 def test_command_line_beats_sections_beats_file(toml):
@@ -263,9 +311,11 @@ def test_command_line_types(toml):
     config = load_config(
         toml('[rollout]\nurls = ["http://a:1"]\n'),
         [
-            "--rollout.urls", "http://b:2", "http://c:3", "--eval.sets", "new", "new.jsonl", "--parallel.etp", "1",
+            "--rollout.urls", "http://b:2", "http://c:3", "--eval.sets", "new", "new.jsonl",
+            "--parallel.etp", "1",
             "--parallel.pp", "2",
-            "--parallel.layers_per_stage", "3", "4", "--loss.weight_high", "inf", "--replay.no_measure",
+            "--parallel.layers_per_stage", "3", "4", "--loss.weight_high", "inf",
+            "--replay.no_measure",
             "--model.path", "elsewhere",
         ],
     )  # fmt: skip
@@ -284,13 +334,18 @@ def test_rules_apply_to_file_and_command_line_together(toml):
 
 
 def test_command_line_spellings(toml):
-    """= and -, flags with and without a value, None, empty lists, values as TOML reads them; the last of repeated options."""
+    """= and -, flags with and without a value, None, empty lists, values as TOML reads them; the
+    last of repeated options.
+    """
     config = load_config(
         toml("[rollout]\nurls = ['http://a:1']\n[parallel]\netp = 1\n[eval.sets]\na = 'a.jsonl'\n"),
         [
-            "--run.num-steps=7", "--rollout.top_k", "8", "--rollout.top_k", "-1", "--rollout.urls", "--parallel.etp", "None",
-            "--replay.measure", "false", "--batch.dynamic_sampling", "--data.chat_template_kwargs", "enable_thinking", "false",
-            "budget", "3", "mode", "deep", "--run.name", "5", "--loss.clip", "none", "--loss.name", "reinforce",
+            "--run.num-steps=7", "--rollout.top_k", "8", "--rollout.top_k", "-1", "--rollout.urls",
+            "--parallel.etp", "None",
+            "--replay.measure", "false", "--batch.dynamic_sampling", "--data.chat_template_kwargs",
+            "enable_thinking", "false",
+            "budget", "3", "mode", "deep", "--run.name", "5", "--loss.clip", "none", "--loss.name",
+            "reinforce",
             "--eval.sets.b-c.d", "3", "--data.chat_template_kwargs.mode", "5",
         ],
     )  # fmt: skip
@@ -304,7 +359,9 @@ def test_command_line_spellings(toml):
 def test_derived_settings(toml):
     plain = load_config(toml(), [])
     assert (plain.parallel.expert_tp, plain.parallel.use_sequence_parallel) == (1, False)
-    wide = load_config(toml("[parallel]\ntp = 2\n[run]\nname = 'x'\n[replay]\nmode = 'R2'\nmeasure = false"), [])
+    wide = load_config(
+        toml("[parallel]\ntp = 2\n[run]\nname = 'x'\n[replay]\nmode = 'R2'\nmeasure = false"), []
+    )
     assert (wide.parallel.expert_tp, wide.parallel.use_sequence_parallel) == (2, True)
     assert wide.run_dir == Path("runs/x")
     assert (plain.needs_routes, wide.needs_routes) == (True, False)
@@ -315,7 +372,7 @@ def test_config_is_frozen(toml):
         load_config(toml(), []).run.seed = 3
 
 
-# Dump ---------------------------------------------------------------------------------------------------------------
+# Dump ---------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -326,11 +383,16 @@ def test_config_is_frozen(toml):
     weight_high=st.one_of(st.just(math.inf), st.floats(1e-3, 1e3)),
     etp=st.one_of(st.none(), st.integers(1, 8)),
     urls=st.lists(st.sampled_from(["http://a:1", "http://b:2"]), max_size=2, unique=True),
-    sets=st.dictionaries(st.text(min_size=1, max_size=8), st.sampled_from(["a.jsonl", "b/c.jsonl"]), max_size=3),
+    sets=st.dictionaries(
+        st.text(min_size=1, max_size=8), st.sampled_from(["a.jsonl", "b/c.jsonl"]), max_size=3
+    ),
 )
-def test_dump_reads_back_to_an_equal_config(tmp_path_factory, name, seed, lr, weight_high, etp, urls, sets):
+def test_dump_reads_back_to_an_equal_config(
+    tmp_path_factory, name, seed, lr, weight_high, etp, urls, sets
+):
     values = MINIMAL | {
-        "run": {"name": name, "seed": seed}, "optim": {"lr": lr}, "loss": {"weight_high": weight_high},
+        "run": {"name": name, "seed": seed}, "optim": {"lr": lr},
+        "loss": {"weight_high": weight_high},
         "parallel": {"etp": etp}, "rollout": {"urls": urls}, "eval": {"sets": sets},
     }  # fmt: skip
     config = Config.model_validate(values)
@@ -339,12 +401,17 @@ def test_dump_reads_back_to_an_equal_config(tmp_path_factory, name, seed, lr, we
     assert load_config(path, []) == config
 
 
-# Program ------------------------------------------------------------------------------------------------------------
+# Program ------------------------------------------------------------------------------------------
 
 
 def test_config_imports_no_torch():
-    code = "import sys, megatron_rl.config; print({'torch', 'megatron', 'sglang', 'transformers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import sys, megatron_rl.config; print({'torch', 'megatron', 'sglang', 'transformers'} &"
+        " set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "set()\n"
 
 
@@ -355,7 +422,7 @@ def test_program_refuses_a_bad_configuration_with_status_2(toml):
     assert "Traceback" not in done.stderr
 
 
-# Colocated weight sync -----------------------------------------------------------------------------------------------
+# Colocated weight sync ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -369,9 +436,18 @@ def test_program_refuses_a_bad_configuration_with_status_2(toml):
             'weight_sync = "colocated"\nhost = "0.0.0.0"\napi_key_env = "KEY"',
             "weight_sync = colocated cannot be used with host = '0.0.0.0'",
         ),
-        ("release_memory = true", "release_memory = true needs weight_sync = colocated, got distributed"),
-        ('weight_sync = "colocated"\nrelease_memory = true\nport = 30000', "needs port = 0, got 30000"),
-        ('weight_sync = "colocated"\nrelease_memory = true', "needs max_server_restarts = 0, got 3"),
+        (
+            "release_memory = true",
+            "release_memory = true needs weight_sync = colocated, got distributed",
+        ),
+        (
+            'weight_sync = "colocated"\nrelease_memory = true\nport = 30000',
+            "needs port = 0, got 30000",
+        ),
+        (
+            'weight_sync = "colocated"\nrelease_memory = true',
+            "needs max_server_restarts = 0, got 3",
+        ),
         (
             'weight_sync = "colocated"\nrelease_memory = true\nmax_server_restarts = 0\n[run]\ndevice = "cpu"',
             "rollout.release_memory = true needs a GPU",
@@ -391,12 +467,14 @@ def test_fields_of_megatron_core_are_kept_as_written(tmp_path):
     """Names and types are core's; this package does not import it."""
     path = tmp_path / "run.toml"
     path.write_text(
-        '[model]\npath = "m"\n[data]\ntrain = "t"\n[megatron]\nmoe_permute_fusion = true\nbucket_size = 7\n'
+        '[model]\npath = "m"\n[data]\ntrain = "t"\n[megatron]\nmoe_permute_fusion ='
+        " true\nbucket_size = 7\n"
     )
     options = ["--megatron.overlap_grad_reduce", "--megatron.recompute_modules", "moe", "core_attn"]
     config = load_config(path, [*options, "--megatron.bucket_size=9"])
     assert config.megatron.fields == {
-        "moe_permute_fusion": True, "bucket_size": "9", "overlap_grad_reduce": True, "recompute_modules": "moe core_attn",
+        "moe_permute_fusion": True, "bucket_size": "9", "overlap_grad_reduce": True,
+        "recompute_modules": "moe core_attn",
     }  # fmt: skip
     path.write_text(dump_config(config))
     assert load_config(path) == config

@@ -1,4 +1,6 @@
-"""Errors of a configuration file name its line and column; ~ is the home directory; names of other trainers are known."""
+"""Errors of a configuration file name its line and column; ~ is the home directory; names of other
+trainers are known.
+"""
 
 from pathlib import Path
 
@@ -34,7 +36,9 @@ def test_places_are_those_of_statements():
     """Lines within a string or a list are no keys; the first mention of a table counts."""
     places = key_places(FILE + "run.seed = 1\n")
     assert (
-        places["data.template"] == "6:1" and places["rollout.temperature"] == "14:3" and places["eval.sets"] == "15:2"
+        places["data.template"] == "6:1"
+        and places["rollout.temperature"] == "14:3"
+        and places["eval.sets"] == "15:2"
     )
     assert places["model"] == "2:2" and places["eval.samples"] == "18:1"
     assert not {"optim", "optim.lr"} & places.keys()
@@ -49,7 +53,10 @@ def test_places_are_those_of_statements():
         ),
         ("[optim]\n  lr = -1\n", "20:3: optim.lr = -1: must be greater"),
         ("[trainer]\nx = 1\n", "19:2: unknown section [trainer]; known: run, model"),
-        ("[loss]\nname = 'minrl'\n", "20:1: loss.name = 'minrl' is not a known loss; did you mean 'minirl'?"),
+        (
+            "[loss]\nname = 'minrl'\n",
+            "20:1: loss.name = 'minrl' is not a known loss; did you mean 'minirl'?",
+        ),
         (
             "[advantage]\nkind = 'mean'\n[run]\ngroup_size = 1\n",
             "20:1: advantage.kind = mean needs run.group_size >= 2",
@@ -70,7 +77,8 @@ def test_a_key_outside_any_section_has_its_place(tmp_path):
     path = tmp_path / "my.toml"
     path.write_text("# nothing\nlearning_rate = 1\n" + FILE)
     with pytest.raises(
-        ConfigError, match=r"my.toml:2:1: learning_rate = 1 is outside any section; did you mean optim.lr\?"
+        ConfigError,
+        match=r"my.toml:2:1: learning_rate = 1 is outside any section; did you mean optim.lr\?",
     ):
         load_config(path)
 
@@ -92,7 +100,10 @@ def test_names_of_other_trainers_lead_to_settings():
 
 def test_the_home_directory_is_expanded_in_paths_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    sections = {"model": {"path": "~/tiny"}, "data": {"train": "~/t.jsonl", "template": "~{prompt}"}}
+    sections = {
+        "model": {"path": "~/tiny"},
+        "data": {"train": "~/t.jsonl", "template": "~{prompt}"},
+    }
     cfg = load_config(None, ["--eval.sets", "a", "~/a.jsonl", "--run.dir", "~"], sections)
     assert (cfg.model.path, cfg.data.train, cfg.run.dir) == (
         tmp_path / "tiny",

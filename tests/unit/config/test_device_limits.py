@@ -7,7 +7,10 @@ from megatron_rl.launch.signals import LAUNCHER, grace_period
 
 
 def test_limits_of_servers():
-    default, chosen = RolloutConfig(), RolloutConfig(start_timeout_seconds=5, probe_timeout_seconds="7")
+    default, chosen = (
+        RolloutConfig(),
+        RolloutConfig(start_timeout_seconds=5, probe_timeout_seconds="7"),
+    )
     assert [default.start_seconds(device) for device in ("cpu", "cuda")] == [900.0, 1200.0]
     assert [default.probe_seconds(device) for device in ("cpu", "cuda")] == [60.0, 600.0]
     assert {chosen.start_seconds(device) for device in ("cpu", "cuda")} == {5.0}
@@ -17,13 +20,18 @@ def test_limits_of_servers():
 def test_servers_fail_to_start_before_the_watchdog_ends_the_run():
     def config(minutes, **rollout):
         run = {"collective_timeout_minutes": minutes}
-        return load_config(None, [], {"model": {"path": "m"}, "data": {"train": "t"}, "run": run, "rollout": rollout})
+        return load_config(
+            None,
+            [],
+            {"model": {"path": "m"}, "data": {"train": "t"}, "run": run, "rollout": rollout},
+        )
 
     assert [config(30).start_seconds(device) for device in ("cpu", "cuda")] == [900.0, 1200.0]
     assert config(3).start_seconds("cuda") == pytest.approx(0.81 * 180)
     assert config(3, start_timeout_seconds=160).start_seconds("cpu") == 160
     with pytest.raises(
-        ValueError, match=r"rollout\.start_timeout_seconds = 162 must be below 162, 90 % of run\.coll.* = 3: "
+        ValueError,
+        match=r"rollout\.start_timeout_seconds = 162 must be below 162, 90 % of run\.coll.* = 3: ",
     ):
         config(3, start_timeout_seconds=162)
     config(3, start_timeout_seconds=900, urls=["http://a:1"])

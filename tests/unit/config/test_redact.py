@@ -55,7 +55,10 @@ def test_values_of_the_environment(monkeypatch):
     monkeypatch.setenv("MAX_TOKENS", "16384000")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/etc/keys/key.json")
     text = f"{SECRET} of-another-name banana-split 16384000 /etc/keys/key.json"
-    assert Redactor().text(text) == f"{HIDDEN} of-another-name banana-split 16384000 /etc/keys/key.json"
+    assert (
+        Redactor().text(text)
+        == f"{HIDDEN} of-another-name banana-split 16384000 /etc/keys/key.json"
+    )
     assert Redactor(["SERVERS", None]).text("of-another-name") == HIDDEN
 
 
@@ -90,7 +93,13 @@ def config(request, monkeypatch):
         None,
         [
             *("--model.path", "m", "--data.train", "t", *ACCESS[request.param]),
-            *("--rollout.server_args", "--hf-token", SECRET, "--tool-server", f"Authorization: Bearer {SECRET}"),
+            *(
+                "--rollout.server_args",
+                "--hf-token",
+                SECRET,
+                "--tool-server",
+                f"Authorization: Bearer {SECRET}",
+            ),
         ],
     )
 
@@ -100,7 +109,9 @@ def test_config_toml_and_what_a_checkpoint_keeps(config):
     assert SECRET not in text
     rollout = tomllib.loads(text)["rollout"]
     assert rollout.get("api_key_env") == config.rollout.api_key_env
-    assert rollout["urls"] == ["http://10.0.0.2:30000" if config.rollout.api_key_env else "http://***@10.0.0.2:30000"]
+    assert rollout["urls"] == [
+        "http://10.0.0.2:30000" if config.rollout.api_key_env else "http://***@10.0.0.2:30000"
+    ]
     assert SECRET not in json.dumps(plain_values(config))
 
 
@@ -118,7 +129,8 @@ def test_lines_errors_and_tracebacks(config, tmp_path, capsys):
 def test_standard_error_of_other_code(capsys, monkeypatch):
     """Threads and libraries write there without asking."""
     monkeypatch.setenv("SOME_API_KEY", "s3cr3t-Va1ue.9")
-    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest has one of its own
+    # pytest has one of its own
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     before = sys.stderr
     with LogLines().clean_stderr():
         thread = threading.Thread(target=lambda: {}["s3cr3t-Va1ue.9"], name="of a library")
@@ -137,7 +149,11 @@ def test_warnings_are_json_lines_too(capsys):
     logging.getLogger("megatron_rl.somewhere").warning("cut a line")
     LogLines().catch_warnings()  # as it was for the tests that follow
     (row,) = map(json.loads, capsys.readouterr().err.splitlines())
-    assert (row["event"], row["text"], row["logger"]) == ("warning", "cut a line", "megatron_rl.somewhere")
+    assert (row["event"], row["text"], row["logger"]) == (
+        "warning",
+        "cut a line",
+        "megatron_rl.somewhere",
+    )
 
 
 def test_tokens_of_a_tokenizer_are_no_secrets():

@@ -1,4 +1,6 @@
-"""Renamed settings and metrics: refused with the new name in configurations of users, read in files of earlier versions."""
+"""Renamed settings and metrics: refused with the new name in configurations of users, read in files
+of earlier versions.
+"""
 
 import tomllib
 from pathlib import Path
@@ -13,7 +15,9 @@ from megatron_rl.metrics.sinks import read_metrics
 from megatron_rl.rollout.saved_run import check_config
 
 OLD_RUN = Path(__file__).parents[2] / "fixtures/run_0_1_0"
-"""config.toml of version 0.1.0 with every setting that was renamed since; a hand-written metrics.jsonl with every such metric."""
+"""config.toml of version 0.1.0 with every setting that was renamed since; a hand-written
+metrics.jsonl with every such metric.
+"""
 REQUIRED = ["--model.path", "moe", "--data.train", "train.jsonl"]
 NOW = {
     "loss.reject_only": "negative",
@@ -61,8 +65,13 @@ def test_all_former_names_of_a_file_are_reported_together():
 
 
 def test_a_former_metric_is_refused_with_the_new_one():
-    with pytest.raises(ConfigError, match=r"best_metric = gap/share: the metric was renamed to logratio/share"):
-        load_config(None, [*REQUIRED, "--checkpoint.keep_last", "1", "--checkpoint.best_metric", "gap/share"])
+    with pytest.raises(
+        ConfigError, match=r"best_metric = gap/share: the metric was renamed to logratio/share"
+    ):
+        load_config(
+            None,
+            [*REQUIRED, "--checkpoint.keep_last", "1", "--checkpoint.best_metric", "gap/share"],
+        )
 
 
 def test_the_configuration_of_an_earlier_version_is_read(tmp_path):
@@ -73,13 +82,19 @@ def test_the_configuration_of_an_earlier_version_is_read(tmp_path):
 
 
 def test_a_checkpoint_of_an_earlier_version_is_continued():
-    """Its state.json holds the same names as its config.toml; what changed and matters is still found."""
+    """Its state.json holds the same names as its config.toml; what changed and matters is still
+    found.
+    """
     saved = tomllib.loads((OLD_RUN / "config.toml").read_text())
     cfg = load_config(OLD_RUN / "config.toml", of_a_run=True)
     assert check_changes(saved, cfg, "old") == []
     with pytest.raises(ValueError, match=r"replay\.on_missing_route: live -> mask_token"):
         check_changes(
-            saved, load_config(OLD_RUN / "config.toml", ["--replay.on_missing_route", "mask_token"], of_a_run=True), ""
+            saved,
+            load_config(
+                OLD_RUN / "config.toml", ["--replay.on_missing_route", "mask_token"], of_a_run=True
+            ),
+            "",
         )
 
 
@@ -90,8 +105,10 @@ def test_rollouts_of_an_earlier_version_are_trained_on():
 def test_metrics_of_an_earlier_version_are_read():
     (result,) = read_metrics(OLD_RUN / "metrics.jsonl")
     assert set(result.metrics) == {
-        "rollout/reward_mean", "train/logratio_abs_mean", "logratio/train_infer_p99", "first_order/total_median",
-        "replay/missing_route_frac", "replay/prompt_missing_route_frac", "replay/missing_rows_total",
+        "rollout/reward_mean", "train/logratio_abs_mean", "logratio/train_infer_p99",
+        "first_order/total_median",
+        "replay/missing_route_frac", "replay/prompt_missing_route_frac",
+        "replay/missing_rows_total",
         "rollout/cancelled_groups_total", "time/weight_sync", "time/step",
     }  # fmt: skip
     written = (OLD_RUN / "metrics.jsonl").read_text()

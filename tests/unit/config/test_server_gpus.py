@@ -1,4 +1,6 @@
-"""GPUs of servers that a run starts: their tensor parallel size, and that no training rank has one of them."""
+"""GPUs of servers that a run starts: their tensor parallel size, and that no training rank has one
+of them.
+"""
 
 import pytest
 
@@ -34,7 +36,10 @@ def test_tensor_parallel_size_is_derived_from_the_gpus_of_a_server(gpus, num_ser
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--tp-size", "4"), r"need 4 GPUs for a server.*num_servers = 2 2: must be equal.*remove --tp-size"),
+        (
+            ("--tp-size", "4"),
+            r"need 4 GPUs for a server.*num_servers = 2 2: must be equal.*remove --tp-size",
+        ),
         (("--tp=1",), "need 1 GPUs"),
         (("--tp-size", "2", "--pp-size", "2"), "need 4 GPUs"),
         (("--pp-size", "4"), "need a multiple of 4 GPUs"),
@@ -67,14 +72,17 @@ def test_a_gpu_of_a_training_rank_is_refused_for_a_broadcast(rollout, ranks, vis
     if shared is None:
         check_overlap(RolloutConfig(**rollout), ranks, environ)
         return
-    with pytest.raises(ValueError, match=r"rollout\.gpus = .*NCCL refuses.*set rollout\.gpus to other GPUs") as caught:
+    with pytest.raises(
+        ValueError, match=r"rollout\.gpus = .*NCCL refuses.*set rollout\.gpus to other GPUs"
+    ) as caught:
         check_overlap(RolloutConfig(**rollout), ranks, environ)
     assert f"servers would use {shared}" in str(caught.value)
 
 
 def test_two_servers_on_one_gpu_are_refused_for_a_broadcast():
     with pytest.raises(
-        ValueError, match=r"num_servers = 2 without rollout\.gpus: all would use GPU 1, and NCCL refuses"
+        ValueError,
+        match=r"num_servers = 2 without rollout\.gpus: all would use GPU 1, and NCCL refuses",
     ):
         check_overlap(RolloutConfig(num_servers=2, server_args=("--base-gpu-id", "1")), 1, {})
 
@@ -82,11 +90,31 @@ def test_two_servers_on_one_gpu_are_refused_for_a_broadcast():
 @pytest.mark.parametrize(
     ("rollout", "host", "visible", "message"),
     [
-        ({"gpus": (6, 7, 8, 9)}, 8, None, r"has GPUs 0 to 7, not 8, 9: .*on that host only.*set rollout\.urls"),
+        (
+            {"gpus": (6, 7, 8, 9)},
+            8,
+            None,
+            r"has GPUs 0 to 7, not 8, 9: .*on that host only.*set rollout\.urls",
+        ),
         ({"gpus": (6, 7)}, 8, "0,1", None),
-        ({"server_args": ("--tp", "16")}, 8, None, r"need 16 GPUs for a server, the host of rank 0 has 8"),
-        ({"server_args": ("--tp", "4")}, 8, "0,1", r"need 4 GPUs for a server, the host of rank 0 has 2"),
-        ({"gpus": (2, 3), "weight_sync": "colocated"}, 8, "0,1", r"rank 0 sends weights .* does not see 2, 3 \("),
+        (
+            {"server_args": ("--tp", "16")},
+            8,
+            None,
+            r"need 16 GPUs for a server, the host of rank 0 has 8",
+        ),
+        (
+            {"server_args": ("--tp", "4")},
+            8,
+            "0,1",
+            r"need 4 GPUs for a server, the host of rank 0 has 2",
+        ),
+        (
+            {"gpus": (2, 3), "weight_sync": "colocated"},
+            8,
+            "0,1",
+            r"rank 0 sends weights .* does not see 2, 3 \(",
+        ),
         ({"gpus": (2, 3), "weight_sync": "colocated"}, 8, None, None),
         ({"urls": ("http://a:1",)}, 1, None, None),
     ],
@@ -110,7 +138,10 @@ def test_gpus_of_a_server_as_rank_0_numbers_them():
 
 
 def test_servers_on_a_gpu_of_a_rank_are_counted():
-    assert most_on_a_rank(RolloutConfig(gpus=(0, 1, 2, 3), num_servers=2, weight_sync="disk"), 4, {}) == 1
+    assert (
+        most_on_a_rank(RolloutConfig(gpus=(0, 1, 2, 3), num_servers=2, weight_sync="disk"), 4, {})
+        == 1
+    )
     assert most_on_a_rank(RolloutConfig(gpus=(4, 5)), 4, {}) == 0
     assert most_on_a_rank(RolloutConfig(num_servers=3, weight_sync="disk"), 4, {}) == 3
     assert most_on_a_rank(RolloutConfig(urls=("http://a:1",)), 4, {}) == 0

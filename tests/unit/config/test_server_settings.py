@@ -1,4 +1,6 @@
-"""Every setting of a server that touches expert ids, log-probs or weights has a verdict, and it is enforced."""
+"""Every setting of a server that touches expert ids, log-probs or weights has a verdict, and it is
+enforced.
+"""
 
 import re
 from importlib import metadata
@@ -23,8 +25,10 @@ from megatron_rl.config.versions import SGLANG_TESTED
 
 ROOT = Path(__file__).parents[3]
 SINCE_0_5_22 = {
-    "attn_dp_size", "enable_amd_monokernel", "enable_cp_tp_group_sharing", "enable_kv_cache_sharding",
-    "enable_megamoe_for_layernorm_sp", "enable_nvidia_megakernel", "enable_paged_experts", "enable_watermark",
+    "attn_dp_size", "enable_amd_monokernel", "enable_cp_tp_group_sharing",
+    "enable_kv_cache_sharding",
+    "enable_megamoe_for_layernorm_sp", "enable_nvidia_megakernel", "enable_paged_experts",
+    "enable_watermark",
     "qsa_indexer_dtype",
 }  # fmt: skip
 """Settings with a verdict that SGLang 0.5.21 does not have, and 0.5.23 has."""
@@ -32,14 +36,22 @@ WITHOUT_EFFECT = (Path(__file__).parent / "settings_without_effect.txt").read_te
 
 
 def config(*args, replay="R3", **rollout):
-    sections = {"model": {"path": "x"}, "data": {"train": "x"}, "replay": {"mode": replay, "measure": replay == "R3"}}
+    sections = {
+        "model": {"path": "x"},
+        "data": {"train": "x"},
+        "replay": {"mode": replay, "measure": replay == "R3"},
+    }
     return load_config(None, [], sections | {"rollout": {"server_args": list(args), **rollout}})
 
 
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 def test_every_setting_of_sglang_has_a_verdict_or_is_listed_as_without_effect():
     """A new version of SGLang fails here until each of its new settings is sorted."""
-    source = metadata.distribution("sglang").locate_file("sglang/srt/arg_groups/field_order.py").read_text()
+    source = (
+        metadata.distribution("sglang")
+        .locate_file("sglang/srt/arg_groups/field_order.py")
+        .read_text()
+    )
     settings = set(re.findall(r'^    "(\w+)",$', source, flags=re.MULTILINE))
     known = {*BY_NAME, *WITHOUT_EFFECT}
     assert len(settings) > 400 and not settings - known
@@ -63,11 +75,17 @@ def test_a_default_server_of_any_run_is_accepted():
     usual = {setting.name: setting.usual[0] for setting in SETTINGS if setting.usual}
     assert not list(problems(usual | {"version": SGLANG_TESTED[0]}, (), needs_routes=True))
     assert not list(
-        problems({"chunked_prefill_size": 16, "tp_size": 8, "disable_radix_cache": True}, (), needs_routes=True)
+        problems(
+            {"chunked_prefill_size": 16, "tp_size": 8, "disable_radix_cache": True},
+            (),
+            needs_routes=True,
+        )
     )
 
 
-@pytest.mark.parametrize("setting", [each for each in SETTINGS if each.name not in CHECKED_BY_REQUEST], ids=str)
+@pytest.mark.parametrize(
+    "setting", [each for each in SETTINGS if each.name not in CHECKED_BY_REQUEST], ids=str
+)
 def test_every_verdict_is_enforced(setting):
     values = {setting.name: "0.4.0" if setting.name == "version" else "other"}
     found = list(problems(values, (), needs_routes=True))
@@ -76,7 +94,11 @@ def test_every_verdict_is_enforced(setting):
     if setting.verdict == "proven":
         assert found == allowed == lines == []
         return
-    assert len(found) == 1 and found[0].startswith(f"{setting.name} = ") and setting.because in found[0]
+    assert (
+        len(found) == 1
+        and found[0].startswith(f"{setting.name} = ")
+        and setting.because in found[0]
+    )
     if setting.verdict == "refused":
         assert allowed == found and not lines
     else:
@@ -89,14 +111,23 @@ def test_every_verdict_is_enforced(setting):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--enable-hierarchical-cache"], "enable_hierarchical_cache = true is refused: .*sglang#26975"),
+        (
+            ["--enable-hierarchical-cache"],
+            "enable_hierarchical_cache = true is refused: .*sglang#26975",
+        ),
         (["--enable-hier"], "enable_hierarchical_cache = true is refused"),
         (["--speculative-algo=EAGLE"], "speculative_algorithm = EAGLE is refused"),
         (["--pp", "2"], "pp_size = 2 is refused"),
         (["--ep-size", "2"], r'ep_size = 2 is unproven.*allow_unproven = \["ep_size"\]'),
         (["--moe_a2a_backend", "deepep"], "moe_a2a_backend = deepep is unproven"),
-        (["--kv-cache-dtype", "fp8_e4m3"], "kv_cache_dtype = fp8_e4m3 is unproven and may make log-probs wrong"),
-        (["--chunked-prefill-size", "-1"], "chunked_prefill_size = -1 is unproven.*buffer of expert ids"),
+        (
+            ["--kv-cache-dtype", "fp8_e4m3"],
+            "kv_cache_dtype = fp8_e4m3 is unproven and may make log-probs wrong",
+        ),
+        (
+            ["--chunked-prefill-size", "-1"],
+            "chunked_prefill_size = -1 is unproven.*buffer of expert ids",
+        ),
         (["--enable-watermark"], "enable_watermark = true is refused: a key chooses tokens"),
         (["--enable-lora"], "enable_lora = true is unproven"),
     ],
@@ -107,10 +138,19 @@ def test_options_of_the_command_line_are_checked_before_a_server_starts(args, me
 
 
 def test_what_is_proven_or_accepted_or_touches_only_unused_routes_passes():
-    config("--chunked-prefill-size", "16", "--enable-mixed-chunk", "--disable-overlap-schedule", "--tp-size", "2")
+    config(
+        "--chunked-prefill-size",
+        "16",
+        "--enable-mixed-chunk",
+        "--disable-overlap-schedule",
+        "--tp-size",
+        "2",
+    )
     config("--ep-size=2", "--quantization", "fp8", allow_unproven=["ep_size", "quantization"])
     config("--enable-hierarchical-cache", replay="none")
-    assert read_options(["--mem-fraction-static", "0.8", "--ep-size", "2", "--enable-mixed-chunk"]) == {
+    assert read_options(
+        ["--mem-fraction-static", "0.8", "--ep-size", "2", "--enable-mixed-chunk"]
+    ) == {
         "ep_size": 2,
         "enable_mixed_chunk": True,
     }

@@ -1,4 +1,6 @@
-"""The supported versions: requirements, pyproject.toml and documentation agree with config/versions.py."""
+"""The supported versions: requirements, pyproject.toml and documentation agree with
+config/versions.py.
+"""
 
 import re
 import subprocess
@@ -37,9 +39,16 @@ def requirements(name: str) -> list[Requirement]:
 
 def rows(title: str) -> list[list[str]]:
     """The table of a section of docs/reference/versions.md."""
-    section = (ROOT / "docs/reference/versions.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    section = (
+        (ROOT / "docs/reference/versions.md")
+        .read_text()
+        .split(f"\n## {title}\n")[1]
+        .split("\n## ")[0]
+    )
     found = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("| ")
     ]
     return found[1:]
 
@@ -56,7 +65,9 @@ def test_this_environment_is_a_tested_one():
     assert {name: Version(version).public for name, version in installed.items()} == STACKS[HERE]
 
 
-@pytest.mark.parametrize("file", ["requirements.txt", "requirements-cpu.txt", "requirements-sglang.txt"])
+@pytest.mark.parametrize(
+    "file", ["requirements.txt", "requirements-cpu.txt", "requirements-sglang.txt"]
+)
 def test_requirements_agree(file):
     """A pin is that of its Python's stack; a range stays within the supported one."""
     for need in requirements(file):
@@ -65,15 +76,26 @@ def test_requirements_agree(file):
                 continue
             if need.name in stack:
                 assert stack[need.name] in need.specifier, (need, python)
-                assert all(rule.version == stack[need.name] for rule in need.specifier if rule.operator == "=="), (
+                assert all(
+                    rule.version == stack[need.name]
+                    for rule in need.specifier
+                    if rule.operator == "=="
+                ), (
                     need,
                     python,
                 )
-            lowest = [Version(rule.version) for rule in need.specifier if rule.operator in ("==", ">=")]
+            lowest = [
+                Version(rule.version) for rule in need.specifier if rule.operator in ("==", ">=")
+            ]
             if need.name in [each.name for each in PACKAGES] and lowest:
-                assert all(admits(supported.package(need.name).versions, str(version)) for version in lowest), need
+                assert all(
+                    admits(supported.package(need.name).versions, str(version))
+                    for version in lowest
+                ), need
             pinned = [rule.version for rule in need.specifier if rule.operator == "=="]
-            assert not pinned or not list(bad_pairs({"python": python, **stack, need.name: pinned[0]})), need
+            assert not pinned or not list(
+                bad_pairs({"python": python, **stack, need.name: pinned[0]})
+            ), need
 
 
 def test_pins_cover_every_stack():
@@ -89,7 +111,11 @@ def test_pins_cover_every_stack():
 
 def test_python_range_agrees():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    admitted = [f"3.{minor}" for minor in range(8, 20) if f"3.{minor}" in SpecifierSet(project["requires-python"])]
+    admitted = [
+        f"3.{minor}"
+        for minor in range(8, 20)
+        if f"3.{minor}" in SpecifierSet(project["requires-python"])
+    ]
     assert admitted == list(STACKS)
     install = (ROOT / "tools/install.sh").read_text()
     assert f"({', '.join(version.replace('.', ', ').join('()') for version in STACKS)})" in install
@@ -97,14 +123,21 @@ def test_python_range_agrees():
 
 
 def test_install_refuses_an_environment_of_another_python(tmp_path):
-    """make install PYTHON=... where the environment is made of another one: nothing is installed."""
+    """make install PYTHON=...
+
+    where the environment is made of another one: nothing is installed.
+    """
     other = next(python for python in STACKS if python != HERE)
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin/python"
-    python.write_text(f'#!/bin/sh\ncase "$2" in *print*) echo {other};; *install*) exit 99;; esac\n')
+    python.write_text(
+        f'#!/bin/sh\ncase "$2" in *print*) echo {other};; *install*) exit 99;; esac\n'
+    )
     python.chmod(0o755)
     env = {"PATH": "/usr/bin:/bin", "VENV": str(tmp_path), "PYTHON": sys.executable}
-    done = subprocess.run(["bash", "tools/install.sh"], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "tools/install.sh"], cwd=ROOT, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert f"has Python {other}" in done.stderr and f"make install VENV=.venv-{HERE}" in done.stderr
 
@@ -117,7 +150,9 @@ def test_a_stack_without_interpreter_is_reported_as_skipped():
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout) == (0, "") and done.stderr.startswith("SKIPPED: Python 3.99")
+    assert (done.returncode, done.stdout) == (0, "") and done.stderr.startswith(
+        "SKIPPED: Python 3.99"
+    )
 
 
 def test_servers_are_refused_below_the_range():
@@ -129,7 +164,9 @@ def test_servers_are_refused_below_the_range():
 def test_the_stacks_serve_with_a_tested_sglang():
     assert {stack["sglang"] for stack in STACKS.values()} == {SGLANG_TESTED[0]}
     page = (ROOT / "docs/reference/versions.md").read_text()
-    assert all(version in page and admits(package("sglang").versions, version) for version in SGLANG_TESTED)
+    assert all(
+        version in page and admits(package("sglang").versions, version) for version in SGLANG_TESTED
+    )
 
 
 def test_page_lists_the_same_versions():
@@ -137,7 +174,9 @@ def test_page_lists_the_same_versions():
     tested = (ROOT / "docs/reference/versions.md").read_text()
     assert " | ".join(names[0]) in tested
     order = ("megatron-core", "sglang", "torch", "transformers")
-    assert rows("Tested") == [[python, *(stack[name] for name in order)] for python, stack in STACKS.items()]
+    assert rows("Tested") == [
+        [python, *(stack[name] for name in order)] for python, stack in STACKS.items()
+    ]
     ranges = {row[0]: "" if row[1] == "any" else row[1] for row in rows("Supported ranges")}
     assert {name: SpecifierSet(text) for name, text in ranges.items()} == {
         each.name: each.versions for each in PACKAGES
@@ -148,8 +187,12 @@ def test_page_lists_the_same_versions():
         assert first.split()[0] == pair.first.name and second.split()[0] == pair.second.name
         for text, versions in ((first, pair.first.specifier), (second, pair.second.specifier)):
             listed = text.partition(" ")[2].replace("other than ", "!=").replace("any", "")
-            assert re.findall(r"[\d.]+\d(?:\+cpu)?", listed) == re.findall(r"[\d.]+\d(?:\+cpu)?", text)
-            assert sorted(re.findall(r"\d[\d.]*\d", listed)) == sorted(re.findall(r"\d[\d.]*\d", str(versions)))
+            assert re.findall(r"[\d.]+\d(?:\+cpu)?", listed) == re.findall(
+                r"[\d.]+\d(?:\+cpu)?", text
+            )
+            assert sorted(re.findall(r"\d[\d.]*\d", listed)) == sorted(
+                re.findall(r"\d[\d.]*\d", str(versions))
+            )
 
 
 def test_readme_names_versions_of_a_stack_only():
@@ -163,8 +206,14 @@ def test_readme_names_versions_of_a_stack_only():
     ("installed", "second"),
     [
         ({"python": "3.11", "megatron-core": "0.19.2"}, "python"),
-        ({"python": "3.11", "megatron-core": "0.16.1", "transformer-engine": "2.13.0+abc"}, "transformer-engine"),
-        ({"python": "3.12", "megatron-core": "0.19.2", "nvidia-modelopt": "0.40.0"}, "nvidia-modelopt"),
+        (
+            {"python": "3.11", "megatron-core": "0.16.1", "transformer-engine": "2.13.0+abc"},
+            "transformer-engine",
+        ),
+        (
+            {"python": "3.12", "megatron-core": "0.19.2", "nvidia-modelopt": "0.40.0"},
+            "nvidia-modelopt",
+        ),
         ({"python": "3.12", "transformers": "5.12.1", "tokenizers": "0.23.2"}, "tokenizers"),
         ({"python": "3.12", "sglang": "0.5.17", "torch": "2.13.0+cu130"}, "torch"),
         ({"python": "3.12", "sglang": "0.5.21", "torch": "2.12.0a0+nv26.05"}, "torch"),
@@ -177,8 +226,16 @@ def test_bad_pairs_are_found(installed, second):
 
 
 def test_good_pairs_are_not():
-    assert not list(bad_pairs({"python": "3.12", "sglang": "0.5.21", "torch": "2.13.0+cu130", "torchvision": "0.28.0"}))
-    assert not list(bad_pairs({"python": "3.12.1", "megatron-core": "0.19.2", "torch": "a-build", "sglang": "mine"}))
+    assert not list(
+        bad_pairs(
+            {"python": "3.12", "sglang": "0.5.21", "torch": "2.13.0+cu130", "torchvision": "0.28.0"}
+        )
+    )
+    assert not list(
+        bad_pairs(
+            {"python": "3.12.1", "megatron-core": "0.19.2", "torch": "a-build", "sglang": "mine"}
+        )
+    )
     assert admits(SpecifierSet(">=0.16,<0.20"), "0.19.0rc1+local") and not admits(
         SpecifierSet(">=0.16,<0.20"), "0.20.0"
     )

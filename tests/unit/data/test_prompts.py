@@ -6,7 +6,13 @@ import pyarrow.parquet
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.data.prompts import DataError, PromptSource, load_prompt_files, load_prompts, trained_on
+from megatron_rl.data.prompts import (
+    DataError,
+    PromptSource,
+    load_prompt_files,
+    load_prompts,
+    trained_on,
+)
 from megatron_rl.records import Prompt
 from megatron_rl_tools.make_tiny_moe import make_tokenizer
 
@@ -15,7 +21,9 @@ DIGIT = TOKENIZER.convert_tokens_to_ids("0")
 
 
 def load_file(path, tokenizer=TOKENIZER, **settings):
-    return load_prompts(path, DataConfig(train=path, **{"chat_template": False, **settings}), tokenizer)
+    return load_prompts(
+        path, DataConfig(train=path, **{"chat_template": False, **settings}), tokenizer
+    )
 
 
 def load(path, tokenizer=TOKENIZER, **settings):
@@ -28,7 +36,9 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     got = load(tmp_path / "a.jsonl")
     assert got == load(tmp_path / "a.parquet")
-    assert got[1] == Prompt("a:2", "2+2=", tuple(TOKENIZER.convert_tokens_to_ids(list("2+2="))), "4")
+    assert got[1] == Prompt(
+        "a:2", "2+2=", tuple(TOKENIZER.convert_tokens_to_ids(list("2+2="))), "4"
+    )
     assert got[0].token_ids[0] == DIGIT + 1
 
 
@@ -38,14 +48,29 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path):
         (b'{"prompt": "x", ', r"line 2: not JSON"),
         (b'{"prompt": "\xff", "label": "1"}', r"line 2: not UTF-8"),
         (b'{"prompt": "x"}', r"line 2: key 'label' is missing; it has \['prompt'\]"),
-        (b'{"prompt": "", "label": "1"}', r"line 2: 'prompt' must be text that is not empty, got ''"),
+        (
+            b'{"prompt": "", "label": "1"}',
+            r"line 2: 'prompt' must be text that is not empty, got ''",
+        ),
         (b'{"prompt": ["x"], "label": "1"}', r"line 2: 'prompt' must be text"),
         (b"[1, 2]", r"line 2: expected an object with keys, got list"),
         (b'{"prompt": "x", "label": null}', r"line 2: 'label' must be text or a number, got null"),
-        ('{"prompt": "\u00e9", "label": "1"}'.encode(), r"line 2: prompt has characters the tokenizer does not know"),
-        (b'{"prompt": "123456789", "label": "1"}', r"line 2: prompt has 9 tokens, data.max_prompt_tokens = 8"),
-        (rb'{"prompt": "x\ud800", "label": "1"}', r"line 2: 'prompt' has half a character at position 1"),
-        (rb'{"prompt": "x", "label": "1", "id": "q\ud800"}', r"line 2: 'id' has half a character at position 1"),
+        (
+            '{"prompt": "\u00e9", "label": "1"}'.encode(),
+            r"line 2: prompt has characters the tokenizer does not know",
+        ),
+        (
+            b'{"prompt": "123456789", "label": "1"}',
+            r"line 2: prompt has 9 tokens, data.max_prompt_tokens = 8",
+        ),
+        (
+            rb'{"prompt": "x\ud800", "label": "1"}',
+            r"line 2: 'prompt' has half a character at position 1",
+        ),
+        (
+            rb'{"prompt": "x", "label": "1", "id": "q\ud800"}',
+            r"line 2: 'id' has half a character at position 1",
+        ),
         (b'{"prompt": "x", "label": NaN}', r"line 2: 'label' must be finite, got nan"),
         (
             b'{"prompt": "x", "label": ["1"]}',
@@ -96,7 +121,9 @@ def test_every_epoch_is_a_new_permutation_and_resume_continues():
 def test_checksums_are_computed_once_for_prompts_and_once_an_epoch_for_the_order(monkeypatch):
     """Every rank makes a state_dict twice a step."""
     crc32, read = zlib.crc32, []
-    monkeypatch.setattr(zlib, "crc32", lambda data, *start: read.append(len(data)) or crc32(data, *start))
+    monkeypatch.setattr(
+        zlib, "crc32", lambda data, *start: read.append(len(data)) or crc32(data, *start)
+    )
     source = PromptSource(prompts(10), seed=3, shuffle=True)
     first = source.state_dict()
     assert len(read) == 10 + 1
@@ -128,23 +155,42 @@ def test_returned_prompts_come_first_also_after_a_resume():
 def test_every_broken_row_is_counted(tmp_path):
     path = tmp_path / "broken.jsonl"
     path.write_text('{"prompt": "1", "label": "1"}\n' + "nonsense\n" * 7)
-    with pytest.raises(DataError, match=r"line 2: not JSON(.|\n)*line 6: not JSON(.|\n)*and 2 more"):
+    with pytest.raises(
+        DataError, match=r"line 2: not JSON(.|\n)*line 6: not JSON(.|\n)*and 2 more"
+    ):
         load(path)
 
 
 VERL = {
-    "data_source": "openai/gsm8k", "prompt": [{"content": "1+1=", "role": "user", "tool_calls": None}], "ability": "math",
+    "data_source": "openai/gsm8k", "prompt": [{"content": "1+1=", "role": "user",
+    "tool_calls": None}], "ability": "math",
     "reward_model": {"ground_truth": "2", "style": "rule"},
     "extra_info": {"answer": "wrong", "index": 0, "question": "wrong", "split": "train"},
 }  # fmt: skip
-SLIME = {"prompt": [{"role": "user", "content": "1+1="}], "label": "2", "metadata": {"rm_type": "math"}}
+SLIME = {
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "label": "2",
+    "metadata": {"rm_type": "math"},
+}
 LAYOUTS = {
     "verl": VERL,
     "slime": SLIME,
     "slime, messages": {"messages": SLIME["prompt"], "label": "2"},
     "slime, text": {"prompt": "1+1=", "label": 2},
-    "AIME 2024": {"id": 60, "problem": "1+1=", "solution": "wrong", "answer": "2", "url": "x", "year": "2024"},
-    "AIME 2024, capital letters": {"ID": "2024-I-1", "Problem": "1+1=", "Solution": "wrong", "Answer": 2},
+    "AIME 2024": {
+        "id": 60,
+        "problem": "1+1=",
+        "solution": "wrong",
+        "answer": "2",
+        "url": "x",
+        "year": "2024",
+    },
+    "AIME 2024, capital letters": {
+        "ID": "2024-I-1",
+        "Problem": "1+1=",
+        "Solution": "wrong",
+        "Answer": 2,
+    },
     "AIME 2025": {"question": "1+1=", "answer": "2"},
     "DeepMath": {"question": "1+1=", "final_answer": "2", "answer": "wrong", "difficulty": 1.0},
     "an empty column": {"prompt": "1+1=", "label": None, "answer": "2", "images": []},
@@ -160,7 +206,9 @@ def test_rows_of_public_datasets_are_read_unchanged(tmp_path, name, suffix):
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ 9 if 'tool_calls' in m }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{{ 9 if 'tool_calls' in m }}{% endfor %}"
+    )
     prompts = load(path, tokenizer, chat_template=True)
     assert [(prompt.text, prompt.label) for prompt in prompts] == [("1+1=", "2")] * 2
     assert prompts[1].id == str(LAYOUTS[name].get("id", "a:2"))
@@ -176,28 +224,43 @@ def test_keys_are_of_the_first_row_and_paths_reach_into_rows(tmp_path):
         with pytest.raises(DataError, match=f"line 1: key '{wrong}' is missing; it has"):
             load(path, prompt_key="q.text", label_key=wrong)
     path.write_text('{"problem": "1", "answer": "1"}\n{"question": "1", "label": "1"}\n')
-    with pytest.raises(DataError, match=r"line 2: key 'problem' is missing; it has \['question', 'label'\]"):
+    with pytest.raises(
+        DataError, match=r"line 2: key 'problem' is missing; it has \['question', 'label'\]"
+    ):
         load(path)
 
 
 def test_long_prompts_are_dropped_and_counted_on_request(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "1" * n, "label": n}) + "\n" for n in (3, 9, 8, 10)))
+    path.write_text(
+        "".join(json.dumps({"prompt": "1" * n, "label": n}) + "\n" for n in (3, 9, 8, 10))
+    )
     config = DataConfig(train=path, chat_template=False, max_prompt_tokens=8, on_long_prompt="drop")
     found = load_prompts(path, config, TOKENIZER)
     assert [prompt.label for prompt in found.prompts] == ["3", "8"] and found.num_long == 2
-    assert "2 prompts of" in found.line(config) and "2 of 4 dropped, longer than data.max_prompt" in found.line(config)
-    with pytest.raises(DataError, match="no prompts in it within data.max_prompt_tokens = 2; raise it"):
+    assert "2 prompts of" in found.line(
+        config
+    ) and "2 of 4 dropped, longer than data.max_prompt" in found.line(config)
+    with pytest.raises(
+        DataError, match="no prompts in it within data.max_prompt_tokens = 2; raise it"
+    ):
         load(path, max_prompt_tokens=2, on_long_prompt="drop")
 
 
 def test_one_error_names_the_broken_rows_of_all_files(tmp_path):
     row = '{"prompt": "1", "label": "1"}\n'
-    (tmp_path / "a.jsonl").write_text(row + "[]\n" + '{"prompt": "123456789", "label": "1"}\n' + "{\n")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "1", "label": None}]), tmp_path / "b.parquet")
+    (tmp_path / "a.jsonl").write_text(
+        row + "[]\n" + '{"prompt": "123456789", "label": "1"}\n' + "{\n"
+    )
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"prompt": "1", "label": None}]), tmp_path / "b.parquet"
+    )
     config = DataConfig(train=tmp_path, chat_template=False, max_prompt_tokens=8)
     with pytest.raises(DataError) as caught:
-        load_prompt_files({name: (tmp_path / name, config) for name in ("a.jsonl", "b.parquet", "c.jsonl")}, TOKENIZER)
+        load_prompt_files(
+            {name: (tmp_path / name, config) for name in ("a.jsonl", "b.parquet", "c.jsonl")},
+            TOKENIZER,
+        )
     places = [
         "a.jsonl, line 2: ",
         "a.jsonl, line 3: prompt has 9",
@@ -206,7 +269,9 @@ def test_one_error_names_the_broken_rows_of_all_files(tmp_path):
         "c.jsonl: ",
     ]
     lines = str(caught.value).splitlines()
-    assert len(lines) == 5 and all(place in line for place, line in zip(places, lines, strict=True)), lines
+    assert len(lines) == 5 and all(
+        place in line for place, line in zip(places, lines, strict=True)
+    ), lines
 
 
 def test_the_template_goes_around_the_prompt(tmp_path):
@@ -223,7 +288,9 @@ def test_messages_that_end_with_the_answer_are_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     path.write_text(json.dumps({"messages": messages, "label": "2"}))
-    with pytest.raises(DataError, match="must end with a message to answer, not with the assistant's"):
+    with pytest.raises(
+        DataError, match="must end with a message to answer, not with the assistant's"
+    ):
         load(path, tokenizer, chat_template=True)
 
 
@@ -265,11 +332,15 @@ def test_the_order_is_the_same_for_any_number_of_replicas_also_after_a_resume_on
         for step in range(5):
             if step == resume_at:
                 state = json.loads(json.dumps(sources[0].state_dict()))
-                sources = [PromptSource(prompts(20), seed=7, shuffle=True) for _ in range(later_dp_size)]
+                sources = [
+                    PromptSource(prompts(20), seed=7, shuffle=True) for _ in range(later_dp_size)
+                ]
                 for source in sources:
                     source.load_state_dict(state)
             size = len(sources)
-            shares = [[p.id for p in source.take(12)][rank::size] for rank, source in enumerate(sources)]
+            shares = [
+                [p.id for p in source.take(12)][rank::size] for rank, source in enumerate(sources)
+            ]
             assert [name for names in zip(*shares, strict=True) for name in names] == alone[step]
 
 
@@ -290,11 +361,16 @@ def test_further_columns_are_the_metadata_of_a_prompt(tmp_path):
     config = DataConfig(train=path, chat_template=False)
     first, second = load_prompts(path, config, TOKENIZER).prompts
     assert first.metadata == {"reward_model": rows[0]["reward_model"], "level": 3, "images": []}
-    assert second.metadata == {"reward_model": {"ground_truth": "4"}} and hash(first) != hash(second)
-    none = load_prompts(path, config.model_copy(update={"max_metadata_bytes": 0}), TOKENIZER).prompts
+    assert second.metadata == {"reward_model": {"ground_truth": "4"}} and hash(first) != hash(
+        second
+    )
+    none = load_prompts(
+        path, config.model_copy(update={"max_metadata_bytes": 0}), TOKENIZER
+    ).prompts
     assert [prompt.metadata for prompt in none] == [{}, {}]
     with pytest.raises(
-        DataError, match=r"line 1: the columns .* take 82 bytes .*data.max_metadata_bytes = 50 .*'reward_mo"
+        DataError,
+        match=r"line 1: the columns .* take 82 bytes .*data.max_metadata_bytes = 50 .*'reward_mo",
     ):
         load_prompts(path, config.model_copy(update={"max_metadata_bytes": 50}), TOKENIZER)
     state = PromptSource([first, second], seed=0, shuffle=False).state_dict()
@@ -306,14 +382,24 @@ def test_further_columns_are_the_metadata_of_a_prompt(tmp_path):
 
 def test_prompts_that_are_trained_on_and_evaluated_are_named(tmp_path):
     files = {}
-    for name, sums in {"train": ("1+1=", "1+2="), "held": ("2+2=",), "mixed": ("1+2=", "2+2=", "1+2=")}.items():
+    for name, sums in {
+        "train": ("1+1=", "1+2="),
+        "held": ("2+2=",),
+        "mixed": ("1+2=", "2+2=", "1+2="),
+    }.items():
         files[name] = tmp_path / f"{name}.jsonl"
-        files[name].write_text("".join(json.dumps({"prompt": text, "label": "2"}) + "\n" for text in sums))
+        files[name].write_text(
+            "".join(json.dumps({"prompt": text, "label": "2"}) + "\n" for text in sums)
+        )
     config = DataConfig(train=files["train"], chat_template=False)
     found = load_prompt_files({name: (path, config) for name, path in files.items()}, TOKENIZER)
     train = found.pop("train")
     (line,) = trained_on(train, found)
-    assert line == f"WARNING 2 of 3 prompts of eval.sets.mixed, {files['mixed']}, are also in data.train = {train.path}"
+    assert (
+        line
+        == f"WARNING 2 of 3 prompts of eval.sets.mixed, {files['mixed']}, are also in data.train ="
+        f" {train.path}"
+    )
     assert not list(trained_on(train, {}))
 
 
@@ -324,11 +410,21 @@ def test_parquet_columns_that_are_not_json(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
-    row = {"prompt": "1+1=", "label": "2", "day": datetime.date(2025, 2, 3), "price": decimal.Decimal("1.50")}
+    row = {
+        "prompt": "1+1=",
+        "label": "2",
+        "day": datetime.date(2025, 2, 3),
+        "price": decimal.Decimal("1.50"),
+    }
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     config = DataConfig(train=path, chat_template=False)
-    assert load_prompts(path, config, TOKENIZER).prompts[0].metadata == {"day": "2025-02-03", "price": "1.50"}
+    assert load_prompts(path, config, TOKENIZER).prompts[0].metadata == {
+        "day": "2025-02-03",
+        "price": "1.50",
+    }
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "raw": b"1"}]), path)
-    with pytest.raises(DataError, match=r"row 1: a column has a value of type bytes, .*data.max_metadata_bytes = 0"):
+    with pytest.raises(
+        DataError, match=r"row 1: a column has a value of type bytes, .*data.max_metadata_bytes = 0"
+    ):
         load_prompts(path, config, TOKENIZER)

@@ -12,7 +12,9 @@ from megatron_rl.engine.attention import (
 )
 
 
-def brute_force(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def brute_force(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
     """Causal attention of one sequence [S, heads, D] with explicit softmax -> [S, A * D]."""
     length, heads, _ = query.shape
     per_group = heads // key.shape[1]
@@ -20,7 +22,9 @@ def brute_force(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sca
     outputs = []
     for head in range(heads):
         scores = query[:, head] @ key[:, head // per_group].T * scale
-        outputs.append(scores.masked_fill(future, float("-inf")).softmax(-1) @ value[:, head // per_group])
+        outputs.append(
+            scores.masked_fill(future, float("-inf")).softmax(-1) @ value[:, head // per_group]
+        )
     return torch.cat(outputs, dim=-1)
 
 
@@ -29,7 +33,8 @@ def random_qkv(tokens: int, heads: int = 4, groups: int = 2, size: int = 8) -> l
 
 
 @pytest.mark.parametrize(
-    "lengths", [[7], [1, 1, 1], [5, 11, 3, 17, 1], [8, 9, 16, 2, 2, 33], [4, 0, 6], [5, 20, 6, 1, 18, 7, 1]]
+    "lengths",
+    [[7], [1, 1, 1], [5, 11, 3, 17, 1], [8, 9, 16, 2, 2, 33], [4, 0, 6], [5, 20, 6, 1, 18, 7, 1]],
 )
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_packed_equals_each_sequence_alone(lengths: list[int], groups: int) -> None:
@@ -53,13 +58,18 @@ def test_padded_equals_each_sequence_alone() -> None:
     got = padded_attention(query, key, value, 0.3)
     for row in range(3):
         torch.testing.assert_close(
-            got[:, row], brute_force(query[:, row], key[:, row], value[:, row], 0.3), rtol=0, atol=1e-6
+            got[:, row],
+            brute_force(query[:, row], key[:, row], value[:, row], 0.3),
+            rtol=0,
+            atol=1e-6,
         )
 
 
 def test_rows_outside_the_sequences_are_refused() -> None:
     with pytest.raises(ValueError, match="ends at 4, but there are 6"):
-        packed_attention(*random_qkv(6), plan_attention(torch.tensor([0, 4]), torch.device("cpu")), 1.0)
+        packed_attention(
+            *random_qkv(6), plan_attention(torch.tensor([0, 4]), torch.device("cpu")), 1.0
+        )
 
 
 def test_layers_share_a_plan_and_read_nothing_from_the_device() -> None:
@@ -68,7 +78,8 @@ def test_layers_share_a_plan_and_read_nothing_from_the_device() -> None:
 
     bounds = torch.tensor([0, 5, 8, 24], dtype=torch.int32)
     params = PlannedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    on_meta = [tensor.to("meta") for tensor in random_qkv(24)]  # no values there: reading one raises
+    # no values there: reading one raises
+    on_meta = [tensor.to("meta") for tensor in random_qkv(24)]
     layers = [PackedAttention(Config(), number, None, "self") for number in (1, 2)]  # type: ignore[arg-type]
     plans = []
     for layer in layers:

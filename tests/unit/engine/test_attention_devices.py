@@ -1,7 +1,8 @@
-"""What TransformerEngine's attention gets of a packed micro-batch: every tensor on its device, in its dtype.
+"""What TransformerEngine's attention gets of a packed micro-batch: every tensor on its device, in
+its dtype.
 
-The device here is torch's meta device, which holds no values: reading one, as core's unfused RoPE does with the bounds of
-sequences, fails on it, and would wait for a GPU.
+The device here is torch's meta device, which holds no values: reading one, as core's unfused RoPE
+does with the bounds of sequences, fails on it, and would wait for a GPU.
 """
 
 import dataclasses
@@ -27,31 +28,44 @@ OF_TE = {field.name for field in dataclasses.fields(PackedSeqParams)}
 
 
 class Recorder(torch.nn.Module):
-    """In place of TransformerEngine's attention, which on a GPU takes the address of every tensor that it gets."""
+    """In place of TransformerEngine's attention, which on a GPU takes the address of every tensor
+    that it gets.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
 
-    def forward(self, query, key, value, attention_mask, *, packed_seq_params, attn_mask_type=None, **others):
+    def forward(
+        self, query, key, value, attention_mask, *, packed_seq_params, attn_mask_type=None, **others
+    ):
         self.calls += 1
-        assert attention_mask is None and not any(isinstance(value, torch.Tensor) for value in others.values())
+        assert attention_mask is None and not any(
+            isinstance(value, torch.Tensor) for value in others.values()
+        )
         for name, tensor in {"query": query, "key": key, "value": value}.items():
             assert (tensor.device, tensor.dtype) == (DEVICE, torch.bfloat16), name
-            assert tensor.dim() == 3 and tensor.size(0) == sum(LENGTHS) and tensor.stride(-1) == 1, name
+            assert (
+                tensor.dim() == 3 and tensor.size(0) == sum(LENGTHS) and tensor.stride(-1) == 1
+            ), name
         for name in OF_TE:
             found = getattr(packed_seq_params, name)
             if isinstance(found, torch.Tensor):
                 assert (found.device, found.dtype) == (DEVICE, torch.int32), name
                 assert found.shape == (len(LENGTHS) + 1,), name
-        assert packed_seq_params.cu_seqlens_q is not None and packed_seq_params.cu_seqlens_kv is not None
+        assert (
+            packed_seq_params.cu_seqlens_q is not None
+            and packed_seq_params.cu_seqlens_kv is not None
+        )
         assert packed_seq_params.max_seqlen_q == packed_seq_params.max_seqlen_kv == max(LENGTHS)
         assert packed_seq_params.qkv_format == "thd"
         return query.new_empty(query.size(0), query.size(1) * value.size(2))
 
 
 class OnDevice(torch.nn.Module):
-    """The angles of core's rotary embedding, which it computes where CUDA would be, moved to the device."""
+    """The angles of core's rotary embedding, which it computes where CUDA would be, moved to the
+    device.
+    """
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -65,11 +79,15 @@ class OnDevice(torch.nn.Module):
         return (found[0].to(DEVICE), found[1]) if isinstance(found, tuple) else found.to(DEVICE)
 
     def get_cached_cos_sin(self, *arguments, **options):
-        return tuple(found.to(DEVICE) for found in self.inner.get_cached_cos_sin(*arguments, **options))
+        return tuple(
+            found.to(DEVICE) for found in self.inner.get_cached_cos_sin(*arguments, **options)
+        )
 
 
 class FusedRope:
-    """In place of core's kernels for the fused RoPE of latent attention, which read the bounds of sequences on a GPU."""
+    """In place of core's kernels for the fused RoPE of latent attention, which read the bounds of
+    sequences on a GPU.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
@@ -78,14 +96,20 @@ class FusedRope:
         self.check(bounds)
         return query
 
-    def of_keys(self, key_value, rotary_key, cos, sin, rotary, plain, value, bounds, cp_rank, cp_size):
+    def of_keys(
+        self, key_value, rotary_key, cos, sin, rotary, plain, value, bounds, cp_rank, cp_size
+    ):
         self.check(bounds)
         rows = key_value.shape[:-1]
         return key_value.new_empty(*rows, plain + rotary), key_value.new_empty(*rows, value)
 
     def check(self, bounds):
         self.calls += 1
-        assert (bounds.device, bounds.dtype, bounds.shape) == (DEVICE, torch.int32, (len(LENGTHS) + 1,))
+        assert (bounds.device, bounds.dtype, bounds.shape) == (
+            DEVICE,
+            torch.int32,
+            (len(LENGTHS) + 1,),
+        )
 
 
 @pytest.fixture
@@ -97,9 +121,11 @@ def parallel():
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "moonlight", "qwen3_moe"])
 def test_attention_of_transformer_engine_gets_tensors_of_its_device(tmp_path, parallel, family):
-    """Local layers, in the configuration for TransformerEngine's, with the bounds that the engine then makes.
+    """Local layers, in the configuration for TransformerEngine's, with the bounds that the engine
+    then makes.
 
-    qwen3_moe: its RoPE runs before, as one fused kernel that reads the bounds on the device; it is left out here.
+    qwen3_moe: its RoPE runs before, as one fused kernel that reads the bounds on the device; it is
+    left out here.
     """
     run_attention(tmp_path, parallel, family)
 
@@ -113,7 +139,9 @@ def test_fused_rope_of_latent_attention_gets_bounds_on_the_device(tmp_path, para
 
 
 def run_attention(tmp_path, parallel, family, **fields):
-    """The model's spec, after every layer's attention; fields: of core's configuration, once the model is made."""
+    """The model's spec, after every layer's attention; fields: of core's configuration, once the
+    model is made.
+    """
     spec = make_spec(load_hf_config(family_checkpoint(tmp_path, family)))
     settings = ModelConfig(path=tmp_path, dtype="bfloat16")
     config = model.make_transformer_config(spec, settings, ParallelConfig(), torch.device("cpu"))
@@ -123,7 +151,9 @@ def run_attention(tmp_path, parallel, family, **fields):
     for name, value in {"transformer_impl": "transformer_engine", **fields}.items():
         setattr(config, name, value)
     bounds = torch.tensor([0, 5, 7, 11], dtype=torch.int32)
-    packed = packed_parameters(SimpleNamespace(cu_seqlens=bounds, tokens=torch.empty(11, device=DEVICE)), config)
+    packed = packed_parameters(
+        SimpleNamespace(cu_seqlens=bounds, tokens=torch.empty(11, device=DEVICE)), config
+    )
     recorder = Recorder()
     for layer in chunk.decoder.layers:
         attention = layer.self_attention

@@ -1,4 +1,6 @@
-"""Modules that route tokens and that replay does not control are refused by name; routers that it controls are not."""
+"""Modules that route tokens and that replay does not control are refused by name; routers that it
+controls are not.
+"""
 
 from types import SimpleNamespace
 
@@ -49,7 +51,9 @@ def bare(kind):
 class Mlp(torch.nn.Module):
     def __init__(self, router=None, **modules):
         super().__init__()
-        for name, module in modules.items() if router is None else {"router": router, **modules}.items():
+        for name, module in (
+            modules.items() if router is None else {"router": router, **modules}.items()
+        ):
             self.add_module(name, module)
 
 
@@ -77,9 +81,15 @@ def test_top_k_routers_and_dense_layers_pass():
 @pytest.mark.parametrize(
     ("router", "said"),
     [
-        (ExpertChoiceRouter(), r"decoder\.layers\.0\.mlp\.router is a ExpertChoiceRouter: only .* TopKRouter"),
+        (
+            ExpertChoiceRouter(),
+            r"decoder\.layers\.0\.mlp\.router is a ExpertChoiceRouter: only .* TopKRouter",
+        ),
         (bare(HashRouter), r"decoder\.layers\.0\.mlp\.router is a HashRouter: only .* TopKRouter"),
-        (bare(OwnRouting), r"decoder\.layers\.0\.mlp\.router is a OwnRouting, which replaces TopKRouter's routing"),
+        (
+            bare(OwnRouting),
+            r"decoder\.layers\.0\.mlp\.router is a OwnRouting, which replaces TopKRouter's routing",
+        ),
         (torch.nn.Linear(2, 2), r"decoder\.layers\.0\.mlp\.router is a Linear: only .* TopKRouter"),
     ],
 )
@@ -90,7 +100,8 @@ def test_another_kind_of_router_is_named(router, said):
 
 def test_a_router_under_another_name_is_found():
     with pytest.raises(
-        ReplayIncompatible, match=r"decoder\.layers\.0\.mlp\.choice is a ExpertChoiceRouter.*layer 0 has"
+        ReplayIncompatible,
+        match=r"decoder\.layers\.0\.mlp\.choice is a ExpertChoiceRouter.*layer 0 has",
     ):
         check_routers([chunk_of(Mlp(choice=ExpertChoiceRouter()))], {0})
 
@@ -98,7 +109,8 @@ def test_a_router_under_another_name_is_found():
 def test_routers_of_multi_token_prediction_are_named():
     chunk = chunk_of(Mlp(bare(TopKRouter)), mtp=Mlp(bare(TopKRouter)))
     with pytest.raises(
-        ReplayIncompatible, match=r"^mtp\.router is a router outside the decoder.*this model is not supported"
+        ReplayIncompatible,
+        match=r"^mtp\.router is a router outside the decoder.*this model is not supported",
     ):
         check_routers([chunk], {0})
 
@@ -121,10 +133,16 @@ def test_all_are_named_together():
 
 @pytest.mark.parametrize(
     ("moe_layers", "score_function", "message"),
-    [((), "softmax", "no MoE layer"), ((0, 1), "sigmoid", "sigmoid router.*softmax"), ((0, 1), "softmax", None)],
+    [
+        ((), "softmax", "no MoE layer"),
+        ((0, 1), "sigmoid", "sigmoid router.*softmax"),
+        ((0, 1), "softmax", None),
+    ],
 )
 def test_the_router_shift_needs_probabilities_of_a_softmax(moe_layers, score_function, message):
-    spec = SimpleNamespace(moe_layers=moe_layers, router=SimpleNamespace(score_function=score_function))
+    spec = SimpleNamespace(
+        moe_layers=moe_layers, router=SimpleNamespace(score_function=score_function)
+    )
     check_router_shift(LossConfig(name="gmpo"), spec)
     if message is None:
         check_router_shift(LossConfig(name="rspo"), spec)

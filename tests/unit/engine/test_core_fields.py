@@ -8,7 +8,14 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config import ConfigError
-from megatron_rl.engine.core_fields import ELSEWHERE, KINDS, check_fields, field_types, fields_of, untested
+from megatron_rl.engine.core_fields import (
+    ELSEWHERE,
+    KINDS,
+    check_fields,
+    field_types,
+    fields_of,
+    untested,
+)
 
 OURS = {"num_layers": 4, "hidden_size": 64, "moe_permute_fusion": False, "bf16": True}
 
@@ -33,23 +40,35 @@ def test_values_take_the_type_of_the_field(name, given, kind, expected):
 
 
 def test_a_name_of_two_configurations_sets_both():
-    shared = sorted(field_types(DistributedDataParallelConfig).keys() & field_types(OptimizerConfig).keys())
+    shared = sorted(
+        field_types(DistributedDataParallelConfig).keys() & field_types(OptimizerConfig).keys()
+    )
     assert "use_distributed_optimizer" in shared  # set by optim.distributed; the others are free
     values = {"reuse_grad_buf_for_mxfp8_param_ag": True}
     if values.keys() <= set(shared):
-        assert fields_of(DistributedDataParallelConfig, values) == fields_of(OptimizerConfig, values) == values
+        assert (
+            fields_of(DistributedDataParallelConfig, values)
+            == fields_of(OptimizerConfig, values)
+            == values
+        )
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"moe_permute_fuson": True}, r"megatron\.moe_permute_fuson = True: .* did you mean 'moe_permute_fusion'\?"),
+        (
+            {"moe_permute_fuson": True},
+            r"megatron\.moe_permute_fuson = True: .* did you mean 'moe_permute_fusion'\?",
+        ),
         (
             {"num_layers": 3},
             r"megatron\.num_layers = 3: is fixed here or comes from the checkpoint's config\.json; remove it",
         ),
         ({"tensor_model_parallel_size": 2}, r"set parallel\.tp instead"),
-        ({"overlap_param_gather": True}, r"would read weights that are not gathered yet; remove it"),
+        (
+            {"overlap_param_gather": True},
+            r"would read weights that are not gathered yet; remove it",
+        ),
         ({"bf16": True}, r"set model\.dtype instead"),
         ({"lr": 1e-3}, r"set optim\.lr instead"),
         ({"bucket_size": "x"}, r"megatron\.bucket_size = 'x': must be a valid integer"),
@@ -69,7 +88,8 @@ def test_what_only_latent_attention_reads_is_refused_without_it(name):
     value = {"q_lora_rank": 64, "qk_pos_emb_head_dim": 64}.get(name, True)
     check_fields({name: value}, OURS, is_mla=True)
     with pytest.raises(
-        ConfigError, match=f"megatron.{name} = {value}: only latent attention reads it, which this checkpoint"
+        ConfigError,
+        match=f"megatron.{name} = {value}: only latent attention reads it, which this checkpoint",
     ):
         check_fields({name: value}, OURS, is_mla=False)
     check_fields({"moe_permute_fusion": True, "bucket_size": 4000}, OURS, is_mla=False)
@@ -88,4 +108,6 @@ def test_fields_of_the_table_exist():
 
 
 def test_untested_are_the_fields_that_reach_the_forward():
-    assert untested({"cuda_graph_impl": "local", "bucket_size": 7, "moe_permute_fusion": True}) == ["cuda_graph_impl"]
+    assert untested({"cuda_graph_impl": "local", "bucket_size": 7, "moe_permute_fusion": True}) == [
+        "cuda_graph_impl"
+    ]

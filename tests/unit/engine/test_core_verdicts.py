@@ -1,4 +1,5 @@
-"""[megatron] fields that matter on GPUs: each constructs in core's configurations, or is refused with the reason.
+"""[megatron] fields that matter on GPUs: each constructs in core's configurations, or is refused
+with the reason.
 
 Nothing here runs on a GPU.  docs/guides/layout.md has the same verdicts.
 """
@@ -20,7 +21,10 @@ ALLOWED, UNTESTED = "allowed", "untested with replay"
 REFUSED = "refused: "
 VERDICTS = [
     ({"moe_permute_fusion": True}, ALLOWED),
-    ({"moe_token_dispatcher_type": "flex"}, REFUSED + "derives the experts again from the gate weights"),
+    (
+        {"moe_token_dispatcher_type": "flex"},
+        REFUSED + "derives the experts again from the gate weights",
+    ),
     ({"moe_enable_deepep": True}, REFUSED + "only supported with flex token dispatcher"),
     ({"overlap_grad_reduce": True}, ALLOWED),
     ({"overlap_param_gather": True}, REFUSED + "weights that are not gathered yet"),
@@ -39,7 +43,10 @@ VERDICTS = [
     ({"overlap_moe_expert_parallel_comm": True}, REFUSED + "combined 1F1B"),
     ({"use_megatron_fsdp": True}, REFUSED + "wrapped in core's DistributedDataParallel"),
     ({"num_distributed_optimizer_instances": 2}, REFUSED + "groups are those of one instance"),
-    ({"use_layer_wise_distributed_optimizer": True}, REFUSED + "it is of optimizers other than adam"),
+    (
+        {"use_layer_wise_distributed_optimizer": True},
+        REFUSED + "it is of optimizers other than adam",
+    ),
     ({"optimizer_cuda_graph": True}, REFUSED + "core's own training loop captures that graph"),
     ({"loss_scale": 2.0}, REFUSED + "core would divide the gradients by it"),
     ({"mtp_num_layers": 1}, REFUSED + "neither loaded nor trained"),
@@ -64,11 +71,14 @@ def settings(fields, **rollout):
     return load_config(None, [], sections)
 
 
-@pytest.mark.parametrize(("fields", "verdict"), VERDICTS, ids=["+".join(fields) for fields, _ in VERDICTS])
+@pytest.mark.parametrize(
+    ("fields", "verdict"), VERDICTS, ids=["+".join(fields) for fields, _ in VERDICTS]
+)
 def test_verdict(fields, verdict):
     spec, cfg = find_spec("qwen3-30b-a3b"), settings(fields)
     if verdict.startswith(REFUSED):
-        is_here = any(name in field_types(kind) for name in fields for kind in KINDS)  # core 0.16 lacks some
+        # core 0.16 lacks some
+        is_here = any(name in field_types(kind) for name in fields for kind in KINDS)
         reason = verdict.removeprefix(REFUSED) if is_here else "megatron-core has no such field"
         with pytest.raises(ValueError, match=re.escape(reason)):
             check_core(spec, cfg)
@@ -86,9 +96,13 @@ def test_verdict(fields, verdict):
     ids=lambda fields: next(iter(fields)),
 )
 def test_fields_that_hold_on_to_memory_are_refused_where_it_is_released(fields):
-    with pytest.raises(ValueError, match=r"megatron\.\w+ = .* with rollout\.release_memory = true: .*; remove one"):
+    with pytest.raises(
+        ValueError, match=r"megatron\.\w+ = .* with rollout\.release_memory = true: .*; remove one"
+    ):
         check_released_memory(fields)
-    check_released_memory({name: "none" if isinstance(value, str) else False for name, value in fields.items()})
+    check_released_memory(
+        {name: "none" if isinstance(value, str) else False for name, value in fields.items()}
+    )
 
 
 def test_the_guide_has_every_verdict():

@@ -1,4 +1,7 @@
-"""Log-probs over kept sets on one rank against enumeration of the set in float64.  Ranks: tests/dist/test_sharded_logprobs.py."""
+"""Log-probs over kept sets on one rank against enumeration of the set in float64.
+
+Ranks: tests/dist/test_sharded_logprobs.py.
+"""
 
 import itertools
 
@@ -20,7 +23,11 @@ def enumerate_sets(logits, labels, sets, vocab, temperature):
         ids = list(range(vocab)) if own is None else own
         logp = everything[ids] - everything[ids].exp().sum().log()
         entropy, inside = (-(x.exp() * x).sum() for x in (everything, logp))
-        rows.append(torch.stack([logp[ids.index(label)], entropy, inside, everything[ids].exp().sum().log()]))
+        rows.append(
+            torch.stack(
+                [logp[ids.index(label)], entropy, inside, everything[ids].exp().sum().log()]
+            )
+        )
     return torch.stack(rows, dim=1)
 
 
@@ -35,7 +42,9 @@ def make_case(seed, rows=24, vocab=47, most=6):
 
 
 @pytest.mark.parametrize("which", ["both", "logprobs", "entropy"])
-@pytest.mark.parametrize(("temperature", "dtype"), [(1.0, "float64"), (0.7, "float64"), (0.7, "float32")])
+@pytest.mark.parametrize(
+    ("temperature", "dtype"), [(1.0, "float64"), (0.7, "float64"), (0.7, "float32")]
+)
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("block_ids", [1, 7, 1 << 22])
 def test_values_and_gradients(which, temperature, dtype, overwrite, block_ids, monkeypatch):
@@ -43,7 +52,10 @@ def test_values_and_gradients(which, temperature, dtype, overwrite, block_ids, m
     torch.manual_seed(0)
     labels, sets, kept = make_case(0)
     logits, weights = 4 * torch.randn(24, 50), torch.randn(2, 24, dtype=torch.float64)
-    x, y = logits.to(getattr(torch, dtype)).clone().requires_grad_(), logits.double().requires_grad_()
+    x, y = (
+        logits.to(getattr(torch, dtype)).clone().requires_grad_(),
+        logits.double().requires_grad_(),
+    )
     got = kept_token_logprobs(
         x, labels, kept, vocab_size=47, temperature=temperature, overwrite=overwrite, block_rows=5
     )
@@ -53,7 +65,9 @@ def test_values_and_gradients(which, temperature, dtype, overwrite, block_ids, m
         assert (a.double() - b).abs().max() <= close
     used = [index for index, name in enumerate(("logprobs", "entropy")) if which in ("both", name)]
     (grad,) = torch.autograd.grad([got[i] for i in used], x, [weights[i].to(x.dtype) for i in used])
-    (expected_grad,) = torch.autograd.grad([expected[i] for i in used], y, [weights[i] for i in used])
+    (expected_grad,) = torch.autograd.grad(
+        [expected[i] for i in used], y, [weights[i] for i in used]
+    )
     assert (grad.double() - expected_grad).abs().max() <= close
     if which == "logprobs":
         for row, own in enumerate(sets):
@@ -66,11 +80,22 @@ def test_values_and_gradients(which, temperature, dtype, overwrite, block_ids, m
 def test_the_fused_lm_head_computes_the_same(chunk_rows, into_main_grad):
     torch.manual_seed(0)
     labels, sets, kept = make_case(1)
-    hidden, head, weights = torch.randn(24, 16).double(), torch.randn(50, 16).double(), torch.randn(2, 24).double()
+    hidden, head, weights = (
+        torch.randn(24, 16).double(),
+        torch.randn(50, 16).double(),
+        torch.randn(2, 24).double(),
+    )
     x, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     w.main_grad, w.grad_added_to_main_grad = torch.zeros(50, 16).double(), False
     got = fused_kept_logprobs(
-        x, w, labels, kept, vocab_size=47, temperature=0.8, chunk_rows=chunk_rows, into_main_grad=into_main_grad
+        x,
+        w,
+        labels,
+        kept,
+        vocab_size=47,
+        temperature=0.8,
+        chunk_rows=chunk_rows,
+        into_main_grad=into_main_grad,
     )
     y, v = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     expected = enumerate_sets(y @ v.t(), labels, sets, 47, 0.8)
@@ -78,12 +103,16 @@ def test_the_fused_lm_head_computes_the_same(chunk_rows, into_main_grad):
         assert (a - b).abs().max() <= 1e-11
     torch.autograd.backward(got[:2], list(weights))
     expected_grads = torch.autograd.grad(list(expected[:2]), [y, v], list(weights))
-    for grad, expected_grad in zip((x.grad, w.main_grad if into_main_grad else w.grad), expected_grads, strict=True):
+    for grad, expected_grad in zip(
+        (x.grad, w.main_grad if into_main_grad else w.grad), expected_grads, strict=True
+    ):
         assert (grad - expected_grad).abs().max() <= 1e-10
 
 
 def test_every_set_of_a_small_vocabulary():
-    """All 15 subsets of 4 tokens, each with every label in it: probabilities of a set sum to 1, log-ratios are those of pi."""
+    """All 15 subsets of 4 tokens, each with every label in it: probabilities of a set sum to 1,
+    log-ratios are those of pi.
+    """
     logits = torch.tensor([[0.3, -1.2, 2.0, 0.9]], dtype=torch.float64)
     full = logits.log_softmax(-1)[0]
     for size in range(1, 5):
@@ -91,11 +120,18 @@ def test_every_set_of_a_small_vocabulary():
             labels = torch.tensor(own)
             mask = SamplingMask.of(np.full(size, size), np.tile(own, size))
             found = kept_token_logprobs(
-                logits.repeat(size, 1), labels, sets_of_tokens([mask], np.arange(size)), vocab_size=4
+                logits.repeat(size, 1),
+                labels,
+                sets_of_tokens([mask], np.arange(size)),
+                vocab_size=4,
             )
             assert float(found.logprobs.exp().sum()) == pytest.approx(1.0, abs=1e-14)
-            torch.testing.assert_close(found.logprobs + found.log_mass, full[labels], rtol=0, atol=1e-14)
-            assert found.log_mass.exp().tolist() == pytest.approx([float(full[labels].exp().sum())] * size, abs=1e-14)
+            torch.testing.assert_close(
+                found.logprobs + found.log_mass, full[labels], rtol=0, atol=1e-14
+            )
+            assert found.log_mass.exp().tolist() == pytest.approx(
+                [float(full[labels].exp().sum())] * size, abs=1e-14
+            )
 
 
 def test_the_complete_vocabulary_is_the_plain_log_prob_and_one_token_has_no_gradient():
@@ -108,7 +144,9 @@ def test_the_complete_vocabulary_is_the_plain_log_prob_and_one_token_has_no_grad
     torch.testing.assert_close(got.logprobs, expected[0], rtol=0, atol=1e-14)
     torch.testing.assert_close(got.kept_entropy, expected[1], rtol=0, atol=1e-14)
     weights = torch.randn(5).double()
-    grads = [torch.autograd.grad(of, at, weights)[0] for of, at in ((got.logprobs, x), (expected[0], y))]
+    grads = [
+        torch.autograd.grad(of, at, weights)[0] for of, at in ((got.logprobs, x), (expected[0], y))
+    ]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-14)
     alone = SamplingMask.of(np.ones(5, int), labels.numpy())
     x = logits.clone().requires_grad_()

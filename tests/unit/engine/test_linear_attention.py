@@ -15,10 +15,16 @@ def x():
 
 def test_a_convolution_is_causal_and_apart_for_each_sequence(x):
     weight, bias = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.arange(4.0)
-    found, _ = causal_conv1d(x, weight, bias, activation="silu", cu_seqlens=BOUNDS, initial_state=None)
+    found, _ = causal_conv1d(
+        x, weight, bias, activation="silu", cu_seqlens=BOUNDS, initial_state=None
+    )
     for first, row in ((0, 0), (0, 2), (3, 3), (3, 6)):
-        taps = [(x[0, row - back] * weight[:, 2 - back]) for back in range(3) if row - back >= first]
-        assert torch.allclose(found[0, row], torch.nn.functional.silu(sum(taps) + bias), atol=1e-6), row
+        taps = [
+            (x[0, row - back] * weight[:, 2 - back]) for back in range(3) if row - back >= first
+        ]
+        assert torch.allclose(
+            found[0, row], torch.nn.functional.silu(sum(taps) + bias), atol=1e-6
+        ), row
     one = causal_conv1d(x[:, 3:], weight, bias, activation="silu")[0]
     assert torch.allclose(found[:, 3:], one, atol=1e-6)
 
@@ -32,5 +38,8 @@ def test_a_rule_starts_again_in_each_sequence(x):
 
 def test_l2norm_is_computed_in_float32():
     x = torch.tensor([3.0, 4.0], dtype=torch.bfloat16)
-    assert torch.allclose(l2norm(x).float(), torch.tensor([0.6, 0.8]), atol=2e-3) and l2norm(x).dtype == torch.bfloat16
+    assert (
+        torch.allclose(l2norm(x).float(), torch.tensor([0.6, 0.8]), atol=2e-3)
+        and l2norm(x).dtype == torch.bfloat16
+    )
     assert not l2norm(torch.zeros(2)).any()

@@ -1,4 +1,5 @@
-"""token_logprobs and fused_logprobs on one rank against float64 autograd of log_softmax; peak memory as torch counts it.
+"""token_logprobs and fused_logprobs on one rank against float64 autograd of log_softmax; peak
+memory as torch counts it.
 
 Numbers of ranks: tests/dist/test_sharded_logprobs.py.
 """
@@ -21,7 +22,11 @@ def reference(logits, labels, vocab, temperature):
 
 def gradients(outputs, weights, inputs):
     """d (weights . outputs) / d inputs; a weight of None leaves that output out of the graph."""
-    used = [(output, weight) for output, weight in zip(outputs, weights, strict=True) if weight is not None]
+    used = [
+        (output, weight)
+        for output, weight in zip(outputs, weights, strict=True)
+        if weight is not None
+    ]
     return torch.autograd.grad([o for o, _ in used], inputs, [w.to(o.dtype) for o, w in used])
 
 
@@ -39,10 +44,17 @@ def test_values_and_gradients(block_rows, temperature, vocab, which, overwrite):
     logits = 5 * torch.randn(64, 50)
     labels = torch.randint(0, vocab, (64,))
     labels[:2] = torch.tensor([0, vocab - 1])
-    weights = [torch.randn(64) if which in ("both", name) else None for name in ("logprobs", "entropy")]
+    weights = [
+        torch.randn(64) if which in ("both", name) else None for name in ("logprobs", "entropy")
+    ]
     x, y = logits.clone().requires_grad_(), logits.double().requires_grad_()
     got = token_logprobs(
-        x, labels, vocab_size=vocab, temperature=temperature, block_rows=block_rows, overwrite=overwrite
+        x,
+        labels,
+        vocab_size=vocab,
+        temperature=temperature,
+        block_rows=block_rows,
+        overwrite=overwrite,
     )
     expected = reference(y, labels, vocab, temperature)
     for a, b in zip(got, expected, strict=True):
@@ -96,7 +108,10 @@ def test_bf16_logits_are_read_in_float32_and_left_alone():
     for a, b in zip(got, expected, strict=True):
         close(a, b, 1e-5)
     (grad,), (expected_grad,) = gradients(got, weights, [x]), gradients(expected, weights, [y])
-    assert grad.dtype == torch.bfloat16 and (grad.double() - expected_grad).norm() <= 3e-3 * expected_grad.norm()
+    assert (
+        grad.dtype == torch.bfloat16
+        and (grad.double() - expected_grad).norm() <= 3e-3 * expected_grad.norm()
+    )
     assert torch.equal(x, before)
 
 
@@ -124,15 +139,23 @@ def test_float64_is_computed_in_float64():
     torch.manual_seed(2)
     logits, labels = 5 * torch.randn(9, 30, dtype=torch.float64), torch.randint(0, 30, (9,))
     x, y = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    got, expected = token_logprobs(x, labels, vocab_size=30, temperature=1.3), reference(y, labels, 30, 1.3)
+    got, expected = (
+        token_logprobs(x, labels, vocab_size=30, temperature=1.3),
+        reference(y, labels, 30, 1.3),
+    )
     weights = [torch.randn(9), torch.randn(9)]
     for a, b in zip(
-        [*got, *gradients(got, weights, [x])], [*expected, *gradients(expected, weights, [y])], strict=True
+        [*got, *gradients(got, weights, [x])],
+        [*expected, *gradients(expected, weights, [y])],
+        strict=True,
     ):
         assert a.dtype == torch.float64
         close(a, b, 1e-13)
     hidden, head = torch.randn(9, 4, dtype=torch.float64), torch.randn(30, 4, dtype=torch.float64)
-    got, expected = fused_logprobs(hidden, head, labels, vocab_size=30), reference(hidden @ head.t(), labels, 30, 1.0)
+    got, expected = (
+        fused_logprobs(hidden, head, labels, vocab_size=30),
+        reference(hidden @ head.t(), labels, 30, 1.0),
+    )
     for a, b in zip(got, expected, strict=True):
         close(a, b, 1e-13)
 
@@ -143,7 +166,8 @@ def test_gradients_by_finite_differences():
     labels = torch.tensor([0, 5, 2, 3, 5])
     inputs = (hidden.requires_grad_(), head.requires_grad_())
     assert torch.autograd.gradcheck(
-        lambda h, w: fused_logprobs(h, w, labels, vocab_size=6, temperature=0.8, chunk_rows=2), inputs
+        lambda h, w: fused_logprobs(h, w, labels, vocab_size=6, temperature=0.8, chunk_rows=2),
+        inputs,
     )
 
 
@@ -178,7 +202,11 @@ def test_a_second_backward_over_written_logits_is_refused():
 
 
 def test_fused_form_names_what_does_not_fit():
-    hidden, head, labels = torch.zeros(3, 4), torch.zeros(5, 4, requires_grad=True), torch.zeros(3, dtype=torch.long)
+    hidden, head, labels = (
+        torch.zeros(3, 4),
+        torch.zeros(5, 4, requires_grad=True),
+        torch.zeros(3, dtype=torch.long),
+    )
     with pytest.raises(ValueError, match="hidden is torch.bfloat16, weight torch.float32"):
         fused_logprobs(hidden.bfloat16(), head, labels, vocab_size=5)
     with pytest.raises(ValueError, match="no main_grad"):
@@ -188,7 +216,9 @@ def test_fused_form_names_what_does_not_fit():
 
 
 def peak_bytes(run):
-    """The most that was allocated at one time within `run`, beyond what was there before, by torch's own account."""
+    """The most that was allocated at one time within `run`, beyond what was there before, by
+    torch's own account.
+    """
     with torch.profiler.profile(profile_memory=True) as profile:
         run()
     now = peak = 0
@@ -215,7 +245,10 @@ def test_peak_memory_of_the_fused_form_does_not_grow_with_the_logits():
     """Eight times the rows; beyond d hidden, which is the caller's, not even a tenth more."""
     peaks = []
     for rows in (256, 2048):
-        hidden, head = torch.randn(rows, 8, requires_grad=True), torch.randn(4000, 8, requires_grad=True)
+        hidden, head = (
+            torch.randn(rows, 8, requires_grad=True),
+            torch.randn(4000, 8, requires_grad=True),
+        )
         labels = torch.randint(0, 4000, (rows,))
 
         def run(hidden=hidden, head=head, labels=labels):
@@ -240,6 +273,8 @@ def test_an_output_layer_that_caps_logits_is_not_fused():
     hidden = torch.ones(2, 3)
     assert model.output_layer.forward(hidden)[0] is hidden
     model = SimpleNamespace(post_process=True, output_layer=Capped.__new__(Capped))
-    with pytest.raises(ModelError, match=r"fused_lm_head = true: .*does more than multiply.*set it to false"):
+    with pytest.raises(
+        ModelError, match=r"fused_lm_head = true: .*does more than multiply.*set it to false"
+    ):
         defer_lm_head(model)
     defer_lm_head(SimpleNamespace(post_process=False))  # another stage

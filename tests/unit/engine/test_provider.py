@@ -1,4 +1,6 @@
-"""model.provider: who is chosen, and what is said where Megatron-Bridge is absent, of another version, or does not fit."""
+"""model.provider: who is chosen, and what is said where Megatron-Bridge is absent, of another
+version, or does not fit.
+"""
 
 import sys
 from importlib import metadata
@@ -42,7 +44,9 @@ def test_a_model_on_the_cpu_of_a_machine_with_gpus_is_refused(known, monkeypatch
     """megatron-core would allocate on a GPU, and fail where tensors of both meet."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     parallel = SimpleNamespace(device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"run\.device = cpu\): torch sees a GPU.*CUDA_VISIBLE_DEVICES=\"\""):
+    with pytest.raises(
+        ValueError, match=r"run\.device = cpu\): torch sees a GPU.*CUDA_VISIBLE_DEVICES=\"\""
+    ):
         make_provider(ModelConfig(path=known), ParallelConfig(), parallel, {})
 
 
@@ -52,12 +56,19 @@ def unknown(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_auto_is_native_where_the_native_tables_know_the_architecture(known: Path, unknown: Path) -> None:
+def test_auto_is_native_where_the_native_tables_know_the_architecture(
+    known: Path, unknown: Path
+) -> None:
     assert ModelConfig(path=known).provider == "native"
-    assert [provider_of(ModelConfig(path=path, provider="auto")) for path in (known, unknown)] == ["native", "bridge"]
+    assert [provider_of(ModelConfig(path=path, provider="auto")) for path in (known, unknown)] == [
+        "native",
+        "bridge",
+    ]
     assert provider_of(ModelConfig(path=known, provider="bridge")) == "bridge"
     assert provider_of(ModelConfig(path=unknown)) == "native"
-    with pytest.raises(ModelError, match=r"GptOssForCausalLM.*not supported.*model\.provider = bridge"):
+    with pytest.raises(
+        ModelError, match=r"GptOssForCausalLM.*not supported.*model\.provider = bridge"
+    ):
         provider_spec(ModelConfig(path=unknown))
 
 
@@ -65,13 +76,16 @@ def test_auto_is_native_where_the_native_tables_know_the_architecture(known: Pat
 def test_absent_bridge(unknown: Path) -> None:
     with pytest.raises(ModelError) as error:
         provider_spec(ModelConfig(path=unknown, provider="auto"))
-    assert f"needs Megatron-Bridge {VERSION}, found: not installed" in str(error.value) and INSTALL in str(error.value)
+    assert f"needs Megatron-Bridge {VERSION}, found: not installed" in str(
+        error.value
+    ) and INSTALL in str(error.value)
 
 
 def test_another_version_of_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: {"megatron-bridge": "0.3.1"}[name])
     with pytest.raises(
-        ModelError, match=f"needs Megatron-Bridge {VERSION}, found: 0.3.1; install it .Python 3.12, here 3"
+        ModelError,
+        match=f"needs Megatron-Bridge {VERSION}, found: 0.3.1; install it .Python 3.12, here 3",
     ):
         check_installed()
     monkeypatch.setattr(metadata, "version", lambda name: VERSION)
@@ -80,11 +94,16 @@ def test_another_version_of_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_bridge_builds_as_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Ernie4_5_MoeForCausalLM"]}')
-    with pytest.raises(ModelError, match="does not compute Ernie4_5_MoeForCausalLM as published: it routes by sigmoid"):
+    with pytest.raises(
+        ModelError,
+        match="does not compute Ernie4_5_MoeForCausalLM as published: it routes by sigmoid",
+    ):
         open_bridge(tmp_path, te=False)
 
 
-@pytest.mark.parametrize(("frequency", "layers"), [(1, (0, 1, 2, 3, 4)), (2, (0, 2, 4)), ([0, 1, 1, 0, 1], (1, 2, 4))])
+@pytest.mark.parametrize(
+    ("frequency", "layers"), [(1, (0, 1, 2, 3, 4)), (2, (0, 2, 4)), ([0, 1, 1, 0, 1], (1, 2, 4))]
+)
 def test_layers_with_experts(frequency: int | list[int], layers: tuple[int, ...]) -> None:
     assert moe_layers(frequency, 5) == layers
 
@@ -108,10 +127,14 @@ def test_attention_over_a_window_with_sinks() -> None:
     sinks = torch.tensor([0.3, -0.2])
     found = local_attention(query, key, value, 0.5, 2, sinks).view(3, 1, 2, 4)
     for head in range(2):
-        scores = torch.stack([query[2, 0, head] @ key[row, 0, 0] * 0.5 for row in (1, 2)] + [sinks[head]])
+        scores = torch.stack(
+            [query[2, 0, head] @ key[row, 0, 0] * 0.5 for row in (1, 2)] + [sinks[head]]
+        )
         expected = sum(share * value[row, 0, 0] for share, row in zip(scores.softmax(0), (1, 2)))  # noqa: B905
         assert torch.allclose(found[2, 0, head], expected, atol=1e-6)
-    assert torch.allclose(local_attention(query, key, value, 0.5, None, None)[0], value[0].repeat(1, 2, 1).flatten(1))
+    assert torch.allclose(
+        local_attention(query, key, value, 0.5, None, None)[0], value[0].repeat(1, 2, 1).flatten(1)
+    )
 
 
 def test_norms_whose_weight_is_stored_less_one() -> None:
@@ -119,7 +142,8 @@ def test_norms_whose_weight_is_stored_less_one() -> None:
     plain = torch.nn.functional.rms_norm(x, (2,), eps=1e-6)
     assert torch.allclose(rms_norm(x, weight, 1e-6, True), plain * (weight + 1))
     assert torch.allclose(rms_norm(x, weight, 1e-6, False), plain * weight)
-    assert "LayerNormColumnParallelLinear" in TELayerNormColumnParallelLinear.__name__  # what Bridge looks for
+    # what Bridge looks for
+    assert "LayerNormColumnParallelLinear" in TELayerNormColumnParallelLinear.__name__
 
 
 def test_the_layers_of_a_process_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +156,15 @@ def test_the_layers_of_a_process_are_chosen_once(monkeypatch: pytest.MonkeyPatch
         te_layers.choose_layers(te=te)
         assert installed == ([] if te else [True])
         with pytest.raises(
-            ModelError, match=r"model\.provider = bridge: this process was set up for .* another process"
+            ModelError,
+            match=r"model\.provider = bridge: this process was set up for .* another process",
         ):
             te_layers.choose_layers(te=not te)
 
 
-@pytest.mark.parametrize(("device", "te"), [(torch.device("cuda"), True), (torch.device("cpu"), False), (None, False)])
+@pytest.mark.parametrize(
+    ("device", "te"), [(torch.device("cuda"), True), (torch.device("cpu"), False), (None, False)]
+)
 def test_sizes_are_read_with_the_layers_of_the_run(
     known: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device | None, te: bool
 ) -> None:
@@ -154,7 +181,9 @@ def test_sizes_are_read_with_the_layers_of_the_run(
     assert asked == [te]
 
 
-def test_the_placeholder_is_not_taken_for_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_placeholder_is_not_taken_for_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, None)  # restored at the end
     add_placeholder_transformer_engine()
@@ -179,18 +208,32 @@ def exporting(path: Path, tensors: dict[str, torch.Tensor]) -> BridgeProvider:
     return self
 
 
-def test_what_servers_need_in_one_call_is_together_although_bridge_sorts_names(tmp_path: Path) -> None:
-    """Apart, SGLang keeps the old values of both without an error: buckets, however small, must not part them."""
+def test_what_servers_need_in_one_call_is_together_although_bridge_sorts_names(
+    tmp_path: Path,
+) -> None:
+    """Apart, SGLang keeps the old values of both without an error: buckets, however small, must not
+    part them.
+    """
     sorted_by_bridge = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
-    names = [f"model.layers.{layer}.self_attn.{part}.weight" for layer in (0, 1) for part in sorted_by_bridge]
+    names = [
+        f"model.layers.{layer}.self_attn.{part}.weight"
+        for layer in (0, 1)
+        for part in sorted_by_bridge
+    ]
     (tmp_path / "config.json").write_text("{}")
     self = exporting(tmp_path, {name: torch.full((2, 2), float(i)) for i, name in enumerate(names)})
     self.spec.q_lora_rank = 2
     found = list(batches(self.export([], 1), most_bytes=1))
     exported = [each for batch in found for each in batch.tensors]
     assert sorted(each.name for each in exported) == sorted(names)
-    assert all(each.tensor is not None and each.tensor[0, 0] == names.index(each.name) for each in exported)
-    pairs = [[each.name.split(".")[4] for each in batch.tensors] for batch in found if len(batch.tensors) > 1]
+    assert all(
+        each.tensor is not None and each.tensor[0, 0] == names.index(each.name) for each in exported
+    )
+    pairs = [
+        [each.name.split(".")[4] for each in batch.tensors]
+        for batch in found
+        if len(batch.tensors) > 1
+    ]
     assert pairs == [["kv_a_proj_with_mqa", "q_a_proj"]] * 2
 
 
@@ -198,17 +241,23 @@ def test_bridges_copy_of_a_tied_head_is_not_exported(tmp_path: Path) -> None:
     """Bridge yields it where the checkpoint has one; the weight sync would refuse it as unknown."""
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
     tensors = {"model.embed_tokens.weight": torch.ones(6, 2), "lm_head.weight": torch.ones(6, 2)}
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors"
+    )
     stream = exporting(tmp_path, tensors).export([], 1)
     expected = expected_tensors(tmp_path, torch.float32)
-    assert [each.name for each in checked_stream(stream, expected, tmp_path)] == ["model.embed_tokens.weight"]
+    assert [each.name for each in checked_stream(stream, expected, tmp_path)] == [
+        "model.embed_tokens.weight"
+    ]
 
 
 class Stopped(RuntimeError):
     """As launch.signals.StoppedBySignal."""
 
 
-@pytest.mark.parametrize("error", [SafetensorError("header"), OSError("no file"), RuntimeError("size"), Stopped()])
+@pytest.mark.parametrize(
+    "error", [SafetensorError("header"), OSError("no file"), RuntimeError("size"), Stopped()]
+)
 def test_damaged_files_differ_from_a_stop(error: Exception) -> None:
     def load(chunks: object) -> None:
         raise error
@@ -216,5 +265,8 @@ def test_damaged_files_differ_from_a_stop(error: Exception) -> None:
     self = provider(1)
     self.model, self.bridge = SimpleNamespace(path="here"), SimpleNamespace(load_hf_weights=load)
     expected = Stopped if isinstance(error, Stopped) else CheckpointError
-    with pytest.raises(expected, match="" if expected is Stopped else f"here: Megatron-Bridge cannot load it: {error}"):
+    with pytest.raises(
+        expected,
+        match="" if expected is Stopped else f"here: Megatron-Bridge cannot load it: {error}",
+    ):
         self.load([])

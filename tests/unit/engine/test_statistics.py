@@ -1,4 +1,6 @@
-"""Every metric against plain float64 loops over random micro-batches; edge cases; no wait for the device."""
+"""Every metric against plain float64 loops over random micro-batches; edge cases; no wait for the
+device.
+"""
 
 import math
 from dataclasses import replace
@@ -27,11 +29,21 @@ from tests.unit.metrics.test_histogram import by_numpy
 
 AGE_OF = {0: "age_0", 1: "age_1", 2: "age_2_3", 3: "age_2_3", 4: "age_4_up", 9: "age_4_up"}
 VERSION = 9
-GROUP_OF = {0: "flips_0", 1: "flips_1", 2: "flips_2_3", 3: "flips_2_3", 4: "flips_4_7", 7: "flips_4_7", 8: "flips_8_up"}
+GROUP_OF = {
+    0: "flips_0",
+    1: "flips_1",
+    2: "flips_2_3",
+    3: "flips_2_3",
+    4: "flips_4_7",
+    7: "flips_4_7",
+    8: "flips_8_up",
+}
 
 
 def make_micro_batches(rng, counts=(3, 1, 2), sequence_multiple=1):
-    """Packed micro-batches of random responses, pads at the end and, under a multiple, inside the sequences."""
+    """Packed micro-batches of random responses, pads at the end and, under a multiple, inside the
+    sequences.
+    """
     batches = []
     for number, count in enumerate(counts):
         samples = []
@@ -42,15 +54,24 @@ def make_micro_batches(rng, counts=(3, 1, 2), sequence_multiple=1):
             routes, missing = np.zeros((size - 1, 1, 1), np.uint8), rng.random(size - 1) < 0.1
             tokens = rng.integers(0, 9, size)
             versions = np.sort(VERSION - rng.choice(list(AGE_OF), size - prompt)).astype(np.int32)
-            rollout = Rollout(name, tokens, prompt, logprobs, routes, "stop", versions, missing_routes=missing)
+            rollout = Rollout(
+                name, tokens, prompt, logprobs, routes, "stop", versions, missing_routes=missing
+            )
             samples.append(Sample(rollout, float(rng.normal())))
         rule = PackRule(sequence_multiple=sequence_multiple)
-        batches.append(pack(samples, [*(rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples), 4]))
+        batches.append(
+            pack(
+                samples,
+                [*(rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples), 4],
+            )
+        )
     return batches
 
 
 def brute_force(gap_of, batches, flips, mini_batch):
-    """name -> the values it is a statistic of, from Python loops; gap_of: name -> per micro-batch log-ratios."""
+    """name -> the values it is a statistic of, from Python loops; gap_of: name -> per micro-batch
+    log-ratios.
+    """
     found = {}
     for name, gaps in gap_of.items():
         by_response, kind = {}, name.split("/")[1]
@@ -78,21 +99,31 @@ def test_every_metric_equals_loops_over_tokens_and_responses():
     sums, expected = MetricSums(), {}
     for mini_batch in range(2):
         batches = make_micro_batches(rng, sequence_multiple=(1, 4)[mini_batch])
-        noise = lambda scale, batches=batches: [torch.tensor(rng.normal(0, scale, b.num_tokens)) for b in batches]  # noqa: E731
+        noise = lambda scale, batches=batches: [
+            torch.tensor(rng.normal(0, scale, b.num_tokens)) for b in batches
+        ]  # noqa: E731
         old = [(b.rollout_logprobs + n).float() for b, n in zip(batches, noise(0.5), strict=True)]
         new = [(o + n).float() for o, n in zip(old, noise(0.2), strict=True)]
         old[0][batches[0].loss_mask.nonzero()[0]] = math.nan
         new[1][batches[1].loss_mask.nonzero()[2]] = -math.inf
-        flips = [torch.tensor(rng.choice(list(GROUP_OF), b.num_tokens), dtype=torch.uint8) for b in batches]
-        tokens = pass_tokens(batches, flips, mini_batch=mini_batch, cp_group=None, policy_version=VERSION)
+        flips = [
+            torch.tensor(rng.choice(list(GROUP_OF), b.num_tokens), dtype=torch.uint8)
+            for b in batches
+        ]
+        tokens = pass_tokens(
+            batches, flips, mini_batch=mini_batch, cp_group=None, policy_version=VERSION
+        )
         add_old_pass(sums, tokens, torch.cat(old))
         add_update_pass(sums, tokens, torch.cat(new), torch.cat(old))
         mu = [b.rollout_logprobs.double() for b in batches]
         train_infer = [o.double() - m for o, m in zip(old, mu, strict=True)]
         staleness = [n.double() - o.double() for n, o in zip(new, old, strict=True)]
-        total = [n.double() - m + 0 * o for n, m, o in zip(new, mu, old, strict=True)]  # NaN where any of the three is
+        # NaN where any of the three is
+        total = [n.double() - m + 0 * o for n, m, o in zip(new, mu, old, strict=True)]
         pieces = brute_force({"x/train_infer": train_infer}, batches, flips, mini_batch)
-        pieces |= brute_force({"x/staleness": staleness, "x/total": total}, batches, flips, mini_batch)
+        pieces |= brute_force(
+            {"x/staleness": staleness, "x/total": total}, batches, flips, mini_batch
+        )
         for key, values in pieces.items():
             expected.setdefault(key, []).extend(values)
     got = sums.reduce(None, "cpu")
@@ -101,9 +132,14 @@ def test_every_metric_equals_loops_over_tokens_and_responses():
     expected = {key: values for key, values in expected.items() if key[1] != "/no route"}
     for (name, group), values in expected.items():
         for statistic in HISTOGRAMS.get(name, ()):  # logratio/total is not reported
-            reported, exact = got.pop(f"{name}_{statistic}{group}"), by_numpy(np.array(values), statistic)
+            reported, exact = (
+                got.pop(f"{name}_{statistic}{group}"),
+                by_numpy(np.array(values), statistic),
+            )
             is_quantile = statistic in ("median", "p95", "p99")
-            assert reported == pytest.approx(exact, rel=0.0182 if is_quantile else 1e-9, abs=1e-12), (name, statistic)
+            assert reported == pytest.approx(
+                exact, rel=0.0182 if is_quantile else 1e-9, abs=1e-12
+            ), (name, statistic)
     gaps = np.array(expected["logratio/train_infer", ""])
     assert got.pop("train/kl_mu_pi") == pytest.approx(-gaps.mean())
     assert got.pop("train/kl_mu_pi_k3") == pytest.approx((np.exp(gaps) - 1 - gaps).mean())
@@ -111,7 +147,9 @@ def test_every_metric_equals_loops_over_tokens_and_responses():
     assert got.pop("train/logratio_abs_max") == np.abs(gaps).max()
     for tau in (2, 5):
         rho = np.exp(gaps)
-        assert got.pop(f"logratio/f{tau}_frac") == pytest.approx(np.mean(np.maximum(rho, 1 / rho) > tau))
+        assert got.pop(f"logratio/f{tau}_frac") == pytest.approx(
+            np.mean(np.maximum(rho, 1 / rho) > tau)
+        )
     for group in FLIP_GROUPS:
         share = len(expected["logratio/train_infer", f"/{group}"]) / (len(gaps) - without)
         assert got.pop(f"logratio/share/{group}") == pytest.approx(share)
@@ -134,7 +172,8 @@ def test_weights_and_clipping_by_age_equal_loops_over_tokens():
         penalised = torch.tensor(rng.random(size) < 0.5) & high
         loss = SimpleNamespace(
             penalty_tokens=high, penalised=penalised,
-            mask=mask, ratio=weight, is_weight=weight, bounded=nothing, clipped_high=high, clipped_low=low, rejected=nothing,
+            mask=mask, ratio=weight, is_weight=weight, bounded=nothing, clipped_high=high,
+            clipped_low=low, rejected=nothing,
             in_weight_mask=mask, selected=nothing, gate=None, trust=weight, at_floor=low, kl=None,
         )  # fmt: skip
         found = SimpleNamespace(entropy=weight, kept_entropy=None, log_mass=None)
@@ -148,10 +187,14 @@ def test_weights_and_clipping_by_age_equal_loops_over_tokens():
     got = derived(sums.reduce(None, "cpu"))
     assert weights.keys() == AGE_GROUPS.keys()
     every = [w for part in weights.values() for w in part]
-    assert got["train/ess"] == pytest.approx(sum(every) ** 2 / (len(every) * sum(w**2 for w in every)))
+    assert got["train/ess"] == pytest.approx(
+        sum(every) ** 2 / (len(every) * sum(w**2 for w in every))
+    )
     assert 0 < got["train/penalty_frac/mini_batch_0"] == pytest.approx(np.mean(penalties[0]))
     assert 0 < got["train/penalty_frac/mini_batch_3"] == pytest.approx(np.mean(penalties[3]))
-    assert got["train/router_trust_mean"] == pytest.approx(np.mean([w for part in weights.values() for w in part]))
+    assert got["train/router_trust_mean"] == pytest.approx(
+        np.mean([w for part in weights.values() for w in part])
+    )
     assert 0 < got["train/router_floor_frac"] == pytest.approx(np.mean(floors))
     for group in AGE_GROUPS:
         assert got[f"train/is_weight_mean/{group}"] == pytest.approx(np.mean(weights[group]))
@@ -159,7 +202,9 @@ def test_weights_and_clipping_by_age_equal_loops_over_tokens():
 
 
 def test_tiny_gaps_are_not_rounded_away():
-    """k3 of gaps near 1e-4 is 5e-9, and the first-order rest of such a response about the same: float32 has neither."""
+    """k3 of gaps near 1e-4 is 5e-9, and the first-order rest of such a response about the same:
+    float32 has neither.
+    """
     batch = make_micro_batches(np.random.default_rng(1), counts=(1,))[0]
     batch = replace(batch, rollout_logprobs=torch.zeros(batch.num_tokens))
     gap = 2.0**-13
@@ -182,7 +227,10 @@ def test_extreme_log_ratios_stay_finite(gap):
     sums = MetricSums()
     add_old_pass(sums, tokens, batch.rollout_logprobs + gap)
     got = sums.reduce(None, "cpu")
-    assert got["logratio/train_infer_mean"] == pytest.approx(gap, rel=1e-5) and got["logratio/f5_frac"] == 1.0
+    assert (
+        got["logratio/train_infer_mean"] == pytest.approx(gap, rel=1e-5)
+        and got["logratio/f5_frac"] == 1.0
+    )
     names = [name for name in got if name.startswith(("first_order/", "logratio/"))]
     assert names and all(math.isfinite(got[name]) for name in names)
     if gap < 0:  # the product is 0, so the rest is T - 1
@@ -204,14 +252,20 @@ def test_a_response_without_a_finite_token_does_not_count():
 
 def test_flip_groups():
     names = list(FLIP_GROUPS)
-    found = {flips: names[group_of(torch.tensor([flips], dtype=torch.uint8), FLIP_GROUPS)] for flips in GROUP_OF}
+    found = {
+        flips: names[group_of(torch.tensor([flips], dtype=torch.uint8), FLIP_GROUPS)]
+        for flips in GROUP_OF
+    }
     assert found == GROUP_OF
 
 
 def test_they_never_wait_for_the_device():
     """Tensors without storage refuse every read of a value."""
     real = make_micro_batches(np.random.default_rng(4))
-    batches = [replace(b, **{k: v.to("meta") for k, v in vars(b).items() if isinstance(v, torch.Tensor)}) for b in real]
+    batches = [
+        replace(b, **{k: v.to("meta") for k, v in vars(b).items() if isinstance(v, torch.Tensor)})
+        for b in real
+    ]
     flips = [torch.empty(b.num_tokens, dtype=torch.uint8, device="meta") for b in batches]
     tokens = pass_tokens(batches, flips, mini_batch=1, cp_group=None)
     values = torch.empty(sum(b.num_tokens for b in batches), device="meta")

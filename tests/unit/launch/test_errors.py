@@ -1,4 +1,6 @@
-"""What is printed for an error: the user's file and line, and the cause first and last; an error of this package is one line."""
+"""What is printed for an error: the user's file and line, and the cause first and last; an error of
+this package is one line.
+"""
 
 import errno
 import sys
@@ -19,13 +21,17 @@ def raised(function, *arguments):
 
 
 def test_an_error_in_the_users_code_shows_file_and_line(tmp_path, capsys, monkeypatch):
-    (tmp_path / "my_loss.py").write_text("import torch\n\ndef loss(n):\n    return torch.ones(n) + torch.ones(n + 1)\n")
+    (tmp_path / "my_loss.py").write_text(
+        "import torch\n\ndef loss(n):\n    return torch.ones(n) + torch.ones(n + 1)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     import my_loss
 
     report_error(raised(my_loss.loss, 3), tmp_path / "run")
     printed = capsys.readouterr().err.splitlines()
-    assert printed[0].startswith("megatron_rl.train: rank 0: RuntimeError: The size of tensor a (3)")
+    assert printed[0].startswith(
+        "megatron_rl.train: rank 0: RuntimeError: The size of tensor a (3)"
+    )
     assert f"  {tmp_path}/my_loss.py:4 in loss: return torch.ones(n) + torch.ones(n + 1)" in printed
     assert printed[-1] == printed[0] and len(printed) <= 15
     full = (tmp_path / "run/error_rank0.txt").read_text()
@@ -34,8 +40,11 @@ def test_an_error_in_the_users_code_shows_file_and_line(tmp_path, capsys, monkey
 
 
 def test_an_error_raised_by_this_package_is_its_message_alone(tmp_path, capsys):
-    error = raised(load_config, None, ["--run.num_step", "5", "--model.path", "m", "--data.train", "t"])
-    error.__traceback__ = error.__traceback__.tb_next  # without the frame of this test, which is the user's
+    error = raised(
+        load_config, None, ["--run.num_step", "5", "--model.path", "m", "--data.train", "t"]
+    )
+    # without the frame of this test, which is the user's
+    error.__traceback__ = error.__traceback__.tb_next
     assert isinstance(error, ConfigError)
     report_error(error, tmp_path)
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -52,7 +61,9 @@ class Lines:
         raise OSError(self.code, "the disk refuses")
 
 
-@pytest.mark.parametrize(("code", "is_disk"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.ECONNREFUSED, False)])
+@pytest.mark.parametrize(
+    ("code", "is_disk"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.ECONNREFUSED, False)]
+)
 def test_a_full_disk_names_file_space_and_fix(tmp_path, capsys, code, is_disk):
     lines = Lines(tmp_path / "rollouts.jsonl", code)
     report_error(raised(lines.write), tmp_path)

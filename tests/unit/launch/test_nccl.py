@@ -24,7 +24,9 @@ def servers_environment(folder, *args):
     with open(folder / "log", "wb") as log:
         assert spawn(["sh", "-c", "env", *args], "cuda", log).wait() == 0
     lines = (folder / "log").read_text().splitlines()
-    return {name: value for name, _, value in (line.partition("=") for line in lines) if name in NAMES}
+    return {
+        name: value for name, _, value in (line.partition("=") for line in lines) if name in NAMES
+    }
 
 
 def start_rank(monkeypatch):

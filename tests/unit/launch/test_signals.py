@@ -1,4 +1,6 @@
-"""A signal is noticed whatever the main thread does, and the process exits when the grace period is over."""
+"""A signal is noticed whatever the main thread does, and the process exits when the grace period is
+over.
+"""
 
 import os
 import signal
@@ -53,7 +55,9 @@ with StopSignal(float(sys.argv[1])) as stop:
 def test_a_process_that_cannot_save_in_time_ends_with_the_requeue_code():
     """Its main thread waits in C and runs no Python, as inside a collective whose peer is gone."""
     command = [sys.executable, "-c", SCRIPT, "0.3"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)

@@ -1,4 +1,6 @@
-"""status.json of a real watchdog: while it runs, at its end, after a kill; and where it cannot be written."""
+"""status.json of a real watchdog: while it runs, at its end, after a kill; and where it cannot be
+written.
+"""
 
 import json
 import math
@@ -33,17 +35,30 @@ def fast(monkeypatch):
 
 
 def watched(tmp_path, writer):
-    dog = Watchdog(None, 0, 1, stage_seconds=600, silence_seconds=30, folder=tmp_path, stop=lambda verdict: None)
+    dog = Watchdog(
+        None,
+        0,
+        1,
+        stage_seconds=600,
+        silence_seconds=30,
+        folder=tmp_path,
+        stop=lambda verdict: None,
+    )
     dog.on_heartbeats, dog.waiting_for = writer.beats, lambda: "http://me:passw0rd@10.0.0.2:30000"
     return dog
 
 
 def test_a_run_while_it_runs_and_at_its_end(tmp_path):
-    with StatusWriter(tmp_path, 60, api_key_env="SERVER_KEY") as writer, watched(tmp_path, writer) as dog:
+    with (
+        StatusWriter(tmp_path, 60, api_key_env="SERVER_KEY") as writer,
+        watched(tmp_path, writer) as dog,
+    ):
         writer.urls = lambda: ("http://me:passw0rd@10.0.0.2:30000",)
         dog.enter("update", 11)
         writer.note(step=11, metrics={"rollout/reward_mean": 0.5})
-        until(lambda: any(rank.where == "update of step 12" for rank in read_status(tmp_path).ranks))
+        until(
+            lambda: any(rank.where == "update of step 12" for rank in read_status(tmp_path).ranks)
+        )
         found = read_status(tmp_path)
         (rank,) = found.ranks
         assert (found.state, found.step, found.num_steps, found.metrics) == (
@@ -54,13 +69,17 @@ def test_a_run_while_it_runs_and_at_its_end(tmp_path):
         assert abs(found.time - time.time()) < 60
     found = read_status(tmp_path)
     assert found.state == "finished" and not list(tmp_path.glob(".*"))
-    assert "SERVER_KEY" not in (tmp_path / STATUS_FILE).read_text(), "`top` takes no secret's name from a file"
+    assert "SERVER_KEY" not in (tmp_path / STATUS_FILE).read_text(), (
+        "`top` takes no secret's name from a file"
+    )
 
 
 def test_memory_is_read_by_the_thread_that_trains(tmp_path, monkeypatch):
     """In the watchdog's, CUDA is that of GPU 0, and may raise or wait."""
     threads = set()
-    monkeypatch.setattr(watchdog, "memory_in_use", lambda: threads.add(threading.current_thread()) or 1)
+    monkeypatch.setattr(
+        watchdog, "memory_in_use", lambda: threads.add(threading.current_thread()) or 1
+    )
     with StatusWriter(tmp_path, 60) as writer, watched(tmp_path, writer) as dog:
         dog.enter("update", 11)
         until(lambda: any(rank.memory == 1 for rank in read_status(tmp_path).ranks))
@@ -103,10 +122,18 @@ def test_a_number_that_is_not_finite_is_null_in_the_file_and_nan_where_it_is_rea
 
     with StatusWriter(tmp_path, 60) as writer:
         writer.note(
-            metrics={"optim/grad_norm": float("nan"), "train/kl_mu_pi": float("inf"), "rollout/reward_mean": 0.5}
+            metrics={
+                "optim/grad_norm": float("nan"),
+                "train/kl_mu_pi": float("inf"),
+                "rollout/reward_mean": 0.5,
+            }
         )
     content = json.loads((tmp_path / STATUS_FILE).read_text(), parse_constant=refuse)
-    assert content["metrics"] == {"optim/grad_norm": None, "train/kl_mu_pi": None, "rollout/reward_mean": 0.5}
+    assert content["metrics"] == {
+        "optim/grad_norm": None,
+        "train/kl_mu_pi": None,
+        "rollout/reward_mean": 0.5,
+    }
     found = read_status(tmp_path).metrics
     assert math.isnan(found["optim/grad_norm"]) and found["rollout/reward_mean"] == 0.5
 

@@ -81,7 +81,8 @@ def test_ranks_may_save_for_longer_than_torchrun_waits_but_not_one_alone(stuck, 
     rank = tmp_path / "rank.py"
     rank.write_text(SLOW_RANK)
     command = [sys.executable, "-c", LAUNCH_SLOW, str(rank), str(tmp_path / "starts"), stuck]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}  # torchrun's: 30
+    # torchrun's: 30
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
     started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=env)
     assert f"STATUS {status}\n" in done.stdout, done.stderr
@@ -90,7 +91,17 @@ def test_ranks_may_save_for_longer_than_torchrun_waits_but_not_one_alone(stuck, 
 
 
 def test_its_own_lines_are_json_where_that_is_asked_for(tmp_path):
-    options = ["--log-format", "json", "--standalone", "--nproc-per-node", "1", "--no-python", "sh", "-c", "exit 7"]
+    options = [
+        "--log-format",
+        "json",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "--no-python",
+        "sh",
+        "-c",
+        "exit 7",
+    ]
     command = [sys.executable, "-m", "megatron_rl.launch", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 7, done.stderr
@@ -105,7 +116,9 @@ def test_exit_statuses_are_kept_and_only_failures_start_again(tmp_path):
     command = [sys.executable, "-c", LAUNCH, str(rank), f"{tmp_path}/", *ENDS]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=env)
-    statuses = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STATUS")]
+    statuses = [
+        int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STATUS")
+    ]
     assert statuses == [status for status, _ in ENDS.values()], done.stderr
     starts = [(tmp_path / end).read_text().split().count("1") for end in ENDS]
     assert starts == [times for _, times in ENDS.values()]

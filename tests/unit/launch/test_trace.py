@@ -27,7 +27,9 @@ SERVERS = ("http://10.0.0.1:30000", "http://10.0.0.2:30000")
 
 
 def check_nesting(events) -> None:
-    """Of two spans of one thread, one is in the other or they do not overlap: Perfetto draws nothing else."""
+    """Of two spans of one thread, one is in the other or they do not overlap: Perfetto draws
+    nothing else.
+    """
     threads = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -52,7 +54,14 @@ def check_names(events) -> None:
 
 def write(folder, rank, spans, *, step=4, world_size=4, host="node0", synchronized=0):
     path = rank_path(folder, rank)
-    write_trace(path, spans, rank=rank, world_size=world_size, step=step, clock=SharedClock(host, synchronized, 10**18))
+    write_trace(
+        path,
+        spans,
+        rank=rank,
+        world_size=world_size,
+        step=step,
+        clock=SharedClock(host, synchronized, 10**18),
+    )
     return read_rank(path)
 
 
@@ -98,8 +107,16 @@ def test_what_has_not_ended_is_in_both_traces():
 
 def test_requests_at_the_same_time_are_on_different_lanes(tmp_path):
     spans = [Span("update", "stage", 0, 10_000), Span("all_reduce", "collective", 2000, 3000)]
-    spans += [request("a", 0, 4000), request("b", 1000, 9000), request("c", 4000, 6000), request("d", 0, 9, SERVERS[1])]
-    spans += [request("a", 0, 3000, name="until first byte"), request("a", 3000, 4000, name="answer")]
+    spans += [
+        request("a", 0, 4000),
+        request("b", 1000, 9000),
+        request("c", 4000, 6000),
+        request("d", 0, 9, SERVERS[1]),
+    ]
+    spans += [
+        request("a", 0, 3000, name="until first byte"),
+        request("a", 3000, 4000, name="answer"),
+    ]
     spans += [
         Span("step", "environment", 0, 5000, "", "episode", "e"),
         Span("turn", "turn", 4000, 6000, "", "episode", "e"),
@@ -107,13 +124,24 @@ def test_requests_at_the_same_time_are_on_different_lanes(tmp_path):
     events = write(tmp_path, 3, spans).events
     check_nesting(events)
     check_names(events)
-    lane = {(e["name"], e["args"].get("key", "")): (e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
-    assert lane["request", "a"] == lane["until first byte", "a"] == lane["answer", "a"] == lane["request", "c"]
+    lane = {
+        (e["name"], e["args"].get("key", "")): (e["pid"], e["tid"])
+        for e in events
+        if e["ph"] == "X"
+    }
+    assert (
+        lane["request", "a"]
+        == lane["until first byte", "a"]
+        == lane["answer", "a"]
+        == lane["request", "c"]
+    )
     assert lane["request", "b"] == (server_pid(SERVERS[0]), lane["request", "a"][1] + 1)
     assert lane["request", "d"][0] == server_pid(SERVERS[1]) != server_pid(SERVERS[0])
     assert lane["update", ""] == lane["all_reduce", ""] and lane["step", "e"] != lane["turn", "e"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names[lane["request", "b"]] == "rank 3: request 2" and names[lane["update", ""]] == "main"
+    assert (
+        names[lane["request", "b"]] == "rank 3: request 2" and names[lane["update", ""]] == "main"
+    )
     assert names[lane["step", "e"]] == "episode 1" and names[lane["turn", "e"]] == "episode 2"
 
 
@@ -125,19 +153,26 @@ def test_many_lanes_take_no_more_than_are_open_together(tmp_path):
 
 
 def test_hosts_are_aligned_by_the_barrier(tmp_path):
-    """The clocks of two hosts differ by an hour; the ranks of one host by what they need to leave the barrier."""
+    """The clocks of two hosts differ by an hour; the ranks of one host by what they need to leave
+    the barrier.
+    """
     hour = 3_600 * 10**9
     ranks = [
-        write(tmp_path, 0, [Span("a", "stage", 1000, 2000), request("r0", 1000, 2000)], host="a", synchronized=500),
+        write(tmp_path, 0, [Span("a", "stage", 1000, 2000), request("r0", 1000, 2000)], host="a",
+        synchronized=500),
         write(tmp_path, 1, [Span("b", "stage", 1300, 2000)], host="a", synchronized=700),
-        write(tmp_path, 2, [Span("c", "stage", hour + 1100, hour + 1900), request("r2", hour, hour + 1)], host="b",
+        write(tmp_path, 2, [Span("c", "stage", hour + 1100, hour + 1900), request("r2", hour,
+        hour + 1)], host="b",
               synchronized=hour + 600),
     ]  # fmt: skip
     events = merge(ranks)
     check_nesting(events)
     check_names(events)
     starts = {e["name"]: e["ts"] for e in events if e.get("cat") == "stage"}
-    assert starts == pytest.approx({"a": 1.0, "b": 1.3, "c": 1.1}) and min(e["ts"] for e in events if "ts" in e) == 0
+    assert (
+        starts == pytest.approx({"a": 1.0, "b": 1.3, "c": 1.1})
+        and min(e["ts"] for e in events if "ts" in e) == 0
+    )
     assert {e["pid"] for e in events if e["ph"] == "X"} == {0, 1, 2, server_pid(SERVERS[0])}
 
 
@@ -147,10 +182,14 @@ def test_ranks_of_different_steps_are_not_merged(tmp_path):
 
 
 def test_files_of_ranks_that_the_run_no_longer_has_are_not_read(tmp_path):
-    """Four ranks were stopped after step 5; two continue from the checkpoint before it, up to step 6."""
+    """Four ranks were stopped after step 5; two continue from the checkpoint before it, up to step
+    6.
+    """
     for rank in range(4):
         write(tmp_path, rank, [])
-    assert [(each.rank, each.step) for each in read_ranks(tmp_path)] == [(rank, 4) for rank in range(4)]
+    assert [(each.rank, each.step) for each in read_ranks(tmp_path)] == [
+        (rank, 4) for rank in range(4)
+    ]
     for rank in range(2):
         write(tmp_path, rank, [], step=5, world_size=2)
     assert [(each.rank, each.step) for each in read_ranks(tmp_path)] == [(0, 5), (1, 5)]
@@ -162,10 +201,13 @@ def test_a_file_is_what_perfetto_reads(tmp_path):
     assert content["otherData"]["rank"] == 2 and content["otherData"]["step"] == 4
     first = next(event for event in content["traceEvents"] if event.get("cat") == "request")
     assert first == {
-        "ph": "X", "name": "request", "cat": "request", "pid": server_pid(SERVERS[0]), "tid": 20_001, "ts": 1.0, "dur": 1.5,
+        "ph": "X", "name": "request", "cat": "request", "pid": server_pid(SERVERS[0]),
+        "tid": 20_001, "ts": 1.0, "dur": 1.5,
         "args": {"key": "a"},
     }  # fmt: skip
-    assert server_pid(SERVERS[0]) >= RANKS and [path.name for path in tmp_path.iterdir()] == ["rank_00002.json.gz"]
+    assert server_pid(SERVERS[0]) >= RANKS and [path.name for path in tmp_path.iterdir()] == [
+        "rank_00002.json.gz"
+    ]
     rank_path(tmp_path, 2).write_bytes(gzip.compress(b"{}"))
     with pytest.raises(ValueError, match="not the trace of a rank"):
         read_rank(rank_path(tmp_path, 2))
@@ -174,20 +216,34 @@ def test_a_file_is_what_perfetto_reads(tmp_path):
 def test_secrets_are_not_written(tmp_path):
     path, url = rank_path(tmp_path, 0), "http://user:sesame@10.0.0.1:1"
     spans = [Span("request", "request", 0, 1, url, "request", "a", {"prompt": "p"})]
-    write_trace(path, spans, rank=0, world_size=1, step=0, clock=SharedClock("h", 0, 0), redact=Redactor().text)
+    write_trace(
+        path,
+        spans,
+        rank=0,
+        world_size=1,
+        step=0,
+        clock=SharedClock("h", 0, 0),
+        redact=Redactor().text,
+    )
     text = gzip.decompress(path.read_bytes()).decode()
     assert "sesame" not in text and "http://***@10.0.0.1:1" in text
 
 
-@pytest.mark.parametrize("value, traced", [("off", []), ("last", [0, 1, 2, 3]), ("every 2", [1, 3])])
+@pytest.mark.parametrize(
+    "value, traced", [("off", []), ("last", [0, 1, 2, 3]), ("every 2", [1, 3])]
+)
 def test_which_steps_are_traced(value, traced):
-    cfg = load_config(None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"trace": value}})
+    cfg = load_config(
+        None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"trace": value}}
+    )
     assert [step for step in range(4) if cfg.run.traces(step)] == traced
 
 
 def test_a_wrong_setting_names_what_is_allowed():
     with pytest.raises(ValueError, match=r'run\.trace.*must be off, last or "every N"'):
-        load_config(None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"trace": "every 0"}})
+        load_config(
+            None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"trace": "every 0"}}
+        )
 
 
 def test_a_stage_is_counted_as_it_is_traced():
@@ -207,14 +263,19 @@ def test_a_stage_is_counted_as_it_is_traced():
     spans = trace.take()
     stages = [span for span in spans if span.kind == "stage"]
     assert [span.name for span in stages] == ["update", "update", "split", "checkpoint"]
-    assert times["time/update"] == stages[0].seconds + stages[1].seconds and times["time/split"] == stages[2].seconds
+    assert (
+        times["time/update"] == stages[0].seconds + stages[1].seconds
+        and times["time/split"] == stages[2].seconds
+    )
     (step,) = [span for span in spans if span.kind == "step"]
     assert step.name == "step 7" and step.seconds == times["time/step"]
     assert meter.take_times()["time/step"] < 60 and trace.take()[-1].start == stages[3].end
 
 
 def test_what_is_timed_before_a_step_is_not_of_the_step(monkeypatch):
-    """The weights that servers get at the start, also of a resumed run, which evaluates nothing then, and for an evaluation."""
+    """The weights that servers get at the start, also of a resumed run, which evaluates nothing
+    then, and for an evaluation.
+    """
     from megatron_rl.trainer import step_meter
     from megatron_rl.trainer.trainer import Trainer
 
@@ -227,10 +288,18 @@ def test_what_is_timed_before_a_step_is_not_of_the_step(monkeypatch):
             clock[0] += 10**9
 
     send_weights()
-    cfg, policy = SimpleNamespace(run=SimpleNamespace(num_steps=5)), SimpleNamespace(begin=lambda step, progress: None)
+    cfg, policy = (
+        SimpleNamespace(run=SimpleNamespace(num_steps=5)),
+        SimpleNamespace(begin=lambda step, progress: None),
+    )
     trace = SimpleNamespace(trace=Trace(is_on=False))
     trainer = SimpleNamespace(
-        meter=meter, first_step=3, cfg=cfg, checkpoint_policy=policy, step_trace=trace, _progress=dict
+        meter=meter,
+        first_step=3,
+        cfg=cfg,
+        checkpoint_policy=policy,
+        step_trace=trace,
+        _progress=dict,
     )
     assert next(Trainer.steps(trainer)) == 3
     assert not any(meter.take_times().values())

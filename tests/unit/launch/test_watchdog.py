@@ -1,4 +1,6 @@
-"""The rules, with a dictionary as the store and given times; and three real processes, one of which stops."""
+"""The rules, with a dictionary as the store and given times; and three real processes, one of which
+stops.
+"""
 
 import os
 import signal
@@ -16,7 +18,15 @@ from torch.distributed import DistBackendError, DistNetworkError
 from megatron_rl.launch import watchdog
 from megatron_rl.launch.exit_codes import STALLED
 from megatron_rl.launch.signals import StoppedBySignal
-from megatron_rl.launch.watchdog import CUT_OFF, ENDED, LOADING, RankState, Watchdog, lost_peer, names
+from megatron_rl.launch.watchdog import (
+    CUT_OFF,
+    ENDED,
+    LOADING,
+    RankState,
+    Watchdog,
+    lost_peer,
+    names,
+)
 from tests.dist.launch import free_port
 from tests.fake_server import wait_for
 
@@ -46,7 +56,13 @@ def make(world, tmp_path, *, stage=1000.0, silence=30.0):
     store = Store()
     return [
         Watchdog(
-            store, rank, world, stage_seconds=stage, silence_seconds=silence, folder=tmp_path, stop=lambda verdict: None
+            store,
+            rank,
+            world,
+            stage_seconds=stage,
+            silence_seconds=silence,
+            folder=tmp_path,
+            stop=lambda verdict: None,
         )
         for rank in reversed(range(world))
     ][::-1]
@@ -90,7 +106,8 @@ def test_rank_0_is_watched_by_the_others(tmp_path):
     assert (
         verdicts[0]
         == verdicts[1]
-        == f"no heartbeat from rank 0 for 30 s, dead or stopped: rank 0 was last in rollout of step 1 on {HOST}"
+        == "no heartbeat from rank 0 for 30 s, dead or stopped: rank 0 was last in rollout of step"
+        f" 1 on {HOST}"
     )
 
 
@@ -106,8 +123,8 @@ def test_a_long_stage_names_the_rank_that_the_others_wait_for(tmp_path):
         dog.tick(now)
     verdict = dogs[0].tick(now)
     assert (
-        "rank 2 still in rollout of step 5 after 800 s, and the others wait: ranks 0 to 1, 3 in split of step 5"
-        in verdict
+        "rank 2 still in rollout of step 5 after 800 s, and the others wait: ranks 0 to 1, 3 in"
+        " split of step 5" in verdict
     )
 
 
@@ -116,7 +133,9 @@ def test_all_ranks_in_one_stage_are_named_together(tmp_path):
     for dog in dogs:
         enter_at(dog, "update", 0, 601)
     dogs[1].tick(time.monotonic())
-    assert "every rank has been in update of step 1 for more than 600 s" in dogs[0].tick(time.monotonic())
+    assert "every rank has been in update of step 1 for more than 600 s" in dogs[0].tick(
+        time.monotonic()
+    )
     alone = Watchdog(None, 0, 1, stage_seconds=600, silence_seconds=30, folder=tmp_path)
     assert alone.tick(time.monotonic()) is None
     enter_at(alone, "update", 0, 601)
@@ -130,17 +149,20 @@ def test_servers_that_are_waited_for_are_named(tmp_path):
         enter_at(dog, "rollout", 0, 601)
     dogs[1].tick(time.monotonic())
     verdict = dogs[0].tick(time.monotonic())
-    assert verdict.endswith("a call in it hangs; rank 1 waits for http://10.0.0.2:30000 (3 requests)")
+    assert verdict.endswith(
+        "a call in it hangs; rank 1 waits for http://10.0.0.2:30000 (3 requests)"
+    )
     enter_at(dogs[0], "split", 0, 601)
-    assert "the others wait: rank 0 in split of step 1; rank 1 waits for http://10.0.0.2:30000 (3 requests)" in dogs[
-        0
-    ].tick(time.monotonic())
+    assert (
+        "the others wait: rank 0 in split of step 1; rank 1 waits for http://10.0.0.2:30000 (3"
+        " requests)" in dogs[0].tick(time.monotonic())
+    )
     alone = Watchdog(None, 0, 1, stage_seconds=600, silence_seconds=30, folder=tmp_path)
     alone.waiting_for = lambda: "http://a:1/flush_cache"
     enter_at(alone, "push", 2, 601)
-    assert "push of step 3" in alone.tick(time.monotonic()) and "waits for http://a:1/flush_cache" in alone.tick(
+    assert "push of step 3" in alone.tick(
         time.monotonic()
-    )
+    ) and "waits for http://a:1/flush_cache" in alone.tick(time.monotonic())
 
 
 def test_loading_weights_has_no_limit_unless_others_wait(tmp_path):
@@ -153,12 +175,14 @@ def test_loading_weights_has_no_limit_unless_others_wait(tmp_path):
         enter_at(dogs[rank], "starting or finding servers", -1, 601)
         verdict = dogs[rank].tick(time.monotonic())
     assert (
-        "rank 2 still in loading after 5000 s, and the others wait: ranks 0 to 1 in starting or finding servers"
-        in verdict
+        "rank 2 still in loading after 5000 s, and the others wait: ranks 0 to 1 in starting or"
+        " finding servers" in verdict
     )
 
 
-def test_the_heartbeats_of_thousands_of_ranks_are_read_less_often_until_one_reports_an_error(tmp_path, monkeypatch):
+def test_the_heartbeats_of_thousands_of_ranks_are_read_less_often_until_one_reports_an_error(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(watchdog, "READ_AT_ONCE", 2)
     dogs = make(7, tmp_path)
     read = []
@@ -173,7 +197,9 @@ def test_the_heartbeats_of_thousands_of_ranks_are_read_less_often_until_one_repo
     now += 2
     assert dogs[0].tick(now) == "rank 5 stopped in update of step 4: ValueError: no memory"
     silent = make(7, tmp_path)
-    verdicts = [verdict for now in range(0, 60, 2) for dog in silent[:6] if (verdict := dog.tick(now))]
+    verdicts = [
+        verdict for now in range(0, 60, 2) for dog in silent[:6] if (verdict := dog.tick(now))
+    ]
     assert verdicts[0].startswith("no heartbeat from rank 6 for 30 s")
 
 
@@ -220,18 +246,30 @@ def test_a_broken_connection_shortens_the_wait_and_the_ranks_of_a_node_are_named
         assert dogs[0].tick(now) is None
     dogs[1].tick(14)
     verdict = dogs[0].tick(14)
-    assert verdict.startswith("no heartbeat from ranks 2 to 3 for 10 s, dead or stopped: rank 2 was last in start-up")
+    assert verdict.startswith(
+        "no heartbeat from ranks 2 to 3 for 10 s, dead or stopped: rank 2 was last in start-up"
+    )
     assert f"on {HOST}" in verdict and f"rank 1 in {CUT_OFF}" in verdict
 
 
 def test_errors_of_a_collective_whose_peer_is_gone():
-    assert lost_peer(RuntimeError("[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
-    assert lost_peer(DistNetworkError("recvValue failed")) and lost_peer(DistBackendError("ncclRemoteError"))
-    assert not lost_peer(RuntimeError("weights are NaN")) and not lost_peer(OSError("/gloo/ is full"))
+    assert lost_peer(
+        RuntimeError(
+            "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+        )
+    )
+    assert lost_peer(DistNetworkError("recvValue failed")) and lost_peer(
+        DistBackendError("ncclRemoteError")
+    )
+    assert not lost_peer(RuntimeError("weights are NaN")) and not lost_peer(
+        OSError("/gloo/ is full")
+    )
 
 
 def test_a_store_that_does_not_answer_ends_the_wait(tmp_path, monkeypatch):
-    """Its node lost power or its network: nothing comes back, no error either, and its client has no deadline."""
+    """Its node lost power or its network: nothing comes back, no error either, and its client has
+    no deadline.
+    """
     monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.05)
     dogs, verdicts, healed = make(2, tmp_path, silence=0.4), [], threading.Event()
     dogs[0].tick(0)
@@ -276,7 +314,11 @@ def test_a_run_gets_a_watchdog_that_ends_before_its_collectives(tmp_path):
     from megatron_rl.config import load_config
     from megatron_rl.trainer.build import make_watchdog
 
-    run = {"dir": str(tmp_path), "collective_timeout_minutes": 10.0, "silence_timeout_seconds": 77.0}
+    run = {
+        "dir": str(tmp_path),
+        "collective_timeout_minutes": 10.0,
+        "silence_timeout_seconds": 77.0,
+    }
     cfg = load_config(None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "run": run})
     dog = make_watchdog(cfg, SimpleNamespace(rank=0, world_size=1, store=lambda: None))
     enter_at(dog, "update", 0, 550)
@@ -319,7 +361,10 @@ def test_real_processes_end_and_name_the_stopped_one(tmp_path):
         for rank in (0, 2):
             _, errors = ranks[rank].communicate(timeout=120)
             assert ranks[rank].returncode == STALLED, errors
-            assert f"rank {rank}: no heartbeat from rank 1 for 5 s, dead or stopped: rank 1 was last in" in errors
+            assert (
+                f"rank {rank}: no heartbeat from rank 1 for 5 s, dead or stopped: rank 1 was"
+                " last in" in errors
+            )
             stacks = (tmp_path / f"stalled_rank{rank}.txt").read_text()
             assert "no heartbeat from rank 1" in stacks and "most recent call first" in stacks
     finally:

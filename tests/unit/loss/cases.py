@@ -1,4 +1,5 @@
-"""Packed random batches for the loss tests.  A response is (log pi, log pi_old, log mu, A); an empty one has no tokens.
+"""Packed random batches for the loss tests.  A response is (log pi, log pi_old, log mu, A); an
+empty one has no tokens.
 
 A `Response` is one sequence.  Those with the same `episode` are one response of the mini-batch.
 """
@@ -8,7 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import LossConfig, Sequences, aggregate, count_kept, kept_tokens, policy_loss, select_tokens
+from megatron_rl.loss import (
+    LossConfig,
+    Sequences,
+    aggregate,
+    count_kept,
+    kept_tokens,
+    policy_loss,
+    select_tokens,
+)
 
 
 @dataclass
@@ -28,7 +37,8 @@ EPISODES = (0, 1, 0, None, 1, 0)  # of `responses`: 3 sequences, 2, and a respon
 
 
 def responses(seed, lengths=(4, 7, 1, 5, 6, 3), dtype=torch.float64, episodes=()):
-    """Responses of every kind: stale or fresh, matched or mismatched engines, A of both signs and 0.
+    """Responses of every kind: stale or fresh, matched or mismatched engines, A of both signs and
+    0.
 
     episodes: of the first responses; the sequences of one share its advantage.
     """
@@ -68,7 +78,9 @@ class Packed:
 
 
 def pack(batch, *, prompts=2, pads=3, group=None):
-    """Responses end to end, each after `prompts` rows that are not learned, then pads; random values elsewhere."""
+    """Responses end to end, each after `prompts` rows that are not learned, then pads; random
+    values elsewhere.
+    """
     total = sum(prompts + len(r.logprobs) for r in batch) + pads
     dtype = batch[0].logprobs.dtype
     values = [torch.full((total,), junk, dtype=dtype) for junk in (-0.7, float("nan"), 3.0, 0.0)]
@@ -97,20 +109,30 @@ def pack(batch, *, prompts=2, pads=3, group=None):
 def numbers(batch):
     """The number of the response that each sequence belongs to."""
     known = {}
-    return [known.setdefault((i,) if r.episode is None else r.episode, len(known)) for i, r in enumerate(batch)]
+    return [
+        known.setdefault((i,) if r.episode is None else r.episode, len(known))
+        for i, r in enumerate(batch)
+    ]
 
 
 def counts(batch):
-    return {"num_responses": len({*numbers(batch)}), "num_response_tokens": sum(len(r.logprobs) for r in batch)}
+    return {
+        "num_responses": len({*numbers(batch)}),
+        "num_response_tokens": sum(len(r.logprobs) for r in batch),
+    }
 
 
 def keys_of(mu):
-    """A number per token that decides draws and ties of a selection: any will do that does not depend on the packing."""
+    """A number per token that decides draws and ties of a selection: any will do that does not
+    depend on the packing.
+    """
     return (mu.double() * 1e12).nan_to_num().long() % 1_000_003
 
 
 def shift_of(old, mu):
-    """A router shift per token, from 0 to beyond the floor: any will do that does not depend on the packing."""
+    """A router shift per token, from 0 to beyond the floor: any will do that does not depend on the
+    packing.
+    """
     return (old - mu).abs() / 2
 
 
@@ -118,10 +140,15 @@ def prepare(batch, config):
     """Fill what depends on the complete mini-batch."""
     number = numbers(batch)
     for r, own in zip(batch, number, strict=True):
-        r.kept, r.length = None, sum(len(x.logprobs) for x, other in zip(batch, number, strict=True) if other == own)
+        r.kept, r.length = (
+            None,
+            sum(len(x.logprobs) for x, other in zip(batch, number, strict=True) if other == own),
+        )
     if config.switches.aggregation == "kept_mean":
         packed = pack(batch)
-        with_kept_lengths(packed, config, torch.tensor([*number, -1])[packed.sequences.ids], len(batch))
+        with_kept_lengths(
+            packed, config, torch.tensor([*number, -1])[packed.sequences.ids], len(batch)
+        )
         for r, rows in zip(batch, packed.rows, strict=True):
             r.kept = int(packed.sequences.kept_lengths[rows[0]]) if len(rows) else 1
     if config.switches.select != "none":
@@ -138,11 +165,15 @@ def prepare(batch, config):
 def with_kept_lengths(packed, config, responses, num_responses):
     """Fill `kept_lengths` from these rows alone."""
     kept = kept_tokens(packed.old, packed.mu, packed.mask, packed.sequences, config)
-    packed.sequences = replace(packed.sequences, kept_lengths=count_kept(kept, responses, num_responses))
+    packed.sequences = replace(
+        packed.sequences, kept_lengths=count_kept(kept, responses, num_responses)
+    )
 
 
 def count_alone(packed, config):
-    """Fill `kept_lengths` where the loss needs it and `prepare` did not: each sequence is a response of its own."""
+    """Fill `kept_lengths` where the loss needs it and `prepare` did not: each sequence is a
+    response of its own.
+    """
     if config.switches.aggregation == "kept_mean" and packed.sequences.kept_lengths is None:
         with_kept_lengths(packed, config, packed.sequences.ids, packed.sequences.count)
 
@@ -152,7 +183,8 @@ def run(packed, config, **global_counts):
     count_alone(packed, config)
     logprobs = packed.logprobs.clone().requires_grad_()
     loss = policy_loss(
-        logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config, selected=packed.selected,
+        logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config,
+        selected=packed.selected,
         router_shift=shift_of(packed.old, packed.mu) if config.switches.router_shift else None,
     )  # fmt: skip
     total = aggregate(loss, packed.sequences, config, **global_counts)

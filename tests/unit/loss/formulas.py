@@ -1,6 +1,8 @@
-"""Every preset written out once more, response by response and token by token, as the papers print it.
+"""Every preset written out once more, response by response and token by token, as the papers print
+it.
 
-No line is shared with the package.  `x` is log pi with gradient; what a paper puts in sg[...] uses `now`, its plain number.
+No line is shared with the package.  `x` is log pi with gradient; what a paper puts in sg[...] uses
+`now`, its plain number.
 """
 
 from math import exp, log
@@ -25,15 +27,21 @@ def kept(now, old, a, low=0.8, high=1.27):
 
 
 def objective(name, xs, nows, olds, mus, a):
-    """Sum over the tokens of one response of the objective to maximise (before any division by lengths)."""
+    """Sum over the tokens of one response of the objective to maximise (before any division by
+    lengths).
+    """
     n = len(nows)
     rho = [exp(o - m) for o, m in zip(olds, mus, strict=True)]
     product = exp(sum(log(v) for v in rho))
     tokens = list(zip(xs, nows, olds, mus, rho, strict=True))
     if name in ("minirl", "minirl_length_norm"):
-        return sum(kept(now, old, a) * min(exp(now - mu), 5.0) * a * x for x, now, old, mu, _ in tokens)
+        return sum(
+            kept(now, old, a) * min(exp(now - mu), 5.0) * a * x for x, now, old, mu, _ in tokens
+        )
     if name == "minirl_no_is":
-        return sum(kept(now, old, a) * min(exp(now - old), 5.0) * a * x for x, now, old, _, _ in tokens)
+        return sum(
+            kept(now, old, a) * min(exp(now - old), 5.0) * a * x for x, now, old, _, _ in tokens
+        )
     if name == "minirl_no_clip":
         return sum(min(exp(now - mu), 5.0) * a * x for x, now, _, mu, _ in tokens)
     if name in ("reinforce", "rloo"):
@@ -54,7 +62,11 @@ def objective(name, xs, nows, olds, mus, a):
     if name == "icepop":
         return sum(v * ppo(x, old, a) for x, _, old, _, v in tokens if 0.5 <= v <= 5.0)
     if name == "seq_mis":
-        return sum(product * ppo(x, old, a, high=1.28) for x, _, old, _, _ in tokens) if product <= 2.0 else 0.0
+        return (
+            sum(product * ppo(x, old, a, high=1.28) for x, _, old, _, _ in tokens)
+            if product <= 2.0
+            else 0.0
+        )
     if name == "geo_rs":
         keep = 0.999 <= product ** (1 / n) <= 1.001
         return sum(ppo(x, old, a, high=1.28) for x, _, old, _, _ in tokens) if keep else 0.0
@@ -88,27 +100,36 @@ def drpo(tokens, a):
 
 
 def vaco(tokens, a):
-    """The tokens that would move further away are dropped where the response's mean of |rho - 1| exceeds 0.2."""
+    """The tokens that would move further away are dropped where the response's mean of |rho - 1|
+    exceeds 0.2.
+    """
     far = sum(abs(v - 1) for *_, v in tokens) / len(tokens) > 0.2
     return sum(
-        0.0 if far and a * (v - 1) > 0 else min(v, 2.0) * ppo(x, old, a, high=1.28) for x, _, old, _, v in tokens
+        0.0 if far and a * (v - 1) > 0 else min(v, 2.0) * ppo(x, old, a, high=1.28)
+        for x, _, old, _, v in tokens
     )
 
 
 def sapo(tokens, a):
     tau = 1.0 if a > 0 else 1.05
-    return sum(4 / tau / (1 + (-tau * ((x - old).exp() - 1)).exp()) * a for x, _, old, _, _ in tokens)
+    return sum(
+        4 / tau / (1 + (-tau * ((x - old).exp() - 1)).exp()) * a for x, _, old, _, _ in tokens
+    )
 
 
 def gmpo(tokens, a):
-    """The geometric mean of min(r^sgn, clip(r^sgn, e^-0.4, e^0.4))^sgn, sgn the sign of A; once per response."""
+    """The geometric mean of min(r^sgn, clip(r^sgn, e^-0.4, e^0.4))^sgn, sgn the sign of A; once per
+    response.
+    """
     sign = 1 if a > 0 else -1
     logs = [min(sign * (x - old), clip(sign * (x - old), -0.4, 0.4)) for x, _, old, _, _ in tokens]
     return len(tokens) * (sign * sum(logs) / len(tokens)).exp() * a if a else 0.0
 
 
 def rspo(tokens, a):
-    """GMPO of r gamma, gamma = max(exp(-shift), 0.8) a plain number; held tokens at the bound itself."""
+    """GMPO of r gamma, gamma = max(exp(-shift), 0.8) a plain number; held tokens at the bound
+    itself.
+    """
     sign, total = (1 if a > 0 else -1), 0.0
     for x, _, old, mu, _ in tokens:
         d = x - old + max(-abs(old - mu) / 2, log(0.8))
@@ -121,7 +142,9 @@ def policy_gradient(tokens, a):
 
 
 def chosen(name, batch):
-    """Clip-Cov and KL-Cov: {(response, token)} by sorting the covariances of log pi_old and A; ties and draws by `keys_of`."""
+    """Clip-Cov and KL-Cov: {(response, token)} by sorting the covariances of log pi_old and A; ties
+    and draws by `keys_of`.
+    """
     tokens = [(i, t, r.advantage, o, k) for i, r in enumerate(batch) for t, (o, k) in enumerate(
         zip(r.old.tolist(), keys_of(r.mu).tolist(), strict=True))]  # fmt: skip
     mean_a, mean_o = (sum(token[at] for token in tokens) / len(tokens) for at in (2, 3))
@@ -134,7 +157,9 @@ def chosen(name, batch):
 
 
 def selecting(name, tokens, a, marks):
-    """Clip-Cov drops what it chose, of a PPO clip at 2; KL-Cov adds |log r| there, beyond 0.01, and clips nothing."""
+    """Clip-Cov drops what it chose, of a PPO clip at 2; KL-Cov adds |log r| there, beyond 0.01, and
+    clips nothing.
+    """
     if name == "clip_cov":
         return sum(
             0.0 if mark else ppo(x, old, a, low=0.0, high=2.0)
@@ -147,7 +172,8 @@ def selecting(name, tokens, a, marks):
 
 
 NEWER = {
-    "dppo_tau": dppo_tau, "drpo": drpo, "vaco": vaco, "sapo": sapo, "gmpo": gmpo, "rspo": rspo, "gpg": policy_gradient,
+    "dppo_tau": dppo_tau, "drpo": drpo, "vaco": vaco, "sapo": sapo, "gmpo": gmpo, "rspo": rspo,
+    "gpg": policy_gradient,
     "opo": policy_gradient,
 }  # fmt: skip
 
@@ -171,7 +197,8 @@ TOKEN_MEAN = (
 def loss(name, batch):
     """The mini-batch loss of float64 sequences; differentiable in every sequence's log-probs.
 
-    Sequences of one episode are one response: they count once in N, and together in its length and in what icepop keeps.
+    Sequences of one episode are one response: they count once in N, and together in its length and
+    in what icepop keeps.
     """
     total = 0.0
     num_tokens = sum(len(r.logprobs) for r in batch)
@@ -192,7 +219,11 @@ def loss(name, batch):
         elif name in LENGTH_MEAN:
             value = value / sum(len(s.logprobs) for s in siblings) / num_responses
         elif name == "icepop":
-            ratios = [exp(o - m) for s in siblings for o, m in zip(s.old.tolist(), s.mu.tolist(), strict=True)]
+            ratios = [
+                exp(o - m)
+                for s in siblings
+                for o, m in zip(s.old.tolist(), s.mu.tolist(), strict=True)
+            ]
             value = value / max(sum(0.5 <= ratio <= 5.0 for ratio in ratios), 1) / num_responses
         else:
             value = value / num_responses

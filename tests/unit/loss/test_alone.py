@@ -1,4 +1,6 @@
-"""megatron_rl.loss without Megatron and SGLang: imports, the example of the documentation, a user's loss."""
+"""megatron_rl.loss without Megatron and SGLang: imports, the example of the documentation, a user's
+loss.
+"""
 
 import re
 import subprocess
@@ -18,11 +20,15 @@ BLOCKED = ("megatron", "sglang", "transformers", "transformer_engine", "apex")
 
 def run_without_engines(code):
     block = f"import sys\nfor name in {BLOCKED}:\n    sys.modules[name] = None\n"
-    return subprocess.run([sys.executable, "-c", block + code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", block + code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_the_example_of_the_documentation_runs_without_megatron_or_sglang():
-    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/algorithms.md").read_text(), re.DOTALL)
+    code, *_ = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/guides/algorithms.md").read_text(), re.DOTALL
+    )
     assert len(code.splitlines()) <= 11
     done = run_without_engines(code)
     assert done.returncode == 0, done.stderr
@@ -41,30 +47,40 @@ def test_the_block_is_real():
 def test_a_users_loss_is_aggregated_masked_and_differentiated():
     """The example against its formula, response by response; sequence_mean."""
     batch = responses(3)
-    total, gradients = run_whole(batch, loss_of("examples.losses.sapo:sapo", aggregation="sequence_mean"))
+    total, gradients = run_whole(
+        batch, loss_of("examples.losses.sapo:sapo", aggregation="sequence_mean")
+    )
     for r in batch:
         r.logprobs.requires_grad_()
     expected = 0.0
     for r in batch:
         for x, old in zip(r.logprobs, r.old, strict=True):
             tau = TAU_POSITIVE if r.advantage > 0 else TAU_NEGATIVE
-            expected = expected - 4 / tau / (1 + (-tau * ((x - old).exp() - 1)).exp()) * r.advantage / len(r.old) / len(
-                batch
-            )
+            expected = expected - 4 / tau / (
+                1 + (-tau * ((x - old).exp() - 1)).exp()
+            ) * r.advantage / len(r.old) / len(batch)
     expected.backward()
-    torch.testing.assert_close(total, expected.detach(), rtol=1e-6, atol=1e-9)  # tau is a float32 number
+    # tau is a float32 number
+    torch.testing.assert_close(total, expected.detach(), rtol=1e-6, atol=1e-9)
     for got, r in zip(gradients, batch, strict=True):
         torch.testing.assert_close(got, r.logprobs.grad, rtol=1e-6, atol=1e-9)
 
 
 def only_zeros_outside_the_mask(inputs: LossInputs, config: LossConfig):
-    for values in (inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs, inputs.advantages):
+    for values in (
+        inputs.logprobs,
+        inputs.old_logprobs,
+        inputs.rollout_logprobs,
+        inputs.advantages,
+    ):
         assert (values[~inputs.mask] == 0).all() and (values[inputs.mask] != 0).any()
     return inputs.logprobs
 
 
 def test_a_users_loss_sees_zeros_outside_the_mask():
-    """Prompts, pads, a token that is not learned and one with a bad log-prob, whose response has an advantage."""
+    """Prompts, pads, a token that is not learned and one with a bad log-prob, whose response has an
+    advantage.
+    """
     packed = pack([r for r in responses(5) if r.advantage])
     first, second = max(packed.rows, key=len)[:2].tolist()
     packed.mask[first], packed.old[second] = False, float("nan")

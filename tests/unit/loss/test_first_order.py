@@ -1,6 +1,8 @@
-"""J_token against J_seq (Eq. 1 to 4) where both can be enumerated: every response of a small vocabulary, with an end token.
+"""J_token against J_seq (Eq. 1 to 4) where both can be enumerated: every response of a small
+vocabulary, with an end token.
 
-pi = softmax of a table of logits, one row per prefix; mu = the same table moved by eps in a random direction.
+pi = softmax of a table of logits, one row per prefix; mu = the same table moved by eps in a random
+direction.
 """
 
 import itertools
@@ -44,7 +46,9 @@ def setting(eps, seed=0):
 
 def j_seq(theta, mu, rewards):
     """Eq. 1 by enumeration; its autograd gradient is Eq. 2."""
-    return sum(token_logprobs(theta, y).sum().exp() * r for y, r in zip(RESPONSES, rewards, strict=True))
+    return sum(
+        token_logprobs(theta, y).sum().exp() * r for y, r in zip(RESPONSES, rewards, strict=True)
+    )
 
 
 def j_token(theta, mu, rewards):
@@ -58,19 +62,27 @@ def j_token(theta, mu, rewards):
 
 
 def kernel_gradient(theta, mu, rewards):
-    """Eq. 4 by our kernel: the gradient of log pi from run_whole, pulled back to the table.  A_i = N mu(y_i) R_i."""
+    """Eq.
+
+    4 by our kernel: the gradient of log pi from run_whole, pulled back to the table.  A_i = N
+    mu(y_i) R_i.
+    """
     batch = []
     for y, r in zip(RESPONSES, rewards, strict=True):
         now, log_mu = token_logprobs(theta, y).detach(), token_logprobs(mu, y)
         batch.append(Response(now, log_mu, log_mu, float(len(RESPONSES) * log_mu.sum().exp() * r)))
     _, gradients = run_whole(batch, loss_of("minirl_no_clip", weight_high=math.inf))
-    surrogate = sum((-g * token_logprobs(theta, y)).sum() for y, g in zip(RESPONSES, gradients, strict=True))
+    surrogate = sum(
+        (-g * token_logprobs(theta, y)).sum() for y, g in zip(RESPONSES, gradients, strict=True)
+    )
     return torch.autograd.grad(surrogate, theta)[0]
 
 
 def test_the_enumeration_is_a_distribution():
     _, mu, _ = setting(0.0)
-    assert float(sum(token_logprobs(mu, y).sum().exp() for y in RESPONSES)) == pytest.approx(1.0, abs=1e-14)
+    assert float(sum(token_logprobs(mu, y).sum().exp() for y in RESPONSES)) == pytest.approx(
+        1.0, abs=1e-14
+    )
     assert {len(y) for y in RESPONSES} == {1, 2, 3}
 
 
@@ -78,14 +90,18 @@ def test_the_enumeration_is_a_distribution():
 def test_the_kernel_is_equation_4(eps):
     theta, mu, rewards = setting(eps)
     expected = torch.autograd.grad(j_token(theta, mu, rewards), theta)[0]
-    torch.testing.assert_close(kernel_gradient(theta, mu, rewards), expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        kernel_gradient(theta, mu, rewards), expected, rtol=1e-12, atol=1e-14
+    )
 
 
 def test_at_pi_equal_mu_both_gradients_are_one():
     theta, mu, rewards = setting(0.0)
     sequence = torch.autograd.grad(j_seq(theta, mu, rewards), theta)[0]
     assert sequence.abs().max() > 1e-2
-    torch.testing.assert_close(kernel_gradient(theta, mu, rewards), sequence, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        kernel_gradient(theta, mu, rewards), sequence, rtol=1e-12, atol=1e-14
+    )
 
 
 def order(errors, steps):
@@ -95,7 +111,9 @@ def order(errors, steps):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_objectives_differ_quadratically_and_the_gradients_linearly(seed):
-    """|J_seq - J_token| = O(eps^2), |grad J_seq - grad J_token| = O(eps): equal to first order, and no better."""
+    """|J_seq - J_token| = O(eps^2), |grad J_seq - grad J_token| = O(eps): equal to first order, and
+    no better.
+    """
     steps = [1e-2, 1e-3, 1e-4]
     values, gradients = [], []
     for eps in steps:

@@ -1,4 +1,5 @@
-"""The first update of a step: pi = pi_old up to the rounding of two passes, which must not decide what is learned.
+"""The first update of a step: pi = pi_old up to the rounding of two passes, which must not decide
+what is learned.
 
 Shapes: float32 responses of 12 tokens.
 """
@@ -10,7 +11,10 @@ from megatron_rl.loss import PRESETS
 from tests.unit.loss.cases import Response, loss_of, run_whole
 
 BY_THE_SIGN_OF_RHO = {
-    "vaco": "its filter drops the tokens of a distant response that have A (rho - 1) > 0: a jump at rho = 1 (2603.01365)",
+    "vaco": (
+        "its filter drops the tokens of a distant response that have A (rho - 1) > 0: a jump at rho"
+        " = 1 (2603.01365)"
+    ),
 }
 
 
@@ -23,12 +27,16 @@ def moved(values, ulps):
 
 
 def gradient(name, *, which, ulps, far, **switches):
-    """Of four responses with pi = pi_old, where `which` of the two is moved; far: mu differs, but for every third token."""
+    """Of four responses with pi = pi_old, where `which` of the two is moved; far: mu differs, but
+    for every third token.
+    """
     g = torch.Generator().manual_seed(0)
     batch = []
     for advantage in (1.0, -0.75, 0.25, -1.5):
         x = -3 * torch.rand(12, generator=g) - 0.1
-        noise = torch.where(torch.arange(12) % 3 == 0, 0.0, 0.6 * torch.randn(12, generator=g).sign())
+        noise = torch.where(
+            torch.arange(12) % 3 == 0, 0.0, 0.6 * torch.randn(12, generator=g).sign()
+        )
         other = moved(x, ulps)
         pi, old = (other, x) if which == "pi" else (x, other)
         batch.append(Response(pi, old, x + noise if far else x.clone(), advantage))
@@ -39,10 +47,16 @@ ULPS = [torch.ones(12), -torch.ones(12), torch.tensor([1.0, -1.0, 0.0]).repeat(4
 
 
 def largest_change(name, **inputs):
-    """Of a token's gradient, relative to the largest gradient, over rounding of one unit in the last place."""
+    """Of a token's gradient, relative to the largest gradient, over rounding of one unit in the
+    last place.
+    """
     exact = gradient(name, which="old", ulps=torch.zeros(12), **inputs)
-    found = [gradient(name, which=which, ulps=ulps, **inputs) for which in ("old", "pi") for ulps in ULPS]
-    return max(float((each - exact).abs().max()) for each in found) / max(float(exact.abs().max()), 1e-3)
+    found = [
+        gradient(name, which=which, ulps=ulps, **inputs) for which in ("old", "pi") for ulps in ULPS
+    ]
+    return max(float((each - exact).abs().max()) for each in found) / max(
+        float(exact.abs().max()), 1e-3
+    )
 
 
 @pytest.mark.parametrize("far", [False, True])

@@ -1,4 +1,6 @@
-"""Identities (a) to (f) of the MiniRL objective: losses that must agree in gradient, and where truncation breaks them."""
+"""Identities (a) to (f) of the MiniRL objective: losses that must agree in gradient, and where
+truncation breaks them.
+"""
 
 import math
 
@@ -25,7 +27,9 @@ def on_policy(seed):
 def test_a_without_truncation_minirl_is_token_sum_decoupled_ppo(seed):
     batch = responses(seed)
     minirl = gradients(batch, loss_of("minirl", weight_high=math.inf))
-    torch.testing.assert_close(minirl, gradients(batch, loss_of("decoupled_ppo", clip_high=0.27)), **EXACT)
+    torch.testing.assert_close(
+        minirl, gradients(batch, loss_of("decoupled_ppo", clip_high=0.27)), **EXACT
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -43,10 +47,13 @@ def test_b_without_truncation_the_stop_gradient_does_not_matter(seed):
 
 def test_c_with_truncation_the_forms_differ():
     """min(k, C) is not min(rho, C) r, and a clamp with gradient kills what sg * log pi keeps."""
-    x, old, mu = (torch.tensor([v], dtype=torch.float64) for v in (-0.5, -0.7, -2.9))  # k = 11.0, rho = 9.0, r = 1.22
+    # k = 11.0, rho = 9.0, r = 1.22
+    x, old, mu = (torch.tensor([v], dtype=torch.float64) for v in (-0.5, -0.7, -2.9))
     batch = [Response(x, old, mu, 1.0)]
     assert float(gradients(batch, loss_of("minirl"))) == -5.0
-    other = gradients(batch, loss_of("decoupled_ppo", clip_high=0.27, weight_mode="truncate", weight_high=5.0))
+    other = gradients(
+        batch, loss_of("decoupled_ppo", clip_high=0.27, weight_mode="truncate", weight_high=5.0)
+    )
     assert float(other) == pytest.approx(-5.0 * math.exp(0.2), rel=1e-12)
     y = x.clone().requires_grad_()
     (-(y - mu).exp().clamp(max=5.0)).sum().backward()
@@ -57,7 +64,9 @@ def test_c_with_truncation_the_forms_differ():
 def test_d_on_policy_every_token_is_kept_and_the_weight_is_the_mismatch(seed):
     batch = on_policy(seed)
     got = gradients(batch, loss_of("minirl"))
-    expected = torch.cat([-(r.old - r.mu).exp().clamp(max=5.0) * r.advantage / len(batch) for r in batch])
+    expected = torch.cat(
+        [-(r.old - r.mu).exp().clamp(max=5.0) * r.advantage / len(batch) for r in batch]
+    )
     torch.testing.assert_close(got, expected, **EXACT)
     torch.testing.assert_close(got, gradients(batch, loss_of("minirl_no_clip")), **EXACT)
 
@@ -65,7 +74,9 @@ def test_d_on_policy_every_token_is_kept_and_the_weight_is_the_mismatch(seed):
 def test_e_leave_one_out_is_scaled_mean_centred():
     rewards = np.random.default_rng(0).normal(size=16)
     np.testing.assert_allclose(
-        group_advantages(rewards, "leave_one_out"), 16 / 15 * group_advantages(rewards, "mean"), rtol=1e-14
+        group_advantages(rewards, "leave_one_out"),
+        16 / 15 * group_advantages(rewards, "mean"),
+        rtol=1e-14,
     )
 
 
@@ -75,7 +86,9 @@ def test_f_on_policy_without_importance_sampling_minirl_is_dr_grpo_is_reinforce(
     no_is = gradients(batch, loss_of("minirl_no_is"))
     torch.testing.assert_close(no_is, gradients(batch, loss_of("dr_grpo")), **EXACT)
     torch.testing.assert_close(no_is, gradients(batch, loss_of("reinforce")), **EXACT)
-    torch.testing.assert_close(no_is, gradients(batch, loss_of("minirl", weight="none", weight_mode="none")), **EXACT)
+    torch.testing.assert_close(
+        no_is, gradients(batch, loss_of("minirl", weight="none", weight_mode="none")), **EXACT
+    )
 
 
 def test_no_is_off_policy_drops_the_mismatch_and_only_that():
@@ -85,7 +98,9 @@ def test_no_is_off_policy_drops_the_mismatch_and_only_that():
     torch.testing.assert_close(
         gradients(matched, loss_of("minirl_no_is")), gradients(matched, loss_of("minirl")), **EXACT
     )
-    torch.testing.assert_close(gradients(matched, loss_of("minirl_no_is")), gradients(batch, loss_of("minirl_no_is")))
+    torch.testing.assert_close(
+        gradients(matched, loss_of("minirl_no_is")), gradients(batch, loss_of("minirl_no_is"))
+    )
 
 
 def test_gspo_gradient_is_that_of_the_sequence_ratio_without_clipping():

@@ -1,4 +1,5 @@
-"""The same loss and gradient however the mini-batch is ordered, packed, padded or cut into micro-batches.
+"""The same loss and gradient however the mini-batch is ordered, packed, padded or cut into
+micro-batches.
 
 Ranks: tests/dist/test_loss.py.
 """
@@ -17,7 +18,9 @@ lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any)
 @given(st.data(), st.integers(0, 10_000), lengths_lists, st.sampled_from(sorted(PRESETS)))
 def test_order_packing_and_splitting_do_not_matter(data, seed, lengths, name):
     """The sequences of an episode may lie in several micro-batches."""
-    episodes = data.draw(st.lists(st.sampled_from([None, 0, 1]), max_size=len(lengths)), label="episodes")
+    episodes = data.draw(
+        st.lists(st.sampled_from([None, 0, 1]), max_size=len(lengths)), label="episodes"
+    )
     batch, config = responses(seed, lengths, episodes=episodes), loss_of(name)
     total, gradients = run_whole(batch, config, prompts=0, pads=0)
     order = data.draw(st.permutations(range(len(batch))), label="order")
@@ -26,7 +29,8 @@ def test_order_packing_and_splitting_do_not_matter(data, seed, lengths, name):
     for cut in cuts:
         part = [batch[i] for i in order[start:cut]]
         packing = data.draw(
-            st.fixed_dictionaries({"prompts": st.integers(0, 3), "pads": st.integers(0, 5)}), label="packing"
+            st.fixed_dictionaries({"prompts": st.integers(0, 3), "pads": st.integers(0, 5)}),
+            label="packing",
         )
         if part:
             packed = pack(part, **packing)

@@ -9,7 +9,16 @@ import torch
 from megatron_rl.config import ConfigError, LossConfig
 from megatron_rl.loss import aggregate, count_kept, kept_tokens
 from tests.thread_ranks import run_thread_ranks
-from tests.unit.loss.cases import Response, counts, loss_of, pack, prepare, responses, run, run_whole
+from tests.unit.loss.cases import (
+    Response,
+    counts,
+    loss_of,
+    pack,
+    prepare,
+    responses,
+    run,
+    run_whole,
+)
 
 
 def even(size, episode=None, advantage=1.0):
@@ -24,12 +33,16 @@ def test_an_episode_weighs_as_much_as_one_sequence_of_its_tokens(sequences):
     batch = [even(16 // sequences, episode=0) for _ in range(sequences)] + [even(16)]
     _, gradients = run_whole(batch, loss_of("icepop"))
     of_episode, of_other = torch.cat(gradients[:-1]), gradients[-1]
-    assert float(of_episode.sum()) == pytest.approx(-0.5) and float(of_other.sum()) == pytest.approx(-0.5)
+    assert float(of_episode.sum()) == pytest.approx(-0.5) and float(
+        of_other.sum()
+    ) == pytest.approx(-0.5)
     assert of_episode.tolist() == pytest.approx([-0.5 / 16] * 16)
 
 
 def test_tokens_that_the_mask_removed_leave_the_count_of_the_complete_episode():
-    """4 + 4 tokens, of which 3 have pi_old/mu = e^9: each of the other 5 weighs 1/5, in either sequence."""
+    """4 + 4 tokens, of which 3 have pi_old/mu = e^9: each of the other 5 weighs 1/5, in either
+    sequence.
+    """
     first, second = even(4, episode=0), even(4, episode=0)
     first.mu[:3] -= 9.0
     _, gradients = run_whole([first, second], loss_of("icepop"))
@@ -49,12 +62,20 @@ def test_a_token_without_a_finite_ratio_is_not_kept(which, bad):
 def test_values_outside_the_mask_are_not_kept():
     packed = pack(responses(3))
     packed.mask[:3] = False
-    kept = kept_tokens(packed.old, packed.mu, packed.mask, packed.sequences, loss_of("icepop", weight_high=math.inf))
+    kept = kept_tokens(
+        packed.old,
+        packed.mu,
+        packed.mask,
+        packed.sequences,
+        loss_of("icepop", weight_high=math.inf),
+    )
     assert kept.any() and not kept[~packed.mask].any()
 
 
 def test_a_mask_of_complete_sequences_decides_for_each_sequence():
-    """weight_level = product: the first sequence's product of 1.5^2 is out of bounds, the second's 1.5 is not."""
+    """weight_level = product: the first sequence's product of 1.5^2 is out of bounds, the second's
+    1.5 is not.
+    """
     batch = [even(2, episode=0), even(1, episode=0)]
     for r in batch:
         r.mu -= math.log(1.5)
@@ -75,8 +96,12 @@ def test_the_count_runs_over_ranks_and_stays_at_least_one():
 def test_a_users_loss_keeps_all_its_tokens():
     packed = pack([even(3)])
     packed.mu[:] = -20.0
-    config = loss_of("examples.losses.sapo:sapo", aggregation="kept_mean", mask="train_infer", mask_high=2.0)
-    assert kept_tokens(packed.old, packed.mu, packed.mask, packed.sequences, config).equal(packed.mask)
+    config = loss_of(
+        "examples.losses.sapo:sapo", aggregation="kept_mean", mask="train_infer", mask_high=2.0
+    )
+    assert kept_tokens(packed.old, packed.mu, packed.mask, packed.sequences, config).equal(
+        packed.mask
+    )
 
 
 def test_an_aggregate_without_the_count_is_refused():
@@ -91,7 +116,8 @@ def test_an_aggregate_without_the_count_is_refused():
 def test_a_count_that_the_update_changes_is_refused(key, ratio):
     bounds = {"weight_mode": "mask", "weight_high": 2.0} if key == "weight" else {"mask_high": 2.0}
     with pytest.raises(
-        (ConfigError, ValueError), match=f"loss.{key} = {ratio} masks by pi.*set loss.{key} = train_infer"
+        (ConfigError, ValueError),
+        match=f"loss.{key} = {ratio} masks by pi.*set loss.{key} = train_infer",
     ):
         LossConfig(name="reinforce", aggregation="kept_mean", **{key: ratio}, **bounds)
     LossConfig(name="reinforce", aggregation="sequence_mean", **{key: ratio}, **bounds)

@@ -11,13 +11,18 @@ from tests.unit.loss.cases import Response, counts, loss_of, pack, responses, ru
 
 TOKEN = {  # name -> (settings, whether a token with the ratio rho stays)
     "none": ({}, lambda rho: True),
-    "icepop": ({"mask": "train_infer", "mask_low": 0.5, "mask_high": 1.5}, lambda rho: 0.5 <= rho <= 1.5),
+    "icepop": (
+        {"mask": "train_infer", "mask_low": 0.5, "mask_high": 1.5},
+        lambda rho: 0.5 <= rho <= 1.5,
+    ),
 }
 WEIGHT = {
     "none": ({}, lambda rhos, t: 1.0),
-    "token": ({"weight": "train_infer", "weight_mode": "truncate", "weight_high": 1.2}, lambda rhos, t: min(rhos[t], 1.2)),
+    "token": ({"weight": "train_infer", "weight_mode": "truncate", "weight_high": 1.2}, lambda rhos,
+    t: min(rhos[t], 1.2)),
     "sequence": (
-        {"weight": "train_infer", "weight_level": "product", "weight_mode": "truncate", "weight_high": 1.2},
+        {"weight": "train_infer", "weight_level": "product", "weight_mode": "truncate",
+        "weight_high": 1.2},
         lambda rhos, t: min(math.prod(rhos), 1.2),
     ),
 }  # fmt: skip
@@ -49,11 +54,17 @@ def mean_of(level, r):
 REJECT = {
     "none": ({}, None, math.inf),
     "geometric": ({"reject": "train_infer", "reject_high": 1.1}, "geometric", 1.1),
-    "mean_k3": ({"reject": "train_infer", "reject_level": "mean_k3", "reject_high": 0.05}, "mean_k3", 0.05),
+    "mean_k3": (
+        {"reject": "train_infer", "reject_level": "mean_k3", "reject_high": 0.05},
+        "mean_k3",
+        0.05,
+    ),
 }
 
 
-@pytest.mark.parametrize(("weight", "token", "reject", "veto"), itertools.product(WEIGHT, TOKEN, REJECT, VETO))
+@pytest.mark.parametrize(
+    ("weight", "token", "reject", "veto"), itertools.product(WEIGHT, TOKEN, REJECT, VETO)
+)
 def test_every_mask_works_beside_every_other(weight, token, reject, veto):
     """Per-token loss of REINFORCE: -keep W A log pi, and the marks of the metrics."""
     settings = WEIGHT[weight][0] | TOKEN[token][0] | REJECT[reject][0] | VETO[veto][0]
@@ -67,20 +78,33 @@ def test_every_mask_works_beside_every_other(weight, token, reject, veto):
             kept = VETO[veto][1](rhos) and (level is None or mean_of(level, r) <= bound)
             for t, row in enumerate(rows.tolist()):
                 stays = TOKEN[token][1](rhos[t])
-                expected = -WEIGHT[weight][1](rhos, t) * r.advantage * float(r.logprobs[t]) if kept and stays else 0.0
+                expected = (
+                    -WEIGHT[weight][1](rhos, t) * r.advantage * float(r.logprobs[t])
+                    if kept and stays
+                    else 0.0
+                )
                 assert float(loss.per_token[row]) == pytest.approx(expected, rel=1e-10, abs=1e-14)
-                assert bool(loss.rejected[row]) == (not kept) and bool(loss.in_weight_mask[row]) == stays
+                assert (
+                    bool(loss.rejected[row]) == (not kept)
+                    and bool(loss.in_weight_mask[row]) == stays
+                )
 
 
 def test_the_random_batches_reach_every_mask():
     batch = [r for seed in range(3) for r in responses(seed)]
-    rhos = [[math.exp(o - m) for o, m in zip(r.old.tolist(), r.mu.tolist(), strict=True)] for r in batch]
+    rhos = [
+        [math.exp(o - m) for o, m in zip(r.old.tolist(), r.mu.tolist(), strict=True)] for r in batch
+    ]
     for test in (
         [TOKEN["icepop"][1](rho) for parts in rhos for rho in parts],
         [VETO["outlier"][1](parts) for parts in rhos],
         [mean_of("geometric", r) <= 1.1 for r in batch],
         [mean_of("mean_k3", r) <= 0.05 for r in batch],
-        [r.advantage * (rho - 1) > 0 for r, parts in zip(batch, rhos, strict=True) for rho in parts],
+        [
+            r.advantage * (rho - 1) > 0
+            for r, parts in zip(batch, rhos, strict=True)
+            for rho in parts
+        ],
     ):
         assert any(test) and not all(test)
 
@@ -88,38 +112,65 @@ def test_the_random_batches_reach_every_mask():
 @pytest.mark.parametrize("only", ["all", "negative", "diverging"])
 @pytest.mark.parametrize("level", ["product", "geometric", *MEANS])
 def test_responses_are_rejected_by_their_statistic(level, only):
-    """The bound lies directly below or above one response's statistic; `only` says which of the rejected tokens."""
+    """The bound lies directly below or above one response's statistic; `only` says which of the
+    rejected tokens.
+    """
     for seed, factor in itertools.product(range(3), (1 - 1e-6, 1 + 1e-6)):
         batch = responses(seed)
         bound = factor * sorted(mean_of(level, r) for r in batch)[3]
         packed = pack(batch)
-        config = loss_of("reinforce", reject="train_infer", reject_level=level, reject_high=bound, reject_only=only)
+        config = loss_of(
+            "reinforce",
+            reject="train_infer",
+            reject_level=level,
+            reject_high=bound,
+            reject_only=only,
+        )
         _, _, loss = run(packed, config, **counts(batch))
         marked = 0
         for r, rows in zip(batch, packed.rows, strict=True):
             for row, o, m in zip(rows.tolist(), r.old.tolist(), r.mu.tolist(), strict=True):
-                chosen = {"all": True, "negative": r.advantage < 0, "diverging": r.advantage * (o - m) > 0}[only]
+                chosen = {
+                    "all": True,
+                    "negative": r.advantage < 0,
+                    "diverging": r.advantage * (o - m) > 0,
+                }[only]
                 assert bool(loss.rejected[row]) == (mean_of(level, r) > bound and chosen)
                 marked += bool(loss.rejected[row])
         assert marked or only != "all"
 
 
 @pytest.mark.parametrize(
-    ("name", "mark"), [("reinforce", "selected"), ("sapo", "clipped_high"), ("drpo", "clipped_high")]
+    ("name", "mark"),
+    [("reinforce", "selected"), ("sapo", "clipped_high"), ("drpo", "clipped_high")],
 )
 def test_what_a_preset_does_not_do_is_not_counted(name, mark):
     """Without a selection no token is selected; the soft forms clip none."""
     packed = pack(responses(0))
-    columns = (packed.logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences)
+    columns = (
+        packed.logprobs,
+        packed.old,
+        packed.mu,
+        packed.advantages,
+        packed.mask,
+        packed.sequences,
+    )
     assert not getattr(policy_loss(*columns, loss_of(name)), mark).any()
 
 
 def test_a_token_with_equal_logprobs_does_not_diverge():
     """Its response is rejected for the other token, which alone moves further away."""
-    old, mu = torch.tensor([-1.0, -0.5], dtype=torch.float64), torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    old, mu = (
+        torch.tensor([-1.0, -0.5], dtype=torch.float64),
+        torch.tensor([-1.0, -2.0], dtype=torch.float64),
+    )
     batch = [Response(old, old, mu, 1.0)]
     config = loss_of(
-        "reinforce", reject="train_infer", reject_level="mean_shift", reject_high=0.1, reject_only="diverging"
+        "reinforce",
+        reject="train_infer",
+        reject_level="mean_shift",
+        reject_high=0.1,
+        reject_only="diverging",
     )
     packed = pack(batch)
     _, _, loss = run(packed, config, **counts(batch))
@@ -130,17 +181,29 @@ def test_a_token_whose_router_shift_is_not_finite_is_masked():
     packed = pack(responses(0))
     shift = torch.zeros_like(packed.old)
     shift[packed.rows[1][2]] = math.inf
-    columns = (packed.logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences)
+    columns = (
+        packed.logprobs,
+        packed.old,
+        packed.mu,
+        packed.advantages,
+        packed.mask,
+        packed.sequences,
+    )
     mask = policy_loss(*columns, loss_of("rspo"), router_shift=shift).mask
     assert (packed.mask & ~mask).nonzero().flatten().tolist() == [int(packed.rows[1][2])]
 
 
 def test_a_log_ratio_counts_as_20_at_most():
     """In a response's statistic, here 20^2 / 2 = 200, and in the penalty."""
-    new, far = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1001.0], dtype=torch.float64)
+    new, far = (
+        torch.tensor([-1.0], dtype=torch.float64),
+        torch.tensor([-1001.0], dtype=torch.float64),
+    )
     batch = [Response(new, new, far, 1.0)]
     for bound, rejected in ((201.0, False), (199.0, True)):
-        config = loss_of("reinforce", reject="train_infer", reject_level="mean_k2", reject_high=bound)
+        config = loss_of(
+            "reinforce", reject="train_infer", reject_level="mean_k2", reject_high=bound
+        )
         assert bool(run(pack(batch), config, **counts(batch))[2].rejected.any()) == rejected
     penalised = run(pack(batch), loss_of("dppo_tau"), **counts(batch))[2]
     assert float(penalised.terms.sum()) == pytest.approx(1e-3 * 20.0**2)
@@ -150,7 +213,9 @@ def test_a_mask_at_its_bounds_keeps_and_a_veto_at_its_bounds_does_not_fire():
     for old, inside in [(math.log(2.0), True), (math.log(0.5), True), (0.7, False), (-0.7, False)]:
         batch = [Response(*(torch.tensor([v], dtype=torch.float64) for v in (-1.0, old, 0.0)), 1.0)]
         for key in ("mask", "veto"):
-            config = loss_of("reinforce", **{key: "train_infer", f"{key}_low": 0.5, f"{key}_high": 2.0})
+            config = loss_of(
+                "reinforce", **{key: "train_infer", f"{key}_low": 0.5, f"{key}_high": 2.0}
+            )
             _, gradient, _ = run(pack(batch), config, **counts(batch))
             assert bool((gradient != 0).any()) == inside, (key, old)
 
@@ -161,7 +226,12 @@ def test_icepop_is_its_weight_with_a_mask(aggregation):
     batch = responses(0)
     by_weight = loss_of("icepop", weight_low=0.5, weight_high=1.5, aggregation=aggregation)
     by_mask = loss_of(
-        "icepop", weight_mode="none", mask="train_infer", mask_low=0.5, mask_high=1.5, aggregation=aggregation
+        "icepop",
+        weight_mode="none",
+        mask="train_infer",
+        mask_low=0.5,
+        mask_high=1.5,
+        aggregation=aggregation,
     )
     total, gradient, loss = run(pack(batch), by_weight, **counts(batch))
     other, other_gradient, _ = run(pack(batch), by_mask, **counts(batch))

@@ -1,4 +1,6 @@
-"""Positions of the switches that no preset has, metrics of tokens without advantage, and what a user's loss is given."""
+"""Positions of the switches that no preset has, metrics of tokens without advantage, and what a
+user's loss is given.
+"""
 
 import math
 
@@ -20,16 +22,31 @@ def one(logp, old, mu, a):
 @pytest.mark.parametrize("form", ["logp", "ratio"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_clip_anchored_at_the_rollout_bounds_pi_over_mu(form, seed):
-    """Token by token: M_t and, in form ratio, the clipped value come from pi/mu; pi_old has no effect."""
+    """Token by token: M_t and, in form ratio, the clipped value come from pi/mu; pi_old has no
+    effect.
+    """
     batch = responses(seed)
-    config = loss_of("minirl", form=form, clip_anchor="rollout", weight="none", weight_mode="none", weight_high=None)
+    config = loss_of(
+        "minirl",
+        form=form,
+        clip_anchor="rollout",
+        weight="none",
+        weight_mode="none",
+        weight_high=None,
+    )
     total, gradients = run_whole(batch, config)
     expected = 0.0
     for r, gradient in zip(batch, gradients, strict=True):
         for x, mu, slope in zip(r.logprobs.tolist(), r.mu.tolist(), gradient.tolist(), strict=True):
             q, a = math.exp(x - mu), r.advantage
             dropped = (a > 0 and q > 1.27) or (a < 0 and q < 0.8)
-            f = (0.0 if dropped else x) if form == "logp" else min(max(q, 0.8), 1.27) if dropped else q
+            f = (
+                (0.0 if dropped else x)
+                if form == "logp"
+                else min(max(q, 0.8), 1.27)
+                if dropped
+                else q
+            )
             expected -= a * f / len(batch)
             expected_slope = 0.0 if dropped else -a * (1.0 if form == "logp" else q) / len(batch)
             assert slope == pytest.approx(expected_slope, rel=1e-10, abs=1e-14)
@@ -39,7 +56,9 @@ def test_a_clip_anchored_at_the_rollout_bounds_pi_over_mu(form, seed):
 @pytest.mark.parametrize("clip", ["tv", "kl"])
 @pytest.mark.parametrize("anchor", ["old", "rollout"])
 def test_divergences_of_either_anchor(clip, anchor):
-    """Every token of random batches: dropped where the divergence from the anchor is beyond the bound of its side."""
+    """Every token of random batches: dropped where the divergence from the anchor is beyond the
+    bound of its side.
+    """
     config = loss_of("dppo", clip=clip, clip_anchor=anchor, clip_low=0.02, clip_high=0.05)
     dropped = {True: 0, False: 0}
     for seed in range(4):
@@ -48,7 +67,9 @@ def test_divergences_of_either_anchor(clip, anchor):
         _, _, loss = run(packed, config, **counts(batch))
         for r, rows in zip(batch, packed.rows, strict=True):
             anchors = r.old if anchor == "old" else r.mu
-            got = zip(loss.clipped_high[rows].tolist(), loss.clipped_low[rows].tolist(), strict=True)
+            got = zip(
+                loss.clipped_high[rows].tolist(), loss.clipped_low[rows].tolist(), strict=True
+            )
             for x, b, (high, low) in zip(r.logprobs.tolist(), anchors.tolist(), got, strict=True):
                 p, q = math.exp(x), math.exp(b)
                 kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
@@ -81,7 +102,9 @@ def test_the_divergence_of_a_certain_token_is_finite(bound):
     for logp, mu, a in [(0.0, math.log(0.5), 1.0), (math.log(0.5), 0.0, -1.0)]:
         _, _, loss = run(pack(batch := [one(logp, -9.0, mu, a)]), config, **counts(batch))
         p, q = math.exp(logp), math.exp(mu)
-        divergence = q * (mu - logp) + max(1 - q, 1e-8) * (math.log(max(1 - q, 1e-8)) - math.log(max(1 - p, 1e-8)))
+        divergence = q * (mu - logp) + max(1 - q, 1e-8) * (
+            math.log(max(1 - q, 1e-8)) - math.log(max(1 - p, 1e-8))
+        )
         assert bool((loss.clipped_high | loss.clipped_low).any()) == (divergence > bound)
 
 
@@ -99,45 +122,71 @@ def test_a_token_without_advantage_counts_as_nothing():
     """A = 0: neither clipped, on either side, nor beyond dual_clip, nor rejected as a negative one."""
     for logp in (2.0, -2.0):
         batch = [one(logp, 0.0, 0.0, 0.0)]
-        for name, switches in [("minirl", {}), ("grpo", {"dual_clip": 3.0}), ("opsm", {}), ("dppo", {})]:
+        for name, switches in [
+            ("minirl", {}),
+            ("grpo", {"dual_clip": 3.0}),
+            ("opsm", {}),
+            ("dppo", {}),
+        ]:
             _, _, loss = run(pack(batch), loss_of(name, **switches), **counts(batch))
             assert not (loss.clipped_high | loss.clipped_low | loss.rejected).any(), (name, logp)
 
 
 @pytest.mark.parametrize("a", [0.4, -0.4])
 def test_small_advantages_are_clipped_by_their_sign(a):
-    """|A| < 1, as mean-centred rewards have it: the same tokens as for |A| > 1, in every way of dropping."""
+    """|A| < 1, as mean-centred rewards have it: the same tokens as for |A| > 1, in every way of
+    dropping.
+    """
     for logp in (1.5, 0.1, -0.1, -1.5):
-        for name, switches in [("minirl", {}), ("grpo", {"dual_clip": 3.0}), ("opsm", {}), ("dppo", {})]:
+        for name, switches in [
+            ("minirl", {}),
+            ("grpo", {"dual_clip": 3.0}),
+            ("opsm", {}),
+            ("dppo", {}),
+        ]:
             found = []
             for scale in (1.0, 5.0):
                 batch = [one(logp - 2.0, -2.0, -2.0, a * scale)]
                 _, gradient, loss = run(pack(batch), loss_of(name, **switches), **counts(batch))
-                marks = [bool(m.any()) for m in (loss.clipped_high, loss.clipped_low, loss.rejected)]
+                marks = [
+                    bool(m.any()) for m in (loss.clipped_high, loss.clipped_low, loss.rejected)
+                ]
                 found.append((marks, pytest.approx((gradient / scale).tolist(), rel=1e-12)))
             assert found[0][0] == found[1][0] and found[0][1].expected == found[1][1], (name, logp)
 
 
 def test_a_ratio_exactly_at_dual_clip_is_inside():
-    at = float(ratio_of(torch.tensor([1.1], dtype=torch.float64), torch.tensor([0.0], dtype=torch.float64)))
-    _, gradient, loss = run(pack(batch := [one(1.1, 0.0, 0.0, -1.0)]), loss_of("grpo", dual_clip=at), **counts(batch))
+    at = float(
+        ratio_of(torch.tensor([1.1], dtype=torch.float64), torch.tensor([0.0], dtype=torch.float64))
+    )
+    _, gradient, loss = run(
+        pack(batch := [one(1.1, 0.0, 0.0, -1.0)]), loss_of("grpo", dual_clip=at), **counts(batch)
+    )
     assert not loss.clipped_high.any() and float(gradient.sum()) == pytest.approx(at)
 
 
-@pytest.mark.parametrize("aggregation", ["sequence_sum", "sequence_mean", "token_mean", "kept_mean"])
+@pytest.mark.parametrize(
+    "aggregation", ["sequence_sum", "sequence_mean", "token_mean", "kept_mean"]
+)
 def test_one_token_is_divided_by_one(aggregation):
-    total, gradients = run_whole([one(-0.5, -0.5, -0.5, 2.0)], loss_of("reinforce", aggregation=aggregation))
+    total, gradients = run_whole(
+        [one(-0.5, -0.5, -0.5, 2.0)], loss_of("reinforce", aggregation=aggregation)
+    )
     assert float(total) == 1.0 and float(gradients[0]) == -2.0
 
 
 def test_ratios_carry_no_gradient():
     """As numbers for the metrics too: they would keep the graph of the pass alive."""
     x, old = (torch.full((3,), v, requires_grad=True) for v in (-1.0, -2.0))
-    assert not ratio_of(x, old.detach()).requires_grad and not ratio_of(x.detach(), old).requires_grad
+    assert (
+        not ratio_of(x, old.detach()).requires_grad and not ratio_of(x.detach(), old).requires_grad
+    )
 
 
 def test_only_a_mask_removes_tokens_from_the_denominator():
-    """Weights of e^2 beyond weight_high = 5: truncated and clipped tokens stay in it, masked ones leave it."""
+    """Weights of e^2 beyond weight_high = 5: truncated and clipped tokens stay in it, masked ones
+    leave it.
+    """
     batch = [one(-1.0, -1.0, -3.0, 1.0), one(-1.0, -1.0, -1.0, 1.0)]
     for mode, left in (("truncate", 2), ("clip", 2), ("mask", 1)):
         packed = pack(batch)
@@ -145,14 +194,16 @@ def test_only_a_mask_removes_tokens_from_the_denominator():
         assert int(loss.in_weight_mask.sum()) == left and int(loss.bounded.sum()) == 1, mode
 
 
-# KL -----------------------------------------------------------------------------------------------------------------
+# KL -----------------------------------------------------------------------------------------------
 
 
 def test_far_references_are_clamped_at_20():
     for x in (50.0, -50.0):
         held = math.copysign(20.0, x)
         for estimator, expected in (("k1", -held), ("k2", 200.0), ("k3", math.expm1(held) - held)):
-            got = kl_to_reference(torch.tensor([-60.0]).double(), torch.tensor([-60.0 + x]).double(), estimator)
+            got = kl_to_reference(
+                torch.tensor([-60.0]).double(), torch.tensor([-60.0 + x]).double(), estimator
+            )
             assert float(got) == pytest.approx(expected, rel=1e-12)
 
 
@@ -167,7 +218,7 @@ def test_an_unknown_estimator_is_named():
         kl_to_reference(torch.zeros(1), torch.zeros(1), "k4")
 
 
-# A user's loss ------------------------------------------------------------------------------------------------------
+# A user's loss ------------------------------------------------------------------------------------
 
 
 def asks_for_its_inputs(inputs: LossInputs, config: LossConfig):
@@ -181,7 +232,9 @@ def test_a_users_loss_is_given_its_configuration_and_one_dtype():
     """Advantages travel as float32; they join the log-probs' float64."""
     packed = pack(batch := responses(3))
     packed.advantages = packed.advantages.float()
-    total, _, _ = run(packed, loss_of(f"{__name__}:asks_for_its_inputs", scale=0.5), **counts(batch))
+    total, _, _ = run(
+        packed, loss_of(f"{__name__}:asks_for_its_inputs", scale=0.5), **counts(batch)
+    )
     given = packed.advantages.double()
     expected = -(given * packed.logprobs)[packed.mask].sum() / len(batch)
     assert float(total) == pytest.approx(0.5 * float(expected), rel=1e-12)
@@ -194,7 +247,7 @@ def test_a_users_loss_is_loaded_before_the_run():
         check_loss(loss_of("examples.losses.sapo:sappo"))
 
 
-# Sequences ----------------------------------------------------------------------------------------------------------
+# Sequences ----------------------------------------------------------------------------------------
 
 
 def test_sums_carry_no_gradient_and_keep_the_type():
@@ -204,7 +257,9 @@ def test_sums_carry_no_gradient_and_keep_the_type():
     got = sequences.sum(values)
     assert got.tolist() == [3.0, 3.0, 4.0] and got.dtype == torch.float32 and not got.requires_grad
     cancelling = Sequences.of(torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool))
-    assert cancelling.sum(torch.tensor([1e8, 1.0, -1e8])).tolist() == [1.0] * 3, "added up in float64"
+    assert cancelling.sum(torch.tensor([1e8, 1.0, -1e8])).tolist() == [1.0] * 3, (
+        "added up in float64"
+    )
 
 
 def test_sums_run_over_the_ranks_that_share_a_response():

@@ -1,4 +1,6 @@
-"""Every preset against a formula of its own, value and gradient to 1e-10; boundary cases; bad numbers."""
+"""Every preset against a formula of its own, value and gradient to 1e-10; boundary cases; bad
+numbers.
+"""
 
 import math
 
@@ -7,10 +9,20 @@ import torch
 
 from megatron_rl.loss import PRESETS
 from tests.unit.loss import formulas
-from tests.unit.loss.cases import EPISODES, Response, counts, loss_of, pack, responses, run, run_whole
+from tests.unit.loss.cases import (
+    EPISODES,
+    Response,
+    counts,
+    loss_of,
+    pack,
+    responses,
+    run,
+    run_whole,
+)
 
 NAMES = sorted(PRESETS)
-BATCHES = [(seed, (4, 7, 1, 0, 5, 6, 3)) for seed in (*range(8), 16)]  # 16 has a response that opsm drops
+# 16 has a response that opsm drops
+BATCHES = [(seed, (4, 7, 1, 0, 5, 6, 3)) for seed in (*range(8), 16)]
 
 
 def one(logp, old, mu, a):
@@ -19,8 +31,10 @@ def one(logp, old, mu, a):
 
 def test_the_presets_of_the_documentation_exist():
     assert set(NAMES) == {
-        "minirl", "minirl_no_is", "minirl_length_norm", "minirl_no_clip", "reinforce", "grpo", "dapo", "dr_grpo", "gspo",
-        "cispo", "decoupled_ppo", "tis", "icepop", "seq_mis", "geo_rs", "opsm", "dppo", "rloo", "reinforce_pp",
+        "minirl", "minirl_no_is", "minirl_length_norm", "minirl_no_clip", "reinforce", "grpo",
+        "dapo", "dr_grpo", "gspo",
+        "cispo", "decoupled_ppo", "tis", "icepop", "seq_mis", "geo_rs", "opsm", "dppo", "rloo",
+        "reinforce_pp",
         "dppo_tau", "drpo", "vaco", "sapo", "gmpo", "gpg", "opo", "clip_cov", "kl_cov", "rspo",
     }  # fmt: skip
 
@@ -38,13 +52,28 @@ def test_value_and_gradient_against_the_formula(name, episodes):
         assert total.dtype == torch.float64
         torch.testing.assert_close(total, expected.detach(), rtol=1e-10, atol=1e-10)
         for got, r in zip(gradients, batch, strict=True):
-            expected_gradient = torch.zeros_like(r.logprobs) if r.logprobs.grad is None else r.logprobs.grad
+            expected_gradient = (
+                torch.zeros_like(r.logprobs) if r.logprobs.grad is None else r.logprobs.grad
+            )
             torch.testing.assert_close(got, expected_gradient, rtol=1e-10, atol=1e-10)
 
 
 def test_the_random_batches_reach_every_branch():
-    """Otherwise the comparison above could pass on a formula that never differs from plain REINFORCE."""
-    for name in ("minirl", "seq_mis", "geo_rs", "opsm", "dppo", "dppo_tau", "gspo", "gmpo", "icepop", "vaco"):
+    """Otherwise the comparison above could pass on a formula that never differs from plain
+    REINFORCE.
+    """
+    for name in (
+        "minirl",
+        "seq_mis",
+        "geo_rs",
+        "opsm",
+        "dppo",
+        "dppo_tau",
+        "gspo",
+        "gmpo",
+        "icepop",
+        "vaco",
+    ):
         batches = [responses(*case) for case in BATCHES]
         losses = [run(pack(b), loss_of(name), **counts(b))[2] for b in batches]
         found = {
@@ -75,7 +104,7 @@ def test_bfloat16_log_probs_are_computed_in_float32():
     assert total.dtype == loss.ratio.dtype == torch.float32 and gradient.dtype == torch.bfloat16
 
 
-# Exactly at the bound -----------------------------------------------------------------------------------------------
+# Exactly at the bound -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["logp", "ratio"])
@@ -94,7 +123,10 @@ def test_clip_bounds_are_strict(form):
     ]:
         batch = [one(logp, 0.0, 0.0, a)]
         _, gradient, loss = run(pack(batch), config, **counts(batch))
-        assert (bool(loss.clipped_high.any()), bool(loss.clipped_low.any())) == (high, low), (logp, a)
+        assert (bool(loss.clipped_high.any()), bool(loss.clipped_low.any())) == (high, low), (
+            logp,
+            a,
+        )
         assert bool((gradient != 0).any()) == (not (high or low))
 
 
@@ -115,7 +147,10 @@ def test_a_response_exactly_at_the_rejection_bound_is_kept():
 
 
 def test_opsm_measures_the_sampler_against_the_policy():
-    """DeepSeek-V3.2, Eq. 9: log pi_old there is what the inference engine returned, log mu here; no other one counts."""
+    """DeepSeek-V3.2, Eq.
+
+    9: log pi_old there is what the inference engine returned, log mu here; no other one counts.
+    """
     for a, mu, old, dropped in [
         (-1.0, -1.0, -2.0, True),  # mean log(mu/pi) = 1 > 0.5
         (1.0, -1.0, -2.0, False),  # it drops bad responses only
@@ -150,7 +185,9 @@ def test_dual_clip_holds_a_bad_token_that_became_likely():
 
 
 def test_divergence_masks_of_a_small_example():
-    """Binary KL of 0.2 -> 0.4 is 0.2 ln(1/2) + 0.8 ln(0.8/0.6); the token is dropped only for a bound below that."""
+    """Binary KL of 0.2 -> 0.4 is 0.2 ln(1/2) + 0.8 ln(0.8/0.6); the token is dropped only for a
+    bound below that.
+    """
     divergence = 0.2 * math.log(0.5) + 0.8 * math.log(0.8 / 0.6)
     for bound, dropped in [(divergence + 1e-9, False), (divergence - 1e-9, True)]:
         config = loss_of("dppo", clip="kl", clip_low=bound, clip_high=bound)
@@ -160,7 +197,7 @@ def test_divergence_masks_of_a_small_example():
             assert bool((gradient == 0).all()) == (dropped and a > 0 and pi > mu), (bound, a, pi)
 
 
-# Nothing to learn from ----------------------------------------------------------------------------------------------
+# Nothing to learn from ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -191,14 +228,16 @@ def test_an_empty_response_counts_in_the_number_of_responses_only(name):
     assert float(with_empty) == pytest.approx(factor * float(total), rel=1e-12)
 
 
-# Bad numbers --------------------------------------------------------------------------------------------------------
+# Bad numbers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("which", ["logprobs", "old", "mu"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_non_finite_token_is_masked_and_counted(name, which, bad):
-    """The same loss and gradient as if the token were not there; denominators that count tokens still count it."""
+    """The same loss and gradient as if the token were not there; denominators that count tokens
+    still count it.
+    """
     packed = pack(responses(5))
     position = int(packed.rows[1][2])
     getattr(packed, which)[position] = bad
@@ -219,7 +258,9 @@ def test_extreme_ratios_stay_finite(name):
     """Log-ratios of +-1000, alone and summed over a response, in float32."""
     for sign in (1, -1):
         for a in (1.0, -1.0):
-            far = [torch.full((4,), v) for v in (-1000.0 * (sign < 0), -500.0, -1000.0 * (sign > 0))]
+            far = [
+                torch.full((4,), v) for v in (-1000.0 * (sign < 0), -500.0, -1000.0 * (sign > 0))
+            ]
             total, gradients = run_whole([Response(*far, a)], loss_of(name))
             assert total.isfinite() and gradients[0].isfinite().all()
 

@@ -1,4 +1,6 @@
-"""The soft forms, the geometric mean of clipped tokens and the penalty: identities with their neighbours, and their slopes."""
+"""The soft forms, the geometric mean of clipped tokens and the penalty: identities with their
+neighbours, and their slopes.
+"""
 
 import math
 
@@ -20,7 +22,10 @@ def gradients(batch, config):
 
 
 def on_policy(seed):
-    return [Response(r.logprobs, r.logprobs.clone(), r.logprobs.clone(), r.advantage) for r in responses(seed)]
+    return [
+        Response(r.logprobs, r.logprobs.clone(), r.logprobs.clone(), r.advantage)
+        for r in responses(seed)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -40,7 +45,9 @@ def test_sapo_is_the_example_of_a_users_loss():
             batch, loss_of("examples.losses.sapo:sapo", aggregation="sequence_mean")
         )  # whose tau is a float32 number
         torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(torch.cat(slopes), torch.cat(expected_slopes), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            torch.cat(slopes), torch.cat(expected_slopes), rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(("a", "tau"), [(1.0, 2.0), (-1.0, 3.0)])
@@ -75,12 +82,17 @@ def test_the_slope_of_drpo_is_table_1(seed, anchor):
     turned = 0
     for r, rows in zip(batch, packed.rows, strict=True):
         for row, x, b in zip(
-            rows.tolist(), r.logprobs.tolist(), (r.old if anchor == "old" else r.mu).tolist(), strict=True
+            rows.tolist(),
+            r.logprobs.tolist(),
+            (r.old if anchor == "old" else r.mu).tolist(),
+            strict=True,
         ):
             q = math.exp(x - b)
             sign = 0 if r.advantage == 0 else math.copysign(1, r.advantage * (q - 1))
             weight = 1 - sign * abs(math.exp(x) - math.exp(b)) / 0.05
-            assert float(gradient[row]) == pytest.approx(-r.advantage * q * weight / len(batch), rel=1e-9, abs=1e-13)
+            assert float(gradient[row]) == pytest.approx(
+                -r.advantage * q * weight / len(batch), rel=1e-9, abs=1e-13
+            )
             assert float(loss.gate[row]) == pytest.approx(weight, rel=1e-9, abs=1e-12)
             turned += weight < 0 and r.advantage != 0
     assert turned
@@ -107,23 +119,32 @@ def test_gmpo_without_a_clip_is_gspo_without_one(seed):
 def test_gmpo_of_single_tokens_is_grpo_with_its_bounds():
     batch = [r for seed in range(6) for r in responses(seed, lengths=(1,) * 5)]
     bounds = {"clip_low": PRESETS["gmpo"].clip_low, "clip_high": PRESETS["gmpo"].clip_high}
-    assert 1 - bounds["clip_low"] == pytest.approx(math.exp(-0.4)) and 1 + bounds["clip_high"] == pytest.approx(
-        math.exp(0.4)
+    assert 1 - bounds["clip_low"] == pytest.approx(math.exp(-0.4)) and 1 + bounds[
+        "clip_high"
+    ] == pytest.approx(math.exp(0.4))
+    torch.testing.assert_close(
+        gradients(batch, loss_of("gmpo")), gradients(batch, loss_of("grpo", **bounds)), **EXACT
     )
-    torch.testing.assert_close(gradients(batch, loss_of("gmpo")), gradients(batch, loss_of("grpo", **bounds)), **EXACT)
 
 
 def test_one_clipped_token_leaves_the_others_their_gradient():
-    """Two tokens, r = 2 (held at 1.5) and 1.1, A > 0: both through sqrt(1.5 * 1.1); GSPO drops both or none."""
+    """Two tokens, r = 2 (held at 1.5) and 1.1, A > 0: both through sqrt(1.5 * 1.1); GSPO drops both
+    or none.
+    """
     x = torch.tensor([2.0, 1.1], dtype=torch.float64).log()
     batch = [Response(x, torch.zeros_like(x), torch.zeros_like(x), 1.0)]
     total, (slopes,) = run_whole(batch, loss_of("gmpo", clip_low=0.5, clip_high=0.5))
     mean = math.sqrt(1.5 * 1.1)
-    assert float(total) == pytest.approx(-mean) and slopes.tolist() == [0.0, pytest.approx(-mean / 2)]
+    assert float(total) == pytest.approx(-mean) and slopes.tolist() == [
+        0.0,
+        pytest.approx(-mean / 2),
+    ]
 
 
 @pytest.mark.parametrize("clip", ["tv", "kl"])
-@pytest.mark.parametrize(("penalty", "slope"), [("square", lambda x: 2 * x), ("abs", lambda x: math.copysign(1, x))])
+@pytest.mark.parametrize(
+    ("penalty", "slope"), [("square", lambda x: 2 * x), ("abs", lambda x: math.copysign(1, x))]
+)
 @pytest.mark.parametrize("anchor", ["old", "rollout"])
 def test_the_penalty_adds_to_every_token_whatever_dropped_it(clip, penalty, slope, anchor):
     """DPPO's tau with both divergences, on clipped, rejected and vetoed tokens and where A = 0."""
@@ -140,18 +161,27 @@ def test_the_penalty_adds_to_every_token_whatever_dropped_it(clip, penalty, slop
     added = 0.0
     for r, rows in zip(batch, packed.rows, strict=True):
         for row, x, b in zip(
-            rows.tolist(), r.logprobs.tolist(), (r.old if anchor == "old" else r.mu).tolist(), strict=True
+            rows.tolist(),
+            r.logprobs.tolist(),
+            (r.old if anchor == "old" else r.mu).tolist(),
+            strict=True,
         ):
             acts = penalty == "square" or abs(x - b) > 0.01
-            added += 0.25 * acts * ((x - b) ** 2 if penalty == "square" else abs(x - b)) / len(batch)
+            added += (
+                0.25 * acts * ((x - b) ** 2 if penalty == "square" else abs(x - b)) / len(batch)
+            )
             expected = 0.25 * acts * slope(x - b) / len(batch)
-            assert float(new_gradient[row] - gradient[row]) == pytest.approx(expected, rel=1e-9, abs=1e-13)
+            assert float(new_gradient[row] - gradient[row]) == pytest.approx(
+                expected, rel=1e-9, abs=1e-13
+            )
     assert float(new_total - total) == pytest.approx(added, rel=1e-10)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_dead_zone_of_the_penalty(sign):
-    """Within it, bounds included, neither value nor slope; beyond it |log r| as it is, and its sign."""
+    """Within it, bounds included, neither value nor slope; beyond it |log r| as it is, and its
+    sign.
+    """
     config = loss_of("reinforce", penalty="abs", penalty_coef=0.5, penalty_dead_zone=0.25)
     for distance, acts in [(0.0, 0), (0.125, 0), (0.25, 0), (0.2500001, 1), (2.0, 1)]:
         old = torch.tensor([-3.0], dtype=torch.float64)
@@ -160,7 +190,9 @@ def test_the_dead_zone_of_the_penalty(sign):
         total, gradient, loss = run(packed, config, **counts(batch))
         assert float(total) == pytest.approx(acts * 0.5 * distance)
         assert float(gradient[packed.rows[0]]) == acts * 0.5 * sign
-        assert bool(loss.penalised[packed.rows[0]]) == acts and bool(loss.penalty_tokens[packed.rows[0]])
+        assert bool(loss.penalised[packed.rows[0]]) == acts and bool(
+            loss.penalty_tokens[packed.rows[0]]
+        )
 
 
 def test_the_penalty_of_selected_tokens_is_counted_of_these_alone():
@@ -169,7 +201,11 @@ def test_the_penalty_of_selected_tokens_is_counted_of_these_alone():
     batch = [Response(old + torch.tensor([0.5, 0.5, 1e-3, 0.0]), old, old, 1.0)]
     packed = pack(batch, prompts=0, pads=1)
     for chosen, tokens, penalised in [
-        ([True, False, True, True], [True, False, True, True, False], [True, False, False, False, False]),
+        (
+            [True, False, True, True],
+            [True, False, True, True, False],
+            [True, False, False, False, False],
+        ),
         ([False] * 4, [False] * 5, [False] * 5),
     ]:
         packed.selected = torch.tensor([*chosen, True])
@@ -194,7 +230,9 @@ def test_dppo_tau_without_its_penalty_is_dppo_without_truncation():
 
 def test_vaco_of_responses_that_are_close_is_tis():
     close = [Response(r.logprobs, r.old, r.old + 1e-3, r.advantage) for r in responses(1)]
-    torch.testing.assert_close(gradients(close, loss_of("vaco")), gradients(close, loss_of("tis")), **EXACT)
+    torch.testing.assert_close(
+        gradients(close, loss_of("vaco")), gradients(close, loss_of("tis")), **EXACT
+    )
     far = responses(1)
     assert not torch.equal(gradients(far, loss_of("vaco")), gradients(far, loss_of("tis")))
 
@@ -203,14 +241,18 @@ def test_vaco_of_responses_that_are_close_is_tis():
 def test_rspo_with_a_floor_of_1_is_gmpo(seed):
     batch = responses(seed)
     torch.testing.assert_close(
-        gradients(batch, loss_of("rspo", shift_floor=1.0)), gradients(batch, loss_of("gmpo")), **EXACT
+        gradients(batch, loss_of("rspo", shift_floor=1.0)),
+        gradients(batch, loss_of("gmpo")),
+        **EXACT,
     )
     assert not torch.equal(gradients(batch, loss_of("rspo")), gradients(batch, loss_of("gmpo")))
 
 
 @pytest.mark.parametrize("level", ["token", "geometric", "product"])
 def test_the_router_shift_rescales_the_ratio_at_every_level_before_the_clip(level):
-    """GRPO and GSPO with it: q = r gamma, or its mean or product; held by the bounds that q exceeds."""
+    """GRPO and GSPO with it: q = r gamma, or its mean or product; held by the bounds that q
+    exceeds.
+    """
     config = loss_of("grpo", clip_level=level, router_shift=True, shift_floor=0.7)
     held = 0
     for seed in range(6):
@@ -227,7 +269,10 @@ def test_the_router_shift_rescales_the_ratio_at_every_level_before_the_clip(leve
                 expected = 0.0 if stopped else -a * q / len(logs) / len(batch)
                 assert float(gradient[row]) == pytest.approx(expected, rel=1e-9, abs=1e-13)
                 held += stopped
-            floors = [abs(o - m) / 2 > -math.log(0.7) for o, m in zip(r.old.tolist(), r.mu.tolist(), strict=True)]
+            floors = [
+                abs(o - m) / 2 > -math.log(0.7)
+                for o, m in zip(r.old.tolist(), r.mu.tolist(), strict=True)
+            ]
             assert loss.at_floor[rows].tolist() == floors
         assert not loss.at_floor[~loss.mask].any()
     assert held
@@ -236,7 +281,8 @@ def test_the_router_shift_rescales_the_ratio_at_every_level_before_the_clip(leve
 
 def test_a_token_exactly_at_the_floor_is_not_held_there():
     batch = responses(0)
-    still = [Response(r.logprobs, r.old, r.old.clone(), r.advantage) for r in batch]  # no shift: gamma = 1
+    # no shift: gamma = 1
+    still = [Response(r.logprobs, r.old, r.old.clone(), r.advantage) for r in batch]
     _, _, loss = run(pack(still), loss_of("rspo", shift_floor=1.0), **counts(batch))
     assert not loss.at_floor.any()
     _, _, loss = run(pack(batch), loss_of("rspo", shift_floor=1.0), **counts(batch))

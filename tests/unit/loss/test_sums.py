@@ -1,4 +1,6 @@
-"""Sums over responses, and denominators when tokens are missing: pads, masked tokens, tokens with a bad log-prob."""
+"""Sums over responses, and denominators when tokens are missing: pads, masked tokens, tokens with a
+bad log-prob.
+"""
 
 import math
 from types import SimpleNamespace
@@ -48,11 +50,15 @@ def test_denominators_with_a_bad_token(aggregation, divisors):
     assert float(total) == pytest.approx(3.0 / divisors[0] + 0.5 / divisors[1], rel=1e-14)
 
 
-@pytest.mark.parametrize("aggregation", ["sequence_sum", "sequence_mean", "token_mean", "kept_mean"])
+@pytest.mark.parametrize(
+    "aggregation", ["sequence_sum", "sequence_mean", "token_mean", "kept_mean"]
+)
 def test_a_mini_batch_with_nothing_left(aggregation):
     packed = pack([Response(*(torch.zeros(2, dtype=torch.float64) for _ in range(3)), 1.0)])
     packed.mask[:] = False
-    total, gradient, _ = run(packed, loss_of("minirl", aggregation=aggregation), num_responses=0, num_response_tokens=0)
+    total, gradient, _ = run(
+        packed, loss_of("minirl", aggregation=aggregation), num_responses=0, num_response_tokens=0
+    )
     assert float(total) == 0 and (gradient == 0).all()
 
 
@@ -66,9 +72,13 @@ def test_a_sequence_ratio_leaves_bad_tokens_out():
 
 
 def test_sums_run_over_the_group_that_is_given(monkeypatch):
-    """Context ranks hold parts of the same responses; the other ranks of the job hold other responses."""
+    """Context ranks hold parts of the same responses; the other ranks of the job hold other
+    responses.
+    """
     group, asked = SimpleNamespace(size=lambda: 2), []
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group=None: asked.append(group))
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda tensor, group=None: asked.append(group)
+    )
     ids = torch.tensor([0, 0, 1])
     Sequences(ids, 2, torch.ones_like(ids), group).sum(torch.ones(3))
     assert asked == [group]

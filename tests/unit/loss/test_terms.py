@@ -1,4 +1,6 @@
-"""The optional terms: entropy bonus and KL to a reference, value and gradient; the estimators' expectations."""
+"""The optional terms: entropy bonus and KL to a reference, value and gradient; the estimators'
+expectations.
+"""
 
 import math
 
@@ -32,13 +34,17 @@ def test_the_terms_add_to_any_loss(name):
     packed = pack(batch)
     g = torch.Generator().manual_seed(0)
     entropy = torch.rand(len(packed.mask), generator=g, dtype=torch.float64)
-    reference = packed.logprobs + 0.3 * torch.randn(len(packed.mask), generator=g, dtype=torch.float64)
+    reference = packed.logprobs + 0.3 * torch.randn(
+        len(packed.mask), generator=g, dtype=torch.float64
+    )
     plain, plain_gradient, _, _ = run_with(packed, loss_of(name), batch=batch)
     both = loss_of(name, entropy_coef=0.1, kl_coef=0.5, kl_estimator="k3")
     total, gradient, entropy_gradient, loss = run_with(packed, both, entropy, reference, batch)
     expected, expected_gradient = 0.0, torch.zeros_like(gradient)
     for rows in packed.rows:
-        divisor = {"minirl": len(batch), "grpo": len(batch) * len(rows)}.get(name, sum(len(b.old) for b in batch))
+        divisor = {"minirl": len(batch), "grpo": len(batch) * len(rows)}.get(
+            name, sum(len(b.old) for b in batch)
+        )
         for row in rows.tolist():
             x = float(reference[row] - packed.logprobs[row])
             expected += (-0.1 * float(entropy[row]) + 0.5 * (math.exp(x) - 1 - x)) / divisor
@@ -51,7 +57,9 @@ def test_the_terms_add_to_any_loss(name):
 
 
 def test_the_terms_of_masked_tokens_are_divided_by_all_of_them():
-    """IcePop divides the loss by the tokens that its mask left; the KL and the entropy are of every token, so by |y|."""
+    """IcePop divides the loss by the tokens that its mask left; the KL and the entropy are of every
+    token, so by |y|.
+    """
     size = 10
     old = torch.full((size,), -1.0, dtype=torch.float64)
     batch = [Response(old + 0.1, old, old - 9.0, 1.0)]  # pi_old/mu = e^9: none is left
@@ -59,9 +67,13 @@ def test_the_terms_of_masked_tokens_are_divided_by_all_of_them():
         batch[0].mu[:left] = -1.0
         packed = pack(batch)
         entropy, reference = torch.ones_like(packed.logprobs), packed.logprobs - 0.2
-        config = loss_of("icepop", entropy_coef=0.1, kl_coef=0.5, penalty="square", penalty_coef=0.3)
+        config = loss_of(
+            "icepop", entropy_coef=0.1, kl_coef=0.5, penalty="square", penalty_coef=0.3
+        )
         plain, *_ = run_with(packed, loss_of("icepop"), batch=batch)
-        total, gradient, entropy_gradient, loss = run_with(packed, config, entropy, reference, batch)
+        total, gradient, entropy_gradient, loss = run_with(
+            packed, config, entropy, reference, batch
+        )
         assert int(loss.in_weight_mask.sum()) == left
         k3 = math.exp(-0.2) - 1 + 0.2
         assert float(total - plain) == pytest.approx(0.5 * k3 - 0.1 + 0.3 * 0.1**2, rel=1e-9), left
@@ -73,7 +85,9 @@ def test_the_terms_of_masked_tokens_are_divided_by_all_of_them():
 
 
 def test_estimators_by_enumeration():
-    """Over samples of pi: k1, k3 have the value of KL(pi || ref); k2 its gradient; k3 that of KL(ref || pi); k1 none."""
+    """Over samples of pi: k1, k3 have the value of KL(pi || ref); k2 its gradient; k3 that of
+    KL(ref || pi); k1 none.
+    """
     g = torch.Generator().manual_seed(0)
     theta = torch.randn(5, generator=g, dtype=torch.float64).requires_grad_()
     ref = torch.randn(5, generator=g, dtype=torch.float64).log_softmax(0)
@@ -95,7 +109,9 @@ def test_estimators_by_enumeration():
 
 
 def test_the_weighted_estimate_over_samples_of_another_policy_by_enumeration():
-    """DeepSeek-V3.2: over samples of pi_old, pi/pi_old * k3 has the value of KL(pi || ref) and its gradient; k3 alone neither."""
+    """DeepSeek-V3.2: over samples of pi_old, pi/pi_old * k3 has the value of KL(pi || ref) and its
+    gradient; k3 alone neither.
+    """
     g = torch.Generator().manual_seed(1)
     theta = torch.randn(5, generator=g, dtype=torch.float64).requires_grad_()
     ref, old = (torch.randn(5, generator=g, dtype=torch.float64).log_softmax(0) for _ in range(2))
@@ -130,7 +146,9 @@ def test_the_weight_of_the_kl_is_the_ratio_to_the_sampler(weight, column, estima
         y = reference[rows] - x[rows]
         value = {"k1": -y, "k2": y**2 / 2, "k3": y.exp() - 1 - y}[estimator]
         term = (x[rows] - getattr(packed, column)[rows]).exp() * value
-        torch.testing.assert_close(loss.kl[rows], term.detach(), rtol=1e-10, atol=1e-12, check_dtype=False)
+        torch.testing.assert_close(
+            loss.kl[rows], term.detach(), rtol=1e-10, atol=1e-12, check_dtype=False
+        )
         expected = expected + 0.5 * term.sum() / len(rows) / len(batch)
     expected.backward()
     assert float(total - base) == pytest.approx(float(expected), rel=1e-9, abs=1e-12)
@@ -150,7 +168,9 @@ def test_a_missing_argument_is_named():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_nothing_but_logprobs_carries_gradient(name):
-    """Also where old, rollout and reference log-probs come from a graph; and no metric keeps the graph alive."""
+    """Also where old, rollout and reference log-probs come from a graph; and no metric keeps the
+    graph alive.
+    """
     batch = responses(1)
     packed = pack(batch)
     reference = packed.logprobs.clone()
@@ -158,8 +178,13 @@ def test_nothing_but_logprobs_carries_gradient(name):
         value.requires_grad_()
     config = loss_of(name, kl_coef=0.1)
     _, gradient, _, loss = run_with(packed, config, reference=reference, batch=batch)
-    assert gradient.abs().max() > 0 and [value.grad for value in (packed.old, packed.mu, reference)] == [None] * 3
-    found = [field for field, value in vars(loss).items() if value is not None and value.requires_grad]
+    assert (
+        gradient.abs().max() > 0
+        and [value.grad for value in (packed.old, packed.mu, reference)] == [None] * 3
+    )
+    found = [
+        field for field, value in vars(loss).items() if value is not None and value.requires_grad
+    ]
     assert found == ["per_token", "terms", "kl"]
 
 
@@ -171,6 +196,8 @@ def test_a_bad_number_of_a_term_masks_its_token(which):
     position = int(packed.rows[0][1])
     values[which][position] = math.nan
     config = loss_of("minirl", kl_coef=0.1, entropy_coef=0.1)
-    total, gradient, entropy_gradient, loss = run_with(packed, config, values["entropy"], values["reference"], batch)
+    total, gradient, entropy_gradient, loss = run_with(
+        packed, config, values["entropy"], values["reference"], batch
+    )
     assert total.isfinite() and gradient.isfinite().all() and entropy_gradient.isfinite().all()
     assert not loss.mask[position] and gradient[position] == 0 == entropy_gradient[position]

@@ -22,7 +22,9 @@ def best_of_all_subsets(row, k):
 @given(data=st.data(), n=st.integers(1, 7), binary=st.booleans())
 def test_pass_at_k_is_the_mean_best_over_all_subsets(data, n, binary):
     reward = st.sampled_from([0.0, 1.0]) if binary else st.floats(-3, 3, width=32)
-    rows = np.array(data.draw(st.lists(st.lists(reward, min_size=n, max_size=n), min_size=1, max_size=4)))
+    rows = np.array(
+        data.draw(st.lists(st.lists(reward, min_size=n, max_size=n), min_size=1, max_size=4))
+    )
     for k in range(1, n + 1):
         expected = np.mean([best_of_all_subsets(row, k) for row in rows])
         assert pass_at(rows, k).value == pytest.approx(expected, abs=1e-9)
@@ -38,7 +40,9 @@ def test_pass_at_k_of_right_and_wrong_is_the_known_formula_without_overflow():
 
 
 def test_pass_at_k_is_unbiased():
-    """The mean over many draws of n = 6 is the chance that one of k = 3 new ones is right; 1 - (1 - pass@1)^3 is not."""
+    """The mean over many draws of n = 6 is the chance that one of k = 3 new ones is right; 1 - (1 -
+    pass@1)^3 is not.
+    """
     rng = np.random.default_rng(0)
     chances = rng.beta(0.4, 0.8, size=40_000)
     rows = (rng.random((len(chances), 6)) < chances[:, None]).astype(float)
@@ -57,7 +61,9 @@ def test_what_was_not_scored_is_left_out():
 
 
 @pytest.mark.parametrize("shape", [(0.3, 0.5), (2.0, 2.0), (8.0, 0.8)])
-@pytest.mark.parametrize(("prompts", "samples", "k"), [(30, 1, 1), (30, 8, 1), (30, 8, 4), (100, 4, 2)])
+@pytest.mark.parametrize(
+    ("prompts", "samples", "k"), [(30, 1, 1), (30, 8, 1), (30, 8, 4), (100, 4, 2)]
+)
 def test_the_interval_covers_the_truth_in_19_of_20_sets(shape, prompts, samples, k):
     """Prompts whose chance is Beta(shape); the truth is the mean over all such prompts."""
     rng = np.random.default_rng(5)
@@ -72,7 +78,10 @@ def test_the_interval_covers_the_truth_in_19_of_20_sets(shape, prompts, samples,
 
 def test_the_interval_is_wilsons_for_one_sample_a_prompt_and_not_empty_at_the_ends():
     found = interval([1.0] * 7 + [0.0] * 3, draws=1)
-    assert (found.low, found.high) == (pytest.approx(0.3968, abs=2e-4), pytest.approx(0.8922, abs=2e-4))
+    assert (found.low, found.high) == (
+        pytest.approx(0.3968, abs=2e-4),
+        pytest.approx(0.8922, abs=2e-4),
+    )
     assert interval([0.0] * 30, draws=8).high == pytest.approx(1.96**2 / (30 + 1.96**2), abs=1e-3)
     assert interval([0.0] * 30, draws=8).low == 0 and interval([1.0] * 30, draws=8).high == 1
     equal = interval([0.5] * 30, draws=8)  # no spread seen: as if all 240 draws were independent

@@ -24,7 +24,9 @@ def test_events_are_appended_with_time_and_seconds(tmp_path):
     Events(path).add("resume", 3, "after step 3")  # another process
     first, sync, resumed = map(json.loads, path.read_text().splitlines())
     assert (first["kind"], first["step"], "seconds" in first) == ("start", 0, False)
-    assert (sync["kind"], sync["text"]) == ("weight_sync", "version 3") and 0 <= sync["seconds"] < 10
+    assert (sync["kind"], sync["text"]) == ("weight_sync", "version 3") and 0 <= sync[
+        "seconds"
+    ] < 10
     assert first["time"] <= sync["time"] <= resumed["time"] and resumed["kind"] == "resume"
     Events().add("stop", 1, "not written on other ranks")
 
@@ -32,7 +34,9 @@ def test_events_are_appended_with_time_and_seconds(tmp_path):
 def test_events_hold_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("NAMED_BY_THE_RUN", "open sesame")
     path = tmp_path / "events.jsonl"
-    Events(path, hidden=["NAMED_BY_THE_RUN"]).add("stop", 1, "http://me:passw0rd@a:1 refused open sesame")
+    Events(path, hidden=["NAMED_BY_THE_RUN"]).add(
+        "stop", 1, "http://me:passw0rd@a:1 refused open sesame"
+    )
     assert json.loads(path.read_text())["text"] == "http://***@a:1 refused ***"
 
 
@@ -61,7 +65,9 @@ def small_disk():
     signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize("name", ["lines.jsonl", "missing/lines.jsonl", "rollouts_000001.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["lines.jsonl", "missing/lines.jsonl", "rollouts_000001.safetensors"]
+)
 def test_errors_are_counted_and_said_once_with_the_file(tmp_path, small_disk, name):
     path = tmp_path / name
     said: list[str] = []

@@ -1,4 +1,6 @@
-"""Each rule on made-up curves: found when it should be, since the right step, and not on healthy ones."""
+"""Each rule on made-up curves: found when it should be, since the right step, and not on healthy
+ones.
+"""
 
 import json
 from collections import Counter
@@ -15,10 +17,14 @@ ROOT = Path(__file__).parents[3]
 CELLS = sorted((ROOT / "examples/paper_tiny/results/cells").glob("*.json"))
 STEPS = 60
 HEALTHY = {
-    "train/nonfinite_frac": 0.0, "optim/skipped_updates": 0.0, "optim/empty_updates": 0.0, "first_order/total_p95": 0.02,
-    "train/kl_mu_pi_k3": 6e-4, "logratio/f2_frac": 1e-4, "train/ess": 0.95, "train/tis_truncated_frac": 1e-3,
-    "train/clip_low_frac": 0.03, "train/clip_high_frac": 0.01, "train/rejected_frac": 0.0, "optim/grad_norm": 3.0,
-    "rollout/zero_advantage_groups_frac": 0.4, "rollout/truncated_frac": 0.01, "routing/replayed_mismatch": 0.0,
+    "train/nonfinite_frac": 0.0, "optim/skipped_updates": 0.0, "optim/empty_updates": 0.0,
+    "first_order/total_p95": 0.02,
+    "train/kl_mu_pi_k3": 6e-4, "logratio/f2_frac": 1e-4, "train/ess": 0.95,
+    "train/tis_truncated_frac": 1e-3,
+    "train/clip_low_frac": 0.03, "train/clip_high_frac": 0.01, "train/rejected_frac": 0.0,
+    "optim/grad_norm": 3.0,
+    "rollout/zero_advantage_groups_frac": 0.4, "rollout/truncated_frac": 0.01,
+    "routing/replayed_mismatch": 0.0,
     "replay/missing_rows_total": 0.0,
 }  # fmt: skip
 
@@ -26,16 +32,22 @@ HEALTHY = {
 def curves(**changed):
     """A healthy run of STEPS steps with some noise: the reward rises, the entropy falls."""
     rng = np.random.default_rng(0)
-    found = {name: value * (1 + 0.1 * rng.standard_normal(STEPS)) for name, value in HEALTHY.items()}
+    found = {
+        name: value * (1 + 0.1 * rng.standard_normal(STEPS)) for name, value in HEALTHY.items()
+    }
     found["rollout/server_restarts_total"] = np.zeros(STEPS)
     found["rollout/reward_mean"] = np.linspace(0.3, 0.9, STEPS) + 0.03 * rng.standard_normal(STEPS)
     found["train/entropy"] = 1.5 * np.exp(-np.arange(STEPS) / 25)  # as in the demo: 1.57 to 0.14
-    return found | {name.replace("__", "/"): np.array(values, float) for name, values in changed.items()}
+    return found | {
+        name.replace("__", "/"): np.array(values, float) for name, values in changed.items()
+    }
 
 
 def findings(metrics, **settings):
     names = {name.replace("__", "."): value for name, value in settings.items()}
-    found = examine(range(1, STEPS + 1), {name: values.tolist() for name, values in metrics.items()}, names)
+    found = examine(
+        range(1, STEPS + 1), {name: values.tolist() for name, values in metrics.items()}, names
+    )
     return [each for each in found if each.level != "ok"]
 
 
@@ -45,8 +57,14 @@ def after(step, before, later):
 
 def test_nothing_is_found_in_a_healthy_run():
     assert findings(curves()) == []
-    (ok,) = examine(range(1, STEPS + 1), {name: values.tolist() for name, values in curves().items()})
-    assert ok.level == "ok" and ok.since_step is None and f"{len(RULES)} of {len(RULES)} rules" in ok.text
+    (ok,) = examine(
+        range(1, STEPS + 1), {name: values.tolist() for name, values in curves().items()}
+    )
+    assert (
+        ok.level == "ok"
+        and ok.since_step is None
+        and f"{len(RULES)} of {len(RULES)} rules" in ok.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +84,9 @@ def test_nothing_is_found_in_a_healthy_run():
     ],
 )  # fmt: skip
 def test_each_rule_and_since_when(name, before, later, level, lag):
-    """Medians of WINDOW steps see a change after WINDOW // 2 of them; what must never happen is seen at once."""
+    """Medians of WINDOW steps see a change after WINDOW // 2 of them; what must never happen is
+    seen at once.
+    """
     (found,) = findings(curves() | {name: after(48, before, later)})
     assert (found.metric, found.level, found.since_step) == (name, level, 48 + lag)
     assert found.advice and found.title and "The rule: " in found.text
@@ -74,7 +94,9 @@ def test_each_rule_and_since_when(name, before, later, level, lag):
 
 @pytest.mark.parametrize("first, last", [(-40.0, -5.0), (-5.0, -5.0), (-1.0, 0.03), (-1.0, 0.9)])
 def test_rewards_below_0_are_no_fall(first, last):
-    """Negative costs, and {-1, +1}: a share of a highest value near 0 or below it would lie above it."""
+    """Negative costs, and {-1, +1}: a share of a highest value near 0 or below it would lie above
+    it.
+    """
     noise = 0.01 * np.random.default_rng(0).standard_normal(STEPS)
     assert findings(curves(rollout__reward_mean=np.linspace(first, last, STEPS) + noise)) == []
 
@@ -90,10 +112,14 @@ def test_entropy_that_falls_within_few_steps():
 
 
 def test_one_odd_step_is_noise_but_a_skipped_update_is_not():
-    spikes = {name: np.where(np.arange(STEPS) == STEPS - 3, 100.0, values) for name, values in curves().items()
-              if name in ("first_order/total_p95", "optim/grad_norm", "train/kl_mu_pi_k3")}  # fmt: skip
+    spikes = {name: np.where(np.arange(STEPS) == STEPS - 3, 100.0, values) for name,
+    values in curves().items()
+              if name in ("first_order/total_p95", "optim/grad_norm",
+              "train/kl_mu_pi_k3")}  # fmt: skip
     assert findings(curves() | spikes) == []
-    assert findings(curves(optim__skipped_updates=np.where(np.arange(STEPS) == STEPS - 3, 1.0, 0.0)))
+    assert findings(
+        curves(optim__skipped_updates=np.where(np.arange(STEPS) == STEPS - 3, 1.0, 0.0))
+    )
 
 
 def test_what_is_long_past_is_not_said():
@@ -128,14 +154,22 @@ def test_a_run_in_a_new_folder_does_not_count_what_the_run_before_it_counted():
     counted = {"run/unwritten_files_total": [5.0, 5.0, 5.0]}
     assert examine([41, 42, 43], counted)[0].level == "ok"
     assert examine([1, 2, 3], counted)[0].level == "bad"
-    assert examine([41, 42, 43], {"run/unwritten_files_total": [float("nan"), float("nan"), 1.0]})[0].since_step == 43
+    assert (
+        examine([41, 42, 43], {"run/unwritten_files_total": [float("nan"), float("nan"), 1.0]})[
+            0
+        ].since_step
+        == 43
+    )
 
 
 @pytest.mark.parametrize("steps, level", [(1, "watch"), (10, "watch"), (11, "bad")])
 def test_steps_that_taught_nothing_are_wrong_where_most_did_not(steps, level):
     flags = after(STEPS - steps + 1, 0, 1)
     (found,) = findings(curves(rollout__zero_advantages=flags))
-    assert (found.level, found.since_step) == (level, STEPS - steps + 1) and f"In {steps} of the last 20" in found.text
+    assert (found.level, found.since_step) == (
+        level,
+        STEPS - steps + 1,
+    ) and f"In {steps} of the last 20" in found.text
 
 
 def test_a_server_that_died_is_said_for_a_while():
@@ -145,13 +179,17 @@ def test_a_server_that_died_is_said_for_a_while():
 
 
 def test_the_worst_comes_first():
-    metrics = curves(train__rejected_frac=after(30, 0, 0.9), train__nonfinite_frac=after(59, 0, 0.1))
+    metrics = curves(
+        train__rejected_frac=after(30, 0, 0.9), train__nonfinite_frac=after(59, 0, 0.1)
+    )
     assert [found.level for found in findings(metrics)] == ["bad", "watch"]
 
 
 @pytest.mark.parametrize("steps", range(WINDOW + 2))
 def test_few_steps_and_steps_without_values(steps):
-    (found,) = examine(range(1, steps + 1), {"train/ess": [0.9] * steps, "train/entropy": [float("nan")] * steps})
+    (found,) = examine(
+        range(1, steps + 1), {"train/ess": [0.9] * steps, "train/entropy": [float("nan")] * steps}
+    )
     assert found.level == "ok" and (f"need {WINDOW} steps" in found.text) is (steps < WINDOW)
     assert examine([], {})[0].level == "ok"
 
@@ -161,15 +199,24 @@ def test_rules_name_metrics_and_guides_that_exist():
     for rule in (*RULES, *LEFT_OUT):
         assert f"`{rule.metric}`" in page, rule.metric
         path, _, anchor = rule.guide.partition("#")
-        headings = [line.lstrip("# ") for line in (ROOT / path).read_text().splitlines() if line.startswith("#")]
-        anchors = {"".join(c for c in h.lower().replace(" ", "-") if c.isalnum() or c in "-_") for h in headings}
+        headings = [
+            line.lstrip("# ")
+            for line in (ROOT / path).read_text().splitlines()
+            if line.startswith("#")
+        ]
+        anchors = {
+            "".join(c for c in h.lower().replace(" ", "-") if c.isalnum() or c in "-_")
+            for h in headings
+        }
         assert anchor in {each.strip("-") for each in anchors}, rule.guide
 
 
 def test_the_stored_runs_of_the_papers_experiments():
-    """84 real runs of examples/paper_tiny: that example's own rule finds the collapsed ones from the reward.
+    """84 real runs of examples/paper_tiny: that example's own rule finds the collapsed ones from
+    the reward.
 
-    (collapsed, found here) -> runs.  Of the 12 that sampled ahead with staleness, 4 are found that did not collapse.
+    (collapsed, found here) -> runs.  Of the 12 that sampled ahead with staleness, 4 are found that
+    did not collapse.
     """
     from examples.experiments.analyse import Run
     from examples.paper_tiny.cells import EXPERIMENT
@@ -185,5 +232,10 @@ def test_the_stored_runs_of_the_papers_experiments():
         collapsed = Run(data, EXPERIMENT.tables[data["table"]]).collapse_step is not None
         kind = "staleness" if data["table"] == "staleness" else "paper"
         found[kind][collapsed, any(each.level != "ok" for each in examine(steps, columns))] += 1
-    assert found["paper"] == {(True, True): 13, (True, False): 5, (False, True): 1, (False, False): 53}
+    assert found["paper"] == {
+        (True, True): 13,
+        (True, False): 5,
+        (False, True): 1,
+        (False, False): 53,
+    }
     assert found["staleness"] == {(False, True): 4, (False, False): 8}

@@ -1,4 +1,6 @@
-"""Histograms against NumPy on the raw values: moments exactly, quantiles within the stated resolution."""
+"""Histograms against NumPy on the raw values: moments exactly, quantiles within the stated
+resolution.
+"""
 
 import math
 
@@ -28,7 +30,9 @@ def check(found, values):
         if statistic in QUANTILES:
             assert got == pytest.approx(expected, rel=1.01 * RESOLUTION, abs=1e-9), statistic
         else:
-            assert got == pytest.approx(expected, rel=1e-9, abs=1e-12 * np.abs(values).max()), statistic
+            assert got == pytest.approx(expected, rel=1e-9, abs=1e-12 * np.abs(values).max()), (
+                statistic
+            )
 
 
 @pytest.mark.parametrize("scale", [1e-7, 1e-3, 1.0, 1e6])
@@ -49,15 +53,29 @@ def test_every_statistic_of_every_group(size, scale):
         else:
             assert all(math.isnan(value) for value in got.values())
     whole = spread.together()
-    check({name: value.item() for name, value in describe_histogram(whole.sums, whole.largest).items()}, values[mask])
+    check(
+        {
+            name: value.item()
+            for name, value in describe_histogram(whole.sums, whole.largest).items()
+        },
+        values[mask],
+    )
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=30))
 def test_any_values(values):
     ones = torch.ones(len(values), dtype=torch.bool)
-    spread = tabulate(torch.tensor(values, dtype=torch.float64), ones, torch.zeros(len(values), dtype=torch.long), 1)
-    found = {name: value.item() for name, value in describe_histogram(spread.sums, spread.largest).items()}
+    spread = tabulate(
+        torch.tensor(values, dtype=torch.float64),
+        ones,
+        torch.zeros(len(values), dtype=torch.long),
+        1,
+    )
+    found = {
+        name: value.item()
+        for name, value in describe_histogram(spread.sums, spread.largest).items()
+    }
     sizes = np.abs(values)
     for name in QUANTILES:
         exact = by_numpy(np.array(values), name)
@@ -70,18 +88,24 @@ def test_any_values(values):
 def test_zeros_give_zero_and_no_values_give_nan():
     one = torch.ones(3, dtype=torch.bool)
     found = tabulate(torch.zeros(3), one, torch.zeros(3, dtype=torch.long), 1)
-    assert {value.item() for value in describe_histogram(found.sums, found.largest).values()} == {0.0}
+    assert {value.item() for value in describe_histogram(found.sums, found.largest).values()} == {
+        0.0
+    }
     for nothing in (
         tabulate(torch.ones(3), ~one, torch.zeros(3, dtype=torch.long), 1),
         tabulate(torch.ones(0), one[:0], torch.ones(0, dtype=torch.long), 1),
     ):
-        assert all(value.isnan() for value in describe_histogram(nothing.sums, nothing.largest).values())
+        assert all(
+            value.isnan() for value in describe_histogram(nothing.sums, nothing.largest).values()
+        )
 
 
 def test_it_never_waits_for_the_device():
     """Meta tensors raise on every read of a value."""
     with torch.device("meta"):
-        spread = tabulate(torch.empty(9), torch.empty(9, dtype=torch.bool), torch.empty(9, dtype=torch.uint8), 5)
+        spread = tabulate(
+            torch.empty(9), torch.empty(9, dtype=torch.bool), torch.empty(9, dtype=torch.uint8), 5
+        )
         MetricSums().add_histogram("logratio/staleness", spread.together())
     assert spread.sums.is_meta and spread.largest.is_meta
 
@@ -97,7 +121,12 @@ def test_calls_add_up_and_statistics_are_those_of_the_table():
     got = sums.reduce(None, "cpu")
     groups = {"": values, "/flips_0": values[::2], "/flips_1": values[1::2]}
     assert got.keys() == {
-        f"logratio/staleness_{s}{group}" for s in HISTOGRAMS["logratio/staleness"] for group in groups
+        f"logratio/staleness_{s}{group}"
+        for s in HISTOGRAMS["logratio/staleness"]
+        for group in groups
     }
     for group, mine in groups.items():
-        check({s: got[f"logratio/staleness_{s}{group}"] for s in HISTOGRAMS["logratio/staleness"]}, mine)
+        check(
+            {s: got[f"logratio/staleness_{s}{group}"] for s in HISTOGRAMS["logratio/staleness"]},
+            mine,
+        )

@@ -1,4 +1,6 @@
-"""The table of what a run leaves out, replaces or repeats: complete, and shown wherever a user looks."""
+"""The table of what a run leaves out, replaces or repeats: complete, and shown wherever a user
+looks.
+"""
 
 import ast
 import re
@@ -20,11 +22,15 @@ FORMER = ROOT / "megatron_rl/config/renamed.py"
 
 
 def totals_in(source: str) -> set[str]:
-    """Every name of a *_total in the code, emitted or not; one with a variable part where it stands for no known name."""
+    """Every name of a *_total in the code, emitted or not; one with a variable part where it stands
+    for no known name.
+    """
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
-            name = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
+            name = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values
+            )
             known = re.compile(re.escape(name).replace(r"\*", r"\w+"))
             if name.startswith("*") or not any(known.fullmatch(entry.metric) for entry in LEFT_OUT):
                 names.add(name)
@@ -58,11 +64,18 @@ sums.add_total(f"rollout/faults_{name}_total", 1)
 
 
 def test_the_levels_are_those_of_the_documents():
-    page = (ROOT / "docs/reference/metrics.md").read_text().partition("## Left out, replaced or repeated")[2]
+    page = (
+        (ROOT / "docs/reference/metrics.md")
+        .read_text()
+        .partition("## Left out, replaced or repeated")[2]
+    )
     lists = [set(re.findall(r"`([^`]+)`", text)) for text in page.split("- **")[1:]]
-    lists[-1] -= {"reward/responses_total", "rollout/zero_advantages", "rollout/zero_rewards"}  # the text after it
+    # the text after it
+    lists[-1] -= {"reward/responses_total", "rollout/zero_advantages", "rollout/zero_rewards"}
     levels = ("bad", "watch", "normal", "same")
-    assert lists == [{entry.metric for entry in LEFT_OUT if entry.level == level} for level in levels]
+    assert lists == [
+        {entry.metric for entry in LEFT_OUT if entry.level == level} for level in levels
+    ]
 
 
 def test_what_is_worth_a_look_says_what_it_means_and_what_to_do():
@@ -76,12 +89,17 @@ def test_what_one_step_counts_is_in_its_line_the_summary_health_and_the_report(e
     """Step 2 of 3 counts 3; a total since the start stays at 3, the others are 0 again in step 3."""
     name = entry.metric.replace("NAME", "some")
     later = 3.0 if entry.per == "run" else 0.0
-    results = [StepResult(step, step, {name: value}) for step, value in enumerate((0.0, 3.0, later))]
+    results = [
+        StepResult(step, step, {name: value}) for step, value in enumerate((0.0, 3.0, later))
+    ]
     found, label = entry_of(name), entry.label.replace("NAME", "some")
     amount = 1 if entry.per == "steps" else 3
     is_shown = entry.level != "base"
 
-    lines = [step_line(result, 3, results[max(0, step - 1)].metrics) for step, result in enumerate(results)]
+    lines = [
+        step_line(result, 3, results[max(0, step - 1)].metrics)
+        for step, result in enumerate(results)
+    ]
     text = entry.line.format(percent=300.0) or f"{label} {amount}"
     assert [text in line for line in lines] == [False, entry.is_alarm, False]
 
@@ -102,14 +120,19 @@ def test_what_one_step_counts_is_in_its_line_the_summary_health_and_the_report(e
 def test_counts_of_a_run_are_the_last_total_or_the_sum_over_steps():
     """Also where a metric is absent from some steps, or NaN."""
     rows = [
-        {"rollout/retries_total": 1.0, "replay/missing_rows_total": 2.0, "optim/skipped_updates": 0.5},
+        {
+            "rollout/retries_total": 1.0,
+            "replay/missing_rows_total": 2.0,
+            "optim/skipped_updates": 0.5,
+        },
         {"replay/missing_rows_total": 3.0, "optim/skipped_updates": float("nan")},
         {"rollout/retries_total": 4.0, "optim/skipped_updates": 0.25, "rollout/reward_mean": 1.0},
         {"rollout/retries_total": float("nan")},
     ]
     counts = counts_of_run([StepResult(step, 0, metrics) for step, metrics in enumerate(rows)])
     assert {count.entry.metric: count.amount for count in counts} == {
-        "rollout/retries_total": 4.0, "replay/missing_rows_total": 5.0, "optim/skipped_updates": 2.0,
+        "rollout/retries_total": 4.0, "replay/missing_rows_total": 5.0,
+        "optim/skipped_updates": 2.0,
     }  # fmt: skip
 
 

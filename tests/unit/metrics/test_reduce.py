@@ -47,13 +47,17 @@ def rank_main(rank, port, queue):
         ("logratio/train_infer", rank == 1),
     ):  # the last stage alone knows ratios
         values = torch.tensor([[1.0, 3.0], [-4.0]][rank])
-        spread = tabulate(values, torch.ones_like(values).bool(), torch.zeros_like(values, dtype=torch.long), 1)
+        spread = tabulate(
+            values, torch.ones_like(values).bool(), torch.zeros_like(values, dtype=torch.long), 1
+        )
         if there:
             sums.add_histogram(name, spread)
     if rank == 1:
         sums.add("a_leader_only", 6.0, 4)
         sums.add_max("z_leader_only", 5.0)
-    queue.put((rank, sums.reduce(dist.group.WORLD, "cpu"), MetricSums().reduce(dist.group.WORLD, "cpu")))
+    queue.put(
+        (rank, sums.reduce(dist.group.WORLD, "cpu"), MetricSums().reduce(dist.group.WORLD, "cpu"))
+    )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -72,10 +76,14 @@ def test_ranks_may_count_different_things(free_port):
         assert math.isnan(metrics.pop("broken")) and nothing == {}
         spread = {name: metrics.pop(name) for name in list(metrics) if name.startswith("logratio/")}
         assert (spread["logratio/staleness_mean"], spread["logratio/staleness_max"]) == (0.0, 4.0)
-        assert (spread["logratio/train_infer_mean"], spread["logratio/train_infer_max"]) == (-4.0, 4.0)
+        assert (spread["logratio/train_infer_mean"], spread["logratio/train_infer_max"]) == (
+            -4.0,
+            4.0,
+        )
         assert spread["logratio/staleness_p99"] == pytest.approx(4.0, rel=0.02)
         assert metrics == {
-            "both": 3.0, "largest": -1.0, "infinite": math.inf, "a_leader_only": 1.5, "z_leader_only": 5.0,
+            "both": 3.0, "largest": -1.0, "infinite": math.inf, "a_leader_only": 1.5,
+            "z_leader_only": 5.0,
         }  # fmt: skip
 
 

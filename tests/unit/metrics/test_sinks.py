@@ -9,7 +9,9 @@ from megatron_rl.records import StepResult
 
 def test_what_is_written_is_read_and_is_strict_json(tmp_path):
     results = [
-        StepResult(0, 1, {"train/loss": 0.5, "train/entropy": math.nan}, {"routing/flip_rate": [0.0, 0.25]}),
+        StepResult(
+            0, 1, {"train/loss": 0.5, "train/entropy": math.nan}, {"routing/flip_rate": [0.0, 0.25]}
+        ),
         StepResult(1, 2, {"train/loss": math.inf}),
     ]
     with Sinks(tmp_path) as sinks:
@@ -39,7 +41,9 @@ def test_resuming_appends_and_the_last_value_of_a_step_counts(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"step": 1}', '{"step": 1, "policy_version": 1, "a": "x"}'])
+@pytest.mark.parametrize(
+    "line", ["nonsense", "[1]", '{"step": 1}', '{"step": 1, "policy_version": 1, "a": "x"}']
+)
 def test_a_broken_line_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy_version": 0}\n' + line + "\n")
     with pytest.raises(ValueError, match="metrics.jsonl, line 2: not a step's metrics"):

@@ -9,11 +9,14 @@ def results():
     yield StepResult(-1, 0, {"eval/heldout/avg@4": 0.25, "eval/heldout/avg@4_low": 0.2})
     for step in range(10):
         metrics = {
-            "rollout/reward_mean": step / 10, "train/kl_mu_pi": 1e-3, "time/step": 12.0, "time/rollout": 6.0, "time/update": 3.0,
+            "rollout/reward_mean": step / 10, "train/kl_mu_pi": 1e-3, "time/step": 12.0,
+            "time/rollout": 6.0, "time/update": 3.0,
             "time/other": 3.0, "routing/router_mismatch": 0.02, "routing/replayed_mismatch": 0.0,
-            "optim/skipped_updates": 0.5 if step == 3 else 0.0, "replay/missing_rows_total": 4.0 if step > 7 else 0.0,
+            "optim/skipped_updates": 0.5 if step == 3 else 0.0,
+            "replay/missing_rows_total": 4.0 if step > 7 else 0.0,
             "rollout/server_restarts_total": step // 5, "track/wandb_failures_total": step,
-            "rollout/cancelled_groups_total": 2, "rollout/retries_total": 3, "reward/responses_total": 40,
+            "rollout/cancelled_groups_total": 2, "rollout/retries_total": 3,
+            "reward/responses_total": 40,
         }  # fmt: skip
         yield StepResult(step, step, metrics)
     yield StepResult(9, 10, {"eval/heldout/avg@4": 0.75})
@@ -35,9 +38,14 @@ def test_what_changed_and_where_to_look(tmp_path):
         "  cancelled groups           2 (normal)",
         "  requests sent again        3 (counted above)",
         "health",
-        "  Steps with skipped updates since step 4: Find the first step that has them, and compute its batch again (megatron-rl "
-        "replay-batch).",
-        "  Missing routes since step 9: Look at the servers' faults and at replay.on_missing_route.",
+        (
+            "  Steps with skipped updates since step 4: Find the first step that has them, and"
+            " compute its batch again (megatron-rl replay-batch)."
+        ),
+        (
+            "  Missing routes since step 9: Look at the servers' faults and at"
+            " replay.on_missing_route."
+        ),
         "  Server restarts since step 6: Read the log of the server in the run's folder.",
         "  Failures of wandb since step 2: The log has the first failure.",
         "look at",
@@ -46,7 +54,8 @@ def test_what_changed_and_where_to_look(tmp_path):
         f"  {tmp_path / 'report.html'}",
     ]
     assert found.values["counts"] == {
-        "steps with skipped updates": 1, "failures of wandb": 9, "missing routes": 8, "server restarts": 1,
+        "steps with skipped updates": 1, "failures of wandb": 9, "missing routes": 8,
+        "server restarts": 1,
         "cancelled groups": 2, "requests sent again": 3,
     }  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""W&B, MLflow and trackio for real, offline; each in a process of its own.  `make test-trackers` installs them."""
+"""W&B, MLflow and trackio for real, offline; each in a process of its own.
+
+`make test-trackers` installs them.
+"""
 
 import importlib.util
 import json
@@ -15,7 +18,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 SECRET = "s3cr3t-Va1ue.9"
-ROWS = [{"prompt": "1+1=", "response": f"2 {SECRET}", "label": "2", "reward": 1.0, "response_length": 2, "step": 1}]
+ROWS = [
+    {
+        "prompt": "1+1=",
+        "response": f"2 {SECRET}",
+        "label": "2",
+        "reward": 1.0,
+        "response_length": 2,
+        "step": 1,
+    }
+]
 RUN = """
 import json, sys
 from pathlib import Path
@@ -53,20 +65,27 @@ def start(name: str, folder: Path, first: int = 0) -> None:
     """A process that trains three steps from `first` and finishes, without a network or an account."""
     folder.mkdir(exist_ok=True)
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    env = {each: value for each, value in os.environ.items() if not each.startswith(("WANDB", "MLFLOW", "TRACKIO"))}
+    env = {
+        each: value
+        for each, value in os.environ.items()
+        if not each.startswith(("WANDB", "MLFLOW", "TRACKIO"))
+    }
     env |= {
         "TRACKIO_DIR": str(folder / "trackio"),
         "SOME_API_KEY": SECRET,
         "HOME": str(folder),
         "PYTHONPATH": str(ROOT),
     }
-    env |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")  # nothing listens there
+    # nothing listens there
+    env |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     command = [sys.executable, "-W", "ignore", "-c", RUN, name, str(folder), str(first)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     *lines, last = done.stdout.splitlines()
     assert last == f'failures {{"{name}": 0}}', done.stdout + done.stderr
-    assert [json.loads(line)["event"] for line in lines] == ["log", "summary"], "standard output has only lines of ours"
+    assert [json.loads(line)["event"] for line in lines] == ["log", "summary"], (
+        "standard output has only lines of ours"
+    )
 
 
 def without_secret(folder: Path, *but: str) -> None:
@@ -88,8 +107,14 @@ def test_mlflow(tmp_path):
     assert json.loads((folder / "trackers.json").read_text()) == {"mlflow": run.info.run_id}
     assert (run.info.run_name, run.info.status) == ("a", "FINISHED")
     history = client.get_metric_history(run.info.run_id, "rollout/reward_mean")
-    assert sorted((each.step, each.value) for each in history) == [(step + 1, step / 8) for step in range(6)]
-    assert {"eval/heldout/avg_at_4", "routing/flip_rate/layer_01", "optim/grad_norm"} <= run.data.metrics.keys()
+    assert sorted((each.step, each.value) for each in history) == [
+        (step + 1, step / 8) for step in range(6)
+    ]
+    assert {
+        "eval/heldout/avg_at_4",
+        "routing/flip_rate/layer_01",
+        "optim/grad_norm",
+    } <= run.data.metrics.keys()
     assert run.data.params["track.project"] == "tests" and run.data.tags["version.git"] == "abc"
     assert "***" in run.data.params["rollout.server_args"]
     names = {each.path for each in client.list_artifacts(run.info.run_id)}
@@ -109,12 +134,22 @@ def test_trackio(tmp_path):
         rows = list(db.execute("select run_name, step, metrics from metrics order by step, id"))
         (config,) = set(db.execute("select config from configs"))
     found = [(step, json.loads(metrics)) for _, step, metrics in rows]
-    assert {run for run, _, _ in rows} == {json.loads((folder / "trackers.json").read_text())["trackio"]}
-    rewards = [(step, values["rollout/reward_mean"]) for step, values in found if "rollout/reward_mean" in values]
+    assert {run for run, _, _ in rows} == {
+        json.loads((folder / "trackers.json").read_text())["trackio"]
+    }
+    rewards = [
+        (step, values["rollout/reward_mean"])
+        for step, values in found
+        if "rollout/reward_mean" in values
+    ]
     assert rewards == [(step + 1, step / 8) for step in range(6)]
     assert any("eval/heldout/avg@4" in values for _, values in found)
     assert any("routing/flip_rate/layer_01" in values for _, values in found)
-    tables = [values["samples/Best responses"] for _, values in found if "samples/Best responses" in values]
+    tables = [
+        values["samples/Best responses"]
+        for _, values in found
+        if "samples/Best responses" in values
+    ]
     assert "2 ***" in json.dumps(tables)
     assert json.loads(config[0])["track"]["project"] == "tests"
     assert list((folder / "trackio").rglob("report.html"))
@@ -122,7 +157,9 @@ def test_trackio(tmp_path):
 
 
 def records_of(path: Path) -> Iterator[bytes]:
-    """The records of a .wandb file: LevelDB's log format in blocks of 32 KiB, after a header of 7 bytes."""
+    """The records of a .wandb file: LevelDB's log format in blocks of 32 KiB, after a header of 7
+    bytes.
+    """
     content, place, record = path.read_bytes(), 7, b""
     while place + 7 <= len(content):
         left = 32768 - place % 32768
@@ -146,7 +183,9 @@ def test_wandb(tmp_path):
     start("wandb", folder, first=3)
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
     run_id = json.loads((folder / "trackers.json").read_text())["wandb"]
-    assert len(files) == 2 and {path.name for path in files} == {f"run-{run_id}.wandb"}, "both continue one run"
+    assert len(files) == 2 and {path.name for path in files} == {f"run-{run_id}.wandb"}, (
+        "both continue one run"
+    )
     history, config = [], {}
     for path in files:
         for data in records_of(path):
@@ -154,30 +193,46 @@ def test_wandb(tmp_path):
             record.ParseFromString(data)
             kind = record.WhichOneof("record_type")
             if kind == "history":
-                history.append({".".join(item.nested_key) or item.key: item.value_json for item in record.history.item})
+                history.append(
+                    {
+                        ".".join(item.nested_key) or item.key: item.value_json
+                        for item in record.history.item
+                    }
+                )
             elif kind == "run":
-                config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+                config |= {
+                    item.key: json.loads(item.value_json) for item in record.run.config.update
+                }
                 assert (record.run.display_name, record.run.project) == ("a", "tests")
-    rewards = [(row["step"], row["rollout/reward_mean"]) for row in history if "rollout/reward_mean" in row]
-    assert [(int(step), float(reward)) for step, reward in rewards] == [(step + 1, step / 8) for step in range(6)]
+    rewards = [
+        (row["step"], row["rollout/reward_mean"]) for row in history if "rollout/reward_mean" in row
+    ]
+    assert [(int(step), float(reward)) for step, reward in rewards] == [
+        (step + 1, step / 8) for step in range(6)
+    ]
     names = set().union(*history)
-    assert [row["routing/flip_rate._type"] for row in history if "routing/flip_rate._type" in row] == [
-        '"histogram"'
-    ] * 6
+    assert [
+        row["routing/flip_rate._type"] for row in history if "routing/flip_rate._type" in row
+    ] == ['"histogram"'] * 6
     assert any(name.startswith("samples/Best responses") for name in names)
     assert any(name.startswith("report") for name in names)
     assert config["track"]["project"] == "tests" and config["versions"] == {"git": "abc"}
-    tables = [json.loads(path.read_text())["data"] for path in folder.rglob("*Best responses*.table.json")]
+    tables = [
+        json.loads(path.read_text())["data"] for path in folder.rglob("*Best responses*.table.json")
+    ]
     assert tables[0][0][:2] == ["1+1=", "2 ***"]
     without_secret(folder, "rollouts.jsonl")
 
 
 @needs("wandb")
 def test_wandb_without_a_network_stops_nothing(tmp_path):
-    """Online, with a key and an address that nothing answers at: the run ends in time and says it once."""
+    """Online, with a key and an address that nothing answers at: the run ends in time and says it
+    once.
+    """
     code = RUN.replace('"offline"', '"online"').replace('"60"', '"3"')
     code += (
-        "from megatron_rl.metrics.trackers.background import leave; import time; print('end', time.time()); leave(0)"
+        "from megatron_rl.metrics.trackers.background import leave; import time; print('end',"
+        " time.time()); leave(0)"
     )
     env = os.environ | {
         "WANDB_API_KEY": "a" * 40,
@@ -188,9 +243,13 @@ def test_wandb_without_a_network_stops_nothing(tmp_path):
     env |= {"PYTHONPATH": str(ROOT)}
     (tmp_path / "a").mkdir()
     command = [sys.executable, "-W", "ignore", "-c", code, "wandb", str(tmp_path / "a"), "0"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
     ended = time.time()
     assert done.returncode == 0, done.stderr[-3000:]
-    assert ended - float(done.stdout.split()[-1]) < 10, "its hook at the end of the process takes 18 s"
+    assert ended - float(done.stdout.split()[-1]) < 10, (
+        "its hook at the end of the process takes 18 s"
+    )
     assert done.stdout.count("WARNING tracker wandb") == 1, done.stdout
     assert (tmp_path / "a/report.html").is_file() and "a" * 40 not in done.stdout

@@ -8,10 +8,14 @@ from megatron_rl.models.families import make_spec
 from tests.families import FAMILIES, family_checkpoint
 
 QWEN3_30B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
-    "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151_936, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "max_position_embeddings": 40_960, "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 48, "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151_936, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40_960, "tie_word_embeddings": False, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""The dry run, compared with megatron-core's rank order and with the parameters that the weight mapping puts on each rank."""
+"""The dry run, compared with megatron-core's rank order and with the parameters that the weight
+mapping puts on each rank.
+"""
 
 import itertools
 import json
@@ -46,9 +48,16 @@ def test_coordinates_are_those_of_megatron(sizes, world):
     parallel = ParallelConfig(**sizes)
     places = [grid.place(rank, parallel, world) for rank in range(world)]
     dp, copies = grid.dp_size(parallel, world), grid.expert_dp_size(parallel, world)
-    dense = RankGenerator(tp=parallel.tp, ep=1, dp=dp, pp=parallel.pp, cp=parallel.cp, order="tp-cp-ep-dp-pp")
+    dense = RankGenerator(
+        tp=parallel.tp, ep=1, dp=dp, pp=parallel.pp, cp=parallel.cp, order="tp-cp-ep-dp-pp"
+    )
     expert = RankGenerator(
-        tp=parallel.expert_tp, ep=parallel.ep, dp=copies, pp=parallel.pp, cp=1, order="tp-cp-ep-dp-pp"
+        tp=parallel.expert_tp,
+        ep=parallel.ep,
+        dp=copies,
+        pp=parallel.pp,
+        cp=1,
+        order="tp-cp-ep-dp-pp",
     )
     for generator, axes in (
         (dense, {"tp": "tp", "cp": "cp", "dp": "replica", "pp": "pp"}),
@@ -56,7 +65,10 @@ def test_coordinates_are_those_of_megatron(sizes, world):
     ):
         for axis, name in axes.items():
             for group in generator.get_ranks(axis):
-                assert [getattr(places[rank], name) for rank in group] == list(range(len(group))), (axis, group)
+                assert [getattr(places[rank], name) for rank in group] == list(range(len(group))), (
+                    axis,
+                    group,
+                )
                 others = [other for other in axes.values() if other != name]
                 for other in others:
                     assert len({getattr(places[rank], other) for rank in group}) == 1, (axis, group)
@@ -78,7 +90,9 @@ def test_parameters_of_every_rank_are_those_of_the_weight_mapping(name, tmp_path
             dense = experts = 0
             for entry in entries(spec):
                 is_here = (
-                    entry.layer in layers if entry.layer is not None else on_stage(entry.name, pp_rank, parallel.pp)
+                    entry.layer in layers
+                    if entry.layer is not None
+                    else on_stage(entry.name, pp_rank, parallel.pp)
                 )
                 if not is_here or "expert_bias" in entry.name:  # a buffer
                     continue
@@ -122,9 +136,11 @@ def test_report_reads_back_as_the_configuration(config, tmp_path):
     assert load_config(tmp_path / "again.toml", []) == cfg
     said = text.split("# Model")[1]
     for words in (
-        "4 ranks = tp 1 x cp 1 x dp 2 x pp 2", "16 prompts x 8 responses = 128 responses, 64 on each of 2 data-parallel replicas",
+        "4 ranks = tp 1 x cp 1 x dp 2 x pp 2",
+        "16 prompts x 8 responses = 128 responses, 64 on each of 2 data-parallel replicas",
         "old-logprob: replays them", "--enable-return-routed-experts", "expert ids: at most",
-        "Step time, computed for H100-SXM", "servers x devices: 1 x 1", "KV cache 8.00 MiB for 16,384 tokens (0.5 KiB each)",
+        "Step time, computed for H100-SXM", "servers x devices: 1 x 1",
+        "KV cache 8.00 MiB for 16,384 tokens (0.5 KiB each)",
     ):  # fmt: skip
         assert words in said
 
@@ -141,20 +157,27 @@ def test_one_is_not_written_as_several(config):
         "http://a:1",
     )
     said = report(config(*one), 1)
-    assert "all on one data-parallel replica\n" in said and "1 update of 8; 1 step, 1 update\n" in said
+    assert (
+        "all on one data-parallel replica\n" in said and "1 update of 8; 1 step, 1 update\n" in said
+    )
     several = report(config("--run.num_steps", "2000", "--run.num_mini_batches", "2"), 1)
     assert "2 updates of 64; 2,000 steps, 4,000 updates\n" in several
 
 
 def test_the_queue_of_what_is_sampled_ahead_is_reported(config):
-    """3 steps of 16 prompts on 2 replicas; 16 bytes of a token beside one per layer and expert that it chose."""
+    """3 steps of 16 prompts on 2 replicas; 16 bytes of a token beside one per layer and expert that
+    it chose.
+    """
     ahead = ("--rollout.max_staleness", "2", "--run.num_steps", "9", "--rollout.max_concurrency")
     cfg = config(*ahead, "24")
     spec = model_spec(cfg.model)
     per_token = 16 + len(spec.moe_layers) * spec.top_k * cfg.needs_routes
     size = 3 * 16 * 8 * (cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens) * per_token
     line = next(line for line in report(cfg, 2).splitlines() if "sampled ahead" in line)
-    assert f"at most 24 prompts of each replica, {size / 2 / 2**20:.2f} MiB" in line and "all are requested" in line
+    assert (
+        f"at most 24 prompts of each replica, {size / 2 / 2**20:.2f} MiB" in line
+        and "all are requested" in line
+    )
     assert "at most 23 are requested at a time" in report(config(*ahead, "23"), 2)
     assert "sampled ahead" not in report(config(), 2)
 
@@ -181,16 +204,25 @@ def test_too_few_servers_are_a_warning():
 
     def planned(num_servers):
         urls = [f"http://node:{30000 + number}" for number in range(num_servers)]
-        return report(load_config(path, ["--model.path", "qwen3-30b-a3b", "--rollout.urls", *urls]), 16)
+        return report(
+            load_config(path, ["--model.path", "qwen3-30b-a3b", "--rollout.urls", *urls]), 16
+        )
 
-    assert "times as long as training: 2 server device(s) for 16 ranks; raise rollout.num_servers" in planned(1)
+    assert (
+        "times as long as training: 2 server device(s) for 16 ranks; raise rollout.num_servers"
+        in planned(1)
+    )
     assert "WARNING" not in planned(64)
 
 
 def test_times_are_those_of_the_hardware_and_the_assumptions(config):
     def seconds(*given):
         text = report(config(), 4, *given)
-        lines = [line.split() for line in text.splitlines() if line.startswith(("#   update   ", "#   weight sync"))]
+        lines = [
+            line.split()
+            for line in text.splitlines()
+            if line.startswith(("#   update   ", "#   weight sync"))
+        ]
         return {stage: figure for _, stage, *figure in lines}
 
     h100, slow = seconds(HARDWARE["h100"]), seconds(HARDWARE["cpu"])
@@ -199,19 +231,36 @@ def test_times_are_those_of_the_hardware_and_the_assumptions(config):
     kernels = seconds(HARDWARE["h100"], Assumptions(layer_seconds=3e-3))
     assert kernels["update"] != h100["update"] and kernels["weight"] == h100["weight"]
     no_room = report(
-        config(rollout={"server_args": ["--tp=2"]}), 4, replace(HARDWARE["h100"], memory=1e5), Assumptions()
+        config(rollout={"server_args": ["--tp=2"]}),
+        4,
+        replace(HARDWARE["h100"], memory=1e5),
+        Assumptions(),
     )
-    assert "rollout      cannot be computed: servers of 2 x H100-SXM have room for 0 tokens" in no_room
+    assert (
+        "rollout      cannot be computed: servers of 2 x H100-SXM have room for 0 tokens" in no_room
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "world", "words"),
     [
-        (["--parallel.ep", "3"], None, r"parallel\.ep = 3 must divide the model's number of experts"),
-        (["--parallel.tp", "2"], 3, r"parallel\.tp x pp x cp = 2 x 1 x 1 = 2 must divide the number of ranks, 3"),
+        (
+            ["--parallel.ep", "3"],
+            None,
+            r"parallel\.ep = 3 must divide the model's number of experts",
+        ),
+        (
+            ["--parallel.tp", "2"],
+            3,
+            r"parallel\.tp x pp x cp = 2 x 1 x 1 = 2 must divide the number of ranks, 3",
+        ),
         (["--run.prompts_per_step", "6"], 4, r"run\.prompts_per_step = 6 must be a multiple of 4"),
         (["--data.train", "nowhere.jsonl"], None, r"no such file: data\.train = nowhere\.jsonl"),
-        (["--rollout.python", "/no/python"], None, r"rollout\.python = /no/python: no such program"),
+        (
+            ["--rollout.python", "/no/python"],
+            None,
+            r"rollout\.python = /no/python: no such program",
+        ),
         (["--model.path", "nowhere"], None, r"model\.path = nowhere: no config\.json there"),
     ],
 )
@@ -234,7 +283,9 @@ def test_servers_on_gpus_of_the_ranks_are_refused(config, monkeypatch):
     with pytest.raises(ValueError, match=r"server_args = .*NCCL_NVLS_ENABLE = 1"):
         report(config(*four_to_seven, "--rollout.server_args=--enable-nccl-nvls"), 16)
     text = report(config(), 4)
-    assert "run.device = auto: refused on a machine with GPUs: rollout.gpus = []" in text, "it may have no GPU"
+    assert "run.device = auto: refused on a machine with GPUs: rollout.gpus = []" in text, (
+        "it may have no GPU"
+    )
     assert "refused" not in report(config("--run.device", "cpu"), 4)
     assert report(config("--run.device", "cuda"), 4, has_servers=False)
 
@@ -287,14 +338,20 @@ def test_a_save_needs_the_state_and_the_servers_but_no_activations(config):
     def found(*overrides, shared=1):
         cfg = config("--model.dtype", "bfloat16", *overrides)
         spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
-        each = {phase.name: phase for phase in phases(spec, cfg, 4, HARDWARE["h100"], Assumptions(), shared)}
+        each = {
+            phase.name: phase
+            for phase in phases(spec, cfg, 4, HARDWARE["h100"], Assumptions(), shared)
+        }
         return each, memory.rank_memory(spec, cfg, 4, 0)
 
     beside, rank = found()
     save, training = beside["saving a checkpoint"], beside["training beside servers"]
     assert save.servers == training.servers > 0
     assert save.trainer == rank.weights + rank.gradients + rank.optimizer < training.trainer
-    assert found("--loss.kl_coef", "0.1")[0]["saving a checkpoint"].trainer == save.trainer + rank.weights
+    assert (
+        found("--loss.kl_coef", "0.1")[0]["saving a checkpoint"].trainer
+        == save.trainer + rank.weights
+    )
     for options, shared in ((("--rollout.urls", "http://a:1"), 1), ((), 0)):
         assert found(*options, shared=shared)[0]["saving a checkpoint"].servers == 0
     text = report(config("--run.device", "cuda", "--rollout.urls", "http://a:1"), 4)
@@ -315,14 +372,17 @@ def test_float32_is_planned_with_the_layers_it_runs_on(config):
 def test_no_torch_is_imported(config, tmp_path):
     (tmp_path / "run.toml").write_text(report(config(), 1))
     code = (
-        "import sys; sys.argv[1:] = ['dry-run', '--config', sys.argv[1]]\n"
-        "import runpy\n"
-        "try: runpy.run_module('megatron_rl.cli', run_name='__main__')\n"
-        "except SystemExit as done: print(done.code, {'torch', 'megatron', 'transformers'} & set(sys.modules))"
+        "import sys; sys.argv[1:] = ['dry-run', '--config', sys.argv[1]]\nimport runpy\ntry:"
+        " runpy.run_module('megatron_rl.cli', run_name='__main__')\nexcept SystemExit as done:"
+        " print(done.code, {'torch', 'megatron', 'transformers'} & set(sys.modules))"
     )
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run.toml")], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, str(tmp_path / "run.toml")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stdout.endswith("0 set()\n"), done.stdout + done.stderr
     print(f"a dry run took {time.monotonic() - start:.1f} s")
@@ -336,7 +396,11 @@ def test_proposed_layouts_fit_and_the_first_is_the_fastest(config):
     seconds = [each.old_logprob.total + each.update.total for each in roomy]
     assert seconds[0] <= 1.1 * min(seconds) and max(seconds) > 2 * seconds[0]
     best = roomy[0].cfg.parallel
-    assert best.tp * best.cp <= 8 and best.expert_tp * best.ep <= 8 and roomy[0].cfg.model.recompute == "none"
+    assert (
+        best.tp * best.cp <= 8
+        and best.expert_tp * best.ep <= 8
+        and roomy[0].cfg.model.recompute == "none"
+    )
     needs = sorted(each.memory.total for each in roomy)
     tight = Search(trainer, needs[0]).found
     assert tight and all(each.memory.total <= needs[0] for each in tight)

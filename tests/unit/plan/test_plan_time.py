@@ -1,4 +1,6 @@
-"""The step-time model: published sizes, independent computations, and the effect of every setting on its own part."""
+"""The step-time model: published sizes, independent computations, and the effect of every setting
+on its own part.
+"""
 
 import math
 import re
@@ -17,14 +19,20 @@ from megatron_rl.models.spec import ModelError
 from megatron_rl.plan.hardware import HARDWARE, Assumptions, find_hardware, read_assumptions
 from megatron_rl.plan.lengths import lengths_of, make_lengths
 from megatron_rl.plan.memory import full_model
-from megatron_rl.plan.server_time import DecodeModel, ServerPlan, configured_servers, propose_servers
+from megatron_rl.plan.server_time import (
+    DecodeModel,
+    ServerPlan,
+    configured_servers,
+    propose_servers,
+)
 from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl_tools.plan_layouts import main as plan
 
 ROOT = Path(__file__).parents[3]
 H100 = HARDWARE["h100"]
 PERFECT = Assumptions(
-    matrices=1, experts=1, attention=1, bandwidth=1, nvlink=1, network=1, fill=1, lockstep=1, layer_seconds=1e-15,
+    matrices=1, experts=1, attention=1, bandwidth=1, nvlink=1, network=1, fill=1, lockstep=1,
+    layer_seconds=1e-15,
     decode_layer_seconds=1e-15, collective_seconds=1e-15,
 )  # fmt: skip
 
@@ -37,13 +45,20 @@ def config(*overrides, **sections):
         "data": {"train": "unused"},
     }
     return load_config(
-        None, list(overrides), {key: {**value, **sections.pop(key, {})} for key, value in step.items()} | sections
+        None,
+        list(overrides),
+        {key: {**value, **sections.pop(key, {})} for key, value in step.items()} | sections,
     )
 
 
 @pytest.mark.parametrize(
     ("name", "total", "active"),  # as published: billions
-    [("qwen3-30b-a3b", 30.5, 3.3), ("qwen3-235b-a22b", 235, 22), ("deepseek-v3", 671, 37), ("kimi-k2", 1026, 32.6)],
+    [
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235, 22),
+        ("deepseek-v3", 671, 37),
+        ("kimi-k2", 1026, 32.6),
+    ],
 )
 def test_published_sizes(name, total, active):
     spec = find_spec(name)
@@ -56,12 +71,15 @@ def test_published_sizes(name, total, active):
 def test_models_by_name_or_directory():
     assert find_spec("Qwen3-30B-A3B") == find_spec("qwen3-30b-a3b")
     with pytest.raises(
-        ModelError, match=r"model qwen3-30b: no such checkpoint directory.*did you mean qwen3-30b-a3b\?"
+        ModelError,
+        match=r"model qwen3-30b: no such checkpoint directory.*did you mean qwen3-30b-a3b\?",
     ):
         find_spec("qwen3-30b")
     assert set(KNOWN) >= {"qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2"}
     assert cache_numbers(find_spec("qwen3-30b-a3b")) == 48 * 2 * 4 * 128
-    assert cache_numbers(find_spec("deepseek-v3")) == 61 * (512 + 64), "MLA keeps its latent and one rotated key"
+    assert cache_numbers(find_spec("deepseek-v3")) == 61 * (512 + 64), (
+        "MLA keeps its latent and one rotated key"
+    )
 
 
 @pytest.mark.parametrize(("mean", "cap"), [(300, 1000), (9830, 32768), (800, 1000), (10, 1000)])
@@ -76,32 +94,47 @@ def test_lengths_have_their_stated_mean_and_second_moment(mean, cap):
 
 
 def test_one_perfect_gpu_takes_the_flops_of_the_paper():
-    """At full efficiency, without links: 2 FLOPs per weight and token, 2 W for each of S^2 / 2 pairs; an update 3 times that."""
+    """At full efficiency, without links: 2 FLOPs per weight and token, 2 W for each of S^2 / 2
+    pairs; an update 3 times that.
+    """
     spec, cfg = find_spec("qwen3-30b-a3b"), config()
     hardware = replace(H100, bandwidth=1e30)
     tokens = TrainingModel(spec, cfg, 1, hardware, PERFECT).tokens
-    flops = tokens.sequences * tokens.mean * (2 * active_parameters(spec) + 48 * 2 * 32 * 128 * tokens.squared)
+    flops = (
+        tokens.sequences
+        * tokens.mean
+        * (2 * active_parameters(spec) + 48 * 2 * 32 * 128 * tokens.squared)
+    )
     old, update = TrainingModel(spec, cfg, 1, hardware, PERFECT).training()
     assert old.total * hardware.flops == pytest.approx(flops, rel=1e-3)
     assert update.total * hardware.flops == pytest.approx(3 * flops, rel=1e-3)
-    again = TrainingModel(spec, config(model={"recompute": "full"}), 1, hardware, PERFECT).training()[1]
+    again = TrainingModel(
+        spec, config(model={"recompute": "full"}), 1, hardware, PERFECT
+    ).training()[1]
     head = 2 * spec.hidden_size * spec.vocab_size * tokens.sequences * tokens.mean
-    assert again.total * hardware.flops == pytest.approx(4 * flops - head, rel=1e-3), "the head is not recomputed"
+    assert again.total * hardware.flops == pytest.approx(4 * flops - head, rel=1e-3), (
+        "the head is not recomputed"
+    )
 
 
 def test_each_parallel_axis_costs_time_on_its_own_links():
     spec = find_spec("qwen3-30b-a3b")
 
     def update(world, **parallel):
-        return TrainingModel(spec, config(parallel=parallel), world, H100, Assumptions()).training()[1]
+        return TrainingModel(
+            spec, config(parallel=parallel), world, H100, Assumptions()
+        ).training()[1]
 
     plain, tensor, exchange = update(64), update(64, tp=4, etp=1), update(64, ep=8)
-    assert plain.tensor == plain.exchange == plain.context == 0 < min(tensor.tensor, exchange.exchange)
+    assert (
+        plain.tensor == plain.exchange == plain.context == 0 < min(tensor.tensor, exchange.exchange)
+    )
     assert update(64, cp=4).context > 0 == exchange.tensor
     assert update(64, ep=16).exchange > 2 * exchange.exchange, "half of it leaves the node"
     assert exchange.gradients < plain.gradients, "experts have fewer copies"
     assert update(64, pp=4).waiting > plain.waiting
-    expected = 2 * 8 * 2048 * 2 * 7 / 8 / (450e9 * 0.7)  # a row to its 8 experts and back, over NVLink
+    # a row to its 8 experts and back, over NVLink
+    expected = 2 * 8 * 2048 * 2 * 7 / 8 / (450e9 * 0.7)
     trainer = TrainingModel(spec, config(parallel={"ep": 8}), 64, H100, Assumptions())
     assert trainer.layer(1000.0, 1.0, is_moe=True)[0].exchange == pytest.approx(1000 * expected)
 
@@ -123,7 +156,9 @@ def test_every_further_forward_pass_is_counted():
         return TrainingModel(spec, cfg, 64, H100, Assumptions()).training()[0].total
 
     plain = old_passes(name="gmpo")
-    assert old_passes(name="rspo") == pytest.approx(2 * plain) == old_passes(name="gmpo", kl_coef=0.1)
+    assert (
+        old_passes(name="rspo") == pytest.approx(2 * plain) == old_passes(name="gmpo", kl_coef=0.1)
+    )
     assert old_passes(name="rspo", kl_coef=0.1) == pytest.approx(3 * plain)
 
 
@@ -132,7 +167,9 @@ def test_decoding_reads_weights_and_cache():
     sampler = DecodeModel(spec, ServerPlan(1, 1), H100, PERFECT)
     one = sampler.decode_step(1, 0) * H100.bandwidth
     whole = full_model(spec)
-    assert one == pytest.approx(2 * (whole.dense + whole.experts * 8 / 128), rel=1e-3), "one token: its own experts"
+    assert one == pytest.approx(2 * (whole.dense + whole.experts * 8 / 128), rel=1e-3), (
+        "one token: its own experts"
+    )
     many = sampler.decode_step(10_000, 0)
     assert many == pytest.approx(2 * 10_000 * active_parameters(spec) / H100.flops, rel=1e-3), (
         "compute, in a large batch"
@@ -140,7 +177,9 @@ def test_decoding_reads_weights_and_cache():
     cache = sampler.decode_step(100, 20_000) - sampler.decode_step(100, 0)
     assert cache * H100.bandwidth == pytest.approx(100 * 20_000 * 2 * cache_numbers(spec), rel=1e-3)
     twice = DecodeModel(spec, ServerPlan(1, 2), replace(H100, nvlink=1e30), PERFECT)
-    assert twice.decode_step(100, 20_000) == pytest.approx(sampler.decode_step(100, 20_000) / 2, rel=1e-3)
+    assert twice.decode_step(100, 20_000) == pytest.approx(
+        sampler.decode_step(100, 20_000) / 2, rel=1e-3
+    )
 
 
 def test_slots_are_limited_by_memory_and_the_command_line():
@@ -149,8 +188,12 @@ def test_slots_are_limited_by_memory_and_the_command_line():
     assert roomy.slots == 256 and roomy.full == 0, "1,024 responses on four servers, all concurrent"
     tight = DecodeModel(spec, ServerPlan(4, 2), H100, assumed).sample(cfg)
     assert tight.slots < 256 and tight.full > 0 and tight.total > roomy.total
-    assert DecodeModel(spec, ServerPlan(4, 8, max_running=10), H100, assumed).sample(cfg).slots == 10
-    with pytest.raises(ValueError, match=r"room for 0 tokens beside the weights.*give a server more GPUs"):
+    assert (
+        DecodeModel(spec, ServerPlan(4, 8, max_running=10), H100, assumed).sample(cfg).slots == 10
+    )
+    with pytest.raises(
+        ValueError, match=r"room for 0 tokens beside the weights.*give a server more GPUs"
+    ):
         DecodeModel(find_spec("deepseek-v3"), ServerPlan(1, 8), H100, assumed).sample(cfg)
     assert propose_servers(spec, 64, H100, assumed) == ServerPlan(32, 2)
     assert propose_servers(find_spec("kimi-k2"), 256, H100, assumed).devices == 64
@@ -164,13 +207,19 @@ def test_slots_are_limited_by_memory_and_the_command_line():
 
 @pytest.mark.parametrize("slots", [1024, 256, 64])
 def test_sampling_takes_what_a_simulation_takes(slots):
-    """Continuous batching, response by response: a slot whose response ends takes the next; 64 tokens at a time."""
+    """Continuous batching, response by response: a slot whose response ends takes the next; 64
+    tokens at a time.
+    """
     spec, assumed, cfg = find_spec("qwen3-30b-a3b"), Assumptions(), config()
     lengths = lengths_of(cfg, assumed)
-    sampler = DecodeModel(spec, ServerPlan(1, 8, max_running=slots), replace(H100, memory=1e15), assumed)
+    sampler = DecodeModel(
+        spec, ServerPlan(1, 8, max_running=slots), replace(H100, memory=1e15), assumed
+    )
     found = sampler.sample(cfg)
     assert found.slots == slots and (found.full == 0) == (slots == 1024)
-    drawn = np.minimum(np.random.default_rng(1).exponential(lengths.scale, 1024), lengths.cap).tolist()
+    drawn = np.minimum(
+        np.random.default_rng(1).exponential(lengths.scale, 1024), lengths.cap
+    ).tolist()
     left, age, seconds = np.array(drawn[:slots]), np.zeros(slots), 0.0
     waiting = drawn[slots:]
     prompt = assumed.mean_prompt * cfg.data.max_prompt_tokens
@@ -189,23 +238,33 @@ def test_weight_sync_sends_every_byte_while_other_sources_prepare_theirs():
     size = 2 * full_model(spec).dense + 2 * full_model(spec).experts
 
     def seconds(world=8, assumed=assumed, rollout=None, **parallel):
-        return TrainingModel(spec, config(parallel=parallel, rollout=rollout or {}), world, H100, assumed).weight_sync()
+        return TrainingModel(
+            spec, config(parallel=parallel, rollout=rollout or {}), world, H100, assumed
+        ).weight_sync()
 
     memory = H100.bandwidth
-    assert seconds() == pytest.approx(size / memory + size / 50e9), "one source, without sharded tensors"
-    assert seconds(tp=4, etp=4) == pytest.approx(size / 450e9 + size / 50e9), "one source gathers, then sends"
+    assert seconds() == pytest.approx(size / memory + size / 50e9), (
+        "one source, without sharded tensors"
+    )
+    assert seconds(tp=4, etp=4) == pytest.approx(size / 450e9 + size / 50e9), (
+        "one source gathers, then sends"
+    )
     assert seconds(pp=4, ep=2) == pytest.approx(size / 50e9), "seven others send while one prepares"
     assert seconds(rollout={"weight_sync": "disk"}) == pytest.approx(size / memory + 2 * size / 2e9)
     few = {"weight_sync_sources": 2}
     moved = 0.75 * size / 450e9 + size / memory
-    assert seconds(pp=4, ep=2, rollout=few) == pytest.approx(size / 50e9 + max(0, moved / 2 - size / 50e9 / 2))
+    assert seconds(pp=4, ep=2, rollout=few) == pytest.approx(
+        size / 50e9 + max(0, moved / 2 - size / 50e9 / 2)
+    )
     colocated = seconds(pp=4, ep=2, rollout={"weight_sync": "colocated", "urls": ()})
     assert colocated == pytest.approx(2 * size / memory + 7 / 8 * size / 450e9), (
         "rank 0 alone, to which others send theirs"
     )
     slow = replace(assumed, tensor_seconds=1.0)
     tensors = 48 * (3 * 128 + 12)
-    assert seconds(pp=4, ep=2, assumed=slow) == pytest.approx(tensors / 8 + size / memory / 8 + size / 50e9 / 8)
+    assert seconds(pp=4, ep=2, assumed=slow) == pytest.approx(
+        tensors / 8 + size / memory / 8 + size / 50e9 / 8
+    )
     slow = replace(assumed, server_tensor_seconds=1.0)
     assert seconds(pp=4, ep=2, assumed=slow) == pytest.approx(tensors + size / 50e9)
 
@@ -213,7 +272,9 @@ def test_weight_sync_sends_every_byte_while_other_sources_prepare_theirs():
 def test_overlapped_steps_take_the_longer_half():
     spec, server_pool = find_spec("qwen3-30b-a3b"), ServerPlan(8, 8)
     plain = TrainingModel(spec, config(), 64, H100, Assumptions()).step(server_pool)
-    ahead = TrainingModel(spec, config(rollout={"max_staleness": 1}), 64, H100, Assumptions()).step(server_pool)
+    ahead = TrainingModel(spec, config(rollout={"max_staleness": 1}), 64, H100, Assumptions()).step(
+        server_pool
+    )
     assert plain.total == pytest.approx(
         plain.rollout.total + plain.old_logprob.total + plain.update.total + plain.weight_sync
     )
@@ -221,8 +282,12 @@ def test_overlapped_steps_take_the_longer_half():
 
 
 def test_assumptions_and_hardware_by_name():
-    assert read_assumptions(["matrices=0.3", "disk=1e9"]) == replace(Assumptions(), matrices=0.3, disk=1e9)
-    with pytest.raises(ValueError, match=r"no assumption is called 'matrixes'; did you mean 'matrices'\?"):
+    assert read_assumptions(["matrices=0.3", "disk=1e9"]) == replace(
+        Assumptions(), matrices=0.3, disk=1e9
+    )
+    with pytest.raises(
+        ValueError, match=r"no assumption is called 'matrixes'; did you mean 'matrices'\?"
+    ):
         read_assumptions(["matrixes=0.3"])
     for value in ("", "x", "0", "-1", "nan", "inf"):
         with pytest.raises(ValueError, match="the value must be a number > 0"):
@@ -232,14 +297,18 @@ def test_assumptions_and_hardware_by_name():
         find_hardware("h1000")
     for name, row in HARDWARE.items():
         assert name == "cpu" or (
-            row.flops > 1e14 and row.network < row.nvlink < row.bandwidth and math.isfinite(row.memory)
+            row.flops > 1e14
+            and row.network < row.nvlink < row.bandwidth
+            and math.isfinite(row.memory)
         )
 
 
 def test_the_planner_ranks_by_seconds_and_refuses_bad_arguments(capsys):
     assert plan(["--gpus", "64", "--model", "qwen3-30b-a3b", "--top", "5"]) == 0
     out = capsys.readouterr().out
-    rows = [line.split() for line in out.splitlines() if "GiB" in line and line.lstrip()[0].isdigit()]
+    rows = [
+        line.split() for line in out.splitlines() if "GiB" in line and line.lstrip()[0].isdigit()
+    ]
     seconds = [float(row[-4]) + float(row[-2]) for row in rows]
     assert len(rows) == 5 and max(seconds[:3]) <= 1.05 * min(seconds)
     assert "layouts fit" in out and "first: --parallel.tp" in out and "servers: 32 x 2 GPUs" in out
@@ -266,6 +335,9 @@ def test_the_layout_guide_plans_every_known_model():
 def test_the_layout_guide_shows_what_the_planner_prints(command, printed, capsys):
     assert plan(command.split()) == 0
     found = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    if core_version() >= Version("0.17"):  # newer versions compute layouts that 0.16 gets wrong, so more of them fit
-        found[0], printed = (re.sub(r"\d+ layouts fit", "layouts fit", text) for text in (found[0], printed))
+    # newer versions compute layouts that 0.16 gets wrong, so more of them fit
+    if core_version() >= Version("0.17"):
+        found[0], printed = (
+            re.sub(r"\d+ layouts fit", "layouts fit", text) for text in (found[0], printed)
+        )
     assert found == printed.splitlines()

@@ -1,4 +1,6 @@
-"""The README of the 30B recipes starts them on 1, 2 and 4 nodes: its own blocks are run, with the programs replaced by echo."""
+"""The README of the 30B recipes starts them on 1, 2 and 4 nodes: its own blocks are run, with the
+programs replaced by echo.
+"""
 
 import re
 import subprocess
@@ -13,7 +15,11 @@ from megatron_rl.plan.dry_run import report
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples/qwen3_30b_a3b"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.toml"))
-BLOCKS = dict(re.findall(r"^\*\*(\d) nodes?\*\*.*?```\n(.*?)```", (FOLDER / "README.md").read_text(), re.M | re.S))
+BLOCKS = dict(
+    re.findall(
+        r"^\*\*(\d) nodes?\*\*.*?```\n(.*?)```", (FOLDER / "README.md").read_text(), re.M | re.S
+    )
+)
 STUBS = """
 show() { printf '%s\\n' "$(printf ' %q' "$@")${ROLLOUT_URLS:+ urls $ROLLOUT_URLS}"; }
 megatron-rl() { show megatron-rl "$@"; }
@@ -42,7 +48,9 @@ def test_the_blocks_of_the_readme_are_accepted(recipe, nodes, servers, monkeypat
     assert "Memory of a GPU by phase" in found and "WARNING, more" not in found
     # what starts is what was checked
     ranks = 8 * len(starts)
-    assert arguments.gpus == ranks and all(line[2] == f"examples/qwen3_30b_a3b/{recipe}" for line in starts)
+    assert arguments.gpus == ranks and all(
+        line[2] == f"examples/qwen3_30b_a3b/{recipe}" for line in starts
+    )
     options = [*check[check.index("qwen3-30b-a3b") + 1 :]]
     if options[0] == "--rollout.urls":  # train.sh takes them from the environment
         assert text.count(f" urls {' '.join(options[1:])}") == len(lines)
@@ -54,7 +62,9 @@ def test_the_table_has_the_figures_of_the_dry_run(monkeypatch):
     monkeypatch.chdir(ROOT)
     readme = (FOLDER / "README.md").read_text()
     for nodes in BLOCKS:
-        check = next(line[2:] for line in commands(nodes, "on_policy.toml")[0] if line[0] == "megatron-rl")
+        check = next(
+            line[2:] for line in commands(nodes, "on_policy.toml")[0] if line[0] == "megatron-rl"
+        )
         arguments, overrides = parse(["--dry-run", *check])
         phases = re.findall(
             r"^#   (training|sampling): .* = ([\d.]+) GiB of",

@@ -1,6 +1,8 @@
-"""One set of refusals: what the planner proposes the dry run accepts, and what the dry run accepts megatron-core builds.
+"""One set of refusals: what the planner proposes the dry run accepts, and what the dry run accepts
+megatron-core builds.
 
-The model of one rank is built for real, on the meta device, in a job whose other ranks exist in name only (torch's fake groups).
+The model of one rank is built for real, on the meta device, in a job whose other ranks exist in
+name only (torch's fake groups).
 """
 
 import contextlib
@@ -43,7 +45,7 @@ QUICK = settings(
 LONG = settings(QUICK, max_examples=3000, derandomize=False)
 
 
-# Random models and settings ------------------------------------------------------------------------------------------
+# Random models and settings -----------------------------------------------------------------------
 
 
 @st.composite
@@ -54,7 +56,9 @@ def models(draw):
         "num_hidden_layers": layers,
         "hidden_size": draw(st.sampled_from([24, 32, 64])),
         "num_attention_heads": heads,
-        "num_key_value_heads": draw(st.sampled_from([size for size in (1, 2, 4, 6, 8) if heads % size == 0])),
+        "num_key_value_heads": draw(
+            st.sampled_from([size for size in (1, 2, 4, 6, 8) if heads % size == 0])
+        ),
         "intermediate_size": draw(st.sampled_from([48, 96, 96, 50])),
         "vocab_size": draw(st.sampled_from([61, 64, 96])),
         "tie_word_embeddings": draw(st.booleans()),
@@ -66,33 +70,58 @@ def models(draw):
     if family == "deepseek_v3":
         groups = draw(st.sampled_from([1, 2]))
         return DEEPSEEK_V3 | common | {
-            "num_key_value_heads": heads, "q_lora_rank": draw(st.sampled_from([None, 20])), "kv_lora_rank": 24,
-            "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": experts,
-            "num_experts_per_tok": top_k, "moe_intermediate_size": width, "n_shared_experts": draw(st.integers(0, 2)),
-            "first_k_dense_replace": draw(st.integers(0, layers)), "n_group": groups, "topk_group": 1,
+            "num_key_value_heads": heads, "q_lora_rank": draw(st.sampled_from([None, 20])),
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+            "n_routed_experts": experts,
+            "num_experts_per_tok": top_k, "moe_intermediate_size": width,
+            "n_shared_experts": draw(st.integers(0, 2)),
+            "first_k_dense_replace": draw(st.integers(0, layers)), "n_group": groups,
+            "topk_group": 1,
             "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0, "rope_theta": 1e4,
         }  # fmt: skip
     qwen = QWEN3_MOE | common | {"head_dim": 16}
     if family == "qwen3":
-        moe = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-        return {key: value for key, value in qwen.items() if key not in moe} | {"architectures": ["Qwen3ForCausalLM"]}
+        moe = (
+            "num_experts",
+            "num_experts_per_tok",
+            "norm_topk_prob",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+        )
+        return {key: value for key, value in qwen.items() if key not in moe} | {
+            "architectures": ["Qwen3ForCausalLM"]
+        }
     dense = draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))
     qwen |= {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": width}
     qwen["mlp_only_layers"] = sorted(dense)
     if family == "qwen2_moe":
-        shared = {"shared_expert_intermediate_size": draw(st.sampled_from([40, 40, 41])), "norm_topk_prob": False}
+        shared = {
+            "shared_expert_intermediate_size": draw(st.sampled_from([40, 40, 41])),
+            "norm_topk_prob": False,
+        }
         return qwen | shared | {"architectures": ["Qwen2MoeForCausalLM"]}
     if family == "olmoe":
-        olmoe = {key: value for key, value in qwen.items() if key not in ("head_dim", "moe_intermediate_size")}
+        olmoe = {
+            key: value
+            for key, value in qwen.items()
+            if key not in ("head_dim", "moe_intermediate_size")
+        }
         olmoe |= {"architectures": ["OlmoeForCausalLM"], "norm_topk_prob": False, "rope_theta": 1e4}
-        return {k: v for k, v in olmoe.items() if k not in ("decoder_sparse_step", "mlp_only_layers")}
+        return {
+            k: v for k, v in olmoe.items() if k not in ("decoder_sparse_step", "mlp_only_layers")
+        }
     return qwen
 
 
 @st.composite
 def layouts(draw, layers):
     pp, vp = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([1, 1, 1, 2]))
-    sizes = {"tp": draw(st.sampled_from([1, 1, 2, 4])), "pp": pp, "cp": draw(st.sampled_from([1, 1, 2]))}
+    sizes = {
+        "tp": draw(st.sampled_from([1, 1, 2, 4])),
+        "pp": pp,
+        "cp": draw(st.sampled_from([1, 1, 2])),
+    }
     sizes |= {"ep": draw(st.sampled_from([1, 2, 2, 4, 3])), "vp": vp if pp > 1 else 1}
     sizes["etp"] = draw(st.sampled_from([None, 1, 2, sizes["tp"]]))
     stages = pp * sizes["vp"]
@@ -106,11 +135,16 @@ def layouts(draw, layers):
 
 
 MEGATRON = [
-    {"recompute_modules": ["moe"]}, {"moe_router_fusion": True}, {"overlap_grad_reduce": True, "bucket_size": 64},
-    {"deterministic_mode": True}, {"moe_token_dispatcher_type": "allgather"}, {"moe_shared_expert_overlap": True},
-    {"fp8": "e4m3"}, {"attention_dropout": 0.1}, {"qk_layernorm": False}, {"window_size": [8, 0]}, {"moe_layer_recompute": True},
-    {"cuda_graph_impl": "local"}, {"moe_input_jitter_eps": 0.1}, {"use_precision_aware_optimizer": True},
-    {"optimizer_cpu_offload": True}, {"align_param_gather": True}, {"microbatch_group_size_per_vp_stage": 1},
+    {"recompute_modules": ["moe"]}, {"moe_router_fusion": True}, {"overlap_grad_reduce": True,
+    "bucket_size": 64},
+    {"deterministic_mode": True}, {"moe_token_dispatcher_type": "allgather"},
+    {"moe_shared_expert_overlap": True},
+    {"fp8": "e4m3"}, {"attention_dropout": 0.1}, {"qk_layernorm": False}, {"window_size": [8, 0]},
+    {"moe_layer_recompute": True},
+    {"cuda_graph_impl": "local"}, {"moe_input_jitter_eps": 0.1},
+    {"use_precision_aware_optimizer": True},
+    {"optimizer_cpu_offload": True}, {"align_param_gather": True},
+    {"microbatch_group_size_per_vp_stage": 1},
 ]  # fmt: skip
 """[megatron] of a run, each as likely as the others."""
 
@@ -138,7 +172,11 @@ def runs(draw):
         "model": model,
         "parallel": parallel,
         "replay": replay,
-        "run": {"prompts_per_step": 48, "group_size": 6, "device": draw(st.sampled_from(["cpu", "cuda"]))},
+        "run": {
+            "prompts_per_step": 48,
+            "group_size": 6,
+            "device": draw(st.sampled_from(["cpu", "cuda"])),
+        },
         "optim": {"distributed": draw(st.booleans())},
         "rollout": {"urls": ["http://server:30000"]},
         "megatron": draw(st.sampled_from(MEGATRON)) if draw(st.integers(0, 2)) == 0 else {},
@@ -146,12 +184,14 @@ def runs(draw):
     return hf, sections, draw(st.integers(1, 2)), draw(st.integers(0, 1 << 20))
 
 
-# Building one rank ---------------------------------------------------------------------------------------------------
+# Building one rank --------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def rank_of(world, rank, cfg):
-    """megatron-core's groups of one rank, as distributed/groups.py makes them, among ranks that do not exist."""
+    """megatron-core's groups of one rank, as distributed/groups.py makes them, among ranks that do
+    not exist.
+    """
     sizes = cfg.parallel
     excepthook = sys.excepthook  # torch wraps it each time
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -181,11 +221,16 @@ def rank_of(world, rank, cfg):
 
 
 def start(cfg, spec, world, rank):
-    """What the start-up does with a layout before it reads weights.  Raises what it raises.  Returns the built chunks."""
+    """What the start-up does with a layout before it reads weights.
+
+    Raises what it raises.  Returns the built chunks.
+    """
     model = cfg.model
     with rank_of(world, rank, cfg) as parallel:
         core = make_transformer_config(spec, model, cfg.parallel, CPU, cfg.megatron.fields)
-        check_compatibility(core, mode=cfg.replay.mode, measure=cfg.replay.measure, core_version=core_version)
+        check_compatibility(
+            core, mode=cfg.replay.mode, measure=cfg.replay.measure, core_version=core_version
+        )
         make_ddp_config(cfg)
         make_optimizer_config(cfg)
         core.perform_initialization = False
@@ -231,13 +276,19 @@ def check_runs(folder, options, least):
         if found := dry_run_accepts(folder, hf, sections, replicas):
             cfg, spec, world = found
             chunks = start(cfg, spec, world, rank % world)
-            planned = rank_parameters(spec, cfg.parallel, place(rank % world, cfg.parallel, world).pp)
-            assert planned.total == sum(weight.numel() for chunk in chunks for weight in chunk.parameters())
+            planned = rank_parameters(
+                spec, cfg.parallel, place(rank % world, cfg.parallel, world).pp
+            )
+            assert planned.total == sum(
+                weight.numel() for chunk in chunks for weight in chunk.parameters()
+            )
             accepted.append(cfg)
 
     check()
     assert len(accepted) >= least
-    assert any(cfg.parallel.tp > 1 for cfg in accepted) and any(cfg.parallel.pp > 1 for cfg in accepted)
+    assert any(cfg.parallel.tp > 1 for cfg in accepted) and any(
+        cfg.parallel.pp > 1 for cfg in accepted
+    )
 
 
 def test_what_the_dry_run_accepts_can_be_built(folder):
@@ -249,7 +300,7 @@ def test_what_the_dry_run_accepts_can_be_built_long(folder):
     check_runs(folder, LONG, 400)
 
 
-# The planner ----------------------------------------------------------------------------------------------------------
+# The planner --------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -266,8 +317,16 @@ def plans(draw):
         draw(st.sampled_from(["a100", "h100", "h200", "gb200"])),
     ]
     if draw(st.booleans()):
-        arguments += ["--run.max_tokens_per_micro_batch", "16384", "--rollout.max_response_tokens", "14336"]
-    arguments += ["--model.layer_spec", draw(st.sampled_from(["auto", "transformer_engine", "local"]))]
+        arguments += [
+            "--run.max_tokens_per_micro_batch",
+            "16384",
+            "--rollout.max_response_tokens",
+            "14336",
+        ]
+    arguments += [
+        "--model.layer_spec",
+        draw(st.sampled_from(["auto", "transformer_engine", "local"])),
+    ]
     arguments += ["--model.fused_lm_head"] if draw(st.booleans()) else []
     arguments += ["--run.prompts_per_step", str(draw(st.sampled_from([64, 256])))]
     arguments += ["--replay.mode", draw(st.sampled_from(["R2", "R3"]))]
@@ -277,16 +336,23 @@ def plans(draw):
 
 
 def proposal(arguments):
-    """The options that `plan` prints for its first layout and its servers; None where it finds no layout."""
+    """The options that `plan` prints for its first layout and its servers; None where it finds no
+    layout.
+    """
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         if plan_layouts.main([*arguments, "--top", "1"]):
             return None
     lines = [line.partition(": ") for line in printed.getvalue().splitlines()]
-    found = {name: options.split() for name, _, options in lines if name in ("first", "their options")}
+    found = {
+        name: options.split() for name, _, options in lines if name in ("first", "their options")
+    }
     servers = found["their options"]
     if servers[0] == "--rollout.urls":  # "and the addresses of N servers"
-        servers = ["--rollout.urls", *(f"http://node:{30000 + number}" for number in range(int(servers[5])))]
+        servers = [
+            "--rollout.urls",
+            *(f"http://node:{30000 + number}" for number in range(int(servers[5]))),
+        ]
     return found["first"] + servers
 
 
@@ -302,12 +368,17 @@ def check_plans(options, least):
         if options is None:
             return
         args, overrides = plan_layouts.parse_plan(arguments)
-        sections = plan_layouts.PAPER_STEP | {"model": {**plan_layouts.PAPER_STEP["model"], "path": args.model}}
+        sections = plan_layouts.PAPER_STEP | {
+            "model": {**plan_layouts.PAPER_STEP["model"], "path": args.model}
+        }
         cfg = load_config(None, [*overrides, *options, "--run.device", "cuda"], sections)
         text = report(cfg, args.gpus, find_hardware(args.gpu))
         assert "WARNING, more than" not in text
-        local = cfg.model_copy(update={"model": cfg.model.model_copy(update={"layer_spec": "local"})})
-        start(local, find_spec(args.model), args.gpus, rank % args.gpus)  # TransformerEngine is not installed
+        local = cfg.model_copy(
+            update={"model": cfg.model.model_copy(update={"layer_spec": "local"})}
+        )
+        # TransformerEngine is not installed
+        start(local, find_spec(args.model), args.gpus, rank % args.gpus)
         accepted.append(cfg)
 
     check()
@@ -324,9 +395,15 @@ def test_what_the_planner_proposes_first_is_accepted_and_can_be_built_long():
 
 
 def test_the_planner_says_why_it_finds_nothing(capsys):
-    assert plan_layouts.main(["--gpus", "512", "--model", "deepseek-v3", "--run.prompts_per_step", "7"]) == 1
+    assert (
+        plan_layouts.main(
+            ["--gpus", "512", "--model", "deepseek-v3", "--run.prompts_per_step", "7"]
+        )
+        == 1
+    )
     refused = capsys.readouterr().err
     assert (
-        "refused, whatever the memory:\nparallel.cp = 2: latent attention under context parallelism is not" in refused
+        "refused, whatever the memory:\nparallel.cp = 2: latent attention under context parallelism"
+        " is not" in refused
     )
     assert "\nrun.prompts_per_step = 7 must be a multiple of" in refused

@@ -1,4 +1,6 @@
-"""The ids that replay uses: groups against a loop, id types, measuring with an expert bias, passes without a backward."""
+"""The ids that replay uses: groups against a loop, id types, measuring with an expert bias, passes
+without a backward.
+"""
 
 from types import SimpleNamespace
 
@@ -15,21 +17,32 @@ ROWS, K = 6, 2
 def make_manager(num_experts=8, layers=(1, 3), *, bias=None, **options):
     config = SimpleNamespace(moe_router_fusion=False, moe_expert_capacity_factor=None)
     routers = [
-        (layer, SimpleNamespace(config=config, routing_type="none", router_replay=None, expert_bias=bias))
+        (
+            layer,
+            SimpleNamespace(
+                config=config, routing_type="none", router_replay=None, expert_bias=bias
+            ),
+        )
         for layer in layers
     ]
-    return ReplayManager(routers, num_experts=num_experts, **options), [router for _, router in routers]
+    return ReplayManager(routers, num_experts=num_experts, **options), [
+        router for _, router in routers
+    ]
 
 
 def ask(router, scores):
-    return router.router_replay.get_replay_topk(scores, K, None, None, lambda rows, k, **_: rows.topk(k, dim=1))
+    return router.router_replay.get_replay_topk(
+        scores, K, None, None, lambda rows, k, **_: rows.topk(k, dim=1)
+    )
 
 
 def scores(seed, num_experts=8):
     return torch.randn(ROWS, num_experts, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("num_groups", "group_topk", "best"), [(4, 2, 2), (4, 1, 2), (2, 1, 3), (4, 3, 1)])
+@pytest.mark.parametrize(
+    ("num_groups", "group_topk", "best"), [(4, 2, 2), (4, 1, 2), (2, 1, 3), (4, 3, 1)]
+)
 def test_the_best_groups_by_the_sum_of_their_best(num_groups, group_topk, best):
     table = torch.rand(40, 12, generator=torch.Generator().manual_seed(0))
     values, ids = GroupLimit(num_groups, group_topk, best).get_replay_topk(table, 3)
@@ -45,7 +58,10 @@ def test_the_best_groups_by_the_sum_of_their_best(num_groups, group_topk, best):
 def test_recorded_ids_fit_their_type(num_experts, dtype):
     manager, routers = make_manager(num_experts)
     high = torch.arange(num_experts).float().expand(ROWS, -1)
-    with manager.run_pass([Routes()], training=False, record=True) as replay_pass, manager.forward(0):
+    with (
+        manager.run_pass([Routes()], training=False, record=True) as replay_pass,
+        manager.forward(0),
+    ):
         for router in routers:
             ask(router, high)
     (recorded,) = replay_pass.recorded
@@ -64,7 +80,10 @@ def test_a_forward_outside_a_pass_is_live_and_a_pass_without_a_backward_keeps_no
         with manager.run_pass([Routes()], training=False), manager.forward(0), manager.forward(0):
             pass
     with pytest.raises(AssertionError, match="already running"):
-        with manager.run_pass([Routes()], training=False), manager.run_pass([Routes()], training=False):
+        with (
+            manager.run_pass([Routes()], training=False),
+            manager.run_pass([Routes()], training=False),
+        ):
             pass
 
 
@@ -72,14 +91,21 @@ def test_a_forward_outside_a_pass_is_live_and_a_pass_without_a_backward_keeps_no
 @pytest.mark.parametrize("replayed", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_measured_pass_compares_live_and_used_with_the_reference(logits, replayed, biased):
-    """The same sums as Mismatch.add makes of each call, layer by layer; two micro-batches, some rows live."""
+    """The same sums as Mismatch.add makes of each call, layer by layer; two micro-batches, some
+    rows live.
+    """
     bias = torch.linspace(0, 0.5, 8) if biased else None
     manager, routers = make_manager(bias=bias, scores_are_logits=logits)
     compared = [torch.arange(ROWS) % 3 != i for i in range(2)]
-    reference = [torch.stack([scores(10 + i + l).topk(K).indices for l in range(2)]).to(torch.uint8) for i in range(2)]  # noqa: E741
+    reference = [
+        torch.stack([scores(10 + i + l).topk(K).indices for l in range(2)]).to(torch.uint8)
+        for i in range(2)
+    ]  # noqa: E741
     live_rows = torch.tensor([2, 5])
     routes = [
-        Routes(ids if replayed else None, live_rows if replayed else None, reference=ids, compared=rows)
+        Routes(
+            ids if replayed else None, live_rows if replayed else None, reference=ids, compared=rows
+        )
         for ids, rows in zip(reference, compared, strict=True)
     ]
     expected = Mismatch((1, 3), compared, scores_are_logits=logits)
@@ -90,15 +116,25 @@ def test_a_measured_pass_compares_live_and_used_with_the_reference(logits, repla
                     given = scores(7 * index + local).sigmoid()
                     live, used = given.topk(K).indices, ask(router, given)[1]
                     expected_ids = (
-                        reference[index][local].long().index_copy(0, live_rows, live[live_rows]) if replayed else live
+                        reference[index][local].long().index_copy(0, live_rows, live[live_rows])
+                        if replayed
+                        else live
                     )
                     assert torch.equal(used, expected_ids)
-                    expected.add(local, index, given, live, used, reference[index][local], bias=bias)
+                    expected.add(
+                        local, index, given, live, used, reference[index][local], bias=bias
+                    )
     got = replay_pass.mismatch
-    assert got.layers == (1, 3) and torch.equal(got.sums, expected.sums) and got.largest_gap == expected.largest_gap > 0
+    assert (
+        got.layers == (1, 3)
+        and torch.equal(got.sums, expected.sums)
+        and got.largest_gap == expected.largest_gap > 0
+    )
     assert all(
         torch.equal(a, b)
-        for a, b in zip((*got.flips, *got.first_flip), (*expected.flips, *expected.first_flip), strict=True)
+        for a, b in zip(
+            (*got.flips, *got.first_flip), (*expected.flips, *expected.first_flip), strict=True
+        )
     )
 
 
@@ -165,7 +201,9 @@ LIVE = torch.tensor([2, 5])
         (False, None, False, [ROWS]),
     ],
 )
-def test_the_router_itself_chooses_for_no_more_rows_than_needed_and_once(replays, live_rows, measures, calls):
+def test_the_router_itself_chooses_for_no_more_rows_than_needed_and_once(
+    replays, live_rows, measures, calls
+):
     manager, (router,) = make_manager(layers=(0,))
     seen = []
 

@@ -1,4 +1,6 @@
-"""Every refusal of replay/compatibility.py on a real TransformerConfig: named, with its reason; allowed settings pass."""
+"""Every refusal of replay/compatibility.py on a real TransformerConfig: named, with its reason;
+allowed settings pass.
+"""
 
 from enum import Enum
 from types import SimpleNamespace
@@ -37,15 +39,36 @@ HF = {
     "max_position_embeddings": 64,
 }
 CASES = [  # settings of core, what is said
-    ({"moe_router_fusion": True}, "moe_router_fusion = True: the fused router returns before the replay hook"),
+    (
+        {"moe_router_fusion": True},
+        "moe_router_fusion = True: the fused router returns before the replay hook",
+    ),
     ({"moe_expert_capacity_factor": 0.0}, "moe_expert_capacity_factor = 0.0: .*dropped"),
     ({"moe_token_dropping": True}, "moe_token_dropping = True: dropped tokens"),
-    ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm = True: combined 1F1B"),
-    ({"cuda_graph_impl": "local", "cuda_graph_scope": []}, "cuda_graph_scope = : a captured router"),
-    ({"cuda_graph_impl": "local", "cuda_graph_scope": ["attn", "moe_router"]}, "cuda_graph_scope = attn,moe_router"),
-    ({"cuda_graph_impl": "local", "cuda_graph_scope": [Enum("Scope", "moe").moe]}, "cuda_graph_scope = moe: "),
-    ({"moe_router_load_balancing_type": "sinkhorn"}, "load_balancing_type = sinkhorn: .*no replay hook"),
-    ({"moe_router_load_balancing_type": ["none", "sinkhorn"]}, "load_balancing_type = none,sinkhorn"),
+    (
+        {"overlap_moe_expert_parallel_comm": True},
+        "overlap_moe_expert_parallel_comm = True: combined 1F1B",
+    ),
+    (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": []},
+        "cuda_graph_scope = : a captured router",
+    ),
+    (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn", "moe_router"]},
+        "cuda_graph_scope = attn,moe_router",
+    ),
+    (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": [Enum("Scope", "moe").moe]},
+        "cuda_graph_scope = moe: ",
+    ),
+    (
+        {"moe_router_load_balancing_type": "sinkhorn"},
+        "load_balancing_type = sinkhorn: .*no replay hook",
+    ),
+    (
+        {"moe_router_load_balancing_type": ["none", "sinkhorn"]},
+        "load_balancing_type = none,sinkhorn",
+    ),
     (
         {"moe_router_load_balancing_type": "quantile_balancing"},
         "load_balancing_type = quantile_balancing: .*no replay hook",
@@ -62,7 +85,10 @@ CASES = [  # settings of core, what is said
         "moe_aux_loss_coeff = 0.001: .*not the replayed ones",
     ),
     (
-        {"moe_router_load_balancing_type": ["none", "global_aux_loss"], "moe_aux_loss_coeff": [0.0, 1e-3]},
+        {
+            "moe_router_load_balancing_type": ["none", "global_aux_loss"],
+            "moe_aux_loss_coeff": [0.0, 1e-3],
+        },
         r"moe_aux_loss_coeff = 0\.0,0\.001: ",
     ),
     ({"moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff = 0.001: core scales it"),
@@ -82,14 +108,28 @@ CASES = [  # settings of core, what is said
         {"moe_router_pre_softmax": True, "bf16": False, "fp16": True, "moe_router_dtype": None},
         "router_dtype = fp32",
     ),
-    ({"moe_router_padding_for_quantization": True}, "padding_for_quantization = True: core then adds experts"),
-    ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type = flex: .*use alltoall or allgather"),
     (
-        {"virtual_pipeline_model_parallel_size": 2, "batch_p2p_comm": True, "overlap_p2p_comm": True},
+        {"moe_router_padding_for_quantization": True},
+        "padding_for_quantization = True: core then adds experts",
+    ),
+    (
+        {"moe_token_dispatcher_type": "flex"},
+        "moe_token_dispatcher_type = flex: .*use alltoall or allgather",
+    ),
+    (
+        {
+            "virtual_pipeline_model_parallel_size": 2,
+            "batch_p2p_comm": True,
+            "overlap_p2p_comm": True,
+        },
         "batch_p2p_comm = True: .*interleaved",
     ),
     (
-        {"virtual_pipeline_model_parallel_size": 2, "variable_seq_lengths": True, "overlap_p2p_comm": False},
+        {
+            "virtual_pipeline_model_parallel_size": 2,
+            "variable_seq_lengths": True,
+            "overlap_p2p_comm": False,
+        },
         "overlap_p2p_comm = False: .*shapes",
     ),
 ]
@@ -98,7 +138,8 @@ FINE = [
     {"cuda_graph_impl": "local", "cuda_graph_scope": ["mlp", "mamba"]},
     {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn", "mlp", "mamba"]},
     {"cuda_graph_impl": "local", "cuda_graph_scope": [Enum("Scope", "attn").attn]},
-    {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 5},  # the best 5 // 2 = 2 of a group
+    # the best 5 // 2 = 2 of a group
+    {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 5},
     {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0},
     {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4},
     {"moe_router_num_groups": 1, "moe_router_group_topk": 1, "moe_router_topk": 6},
@@ -116,7 +157,9 @@ def configuration(**sections):
 
 
 def core_config(cfg, **settings):
-    """A real TransformerConfig; settings are set after its own checks, as later changes to it would be."""
+    """A real TransformerConfig; settings are set after its own checks, as later changes to it would
+    be.
+    """
     config = make_transformer_config(make_spec(HF), cfg.model, cfg.parallel, torch.device("cpu"))
     for key, value in settings.items():
         assert hasattr(config, key), f"megatron-core has no setting {key}"
@@ -151,7 +194,9 @@ def test_not_refused(settings):
 
 @pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
 def test_new_core_keeps_scores_exact(version):
-    core = core_config(configuration(), moe_router_score_function="sigmoid", bf16=True, moe_router_dtype=None)
+    core = core_config(
+        configuration(), moe_router_score_function="sigmoid", bf16=True, moe_router_dtype=None
+    )
     check_compatibility(core, mode="R3", core_version=version)
 
 
@@ -163,12 +208,18 @@ def test_all_problems_are_named_together():
 
 def test_a_model_without_experts_has_nothing_to_replay():
     core = core_config(configuration(), num_moe_experts=None)
-    with pytest.raises(ReplayIncompatible, match=r"replay\.mode = R3: .*no MoE layer.*set replay\.mode = none"):
+    with pytest.raises(
+        ReplayIncompatible, match=r"replay\.mode = R3: .*no MoE layer.*set replay\.mode = none"
+    ):
         check_compatibility(core, mode="R3", core_version="0.16.1")
     check_compatibility(core, mode="none", core_version="0.16.1")
-    with pytest.raises(ReplayIncompatible, match=r"replay\.measure = true: .*no MoE layer.*set it to false"):
+    with pytest.raises(
+        ReplayIncompatible, match=r"replay\.measure = true: .*no MoE layer.*set it to false"
+    ):
         check_compatibility(core, mode="none", core_version="0.16.1", measure=True)
-    check_compatibility(core_config(configuration()), mode="R3", core_version="0.16.1", measure=True)
+    check_compatibility(
+        core_config(configuration()), mode="R3", core_version="0.16.1", measure=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +243,11 @@ def test_a_model_without_experts_has_nothing_to_replay():
         (
             {
                 "parallel": {"tp": 2, "cp": 2, "ep": 4, "etp": 1},
-                "model": {"recompute": "block", "recompute_layers": 3, "token_dispatcher": "allgather"},
+                "model": {
+                    "recompute": "block",
+                    "recompute_layers": 3,
+                    "token_dispatcher": "allgather",
+                },
                 "replay": {"mode": "R2"},
             },
             {"mtp_num_layers": 1},
@@ -251,12 +306,18 @@ def test_the_dry_run_refuses_fields_of_core_as_the_engine_does(fields, message):
     with pytest.raises(ValueError, match=message):
         check_core(spec, cfg)
     with pytest.raises(ValueError, match=message):
-        core = make_transformer_config(spec, cfg.model, cfg.parallel, torch.device("cpu"), cfg.megatron.fields)
+        core = make_transformer_config(
+            spec, cfg.model, cfg.parallel, torch.device("cpu"), cfg.megatron.fields
+        )
         check_compatibility(core, mode="R3", core_version="0.16.1")
 
 
 def test_fields_of_core_reach_its_configuration():
-    cfg = configuration(megatron={"recompute_modules": ["moe", "core_attn"], "moe_permute_fusion": False})
-    core = make_transformer_config(make_spec(HF), cfg.model, cfg.parallel, torch.device("cpu"), cfg.megatron.fields)
+    cfg = configuration(
+        megatron={"recompute_modules": ["moe", "core_attn"], "moe_permute_fusion": False}
+    )
+    core = make_transformer_config(
+        make_spec(HF), cfg.model, cfg.parallel, torch.device("cpu"), cfg.megatron.fields
+    )
     assert core.recompute_modules == ["moe", "core_attn"]
     assert check_core(make_spec(HF), cfg) == []

@@ -1,4 +1,7 @@
-"""A pass: which routes are used, recorded, recomputed or refused.  Routers here are fakes; tests/dist uses real ones."""
+"""A pass: which routes are used, recorded, recomputed or refused.
+
+Routers here are fakes; tests/dist uses real ones.
+"""
 
 from types import SimpleNamespace
 
@@ -14,7 +17,9 @@ E, K, ROWS = 8, 2, 5
 
 def make_router(**settings):
     values = dict(moe_router_fusion=False, moe_expert_capacity_factor=None)
-    return SimpleNamespace(config=SimpleNamespace(**{**values, **settings}), routing_type="none", router_replay=None)
+    return SimpleNamespace(
+        config=SimpleNamespace(**{**values, **settings}), routing_type="none", router_replay=None
+    )
 
 
 def make(layers=(0, 1)):
@@ -41,14 +46,18 @@ def scores(seed=0):
 def test_outside_a_pass_routing_is_live():
     _, (first, _) = make()
     values, ids = ask(first, scores())
-    assert torch.equal(ids, scores().topk(K).indices) and torch.equal(values, scores().gather(1, ids))
+    assert torch.equal(ids, scores().topk(K).indices) and torch.equal(
+        values, scores().gather(1, ids)
+    )
 
 
 def test_replay_uses_the_given_ids_live_scores_and_leaves_live_rows_to_the_router():
     manager, routers = make()
     given = routes()
     with (
-        manager.run_pass([Routes(replay=given, live_rows=torch.tensor([4]))], training=True) as replay_pass,
+        manager.run_pass(
+            [Routes(replay=given, live_rows=torch.tensor([4]))], training=True
+        ) as replay_pass,
         manager.forward(0),
     ):
         for layer, router in enumerate(routers):
@@ -63,16 +72,27 @@ def test_replay_uses_the_given_ids_live_scores_and_leaves_live_rows_to_the_route
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_group_limited_routers_leave_live_rows_to_core_with_all_rows(measured):
-    """core's own group-limited top-k, which is bound to the number of rows of the call, on two of five rows."""
+    """core's own group-limited top-k, which is bound to the number of rows of the call, on two of
+    five rows.
+    """
     manager, (router,) = make(layers=(0,))
     logits, given, live = scores(), routes()[:1], torch.tensor([1, 4])
     settings = dict(num_groups=4, group_topk=1, use_pre_softmax=True)
     _, live_map = topk_routing_with_score_function(logits, K, **settings)
-    reference = dict(reference=given, compared=torch.ones(ROWS, dtype=torch.bool)) if measured else {}
-    with manager.run_pass([Routes(replay=given, live_rows=live, **reference)], training=False), manager.forward(0):
-        _, used = topk_routing_with_score_function(logits, K, router_replay=router.router_replay, **settings)
+    reference = (
+        dict(reference=given, compared=torch.ones(ROWS, dtype=torch.bool)) if measured else {}
+    )
+    with (
+        manager.run_pass([Routes(replay=given, live_rows=live, **reference)], training=False),
+        manager.forward(0),
+    ):
+        _, used = topk_routing_with_score_function(
+            logits, K, router_replay=router.router_replay, **settings
+        )
     for row in range(ROWS):
-        expected = live_map[row].nonzero().flatten() if row in live else given[0, row].long().sort().values
+        expected = (
+            live_map[row].nonzero().flatten() if row in live else given[0, row].long().sort().values
+        )
         assert torch.equal(used[row].nonzero().flatten(), expected)
 
 
@@ -84,12 +104,22 @@ def test_a_models_own_group_limit_decides_live_rows_under_any_later_override():
     logits, given, live = scores(), routes()[:1], torch.tensor([0, 3])
     best = logits.argmax(1) // 4  # the group with the best expert
     firsts = (4 * best).tolist()
-    expected = torch.stack([i + row[i : i + 4].topk(K).indices for i, row in zip(firsts, logits, strict=True)])
+    expected = torch.stack(
+        [i + row[i : i + 4].topk(K).indices for i, row in zip(firsts, logits, strict=True)]
+    )
     assert not torch.equal(expected, logits.topk(K).indices)
-    with manager.run_pass([Routes(replay=given, live_rows=live)], training=False), manager.forward(0):
+    with (
+        manager.run_pass([Routes(replay=given, live_rows=live)], training=False),
+        manager.forward(0),
+    ):
         ids = ask(router, logits)[1]
-    assert torch.equal(ids[live], expected[live]) and torch.equal(ids[[1, 2, 4]], given[0, [1, 2, 4]].long())
-    with manager.run_pass([Routes()], training=False, record=True) as replay_pass, manager.forward(0):
+    assert torch.equal(ids[live], expected[live]) and torch.equal(
+        ids[[1, 2, 4]], given[0, [1, 2, 4]].long()
+    )
+    with (
+        manager.run_pass([Routes()], training=False, record=True) as replay_pass,
+        manager.forward(0),
+    ):
         ask(router, logits)
     assert torch.equal(replay_pass.recorded[0][0].long(), expected)
 
@@ -105,7 +135,9 @@ def test_record_then_replay():
     assert recorded[1].dtype == torch.uint8
     for index in (0, 1):
         for layer in (0, 1):
-            assert torch.equal(recorded[index][layer].long(), scores(10 * index + layer).topk(K).indices)
+            assert torch.equal(
+                recorded[index][layer].long(), scores(10 * index + layer).topk(K).indices
+            )
 
 
 def test_recompute_replays_what_the_forward_used_even_when_routing_is_live():
@@ -137,7 +169,9 @@ def test_a_router_that_was_not_called_is_an_error():
 
 def test_four_of_many_missing_calls_are_named():
     manager, _ = make()
-    with pytest.raises(RuntimeError, match=r"\[\(0, 0\), \(0, 1\), \(1, 0\), \(1, 1\)\] and perhaps more"):
+    with pytest.raises(
+        RuntimeError, match=r"\[\(0, 0\), \(0, 1\), \(1, 0\), \(1, 1\)\] and perhaps more"
+    ):
         with manager.run_pass([Routes()] * 3, training=False):
             pass
 

@@ -1,4 +1,6 @@
-"""What a router call adds: nothing is read back from the device, and gate weights follow the score function."""
+"""What a router call adds: nothing is read back from the device, and gate weights follow the score
+function.
+"""
 
 import math
 
@@ -16,7 +18,9 @@ def call(mismatch, scores, live, rollout):
 
 
 def test_add_never_waits_for_the_device():
-    """Tensors without storage refuse every read of a value: .item(), bool(), boolean indexing, nonzero()."""
+    """Tensors without storage refuse every read of a value: .item(), bool(), boolean indexing,
+    nonzero().
+    """
     with torch.device("meta"):
         scores, ids = torch.empty(ROWS, EXPERTS), torch.empty(ROWS, K, dtype=torch.int64)
         mismatch = Mismatch((0, 3), [torch.empty(ROWS, dtype=torch.bool)])
@@ -32,12 +36,15 @@ def test_gate_mass_of_logits_is_a_softmax_and_of_probabilities_a_share():
     one = [torch.tensor([True])]
     shares = call(Mismatch((0,), one, scores_are_logits=False), probabilities, live, rollout)
     assert shares["replaced_mass"] == pytest.approx(0.4 / 0.6)
-    logits = call(Mismatch((0,), one), probabilities.log(), live, rollout)  # exp(log p) / sum = the same share
+    # exp(log p) / sum = the same share
+    logits = call(Mismatch((0,), one), probabilities.log(), live, rollout)
     assert logits["replaced_mass"] == pytest.approx(0.4 / 0.6)
 
 
 def test_an_expert_bias_selects_but_carries_no_gate_mass():
-    """Margins are of what the router selects by; the gate weights of experts 0 and 1 are 0.4 and 0.2, whatever the bias."""
+    """Margins are of what the router selects by; the gate weights of experts 0 and 1 are 0.4 and
+    0.2, whatever the bias.
+    """
     live, rollout = torch.tensor([[0, 1]]), torch.tensor([[1, 5]], dtype=torch.uint8)
     sigmoid = torch.tensor([[0.4, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05, 0.0]])
     bias = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0])
@@ -60,13 +67,20 @@ def test_scores_of_16_bits_are_compared_in_32():
 
 def test_a_micro_batch_without_rows_counts_nothing():
     none = torch.empty(0, K, dtype=torch.int64)
-    sums = call(Mismatch((0,), [torch.empty(0, dtype=torch.bool)]), torch.empty(0, EXPERTS), none, none)
+    sums = call(
+        Mismatch((0,), [torch.empty(0, dtype=torch.bool)]), torch.empty(0, EXPERTS), none, none
+    )
     assert set(sums.values()) == {0.0}
 
 
 def test_choosing_every_expert_never_flips():
     live = torch.arange(EXPERTS).expand(ROWS, -1)
-    sums = call(Mismatch((0,), [torch.ones(ROWS, dtype=torch.bool)]), torch.randn(ROWS, EXPERTS), live, live.flip(1))
+    sums = call(
+        Mismatch((0,), [torch.ones(ROWS, dtype=torch.bool)]),
+        torch.randn(ROWS, EXPERTS),
+        live,
+        live.flip(1),
+    )
     assert (sums["pairs"], sums["flips"], sums["replaced_mass"]) == (ROWS, 0, 0)
 
 
@@ -102,4 +116,8 @@ def test_nothing_that_is_kept_holds_the_graph_of_a_forward():
     scores = torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(0)).requires_grad_()
     mismatch = Mismatch((0,), [torch.ones(ROWS, dtype=torch.bool)])
     call(mismatch, scores, scores.topk(K).indices, torch.tensor([[0, 1]] * ROWS))
-    assert mismatch.largest_gap > 0 and not mismatch.sums.requires_grad and not mismatch.largest_gap.requires_grad
+    assert (
+        mismatch.largest_gap > 0
+        and not mismatch.sums.requires_grad
+        and not mismatch.largest_gap.requires_grad
+    )

@@ -1,4 +1,6 @@
-"""The mismatch report and flips per token against loops over (token, layer), on one rank and over pipeline and tensor ranks."""
+"""The mismatch report and flips per token against loops over (token, layer), on one rank and over
+pipeline and tensor ranks.
+"""
 
 import math
 from dataclasses import fields
@@ -9,7 +11,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.replay.layout import RankLayout
-from megatron_rl.replay.mismatch import MANY_FLIPS, Mismatch, count_tokens, flips_per_token, reduce_mismatch
+from megatron_rl.replay.mismatch import (
+    MANY_FLIPS,
+    Mismatch,
+    count_tokens,
+    flips_per_token,
+    reduce_mismatch,
+)
 from tests.thread_ranks import run_thread_ranks
 
 EXPERTS, K, NUM_LAYERS = 8, 3, 6
@@ -23,7 +31,9 @@ def world():
 
 
 def make_call(rows, generator, same=0.6):
-    """(scores, live ids, used ids, the rollout's ids) of a router call; a share of rows has the live ids in another order."""
+    """(scores, live ids, used ids, the rollout's ids) of a router call; a share of rows has the
+    live ids in another order.
+    """
     scores = torch.randn(rows, EXPERTS, generator=generator)
     live = scores.topk(K).indices
     others = torch.rand(rows, EXPERTS, generator=generator).argsort(1)[:, :K]
@@ -57,7 +67,9 @@ def report_by_loop(passes, layers):
                 tokens += 1
                 flipped_layers = []
                 for layer in layers:
-                    scores, live, used, rollout = (part[row].tolist() for part in calls[index, layer])
+                    scores, live, used, rollout = (
+                        part[row].tolist() for part in calls[index, layer]
+                    )
                     lost = set(live) - set(rollout)
                     pairs, missing = pairs + 1, missing + len(lost)
                     used_flips += set(used) != set(rollout)
@@ -81,9 +93,13 @@ def report_by_loop(passes, layers):
         "token_mismatch": token_flips / tokens,
         "layers_per_token": sum(flips_of_tokens) / tokens,
         "expert_overlap": 1 - missing / (pairs * K),
-        "first_flip_layer": sum(i * n for i, n in enumerate(firsts)) / token_flips if token_flips else math.nan,
+        "first_flip_layer": sum(i * n for i, n in enumerate(firsts)) / token_flips
+        if token_flips
+        else math.nan,
         "flip_margin_max": max(gaps),
-        "flipped_margin": sum(flipped_margins) / len(flipped_margins) if flipped_margins else math.nan,
+        "flipped_margin": sum(flipped_margins) / len(flipped_margins)
+        if flipped_margins
+        else math.nan,
         "kept_margin": sum(kept_margins) / len(kept_margins) if kept_margins else math.nan,
         "replaced_gate_mass": mass / pairs,
         "flip_rate": [n / max(of, 1) for of, n in per_layer.values()],
@@ -94,9 +110,13 @@ def report_by_loop(passes, layers):
 @pytest.mark.parametrize("layers", [(0, 1, 2, 3, 4, 5), (1, 2, 5)])
 @pytest.mark.parametrize("same", [0.6, 1.0, 0.0])
 def test_every_field_against_a_loop(world, layers, same):
-    passes = [make_pass(layers, sizes, seed, same=same) for seed, sizes in enumerate([(7, 3), (5, 0), (11,)])]
+    passes = [
+        make_pass(layers, sizes, seed, same=same)
+        for seed, sizes in enumerate([(7, 3), (5, 0), (11,)])
+    ]
     report = reduce_mismatch(
-        [one for one, _, _ in passes], layers=layers, num_layers=NUM_LAYERS, top_k=K, pp_group=world,
+        [one for one, _, _ in passes], layers=layers, num_layers=NUM_LAYERS, top_k=K,
+        pp_group=world,
         device=torch.device("cpu"),
     )  # fmt: skip
     expected = report_by_loop(passes, layers)
@@ -110,7 +130,8 @@ def test_nothing_compared_has_no_report(world):
     nothing.add(0, 0, *make_call(4, torch.Generator().manual_seed(0), same=0.0))
     for mismatches in ([], [nothing]):
         report = reduce_mismatch(
-            mismatches, layers=(0,), num_layers=2, top_k=K, pp_group=world, device=torch.device("cpu")
+            mismatches, layers=(0,), num_layers=2, top_k=K, pp_group=world,
+            device=torch.device("cpu")
         )  # fmt: skip
         assert report is None
 
@@ -132,7 +153,9 @@ def test_stages_of_a_pipeline_count_a_token_once():
         return count_tokens([stages[rank]], NUM_LAYERS, group, torch.device("cpu"))
 
     got = run_thread_ranks(count, 2)
-    (expected,) = run_thread_ranks(lambda group, _: count_tokens([whole], NUM_LAYERS, group, torch.device("cpu")), 1)
+    (expected,) = run_thread_ranks(
+        lambda group, _: count_tokens([whole], NUM_LAYERS, group, torch.device("cpu")), 1
+    )
     assert expected[0] == 9 and 0 < expected[2:].sum() < 9 and expected.dtype == torch.float64
     assert torch.equal(got[0], expected) and torch.equal(got[1], expected)
 
@@ -141,12 +164,16 @@ def test_stages_of_a_pipeline_count_a_token_once():
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("pp", "per_stage"), [(1, 12), (2, 7), (32, 9)])
 def test_flips_per_token_against_a_loop(tp, sequence_parallel, padded, pp, per_stage):
-    """Every rank of tp x pp gets the flips of all its rows in all stages, at most MANY_FLIPS; 32 x 8 does not fit a byte."""
+    """Every rank of tp x pp gets the flips of all its rows in all stages, at most MANY_FLIPS; 32 x
+    8 does not fit a byte.
+    """
     if pp * tp > 32:
         pytest.skip("32 ranks are enough")
     bounds = [torch.tensor([0, 4, 8]), torch.tensor([0, 4])]
     generator = torch.Generator().manual_seed(pp + tp)
-    flips = [torch.rand(pp, int(b[-1]), generator=generator).mul(per_stage + 1).long() for b in bounds]
+    flips = [
+        torch.rand(pp, int(b[-1]), generator=generator).mul(per_stage + 1).long() for b in bounds
+    ]
     flips[0][:, 0], flips[0][:, 1], flips[1][:, 0] = MANY_FLIPS + 1, 0, per_stage  # in packed order
 
     def place(rank):
@@ -164,14 +191,20 @@ def test_flips_per_token_against_a_loop(tp, sequence_parallel, padded, pp, per_s
     for rank, counted in enumerate(run_thread_ranks(count, tp * pp)):
         for got, table in zip(counted, flips, strict=True):
             assert got.dtype == torch.uint8
-            assert got.tolist() == table.clamp(max=MANY_FLIPS).sum(0).clamp(max=MANY_FLIPS).tolist(), rank
+            assert (
+                got.tolist() == table.clamp(max=MANY_FLIPS).sum(0).clamp(max=MANY_FLIPS).tolist()
+            ), rank
 
 
-@pytest.mark.parametrize(("stages", "sent"), [(1, []), (2, [torch.uint8]), (31, [torch.uint8]), (32, [torch.int32])])
+@pytest.mark.parametrize(
+    ("stages", "sent"), [(1, []), (2, [torch.uint8]), (31, [torch.uint8]), (32, [torch.int32])]
+)
 def test_flips_are_sent_as_bytes_while_a_byte_holds_their_sum(stages, sent, monkeypatch):
     """31 stages x 8 flips = 248; over the model's ranks, and not at all where it has one."""
     seen, group = [], SimpleNamespace(size=lambda: stages)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: seen.append((tensor.dtype, group)))
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda tensor, group=None: seen.append((tensor.dtype, group))
+    )
     mismatch = Mismatch((0,), [torch.ones(4, dtype=torch.bool)])
     mismatch.flips[0].copy_(torch.tensor([0, 1, 8, 256]))  # a byte of its own would wrap to 0
     (flips,) = flips_per_token(
@@ -212,7 +245,8 @@ def test_the_largest_gap_is_that_of_any_rank(monkeypatch):
         mismatch.sums[0, 0] = 4
         mismatch.largest_gap.fill_([0.25, 0.75, 0.5][rank])
         return reduce_mismatch(
-            [mismatch], layers=(0,), num_layers=1, top_k=K, pp_group=SimpleNamespace(size=lambda: 1),
+            [mismatch], layers=(0,), num_layers=1, top_k=K,
+            pp_group=SimpleNamespace(size=lambda: 1),
             device=torch.device("cpu"),
         )  # fmt: skip
 

@@ -1,7 +1,9 @@
-"""No router call makes the host wait for the device, in any mode: one wait per layer would drain the GPU's queue each time.
+"""No router call makes the host wait for the device, in any mode: one wait per layer would drain
+the GPU's queue each time.
 
-Without a GPU the tensors are on torch's meta device, which holds no values: whatever would read one (.item(), bool(),
-.tolist(), nonzero, a copy to the host) raises.  With one, CUDA's own check of synchronising calls raises.
+Without a GPU the tensors are on torch's meta device, which holds no values: whatever would read one
+(.item(), bool(), .tolist(), nonzero, a copy to the host) raises.  With one, CUDA's own check of
+synchronising calls raises.
 """
 
 from types import SimpleNamespace
@@ -13,11 +15,21 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron_rl.replay.manager import ReplayManager, Routes
 
 E, K, ROWS = 8, 2, 6
-DEVICES = ["meta", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+DEVICES = [
+    "meta",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    ),
+]
 ROUTERS = {
     "softmax": {"score_function": "softmax"},
     "softmax first": {"score_function": "softmax", "use_pre_softmax": True},
-    "sigmoid, bias, groups": {"score_function": "sigmoid", "num_groups": 2, "group_topk": 1, "expert_bias": True},
+    "sigmoid, bias, groups": {
+        "score_function": "sigmoid",
+        "num_groups": 2,
+        "group_topk": 1,
+        "expert_bias": True,
+    },
 }
 
 
@@ -29,7 +41,9 @@ def make_routes(mode, device):
         "none": Routes(),
         "record": Routes(),
         "replay": Routes(replay=ids, live_rows=live_rows),
-        "replay, measured": Routes(replay=ids, live_rows=live_rows, reference=ids, compared=compared),
+        "replay, measured": Routes(
+            replay=ids, live_rows=live_rows, reference=ids, compared=compared
+        ),
         "live, measured": Routes(reference=ids, compared=compared),
     }[mode]
 
@@ -51,8 +65,12 @@ def test_router_call_reads_nothing_from_the_device(mode, settings, device):
     try:
         with manager.run_pass([routes], training=True, record=mode == "record"):
             with manager.forward(0), torch.no_grad():  # a checkpointed forward
-                topk_routing_with_score_function(logits, K, router_replay=router.router_replay, **settings)
-            probs, _ = topk_routing_with_score_function(logits, K, router_replay=router.router_replay, **settings)
+                topk_routing_with_score_function(
+                    logits, K, router_replay=router.router_replay, **settings
+                )
+            probs, _ = topk_routing_with_score_function(
+                logits, K, router_replay=router.router_replay, **settings
+            )
             probs.sum().backward()  # the recompute has gradient
     finally:
         if device == "cuda":
@@ -61,6 +79,12 @@ def test_router_call_reads_nothing_from_the_device(mode, settings, device):
 
 
 def test_a_read_would_be_detected():
-    for read in (torch.Tensor.item, bool, torch.Tensor.tolist, torch.Tensor.nonzero, torch.Tensor.cpu):
+    for read in (
+        torch.Tensor.item,
+        bool,
+        torch.Tensor.tolist,
+        torch.Tensor.nonzero,
+        torch.Tensor.cpu,
+    ):
         with pytest.raises((RuntimeError, NotImplementedError)):
             read(torch.ones(1, device="meta"))

@@ -1,4 +1,6 @@
-"""The router shift: against log_softmax and loops, and its sum over the layers of pipeline stages and rows of tensor ranks."""
+"""The router shift: against log_softmax and loops, and its sum over the layers of pipeline stages
+and rows of tensor ranks.
+"""
 
 import math
 from types import SimpleNamespace
@@ -59,7 +61,9 @@ def test_a_record_can_be_written_and_read():
     for micro_batch in (0, 1):
         kept, values = record.stacked(micro_batch)
         assert kept.dtype == torch.uint8 and torch.equal(kept.long(), ids[:3])
-        torch.testing.assert_close(values, scores_of(micro_batch)[:3].log_softmax(-1).gather(2, ids[:3]))
+        torch.testing.assert_close(
+            values, scores_of(micro_batch)[:3].log_softmax(-1).gather(2, ids[:3])
+        )
         copy.put(micro_batch, kept, values)
     assert set(copy.kept) == set(record.kept)
     assert record.stacked(2) is None, "a stage without MoE layers keeps nothing"
@@ -75,7 +79,9 @@ def test_log_probs_are_those_of_all_experts(scores_are_logits):
     given = scores if scores_are_logits else scores.softmax(-1)
     got = router_logprobs(given.bfloat16().float(), ids, scores_are_logits=scores_are_logits)
     expected = (
-        scores.bfloat16().float().log_softmax(-1) if scores_are_logits else scores.softmax(-1).bfloat16().float().log()
+        scores.bfloat16().float().log_softmax(-1)
+        if scores_are_logits
+        else scores.softmax(-1).bfloat16().float().log()
     )
     torch.testing.assert_close(got, expected.gather(1, ids))
 
@@ -90,17 +96,23 @@ def test_the_experts_are_those_of_the_old_pass_whatever_is_used_now():
     watch(shift, now, others, range(LAYERS))
     bounds = [torch.tensor([0, ROWS])]
     group = SimpleNamespace(size=lambda: 1)
-    (got,) = shift_per_token(shift, layout_of(), bounds, group, num_layers=LAYERS, device=torch.device("cpu"))
+    (got,) = shift_per_token(
+        shift, layout_of(), bounds, group, num_layers=LAYERS, device=torch.device("cpu")
+    )
     assert got.tolist() == pytest.approx(by_loops(before, now, ids), rel=1e-5)
     same = RouterShift(record)
     watch(same, before, others, range(LAYERS))
-    (zero,) = shift_per_token(same, layout_of(), bounds, group, num_layers=LAYERS, device=torch.device("cpu"))
+    (zero,) = shift_per_token(
+        same, layout_of(), bounds, group, num_layers=LAYERS, device=torch.device("cpu")
+    )
     assert (zero == 0).all(), "the same scores: exactly 0"
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_layers_of_stages_and_rows_of_tensor_ranks_are_put_together(sequence_parallel):
-    """pp = 2 with 3 layers and 1, tp = 2: every rank gets the shift of all layers; two micro-batches."""
+    """pp = 2 with 3 layers and 1, tp = 2: every rank gets the shift of all layers; two
+    micro-batches.
+    """
     before, now = scores_of(4), scores_of(5)
     ids, stages = before.topk(K).indices, ([0, 1, 2], [3])
     expected = by_loops(before, now, ids)
@@ -115,7 +127,9 @@ def test_layers_of_stages_and_rows_of_tensor_ranks_are_put_together(sequence_par
             watch(record, before, ids, layers, rows, micro_batch)
             watch(shift, now, ids, layers, rows, micro_batch)
         bounds = [torch.tensor([0, ROWS])] * 2
-        return shift_per_token(shift, layout, bounds, group, num_layers=LAYERS, device=torch.device("cpu"))
+        return shift_per_token(
+            shift, layout, bounds, group, num_layers=LAYERS, device=torch.device("cpu")
+        )
 
     for got in run_thread_ranks(rank_of, 4):
         for part in got:
@@ -134,7 +148,9 @@ def test_a_stage_without_moe_layers_adds_nothing():
         watch(record, before, ids, layers)
         watch(shift, now, ids, layers)
         bounds = [torch.tensor([0, ROWS])]
-        return shift_per_token(shift, layout_of(), bounds, group, num_layers=LAYERS, device=torch.device("cpu"))
+        return shift_per_token(
+            shift, layout_of(), bounds, group, num_layers=LAYERS, device=torch.device("cpu")
+        )
 
     for (got,) in run_thread_ranks(rank_of, 2):
         assert got.tolist() == pytest.approx(by_loops(before, now, ids), rel=1e-5)

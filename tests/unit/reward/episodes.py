@@ -14,7 +14,10 @@ running = most = 0
 def turns(episode: Episode):
     """The number of its turns, and what it sees as metrics."""
     assert asdict(episode)["label"] == episode.label
-    return Score(len(episode.turns), {"metadata": episode.metadata.get("weight", 0), "tokens": episode.num_tokens})
+    return Score(
+        len(episode.turns),
+        {"metadata": episode.metadata.get("weight", 0), "tokens": episode.num_tokens},
+    )
 
 
 def by_response(episode: Episode):
@@ -77,7 +80,9 @@ def group(group: list[Episode]) -> list:
         return [0.0]
     if group[0].response == "raise":
         raise RuntimeError("on purpose")
-    return [Score(len(group), {"place": place}) for place, _ in enumerate(group[:-1])] + [float("nan")]
+    return [Score(len(group), {"place": place}) for place, _ in enumerate(group[:-1])] + [
+        float("nan")
+    ]
 
 
 def bare(episode):

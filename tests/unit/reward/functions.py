@@ -10,7 +10,8 @@ import time
 from megatron_rl.reward.failures import LabelError
 
 LEFT_RUNNING = (
-    "SECONDS_OF_THE_CHILD"  # the variable that says how long a child of "spawn" sleeps: finds it in the process table
+    # the variable that says how long a child of "spawn" sleeps: finds it in the process table
+    "SECONDS_OF_THE_CHILD"
 )
 
 

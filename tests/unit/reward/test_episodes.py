@@ -1,4 +1,6 @@
-"""Reward functions that see the whole episode, or a group; async ones; and the metrics that they return."""
+"""Reward functions that see the whole episode, or a group; async ones; and the metrics that they
+return.
+"""
 
 import math
 
@@ -13,7 +15,9 @@ MODULE = "tests.unit.reward.episodes"
 
 
 def pool_of(name, **settings):
-    return RewardPool(RewardConfig(function=f"{MODULE}:{name}", **{"timeout_seconds": 5.0, **settings}))
+    return RewardPool(
+        RewardConfig(function=f"{MODULE}:{name}", **{"timeout_seconds": 5.0, **settings})
+    )
 
 
 def answer(response, label="1", **settings):
@@ -22,10 +26,14 @@ def answer(response, label="1", **settings):
 
 def test_an_episode_arrives_as_it_was_sent():
     turns = (EpisodeTurn("6*7", "42\n", "stop", 3, 0.5), EpisodeTurn("42", "", "length", 2))
-    episode = answer("6*7\u2028 \ud800", turns=turns, num_tokens=5, metadata={"weight": 2.5, "list": [1, None]})
+    episode = answer(
+        "6*7\u2028 \ud800", turns=turns, num_tokens=5, metadata={"weight": 2.5, "list": [1, None]}
+    )
     assert Episode.from_json(episode.to_json()) == episode
     with pool_of("turns") as pool:
-        ((first,), rest) = pool.score_episodes([[episode], [answer("a"), answer("a", turns=turns[:1])]])
+        ((first,), rest) = pool.score_episodes(
+            [[episode], [answer("a"), answer("a", turns=turns[:1])]]
+        )
         assert (first.reward, first.metrics) == (2.0, {"metadata": 2.5, "tokens": 5})
         assert [each.reward for each in rest] == [0.0, 1.0], "episodes of one text are not one call"
         assert pool.score([("p", "a", "1")]).tolist() == [0.0]
@@ -58,7 +66,8 @@ def test_only_the_call_that_hangs_or_dies_fails():
         assert {name: each.reward for name, each in zip(names, found, strict=True)} == {
             name: 1.0 if len(name) == 1 else -1.0 for name in names
         }
-        assert {kind: pool.counters[kind] for kind in ("timeouts", "crashes", "errors", "scored")} == {
+        assert {kind: pool.counters[kind] for kind in ("timeouts", "crashes", "errors",
+        "scored")} == {
             "timeouts": 3, "crashes": 1, "errors": 2, "scored": 5,
         }  # fmt: skip
 
@@ -67,9 +76,17 @@ def test_a_group_is_scored_together():
     with pool_of("group", on_error=-1.0) as pool:
         assert pool.score_episodes([[]]) == [[]]
         found = pool.score_episodes(
-            [[answer("a"), answer("a"), answer("c")], [answer("short"), answer("b")], [answer("raise")]]
+            [
+                [answer("a"), answer("a"), answer("c")],
+                [answer("short"), answer("b")],
+                [answer("raise")],
+            ]
         )
-        assert [[each.reward for each in group] for group in found] == [[3.0, 3.0, -1.0], [-1.0, -1.0], [-1.0]]
+        assert [[each.reward for each in group] for group in found] == [
+            [3.0, 3.0, -1.0],
+            [-1.0, -1.0],
+            [-1.0],
+        ]
         assert [each.metrics for each in found[0]] == [{"place": 0.0}, {"place": 1.0}, {}]
         assert pool.counters["invalid"] == 3 and pool.counters["errors"] == 1
     with pool_of("group") as pool, pytest.raises(RewardError, match="failed on all 2 responses"):
@@ -80,13 +97,18 @@ def test_a_group_is_scored_together():
     ("name", "message"),
     [
         ("bare", r"takes \(episode\): must take .*; annotate its parameter"),
-        ("two", r"takes \(prompt, response\): must take \(prompt, response, label\), \(episode: Episode\) or"),
+        (
+            "two",
+            r"takes \(prompt, response\): must take \(prompt, response, label\), \(episode: Episode\) or",
+        ),
         ("unknown", r"an annotation that cannot be read .*'Nothing' is not defined"),
         ("other", r"takes \(episode: dict\): must take"),
     ],
 )
 def test_a_function_of_other_arguments_is_refused_at_start(name, message):
-    with pytest.raises(RewardError, match=rf"reward.function = '{MODULE}:{name}' cannot be loaded: .*{message}"):
+    with pytest.raises(
+        RewardError, match=rf"reward.function = '{MODULE}:{name}' cannot be loaded: .*{message}"
+    ):
         with pool_of(name):
             pass
 

@@ -1,4 +1,6 @@
-"""Every hostile answer against the real pool: nothing hangs, nothing scores, every failure is counted by its kind."""
+"""Every hostile answer against the real pool: nothing hangs, nothing scores, every failure is
+counted by its kind.
+"""
 
 import time
 
@@ -18,13 +20,17 @@ def with_labels(answers):
 
 
 def score_hostile(answers, *, timeout, workers, tmp_path):
-    """Score hostile answers among correct ones; returns the pool's counters and the seconds it took."""
+    """Score hostile answers among correct ones; returns the pool's counters and the seconds it
+    took.
+    """
     marker = tmp_path / "ran"
     answers = [(response.replace("{file}", str(marker)), label) for response, label in answers]
     items = [("q", *pair) for pair in answers]
     right = [(f"q{n}", *pair) for n, pair in enumerate(hostile.RIGHT * 2)]
     mixed = right[:5] + items + right[5:]
-    with RewardPool(RewardConfig(timeout_seconds=timeout, num_workers=workers, on_error="drop")) as pool:
+    with RewardPool(
+        RewardConfig(timeout_seconds=timeout, num_workers=workers, on_error="drop")
+    ) as pool:
         start = time.monotonic()
         scores = pool.score(mixed)
         seconds = time.monotonic() - start
@@ -32,7 +38,9 @@ def score_hostile(answers, *, timeout, workers, tmp_path):
             "correct answers keep their score among hostile ones"
         )
         found = scores[5:-5]
-        assert np.isin(found, [0.0]).sum() + np.isnan(found).sum() == len(items), "a hostile answer was rewarded"
+        assert np.isin(found, [0.0]).sum() + np.isnan(found).sum() == len(items), (
+            "a hostile answer was rewarded"
+        )
         counters = dict(pool.counters)
         failures = sum(counters.get(kind, 0) for kind in KINDS)
         assert np.isnan(found).sum() == failures
@@ -44,16 +52,22 @@ def score_hostile(answers, *, timeout, workers, tmp_path):
 
 def test_the_quick_hostile_answers(tmp_path):
     """Those that a verifier answers, or fails on, quickly; only two of the bombs."""
-    answers = with_labels(hostile.TEXT + hostile.INJECTIONS + hostile.BOMBS[:2] + hostile.NESTED[:1])
+    answers = with_labels(
+        hostile.TEXT + hostile.INJECTIONS + hostile.BOMBS[:2] + hostile.NESTED[:1]
+    )
     assert len(set(answers)) >= 45
     counters, seconds = score_hostile(answers, timeout=3.0, workers=1, tmp_path=tmp_path)
-    assert counters["timeouts"] >= 2 and counters["errors"] >= 3, "failures must not pass for wrong answers"
+    assert counters["timeouts"] >= 2 and counters["errors"] >= 3, (
+        "failures must not pass for wrong answers"
+    )
     assert seconds < (counters["timeouts"] + counters["errors"]) * (3.0 + START_SECONDS)
 
 
 @pytest.mark.slow
 def test_all_hostile_answers_end_within_their_timeout(tmp_path):
-    answers = with_labels(hostile.BOMBS + hostile.ALGEBRA + hostile.NESTED + hostile.TEXT + hostile.INJECTIONS)
+    answers = with_labels(
+        hostile.BOMBS + hostile.ALGEBRA + hostile.NESTED + hostile.TEXT + hostile.INJECTIONS
+    )
     assert len(set(answers)) >= 80
     counters, seconds = score_hostile(answers, timeout=1.0, workers=2, tmp_path=tmp_path)
     assert counters["timeouts"] >= 15

@@ -1,4 +1,6 @@
-"""A clock that moves when a test says so, a group of one rank, and no pauses before a request is repeated."""
+"""A clock that moves when a test says so, a group of one rank, and no pauses before a request is
+repeated.
+"""
 
 import pytest
 import torch.distributed as dist

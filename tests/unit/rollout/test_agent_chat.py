@@ -1,4 +1,6 @@
-"""Messages between turns: what the model sampled stays, token for token; the calculator of examples/agents."""
+"""Messages between turns: what the model sampled stays, token for token; the calculator of
+examples/agents.
+"""
 
 import asyncio
 import json
@@ -23,7 +25,10 @@ def qwen():
 
 
 PROMPT = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-CALL = '<tool_call>\n{"name": "calculate", "arguments": {"a": 2, "operator": "+", "b": 2}}\n</tool_call><|im_end|>'
+CALL = (
+    '<tool_call>\n{"name": "calculate", "arguments": {"a": 2, "operator": "+", "b":'
+    " 2}}\n</tool_call><|im_end|>"
+)
 
 
 def test_a_tool_message_is_appended_in_the_models_format(qwen):
@@ -35,9 +40,15 @@ def test_a_tool_message_is_appended_in_the_models_format(qwen):
 
 
 def test_tokens_that_encoding_would_merge_otherwise_stay_as_sampled(qwen):
-    """The turn's text encodes to other tokens than were sampled: what is added must not depend on that."""
+    """The turn's text encodes to other tokens than were sampled: what is added must not depend on
+    that.
+    """
     chat, prompt = Chat("qwen3", qwen), qwen.encode(PROMPT)
-    sampled = [*qwen.encode("<tool_"), *qwen.encode("call>x"), qwen.convert_tokens_to_ids("<|im_end|>")]
+    sampled = [
+        *qwen.encode("<tool_"),
+        *qwen.encode("call>x"),
+        qwen.convert_tokens_to_ids("<|im_end|>"),
+    ]
     assert qwen.encode(qwen.decode(sampled)) != sampled
     added = chat.extend(prompt, sampled, [{"role": "user", "content": "go"}])
     assert qwen.decode(added) == "\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
@@ -45,7 +56,9 @@ def test_tokens_that_encoding_would_merge_otherwise_stay_as_sampled(qwen):
 
 def test_a_turn_cut_at_its_limit_is_closed_first(qwen):
     chat = Chat("qwen3", qwen)
-    added = chat.extend(qwen.encode(PROMPT), qwen.encode("I was cut"), [{"role": "user", "content": "go"}])
+    added = chat.extend(
+        qwen.encode(PROMPT), qwen.encode("I was cut"), [{"role": "user", "content": "go"}]
+    )
     assert qwen.decode(added).startswith("<|im_end|>\n<|im_start|>user\ngo")
 
 
@@ -68,23 +81,33 @@ def echo(text: str) -> str:
 )
 def test_a_call_of_thousands_of_brackets_or_digits_is_answered(qwen, arguments, why):
     """Models in a loop write such ones: the error is the model's, not the run's."""
-    turn = qwen.encode(f'<tool_call>\n{{"name": "echo", "arguments": {arguments}}}\n</tool_call><|im_end|>')
+    turn = qwen.encode(
+        f'<tool_call>\n{{"name": "echo", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+    )
     reply = Chat("qwen3", qwen).parse(qwen.encode(PROMPT), turn)
     (call,) = reply.tool_calls
     answer, is_error = asyncio.run(Tools([echo]).answer(call))
-    assert is_error and answer.startswith("error: this tool call could not be read") and why in answer
+    assert (
+        is_error and answer.startswith("error: this tool call could not be read") and why in answer
+    )
     assert arguments in str(reply.message) and chained(b"", reply.message)
 
 
 @pytest.mark.parametrize("name", ["5", "true", '["echo"]', '{"a": 1}'])
 def test_a_call_whose_name_is_no_text_is_answered(qwen, name):
     chat, prompt = Chat("qwen3", qwen), qwen.encode(PROMPT)
-    turn = qwen.encode(f'<tool_call>\n{{"name": {name}, "arguments": {{"text": "x"}}}}\n</tool_call><|im_end|>')
+    turn = qwen.encode(
+        f'<tool_call>\n{{"name": {name}, "arguments": {{"text": "x"}}}}\n</tool_call><|im_end|>'
+    )
     reply = chat.parse(prompt, turn)
     (call,) = reply.tool_calls
     answer, is_error = asyncio.run(Tools([echo]).answer(call))
     assert is_error and answer == "error: this tool call could not be read: its name is no text"
-    history = [{"role": "user", "content": "2+2?"}, reply.message, {"role": "user", "content": answer}]
+    history = [
+        {"role": "user", "content": "2+2?"},
+        reply.message,
+        {"role": "user", "content": answer},
+    ]
     assert name in qwen.decode(chat.render(history)), "the model sees what it wrote, as text"
 
 
@@ -102,27 +125,41 @@ def test_an_argument_of_any_name_is_answered(name):
     """The model writes the names; none may be taken for one of our own calls."""
     answer = asyncio.run(Tools([echo]).answer(ToolCall("id", "echo", {"text": "x", name: 1}, "")))
     assert answer == (f"error: arguments of echo: {name}: Unexpected keyword argument", True)
-    assert asyncio.run(Tools([plot]).answer(ToolCall("id", "plot", {"function": "x"}, ""))) == ("x", False)
+    assert asyncio.run(Tools([plot]).answer(ToolCall("id", "plot", {"function": "x"}, ""))) == (
+        "x",
+        False,
+    )
 
 
 def test_half_an_emoji_is_a_question_mark(qwen):
-    """JSON may hold it (a model that escapes one stops in its middle), but no tokenizer and no HTTP client takes it."""
+    """JSON may hold it (a model that escapes one stops in its middle), but no tokenizer and no HTTP
+    client takes it.
+    """
     chat, prompt = Chat("qwen3", qwen), qwen.encode(PROMPT)
-    turn = qwen.encode('<tool_call>\n{"name": "echo", "arguments": {"text": "\\ud83d"}}\n</tool_call><|im_end|>')
+    turn = qwen.encode(
+        '<tool_call>\n{"name": "echo", "arguments": {"text": "\\ud83d"}}\n</tool_call><|im_end|>'
+    )
     reply = chat.parse(prompt, turn)
     (call,) = reply.tool_calls
     assert asyncio.run(Tools([echo]).answer(call)) == ("?", False)
     assert json.dumps(reply.message, ensure_ascii=False).encode()
-    assert "\n?\n" in qwen.decode(chat.extend(prompt, turn, [{"role": "tool", "content": "\ud83d"}]))
+    assert "\n?\n" in qwen.decode(
+        chat.extend(prompt, turn, [{"role": "tool", "content": "\ud83d"}])
+    )
 
 
 def test_of_megabytes_no_more_is_encoded_than_fills_a_sequence(qwen, monkeypatch):
     monkeypatch.setattr(chat_module, "CHARACTERS_PER_TOKEN", 4)
-    chat, prompt, turn = Chat("qwen3", qwen, longest=20), qwen.encode(PROMPT), qwen.encode("ok<|im_end|>")
+    chat, prompt, turn = (
+        Chat("qwen3", qwen, longest=20),
+        qwen.encode(PROMPT),
+        qwen.encode("ok<|im_end|>"),
+    )
     huge = {"role": "user", "content": "x" * 10**6}
     for tokens in (chat.render([huge]), chat.extend(prompt, turn, [huge])):
         assert 20 < len(tokens) < 200
-    dense = {"role": "user", "content": "<tool_response>" * 15}  # more than 4 characters a token: it fits
+    # more than 4 characters a token: it fits
+    dense = {"role": "user", "content": "<tool_response>" * 15}
     assert qwen.decode(chat.render([dense])).count("<tool_response>") == 15
 
 
@@ -160,17 +197,24 @@ def test_arguments_are_shown_as_they_were_written():
     assert ToolCall("id", "echo", {"text": "\u00e9"}, "").arguments_json == '{"text": "\u00e9"}'
 
 
-@pytest.mark.parametrize("content", [["x"], [{"type": "text", "text": "x"}, "x"], [{"type": "image_url"}], 3])
+@pytest.mark.parametrize(
+    "content", [["x"], [{"type": "text", "text": "x"}, "x"], [{"type": "image_url"}], 3]
+)
 def test_content_is_text_or_parts_of_text(content):
     with pytest.raises(ValueError, match="must be text or a list of text parts"):
         text_of(content)
-    assert text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab" and text_of(None) == ""
+    assert (
+        text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
+        and text_of(None) == ""
+    )
 
 
 def test_special_tokens_do_not_count_towards_a_text(qwen):
     """A text of as many tokens as the longest sequence has is given to the format whole."""
     chat, message = Chat("qwen3", qwen, longest=10), {"role": "user", "content": "x" * 200}
-    chat._tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [0] * (10 + add_special_tokens))
+    chat._tokenizer = SimpleNamespace(
+        encode=lambda text, add_special_tokens: [0] * (10 + add_special_tokens)
+    )
     assert chat._shortened(message) is message
 
 
@@ -185,7 +229,9 @@ def test_known_texts_are_encoded_as_the_tokenizer_encodes_them(qwen):
 def test_a_tool_without_a_name_is_refused(function):
     with pytest.raises(ValueError, match="tools: .* must be"):
         Tools([{"type": "function", "function": function}])
-    with pytest.raises(ValueError, match="tools: 'multiply' must be a function, or the schema of one"):
+    with pytest.raises(
+        ValueError, match="tools: 'multiply' must be a function, or the schema of one"
+    ):
         Tools(["multiply"])
 
 

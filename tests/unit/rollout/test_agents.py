@@ -1,4 +1,6 @@
-"""Rollouts of several turns: what each row was sampled by, what is learned from, and what a failing function does."""
+"""Rollouts of several turns: what each row was sampled by, what is learned from, and what a failing
+function does.
+"""
 
 import asyncio
 import contextlib
@@ -42,7 +44,10 @@ async def two_turns(session, prompt):
 async def three_turns(session, prompt):
     for observed in ("w40 w41 w42", np.array([50])):
         turn = await session.generate()
-        assert turn.text.split() == [f"w{token}" for token in turn.token_ids] and turn.finish_reason == "length"
+        assert (
+            turn.text.split() == [f"w{token}" for token in turn.token_ids]
+            and turn.finish_reason == "length"
+        )
         session.observe(observed)
     await session.generate()
     session.observe("w60")  # nothing follows: dropped
@@ -63,7 +68,9 @@ async def rewarded_turns(session, prompt):
 
 def stopped(body, prompt, sample_id):
     honest = honest_sample(body, prompt, sample_id)
-    return honest | {"meta_info": honest["meta_info"] | {"finish_reason": {"type": "stop", "matched": 1}}}
+    return honest | {
+        "meta_info": honest["meta_info"] | {"finish_reason": {"type": "stop", "matched": 1}}
+    }
 
 
 async def endless(session, prompt):
@@ -76,7 +83,9 @@ def client_of(servers, function, *, idle_timeout_seconds=5.0, **settings):
     cfg = RolloutConfig(max_retries=3, idle_timeout_seconds=idle_timeout_seconds)
     agent = AgentConfig(function=f"{__name__}:{function}", **settings)
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, cfg.max_retries)
-    return RolloutClient([server.url for server in servers], cfg, spec=SPEC, want_routes=True, episodes=runner)
+    return RolloutClient(
+        [server.url for server in servers], cfg, spec=SPEC, want_routes=True, episodes=runner
+    )
 
 
 def sample(client, *, group_size=2, max_tokens=64, **settings):
@@ -98,18 +107,29 @@ def parts_of(servers, rollout):
         for body in server.requests:
             for index, ids in enumerate(body["input_ids"]):
                 content = server.served.get(f"{body['rid']}_{index}")
-                if content and list(rollout.tokens[: len(ids) + TURN]) == ids + content["output_ids"]:
+                if (
+                    content
+                    and list(rollout.tokens[: len(ids) + TURN]) == ids + content["output_ids"]
+                ):
                     prompt = Prompt("", "", tuple(ids), "")
                     parts.append(
                         parse_sample(
-                            content, prompt, "", spec=SPEC, want_routes=True, policy_version=VERSION, max_tokens=TURN
+                            content,
+                            prompt,
+                            "",
+                            spec=SPEC,
+                            want_routes=True,
+                            policy_version=VERSION,
+                            max_tokens=TURN,
                         )
                     )
     return sorted(parts, key=lambda part: len(part.tokens))
 
 
 def brute_force_routes(rollout, parts):
-    """Row j: of the request that sampled token j + 1; where it was not sampled, of the first that computed token j."""
+    """Row j: of the request that sampled token j + 1; where it was not sampled, of the first that
+    computed token j.
+    """
     rows = []
     sampled = set(rollout.sampled.tolist())
     for j in range(len(rollout.tokens) - 1):
@@ -133,13 +153,17 @@ def test_every_row_is_of_the_request_that_sampled_its_token(function, spans):
             assert rollout.environment[0] == (3 + TURN, 3 + TURN + len(TOOL))
             assert tuple(rollout.tokens[slice(*rollout.environment[0])]) == TOOL
             assert np.array_equal(rollout.routed_experts, brute_force_routes(rollout, parts))
-            assert np.array_equal(rollout.rollout_logprobs, np.concatenate([part.rollout_logprobs for part in parts]))
+            assert np.array_equal(
+                rollout.rollout_logprobs, np.concatenate([part.rollout_logprobs for part in parts])
+            )
             assert rollout.response_length == TURN * (spans + 1) == len(rollout.policy_versions)
             assert np.array_equal(rollout.tokens, parts[-1].tokens)  # tokens in, tokens out
     ids = [rollout.id for group in groups for rollout in group.rollouts]
     assert ids == [f"q{i}/{k}" for i in range(3) for k in range(2)]
     if function == "three_turns":
-        assert {rollout.reward for rollout in rollouts} == {0.5} and rollouts[0].metrics == {"calls": 2}
+        assert {rollout.reward for rollout in rollouts} == {0.5} and rollouts[0].metrics == {
+            "calls": 2
+        }
 
 
 def test_only_sampled_tokens_are_learned_from():
@@ -151,7 +175,10 @@ def test_only_sampled_tokens_are_learned_from():
         mask[position - 1] = True
     assert np.array_equal(batch.loss_mask.numpy(), mask) and mask.sum() == 3 * TURN
     assert np.array_equal(batch.rollout_logprobs.numpy()[mask], rollout.rollout_logprobs)
-    assert not batch.rollout_logprobs.numpy()[~mask].any() and not batch.advantages.numpy()[~mask].any()
+    assert (
+        not batch.rollout_logprobs.numpy()[~mask].any()
+        and not batch.advantages.numpy()[~mask].any()
+    )
     assert set(batch.response_lengths.tolist()) == {3 * TURN}
     assert (batch.row_state[:-1] == RowState.REPLAYED).all()
 
@@ -167,7 +194,11 @@ def test_an_episode_travels_unchanged_and_a_moved_span_is_found():
     moved = replace(rollout, environment=((start + 1, end + 1), second))
     with pytest.raises(ValueError, match="spans of the environment moved"):
         pack([Sample(moved, 1.0)])
-    for wrong in (((start, end), (start, end)), ((3, 4),), ((len(rollout.tokens) - 1, len(rollout.tokens)),)):
+    for wrong in (
+        ((start, end), (start, end)),
+        ((3, 4),),
+        ((len(rollout.tokens) - 1, len(rollout.tokens)),),
+    ):
         lengths = len(rollout.tokens) - 3 - sum(b - a for a, b in wrong)
         broken = replace(
             rollout,
@@ -198,12 +229,16 @@ def test_rows_of_the_environment_count_as_given_ones():
     missing[[1, 3 + TURN, 3 + TURN + 2]] = (
         True  # a prompt's row, one of the environment, one that predicts a sampled token
     )
-    counts = count_missing_routes([replace(group, rollouts=(replace(rollout, missing_routes=missing),))])
+    counts = count_missing_routes(
+        [replace(group, rollouts=(replace(rollout, missing_routes=missing),))]
+    )
     assert (counts.missing_prompt_rows, counts.missing_response_rows) == (2, 1)
     assert (counts.prompt_rows, counts.response_rows) == (2 + len(TOOL), 2 * TURN)
 
 
-@pytest.mark.parametrize("fault", ["http_503", "reset@mid_body", "duplicate_route", "die@connect", "html"])
+@pytest.mark.parametrize(
+    "fault", ["http_503", "reset@mid_body", "duplicate_route", "die@connect", "html"]
+)
 def test_a_server_that_fails_in_an_episode_costs_no_turn(fault):
     """The turn is sampled again from the tokens so far, elsewhere where a server died."""
     with FakeServer("ok", "ok", fault, "ok") as bad, FakeServer("ok") as good:
@@ -220,22 +255,37 @@ def test_a_server_that_fails_in_an_episode_costs_no_turn(fault):
 def test_an_episode_stays_on_the_server_that_has_its_tokens():
     with FakeServer("ok") as one, FakeServer("ok") as other:
         sample(client_of([one, other], "three_turns"), group_size=4)
-        asked = [{body["rid"]: tuple(body["input_ids"][0]) for body in server.requests} for server in (one, other)]
+        asked = [
+            {body["rid"]: tuple(body["input_ids"][0]) for body in server.requests}
+            for server in (one, other)
+        ]
     assert min(map(len, asked)) > 0  # the load is shared
     for server, elsewhere in (asked, asked[::-1]):
         for later in (ids for ids in server.values() if len(ids) > 4):
-            earlier = [ids for ids in elsewhere.values() if 4 < len(ids) < len(later) and later[: len(ids)] == ids]
+            earlier = [
+                ids
+                for ids in elsewhere.values()
+                if 4 < len(ids) < len(later) and later[: len(ids)] == ids
+            ]
             assert not earlier
 
 
 def test_a_full_context_ends_the_episode_as_truncated():
     with FakeServer("ok") as server:
-        rollout = sample(client_of([server], "endless"), group_size=1, max_tokens=2 * TURN + len(TOOL))[0].rollouts[0]
-    assert rollout.finish_reason == "length" and rollout.num_turns == 2 and rollout.response_length == 2 * TURN
+        rollout = sample(
+            client_of([server], "endless"), group_size=1, max_tokens=2 * TURN + len(TOOL)
+        )[0].rollouts[0]
+    assert (
+        rollout.finish_reason == "length"
+        and rollout.num_turns == 2
+        and rollout.response_length == 2 * TURN
+    )
 
 
 def test_only_a_full_context_is_truncated():
-    """A turn that reaches its own limit is not: the episode continued, or ended as its function chose."""
+    """A turn that reaches its own limit is not: the episode continued, or ended as its function
+    chose.
+    """
     with FakeServer("ok") as server:
         rollouts = [
             sample(client_of([server], "two_turns"), group_size=1, max_tokens=limit)[0].rollouts[0]
@@ -243,7 +293,9 @@ def test_only_a_full_context_is_truncated():
         ]
     assert [rollout.finish_reason for rollout in rollouts] == ["stop", "length"]
     with FakeServer("ok", source=stopped) as server:  # at the last token that fits
-        rollout = sample(client_of([server], "two_turns"), group_size=1, max_tokens=13)[0].rollouts[0]
+        rollout = sample(client_of([server], "two_turns"), group_size=1, max_tokens=13)[0].rollouts[
+            0
+        ]
     assert (len(rollout.tokens), rollout.finish_reason) == (3 + 13, "stop")
 
 
@@ -315,12 +367,17 @@ async def not_finite(session, prompt):
 def test_a_function_that_fails_stops_the_run_or_is_counted(function, seconds, why):
     with FakeServer("ok") as server:
         client = client_of([server], function, episode_timeout_seconds=seconds)
-        with pytest.raises(RolloutError, match=rf"rollout q\d/\d: agent.function = .*{function}.*{why}"):
+        with pytest.raises(
+            RolloutError, match=rf"rollout q\d/\d: agent.function = .*{function}.*{why}"
+        ):
             sample(client)
         again = client_of([server], function, episode_timeout_seconds=seconds, on_error="retry")
         with pytest.raises(RolloutError, match="attempt 4 of 4"):
             sample(again, group_size=1)
-        assert again.counters.failed_episodes >= 4 and again.counters.totals()["rollout/failed_episodes_total"] >= 4
+        assert (
+            again.counters.failed_episodes >= 4
+            and again.counters.totals()["rollout/failed_episodes_total"] >= 4
+        )
 
 
 async def ignores_its_end(session, prompt):
@@ -343,10 +400,18 @@ class IgnoresItsEnd:
 
 def test_an_episode_or_step_that_ignores_its_limit_is_not_trained_on():
     with FakeServer("ok") as server:
-        with pytest.raises(RolloutError, match=r"agent.episode_timeout_seconds = 2, and ignored its end"):
-            sample(client_of([server], "ignores_its_end", episode_timeout_seconds=2.0), group_size=1)
-        with pytest.raises(RolloutError, match=r"step took longer than agent.step_timeout_seconds = 0.2"):
-            sample(environment_client(server, "IgnoresItsEnd", step_timeout_seconds=0.2), group_size=1)
+        with pytest.raises(
+            RolloutError, match=r"agent.episode_timeout_seconds = 2, and ignored its end"
+        ):
+            sample(
+                client_of([server], "ignores_its_end", episode_timeout_seconds=2.0), group_size=1
+            )
+        with pytest.raises(
+            RolloutError, match=r"step took longer than agent.step_timeout_seconds = 0.2"
+        ):
+            sample(
+                environment_client(server, "IgnoresItsEnd", step_timeout_seconds=0.2), group_size=1
+            )
 
 
 left_behind = []
@@ -414,15 +479,23 @@ def test_an_episode_that_handles_its_cancellation_is_not_trained_on():
         if is_second := len(body["input_ids"][0]) > len(PROMPTS[0].token_ids):
             asked.append(body["rid"])
             wait_for(lambda: len(asked) >= len(PROMPTS), 60)
-        FakeServer.behave(server, handler, "slow" if is_second and body["rid"] != asked[0] else "ok", body)
+        FakeServer.behave(
+            server, handler, "slow" if is_second and body["rid"] != asked[0] else "ok", body
+        )
 
     with FakeServer("ok") as server:
         server.behave = behave
         client = client_of([server], "swallows", idle_timeout_seconds=60.0)
         groups = [PartialGroup(prompt, 1) for prompt in PROMPTS]
-        sampling = Sampling(temperature=1.0, max_tokens=64, stop_token_ids=(1,), policy_version=VERSION)
+        sampling = Sampling(
+            temperature=1.0, max_tokens=64, stop_token_ids=(1,), policy_version=VERSION
+        )
         kept = client.fill(groups, sampling, keep=1)
-        assert len(kept) == 1 and kept[0].rollouts[0].num_turns == 1 and kept[0].rollouts[0].response_length == 2 * TURN
+        assert (
+            len(kept) == 1
+            and kept[0].rollouts[0].num_turns == 1
+            and kept[0].rollouts[0].response_length == 2 * TURN
+        )
         assert [len(group.rollouts) for group in groups if group is not kept[0]] == [0, 0]
         assert client.counters.failed_episodes == 0
 
@@ -438,7 +511,10 @@ async def handles_refusal(session, prompt):
 
 
 def test_a_refusal_that_a_function_handles_stops_the_run():
-    with FakeServer("ok", "ok", "ok", "http_400") as server, pytest.raises(RolloutError, match="refused prompt"):
+    with (
+        FakeServer("ok", "ok", "ok", "http_400") as server,
+        pytest.raises(RolloutError, match="refused prompt"),
+    ):
         sample(client_of([server], "handles_refusal"), group_size=1)
 
 
@@ -484,15 +560,24 @@ def test_rewards_of_turns_are_recorded_and_their_sum_is_the_episodes(tmp_path):
     with FakeServer("ok") as server:
         groups = sample(client_of([server], "rewarded_turns"))
     rollout = groups[0].rollouts[0]
-    assert (rollout.turn_rewards, rollout.reward, rollout.num_turns) == ((0.5, 0.0, 2.0, 0.0), 2.5, 4)
+    assert (rollout.turn_rewards, rollout.reward, rollout.num_turns) == (
+        (0.5, 0.0, 2.0, 0.0),
+        2.5,
+        4,
+    )
     assert rollout.turn_ends == ("length",) * 4
     ((again,), _) = from_bytes(to_bytes([rollout]))
     assert (again.turn_rewards, again.turn_ends) == (rollout.turn_rewards, rollout.turn_ends)
     turns = list(make_turns(rollout, word_tokenizer()))
     assert [turn.reward for turn in turns] == [0.5, 0.0, 2.0, 0.0]
     assert [turn.num_tokens for turn in turns] == [end - start for start, end in rollout.turn_spans]
-    assert sum(turn.num_tokens for turn in turns) == rollout.response_length and turns[3].observation == ""
-    assert "".join((t.text + t.observation).replace(" ", "") for t in turns) == word_tokenizer().decode(
+    assert (
+        sum(turn.num_tokens for turn in turns) == rollout.response_length
+        and turns[3].observation == ""
+    )
+    assert "".join(
+        (t.text + t.observation).replace(" ", "") for t in turns
+    ) == word_tokenizer().decode(
         rollout.tokens[rollout.prompt_length :], skip_special_tokens=True
     ).replace(" ", "")
     Recorder(tmp_path).record(1, groups)
@@ -549,7 +634,10 @@ class NeedsArguments(Echo):
 
 
 def environment_client(server, name, **settings):
-    cfg, agent = RolloutConfig(max_retries=0), AgentConfig(environment=f"{__name__}:{name}", **settings)
+    cfg, agent = (
+        RolloutConfig(max_retries=0),
+        AgentConfig(environment=f"{__name__}:{name}", **settings),
+    )
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, cfg.max_retries)
     return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
 
@@ -559,9 +647,17 @@ def test_an_environment_answers_every_turn():
         groups = sample(environment_client(server, "Echo"))
     for group in groups:
         for rollout in group.rollouts:
-            added = 1 if group.prompt.id == "q0" else 0  # what reset observed is part of the prompt of the first turn
-            assert rollout.prompt_length == 3 + added and rollout.num_turns == 3 and rollout.reward == 0.75
-            assert rollout.metrics == {"steps": 3, "is_done": 1.0} and rollout.turn_rewards == (0.25,) * 3
+            # what reset observed is part of the prompt of the first turn
+            added = 1 if group.prompt.id == "q0" else 0
+            assert (
+                rollout.prompt_length == 3 + added
+                and rollout.num_turns == 3
+                and rollout.reward == 0.75
+            )
+            assert (
+                rollout.metrics == {"steps": 3, "is_done": 1.0}
+                and rollout.turn_rewards == (0.25,) * 3
+            )
             (a, b), (c, d) = rollout.environment
             assert np.array_equal(rollout.tokens[a:b], rollout.tokens[a - TURN : a])
             assert np.array_equal(rollout.tokens[c:d], rollout.tokens[c - TURN : c])
@@ -569,12 +665,16 @@ def test_an_environment_answers_every_turn():
 
 def test_an_environment_is_bounded():
     with FakeServer("ok") as server:
-        rollout = sample(environment_client(server, "Endless", max_turns=4), group_size=1)[0].rollouts[0]
+        rollout = sample(environment_client(server, "Endless", max_turns=4), group_size=1)[
+            0
+        ].rollouts[0]
         assert (rollout.num_turns, rollout.reward, rollout.metrics["is_done"]) == (4, 4.0, 0.0)
         with pytest.raises(RolloutError, match="step returned no observation"):
             sample(environment_client(server, "Silent"))
         started = time.monotonic()
-        with pytest.raises(RolloutError, match="agent.environment = .*Slow.*agent.step_timeout_seconds = 0.1"):
+        with pytest.raises(
+            RolloutError, match="agent.environment = .*Slow.*agent.step_timeout_seconds = 0.1"
+        ):
             sample(environment_client(server, "Slow", step_timeout_seconds=0.1))
         assert time.monotonic() - started < 25  # its thread sleeps on
         with pytest.raises(RolloutError, match="TimeoutError: the environment's own"):
@@ -583,9 +683,9 @@ def test_an_environment_is_bounded():
 
 def test_rewards_before_a_full_context_count():
     with FakeServer("ok") as server:
-        rollout = sample(environment_client(server, "Endless"), group_size=1, max_tokens=1 + 3 * TURN + 2)[0].rollouts[
-            0
-        ]
+        rollout = sample(
+            environment_client(server, "Endless"), group_size=1, max_tokens=1 + 3 * TURN + 2
+        )[0].rollouts[0]
     assert (rollout.num_turns, rollout.reward, rollout.metrics, rollout.finish_reason) == (
         3,
         3.0,
@@ -595,7 +695,10 @@ def test_rewards_before_a_full_context_count():
 
 
 def test_an_environment_must_have_reset_and_step():
-    with pytest.raises(ValueError, match=r"agent.environment = .* must be a class with .*missing: .'reset', 'step'."):
+    with pytest.raises(
+        ValueError,
+        match=r"agent.environment = .* must be a class with .*missing: .'reset', 'step'.",
+    ):
         load_function(AgentConfig(environment=f"{__name__}:NoPool"))
     for name in ("NeedsArguments", "WithoutTurn"):
         with pytest.raises(ValueError, match="must be made without arguments, and have reset"):

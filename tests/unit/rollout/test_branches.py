@@ -1,4 +1,6 @@
-"""Episodes of several sequences: each token that was sampled is learned from once, with what it was sampled with."""
+"""Episodes of several sequences: each token that was sampled is learned from once, with what it was
+sampled with.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -24,7 +26,9 @@ TURN = 5  # tokens that the fake server samples
 
 
 async def tree(session, prompt):
-    """Two turns; from the middle of the second two branches side by side, one of them with another turn."""
+    """Two turns; from the middle of the second two branches side by side, one of them with another
+    turn.
+    """
     await session.generate()
     session.observe([40, 41])
     await session.generate()
@@ -46,7 +50,12 @@ def client_of(server, function, **settings):
 
 
 def sample(client, *, group_size=1, max_tokens=64):
-    settings = {"policy_version": VERSION, "temperature": 1.0, "max_tokens": max_tokens, "stop_token_ids": (1,)}
+    settings = {
+        "policy_version": VERSION,
+        "temperature": 1.0,
+        "max_tokens": max_tokens,
+        "stop_token_ids": (1,),
+    }
     return client.generate(PROMPTS, group_size, **settings)
 
 
@@ -57,9 +66,17 @@ def test_a_tree_is_one_rollout_of_its_sequences():
     assert stops == {(1,), (1, 9)}
     for group in groups:
         for rollout in group.rollouts:
-            assert rollout.reward == 0.5 and rollout.metrics == {"branches": 2} and rollout.finish_reason == "stop"
+            assert (
+                rollout.reward == 0.5
+                and rollout.metrics == {"branches": 2}
+                and rollout.finish_reason == "stop"
+            )
             first, right, left = rollout.sequences  # in the order of their last turns
-            assert [each.id for each in rollout.sequences] == [f"{rollout.id}/0", f"{rollout.id}/1", rollout.id]
+            assert [each.id for each in rollout.sequences] == [
+                f"{rollout.id}/0",
+                f"{rollout.id}/1",
+                rollout.id,
+            ]
             middle = 3 + TURN + 2 + TURN - 2
             assert [each.prompt_length for each in (first, right, left)] == [3, middle + 1, middle]
             assert [each.num_turns for each in (first, right, left)] == [2, 1, 2]
@@ -69,28 +86,49 @@ def test_a_tree_is_one_rollout_of_its_sequences():
 
 
 def answers(server):
-    """What the server answered to each request, in their order: (input, the answer alone as a rollout)."""
+    """What the server answered to each request, in their order: (input, the answer alone as a
+    rollout).
+    """
     for body in server.requests:
         (ids,) = body["input_ids"]
-        settings = {"spec": SPEC, "want_routes": True, "policy_version": VERSION, "max_tokens": TURN}
-        yield parse_sample(server.served[f"{body['rid']}_0"], Prompt("", "", tuple(ids), ""), "", **settings)
+        settings = {
+            "spec": SPEC,
+            "want_routes": True,
+            "policy_version": VERSION,
+            "max_tokens": TURN,
+        }
+        yield parse_sample(
+            server.served[f"{body['rid']}_0"], Prompt("", "", tuple(ids), ""), "", **settings
+        )
 
 
 def test_each_sampled_token_is_learned_from_once_with_what_it_was_sampled_with():
     with FakeServer("ok") as server:
-        rollouts = [r for group in sample(client_of(server, "tree"), group_size=2) for r in group.rollouts]
+        rollouts = [
+            r for group in sample(client_of(server, "tree"), group_size=2) for r in group.rollouts
+        ]
         sampled = []  # log-prob, which identifies the token; token; its row of expert ids
         for answer in answers(server):
             rows = zip(answer.sampled - 1, answer.rollout_logprobs.tolist(), strict=True)
-            sampled += [(p, int(answer.tokens[t + 1]), answer.routed_experts[t].tobytes()) for t, p in rows]
+            sampled += [
+                (p, int(answer.tokens[t + 1]), answer.routed_experts[t].tobytes()) for t, p in rows
+            ]
     assert len({p for p, *_ in sampled}) == len(sampled) == len(rollouts) * 5 * TURN
-    batch = make_mini_batch([Sample(r, 1.0) for r in rollouts], max_tokens=60, rule=PackRule(), dp_group=None)
+    batch = make_mini_batch(
+        [Sample(r, 1.0) for r in rollouts], max_tokens=60, rule=PackRule(), dp_group=None
+    )
     learned = []
     for micro in batch.micro_batches:
         for row in micro.loss_mask.nonzero().flatten().tolist():
             number = int(micro.sequence_ids[row])
             ids = micro.routed_experts[number][row - int(micro.cu_seqlens[number])]
-            learned.append((float(micro.rollout_logprobs[row]), int(micro.labels[row]), ids.astype(np.uint8).tobytes()))
+            learned.append(
+                (
+                    float(micro.rollout_logprobs[row]),
+                    int(micro.labels[row]),
+                    ids.astype(np.uint8).tobytes(),
+                )
+            )
     assert sorted(learned) == sorted(sampled)
     assert (batch.num_responses, batch.num_response_tokens) == (len(rollouts), len(sampled))
     for sequence in (sequence for rollout in rollouts for sequence in rollout.sequences):
@@ -120,7 +158,13 @@ def test_known_routes_are_not_requested_again(caplog):
         assert starts == [0, 2 + TURN, 2 + TURN + 1 + TURN] * 2
         assert [body.get("routed_experts_start_len", 0) for body in old.requests] == starts
     for one, other in zip(rollouts, others, strict=True):
-        for name in ("tokens", "rollout_logprobs", "routed_experts", "routes_digest", "policy_versions"):
+        for name in (
+            "tokens",
+            "rollout_logprobs",
+            "routed_experts",
+            "routes_digest",
+            "policy_versions",
+        ):
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
         assert one.routed_experts.dtype == other.routed_experts.dtype == np.uint8
         assert one.routed_experts.transpose(1, 0, 2).flags.c_contiguous
@@ -140,7 +184,9 @@ def test_other_numbers_of_rows_are_refused(fault):
 
 @pytest.mark.parametrize("mark", ["gap_of_zeros", "gap_of_minus_one"])
 def test_rows_without_a_route_stay_where_they_are(mark):
-    """Row 4 of each answer: of the first turn a prompt's or a sampled token's, of the second one four later."""
+    """Row 4 of each answer: of the first turn a prompt's or a sampled token's, of the second one
+    four later.
+    """
     with FakeServer(mark, mark, "ok") as server:
         _, (rollout, _) = one_by_one(server, "three_turns")
     assert np.flatnonzero(rollout.missing_routes).tolist() == [4, 2 + TURN + 4]
@@ -148,7 +194,9 @@ def test_rows_without_a_route_stay_where_they_are(mark):
 
 def stopped(body, prompt, sample_id):
     honest = honest_sample(body, prompt, sample_id)
-    return honest | {"meta_info": honest["meta_info"] | {"finish_reason": {"type": "stop", "matched": 1}}}
+    return honest | {
+        "meta_info": honest["meta_info"] | {"finish_reason": {"type": "stop", "matched": 1}}
+    }
 
 
 async def stops_itself(session, prompt):
@@ -173,18 +221,37 @@ def test_what_ends_one_turn_is_no_end_of_others():
 @pytest.mark.parametrize(
     "sections, positions, limit",
     [
-        ({"run": {"max_tokens_per_micro_batch": 500}}, 4096, (500, "run.max_tokens_per_micro_batch = 500")),
+        (
+            {"run": {"max_tokens_per_micro_batch": 500}},
+            4096,
+            (500, "run.max_tokens_per_micro_batch = 500"),
+        ),
         ({}, 4096, (1124, "run.max_tokens_per_micro_batch = 50")),
         ({}, 1000, (994, "the model's max_position_embeddings = 1000")),
         ({"rollout": {"max_total_tokens": 700}}, 1000, (694, "rollout.max_total_tokens = 700")),
-        ({"rollout": {"urls": ["http://a:1"]}}, 1000, (1124, "run.max_tokens_per_micro_batch = 50")),
-        ({"eval": {"max_response_tokens": 2048}}, 4096, (2148, "run.max_tokens_per_micro_batch = 50")),
+        (
+            {"rollout": {"urls": ["http://a:1"]}},
+            1000,
+            (1124, "run.max_tokens_per_micro_batch = 50"),
+        ),
+        (
+            {"eval": {"max_response_tokens": 2048}},
+            4096,
+            (2148, "run.max_tokens_per_micro_batch = 50"),
+        ),
         ({}, None, (1124, "run.max_tokens_per_micro_batch = 50")),
-        ({"rollout": {"server_args": ["--context-length", "9"]}}, 9, (1124, "run.max_tokens_per_micro_batch = 50")),
+        (
+            {"rollout": {"server_args": ["--context-length", "9"]}},
+            9,
+            (1124, "run.max_tokens_per_micro_batch = 50"),
+        ),
     ],
 )
 def test_a_sequence_fits_servers_and_trainer(sections, positions, limit, tmp_path):
-    base = {"model": {"path": str(tmp_path)}, "data": {"train": "x.jsonl", "max_prompt_tokens": 100}}
+    base = {
+        "model": {"path": str(tmp_path)},
+        "data": {"train": "x.jsonl", "max_prompt_tokens": 100},
+    }
     base |= {"run": {"max_tokens_per_micro_batch": 50}, "rollout": {"max_response_tokens": 1024}}
     if "run" in sections:
         base["rollout"]["max_response_tokens"] = 64
@@ -228,7 +295,10 @@ async def observes_after_the_end(session, prompt):
         ("busy_twice", "a turn is being sampled; a sequence grows turn by turn.*session.branch"),
         ("nowhere", "a branch must start with at least one token"),
         ("outside", "branched from token id 64, the model's vocabulary has 64"),
-        ("too_long", "starts with 20 tokens: must be fewer than 20, the longest sequence that CACHE allows"),
+        (
+            "too_long",
+            "starts with 20 tokens: must be fewer than 20, the longest sequence that CACHE allows",
+        ),
         ("after_the_end", "the episode is finished"),
         ("observes_after_the_end", "the episode is finished"),
     ],
@@ -259,7 +329,9 @@ async def until_full(session, prompt):
 )
 def test_every_limit_ends_the_episode_as_truncated(settings, max_tokens, turns):
     with FakeServer("ok") as server:
-        rollout = sample(client_of(server, "until_full", **settings), max_tokens=max_tokens)[0].rollouts[0]
+        rollout = sample(client_of(server, "until_full", **settings), max_tokens=max_tokens)[
+            0
+        ].rollouts[0]
     assert [each.num_turns for each in rollout.sequences] == [1, turns]
     assert rollout.finish_reason == "length" and rollout.episode_length == (1 + turns) * TURN
 
@@ -294,8 +366,15 @@ def test_turns_of_conversations_get_their_rewards():
     agent = AgentConfig(function=f"{__name__}:rewards_turns", renderer="qwen3")
     runner = EpisodeRunner(agent, TOKENIZER, CHAT_SPEC.vocab_size, 0, (2000, "the test"))
     with FakeServer("ok", source=chat_sample) as server:
-        client = RolloutClient([server.url], RolloutConfig(), spec=CHAT_SPEC, want_routes=True, episodes=runner)
-        settings = {"policy_version": VERSION, "temperature": 1.0, "max_tokens": 600, "stop_token_ids": ()}
+        client = RolloutClient(
+            [server.url], RolloutConfig(), spec=CHAT_SPEC, want_routes=True, episodes=runner
+        )
+        settings = {
+            "policy_version": VERSION,
+            "temperature": 1.0,
+            "max_tokens": 600,
+            "stop_token_ids": (),
+        }
         ((rollout,),) = [group.rollouts for group in client.generate([PROMPT], 1, **settings)]
     assert [sequence.turn_rewards for sequence in rollout.sequences] == [(0.75, 9.0), (2.0,)]
     assert rollout.reward == 11.75

@@ -1,4 +1,6 @@
-"""One call of the client: which requests it aborts, how long it waits, and what it keeps of the answers."""
+"""One call of the client: which requests it aborts, how long it waits, and what it keeps of the
+answers.
+"""
 
 import asyncio
 import threading
@@ -77,8 +79,12 @@ def test_an_abort_that_the_end_of_the_call_cancels_was_not_confirmed(monkeypatch
     assert (call.counters.aborts, call.counters.aborts_failed) == (1, 1)
 
 
-@pytest.mark.parametrize(("settings", "seconds"), [({"over_sample": 0.5}, ABORT_SECONDS), (RESUME, RETURN_SECONDS)])
-def test_servers_get_time_to_return_what_is_kept_and_little_where_it_is_only_counted(settings, seconds, monkeypatch):
+@pytest.mark.parametrize(
+    ("settings", "seconds"), [({"over_sample": 0.5}, ABORT_SECONDS), (RESUME, RETURN_SECONDS)]
+)
+def test_servers_get_time_to_return_what_is_kept_and_little_where_it_is_only_counted(
+    settings, seconds, monkeypatch
+):
     waited = collected(monkeypatch)
     with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
         client_of(server, **settings).fill(new(0, 1), SAMPLING, keep=1)
@@ -150,7 +156,9 @@ def test_an_answer_that_has_arrived_is_kept_however_long_it_takes_to_read(monkey
 
 
 def test_a_damaged_part_of_an_aborted_request_is_dropped_without_blame():
-    """It is the end of the request in any case: no pause, no retry, and not a failure of the server."""
+    """It is the end of the request in any case: no pause, no retry, and not a failure of the
+    server.
+    """
 
     class Damaged(FakeServer):
         def until_aborted(self, samples):
@@ -182,10 +190,12 @@ def test_a_deadline_that_stays_is_named(clock):
         client.clock, server.late = clock, lambda: clock.advance(5.0)
         with pytest.raises(RolloutError) as caught:
             client.fill(new(0, size=1), SAMPLING)
-    assert str(caught.value).endswith("; ".join([f"{server.url}: timeout: not complete after 5 s"] * 2))
+    assert str(caught.value).endswith(
+        "; ".join([f"{server.url}: timeout: not complete after 5 s"] * 2)
+    )
 
 
-# Open calls -----------------------------------------------------------------------------------------------------------
+# Open calls ---------------------------------------------------------------------------------------
 
 
 def test_an_open_call_may_begin_without_groups_and_ends_with_those_that_it_began():
@@ -208,7 +218,9 @@ def test_a_call_that_drains_begins_no_other_group():
     with FakeServer("ok", source=FakeModel(version=3)) as server:
         client, groups = client_of(server, max_concurrency=1), new(0, 1, 2, 3)
         commands.put("drain")
-        server.source = lambda *asked: wait_for(lambda: draining, 30) and FakeModel(version=3)(*asked)
+        server.source = lambda *asked: (
+            wait_for(lambda: draining, 30) and FakeModel(version=3)(*asked)
+        )
         draining, drain = [], Call.drain
 
         async def noted(call: Call) -> None:
@@ -220,7 +232,9 @@ def test_a_call_that_drains_begins_no_other_group():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Call, "drain", noted)
             assert client.fill(groups, SAMPLING, commands=commands) == []
-    assert [group.is_complete for group in groups] == [True, False, False, False] and len(server.requests) == 1
+    assert [group.is_complete for group in groups] == [True, False, False, False] and len(
+        server.requests
+    ) == 1
 
 
 @pytest.mark.parametrize("command", ["", "drain"])

@@ -1,4 +1,6 @@
-"""Every fault of a server ends in a counted recovery or a RolloutError that names it, and never in a hang."""
+"""Every fault of a server ends in a counted recovery or a RolloutError that names it, and never in
+a hang.
+"""
 
 import base64
 import random
@@ -17,11 +19,18 @@ PROMPT = Prompt(id="q1", text="", token_ids=(3, 4, 5), label="")
 
 
 def make_client(*urls: str, max_retries: int = 2, want_routes: bool = True) -> RolloutClient:
-    return RolloutClient(urls, RolloutConfig(max_retries=max_retries), spec=SPEC, want_routes=want_routes)
+    return RolloutClient(
+        urls, RolloutConfig(max_retries=max_retries), spec=SPEC, want_routes=want_routes
+    )
 
 
 def generate(client: RolloutClient, prompts=(PROMPT,), group_size: int = 4, **overrides):
-    settings = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": (1,), "policy_version": VERSION}
+    settings = {
+        "temperature": 1.0,
+        "max_tokens": 8,
+        "stop_token_ids": (1,),
+        "policy_version": VERSION,
+    }
     return client.generate(prompts, group_size, **(settings | overrides))
 
 
@@ -30,7 +39,12 @@ def test_groups_come_in_prompt_order_with_all_fields_of_the_answer():
     seen = []
     with FakeServer("ok") as server:
         client = make_client(server.url)
-        groups = generate(client, prompts, id_prefix="step3/", on_progress=lambda group: seen.append(group.prompt.id))
+        groups = generate(
+            client,
+            prompts,
+            id_prefix="step3/",
+            on_progress=lambda group: seen.append(group.prompt.id),
+        )
     assert [group.prompt for group in groups] == prompts
     assert sorted(seen) == [prompt.id for prompt in prompts]
     rollout = groups[2].rollouts[3]
@@ -41,7 +55,11 @@ def test_groups_come_in_prompt_order_with_all_fields_of_the_answer():
     assert rollout.routed_experts.shape == (7, 3, 2) and rollout.routed_experts.dtype == np.uint8
     assert (rollout.finish_reason, rollout.response_text) == ("length", "")
     assert rollout.policy_versions.tolist() == [VERSION] * rollout.response_length
-    assert (client.counters.requests, client.counters.samples, client.counters.retries) == (5, 20, 0)
+    assert (client.counters.requests, client.counters.samples, client.counters.retries) == (
+        5,
+        20,
+        0,
+    )
 
 
 def test_a_request_sets_every_sampling_parameter():
@@ -53,11 +71,17 @@ def test_a_request_sets_every_sampling_parameter():
     params = request["sampling_params"]
     assert (params["n"], params["temperature"], params["max_new_tokens"]) == (1, 0.7, 8)
     assert params["stop_token_ids"] == [1, 2]
-    assert (params["top_p"], params["top_k"], params["min_p"], params["repetition_penalty"]) == (1.0, -1, 0.0, 1.0)
+    assert (params["top_p"], params["top_k"], params["min_p"], params["repetition_penalty"]) == (
+        1.0,
+        -1,
+        0.0,
+        1.0,
+    )
 
 
 @pytest.mark.parametrize(
-    "fault", ["reset", "close", "html", "cut_json", "empty", "object", "too_few", "huge", "http_503"]
+    "fault",
+    ["reset", "close", "html", "cut_json", "empty", "object", "too_few", "huge", "http_503"],
 )
 def test_a_request_that_fails_once_is_repeated(fault):
     before = random.getstate()
@@ -74,25 +98,39 @@ def test_a_request_that_fails_once_is_repeated(fault):
 def test_a_server_that_never_finishes_is_left_at_the_deadline(fault, clock):
     with FakeServer(fault) as bad, FakeServer("ok") as good:
         client = make_client(bad.url, good.url)
-        client.clock, bad.late = clock, lambda: clock.advance(client.cfg.request_timeout_seconds + RETURN_SECONDS)
+        client.clock, bad.late = (
+            clock,
+            lambda: clock.advance(client.cfg.request_timeout_seconds + RETURN_SECONDS),
+        )
         (group,) = generate(client)
     assert len(group.rollouts) == 4 and (len(bad.requests), len(good.requests)) == (1, 1)
     assert client.counters.failures == {"timeout": 1}
 
 
-@pytest.mark.parametrize("fault", ["hang", "drip", "reset", "http_500", "html", "cut_json", "stale", "big_route"])
+@pytest.mark.parametrize(
+    "fault", ["hang", "drip", "reset", "http_500", "html", "cut_json", "stale", "big_route"]
+)
 def test_a_fault_that_stays_ends_in_an_error_that_names_server_prompt_and_reason(fault, clock):
     with FakeServer(fault) as server:
         client = make_client(server.url, max_retries=1)
-        client.clock, server.late = clock, lambda: clock.advance(client.cfg.request_timeout_seconds + RETURN_SECONDS)
+        client.clock, server.late = (
+            clock,
+            lambda: clock.advance(client.cfg.request_timeout_seconds + RETURN_SECONDS),
+        )
         with pytest.raises(RolloutError) as caught:
             generate(client)
-    assert server.url in str(caught.value) and "'q1'" in str(caught.value) and "max_retries = 1" in str(caught.value)
+    assert (
+        server.url in str(caught.value)
+        and "'q1'" in str(caught.value)
+        and "max_retries = 1" in str(caught.value)
+    )
     assert len(server.requests) == 2
     assert client.counters.failures.total() + client.counters.dropped.total() == 2
 
 
-@pytest.mark.parametrize(("fault", "message"), [("http_400", "input too long"), ("http_401", "rollout.api_key_env")])
+@pytest.mark.parametrize(
+    ("fault", "message"), [("http_400", "input too long"), ("http_401", "rollout.api_key_env")]
+)
 def test_a_refused_request_stops_immediately_with_the_servers_message(fault, message):
     with FakeServer(fault) as server:
         with pytest.raises(RolloutError, match=message) as caught:
@@ -171,10 +209,15 @@ def test_only_the_unusable_sample_of_a_group_is_requested_again(fault):
 def test_a_missing_route_is_kept_or_drops_the_sample(fault):
     with FakeServer(fault, "ok") as server:
         (group,) = generate(make_client(server.url))
-    assert np.flatnonzero(group.rollouts[0].missing_routes).tolist() == [4] and len(server.requests) == 1
+    assert (
+        np.flatnonzero(group.rollouts[0].missing_routes).tolist() == [4]
+        and len(server.requests) == 1
+    )
     assert all(rollout.missing_routes is None for rollout in group.rollouts[1:])
     with FakeServer(fault, "ok") as server:
-        client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True, drop_missing_routes=True)
+        client = RolloutClient(
+            [server.url], RolloutConfig(), spec=SPEC, want_routes=True, drop_missing_routes=True
+        )
         (group,) = generate(client)
     assert dict(client.counters.dropped) == {"routes_gap": 1} and len(server.requests) == 2
     assert all(rollout.missing_routes is None for rollout in group.rollouts)
@@ -183,13 +226,22 @@ def test_a_missing_route_is_kept_or_drops_the_sample(fault):
 def test_missing_routes_in_every_answer_spend_the_retries_and_are_named():
     with FakeServer("gap_of_zeros") as server:
         cfg = RolloutConfig(max_retries=1)
-        with pytest.raises(RolloutError, match=r"max_retries = 1.*rollout q1/0: 1 of 7 rows hold no route"):
-            generate(RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, drop_missing_routes=True))
+        with pytest.raises(
+            RolloutError, match=r"max_retries = 1.*rollout q1/0: 1 of 7 rows hold no route"
+        ):
+            generate(
+                RolloutClient(
+                    [server.url], cfg, spec=SPEC, want_routes=True, drop_missing_routes=True
+                )
+            )
 
 
 def test_a_malformed_route_names_rollout_layer_row_value_and_rule():
     with FakeServer("big_route") as server:
-        with pytest.raises(RolloutError, match=r"rollout q1/0: .*out_of_range at layer 2, row 1: 8; rule: 0 <= id < 8"):
+        with pytest.raises(
+            RolloutError,
+            match=r"rollout q1/0: .*out_of_range at layer 2, row 1: 8; rule: 0 <= id < 8",
+        ):
             generate(make_client(server.url, max_retries=0))
 
 
@@ -198,9 +250,15 @@ def test_a_retracted_response_is_kept_as_it_is_and_counted(want_routes):
     with FakeServer("retracted") as server:
         client = make_client(server.url, want_routes=want_routes)
         (group,) = generate(client)
-    assert len(server.requests) == 1 and client.counters.dropped.total() == client.counters.redrawn_samples == 0
+    assert (
+        len(server.requests) == 1
+        and client.counters.dropped.total() == client.counters.redrawn_samples == 0
+    )
     totals = client.counters.totals()
-    assert (totals["rollout/retracted_samples_total"], totals["rollout/retracted_tokens_total"]) == (1, 5)
+    assert (
+        totals["rollout/retracted_samples_total"],
+        totals["rollout/retracted_tokens_total"],
+    ) == (1, 5)
     rollout = group.rollouts[0]
     honest = honest_sample(server.requests[0], [3, 4, 5], f"{server.requests[0]['rid']}_0")
     assert rollout.tokens[3:].tolist() == honest["output_ids"] and rollout.missing_routes is None
@@ -209,7 +267,9 @@ def test_a_retracted_response_is_kept_as_it_is_and_counted(want_routes):
     ]
     assert (rollout.routed_experts is not None) == want_routes
     if want_routes:
-        rows = np.frombuffer(base64.b64decode(honest["meta_info"]["routed_experts"]), "<i4").reshape(-1, 3, 2)
+        rows = np.frombuffer(
+            base64.b64decode(honest["meta_info"]["routed_experts"]), "<i4"
+        ).reshape(-1, 3, 2)
         assert np.array_equal(rollout.routed_experts, rows)
 
 
@@ -235,7 +295,10 @@ def test_load_is_spread_over_the_servers():
 def test_a_prompt_outside_the_vocabulary_is_never_sent(token_ids):
     with FakeServer("ok") as server:
         with pytest.raises(ValueError, match="prompt 'bad'"):
-            generate(make_client(server.url), [PROMPT, Prompt(id="bad", text="", token_ids=token_ids, label="")])
+            generate(
+                make_client(server.url),
+                [PROMPT, Prompt(id="bad", text="", token_ids=token_ids, label="")],
+            )
     assert server.requests == []
 
 

@@ -1,4 +1,6 @@
-"""What a client keeps between requests: circuits, tokens that end responses, versions that are too old, servers' caches."""
+"""What a client keeps between requests: circuits, tokens that end responses, versions that are too
+old, servers' caches.
+"""
 
 import asyncio
 import time
@@ -33,7 +35,9 @@ def fill(client, groups, version=3, *, keep=None, stop=(END,)) -> list[PartialGr
 
 @pytest.mark.parametrize("has_prefix", [False, True])
 def test_an_answer_that_became_too_old_by_one_version_is_dropped_once_with_its_prefix(has_prefix):
-    """While it is in flight the servers get weights 4, and the oldest that may be trained on become theirs."""
+    """While it is in flight the servers get weights 4, and the oldest that may be trained on become
+    theirs.
+    """
     model = FakeModel(version=3)
     with FakeServer("slow" if has_prefix else "ok", "ok", source=model) as server:
         client = client_of(server, max_retries=0)
@@ -59,18 +63,26 @@ def test_an_answer_that_became_too_old_by_one_version_is_dropped_once_with_its_p
         assert rollout.policy_versions.tolist() == [4] * 6
         assert_fingerprints(rollout)
     counters = client.counters
-    assert (counters.stale_samples, counters.stale_tokens, counters.redrawn_samples) == (2, 12, 2), "each counted once"
+    assert (counters.stale_samples, counters.stale_tokens, counters.redrawn_samples) == (
+        2,
+        12,
+        2,
+    ), "each counted once"
 
 
 def test_a_server_that_answers_again_is_tried_by_one_request_and_used_again(clock):
-    """Its circuit opens after failures in a row, and is half open after a time: nothing of them is outstanding then."""
+    """Its circuit opens after failures in a row, and is half open after a time: nothing of them is
+    outstanding then.
+    """
     faults = ["http_503", "reset", "html"]
     assert len(faults) == FAILURES_TO_OPEN
     with FakeServer(*faults, "ok") as one, FakeServer("ok") as other:
         client = client_of(one, other, clock=clock, max_concurrency=1)
         fill(client, [PartialGroup(prompt, 2) for prompt in PROMPTS], version=7)
         assert len(one.requests) == 3 and client.counters.circuits_opened == 1
-        assert client.balancer.waiting_for() == "" and {server.tokens for server in client.balancer.servers} == {0}
+        assert client.balancer.waiting_for() == "" and {
+            server.tokens for server in client.balancer.servers
+        } == {0}
         clock.advance(COOLDOWN_SECONDS)
         fill(client, [PartialGroup(prompt, 2) for prompt in PROMPTS], version=7)
     assert len(one.requests) == 3 + len(PROMPTS), "the first of two that nothing is asked of"
@@ -85,11 +97,19 @@ def test_answers_without_a_usable_sample_open_the_circuit():
 
 
 def test_a_response_that_is_cut_at_a_token_that_ends_responses_is_complete():
-    """The checkpoint's own end tokens are in no setting: the client learns them from responses that end."""
+    """The checkpoint's own end tokens are in no setting: the client learns them from responses that
+    end.
+    """
     own_end = 9
 
     def source(body, given, sample_id):
-        return answer(3, given, np.array([7, own_end, 6, own_end]), sample_id, {"type": "stop", "matched": own_end})
+        return answer(
+            3,
+            given,
+            np.array([7, own_end, 6, own_end]),
+            sample_id,
+            {"type": "stop", "matched": own_end},
+        )
 
     with FakeServer("ok", source=source) as server:
         client = client_of(server)
@@ -98,8 +118,13 @@ def test_a_response_that_is_cut_at_a_token_that_ends_responses_is_complete():
         groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[1:3]]
         fill(client, groups, keep=1)
     rollouts = [rollout for group in groups for rollout in group.closed().rollouts]
-    assert sorted(rollout.tokens[3:].tolist() for rollout in rollouts) == [[7, own_end], [7, own_end, 6, own_end]]
-    assert {rollout.finish_reason for rollout in rollouts} == {"stop"} and client.counters.cut_samples == 0
+    assert sorted(rollout.tokens[3:].tolist() for rollout in rollouts) == [
+        [7, own_end],
+        [7, own_end, 6, own_end],
+    ]
+    assert {rollout.finish_reason for rollout in rollouts} == {
+        "stop"
+    } and client.counters.cut_samples == 0
 
 
 def test_groups_that_a_later_call_continues_are_spread_over_the_servers():
@@ -111,7 +136,9 @@ def test_groups_that_a_later_call_continues_are_spread_over_the_servers():
 
 
 def test_no_variable_of_the_environment_comes_between_client_and_servers(monkeypatch):
-    """A proxy would see prompts, weights' names and keys; certificates are those that come with the package."""
+    """A proxy would see prompts, weights' names and keys; certificates are those that come with the
+    package.
+    """
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
         monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
@@ -132,7 +159,9 @@ def test_pauses_before_a_request_is_repeated_double_up_to_a_limit_and_differ(mon
         pauses.append(seconds)
 
     monkeypatch.setattr(client_module, "RETRY_SECONDS", RETRY_SECONDS)
-    monkeypatch.setattr(client_module, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+    monkeypatch.setattr(
+        client_module, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep})
+    )
     with FakeServer("http_429") as server:
         client = client_of(server, max_retries=9)
         with pytest.raises(RolloutError, match="max_retries = 9"):
@@ -160,7 +189,11 @@ def test_seconds_and_outstanding_tokens_of_a_call_are_those_of_its_requests():
         elapsed = time.monotonic() - started
     last = client.take_stats()
     seconds = [stats.seconds for stats in (*taken, last)]
-    assert 2 * waits <= sum(seconds) <= elapsed and min(seconds[:2]) > 0 and client.take_stats().seconds == 0
+    assert (
+        2 * waits <= sum(seconds) <= elapsed
+        and min(seconds[:2]) > 0
+        and client.take_stats().seconds == 0
+    )
     requests = [each for stats in (*taken, last) for each in stats.request_seconds]
     assert len(requests) == 2 and all(2 * waits <= each <= elapsed for each in requests)
     assert sum(stats.tokens for stats in (*taken, last)) == 2 * 2 * 6

@@ -23,7 +23,9 @@ def test_a_paused_clock_stands_still_and_then_continues(clock):
         assert clock() == before and not clock.is_paused
         clock.advance(1)
         assert clock() == before + 1
-    assert Clock()() == pytest.approx(time.monotonic(), abs=60), "seconds of the machine, where nothing else is named"
+    assert Clock()() == pytest.approx(time.monotonic(), abs=60), (
+        "seconds of the machine, where nothing else is named"
+    )
 
 
 def test_an_alarm_goes_off_once_after_its_seconds_outside_pauses(clock):

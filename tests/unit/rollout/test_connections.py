@@ -1,4 +1,6 @@
-"""Connections to the servers: as many as requests are in flight at the same time, used again, and none is lost to a failure."""
+"""Connections to the servers: as many as requests are in flight at the same time, used again, and
+none is lost to a failure.
+"""
 
 import asyncio
 import contextlib
@@ -30,7 +32,9 @@ def test_connections_are_used_again_after_answers_failures_and_cancellations():
         async with connections(RolloutConfig(), TLS) as http:
             for _ in range(3):
                 answers = await asyncio.gather(*(ask(http, fake.url) for _ in range(4)))
-                assert all(status == 200 and content.startswith(b"[{") for status, content in answers)
+                assert all(
+                    status == 200 and content.startswith(b"[{") for status, content in answers
+                )
             assert len(opened) == 4
             fake.script[:] = ["reset@before_headers"] * 4 + ["hang@before_headers"]
             for _ in range(4):
@@ -56,7 +60,9 @@ def test_a_server_that_does_not_read_a_request_is_left_after_the_idle_timeout():
     async def request():
         async with connections(RolloutConfig(), TLS) as http:
             with pytest.raises(aiohttp.ServerTimeoutError, match=r"request not read within 0\.2 s"):
-                await ask(http, url, REQUEST | {"input_ids": [list(range(2_000_000))]}, idle_seconds=0.2)
+                await ask(
+                    http, url, REQUEST | {"input_ids": [list(range(2_000_000))]}, idle_seconds=0.2
+                )
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -90,7 +96,9 @@ def test_a_redirect_is_not_followed():
         head = await reader.readuntil(b"\r\n\r\n")
         status = b"200 OK" if b"/elsewhere" in head else b"302 Found"
         writer.write(
-            b"HTTP/1.1 " + status + b"\r\nLocation: /elsewhere\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+            b"HTTP/1.1 "
+            + status
+            + b"\r\nLocation: /elsewhere\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
         )
         await writer.drain()
         writer.close()  # from Python 3.12 on the end of the server waits for its connections
@@ -113,7 +121,10 @@ def test_an_abort_that_no_server_answers_is_not_confirmed(monkeypatch):
         async with connections(RolloutConfig(), TLS) as http:
             return [await abort(http, url, "r", 2) for url in urls]
 
-    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        socket.create_server(("127.0.0.1", 0)) as closed,
+    ):
         urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (silent, closed)]
         closed.close()
         assert asyncio.run(aborts()) == [False, False]

@@ -1,4 +1,6 @@
-"""One answer that continues a response, or follows its turns: rows, missing ones among them, and limits, token by token."""
+"""One answer that continues a response, or follows its turns: rows, missing ones among them, and
+limits, token by token.
+"""
 
 import numpy as np
 import pytest
@@ -31,13 +33,15 @@ def parse(
     fields: dict | None = None,
     **settings,
 ) -> Rollout:
-    """TOKENS after the first `num_known`, one for each of `versions`.  lost: rows without a route; sent_from: the first row that
-    the server sends; fields: others of meta_info."""
+    """TOKENS after the first `num_known`, one for each of `versions`.  lost: rows without a route;
+    sent_from: the first row that the server sends; fields: others of meta_info."""
     tokens = TOKENS[num_known : num_known + len(versions)]
     sample = mixed_answer(versions, TOKENS[:num_known].tolist(), tokens, "q", {"type": "abort"})
     sample = edit_routes(set_at((list(lost),), -1))(with_meta(**fields or {})(sample))
     sample = cut_start(sample, {"routed_experts_start_len": sent_from})
-    prompt = Prompt("q", "", tuple(TOKENS[: num_known if settings.get("prefix") is None else P].tolist()), "")
+    prompt = Prompt(
+        "q", "", tuple(TOKENS[: num_known if settings.get("prefix") is None else P].tolist()), ""
+    )
     defaults = {"policy_version": versions[0], "max_tokens": 99, "may_be_cut": True}
     return parse_sample(sample, prompt, "q/0", spec=SPEC, want_routes=True, **(defaults | settings))
 
@@ -50,30 +54,54 @@ def assert_rows(rollout: Rollout, versions: list[int], missing: set[int]) -> Non
         assert (rollout.routed_experts[row] == expected).all(), row
 
 
-@pytest.mark.parametrize(("first_row", "sends_all"), [(0, True), (2, False), (SEAM, False), (SEAM, True)])
+@pytest.mark.parametrize(
+    ("first_row", "sends_all"), [(0, True), (2, False), (SEAM, False), (SEAM, True)]
+)
 def test_whichever_row_has_no_route_it_stays_where_it_is(first_row, sends_all):
-    """One row that the prefix lost, one that the answer lost; the request left out the rows before `first_row`."""
+    """One row that the prefix lost, one that the answer lost; the request left out the rows before
+    `first_row`.
+    """
     sent_from = 0 if sends_all else first_row
     for before in range(SEAM):
         prefix = parse(P, [4] * N, lost=(before,))
         assert_rows(prefix, [4] * SEAM, {before})
         for after in range(sent_from, SEAM + M):
-            answer = {"lost": (after,), "sent_from": sent_from, "known": prefix, "first_row": first_row}
+            answer = {
+                "lost": (after,),
+                "sent_from": sent_from,
+                "known": prefix,
+                "first_row": first_row,
+            }
             whole = parse(P + N, [7] * M, prefix=prefix, **answer)
             assert_rows(whole, [4] * SEAM + [7] * M, {before, after} if after >= SEAM else {before})
             alone = parse(P + N, [7] * M, **answer)  # as a further turn
-            assert_rows(alone, [4] * sent_from + [7] * (SEAM + M - sent_from), {before} & {*range(sent_from)} | {after})
-            assert join_rollouts(prefix, alone).missing_routes.tolist() == whole.missing_routes.tolist()
+            assert_rows(
+                alone,
+                [4] * sent_from + [7] * (SEAM + M - sent_from),
+                {before} & {*range(sent_from)} | {after},
+            )
+            assert (
+                join_rollouts(prefix, alone).missing_routes.tolist()
+                == whole.missing_routes.tolist()
+            )
 
 
 @pytest.mark.parametrize("is_prefix", [True, False])
 def test_a_retraction_leaves_the_rows_that_were_known(is_prefix):
     prefix = parse(P, [4] * N, lost=(1,))
-    settings = {"sent_from": SEAM, "known": prefix, "first_row": SEAM, "policy_version": 7, "newest_version": 8}
+    settings = {
+        "sent_from": SEAM,
+        "known": prefix,
+        "first_row": SEAM,
+        "policy_version": 7,
+        "newest_version": 8,
+    }
     settings |= {"prefix": prefix} if is_prefix else {}
     again = parse(P + N, [7, 7, 8, 8, 8], fields={"num_retractions": 1}, **settings)
     assert_rows(again, [4] * SEAM, {1, *range(SEAM, SEAM + M)})
-    assert_rows(parse(P + N, [7] * M, fields={"num_retractions": 1}, **settings), [4] * SEAM + [7] * M, {1})
+    assert_rows(
+        parse(P + N, [7] * M, fields={"num_retractions": 1}, **settings), [4] * SEAM + [7] * M, {1}
+    )
 
 
 def test_no_other_version_than_that_of_the_request_is_taken_where_no_newer_one_is_named():
@@ -91,20 +119,30 @@ def test_a_continuation_has_the_tokens_that_its_prefix_leaves():
 def test_samples_with_many_ids_are_read_in_a_thread():
     """They would block the event loop, and with it all other requests."""
     prompt, ids = Prompt("q", "", (3,) * 100, ""), SPEC.num_layers * SPEC.top_k
-    for want_routes, most in ((False, SMALL_VALUES - 1 - 100), (True, (SMALL_VALUES - 1) // (1 + ids) - 100)):
+    for want_routes, most in (
+        (False, SMALL_VALUES - 1 - 100),
+        (True, (SMALL_VALUES - 1) // (1 + ids) - 100),
+    ):
         for tokens in (1, most, most + 1, 10 * most):
             is_read_at_once = is_small({"output_ids": [5] * tokens}, prompt, SPEC, want_routes)
             assert is_read_at_once == (tokens <= most), (want_routes, tokens)
-    assert is_small("no sample", prompt, SPEC, True) and is_small({"output_ids": 7}, prompt, SPEC, True)
+    assert is_small("no sample", prompt, SPEC, True) and is_small(
+        {"output_ids": 7}, prompt, SPEC, True
+    )
 
 
 def test_an_answer_to_something_else_is_dropped_with_its_reason():
     parse(P, [4] * N, sample_id="q", drop_missing_routes=True)
     for reason, settings in {
         "wrong_id": {"sample_id": "another"},
-        "bad_logprobs: log-probs of 0 tokens that are not the 4": {"fields": {"output_token_logprobs": []}},
+        "bad_logprobs: log-probs of 0 tokens that are not the 4": {
+            "fields": {"output_token_logprobs": []}
+        },
         "bad_tokens: prompt_tokens = 4, 3 were sent": {"fields": {"prompt_tokens": P + 1}},
-        "routes_gap: rollout q/0: 1 of 6 rows hold no route": {"lost": (2,), "drop_missing_routes": True},
+        "routes_gap: rollout q/0: 1 of 6 rows hold no route": {
+            "lost": (2,),
+            "drop_missing_routes": True,
+        },
     }.items():
         with pytest.raises(SampleDropped, match=reason):
             parse(P, [4] * N, **settings)
@@ -119,9 +157,14 @@ def test_ids_and_log_probs_are_taken_up_to_their_edges():
     with pytest.raises(SampleDropped, match="completion_tokens = 3"):
         parse_tokens({"output_ids": [0, 63]}, {"completion_tokens": 3}, 64, 2)
     logprobs = checked_logprobs(np.array([-1e30, 0.0, 1e-3]))
-    assert logprobs.tolist() == [np.float32(-1e30), 0.0, np.float32(1e-3)] and logprobs.dtype == np.float32
+    assert (
+        logprobs.tolist() == [np.float32(-1e30), 0.0, np.float32(1e-3)]
+        and logprobs.dtype == np.float32
+    )
     for log in (1.1e-3, float("nan"), float("inf"), float("-inf")):
-        with pytest.raises(SampleDropped, match="bad_logprobs: a log-prob that is not finite or is above 0"):
+        with pytest.raises(
+            SampleDropped, match="bad_logprobs: a log-prob that is not finite or is above 0"
+        ):
             checked_logprobs(np.array([-1.0, log]))
 
 

@@ -1,4 +1,6 @@
-"""Counts of a client add up: what happens twice is counted twice, in every counter that it concerns."""
+"""Counts of a client add up: what happens twice is counted twice, in every counter that it
+concerns.
+"""
 
 import pytest
 
@@ -78,13 +80,17 @@ def opened(client, server, clock):
 
 
 ONCE = {  # scenario: settings, what it counts at least
-    faults: ({}, {"failed_requests": 2, "dropped_samples": 2, "retracted_samples": 1, "redrawn_samples": 6, "retries": 4,
-                  "dropped_tokens": 10, "retracted_tokens": 5, "faults_http": 1, "faults_stale": 1, "faults_routes": 1}),
+    faults: ({}, {"failed_requests": 2, "dropped_samples": 2, "retracted_samples": 1,
+    "redrawn_samples": 6, "retries": 4,
+                  "dropped_tokens": 10, "retracted_tokens": 5, "faults_http": 1, "faults_stale": 1,
+                  "faults_routes": 1}),
     missing_routes: ({"drop_missing_routes": True}, {"dropped_samples": 2, "faults_routes": 2}),
-    cancelled: ({"over_sample": 0.5}, {"cancelled_groups": 1, "cancelled_samples": 2, "cancelled_tokens": 4}),
+    cancelled: ({"over_sample": 0.5}, {"cancelled_groups": 1, "cancelled_samples": 2,
+    "cancelled_tokens": 4}),
     cut_and_resumed: (RESUME, {"cut_samples": 4, "resumed_samples": 4}),
     lost: (RESUME, {"lost_samples": 2, "redrawn_samples": 2}),
-    late: ({}, {"failed_requests": 1, "cut_samples": 2, "resumed_samples": 2, "faults_timeout": 1, "redrawn_samples": 0}),
+    late: ({}, {"failed_requests": 1, "cut_samples": 2, "resumed_samples": 2, "faults_timeout": 1,
+    "redrawn_samples": 0}),
     opened: ({}, {"circuits_opened": 1, "failed_requests": 3, "faults_http": 3}),
 }  # fmt: skip
 COUNTED = ("requests", "samples", "aborts", "aborts_failed")
@@ -94,8 +100,20 @@ COUNTED = ("requests", "samples", "aborts", "aborts_failed")
 def test_tokens_of_the_prefix_cache_are_counted_where_a_server_reports_both_numbers():
     """Else a server that reports one of them would look as if its cache were never, or always, hit."""
     stats = CallStats()
-    reports = [(9, 0), (9, 9), (9, 4), (9, 10), (9, -1), (9, None), (None, 4), (True, False), ("9", "4")]
-    samples = [{"meta_info": {"prompt_tokens": sent, "cached_tokens": cached}} for sent, cached in reports]
+    reports = [
+        (9, 0),
+        (9, 9),
+        (9, 4),
+        (9, 10),
+        (9, -1),
+        (9, None),
+        (None, 4),
+        (True, False),
+        ("9", "4"),
+    ]
+    samples = [
+        {"meta_info": {"prompt_tokens": sent, "cached_tokens": cached}} for sent, cached in reports
+    ]
     stats.answered(0.5, [*samples, "no sample", {"meta_info": None}])
     assert (stats.prompt_tokens, stats.cached_tokens, stats.request_seconds) == (27, 13, [0.5])
     assert vars(stats + stats) == vars(stats) | {
@@ -108,10 +126,14 @@ def test_what_happens_twice_is_counted_twice(scenario, clock, monkeypatch):
     monkeypatch.setattr(client_module, "RETURN_SECONDS", 0.3)
     settings, least = ONCE[scenario]
     drops = settings.get("drop_missing_routes", False)
-    cfg = RolloutConfig(max_concurrency=4 if "over_sample" in settings else 1, **settings if not drops else {})
+    cfg = RolloutConfig(
+        max_concurrency=4 if "over_sample" in settings else 1, **settings if not drops else {}
+    )
     source = {"source": FakeModel(version=VERSION)} if scenario in (cut_and_resumed, late) else {}
     with (Refusing if scenario is lost else FakeServer)("ok", **source) as server:
-        client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, drop_missing_routes=drops)
+        client = RolloutClient(
+            [server.url], cfg, spec=SPEC, want_routes=True, drop_missing_routes=drops
+        )
         client.balancer.clock = clock
         client.clock = clock if scenario is late else client.clock
         counts = []

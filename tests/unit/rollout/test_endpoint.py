@@ -1,4 +1,6 @@
-"""The OpenAI-compatible endpoint, with the real openai package: what is recorded of an agent that knows nothing of training."""
+"""The OpenAI-compatible endpoint, with the real openai package: what is recorded of an agent that
+knows nothing of training.
+"""
 
 import asyncio
 import json
@@ -13,7 +15,13 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from openai import APIConnectionError, APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError
+from openai import (
+    APIConnectionError,
+    APIStatusError,
+    AsyncOpenAI,
+    AuthenticationError,
+    BadRequestError,
+)
 
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.config.sections.rollout import Truncation
@@ -32,7 +40,10 @@ TOKENIZER = qwen_tokenizer()
 CHAT_SPEC = replace(SPEC, vocab_size=len(TOKENIZER))
 PROMPT = Prompt(id="q", text="3*2?", token_ids=tuple(TOKENIZER.encode("3*2?")), label="6.0")
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 2}}\n</tool_call>'
-MULTIPLY = {"type": "function", "function": {"name": "multiply", "description": "", "parameters": {"type": "object"}}}
+MULTIPLY = {
+    "type": "function",
+    "function": {"name": "multiply", "description": "", "parameters": {"type": "object"}},
+}
 USER = {"role": "user", "content": "3*2?"}
 
 
@@ -69,7 +80,12 @@ def client_of(server, **settings):
     cfg = RolloutConfig(max_retries=1, idle_timeout_seconds=20.0)
     agent = AgentConfig(renderer="qwen3", **settings)
     runner = EpisodeRunner(
-        agent, TOKENIZER, CHAT_SPEC.vocab_size, cfg.max_retries, (2000, "the test"), hidden_env="SERVERS"
+        agent,
+        TOKENIZER,
+        CHAT_SPEC.vocab_size,
+        cfg.max_retries,
+        (2000, "the test"),
+        hidden_env="SERVERS",
     )
     return RolloutClient([server.url], cfg, spec=CHAT_SPEC, want_routes=True, episodes=runner)
 
@@ -78,20 +94,30 @@ def sample(server, function=None, max_tokens=600, **settings):
     given = {"function": f"{function.__module__}:{function.__name__}"} if function else {}
     client = client_of(server, **given, **settings)
     groups = client.generate(
-        [PROMPT], 1, policy_version=VERSION, temperature=1.0, max_tokens=max_tokens, stop_token_ids=()
+        [PROMPT],
+        1,
+        policy_version=VERSION,
+        temperature=1.0,
+        max_tokens=max_tokens,
+        stop_token_ids=(),
     )
     return groups[0].rollouts[0], client.counters
 
 
 def check_every_token_once(server, rollout):
-    """Every token that the server sampled is learned from in exactly one sequence, with the log-prob that it had."""
+    """Every token that the server sampled is learned from in exactly one sequence, with the
+    log-prob that it had.
+    """
     learned = sorted(
         (tuple(rollout_.tokens[start:end]), tuple(np.round(logprobs, 6)))
         for rollout_ in rollout.sequences
         for start, end, logprobs in spans(rollout_)
     )
     served = sorted(
-        (tuple(each["output_ids"]), tuple(np.round([p for p, *_ in each["meta_info"]["output_token_logprobs"]], 6)))
+        (
+            tuple(each["output_ids"]),
+            tuple(np.round([p for p, *_ in each["meta_info"]["output_token_logprobs"]], 6)),
+        )
         for each in server.served.values()
     )
     assert [tokens for tokens, _ in learned] == [tokens for tokens, _ in served]
@@ -111,7 +137,9 @@ def spans(rollout):
 
 async def connected(session):
     endpoint = await session.open_endpoint()
-    assert endpoint == await session.open_endpoint() and endpoint.base_url.startswith("http://127.0.0.1:")
+    assert endpoint == await session.open_endpoint() and endpoint.base_url.startswith(
+        "http://127.0.0.1:"
+    )
     assert endpoint.api_key not in repr(endpoint)
     return AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
 
@@ -121,19 +149,38 @@ logprobs = []
 
 async def uses_a_tool(session, prompt):
     async with await connected(session) as client:
-        asked = {"model": "any", "messages": [USER], "tools": [MULTIPLY], "temperature": 1.0, "logprobs": True}
+        asked = {
+            "model": "any",
+            "messages": [USER],
+            "tools": [MULTIPLY],
+            "temperature": 1.0,
+            "logprobs": True,
+        }
         first = await client.chat.completions.create(**asked)
         (choice,) = first.choices
         (call,) = choice.message.tool_calls
-        assert choice.finish_reason == "tool_calls" and choice.message.content is None and first.model == "any"
-        assert call.function.name == "multiply" and json.loads(call.function.arguments) == {"a": 3, "b": 2}
+        assert (
+            choice.finish_reason == "tool_calls"
+            and choice.message.content is None
+            and first.model == "any"
+        )
+        assert call.function.name == "multiply" and json.loads(call.function.arguments) == {
+            "a": 3,
+            "b": 2,
+        }
         logprobs[:] = [each.logprob for each in choice.logprobs.content]
         assert first.usage.completion_tokens == len(choice.logprobs.content)
         assert choice.logprobs.model_fields_set == {"content", "refusal"}
         message = choice.message.model_dump(exclude_none=True)
-        message["tool_calls"][0]["function"]["arguments"] = json.dumps({"b": 2, "a": 3}, indent=1)  # as clients may
+        # as clients may
+        message["tool_calls"][0]["function"]["arguments"] = json.dumps({"b": 2, "a": 3}, indent=1)
         history = [USER, message, {"role": "tool", "tool_call_id": call.id, "content": "6.0"}]
-        settings = {"tools": [MULTIPLY], "stream": True, "stream_options": {"include_usage": True}, "logprobs": True}
+        settings = {
+            "tools": [MULTIPLY],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "logprobs": True,
+        }
         stream = await client.chat.completions.create(model="any", messages=history, **settings)
         text, reasons, usage, streamed = "", [], None, []
         async for chunk in stream:
@@ -161,14 +208,17 @@ def test_a_tool_call_and_its_answer_are_one_sequence():
     )
     assert logprobs == rollout.rollout_logprobs.tolist()
     assert (counters.tool_calls, counters.tool_errors) == (1, 0)
-    assert server.requests[1]["input_ids"][0] == rollout.tokens[:end].tolist()  # tokens in, tokens out
+    # tokens in, tokens out
+    assert server.requests[1]["input_ids"][0] == rollout.tokens[:end].tolist()
 
 
 async def edits_its_history(session, prompt):
     async with await connected(session) as client:
 
         async def ask(*messages, **settings):
-            found = await client.chat.completions.create(model="m", messages=list(messages), **settings)
+            found = await client.chat.completions.create(
+                model="m", messages=list(messages), **settings
+            )
             return [choice.message for choice in found.choices]
 
         one, two = await ask(USER, n=2)
@@ -176,7 +226,10 @@ async def edits_its_history(session, prompt):
         more = {"role": "user", "content": "more"}
         (third,) = await ask(USER, one, more)  # continues a sequence; thinking may be left out
         plain = {"role": "assistant", "content": "OK"}
-        await asyncio.gather(ask(USER, plain, more, third, more), ask(USER, plain, more, third, more))  # side by side
+        # side by side
+        await asyncio.gather(
+            ask(USER, plain, more, third, more), ask(USER, plain, more, third, more)
+        )
         await ask({"role": "user", "content": "All so far: OK."}, more)  # compaction
         await ask(USER, {"role": "assistant", "content": "edited"}, more)
         await ask(USER, {**plain, "reasoning_content": "other"}, more)
@@ -188,15 +241,23 @@ def test_an_edited_history_becomes_several_sequences():
         rollout, _ = sample(server, edits_its_history)
         check_every_token_once(server, rollout)
     turns = sorted(sequence.num_turns for sequence in rollout.sequences)
-    # n = 2: two; one is continued twice; the request beside the last starts from its tokens; compaction; two edited ones
+    # n = 2: two; one is continued twice; the request beside the last starts from its tokens;
+    # compaction; two edited ones
     assert turns == [1, 1, 1, 1, 1, 3] and rollout.reward == 0.5
     longest = max(rollout.sequences, key=lambda each: each.num_turns)
-    beside = max((each for each in rollout.sequences if each is not longest), key=lambda each: each.prompt_length)
-    assert np.array_equal(longest.tokens[: beside.prompt_length], beside.tokens[: beside.prompt_length])
+    beside = max(
+        (each for each in rollout.sequences if each is not longest),
+        key=lambda each: each.prompt_length,
+    )
+    assert np.array_equal(
+        longest.tokens[: beside.prompt_length], beside.tokens[: beside.prompt_length]
+    )
 
 
 async def continues_the_second(session, prompt):
-    """Two answers with the same text and other thinking: each continues with its own, as its client says."""
+    """Two answers with the same text and other thinking: each continues with its own, as its client
+    says.
+    """
     async with await connected(session) as client:
 
         async def ask(*messages, n=1):
@@ -224,8 +285,12 @@ def test_thinking_says_which_of_two_equal_answers_continues():
     with FakeServer("ok", source=source) as server:
         rollout, _ = sample(server, continues_the_second)
         check_every_token_once(server, rollout)
-    thoughts = [re.findall(r"<think>\n(\d+)\n", TOKENIZER.decode(each.tokens)) for each in rollout.sequences]
-    assert sorted(thoughts) == sorted([message.reasoning_content for message in messages] for messages in asked)
+    thoughts = [
+        re.findall(r"<think>\n(\d+)\n", TOKENIZER.decode(each.tokens)) for each in rollout.sequences
+    ]
+    assert sorted(thoughts) == sorted(
+        [message.reasoning_content for message in messages] for messages in asked
+    )
 
 
 async def thinks_twice(session, prompt):
@@ -236,7 +301,9 @@ async def thinks_twice(session, prompt):
 
 
 @pytest.mark.parametrize("history, num_sequences, thoughts", [("keep", 1, 2), ("split", 2, 1)])
-def test_earlier_thinking_is_kept_as_sampled_or_splits_the_episode(history, num_sequences, thoughts):
+def test_earlier_thinking_is_kept_as_sampled_or_splits_the_episode(
+    history, num_sequences, thoughts
+):
     with FakeServer("ok", source=chat_sample) as server:
         rollout, _ = sample(server, thinks_twice, history=history)
         check_every_token_once(server, rollout)
@@ -276,7 +343,10 @@ refuses.__name__ = "multiply"
 async def calls_what_refuses(session, prompt):
     turn = await session.generate([USER], tools=[refuses])
     (answer,) = await session.call_tools(turn)
-    assert answer["content"] == "error: not today" and "return" not in turn.tools.schemas[0]["function"]
+    assert (
+        answer["content"] == "error: not today"
+        and "return" not in turn.tools.schemas[0]["function"]
+    )
     return session.finish()
 
 
@@ -307,10 +377,18 @@ async def calls_functions(session, prompt):
 
 
 BROKEN = {
-    '{"name": "multiply", "arguments": {"a": 3': "error: this tool call could not be read: invalid json",
-    '{"name": "divide", "arguments": {"a": 3, "b": 2}}': "error: there is no tool 'divide'; there are: multiply",
-    '{"name": "multiply", "arguments": {"a": "x", "c": 2}}': "error: arguments of multiply: a: Input should be a valid number",
-    '{"name": "multiply", "arguments": [3]}': "error: arguments of multiply must be an object, got [3]",
+    '{"name": "multiply", "arguments": {"a": 3': (
+        "error: this tool call could not be read: invalid json"
+    ),
+    '{"name": "divide", "arguments": {"a": 3, "b": 2}}': (
+        "error: there is no tool 'divide'; there are: multiply"
+    ),
+    '{"name": "multiply", "arguments": {"a": "x", "c": 2}}': (
+        "error: arguments of multiply: a: Input should be a valid number"
+    ),
+    '{"name": "multiply", "arguments": [3]}': (
+        "error: arguments of multiply must be an object, got [3]"
+    ),
     '{"name": "__import__", "arguments": {"name": "os"}}': "error: there is no tool '__import__'",
 }
 
@@ -318,7 +396,11 @@ BROKEN = {
 @pytest.mark.parametrize("call", [None, *BROKEN])
 def test_tools_are_python_functions_and_what_cannot_be_called_is_answered_and_counted(call):
     def reply(conversation):
-        return f"<tool_call>\n{call}\n</tool_call>" if call and "error" not in conversation else answer(conversation)
+        return (
+            f"<tool_call>\n{call}\n</tool_call>"
+            if call and "error" not in conversation
+            else answer(conversation)
+        )
 
     def source(body, prompt, sample_id):
         return chat_sample(body, prompt, sample_id, reply)
@@ -328,9 +410,15 @@ def test_tools_are_python_functions_and_what_cannot_be_called_is_answered_and_co
     text = TOKENIZER.decode(rollout.tokens)
     if call is None:
         assert rollout.reward == 1.0 and (counters.tool_calls, counters.tool_errors) == (1, 0)
-        assert counters.totals()["rollout/tool_calls_total"] == 1 and "rollout/tool_errors_total" in counters.totals()
+        assert (
+            counters.totals()["rollout/tool_calls_total"] == 1
+            and "rollout/tool_errors_total" in counters.totals()
+        )
     else:
-        assert f"<tool_response>\n{BROKEN[call]}" in text and (counters.tool_calls, counters.tool_errors) == (1, 1)
+        assert f"<tool_response>\n{BROKEN[call]}" in text and (
+            counters.tool_calls,
+            counters.tool_errors,
+        ) == (1, 1)
 
 
 async def has_no_hints(session, prompt):
@@ -367,12 +455,21 @@ async def ends_with_an_answer(session, prompt):
 @pytest.mark.parametrize(
     "function, why",
     [
-        (has_no_hints, "tools: <lambda> cannot be described to the model.*a type hint for every argument"),
-        (has_no_docstring, "tools: tool cannot be described.*no docstring.*docstring with a line for each"),
+        (
+            has_no_hints,
+            "tools: <lambda> cannot be described to the model.*a type hint for every argument",
+        ),
+        (
+            has_no_docstring,
+            "tools: tool cannot be described.*no docstring.*docstring with a line for each",
+        ),
         (has_no_messages, "tools: must come with messages"),
         (is_no_role, "messages: role = 'robot', must be one of system"),
         (is_no_mapping, "messages: 'x' must be a mapping"),
-        (is_not_in_the_format, "'qwen3' does not write the one with role = 'developer' .'be brief'."),
+        (
+            is_not_in_the_format,
+            "'qwen3' does not write the one with role = 'developer' .'be brief'.",
+        ),
         (ends_with_an_answer, "messages: must end with a message that is not the assistant's"),
     ],
 )
@@ -396,14 +493,19 @@ REFUSED = {
     "n = 0": {"n": 0},
     "role = 'robot'": {"messages": [{"role": "robot", "content": "x"}]},
     "content = .*text parts": {
-        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+        ]
     },
-    "tool call .* must have a function": {"messages": [{"role": "assistant", "tool_calls": [{}]}, USER]},
+    "tool call .* must have a function": {
+        "messages": [{"role": "assistant", "tool_calls": [{}]}, USER]
+    },
 }
 
 
 NEUTRAL = {
-    "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"},
+    "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {},
+    "response_format": {"type": "text"},
     "top_logprobs": 0, "parallel_tool_calls": True, "temperature": 1, "user": "me", "store": False,
     "extra_body": {"top_k": -1, "min_p": 0, "repetition_penalty": 1},
 }  # fmt: skip
@@ -418,14 +520,18 @@ async def asks_for_what_is_refused(session, prompt):
             assert refusal.value.type == "invalid_request_error" and refusal.value.param
         with pytest.raises(APIStatusError) as missing:
             await client.embeddings.create(model="m", input="x")
-        assert missing.value.status_code == 404 and missing.value.body["message"].startswith("POST /v1/embeddings")
+        assert missing.value.status_code == 404 and missing.value.body["message"].startswith(
+            "POST /v1/embeddings"
+        )
         for key in ("", "wrong"):
             with pytest.raises(AuthenticationError, match="that of no running episode"):
                 await client.with_options(api_key=key or "x").models.list()
         async with httpx.AsyncClient() as http:
             assert (await http.get(f"{client.base_url}models")).status_code == 401
             headers = {"Authorization": f"Bearer {client.api_key}"}
-            broken = await http.post(f"{client.base_url}chat/completions", content=b"{", headers=headers)
+            broken = await http.post(
+                f"{client.base_url}chat/completions", content=b"{", headers=headers
+            )
             assert broken.status_code == 400 and "not JSON" in broken.json()["error"]["message"]
         stopped = await client.chat.completions.create(
             model="m", messages=[USER], stop="<|im_start|>", max_completion_tokens=3, **NEUTRAL
@@ -454,19 +560,25 @@ def test_a_truncated_run_takes_its_own_truncation_only():
     of_run, body = Truncation(0.9, 20, 0.05), {"messages": [USER]}
     assert read_request({**body, **of_run._asdict()}, 1.0, of_run).messages == [USER]
     for name, value in (("top_p", 1), ("top_k", -1), ("min_p", 0)):
-        with pytest.raises(ApiError, match=f"{name} = {value}: must be {of_run._asdict()[name]} in training"):
+        with pytest.raises(
+            ApiError, match=f"{name} = {value}: must be {of_run._asdict()[name]} in training"
+        ):
             read_request({**body, name: value}, 1.0, of_run)
 
 
 async def leaves_a_request(session, prompt):
-    """The first episode ends while a request is answered; the second one waits until that request has ended."""
+    """The first episode ends while a request is answered; the second one waits until that request
+    has ended.
+    """
     if prompt.id == "waits":
         await asyncio.to_thread(wait_for, lambda: bool(waited_for), 60)
         await asyncio.wait_for(asyncio.gather(*waited_for, return_exceptions=True), 20)
     client = (await connected(session)).with_options(max_retries=0)
     await client.chat.completions.create(model="m", messages=[USER])
     if prompt.id != "waits":
-        waited_for.append(asyncio.create_task(client.chat.completions.create(model="m", messages=[USER])))
+        waited_for.append(
+            asyncio.create_task(client.chat.completions.create(model="m", messages=[USER]))
+        )
         await asyncio.to_thread(wait_for, lambda: session.counters.requests == 2, 60)
     return session.finish()
 
@@ -478,21 +590,32 @@ def test_the_requests_of_an_episode_end_with_it():
     waited_for.clear()
     with FakeServer("ok", "hang", "ok", source=chat_sample) as server:
         client = client_of(server, function=f"{__name__}:leaves_a_request")
-        settings = {"policy_version": VERSION, "temperature": 1.0, "max_tokens": 600, "stop_token_ids": ()}
+        settings = {
+            "policy_version": VERSION,
+            "temperature": 1.0,
+            "max_tokens": 600,
+            "stop_token_ids": (),
+        }
         client.generate([PROMPT, replace(PROMPT, id="waits")], 1, **settings)
-        assert len(server.requests) == 3 and isinstance(waited_for[0].exception(), APIConnectionError)
+        assert len(server.requests) == 3 and isinstance(
+            waited_for[0].exception(), APIConnectionError
+        )
 
 
 async def fills_its_context(session, prompt):
     async with await connected(session) as client:
         await client.chat.completions.create(model="m", messages=[USER])
-        await client.chat.completions.create(model="m", messages=[USER, {"role": "user", "content": "x" * 3000}])
+        await client.chat.completions.create(
+            model="m", messages=[USER, {"role": "user", "content": "x" * 3000}]
+        )
 
 
 async def shortens_its_history(session, prompt):
     async with await connected(session) as client:
         try:
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 3000}])
+            await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "x" * 3000}]
+            )
         except BadRequestError as error:
             assert error.code == "context_length_exceeded" and error.param == "messages"
             await client.chat.completions.create(model="m", messages=[USER])
@@ -502,7 +625,11 @@ async def shortens_its_history(session, prompt):
 def test_a_full_context_is_named_and_truncates_only_where_nothing_follows():
     with FakeServer("ok", source=chat_sample) as server:
         rollout, counters = sample(server, fills_its_context)
-        assert (rollout.finish_reason, counters.unread_turns, counters.unread_tokens) == ("length", 0, 0)
+        assert (rollout.finish_reason, counters.unread_turns, counters.unread_tokens) == (
+            "length",
+            0,
+            0,
+        )
         assert sample(server, shortens_its_history)[0].finish_reason == "stop"
 
 
@@ -527,7 +654,9 @@ def test_a_refusing_server_stops_the_run_through_the_endpoint():
 async def hangs_up(session, prompt):
     async with await connected(session) as client:
         with pytest.raises(Exception, match="timed out"):
-            await client.with_options(timeout=5.0, max_retries=0).chat.completions.create(model="m", messages=[USER])
+            await client.with_options(timeout=5.0, max_retries=0).chat.completions.create(
+                model="m", messages=[USER]
+            )
         await client.chat.completions.create(model="m", messages=[USER])
     return session.finish()
 
@@ -563,7 +692,9 @@ if "none" not in sys.argv:
 """
 
 
-@pytest.mark.parametrize("name, given", [("no_proxy", "example.org"), ("NO_PROXY", "*"), ("NO_PROXY", "")])
+@pytest.mark.parametrize(
+    "name, given", [("no_proxy", "example.org"), ("NO_PROXY", "*"), ("NO_PROXY", "")]
+)
 def test_no_proxy_gets_a_programs_requests(monkeypatch, name, given):
     for proxy in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(proxy, "http://127.0.0.1:9")  # nothing listens there
@@ -581,7 +712,9 @@ print(json.dumps({"metrics": {os.environ["no_proxy"].replace(".", "_"): 1}}))"""
 def test_a_program_gets_no_secrets_and_may_leave_the_reward_to_the_run(monkeypatch):
     for name in ("SERVERS", "MY_TOKEN", "MY_SECRET", "ALLOWED_KEY", "PLAIN"):
         monkeypatch.setenv(name, "x")
-    code = CURL + 'print(json.dumps({"metrics": {n: 1 for n in os.environ if os.environ[n] == "x"}}))'
+    code = (
+        CURL + 'print(json.dumps({"metrics": {n: 1 for n in os.environ if os.environ[n] == "x"}}))'
+    )
     rollout = run_command(sys.executable, "-c", code, pass_env=("ALLOWED_KEY", "SERVERS"))
     assert rollout.metrics == {"ALLOWED_KEY": 1, "PLAIN": 1} and rollout.reward is None
 
@@ -601,7 +734,10 @@ def test_a_program_that_fails_is_a_failed_episode(code, why):
 
 
 def test_a_program_that_fails_with_a_full_context_is_truncated():
-    code = CURL + 'request.data = json.dumps({"messages": [{"role": "user", "content": "x" * 3000}]}).encode()'
+    code = (
+        CURL + 'request.data = json.dumps({"messages": [{"role": "user", "content": "x" *'
+        " 3000}]}).encode()"
+    )
     code += "\nurllib.request.urlopen(request)"
     assert run_command(sys.executable, "-c", code).finish_reason == "length"
 
@@ -621,14 +757,19 @@ def test_a_stream_tells_its_tokens_only_where_it_is_asked_to(include_usage):
     body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": include_usage}}
     message, end, *usage = chunks(read_request(body, 1.0), [turn], [[]])
     delta = {"role": "assistant", "content": "OK"}
-    assert message["choices"] == [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}]
+    assert message["choices"] == [
+        {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
+    ]
     assert end["choices"] == [{"index": 0, "delta": {}, "finish_reason": "stop", "logprobs": None}]
     assert [chunk["usage"]["total_tokens"] for chunk in usage] == [5] * include_usage
 
 
 def test_a_program_ends_with_all_that_it_started(tmp_path):
     pid = tmp_path / "pid"
-    code = f"{CURL}import subprocess, time; open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
+    code = (
+        f"{CURL}import subprocess, time; open({str(pid)!r},"
+        " 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
+    )
     started = time.monotonic()
     run_command(sys.executable, "-c", code)
     with pytest.raises(RolloutError, match="longer than agent.episode_timeout_seconds = 2"):
@@ -650,8 +791,14 @@ def is_running(pid):
         ({"command": ("x",)}, "command needs renderer"),
         ({"command": ("x",), "function": "a:b", "renderer": "qwen3"}, "must be one of them"),
         ({"function": "a:b", "pass_env": ("A",)}, "pass_env = .'A'. has no effect"),
-        ({"function": "a:b", "history": "split"}, "history = 'split' has no effect without renderer"),
-        ({"function": "a:b", "endpoint_host": "localhost"}, "endpoint_host = 'localhost': must be an IP address"),
+        (
+            {"function": "a:b", "history": "split"},
+            "history = 'split' has no effect without renderer",
+        ),
+        (
+            {"function": "a:b", "endpoint_host": "localhost"},
+            "endpoint_host = 'localhost': must be an IP address",
+        ),
     ],
 )
 def test_settings_that_cannot_be_together_are_refused(settings, why):
@@ -660,13 +807,16 @@ def test_settings_that_cannot_be_together_are_refused(settings, why):
 
 
 def test_a_command_must_be_a_program():
-    with pytest.raises(ValueError, match="agent.command = 'no-such-program x': .* must be a program"):
+    with pytest.raises(
+        ValueError, match="agent.command = 'no-such-program x': .* must be a program"
+    ):
         load_function(AgentConfig(command=("no-such-program", "x"), renderer="qwen3"))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not os.environ.get("VERIFIERS_PYTHON"), reason="VERIFIERS_PYTHON names no Python with verifiers and uv"
+    not os.environ.get("VERIFIERS_PYTHON"),
+    reason="VERIFIERS_PYTHON names no Python with verifiers and uv",
 )
 def test_an_environment_of_verifiers_is_trained_on(monkeypatch):
     """Its own chat program and tool server; verifiers 0.4.0 in an environment of its own."""
@@ -675,7 +825,10 @@ def test_an_environment_of_verifiers_is_trained_on(monkeypatch):
 
     def source(body, prompt, sample_id):
         return chat_sample(
-            body, prompt, sample_id, lambda text: answer(text).replace("multiply", "calculator_multiply")
+            body,
+            prompt,
+            sample_id,
+            lambda text: answer(text).replace("multiply", "calculator_multiply"),
         )
 
     with FakeServer("ok", source=source) as server:

@@ -1,4 +1,6 @@
-"""agent.isolation = process: what an environment's process gets and is denied; agent.on_error = drop and agent.concurrency."""
+"""agent.isolation = process: what an environment's process gets and is denied; agent.on_error =
+drop and agent.concurrency.
+"""
 
 import asyncio
 import os
@@ -32,7 +34,9 @@ def ask(processes, text):
             await environment.constructor()
             observed = await environment.reset(Prompt("q", text, (3,), ""))
             reply = Reply("w1", "hm", (ToolCall("id", "add", {"a": 1}, "{}"),))
-            turn = Turn("w1", (1,), "stop", num_prompt_tokens=3, read=lambda: reply, logprobs=(-0.5,))
+            turn = Turn(
+                "w1", (1,), "stop", num_prompt_tokens=3, read=lambda: reply, logprobs=(-0.5,)
+            )
             return observed, await environment.step(turn)
 
     return asyncio.run(call())
@@ -41,11 +45,17 @@ def ask(processes, text):
 def test_a_process_has_no_key_no_memory_without_limit_and_an_end(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "secret")
     monkeypatch.setenv("OTHER", "value")
-    processes = EnvironmentProcesses("tests.faults.environments:Asked", memory_bytes=2**32, hidden_env="SECRET_KEY")
+    processes = EnvironmentProcesses(
+        "tests.faults.environments:Asked", memory_bytes=2**32, hidden_env="SECRET_KEY"
+    )
     try:
         assert ask(processes, "SECRET_KEY")[0] == "none"
         observed, step = ask(processes, "OTHER")
-        assert observed == "value" and step.reward == 1.0 - 0.5 + 3 and int(step.observation) != os.getpid()
+        assert (
+            observed == "value"
+            and step.reward == 1.0 - 0.5 + 3
+            and int(step.observation) != os.getpid()
+        )
         with pytest.raises(EpisodeError, match="reset failed: MemoryError"):
             ask(processes, "memory")
         assert not os.path.exists(f"/proc/{step.observation}")
@@ -106,7 +116,9 @@ def test_a_process_that_died_is_started_again_and_ends_with_all_that_episodes_st
         """With a child of the environment; close meanwhile."""
         hanging = asyncio.create_task(reset(f"hangs@reset {tmp_path / 'once'}"))
         main = psutil.Process(processes.pid)
-        assert await asyncio.to_thread(wait_for, lambda: len(main.children(recursive=True)) == 2, 60)
+        assert await asyncio.to_thread(
+            wait_for, lambda: len(main.children(recursive=True)) == 2, 60
+        )
         started = main.children(recursive=True)
         await asyncio.to_thread(processes.close)
         with pytest.raises(EpisodeError, match="its process ended in reset|broke the connection"):
@@ -129,7 +141,9 @@ def test_a_process_that_died_is_started_again_and_ends_with_all_that_episodes_st
 
 
 def test_the_end_of_an_episode_does_not_wait_for_an_import():
-    """Another thread holds the lock meanwhile, for seconds: the event loop, and all other episodes, would wait."""
+    """Another thread holds the lock meanwhile, for seconds: the event loop, and all other episodes,
+    would wait.
+    """
     processes = EnvironmentProcesses("tests.faults.environments:Asked")
     processes.start()
 
@@ -158,7 +172,11 @@ def test_the_end_of_an_episode_does_not_wait_for_an_import():
 
 def test_a_process_that_takes_too_long_to_start_is_ended(monkeypatch):
     workers, start = [], environment_process.start_worker
-    monkeypatch.setattr(environment_process, "start_worker", lambda *args: workers.append(start(*args)) or workers[-1])
+    monkeypatch.setattr(
+        environment_process,
+        "start_worker",
+        lambda *args: workers.append(start(*args)) or workers[-1],
+    )
     monkeypatch.setattr(environment_process, "START_SECONDS", 0.01)
     processes = EnvironmentProcesses("tests.faults.environments:Asked")
     with pytest.raises(TimeoutError):
@@ -196,14 +214,22 @@ def test_a_constructor_that_hangs_is_named():
     cfg = AgentConfig(environment="tests.faults.environments:Asked", step_timeout_seconds=0.05)
     rollout = EnvironmentRollout(None, cfg, Slow())
     session = SimpleNamespace(span=lambda *_: nullcontext())
-    with pytest.raises(EpisodeError, match="^constructor took longer than agent.step_timeout_seconds = 0.05$"):
+    with pytest.raises(
+        EpisodeError, match="^constructor took longer than agent.step_timeout_seconds = 0.05$"
+    ):
         asyncio.run(rollout(session, PROMPTS[0]))
 
 
 def test_a_runs_processes_get_its_limit_and_not_its_key(monkeypatch):
     def run(**agent):
-        cfg = {"model": ModelConfig(path="."), "data": DataConfig(train="x"), "agent": AgentConfig(**agent)}
-        return make_runner(Config(rollout=RolloutConfig(api_key_env="SECRET_KEY"), **cfg), word_tokenizer(), 64)
+        cfg = {
+            "model": ModelConfig(path="."),
+            "data": DataConfig(train="x"),
+            "agent": AgentConfig(**agent),
+        }
+        return make_runner(
+            Config(rollout=RolloutConfig(api_key_env="SECRET_KEY"), **cfg), word_tokenizer(), 64
+        )
 
     monkeypatch.setattr(EnvironmentProcesses, "start", lambda self: None)
     environment = {"environment": "tests.faults.environments:Asked"}
@@ -220,7 +246,9 @@ def test_a_function_without_messages_needs_no_format():
 
 
 def test_a_class_that_cannot_be_imported_is_named():
-    with pytest.raises(EpisodeError, match="agent.environment cannot be imported.*AttributeError.*Nothing"):
+    with pytest.raises(
+        EpisodeError, match="agent.environment cannot be imported.*AttributeError.*Nothing"
+    ):
         EnvironmentProcesses("tests.faults.environments:Nothing").start()
 
 
@@ -231,13 +259,18 @@ def test_a_class_that_cannot_be_imported_is_named():
             {"function": "a:b", "isolation": "process"},
             "agent.isolation = process has no effect with no agent.environment",
         ),
-        ({"environment": "a:B", "process_memory_gib": 1.0}, "has no effect with agent.isolation = thread"),
+        (
+            {"environment": "a:B", "process_memory_gib": 1.0},
+            "has no effect with agent.isolation = thread",
+        ),
         ({"concurrency": 3}, "agent.concurrency = 3 has no effect"),
     ],
 )
 def test_a_setting_without_effect_is_refused(settings, why):
     with pytest.raises(ValueError, match=why):
-        Config(model=ModelConfig(path="."), data=DataConfig(train="x"), agent=AgentConfig(**settings))
+        Config(
+            model=ModelConfig(path="."), data=DataConfig(train="x"), agent=AgentConfig(**settings)
+        )
 
 
 running = [0, 0]
@@ -271,11 +304,15 @@ def sample(server, function, **settings):
 def client_of(server, function, **settings):
     agent = AgentConfig(function=f"{__name__}:{function}", **settings)
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 1)
-    return RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True, episodes=runner)
+    return RolloutClient(
+        [server.url], RolloutConfig(), spec=SPEC, want_routes=True, episodes=runner
+    )
 
 
 def responses(client, prompts):
-    found = client.generate(prompts, 2, policy_version=VERSION, temperature=1.0, max_tokens=64, stop_token_ids=(1,))
+    found = client.generate(
+        prompts, 2, policy_version=VERSION, temperature=1.0, max_tokens=64, stop_token_ids=(1,)
+    )
     return [rollout for group in found for rollout in group.rollouts]
 
 
@@ -286,18 +323,26 @@ def test_episodes_at_the_same_time_are_bounded():
 
 
 def test_a_dropped_episode_has_no_reward_and_all_of_them_stop_the_run():
-    with FakeServer("ok", source=lambda body, prompt, name: one_token(body, prompt, name)) as server:
+    with FakeServer(
+        "ok", source=lambda body, prompt, name: one_token(body, prompt, name)
+    ) as server:
         client, rollouts = sample(server, "fails_early", on_error="drop")
         assert [bool(np.isnan(rollout.reward)) for rollout in rollouts] == [False] * 2 + [True] * 6
         assert client.counters.dropped_episodes == client.counters.failed_episodes == 6
-        assert {rollout.response_length for rollout in rollouts[2:]} == {1}, "failed before its first turn"
-        with pytest.raises(RolloutError, match="all 8 episodes failed, the last one: .*no such tool"):
+        assert {rollout.response_length for rollout in rollouts[2:]} == {1}, (
+            "failed before its first turn"
+        )
+        with pytest.raises(
+            RolloutError, match="all 8 episodes failed, the last one: .*no such tool"
+        ):
             sample(server, "always_fails", on_error="drop")
 
 
 def test_one_prompt_on_which_a_working_function_fails_does_not_stop_the_run():
     """Dynamic sampling may draw a single prompt, of which no episode can be played."""
-    with FakeServer("ok", source=lambda body, prompt, name: one_token(body, prompt, name)) as server:
+    with FakeServer(
+        "ok", source=lambda body, prompt, name: one_token(body, prompt, name)
+    ) as server:
         client = client_of(server, "fails_early", on_error="drop")
         for _ in range(2):
             responses(client, PROMPTS[:2])

@@ -1,4 +1,6 @@
-"""What the process of agent.isolation = process answers; here in a thread, which forks for every episode as that process does."""
+"""What the process of agent.isolation = process answers; here in a thread, which forks for every
+episode as that process does.
+"""
 
 import asyncio
 import json
@@ -48,7 +50,9 @@ class Answers:
 def reply(environment, turn=TURN):
     message = json.loads(json.dumps({"call": "step", "argument": worker.fields_of_turn(turn)}))
     with asyncio.Runner() as runner:
-        return json.loads(worker.reply_line(type(environment), {"environment": environment}, message, runner))
+        return json.loads(
+            worker.reply_line(type(environment), {"environment": environment}, message, runner)
+        )
 
 
 @pytest.mark.parametrize("turn", [TURN, Turn("w1", (1,), "stop")])
@@ -89,10 +93,14 @@ def test_an_answer_arrives_as_json(value, answer):
     ],
 )
 def test_what_fails_is_answered_with_the_reason(answer, why, monkeypatch):
-    monkeypatch.setattr(worker, "ANSWER_BYTES", 99 if isinstance(answer, str) else worker.ANSWER_BYTES)
+    monkeypatch.setattr(
+        worker, "ANSWER_BYTES", 99 if isinstance(answer, str) else worker.ANSWER_BYTES
+    )
     found = reply(Answers(answer))
     assert set(found) == {"failed", "where"} and why in found["failed"]
-    assert any("test_environment_worker" in frame for frame in found["where"]) == (isinstance(answer, BaseException))
+    assert any("test_environment_worker" in frame for frame in found["where"]) == (
+        isinstance(answer, BaseException)
+    )
 
 
 @contextmanager
@@ -142,8 +150,11 @@ def test_every_episode_has_a_process_that_ends_with_it(monkeypatch):
             pids.append(step["metrics"].pop("pid"))
             assert step == {"observation": "w1", "reward": 2.0, "done": False, "metrics": {}}
         assert len({*pids, os.getpid()}) == 3
-        channel.sendall(worker.order(end=7) + worker.order(end=99))  # the other one is of a process before this one
-        assert episodes[0].lines.readline() == b"" and wait_for(lambda: not os.path.exists(f"/proc/{pids[0]}"), 60)
+        # the other one is of a process before this one
+        channel.sendall(worker.order(end=7) + worker.order(end=99))
+        assert episodes[0].lines.readline() == b"" and wait_for(
+            lambda: not os.path.exists(f"/proc/{pids[0]}"), 60
+        )
         assert episodes[1].ask("reset", asdict(PROMPT)) == {"answer": "tuple (3, 4)"}
     assert wait_for(lambda: not os.path.exists(f"/proc/{pids[1]}"), 60)
 
@@ -158,7 +169,8 @@ def test_blocking_calls_do_not_keep_the_process():
 
 
 @pytest.mark.parametrize(
-    "raised, expected", [(KeyError("a"), KeyError), (SystemExit(3), RuntimeError), (StopIteration(), RuntimeError)]
+    "raised, expected",
+    [(KeyError("a"), KeyError), (SystemExit(3), RuntimeError), (StopIteration(), RuntimeError)],
 )
 def test_what_a_thread_raises_is_raised_where_it_is_awaited(raised, expected):
     """asyncio ends the loop for SystemExit, and cannot raise StopIteration."""
@@ -167,7 +179,9 @@ def test_what_a_thread_raises_is_raised_where_it_is_awaited(raised, expected):
         raise raised
 
     async def call():
-        with pytest.raises(expected, match=re.escape(repr(raised)) if expected is RuntimeError else "a"):
+        with pytest.raises(
+            expected, match=re.escape(repr(raised)) if expected is RuntimeError else "a"
+        ):
             await asyncio.wait_for(in_thread(fails), 60)
 
     asyncio.run(call())
@@ -176,12 +190,18 @@ def test_what_a_thread_raises_is_raised_where_it_is_awaited(raised, expected):
 def test_a_thread_that_ends_after_its_time_disturbs_nothing():
     async def call():
         problems, ends = [], threading.Event()
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: problems.append(context)
+        )
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(in_thread(ends.wait, 60), 0.1)
-        assert [thread.daemon for thread in threading.enumerate() if thread.name == "in_thread"] == [True]
+        assert [
+            thread.daemon for thread in threading.enumerate() if thread.name == "in_thread"
+        ] == [True]
         ends.set()
-        assert await asyncio.to_thread(wait_for, lambda: "in_thread" not in [t.name for t in threading.enumerate()], 60)
+        assert await asyncio.to_thread(
+            wait_for, lambda: "in_thread" not in [t.name for t in threading.enumerate()], 60
+        )
         await asyncio.sleep(0.05)
         return problems
 

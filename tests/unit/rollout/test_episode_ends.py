@@ -1,4 +1,6 @@
-"""What a rollout function raises or returns ends its own episode, not the run, and is never learned from twice."""
+"""What a rollout function raises or returns ends its own episode, not the run, and is never learned
+from twice.
+"""
 
 import asyncio
 import sys
@@ -32,7 +34,10 @@ def client_of(server, function, **settings):
     runner = EpisodeRunner(agent, word_tokenizer(), SPEC.vocab_size, 1)
     client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
     calls.clear()
-    make_call, runner.call = runner.call, lambda *given: calls.append(make_call(*given)) or calls[-1]
+    make_call, runner.call = (
+        runner.call,
+        lambda *given: calls.append(make_call(*given)) or calls[-1],
+    )
     return client
 
 
@@ -80,7 +85,10 @@ def test_turns_that_are_cut_at_the_same_time_are_all_kept(function):
         with FakeServer("ok", "slow", source=TurnModel(version=3)) as server:
             client = client_of(server, function)
             interrupted(server, client, groups, 3, lambda server=server: len(server.requests) == 3)
-        assert groups[0].prefixes[0].episode_length == TURN + 2 * 2 and client.counters.failed_episodes == 0
+        assert (
+            groups[0].prefixes[0].episode_length == TURN + 2 * 2
+            and client.counters.failed_episodes == 0
+        )
 
 
 async def fills_its_context(session, prompt):
@@ -206,7 +214,9 @@ def test_a_task_that_exits_ends_the_run_with_an_error_not_with_its_status():
         client = client_of(server, starts_a_task_that_exits, on_error="drop")
         task = GenerationTask([PartialGroup(PROMPT, 2)], Sampling(1.0, 64, (1,), 3))
         task.start(client)
-        with pytest.raises(RuntimeError, match=r"a task that agent.function started called sys.exit\(0\)"):
+        with pytest.raises(
+            RuntimeError, match=r"a task that agent.function started called sys.exit\(0\)"
+        ):
             task.wait()
 
 
@@ -236,7 +246,10 @@ async def gives_fractions(session, prompt):
     [
         (awaits_what_it_cancelled, "CancelledError"),
         (exits, "SystemExit: 0"),
-        (returns_another_ones, "returned Episode, must be session.finish.. of this session, unchanged"),
+        (
+            returns_another_ones,
+            "returned Episode, must be session.finish.. of this session, unchanged",
+        ),
         (edits_its_reward, "returned Episode, must be session.finish.. of this session, unchanged"),
         (gives_text, "given: must be integers, got .'1', '2'."),
         (gives_fractions, "branched from: must be integers, got .9.7."),
@@ -246,8 +259,15 @@ def test_what_ends_one_episode_is_counted_and_named(function, why, caplog):
     kept.clear()
     one_is_right = function is returns_another_ones
     # of two episodes, not one: all of several that fail end the run
-    failing = nullcontext() if one_is_right else pytest.raises(RolloutError, match=f"all 2 episodes failed.*{why}")
+    failing = (
+        nullcontext()
+        if one_is_right
+        else pytest.raises(RolloutError, match=f"all 2 episodes failed.*{why}")
+    )
     with failing:
         rollouts, counters = sample(function, size=2, on_error="drop")
-        assert counters.dropped_episodes == 1 and len({tuple(rollout.tokens) for rollout in rollouts}) == 2
+        assert (
+            counters.dropped_episodes == 1
+            and len({tuple(rollout.tokens) for rollout in rollouts}) == 2
+        )
     assert why.split(",")[0].replace(".", "") in caplog.text.replace(".", "")

@@ -1,4 +1,6 @@
-"""A slice of `make faults`: one seed at one point of every kind, and a few hundred damaged payloads.  The rest: `make faults`."""
+"""A slice of `make faults`: one seed at one point of every kind, and a few hundred damaged
+payloads.  The rest: `make faults`.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +19,14 @@ from tests.faults.episodes import (
     episode_trials,
     run_episode_trial,
 )
-from tests.faults.payloads import SPECS, damage_payloads, damage_samples, refuse_good, routes_of, verdict
+from tests.faults.payloads import (
+    SPECS,
+    damage_payloads,
+    damage_samples,
+    refuse_good,
+    routes_of,
+    verdict,
+)
 from tests.faults.samples import encode
 from tests.faults.trials import Outcome, Trial, all_trials, run_trial, table
 
@@ -72,8 +81,12 @@ def children(pid):
 
 
 def test_an_unexpected_outcome_of_an_episode_is_reported():
-    good = EpisodeOutcome(trial=EpisodeTrial("raises", "first", "drop"), ending="dropped", seconds=0.1)
-    assert good.is_as_expected and episode_table([good])[-1].startswith("| all | 1 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |")
+    good = EpisodeOutcome(
+        trial=EpisodeTrial("raises", "first", "drop"), ending="dropped", seconds=0.1
+    )
+    assert good.is_as_expected and episode_table([good])[-1].startswith(
+        "| all | 1 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |"
+    )
     for change in (
         {"ending": "recovered"},
         {"lost": 1},
@@ -86,7 +99,9 @@ def test_an_unexpected_outcome_of_an_episode_is_reported():
     assert {trial.behaviour for trial in episode_trials()} == {*BEHAVIOURS, *INTERRUPTIONS}
 
 
-@pytest.mark.parametrize("trial", SLICE, ids=lambda trial: f"{trial.behaviour}@{trial.point}x{trial.turns}")
+@pytest.mark.parametrize(
+    "trial", SLICE, ids=lambda trial: f"{trial.behaviour}@{trial.point}x{trial.turns}"
+)
 def test_a_fault_ends_as_expected(trial):
     outcome = run_trial(trial)
     assert outcome.is_as_expected, outcome
@@ -94,7 +109,9 @@ def test_a_fault_ends_as_expected(trial):
 
 @pytest.mark.parametrize("trial", [Trial("huge_id", "connect", 0), Trial("hang", "end", 0)])
 def test_a_trial_does_not_depend_on_the_speed_of_the_machine(trial, monkeypatch):
-    """With a deadline that no request can meet the fault may never happen, and honest answers are late."""
+    """With a deadline that no request can meet the fault may never happen, and honest answers are
+    late.
+    """
     deadlines, attempt = [], of_servers.attempt
 
     def watched(trial, deadline):
@@ -134,7 +151,10 @@ def test_no_damaged_payload_is_misread_and_no_valid_one_is_refused():
     verdicts["samples"] = damage_samples(300, seed=1)
     for kind, counts in verdicts.items():
         assert counts["wrong"] == counts["crash"] == 0, (kind, counts)
-    assert all(verdicts[kind]["refused"] for kind in ("text", "bytes", "dtype", "shape", "values", "samples"))
+    assert all(
+        verdicts[kind]["refused"]
+        for kind in ("text", "bytes", "dtype", "shape", "values", "samples")
+    )
     assert refuse_good(150, seed=1) == {"same": 150}
 
 

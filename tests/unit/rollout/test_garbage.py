@@ -13,7 +13,9 @@ class Node:
 def test_a_full_collection_waits_but_a_step_without_end_does_not_fill_the_memory(monkeypatch):
     generations, before = [], gc.get_threshold()
     monkeypatch.setattr(garbage, "MIDDLE_PER_FULL", 4)
-    gc.callbacks.append(note := lambda phase, info: phase == "start" and generations.append(info["generation"]))
+    gc.callbacks.append(
+        note := lambda phase, info: phase == "start" and generations.append(info["generation"])
+    )
     try:
         restore = garbage.postpone_full_collections()
         generations.clear()

@@ -1,4 +1,6 @@
-"""Rollouts in a checkpoint: what is read is what was written; each group reaches the replica of its prompt."""
+"""Rollouts in a checkpoint: what is read is what was written; each group reaches the replica of its
+prompt.
+"""
 
 import json
 
@@ -9,7 +11,14 @@ from safetensors.numpy import load_file, save_file
 
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.partial import PartialGroup, copied, file_name, find_groups, read_groups, write_groups
+from megatron_rl.rollout.partial import (
+    PartialGroup,
+    copied,
+    file_name,
+    find_groups,
+    read_groups,
+    write_groups,
+)
 
 PROMPTS = [Prompt(f"p{n}", "", (n, n + 1), "") for n in range(24)]
 
@@ -17,7 +26,8 @@ PROMPTS = [Prompt(f"p{n}", "", (n, n + 1), "") for n in range(24)]
 def rollout(number: int, index: int, *, cut: bool = False, has_gap: bool = False) -> Rollout:
     rng = np.random.default_rng([number, index])
     size = int(rng.integers(3, 9))
-    routes = rng.integers(0, 200, (3, 1 + size, 2), dtype=np.uint8).transpose(1, 0, 2)  # layer-major in memory
+    # layer-major in memory
+    routes = rng.integers(0, 200, (3, 1 + size, 2), dtype=np.uint8).transpose(1, 0, 2)
     gaps = np.arange(1 + size) == size // 2
     return Rollout(
         id=f"p{number}/{index}",
@@ -51,20 +61,30 @@ def assert_same(found: PartialGroup, expected: PartialGroup) -> None:
                     else got == value
                 )
                 assert same, name
-            assert rollout.routed_experts.transpose(1, 0, 2).flags.c_contiguous, "layer-major, as replay needs it"
+            assert rollout.routed_experts.transpose(1, 0, 2).flags.c_contiguous, (
+                "layer-major, as replay needs it"
+            )
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 4, 6])
 def test_every_group_reaches_the_replica_that_will_get_its_prompt(readers, tmp_path):
-    """Written by 2 replicas, 12 prompts to come; of those some have nothing in flight.  Prompt i goes to replica i % readers."""
+    """Written by 2 replicas, 12 prompts to come; of those some have nothing in flight.
+
+    Prompt i goes to replica i % readers.
+    """
     order = [11, 4, 7, 0, 2, 9, 5, 22, 23, 21, 20, 1]
     started = [4, 7, 0, 9, 5, 1]
     for replica in range(2):
         mine = [number for number in order[replica::2] if number in started]
         write_groups(tmp_path / file_name(replica), [group(number) for number in mine], mine)
-    found = [read_groups(find_groups(tmp_path), PROMPTS, order, slice(r, None, readers)) for r in range(readers)]
+    found = [
+        read_groups(find_groups(tmp_path), PROMPTS, order, slice(r, None, readers))
+        for r in range(readers)
+    ]
     for replica, groups in enumerate(found):
-        assert [each.prompt.id for each in groups] == [f"p{n}" for n in order[replica::readers] if n in started]
+        assert [each.prompt.id for each in groups] == [
+            f"p{n}" for n in order[replica::readers] if n in started
+        ]
     for each in (each for groups in found for each in groups):
         assert_same(each, group(int(each.prompt.id[1:])))
 
@@ -102,7 +122,9 @@ def test_a_file_of_version_0_1_is_read(tmp_path):
     tensors = {}
     for name, value in load_file(path).items():
         place, kind = name.split(":")
-        value = np.ascontiguousarray(value.transpose(1, 0, 2)) if kind == "routed_experts" else value
+        value = (
+            np.ascontiguousarray(value.transpose(1, 0, 2)) if kind == "routed_experts" else value
+        )
         tensors[f"{place}:{former.get(kind, kind)}"] = value
     keys = ("index", "id", "prompt_length", "finish_reason", "versions")
     about["responses"] = [[each[key] for key in keys] for each in about["responses"]]

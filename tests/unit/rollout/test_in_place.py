@@ -1,4 +1,6 @@
-"""rollout.weight_update = in_place over a fake server: requests live through weight syncs, and each token names its version."""
+"""rollout.weight_update = in_place over a fake server: requests live through weight syncs, and each
+token names its version.
+"""
 
 import threading
 import time
@@ -29,7 +31,11 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def growing(server, first: int, most: int) -> None:
     """Prompts from number `first` on are sampled token by token, at first `most` tokens."""
-    server.is_slow, server.slowness, server.most_tokens = (lambda number: number >= first), "growing", most
+    server.is_slow, server.slowness, server.most_tokens = (
+        (lambda number: number >= first),
+        "growing",
+        most,
+    )
 
 
 def wait_for_tokens(server, requests: int) -> None:
@@ -49,7 +55,8 @@ def test_a_weight_sync_interrupts_no_request():
         trainer.push(1)
         assert server.pauses == ["in_place"] and trainer.inference.pending is not None
         trainer.scheduler.step_done()
-        server.most_tokens, trainer.model.length = 6, 7  # what is requested from now on is never complete
+        # what is requested from now on is never complete
+        server.most_tokens, trainer.model.length = 6, 7
         sampled = trainer.scheduler.take(1, 1)
         assert server.aborted == []
         rollouts = [rollout for group in sampled.groups for rollout in group.rollouts]
@@ -72,11 +79,16 @@ def test_requests_find_entries_of_the_prefix_cache_of_their_own_version_only():
         assert keys.count("0") == 4 * PER_STEP, "the first queue"
     with training("ok", max_staleness=3, weight_update="abort") as (trainer, server):
         trainer.step(0)
-        assert not any("extra_key" in request for request in server.requests), "its caches are flushed"
+        assert not any("extra_key" in request for request in server.requests), (
+            "its caches are flushed"
+        )
 
 
 def test_a_response_that_would_be_too_old_is_aborted_and_sampled_again():
-    """k = 1: what the weights 0 began must be trained on by step 1.  Step 2 does not wait for it: it begins again."""
+    """k = 1: what the weights 0 began must be trained on by step 1.
+
+    Step 2 does not wait for it: it begins again.
+    """
     with training("ok", max_staleness=1, weight_update="in_place") as (trainer, server):
         growing(server, 0, most=1)
         server.is_slow = lambda number: number in (2, 3)  # they do not end by themselves
@@ -107,7 +119,9 @@ def test_a_response_that_would_be_too_old_is_aborted_and_sampled_again():
 
 
 def test_complete_responses_that_are_too_old_are_sampled_again():
-    """Those that no step took in time: here all that was sampled ahead is complete when the weights change."""
+    """Those that no step took in time: here all that was sampled ahead is complete when the weights
+    change.
+    """
     with training("ok", max_staleness=1, weight_update="in_place") as (trainer, _):
         scheduler, counters = trainer.scheduler, trainer.inference.client.counters
         scheduler.take(0, 0)
@@ -130,18 +144,26 @@ def test_an_evaluation_or_a_checkpoint_cuts_requests_short_and_they_continue():
         trainer.step(0)
         wait_for_tokens(server, 3 * PER_STEP)
         trainer.scheduler.files(is_step_done=True)
-        assert trainer.inference.pending is None and trainer.inference.client.counters.cut_samples > 0
+        assert (
+            trainer.inference.pending is None and trainer.inference.client.counters.cut_samples > 0
+        )
         server.most_tokens = 6
         sampled = [trainer.step(step) for step in (1, 2, 3)]
         trained = [prompt.id for each in sampled for prompt in each.prompts]
-        assert len({*trained, *(group.prompt.id for group in trainer.scheduler.groups)} - {"0", "1"}) == 6 * PER_STEP
+        assert (
+            len({*trained, *(group.prompt.id for group in trainer.scheduler.groups)} - {"0", "1"})
+            == 6 * PER_STEP
+        )
         for rollout in (r for each in sampled for group in each.groups for r in group.rollouts):
             assert_fingerprints(rollout)
         assert trainer.inference.client.counters.lost_samples == 0
 
 
 def test_a_pause_does_not_count_towards_the_deadline_of_a_request(clock):
-    with training("ok", request_timeout_seconds=4.0, max_retries=0, **IN_PLACE) as (trainer, server):
+    with training("ok", request_timeout_seconds=4.0, max_retries=0, **IN_PLACE) as (
+        trainer,
+        server,
+    ):
         trainer.inference.client.clock, trainer.while_paused = clock, lambda: clock.advance(4.5)
         growing(server, PER_STEP, most=3)
         trainer.scheduler.take(0, 0)
@@ -163,7 +185,9 @@ def test_a_signal_during_a_weight_sync_loses_nothing_of_what_the_servers_hold(mo
             trainer.inference.client.stop(keep_parts=True)
             clock.advance(STOP_SECONDS + 1)
             time.sleep(0.3)  # several times as long as it waits before it sends aborts again
-            assert server.aborted == [], "SGLang would forget the abort of a request that came during the pause"
+            assert server.aborted == [], (
+                "SGLang would forget the abort of a request that came during the pause"
+            )
 
         trainer.inference.client.clock, trainer.while_paused = clock, signal
         trainer.scheduler.take(0, 0)
@@ -172,7 +196,10 @@ def test_a_signal_during_a_weight_sync_loses_nothing_of_what_the_servers_hold(mo
         trainer.scheduler.files(is_step_done=True)
         parts = [part for group in trainer.scheduler.groups for part in group.prefixes.values()]
         counters = trainer.inference.client.counters
-        assert len(parts) == counters.cut_samples == 3 * PER_STEP * GROUP and counters.lost_samples == 0
+        assert (
+            len(parts) == counters.cut_samples == 3 * PER_STEP * GROUP
+            and counters.lost_samples == 0
+        )
         for part in parts:
             assert part.policy_versions.tolist()[:3] == [0] * 3
             assert_fingerprints(part)
@@ -188,7 +215,7 @@ def test_the_last_weight_sync_leaves_nothing_in_flight():
         assert server.pauses == ["in_place"] * 3
 
 
-# Faults -----------------------------------------------------------------------------------------------------------------
+# Faults -------------------------------------------------------------------------------------------
 
 
 class Pool:
@@ -207,7 +234,10 @@ class Pool:
 @pytest.mark.parametrize("max_retries", [0, 3])
 def test_a_server_that_dies_while_it_is_paused_loses_its_own_responses_only(max_retries):
     """With max_retries = 0 the sampling of the replica has failed by then."""
-    with training("ok", max_retries=max_retries, **IN_PLACE) as (trainer, one), FakeServer("growing") as two:
+    with (
+        training("ok", max_retries=max_retries, **IN_PLACE) as (trainer, one),
+        FakeServer("growing") as two,
+    ):
         two.source = trainer.model
         growing(one, PER_STEP, most=6)
         urls, inference = [one.url, two.url], trainer.inference
@@ -227,7 +257,10 @@ def test_a_server_that_dies_while_it_is_paused_loses_its_own_responses_only(max_
 
         inference.pusher = SimpleNamespace(push=push, set_urls=lambda urls: None)
         trainer.step(0)
-        assert wait_for(lambda: len(one.requests) + len(two.requests) == 4 * PER_STEP, 10) and two.requests
+        assert (
+            wait_for(lambda: len(one.requests) + len(two.requests) == 4 * PER_STEP, 10)
+            and two.requests
+        )
         trainer.step(1)
         assert inference.urls == [one.url] and inference.pending is None, (
             "its servers are others: sampling starts again"
@@ -255,7 +288,10 @@ def test_a_server_that_does_not_continue_stops_the_run_with_its_name():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"token_versions": False, "version": "0.5.17"}, r"is version 0.5.17.*no weight_versions.*0.5.19 or newer"),
+        (
+            {"token_versions": False, "version": "0.5.17"},
+            r"is version 0.5.17.*no weight_versions.*0.5.19 or newer",
+        ),
         (
             {"settings": {"disable_overlap_schedule": False}},
             r"disable_overlap_schedule = false.*must be true.*start it with",
@@ -281,32 +317,49 @@ def test_servers_of_the_run_are_started_as_in_place_needs_them(tmp_path):
 
 
 def test_agents_are_refused():
-    with pytest.raises(ConfigError, match=r"in_place with agent.function = 'a:b'.*set rollout.weight_update = abort"):
+    with pytest.raises(
+        ConfigError,
+        match=r"in_place with agent.function = 'a:b'.*set rollout.weight_update = abort",
+    ):
         config(agent={"function": "a:b"}, **IN_PLACE)
 
 
-# One answer -------------------------------------------------------------------------------------------------------------
+# One answer ---------------------------------------------------------------------------------------
 
 PROMPT = SimpleNamespace(token_ids=(3, 4, 5))
 
 
 def parsed(sample, *, oldest: int = 4, newest: int = 7):
     return parse_sample(
-        sample, PROMPT, "q/0", spec=SPEC, want_routes=True, policy_version=oldest, newest_version=newest, max_tokens=9
+        sample,
+        PROMPT,
+        "q/0",
+        spec=SPEC,
+        want_routes=True,
+        policy_version=oldest,
+        newest_version=newest,
+        max_tokens=9,
     )
 
 
 def sample_of(*versions: int, **meta):
     new = np.arange(10, 10 + len(versions))
-    sample = mixed_answer(list(versions), [3, 4, 5], new, "q", {"type": "length", "length": len(new)})
+    sample = mixed_answer(
+        list(versions), [3, 4, 5], new, "q", {"type": "length", "length": len(new)}
+    )
     return sample | {"meta_info": sample["meta_info"] | meta}
 
 
 def test_tokens_have_the_versions_of_their_spans():
     rollout = parsed(sample_of(4, 4, 5, 7, 7))
-    assert rollout.policy_versions.tolist() == [4, 4, 5, 7, 7] and rollout.policy_versions.dtype == np.int32
+    assert (
+        rollout.policy_versions.tolist() == [4, 4, 5, 7, 7]
+        and rollout.policy_versions.dtype == np.int32
+    )
     assert_fingerprints(rollout)
-    assert parsed(sample_of(6, 6)).policy_versions.tolist() == [6, 6], "it waited in the server's queue"
+    assert parsed(sample_of(6, 6)).policy_versions.tolist() == [6, 6], (
+        "it waited in the server's queue"
+    )
 
 
 def span(version: object, start: int, end: object) -> dict:
@@ -351,7 +404,8 @@ def test_rows_that_a_retraction_computed_with_other_weights_hold_no_route():
         rollout = parsed(sample)
         assert rollout.missing_routes.all() and not rollout.routed_experts.any()
         assert (
-            rollout.rollout_logprobs.tolist() == parsed(sample_of(*rollout.policy_versions)).rollout_logprobs.tolist()
+            rollout.rollout_logprobs.tolist()
+            == parsed(sample_of(*rollout.policy_versions)).rollout_logprobs.tolist()
         )
     for sample in (sample_of(4, 4, 4, num_retractions=1), sample_of(4, 4, 5, num_retractions=0)):
         assert_fingerprints(parsed(sample))
@@ -361,7 +415,12 @@ def test_a_client_of_another_mode_takes_one_version_only():
     """Weights 8 are sent when nothing is sampled: an answer that names them is another run's."""
     model = FakeModel(version=8)
     with FakeServer("ok", source=model) as server:
-        client = RolloutClient([server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=True)
-        prompt, settings = Prompt("q", "", (3, 4, 5), ""), {"temperature": 1.0, "max_tokens": 9, "stop_token_ids": ()}
+        client = RolloutClient(
+            [server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=True
+        )
+        prompt, settings = (
+            Prompt("q", "", (3, 4, 5), ""),
+            {"temperature": 1.0, "max_tokens": 9, "stop_token_ids": ()},
+        )
         with pytest.raises(RolloutError, match="stale_version.*8.*expected 7"):
             client.generate([prompt], 1, policy_version=7, **settings)

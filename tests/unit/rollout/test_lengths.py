@@ -1,4 +1,6 @@
-"""What the client does about a fault must not favour short responses: lengths that are returned are those that were drawn."""
+"""What the client does about a fault must not favour short responses: lengths that are returned are
+those that were drawn.
+"""
 
 import zlib
 from typing import Any
@@ -24,7 +26,8 @@ GROUP = 8
 def geometric(body: dict[str, Any], given: list[int], sample_id: str) -> dict[str, Any]:
     """Every token is the last one with probability 1 / MEAN, however many there were.
 
-    Drawn from what is given and the end of the id, the attempt and the place in its request: the same in every run.
+    Drawn from what is given and the end of the id, the attempt and the place in its request: the
+    same in every run.
     """
     attempt_and_place = sample_id.rpartition(".")[2]
     rng = np.random.default_rng(zlib.crc32(f"{attempt_and_place} {given}".encode()))
@@ -36,21 +39,29 @@ def geometric(body: dict[str, Any], given: list[int], sample_id: str) -> dict[st
 
 
 class Slow(FakeServer):
-    """Answers immediately where all samples are short, else when it is aborted, with the first tokens of the long ones."""
+    """Answers immediately where all samples are short, else when it is aborted, with the first
+    tokens of the long ones.
+    """
 
     def behave(self, handler, behaviour, body) -> None:
-        is_long = any(len(sample["output_ids"]) > PER_REQUEST for sample in self.honest(body).values())
+        is_long = any(
+            len(sample["output_ids"]) > PER_REQUEST for sample in self.honest(body).values()
+        )
         super().behave(handler, "slow" if is_long else "ok", body)
 
     def until_aborted(self, samples):
         super().until_aborted(samples)
-        return [cut_short(s, PER_REQUEST) if len(s["output_ids"]) > PER_REQUEST else s for s in samples]
+        return [
+            cut_short(s, PER_REQUEST) if len(s["output_ids"]) > PER_REQUEST else s for s in samples
+        ]
 
 
 def test_a_deadline_that_only_long_responses_meet_does_not_make_them_shorter(monkeypatch, clock):
-    """A quarter of the responses are longer than what fits into a request; sampled again, until they do, there would be none.
+    """A quarter of the responses are longer than what fits into a request; sampled again, until
+    they do, there would be none.
 
-    The speed of the machine is without effect: the server decides what is late, and all else waits for it.
+    The speed of the machine is without effect: the server decides what is late, and all else waits
+    for it.
     """
     monkeypatch.setattr(request, "LATE_FRAC", PATIENCE)
     monkeypatch.setattr(request, "RETURN_SECONDS", PATIENCE)
@@ -65,27 +76,45 @@ def test_a_deadline_that_only_long_responses_meet_does_not_make_them_shorter(mon
         client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True)
         client.clock, server.late = clock, lambda: clock.advance(1.0)
         groups = client.generate(
-            PROMPTS, GROUP, temperature=1.0, max_tokens=400, stop_token_ids=(END,), policy_version=VERSION
+            PROMPTS,
+            GROUP,
+            temperature=1.0,
+            max_tokens=400,
+            stop_token_ids=(END,),
+            policy_version=VERSION,
         )
     lengths = np.array([rollout.response_length for group in groups for rollout in group.rollouts])
     expected, spread = MEAN, MEAN * (1 - 1 / MEAN) ** 0.5  # of a geometric distribution
     assert abs(lengths.mean() - expected) < 4 * spread / len(lengths) ** 0.5
     tail = (1 - 1 / MEAN) ** PER_REQUEST
-    assert abs((lengths > PER_REQUEST).mean() - tail) < 4 * (tail * (1 - tail) / len(lengths)) ** 0.5
+    assert (
+        abs((lengths > PER_REQUEST).mean() - tail) < 4 * (tail * (1 - tail) / len(lengths)) ** 0.5
+    )
     assert client.counters.failures["timeout"] > 0 == client.counters.redrawn_samples
 
 
 def test_dropped_responses_are_counted_with_their_length():
     with FakeServer("stale", "ok") as server:
         client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
-        client.generate(PROMPTS[:1], 4, temperature=1.0, max_tokens=8, stop_token_ids=(), policy_version=VERSION)
+        client.generate(
+            PROMPTS[:1], 4, temperature=1.0, max_tokens=8, stop_token_ids=(), policy_version=VERSION
+        )
         with FakeServer("reset", "ok") as failing:
             client.set_urls([failing.url])
-            client.generate(PROMPTS[:1], 4, temperature=1.0, max_tokens=8, stop_token_ids=(), policy_version=VERSION)
+            client.generate(
+                PROMPTS[:1],
+                4,
+                temperature=1.0,
+                max_tokens=8,
+                stop_token_ids=(),
+                policy_version=VERSION,
+            )
     totals = client.counters.totals()
     assert totals["rollout/redrawn_samples_total"] == 1 + 4  # one sample, and a request that broke
     assert totals["rollout/dropped_tokens_total"] == 5
     sums = MetricSums()
     count_discarded(sums, {})
-    count_discarded(sums, totals | {"rollout/cancelled_samples_total": 1, "rollout/cancelled_tokens_total": 25})
+    count_discarded(
+        sums, totals | {"rollout/cancelled_samples_total": 1, "rollout/cancelled_tokens_total": 25}
+    )
     assert sums.reduce(None, "cpu") == {"rollout/discarded_length_mean": 15.0}

@@ -1,4 +1,6 @@
-"""Requests go to the server with the fewest outstanding tokens; one that keeps failing is logged, then tried by one request."""
+"""Requests go to the server with the fewest outstanding tokens; one that keeps failing is logged,
+then tried by one request.
+"""
 
 import logging
 
@@ -30,7 +32,9 @@ def test_the_server_with_the_fewest_outstanding_tokens_is_next(balancer):
     a, b, c = balancer.servers
     a.tokens, b.tokens, c.tokens = 300, 100, 200
     assert balancer.pick() is b
-    assert balancer.pick(avoid={"http://b"}) is c, "a server that failed this group comes after the others"
+    assert balancer.pick(avoid={"http://b"}) is c, (
+        "a server that failed this group comes after the others"
+    )
     assert balancer.pick(avoid={"http://a", "http://b", "http://c"}) is b
 
 
@@ -55,10 +59,14 @@ def test_a_success_in_between_keeps_it_closed(balancer, caplog):
     assert caplog.messages[1:] == ["rollout server http://a answers again"]
 
 
-def test_one_request_at_a_time_tries_an_open_circuit_and_its_cooldown_doubles(balancer, now, caplog):
+def test_one_request_at_a_time_tries_an_open_circuit_and_its_cooldown_doubles(
+    balancer, now, caplog
+):
     a, b, _ = balancer.servers
     break_down(balancer, a)
-    assert not balancer.failed(a, "reset") and a.open_until == now[0] + COOLDOWN_SECONDS, "no news: sent before"
+    assert not balancer.failed(a, "reset") and a.open_until == now[0] + COOLDOWN_SECONDS, (
+        "no news: sent before"
+    )
     for doubling in range(1, 8):
         now[0] = a.open_until
         b.tokens = balancer.servers[2].tokens = 1

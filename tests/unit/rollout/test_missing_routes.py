@@ -34,19 +34,29 @@ def group_with(*gaps, prompt_length=5, response_length=20):
 
 
 def test_prompt_and_response_rows_are_counted_separately():
-    """Row 3 is the last that predicts a prompt token, row 4 predicts the first response token, row 23 the last."""
+    """Row 3 is the last that predicts a prompt token, row 4 predicts the first response token, row
+    23 the last.
+    """
     counts = count_missing_routes(group_with((0, 3), (4, 23), ()), dropped=2)
     assert counts == MissingRouteCounts(2, 60, 2, 12, dropped=2, samples=3)
     assert counts.rows == 4 and MissingRouteCounts(*counts.values()) == counts
 
 
-def test_whatever_the_row_the_counts_the_loss_and_the_token_files_name_the_token_that_it_predicts(tmp_path):
-    """One rollout for each row: a prompt of 3 tokens, 3 sampled ones, 2 of an environment, 4 sampled ones."""
+def test_whatever_the_row_the_counts_the_loss_and_the_token_files_name_the_token_that_it_predicts(
+    tmp_path,
+):
+    """One rollout for each row: a prompt of 3 tokens, 3 sampled ones, 2 of an environment, 4
+    sampled ones.
+    """
     sampled, plain = [3, 4, 5, 8, 9, 10, 11], make_rollout("", 3, 9)
     parts = {name: getattr(plain, name)[:7] for name in ("rollout_logprobs", "policy_versions")}
     turns = replace(plain, environment=((6, 8),), routes_digest=None, **parts)
     samples = [
-        Sample(replace(turns, id=f"q/{row}", missing_routes=np.arange(11) == row), 1.0, save_tokens=True)
+        Sample(
+            replace(turns, id=f"q/{row}", missing_routes=np.arange(11) == row),
+            1.0,
+            save_tokens=True,
+        )
         for row in range(11)
     ]
     table, files = Table.zeros(0, 11 * 11, 2, 11 * 7, np.dtype(np.uint8)), FileWriter(print)
@@ -57,7 +67,10 @@ def test_whatever_the_row_the_counts_the_loss_and_the_token_files_name_the_token
     for row, sample in enumerate(samples):
         counts = count_missing_routes([RolloutGroup(Prompt("q", "", (1,), ""), (sample.rollout,))])
         is_sampled = row + 1 in sampled
-        assert (counts.missing_response_rows, counts.missing_prompt_rows) == (is_sampled, not is_sampled), row
+        assert (counts.missing_response_rows, counts.missing_prompt_rows) == (
+            is_sampled,
+            not is_sampled,
+        ), row
         batch = pack([sample], mask_missing_routes=True)
         learned = [token for token in sampled if token != row + 1]
         assert (np.flatnonzero(batch.loss_mask) + 1).tolist() == learned, row
@@ -71,10 +84,18 @@ def test_error_stops_at_the_first_missing_route_and_names_rows_layers_and_the_ot
     with pytest.raises(ValueError) as caught:
         check_missing_routes(count_missing_routes(groups), ReplayConfig(), groups)
     message = str(caught.value)
-    assert "rollout q/1: rows 4, 7 to 9 of 24 in all 3 MoE layers" in message and "q/0" not in message
+    assert (
+        "rollout q/1: rows 4, 7 to 9 of 24 in all 3 MoE layers" in message and "q/0" not in message
+    )
     assert all(
         word in message
-        for word in ("replay.on_missing_route = error", "live", "mask_token", "drop_sample", "4 such rows in 2")
+        for word in (
+            "replay.on_missing_route = error",
+            "live",
+            "mask_token",
+            "drop_sample",
+            "4 such rows in 2",
+        )
     )
     check_missing_routes(count_missing_routes(group_with((), ())), ReplayConfig(), groups)
 
@@ -90,8 +111,14 @@ def test_a_replica_without_missing_routes_stops_too():
     ("counts", "message"),
     [
         (MissingRouteCounts(5, 100, 0, 1000, 0, 8), None),  # at the budget
-        (MissingRouteCounts(6, 100, 0, 1000, 0, 8), r"6 of the step's 100 response tokens have no route \(6.00%\)"),
-        (MissingRouteCounts(0, 1000, 6, 100, 0, 8), r"6 of the step's 100 prompt rows have no route"),
+        (
+            MissingRouteCounts(6, 100, 0, 1000, 0, 8),
+            r"6 of the step's 100 response tokens have no route \(6.00%\)",
+        ),
+        (
+            MissingRouteCounts(0, 1000, 6, 100, 0, 8),
+            r"6 of the step's 100 prompt rows have no route",
+        ),
         (MissingRouteCounts(0, 100, 0, 0, 0, 8), None),  # prompts of one token have no rows
     ],
 )
@@ -102,7 +129,8 @@ def test_the_budget_bounds_responses_and_prompts_separately(policy, counts, mess
     with pytest.raises(
         ValueError,
         match=message
-        + rf".*replay.missing_route_budget = 5.00%.*on_missing_route = {policy}.*raise replay.missing_route_budget",
+        + rf".*replay.missing_route_budget = 5.00%.*on_missing_route = {policy}.*raise"
+        r" replay.missing_route_budget",
     ):
         check_missing_routes(counts, replay, [])
 

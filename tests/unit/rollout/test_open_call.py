@@ -1,4 +1,6 @@
-"""An open call of the client: a signal keeps what it has sampled, and a server's death does not end it for good."""
+"""An open call of the client: a signal keeps what it has sampled, and a server's death does not end
+it for good.
+"""
 
 import asyncio
 import threading
@@ -32,7 +34,9 @@ def test_a_signal_while_a_weight_sync_waits_keeps_every_token(monkeypatch):
 
     monkeypatch.setattr(Call, "drain", drain)
     with FakeServer("slow", source=FakeModel(version=3)) as server:
-        client = RolloutClient([server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=True)
+        client = RolloutClient(
+            [server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=True
+        )
 
         def stop():
             assert wait_for(lambda: len(server.requests) == len(PROMPTS), 30)
@@ -64,7 +68,9 @@ def test_a_signal_that_comes_as_a_call_ends_is_no_error(monkeypatch):
 
     monkeypatch.setattr(asyncio, "run", run_and_stop)
     with FakeServer("ok", source=FakeModel(version=3)) as server:
-        client = RolloutClient([server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=True)
+        client = RolloutClient(
+            [server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=True
+        )
         (group,) = client.fill([PartialGroup(PROMPTS[0], 2)], SAMPLING)
         assert group.is_complete
         with pytest.raises(RolloutError, match="was stopped"):

@@ -1,4 +1,6 @@
-"""Over-sampling, aborts and identity of samples: what is not needed is aborted and counted, and nothing is used twice."""
+"""Over-sampling, aborts and identity of samples: what is not needed is aborted and counted, and
+nothing is used twice.
+"""
 
 import pytest
 
@@ -18,7 +20,12 @@ def make_client(*urls: str, **settings) -> RolloutClient:
 
 
 def generate(client: RolloutClient, prompts=tuple(PROMPTS), group_size: int = 2, **overrides):
-    settings = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": (1,), "policy_version": VERSION}
+    settings = {
+        "temperature": 1.0,
+        "max_tokens": 8,
+        "stop_token_ids": (1,),
+        "policy_version": VERSION,
+    }
     return client.generate(prompts, group_size, **(settings | overrides))
 
 
@@ -33,11 +40,20 @@ def test_the_groups_complete_first_are_kept_and_the_others_aborted_and_counted()
     ids = [group.prompt.id for group in groups]
     assert ids == sorted(ids), "in the order of the prompts"
     counters = client.counters
-    assert (counters.cancelled_groups, counters.cancelled_samples, counters.cancelled_tokens) == (2, 4, 8)
-    assert counters.dropped.total() == counters.retries == counters.aborts_failed == 0 and counters.aborts == 2
+    assert (counters.cancelled_groups, counters.cancelled_samples, counters.cancelled_tokens) == (
+        2,
+        4,
+        8,
+    )
+    assert (
+        counters.dropped.total() == counters.retries == counters.aborts_failed == 0
+        and counters.aborts == 2
+    )
     stats = client.take_stats()
     assert stats.tokens == 4 * 2 * 5 and stats.seconds > 0 and len(stats.request_seconds) == 6
-    assert stats.prompt_tokens == 12 * 3 and stats.cached_tokens == 12 * 2, "the fake server finds all but the last"
+    assert stats.prompt_tokens == 12 * 3 and stats.cached_tokens == 12 * 2, (
+        "the fake server finds all but the last"
+    )
     assert generate(client, keep=0) == [] and client.take_stats().tokens == 0
     assert counters.cancelled_groups == 2, "nothing was to be sampled"
 
@@ -70,7 +86,9 @@ def test_an_answer_that_pauses_is_dropped_long_before_its_total_deadline():
         client = make_client(server.url, idle_timeout_seconds=2.0, request_timeout_seconds=300.0)
         generate(client, PROMPTS[:1])
         first = server.requests[0]["rid"]
-        assert wait_for(lambda: sorted(server.aborted) == [f"{first}_0", f"{first}_1"], 60), "it may still compute it"
+        assert wait_for(lambda: sorted(server.aborted) == [f"{first}_0", f"{first}_1"], 60), (
+            "it may still compute it"
+        )
     assert dict(client.counters.failures) == {"timeout": 1} and client.counters.aborts == 1
 
 
@@ -96,7 +114,8 @@ def test_no_two_requests_have_the_same_id():
 def test_a_server_that_keeps_failing_gets_no_requests():
     with FakeServer("http_500") as bad, FakeServer("ok") as good:
         client = make_client(bad.url, good.url, max_concurrency=1)
-        client.balancer.clock = lambda: 0.0  # on a busy machine the others take longer than the circuit is open
+        # on a busy machine the others take longer than the circuit is open
+        client.balancer.clock = lambda: 0.0
         generate(client, PROMPTS * 5)
     assert len(bad.requests) == 3 and client.counters.circuits_opened == 1
     assert client.counters.totals()["rollout/faults_http_total"] == 3
@@ -132,7 +151,9 @@ def test_a_server_can_serve_what_a_run_recorded(tmp_path):
 def test_every_reason_counts_in_one_class():
     counters = RolloutCounters()
     counters.failures.update(timeout=1, connection=2, http_503=3, bad_body=4)
-    counters.dropped.update(stale_version=6, routes_duplicate=7, aborted=8, wrong_id=9, bad_tokens=10)
+    counters.dropped.update(
+        stale_version=6, routes_duplicate=7, aborted=8, wrong_id=9, bad_tokens=10
+    )
     totals = counters.totals()
     classes = {name: n for name, n in totals.items() if "/faults_" in name}
     assert classes == {

@@ -1,4 +1,6 @@
-"""Partial rollouts: however a response is cut short and continued, every token keeps what it was sampled with."""
+"""Partial rollouts: however a response is cut short and continued, every token keeps what it was
+sampled with.
+"""
 
 import asyncio
 import threading
@@ -30,7 +32,9 @@ def forward(tokens: np.ndarray, given: int, version: int, reason="length") -> Ro
         id="q/0",
         tokens=tokens,
         prompt_length=given,
-        rollout_logprobs=np.array([logprob(version, tokens[: i + 1]) for i in range(given, size)], np.float32),
+        rollout_logprobs=np.array(
+            [logprob(version, tokens[: i + 1]) for i in range(given, size)], np.float32
+        ),
         routed_experts=rows,
         finish_reason=reason,
         policy_versions=np.full(size - given, version, np.int32),
@@ -45,15 +49,27 @@ def tokens():
 def test_every_token_keeps_what_it_was_sampled_with(tokens):
     prefix, more = forward(tokens[: P + N], P, 4, "abort"), forward(tokens, P + N, 7)
     joined = join_rollouts(prefix, more)
-    assert joined.policy_versions.tolist() == [4] * N + [7] * M and joined.policy_versions.dtype == np.int32
-    assert (joined.prompt_length, joined.response_length, joined.finish_reason) == (P, N + M, "length")
+    assert (
+        joined.policy_versions.tolist() == [4] * N + [7] * M
+        and joined.policy_versions.dtype == np.int32
+    )
+    assert (joined.prompt_length, joined.response_length, joined.finish_reason) == (
+        P,
+        N + M,
+        "length",
+    )
     assert_fingerprints(joined)
-    seam = P + N - 1  # the prefix's last token: never an input before the continuation, which sampled its successor
+    # the prefix's last token: never an input before the continuation, which sampled its successor
+    seam = P + N - 1
     assert np.array_equal(joined.routed_experts[:seam], prefix.routed_experts)
     assert np.array_equal(joined.routed_experts[seam:], more.routed_experts[seam:])
-    assert not np.array_equal(more.routed_experts[:seam], prefix.routed_experts), "the test cannot tell them apart"
+    assert not np.array_equal(more.routed_experts[:seam], prefix.routed_experts), (
+        "the test cannot tell them apart"
+    )
     assert joined.routed_experts.transpose(1, 0, 2).flags.c_contiguous, "layer-major"
-    third = join_rollouts(replace(joined, finish_reason="abort"), forward(np.append(tokens, 9), P + N + M, 8))
+    third = join_rollouts(
+        replace(joined, finish_reason="abort"), forward(np.append(tokens, 9), P + N + M, 8)
+    )
     assert third.policy_versions.tolist() == [4] * N + [7] * M + [8]
     assert_fingerprints(third)
 
@@ -92,7 +108,7 @@ def test_an_abort_that_comes_with_the_last_token_does_not_hide_the_end(tokens):
     assert ended(replace(cut, finish_reason="stop"), (), 1).finish_reason == "stop"
 
 
-# Through the client ---------------------------------------------------------------------------------------------------
+# Through the client -------------------------------------------------------------------------------
 
 
 def make_client(server: FakeServer, **settings) -> RolloutClient:
@@ -112,20 +128,34 @@ def test_a_response_cut_short_by_an_abort_continues_under_the_next_weights():
         first = fill(client, groups, 3, keep=2)
         left = [group for group in groups if group not in first]
         assert len(first) == 2 and all(group.is_complete for group in first)
-        assert [sorted(group.prefixes) for group in left] == [[0, 1]] * 2 and not any(group.rollouts for group in left)
+        assert [sorted(group.prefixes) for group in left] == [[0, 1]] * 2 and not any(
+            group.rollouts for group in left
+        )
         model.version = 5
         new = [PartialGroup(replace(prompt, id=f"{prompt.id}b"), 2) for prompt in PROMPTS[:1]]
         assert fill(client, left + new, 5) == left + new
     assert client.counters.cut_samples == client.counters.resumed_samples == 4
-    assert client.counters.cancelled_groups == client.counters.lost_samples == client.counters.dropped.total() == 0
+    assert (
+        client.counters.cancelled_groups
+        == client.counters.lost_samples
+        == client.counters.dropped.total()
+        == 0
+    )
     for group in first + left + new:
         for rollout in group.closed().rollouts:
             spans = [[3, 2], [5, 4]] if group in left else [[3 if group in first else 5, 6]]
-            assert rollout.policy_versions.tolist() == [version for version, n in spans for _ in range(n)]
+            assert rollout.policy_versions.tolist() == [
+                version for version, n in spans for _ in range(n)
+            ]
             assert rollout.is_mixed == (group in left) and rollout.oldest_version == spans[0][0]
-            assert tuple(rollout.tokens[:3]) == group.prompt.token_ids and rollout.finish_reason == "length"
+            assert (
+                tuple(rollout.tokens[:3]) == group.prompt.token_ids
+                and rollout.finish_reason == "length"
+            )
             assert_fingerprints(rollout)
-    resumed = [request for request in server.requests[4:] if isinstance(request["sampling_params"], list)]
+    resumed = [
+        request for request in server.requests[4:] if isinstance(request["sampling_params"], list)
+    ]
     assert len(resumed) == 2
     for request in resumed:
         assert [len(ids) for ids in request["input_ids"]] == [5, 5]
@@ -161,7 +191,10 @@ def test_a_group_that_is_due_is_waited_for_and_what_is_too_old_is_dropped_and_sa
         drop_older([left], 3, client.counters)
         assert client.counters.stale_samples == 0 and left.begins_at(3) and not left.begins_at(2)
         drop_older([left], 4, client.counters)
-        assert (client.counters.stale_samples, client.counters.stale_tokens) == (2, 4) and not left.begins_at(3)
+        assert (client.counters.stale_samples, client.counters.stale_tokens) == (
+            2,
+            4,
+        ) and not left.begins_at(3)
         left.is_due = True
         model.version = 4
         server.script = ["ok"]
@@ -182,12 +215,21 @@ def test_a_prefix_that_is_too_old_is_not_continued():
         (complete,) = fill(client, groups, 3, keep=1)
         (left,) = [group for group in groups if group is not complete]
         assert len(left.prefixes) == 2
-        model.version, client.oldest_version, server.script, before = 4, 4, ["ok"], len(server.requests)
+        model.version, client.oldest_version, server.script, before = (
+            4,
+            4,
+            ["ok"],
+            len(server.requests),
+        )
         fill(client, [left], 4)
-        assert {int(version) for r in left.rollouts.values() for version in r.policy_versions} == {4}
+        assert {int(version) for r in left.rollouts.values() for version in r.policy_versions} == {
+            4
+        }
         assert client.counters.stale_samples == 2
         (request,) = server.requests[before:]
-        assert request["input_ids"] == [list(left.prompt.token_ids)] * 2, "it was continued, to be thrown away"
+        assert request["input_ids"] == [list(left.prompt.token_ids)] * 2, (
+            "it was continued, to be thrown away"
+        )
 
 
 def test_a_damaged_continuation_is_dropped_and_its_prefix_is_kept():
@@ -212,7 +254,8 @@ def test_samples_aborted_in_the_queue_leave_no_trace():
             empty = {"output_ids": [], "text": ""}
             finish = {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
             return [
-                empty | {"meta_info": {"id": s["meta_info"]["id"]} | finish} for s in super().until_aborted(samples)
+                empty | {"meta_info": {"id": s["meta_info"]["id"]} | finish}
+                for s in super().until_aborted(samples)
             ]
 
     with Queued("slow", "ok", source=FakeModel(version=3)) as server:
@@ -231,8 +274,13 @@ def test_a_response_that_ended_as_it_was_aborted_is_complete_and_not_requested_a
         (complete,) = fill(client, groups, 3, keep=1, stop=tuple(range(SPEC.vocab_size)))
         (left,) = [group for group in groups if group is not complete]
         (rollout,) = left.closed().rollouts
-        assert rollout.finish_reason == "stop" and rollout.response_length == 2 and not left.prefixes
-        assert fill(client, [PartialGroup(PROMPTS[2], 1), left], 4, keep=1) == [left] and len(server.requests) <= 3
+        assert (
+            rollout.finish_reason == "stop" and rollout.response_length == 2 and not left.prefixes
+        )
+        assert (
+            fill(client, [PartialGroup(PROMPTS[2], 1), left], 4, keep=1) == [left]
+            and len(server.requests) <= 3
+        )
     assert_fingerprints(rollout)
 
 
@@ -253,7 +301,9 @@ def test_an_abort_that_overtakes_its_request_is_sent_again():
     assert heard and list(left.prefixes) == [0] and client.counters.lost_samples == 0
 
 
-def test_a_continuation_that_a_server_does_not_return_is_counted_as_lost_and_its_prefix_is_kept(monkeypatch):
+def test_a_continuation_that_a_server_does_not_return_is_counted_as_lost_and_its_prefix_is_kept(
+    monkeypatch,
+):
     monkeypatch.setattr(client_module, "RETURN_SECONDS", 0.5)
     model = FakeModel(version=3)
     with FakeServer("slow", "ok", source=model) as server:
@@ -274,24 +324,36 @@ def test_a_continuation_that_a_server_does_not_return_is_counted_as_lost_and_its
 def test_a_response_cut_short_by_its_deadline_is_continued_and_not_sampled_again(clock):
     """Sampled again it would be shorter: what takes longest is what the deadline meets."""
     with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
-        client = RolloutClient([server.url], RolloutConfig(request_timeout_seconds=5.0), spec=SPEC, want_routes=True)
+        client = RolloutClient(
+            [server.url], RolloutConfig(request_timeout_seconds=5.0), spec=SPEC, want_routes=True
+        )
         client.clock, server.late = clock, lambda: clock.advance(5.0)
-        (group,) = client.generate([PROMPTS[0]], 2, temperature=1.0, max_tokens=6, stop_token_ids=(), policy_version=3)
+        (group,) = client.generate(
+            [PROMPTS[0]], 2, temperature=1.0, max_tokens=6, stop_token_ids=(), policy_version=3
+        )
     _, second = server.requests
     given = second["input_ids"]
-    assert [len(ids) for ids in given] == [5, 5] and [p["max_new_tokens"] for p in second["sampling_params"]] == [4, 4]
+    assert [len(ids) for ids in given] == [5, 5] and [
+        p["max_new_tokens"] for p in second["sampling_params"]
+    ] == [4, 4]
     assert second["routed_experts_start_len"] == 4, "the last known token was never an input"
     assert [rollout.tokens[:5].tolist() for rollout in group.rollouts] == given
     for rollout in group.rollouts:
         assert rollout.policy_versions.tolist() == [3] * 6
         assert_fingerprints(rollout)
     counters = client.counters
-    assert (counters.failures, counters.dropped.total(), counters.redrawn_samples) == ({"timeout": 1}, 0, 0)
+    assert (counters.failures, counters.dropped.total(), counters.redrawn_samples) == (
+        {"timeout": 1},
+        0,
+        0,
+    )
     assert counters.cut_samples == counters.resumed_samples == 2 and counters.circuits_opened == 0
 
 
 def test_a_signal_keeps_the_prefix_of_every_response():
-    """A run that is resumed continues it: complete responses beside others sampled again would favour short ones."""
+    """A run that is resumed continues it: complete responses beside others sampled again would
+    favour short ones.
+    """
     with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
         client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
         groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]

@@ -1,4 +1,6 @@
-"""rollout.save_tensors = SHARE: which groups are saved, and what reads a recording that has some of them."""
+"""rollout.save_tensors = SHARE: which groups are saved, and what reads a recording that has some of
+them.
+"""
 
 import json
 from dataclasses import replace
@@ -16,10 +18,15 @@ from tests.unit.rollout.test_saved import SPEC, config, make_step
 
 def test_the_same_prompts_are_chosen_on_any_number_of_replicas():
     whole = [GroupChoice(0.3, seed=5).of(step, 24) for step in range(1, 5)]
-    assert [len(chosen) for chosen in whole] == [7] * 4 and len(set(whole)) == 4, "other groups at every step"
+    assert [len(chosen) for chosen in whole] == [7] * 4 and len(set(whole)) == 4, (
+        "other groups at every step"
+    )
     for replicas in (2, 4, 8):
         for step, expected in enumerate(whole, start=1):
-            parts = [GroupChoice(0.3, 5, dp_rank, replicas).of(step, 24 // replicas) for dp_rank in range(replicas)]
+            parts = [
+                GroupChoice(0.3, 5, dp_rank, replicas).of(step, 24 // replicas)
+                for dp_rank in range(replicas)
+            ]
             assert {i * replicas + d for d, part in enumerate(parts) for i in part} == expected
     assert whole != [GroupChoice(0.3, seed=6).of(step, 24) for step in range(1, 5)]
 
@@ -27,13 +34,17 @@ def test_the_same_prompts_are_chosen_on_any_number_of_replicas():
 def test_a_small_share_is_one_group_and_shares_add_up_over_steps():
     assert all(len(GroupChoice(1e-9).of(step, 10)) == 1 for step in range(1, 20))
     assert GroupChoice(1.0).of(1, 4) == {0, 1, 2, 3} and GroupChoice(0.0).of(1, 4) == frozenset()
-    counts = np.bincount([i for step in range(1, 401) for i in GroupChoice(0.25).of(step, 8)], minlength=8)
+    counts = np.bincount(
+        [i for step in range(1, 401) for i in GroupChoice(0.25).of(step, 8)], minlength=8
+    )
     assert counts.sum() == 800 and counts.min() > 60, "every group has the same chance"
 
 
 def test_the_choice_is_not_that_of_the_mini_batches():
     """Else one share of the groups would always be of the first mini-batch (batch/split.py)."""
-    firsts = [set(np.random.default_rng([0, step]).permutation(8)[:4].tolist()) for step in range(20)]
+    firsts = [
+        set(np.random.default_rng([0, step]).permutation(8)[:4].tolist()) for step in range(20)
+    ]
     chosen = [GroupChoice(0.5).of(step + 1, 8) for step in range(20)]
     assert len({len(first & own) for first, own in zip(firsts, chosen, strict=True)}) > 1
 
@@ -45,31 +56,43 @@ def test_a_share_or_a_boolean_is_read_from_the_command_line(text, share):
     words = ["--rollout.save_tensors"] + ([text] if text else [])
     found = load_config(None, words, {"model": {"path": "m"}, "data": {"train": "x"}})
     assert found.rollout.saved_share == share
-    assert load_config(None, [], {"model": {"path": "m"}, "data": {"train": "x"}}).rollout.saved_share == 0
+    assert (
+        load_config(None, [], {"model": {"path": "m"}, "data": {"train": "x"}}).rollout.saved_share
+        == 0
+    )
 
 
 @pytest.mark.parametrize("text", ["0.0", "1.5", "-0.1", "some", "nan"])
 def test_other_shares_are_refused_with_the_key(text):
     with pytest.raises(ConfigError, match=r"rollout\.save_tensors"):
-        load_config(None, ["--rollout.save_tensors", text], {"model": {"path": "m"}, "data": {"train": "x"}})
+        load_config(
+            None, ["--rollout.save_tensors", text], {"model": {"path": "m"}, "data": {"train": "x"}}
+        )
 
 
 @pytest.fixture
 def partial(tmp_path):
-    """Two replicas, two steps, of whose four groups each one is saved: no replica has a file of every step."""
+    """Two replicas, two steps, of whose four groups each one is saved: no replica has a file of
+    every step.
+    """
     folder = tmp_path / "live"
     for dp_rank in (0, 1):
         choice = GroupChoice(0.25, 3, dp_rank, 2)
         recorder = Recorder(folder, dp_rank=dp_rank, save_tensors=choice)
         for step in (1, 2):
-            recorder.record(step, [of_one_version(group) for group in make_step(step - 1)[dp_rank::2]])
+            recorder.record(
+                step, [of_one_version(group) for group in make_step(step - 1)[dp_rank::2]]
+            )
     cfg = config(tmp_path, "live", rollout={"save_tensors": 0.25})
     (folder / "config.toml").write_text(dump_config(cfg))
     return folder
 
 
 def of_one_version(group):
-    versions = [replace(each, policy_versions=np.zeros_like(each.policy_versions)) for each in group.rollouts]
+    versions = [
+        replace(each, policy_versions=np.zeros_like(each.policy_versions))
+        for each in group.rollouts
+    ]
     return replace(group, rollouts=tuple(versions))
 
 
@@ -79,9 +102,14 @@ def test_a_share_of_the_groups_is_written(partial):
         [side] = partial.glob(f"rollouts*_{step:06d}.safetensors")
         with safe_open(side, framework="numpy") as file:
             assert file.metadata() == {"schema": "1"}
-            names.append({name.rpartition("/")[0] for name in file.keys()})  # noqa: SIM118  not a dict
+            # not a dict
+            names.append({name.rpartition("/")[0] for name in file.keys()})  # noqa: SIM118
     assert [len(groups) for groups in names] == [1, 1], names
-    lines = [json.loads(line) for path in partial.glob("*.jsonl") for line in path.read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for path in partial.glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     assert len(lines) == 16, "every rollout has its line"
 
 
@@ -94,7 +122,9 @@ def test_a_step_written_again_without_tensors_has_no_old_ones(tmp_path):
 
 
 def test_training_refuses_a_share_with_key_and_fix(partial, tmp_path):
-    with pytest.raises(ValueError, match=r"save_tensors = 0\.25 in .*config\.toml: only that share.*--only rollout"):
+    with pytest.raises(
+        ValueError, match=r"save_tensors = 0\.25 in .*config\.toml: only that share.*--only rollout"
+    ):
         SavedSteps(partial, config(tmp_path), SPEC)
 
 

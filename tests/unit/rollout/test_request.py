@@ -1,4 +1,6 @@
-"""One request: which answers are tried again, how large one may be, what is sent before it, and the connection it takes."""
+"""One request: which answers are tried again, how large one may be, what is sent before it, and the
+connection it takes.
+"""
 
 import asyncio
 import json
@@ -44,9 +46,15 @@ def test_only_statuses_that_may_change_are_tried_again():
             retried.append(status)
         except RolloutError as error:
             hint = "; check rollout.api_key_env" if status in (401, 403) else ""
-            assert str(error) == f"server http://a refused prompt 'q' with status {status}: {start}{hint}"
+            assert (
+                str(error)
+                == f"server http://a refused prompt 'q' with status {status}: {start}{hint}"
+            )
             refused.append(status)
-    assert retried == [408, 425, 429, *range(500, 600)] and {*range(200, 600)} - {*retried, *refused} == {200}
+    assert retried == [408, 425, 429, *range(500, 600)] and {*range(200, 600)} - {
+        *retried,
+        *refused,
+    } == {200}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +73,8 @@ def test_a_prompt_outside_the_vocabulary_is_named_with_its_token(ids, wrong):
     if wrong is None:
         return check_prompt(Prompt("q", "", ids, ""), 64)
     with pytest.raises(
-        ValueError, match=r"has no tokens" if wrong == "no tokens" else f"has token id {wrong},.*has 64"
+        ValueError,
+        match=r"has no tokens" if wrong == "no tokens" else f"has token id {wrong},.*has 64",
     ):
         check_prompt(Prompt("q", "", ids, ""), 64)
 
@@ -87,22 +96,33 @@ def test_the_longest_correct_answer_is_read_and_not_much_more(want_routes, trunc
     )
     if truncation is not None:
         sets = {"output_token_sampling_mask": [[2**31 - 1] * truncation.top_k] * longest}
-        sample["meta_info"] |= sets | {"output_token_sampling_logprobs": (-rng.random(longest)).tolist()}
+        sample["meta_info"] |= sets | {
+            "output_token_sampling_logprobs": (-rng.random(longest)).tolist()
+        }
     answer = len(json.dumps([sample] * copies))
     most = max_body_bytes(Prompt("q", "", (3,) * size, ""), copies, sampling, SPEC, want_routes)
     assert answer <= most <= 3 * answer
-    # of a token: its id and log-prob; base64 of 6 int32, which are 32 characters, and 4; 40 ids of a kept set
+    # of a token: its id and log-prob; base64 of 6 int32, which are 32 characters, and 4; 40 ids of
+    # a kept set
     of_token = 128 + (36 if want_routes else 0) + (0 if truncation is None else 40 * 12)
     assert most == copies * (size + longest) * of_token
 
 
 def test_a_body_states_all_that_shapes_the_distribution():
-    params = {"n": 1, "temperature": 0.7, "max_new_tokens": 6, "stop_token_ids": [1], **FULL_SOFTMAX}
+    params = {
+        "n": 1,
+        "temperature": 0.7,
+        "max_new_tokens": 6,
+        "stop_token_ids": [1],
+        **FULL_SOFTMAX,
+    }
     body = {"rid": "r", "input_ids": [[3, 4, 5]] * 2, "sampling_params": params}
     body |= {"return_logprob": True, "return_routed_experts": False}
     sampling = Sampling(0.7, 6, (1,), 3)
     assert request_body("r", PROMPT, [(), ()], sampling, False, False) == body
-    assert request_body("r", PROMPT, [(), ()], sampling, True, False) == body | {"return_routed_experts": True}
+    assert request_body("r", PROMPT, [(), ()], sampling, True, False) == body | {
+        "return_routed_experts": True
+    }
     truncated, cut = Truncation(0.9, 40, 0.05), params | {"top_p": 0.9, "top_k": 40, "min_p": 0.05}
     sampling = replace(sampling, truncation=truncated, first_row=4, run="a")
     assert request_body("r", PROMPT, [(), (7, 8)], sampling, True, True) == body | {
@@ -125,8 +145,12 @@ def client_of(server: FakeServer, **settings) -> RolloutClient:
     return RolloutClient([server.url], RolloutConfig(**settings), spec=SPEC, want_routes=True)
 
 
-@pytest.mark.parametrize(("size", "copies", "prefills"), [(341, 4, 0), (342, 4, 1), (512, 3, 1), (5000, 1, 0)])
-def test_a_prompt_is_prefilled_once_where_its_copies_would_compute_1024_tokens_again(size, copies, prefills):
+@pytest.mark.parametrize(
+    ("size", "copies", "prefills"), [(341, 4, 0), (342, 4, 1), (512, 3, 1), (5000, 1, 0)]
+)
+def test_a_prompt_is_prefilled_once_where_its_copies_would_compute_1024_tokens_again(
+    size, copies, prefills
+):
     long = Prompt("q", "", (3,) * size, "")
     with FakeServer("ok") as server:
         client_of(server).generate(
@@ -134,7 +158,10 @@ def test_a_prompt_is_prefilled_once_where_its_copies_would_compute_1024_tokens_a
         )
     assert len(server.prefills) == prefills and len(server.requests) == 1
     for prefill in server.prefills:
-        assert prefill["input_ids"] == [[3] * size] and prefill["sampling_params"]["max_new_tokens"] == 0
+        assert (
+            prefill["input_ids"] == [[3] * size]
+            and prefill["sampling_params"]["max_new_tokens"] == 0
+        )
         assert prefill["return_logprob"] is False and "routed_experts_start_len" not in prefill
 
 
@@ -143,16 +170,22 @@ def test_a_prefill_asks_for_no_routes_of_known_rows():
     known = make_rollout("q", 3, 597)
     prompt = Prompt("q", "", (*known.tokens.tolist(), 7, 8), "")
     with FakeServer("ok") as server:
-        client_of(server).fill([PartialGroup(prompt, 3, known=known)], Sampling(1.0, 8, (), VERSION))
+        client_of(server).fill(
+            [PartialGroup(prompt, 3, known=known)], Sampling(1.0, 8, (), VERSION)
+        )
     (body,), (prefill,) = server.requests, server.prefills
     assert body["routed_experts_start_len"] == 599 and "routed_experts_start_len" not in prefill
 
 
-@pytest.mark.parametrize(("fault", "what"), [("too_few", "3 samples"), ("too_many", "5 samples"), ("object", "a dict")])
+@pytest.mark.parametrize(
+    ("fault", "what"), [("too_few", "3 samples"), ("too_many", "5 samples"), ("object", "a dict")]
+)
 def test_another_number_of_samples_is_named(fault, what):
     with FakeServer(fault) as server:
         with pytest.raises(RolloutError, match=f": bad_body: {what} for 4 copies of a prompt$"):
-            client_of(server, max_retries=0).fill([PartialGroup(PROMPT, 4)], Sampling(1.0, 8, (), VERSION))
+            client_of(server, max_retries=0).fill(
+                [PartialGroup(PROMPT, 4)], Sampling(1.0, 8, (), VERSION)
+            )
 
 
 def test_a_prefill_that_fails_is_tried_again_like_its_request():
@@ -174,11 +207,16 @@ def test_a_prefill_that_fails_is_tried_again_like_its_request():
             stop_token_ids=(),
             policy_version=VERSION,
         )
-    assert client.counters.failures == {"http_503": 1} and (len(server.prefills), len(server.requests)) == (2, 1)
+    assert client.counters.failures == {"http_503": 1} and (
+        len(server.prefills),
+        len(server.requests),
+    ) == (2, 1)
 
 
 def test_connections_have_no_limit_no_total_deadline_and_end_before_a_servers():
-    """An abort must not wait for the requests that it ends; SGLang closes what is idle for 5 seconds."""
+    """An abort must not wait for the requests that it ends; SGLang closes what is idle for 5
+    seconds.
+    """
 
     async def look():
         async with connections(RolloutConfig(connect_timeout_seconds=7.0), tls) as http:

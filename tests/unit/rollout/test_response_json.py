@@ -11,7 +11,9 @@ from megatron_rl.rollout.client import response_json as body
 from megatron_rl.rollout.client.response_json import parse_body
 from tests.faults.samples import honest_sample
 
-KEYS = st.sampled_from(["routed_experts", "output_token_logprobs", "output_ids", "text", 'a"routed_experts": "', "\\"])
+KEYS = st.sampled_from(
+    ["routed_experts", "output_token_logprobs", "output_ids", "text", 'a"routed_experts": "', "\\"]
+)
 VALUES = st.recursive(
     st.one_of(
         st.none(),
@@ -46,9 +48,15 @@ def test_any_json_is_read_as_json_reads_it(value, indent, piece_bytes):
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_a_correct_answer_is_parsed_once_and_routes_are_not_copied(separators, monkeypatch):
     monkeypatch.setattr(body, "PIECE_BYTES", 10)
-    sent = [honest_sample({"return_routed_experts": True}, [1, 2], f"r_{i}", num_tokens=9) for i in range(3)]
+    sent = [
+        honest_sample({"return_routed_experts": True}, [1, 2], f"r_{i}", num_tokens=9)
+        for i in range(3)
+    ]
     for sample in sent:
-        sets = {"output_token_sampling_mask": [[7, 8]] * 9, "output_token_sampling_logprobs": [-0.5] * 9}
+        sets = {
+            "output_token_sampling_mask": [[7, 8]] * 9,
+            "output_token_sampling_logprobs": [-0.5] * 9,
+        }
         sample["meta_info"] |= sets
         sample["text"] = 'what follows routes may have a \\ and a "'
     content = bytearray(json.dumps(sent, separators=separators).encode())
@@ -115,5 +123,8 @@ def test_a_body_is_what_was_received_whatever_content_length_was_sent(expected):
     for chunk in chunks:
         received += chunk
     whole = b"".join(chunks)
-    assert len(received) == len(whole) and received.content() == whole and received.content().readonly
-    assert (received.memory is begin) == (expected in ("200000", "99999999999999"))  # nothing was moved
+    assert (
+        len(received) == len(whole) and received.content() == whole and received.content().readonly
+    )
+    # nothing was moved
+    assert (received.memory is begin) == (expected in ("200000", "99999999999999"))

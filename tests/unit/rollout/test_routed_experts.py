@@ -49,7 +49,9 @@ def decode(payload, *args, **kwargs) -> np.ndarray:
     seed=st.integers(0, 10**6),
     as_bytes=st.booleans(),
 )
-def test_decodes_exactly_whatever_the_shape_and_block_size(rows, layers, top_k, experts, block_bytes, seed, as_bytes):
+def test_decodes_exactly_whatever_the_shape_and_block_size(
+    rows, layers, top_k, experts, block_bytes, seed, as_bytes
+):
     ids = honest(rows, layers, top_k, experts, seed)
     payload = encode(ids).encode() if as_bytes else encode(ids)
     with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +101,9 @@ def transposed(*axes):
 
 
 def two_layers_as_one(ids):
-    """A server with half the layers and twice the top-k: equally many bytes, each row holds K ids of another layer's row."""
+    """A server with half the layers and twice the top-k: equally many bytes, each row holds K ids
+    of another layer's row.
+    """
     return honest(layers=LAYERS // 2, top_k=2 * K, seed=1).reshape(ids.shape)
 
 
@@ -117,7 +121,10 @@ MALFORMED = {  # every class of a fuzz of peers' decoders that structure can sho
     "id that wraps to a legal uint8": ("out_of_range", edited(set_at((5, 1, 2), 259))),
     "smallest int32": ("out_of_range", edited(set_at((0, 0, 0), -(2**31)))),
     "duplicate": ("duplicate", edited(copy_column)),
-    "duplicate at the start": ("duplicate", edited(lambda ids: set_at((0, 0, 1), ids[0, 0, 0])(ids))),
+    "duplicate at the start": (
+        "duplicate",
+        edited(lambda ids: set_at((0, 0, 1), ids[0, 0, 0])(ids)),
+    ),
     "all-equal row": ("duplicate", edited(set_at((7, 4), 3))),
     "all-equal row in every layer": ("duplicate", edited(set_at(7, 3))),
     "zero row in one layer": ("duplicate", edited(set_at((7, 4), 0))),
@@ -161,11 +168,13 @@ def test_malformed_payloads_are_refused(case, block_bytes, monkeypatch):
 
 
 INVISIBLE = {  # every row is a legal route: no structure tells.  Found by -
-    "shift by one token": lambda ids: np.roll(ids, 1, 0),  # check_rollouts: alignment, canary; routing/router_mismatch
+    # check_rollouts: alignment, canary; routing/router_mismatch
+    "shift by one token": lambda ids: np.roll(ids, 1, 0),
     "layers reversed": lambda ids: ids[:, ::-1],  # the canary (names the layers), routing/flip_rate
     "two layers swapped": lambda ids: ids[:, [0, 2, 1, 3, 4, 5]],  # the canary, routing/flip_rate
     "row and layer axes swapped": transposed(1, 0, 2),  # the canary, routing/router_mismatch
-    "half the layers, twice the top-k": two_layers_as_one,  # server_info's sizes; check_rollouts: shape, canary
+    # server_info's sizes; check_rollouts: shape, canary
+    "half the layers, twice the top-k": two_layers_as_one,
     "another request's payload": lambda ids: honest(
         seed=1
     ),  # the canary, routing/router_mismatch; once decoded: the digest
@@ -182,7 +191,9 @@ def test_valid_but_wrong_ids_are_decoded_as_sent(case):
 @settings(max_examples=60, deadline=None)
 @given(
     gaps=st.lists(
-        st.tuples(st.integers(0, ROWS - 1), st.sampled_from([-1, 0])), max_size=ROWS, unique_by=lambda x: x[0]
+        st.tuples(st.integers(0, ROWS - 1), st.sampled_from([-1, 0])),
+        max_size=ROWS,
+        unique_by=lambda x: x[0],
     ),
     block_bytes=st.sampled_from([1, 1000, 10**6]),
     dense=st.booleans(),
@@ -243,7 +254,9 @@ def test_a_model_may_have_one_moe_layer():
 
 
 def test_an_error_without_a_place_names_none():
-    with pytest.raises(RoutedExpertsError, match="^routed_experts: wrong_size; rule: 3840 bytes are 5120 base64"):
+    with pytest.raises(
+        RoutedExpertsError, match="^routed_experts: wrong_size; rule: 3840 bytes are 5120 base64"
+    ):
         decode("")
 
 
@@ -258,18 +271,28 @@ def test_an_error_names_layer_row_and_value(monkeypatch):
     assert (caught.value.layer, caught.value.row) == (2, 17)
     assert caught.value.value == honest()[17, 2, 0]
     rule = "the K experts of a token are distinct; all zero here but not in the row's other layers"
-    with pytest.raises(RoutedExpertsError, match=f"layer 2, row 0: 0; rule: {rule}: the server never wrote this one"):
+    with pytest.raises(
+        RoutedExpertsError,
+        match=f"layer 2, row 0: 0; rule: {rule}: the server never wrote this one",
+    ):
         decode(MALFORMED["zero layer"][1])
     with pytest.raises(RoutedExpertsError, match="at layer 1, row 5: 32; rule: 0 <= id < 32$"):
         decode(MALFORMED["id = E"][1])
-    with pytest.raises(RoutedExpertsError, match="layer 4, row 7: 5; rule: the K experts of a token are distinct$"):
+    with pytest.raises(
+        RoutedExpertsError, match="layer 4, row 7: 5; rule: the K experts of a token are distinct$"
+    ):
         decode(edited(set_at((7, 4), [0, 5, 5, 1])))
 
 
 @settings(max_examples=300, deadline=None)
-@given(position=st.integers(0, ROWS * LAYERS * K * 4 * 4 // 3 - 1), character=st.characters(codec="latin-1"))
+@given(
+    position=st.integers(0, ROWS * LAYERS * K * 4 * 4 // 3 - 1),
+    character=st.characters(codec="latin-1"),
+)
 def test_one_changed_character_never_silently_gives_an_invalid_id(position, character):
-    """Whatever one character becomes, the result is refused or is in range, distinct and what strict decoding says."""
+    """Whatever one character becomes, the result is refused or is in range, distinct and what
+    strict decoding says.
+    """
     text = encode(honest())
     changed = text[:position] + character + text[position + 1 :]
     try:
@@ -284,7 +307,9 @@ def test_one_changed_character_never_silently_gives_an_invalid_id(position, char
 
 @pytest.mark.parametrize("experts", [256, 200, 7])
 def test_every_character_at_every_position(experts):
-    """A block is accepted if and only if strict base64 decoding gives ids below `experts`: all 32 places x 256 bytes."""
+    """A block is accepted if and only if strict base64 decoding gives ids below `experts`: all 32
+    places x 256 bytes.
+    """
     rng = np.random.default_rng(experts)
     accepted = 0
     for at in range(32):
@@ -300,7 +325,8 @@ def test_every_character_at_every_position(experts):
                 found, missing = decode_all(bytes(text), rows=6, layers=1, top_k=1, experts=experts)
             except RoutedExpertsError:
                 found, missing = None, None
-            has_gap = len(ids) == 6 and not is_clean and missing is not None  # -1 marks a row without a route
+            # -1 marks a row without a route
+            has_gap = len(ids) == 6 and not is_clean and missing is not None
             assert (found is not None) == (is_clean or has_gap), (at, character)
             assert not is_clean or (found[:, 0, 0] == ids).all()
             accepted += is_clean

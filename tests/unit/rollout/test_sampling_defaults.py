@@ -65,21 +65,32 @@ def test_a_server_that_scales_its_logprobs_passes(server):
 
 def test_logprobs_of_another_temperature_are_refused(server):
     server.original = True
-    with pytest.raises(ServerError, match=r"rollout\.temperature = 0\.9.*SGLANG_RETURN_ORIGINAL_LOGPROB"):
+    with pytest.raises(
+        ServerError, match=r"rollout\.temperature = 0\.9.*SGLANG_RETURN_ORIGINAL_LOGPROB"
+    ):
         check_sampling(server.url, RolloutConfig(temperature=0.9), vocab_size=64)
 
 
 def test_preferences_that_shape_the_distribution_are_refused(server):
     server.preferred = {"logit_bias": {"7": -100}, "top_p": 0.9}
-    with pytest.raises(ServerError, match=r"adds \{'logit_bias'.*--preferred-sampling-params") as caught:
+    with pytest.raises(
+        ServerError, match=r"adds \{'logit_bias'.*--preferred-sampling-params"
+    ) as caught:
         check_sampling(server.url, RolloutConfig(), vocab_size=64)
-    assert server.url in str(caught.value) and "top_p" not in str(caught.value), "a request states top_p and wins"
+    assert server.url in str(caught.value) and "top_p" not in str(caught.value), (
+        "a request states top_p and wins"
+    )
 
 
 def test_preferences_without_effect_pass():
     check_preferred("http://server:1", None)
-    check_preferred("http://server:1", {"top_k": 20, "temperature": 0.6, "skip_special_tokens": False, "regex": None})
-    assert {"top_p", "top_k", "min_p", "min_new_tokens", "temperature"} <= STATED and FULL_SOFTMAX["top_k"] == -1
+    check_preferred(
+        "http://server:1",
+        {"top_k": 20, "temperature": 0.6, "skip_special_tokens": False, "regex": None},
+    )
+    assert {"top_p", "top_k", "min_p", "min_new_tokens", "temperature"} <= STATED and FULL_SOFTMAX[
+        "top_k"
+    ] == -1
 
 
 @pytest.mark.parametrize("temperature", [0.8, 0.98, 1.02, 1.3])

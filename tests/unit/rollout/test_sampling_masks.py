@@ -1,4 +1,6 @@
-"""Kept sets on their way: requested and read by the client, joined over turns and cuts, saved, sent, packed, checked."""
+"""Kept sets on their way: requested and read by the client, joined over turns and cuts, saved,
+sent, packed, checked.
+"""
 
 from dataclasses import replace
 
@@ -39,7 +41,9 @@ SAMPLING = Sampling(1.0, 8, (1,), VERSION, truncation=TRUNCATION)
 
 
 def masked_sample(body, prompt, sample_id):
-    """An honest sample as SGLang answers return_sampling_mask: sets with the token, log-probs over them."""
+    """An honest sample as SGLang answers return_sampling_mask: sets with the token, log-probs over
+    them.
+    """
     sample = honest_sample(body, prompt, sample_id)
     tokens = np.array(sample["output_ids"])
     _, sets = make_mask(np.random.default_rng(tokens.tolist()), tokens)
@@ -74,7 +78,8 @@ def test_a_request_asks_for_the_sets_and_a_response_has_them():
         assert [own.tolist() for own in np.split(mask.ids(), np.cumsum(mask.sizes)[:-1])] == sets
         assert rollout.rollout_logprobs.tolist() == [-float(len(own)) for own in sets]
     plain_bytes, bytes_ = (
-        max_body_bytes(PROMPT, 1, each, SPEC, True) for each in (replace(SAMPLING, truncation=None), SAMPLING)
+        max_body_bytes(PROMPT, 1, each, SPEC, True)
+        for each in (replace(SAMPLING, truncation=None), SAMPLING)
     )
     assert bytes_ - plain_bytes >= 11 * 20 * 8, "20 ids of a token"
 
@@ -93,11 +98,23 @@ FAULTS = {
     "shifted by a token": (edit(SETS, lambda sets: sets[1:] + sets[:1]), "not in its kept set"),
     "an empty set": (edit(SETS, lambda sets: [[], *sets[1:]]), "sets of 0 to"),
     "an id twice": (edit(SETS, lambda sets: [sets[0] * 2, *sets[1:]]), "once in a set"),
-    "an id outside": (edit(SETS, lambda sets: [[*sets[0], 64], *sets[1:]]), "ids up to 64, vocabulary of 64"),
+    "an id outside": (
+        edit(SETS, lambda sets: [[*sets[0], 64], *sets[1:]]),
+        "ids up to 64, vocabulary of 64",
+    ),
     "not ids": (edit(SETS, lambda sets: [[True], *sets[1:]]), "expected a list of int"),
-    "not lists": (edit(SETS, lambda sets: [3] * len(sets)), "expected a list of ids for each token"),
-    "a log-prob too few": (edit(LOGPROBS, lambda values: values[1:]), "4 log-probs over kept sets for 5"),
-    "no log-probs": (lambda meta: meta.pop(LOGPROBS), "output_token_sampling_logprobs: expected a list"),
+    "not lists": (
+        edit(SETS, lambda sets: [3] * len(sets)),
+        "expected a list of ids for each token",
+    ),
+    "a log-prob too few": (
+        edit(LOGPROBS, lambda values: values[1:]),
+        "4 log-probs over kept sets for 5",
+    ),
+    "no log-probs": (
+        lambda meta: meta.pop(LOGPROBS),
+        "output_token_sampling_logprobs: expected a list",
+    ),
     "a log-prob above 0": (edit(LOGPROBS, lambda values: [0.5, *values[1:]]), "is above 0"),
 }
 
@@ -106,7 +123,13 @@ FAULTS = {
 def test_sets_that_do_not_belong_to_the_tokens_are_refused(name):
     fault, found = FAULTS[name]
     sample = masked_sample({"return_routed_experts": False}, [3, 4, 5], "s0")
-    settings = {"spec": SPEC, "want_routes": False, "policy_version": VERSION, "max_tokens": 8, "want_mask": True}
+    settings = {
+        "spec": SPEC,
+        "want_routes": False,
+        "policy_version": VERSION,
+        "max_tokens": 8,
+        "want_mask": True,
+    }
     assert len(parse_sample(sample, PROMPT, "q1/0", **settings).sampling_mask) == 5
     fault(sample["meta_info"])
     with pytest.raises(SampleDropped, match=found) as caught:
@@ -116,7 +139,9 @@ def test_sets_that_do_not_belong_to_the_tokens_are_refused(name):
 
 def test_a_server_without_sets_is_named_after_the_retries():
     with FakeServer("ok") as server:
-        client = RolloutClient([server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=False)
+        client = RolloutClient(
+            [server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=False
+        )
         with pytest.raises(RolloutError, match="bad_mask: no output_token_sampling_mask.*0.5.16"):
             client.fill([PartialGroup(PROMPT, 1)], SAMPLING)
     assert client.counters.dropped["bad_mask"] == 1
@@ -127,16 +152,25 @@ def test_turns_and_continuations_join_their_sets():
     size = len(first.tokens) + 2  # the environment writes 2 tokens
     tokens = np.concatenate([first.tokens, [8, 9], np.arange(1, 6)])
     more = replace(
-        with_mask(make_rollout("r", size, 5, routes=False), 1), tokens=tokens, policy_versions=np.full(5, 2, np.int32)
+        with_mask(make_rollout("r", size, 5, routes=False), 1),
+        tokens=tokens,
+        policy_versions=np.full(5, 2, np.int32),
     )
     more = with_mask(more, 1)
     joined = join_rollouts(first, more)
-    assert joined.environment == ((7, 9),) and len(joined.sampling_mask) == 9 == joined.response_length
+    assert (
+        joined.environment == ((7, 9),) and len(joined.sampling_mask) == 9 == joined.response_length
+    )
     expected = join_masks([first.sampling_mask, more.sampling_mask])
     assert np.array_equal(joined.sampling_mask.ids(), expected.ids())
     assert check_origin(joined) is joined
-    for parts in ((replace(first, sampling_mask=None), more), (first, replace(more, sampling_mask=None))):
-        with pytest.raises(ValueError, match="rollout r: kept sets of only one of prefix and continuation"):
+    for parts in (
+        (replace(first, sampling_mask=None), more),
+        (first, replace(more, sampling_mask=None)),
+    ):
+        with pytest.raises(
+            ValueError, match="rollout r: kept sets of only one of prefix and continuation"
+        ):
             join_rollouts(*parts)
 
 
@@ -148,20 +182,31 @@ def test_sets_survive_bytes_and_files(tmp_path):
         arrays = arrays_in_file(file, set(file.keys()), "r4")
         saved = from_arrays(header_of(rollouts[1]), arrays)
         with pytest.raises(ValueError, match="rollout r4: half of its kept sets is missing"):
-            from_arrays(header_of(rollouts[1]), lambda kind: None if kind == "mask_codes" else arrays(kind))
+            from_arrays(
+                header_of(rollouts[1]), lambda kind: None if kind == "mask_codes" else arrays(kind)
+            )
     for rollout, found in [*zip(rollouts, received, strict=True), (rollouts[1], saved)]:
-        assert found.sampling_mask.sizes.dtype == np.uint16 and found.sampling_mask.codes.dtype == np.uint8
+        assert (
+            found.sampling_mask.sizes.dtype == np.uint16
+            and found.sampling_mask.codes.dtype == np.uint8
+        )
         assert np.array_equal(found.sampling_mask.ids(), rollout.sampling_mask.ids())
         assert check_origin(found) is found
-    other = replace(received[1], sampling_mask=with_mask(rollouts[1], 5).sampling_mask, tokens=rollouts[1].tokens + 1)
+    other = replace(
+        received[1],
+        sampling_mask=with_mask(rollouts[1], 5).sampling_mask,
+        tokens=rollouts[1].tokens + 1,
+    )
     with pytest.raises(ValueError, match="rollout r4"):
         check_origin(replace(other, routed_experts=None))
 
 
 def test_packed_rows_have_the_sets_of_what_they_predict():
     rollouts = [with_mask(make_rollout(f"r{n}", 3, n), n) for n in (4, 2, 6)]
-    agent = replace(rollouts[2], environment=((5, 7),), rollout_logprobs=rollouts[2].rollout_logprobs[:4],
-                    policy_versions=rollouts[2].policy_versions[:4], routes_digest=None, sampling_mask=None)  # fmt: skip
+    agent = replace(rollouts[2], environment=((5, 7),),
+    rollout_logprobs=rollouts[2].rollout_logprobs[:4],
+                    policy_versions=rollouts[2].policy_versions[:4], routes_digest=None,
+                    sampling_mask=None)  # fmt: skip
     rollouts[2] = with_mask(agent)
     batch = pack([Sample(rollout, 1.0) for rollout in rollouts], [8, 8, 10, 3])
     kept = sets_of_tokens(batch.sampling_masks, batch.mask_tokens.numpy())

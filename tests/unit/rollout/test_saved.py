@@ -1,4 +1,6 @@
-"""Saved rollouts come back as the records that were written, for any number of replicas, or are refused with rule and fix."""
+"""Saved rollouts come back as the records that were written, for any number of replicas, or are
+refused with rule and fix.
+"""
 
 import json
 from dataclasses import replace
@@ -19,7 +21,13 @@ P, G = 4, 2
 
 def config(tmp_path, name="train", **sections):
     base = {
-        "run": {"name": name, "dir": str(tmp_path), "num_steps": 2, "prompts_per_step": P, "group_size": G},
+        "run": {
+            "name": name,
+            "dir": str(tmp_path),
+            "num_steps": 2,
+            "prompts_per_step": P,
+            "group_size": G,
+        },
         "model": {"path": str(tmp_path / "model")},
         "data": {"train": "x.jsonl"},
     }
@@ -32,7 +40,9 @@ def make_rollout(prompt: Prompt, step: int, k: int) -> Rollout:
     rng = np.random.default_rng([step, int(prompt.id[1:]), k])
     size = int(rng.integers(2, 7))
     length = len(prompt.token_ids) + size
-    layer_major = rng.permuted(np.tile(np.arange(8, dtype=np.uint8), (2, length - 1, 1)), axis=-1)[..., :2].copy()
+    layer_major = rng.permuted(np.tile(np.arange(8, dtype=np.uint8), (2, length - 1, 1)), axis=-1)[
+        ..., :2
+    ].copy()
     gaps = np.zeros(length - 1, bool)
     gaps[-1] = k == 0
     return Rollout(
@@ -79,9 +89,13 @@ def test_records_come_back_for_any_number_of_replicas(written, tmp_path, dp_size
         groups = make_step(step)
         for dp_rank in range(dp_size):
             loaded = saved.groups(step, dp_rank, dp_size)
-            assert [group.prompt for group in loaded] == [group.prompt for group in groups[dp_rank::dp_size]]
+            assert [group.prompt for group in loaded] == [
+                group.prompt for group in groups[dp_rank::dp_size]
+            ]
             for found, group in zip(loaded, groups[dp_rank::dp_size], strict=True):
-                assert found.rewards.dtype == np.float32 and np.array_equal(found.rewards, group.rewards)
+                assert found.rewards.dtype == np.float32 and np.array_equal(
+                    found.rewards, group.rewards
+                )
                 for one, other in zip(found.rollouts, group.rollouts, strict=True):
                     assert vars(replace(one, response_text="")).keys() == vars(other).keys()
                     for name, value in vars(other).items():
@@ -99,13 +113,18 @@ def test_steps_may_be_of_different_numbers_of_replicas(tmp_path):
     (folder / "config.toml").write_text(dump_config(config(tmp_path, "live")))
     saved = SavedSteps(folder, config(tmp_path, **ALLOWED), SPEC)
     for step in (0, 1):
-        assert [group.prompt for group in saved.groups(step, 0, 1)] == [group.prompt for group in make_step(step)]
+        assert [group.prompt for group in saved.groups(step, 0, 1)] == [
+            group.prompt for group in make_step(step)
+        ]
 
 
 def test_a_prompt_drawn_twice_in_a_step_is_two_groups(tmp_path):
     groups = make_step(0)[:2]
     again = replace(
-        groups[0], rollouts=tuple(replace(r, rollout_logprobs=r.rollout_logprobs - 1) for r in groups[0].rollouts)
+        groups[0],
+        rollouts=tuple(
+            replace(r, rollout_logprobs=r.rollout_logprobs - 1) for r in groups[0].rollouts
+        ),
     )
     Recorder(tmp_path / "live", save_tensors=True).record(1, [groups[0], again, groups[1]])
     (tmp_path / "live/config.toml").write_text(dump_config(config(tmp_path, "live")))
@@ -133,13 +152,24 @@ def test_a_run_of_version_0_1_wrote_its_first_step_as_0(written, tmp_path):
     config_file = written / "config.toml"
     config_file.write_text(config_file.read_text().replace("weight_sync = ", "push = "))
     saved = SavedSteps(written, config(tmp_path, **ALLOWED), SPEC)
-    assert [group.prompt.id for group in saved.groups(1, 0, 1)] == [group.prompt.id for group in make_step(1)]
+    assert [group.prompt.id for group in saved.groups(1, 0, 1)] == [
+        group.prompt.id for group in make_step(1)
+    ]
 
 
 def test_steps_before_a_checkpoint_are_not_required(written, tmp_path):
     for path in written.glob("rollouts*.jsonl"):
-        path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if json.loads(line)["step"] == 2))
-    assert len(SavedSteps(written, config(tmp_path, **ALLOWED), SPEC, first_step=1).groups(1, 0, 1)) == P
+        path.write_text(
+            "".join(
+                line + "\n"
+                for line in path.read_text().splitlines()
+                if json.loads(line)["step"] == 2
+            )
+        )
+    assert (
+        len(SavedSteps(written, config(tmp_path, **ALLOWED), SPEC, first_step=1).groups(1, 0, 1))
+        == P
+    )
     with pytest.raises(ValueError, match=r"no rollouts of step 1"):
         SavedSteps(written, config(tmp_path, **ALLOWED), SPEC)
 
@@ -150,28 +180,44 @@ def edit_tensors(written, edit):
 
 
 def without(kind):
-    return lambda tensors: {name: value for name, value in tensors.items() if not name.endswith(kind)}
+    return lambda tensors: {
+        name: value for name, value in tensors.items() if not name.endswith(kind)
+    }
 
 
 REFUSED = {  # what differs: (sections of the configuration, model, change of the files, message)
-    "own directory": ({"run": {"name": "live"}}, SPEC, None, r"this run's own directory.*--run\.name"),
-    "more steps": ({"run": {"num_steps": 3}}, SPEC, None, r"no rollouts of step 3.*steps 1 to 2; set run\.num_steps = 2"),
-    "group size": ({"run": {"group_size": 3}}, SPEC, None, r"2 responses.*run\.group_size = 3; set run\.group_size = 2"),
-    "prompts": ({"run": {"prompts_per_step": 8}}, SPEC, None, r"\[2, 2\] prompts.*run\.prompts_per_step = 8.*set .* = 4"),
-    "model": ({"model": {"path": "other"}}, SPEC, None, r"model\.path = other: must be as in .*config\.toml.*set --model\.path"),
-    "temperature": ({"rollout": {"temperature": 0.5}}, SPEC, None, r"rollout\.temperature = 0\.5: must be as in .*1\.0"),
-    "top-k": ({}, replace(SPEC, top_k=3), None, r"expert ids of shape \[\d+, 2, 2\]: must be \[\d+, 2, 3\].*set model\.path"),
+    "own directory": ({"run": {"name": "live"}}, SPEC, None,
+    r"this run's own directory.*--run\.name"),
+    "more steps": ({"run": {"num_steps": 3}}, SPEC, None,
+    r"no rollouts of step 3.*steps 1 to 2; set run\.num_steps = 2"),
+    "group size": ({"run": {"group_size": 3}}, SPEC, None,
+    r"2 responses.*run\.group_size = 3; set run\.group_size = 2"),
+    "prompts": ({"run": {"prompts_per_step": 8}}, SPEC, None,
+    r"\[2, 2\] prompts.*run\.prompts_per_step = 8.*set .* = 4"),
+    "model": ({"model": {"path": "other"}}, SPEC, None,
+    r"model\.path = other: must be as in .*config\.toml.*set --model\.path"),
+    "temperature": ({"rollout": {"temperature": 0.5}}, SPEC, None,
+    r"rollout\.temperature = 0\.5: must be as in .*1\.0"),
+    "top-k": ({}, replace(SPEC, top_k=3), None,
+    r"expert ids of shape \[\d+, 2, 2\]: must be \[\d+, 2, 3\].*set model\.path"),
     "MoE layers": ({}, replace(SPEC, moe_layers=(0, 1, 2)), None, r"must be \[\d+, 3, 2\]"),
     "missing routes, sampled again": (
-        {"replay": {"on_missing_route": "drop_sample"}}, SPEC, None, r"needs a server; set replay\.on_missing_route",
+        {"replay": {"on_missing_route": "drop_sample"}}, SPEC, None,
+        r"needs a server; set replay\.on_missing_route",
     ),
-    "no routes": ({}, SPEC, lambda f: edit_tensors(f, without(":routed_experts")), r"no expert ids: replay\.mode = R3"),
-    "a replica's file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1.jsonl").unlink(), r"\[2\] prompts in 1 file"),
-    "a side file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1_000001.safetensors").unlink(), r"no tensors.*--only rollout"),
-    "a side file cut": ({}, SPEC, lambda f: (f / "rollouts_000001.safetensors").write_bytes(b"12345678"), r"no tensors"),
-    "not a run": ({}, SPEC, lambda f: (f / "config.toml").unlink(), r"a run directory with its config\.toml"),
+    "no routes": ({}, SPEC, lambda f: edit_tensors(f, without(":routed_experts")),
+    r"no expert ids: replay\.mode = R3"),
+    "a replica's file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1.jsonl").unlink(),
+    r"\[2\] prompts in 1 file"),
+    "a side file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1_000001.safetensors").unlink(),
+    r"no tensors.*--only rollout"),
+    "a side file cut": ({}, SPEC,
+    lambda f: (f / "rollouts_000001.safetensors").write_bytes(b"12345678"), r"no tensors"),
+    "not a run": ({}, SPEC, lambda f: (f / "config.toml").unlink(),
+    r"a run directory with its config\.toml"),
     "lines gone": ({}, SPEC, lambda f: (f / "rollouts.jsonl").write_text(
-        "".join((f / "rollouts.jsonl").read_text().splitlines(keepends=True)[1:])), r"rollout q0/0 has no line"),
+        "".join((f / "rollouts.jsonl").read_text().splitlines(keepends=True)[1:])),
+        r"rollout q0/0 has no line"),
 }  # fmt: skip
 
 
@@ -195,9 +241,13 @@ def test_tokens_of_another_vocabulary_and_cut_tensors_are_refused(written, tmp_p
     saved = SavedSteps(written, config(tmp_path, **ALLOWED), replace(SPEC, vocab_size=4))
     with pytest.raises(ValueError, match=r"below the vocabulary 4"):
         saved.groups(0, 0, 1)
-    cut = lambda tensors: {name: value[:-1] if name.endswith(":logprobs") else value for name, value in tensors.items()}  # noqa: E731
+    cut = lambda tensors: {
+        name: value[:-1] if name.endswith(":logprobs") else value for name, value in tensors.items()
+    }  # noqa: E731
     edit_tensors(written, cut)
-    with pytest.raises(ValueError, match=r"log-probs and \d weight versions must describe one response"):
+    with pytest.raises(
+        ValueError, match=r"log-probs and \d weight versions must describe one response"
+    ):
         SavedSteps(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
 
 
@@ -214,7 +264,9 @@ def test_lines_of_older_files_have_one_version_for_the_entire_response(written, 
 
 def test_versions_of_other_tokens_are_refused(written, tmp_path):
     path = written / "rollouts.jsonl"
-    path.write_text(path.read_text().replace('"policy_versions": [[', '"policy_versions": [[9, 1], ['))
+    path.write_text(
+        path.read_text().replace('"policy_versions": [[', '"policy_versions": [[9, 1], [')
+    )
     with pytest.raises(ValueError, match=r"weight versions must describe one response"):
         SavedSteps(written, config(tmp_path, **ALLOWED), SPEC).groups(0, 0, 1)
 
@@ -222,7 +274,9 @@ def test_versions_of_other_tokens_are_refused(written, tmp_path):
 def test_a_line_with_an_unknown_finish_reason_is_refused(written, tmp_path):
     """batch.filter_truncated reads it: an unknown word would count as not truncated."""
     path = written / "rollouts.jsonl"
-    path.write_text(path.read_text().replace('"finish_reason": "stop"', '"finish_reason": "lenght"'))
+    path.write_text(
+        path.read_text().replace('"finish_reason": "stop"', '"finish_reason": "lenght"')
+    )
     saved = SavedSteps(written, config(tmp_path, **ALLOWED), SPEC)
     with pytest.raises(ValueError, match=r"finish_reason = 'lenght': must be stop or length"):
         saved.groups(0, 0, 1)

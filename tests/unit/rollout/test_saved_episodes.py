@@ -1,4 +1,6 @@
-"""Episodes of several sequences in the files of a checkpoint and of a run: unchanged, or refused and named."""
+"""Episodes of several sequences in the files of a checkpoint and of a run: unchanged, or refused
+and named.
+"""
 
 import json
 from dataclasses import replace
@@ -11,7 +13,13 @@ from safetensors.numpy import load_file, save_file
 from megatron_rl.config import dump_config, load_config
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.partial import PartialGroup, file_name, find_groups, read_groups, write_groups
+from megatron_rl.rollout.partial import (
+    PartialGroup,
+    file_name,
+    find_groups,
+    read_groups,
+    write_groups,
+)
 from megatron_rl.rollout.recorder import Recorder, read_episodes, read_rollouts
 from megatron_rl.rollout.saved import SavedSteps
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run
@@ -75,20 +83,33 @@ def test_a_checkpoint_with_other_sequences_is_refused(change, tmp_path):
     else:
         del tensors["0/0:episode_digest"]
     save_file(tensors, path, metadata={"groups": json.dumps([about])})
-    with pytest.raises(ValueError, match=r"rollout p0/0: (digest of its|3 sequences without the digest)"):
+    with pytest.raises(
+        ValueError, match=r"rollout p0/0: (digest of its|3 sequences without the digest)"
+    ):
         read(tmp_path)
 
 
 def config(tmp_path, name="train"):
-    run = {"name": name, "dir": str(tmp_path), "num_steps": 2, "prompts_per_step": 2, "group_size": 2}
-    return load_config(None, [], {"run": run, "model": {"path": str(tmp_path)}, "data": {"train": "x.jsonl"}})
+    run = {
+        "name": name,
+        "dir": str(tmp_path),
+        "num_steps": 2,
+        "prompts_per_step": 2,
+        "group_size": 2,
+    }
+    return load_config(
+        None, [], {"run": run, "model": {"path": str(tmp_path)}, "data": {"train": "x.jsonl"}}
+    )
 
 
 def make_step(step):
     groups = []
     for number, prompt in enumerate(PROMPTS):
         seed = 100 * step + 40 * number
-        rollouts = (make_rollout(f"{prompt.id}/0", 3, 5, seed=seed), make_tree(f"{prompt.id}/1", seed=seed + 1))
+        rollouts = (
+            make_rollout(f"{prompt.id}/0", 3, 5, seed=seed),
+            make_tree(f"{prompt.id}/1", seed=seed + 1),
+        )
         rollouts = tuple(same_version(rollout, step) for rollout in rollouts)
         groups.append(RolloutGroup(prompt, rollouts, np.array([0.0, 1.0], np.float32)))
     return groups
@@ -96,20 +117,25 @@ def make_step(step):
 
 def same_version(rollout, version):
     sequences = [
-        replace(each, policy_versions=np.full_like(each.policy_versions, version)) for each in rollout.sequences
+        replace(each, policy_versions=np.full_like(each.policy_versions, version))
+        for each in rollout.sequences
     ]
     return replace(sequences[-1], earlier=tuple(sequences[:-1]))
 
 
 @pytest.fixture
 def written(tmp_path):
-    """Step 2 was written twice, as by a resumed run; the first time an episode had another sequence."""
+    """Step 2 was written twice, as by a resumed run; the first time an episode had another
+    sequence.
+    """
     folder = tmp_path / "live"
     recorder = Recorder(folder, save_tensors=True)
     recorder.record(1, make_step(0))
     first, second = make_step(1)
     tree = first.rollouts[1]
-    longer = replace(tree, earlier=(*tree.earlier, replace(tree.earlier[0], id="p0/1/2")), episode_digest=None)
+    longer = replace(
+        tree, earlier=(*tree.earlier, replace(tree.earlier[0], id="p0/1/2")), episode_digest=None
+    )
     recorder.record(2, [replace(first, rollouts=(first.rollouts[0], longer)), second])
     recorder.record(2, [first, second])
     (folder / "config.toml").write_text(dump_config(config(tmp_path, "live")))
@@ -130,9 +156,16 @@ def test_saved_episodes_come_back(written, tmp_path):
 
 def test_every_sequence_has_a_line_that_names_its_episode(written):
     lines = [
-        (line.id, line.episode, line.reward) for line in read_rollouts(written / "rollouts.jsonl") if line.step == 1
+        (line.id, line.episode, line.reward)
+        for line in read_rollouts(written / "rollouts.jsonl")
+        if line.step == 1
     ]
-    of_prompt = [("p0/0", "", 0.0), ("p0/1/0", "p0/1", 1.0), ("p0/1/1", "p0/1", 1.0), ("p0/1", "", 1.0)]
+    of_prompt = [
+        ("p0/0", "", 0.0),
+        ("p0/1/0", "p0/1", 1.0),
+        ("p0/1/1", "p0/1", 1.0),
+        ("p0/1", "", 1.0),
+    ]
     assert lines[:4] == of_prompt
     episodes = read_episodes(written / "rollouts.jsonl")
     assert [len(lines) for lines in episodes[2].values()] == [1, 3, 1, 3], "of the last writing"
@@ -192,7 +225,11 @@ def repeat(folder):
     """The first sequence twice."""
 
     def tensors(found):
-        return found | {name.replace("p0/1/0:", "p0/1/2:"): value for name, value in found.items() if "p0/1/0:" in name}
+        return found | {
+            name.replace("p0/1/0:", "p0/1/2:"): value
+            for name, value in found.items()
+            if "p0/1/0:" in name
+        }
 
     def lines(rows):
         at = next(n for n, row in enumerate(rows) if row["id"] == "p0/1/0")
@@ -203,7 +240,12 @@ def repeat(folder):
 
 
 def forget(folder):
-    edit_tensors(folder, lambda found: {name: value for name, value in found.items() if name != "p0/1:episode_digest"})
+    edit_tensors(
+        folder,
+        lambda found: {
+            name: value for name, value in found.items() if name != "p0/1:episode_digest"
+        },
+    )
 
 
 @pytest.mark.parametrize("change", [swap, shift, repeat, forget])
@@ -213,5 +255,7 @@ def test_changed_episodes_are_found_and_not_trained_on(change, written, tmp_path
     assert {(each.check, each.where) for each in findings} >= {("episode", "step 1 p0/1")}
     assert {each.check for each in findings} == {"episode"}, findings
     saved = SavedSteps(written, config(tmp_path), SPEC)
-    with pytest.raises(ValueError, match="rollout p0/1: (digest of its . sequences|3 sequences without the digest)"):
+    with pytest.raises(
+        ValueError, match="rollout p0/1: (digest of its . sequences|3 sequences without the digest)"
+    ):
         saved.groups(0, 0, 1)

@@ -1,4 +1,6 @@
-"""Every mode of the scheduler, over a fake server whose every number is a fingerprint of version and tokens."""
+"""Every mode of the scheduler, over a fake server whose every number is a fingerprint of version
+and tokens.
+"""
 
 import signal
 import threading
@@ -47,9 +49,15 @@ def test_nothing_is_lost_trained_twice_or_too_old_and_every_token_is_what_was_sa
         server.slowness = "growing" if "in place" in mode else "slow"
         for step in range(steps):
             sampled = trainer.step(step)
-            assert len(sampled.groups) == PER_STEP and [g.prompt for g in sampled.groups] == sampled.prompts
+            assert (
+                len(sampled.groups) == PER_STEP
+                and [g.prompt for g in sampled.groups] == sampled.prompts
+            )
             found = ages(sampled, step)
-            assert found <= (expected if step else {0}) and max(found) <= trainer.cfg.rollout.max_staleness
+            assert (
+                found <= (expected if step else {0})
+                and max(found) <= trainer.cfg.rollout.max_staleness
+            )
             seen.update(found)
             for group in sampled.groups:
                 trained[group.prompt.id] += 1
@@ -63,10 +71,13 @@ def test_nothing_is_lost_trained_twice_or_too_old_and_every_token_is_what_was_sa
     assert max(seen) == max(expected), "the budget was not used"
     assert max(trained.values()) == 1, "a prompt was trained on twice"
     assert counters.dropped.total() == counters.lost_samples == counters.failures.total() == 0
-    assert [group.prompt.id for group in scheduler.groups] == again, "a checkpoint knows other prompts than the queue"
-    assert set(again).isdisjoint(trained) and len(trained) + len(again) + counters.cancelled_groups == taken, (
-        "one was lost"
+    assert [group.prompt.id for group in scheduler.groups] == again, (
+        "a checkpoint knows other prompts than the queue"
     )
+    assert (
+        set(again).isdisjoint(trained)
+        and len(trained) + len(again) + counters.cancelled_groups == taken
+    ), "one was lost"
     assert (counters.cancelled_groups > 0) == (mode == "drop")
     assert len(again) == PER_STEP * (trainer.cfg.rollout.steps_ahead + ("resume" in mode)), (
         "the queue has another length"
@@ -81,10 +92,18 @@ def test_nothing_is_lost_trained_twice_or_too_old_and_every_token_is_what_was_sa
 
 
 def check_request(request):
-    """Every sample at rollout.temperature, and of at most max_response_tokens with what there was of it before."""
+    """Every sample at rollout.temperature, and of at most max_response_tokens with what there was
+    of it before.
+    """
     params, tokens = request["sampling_params"], request["input_ids"]
-    for each, ids in zip(params if isinstance(params, list) else [params] * len(tokens), tokens, strict=True):
-        assert (each["temperature"], each["stop_token_ids"], each["max_new_tokens"]) == (0.7, [1], 6 - (len(ids) - 3))
+    for each, ids in zip(
+        params if isinstance(params, list) else [params] * len(tokens), tokens, strict=True
+    ):
+        assert (each["temperature"], each["stop_token_ids"], each["max_new_tokens"]) == (
+            0.7,
+            [1],
+            6 - (len(ids) - 3),
+        )
 
 
 def test_a_step_waits_for_groups_that_would_be_too_old_for_the_next_one():
@@ -95,14 +114,22 @@ def test_a_step_waits_for_groups_that_would_be_too_old_for_the_next_one():
         assert {group.prompt.id for group in trainer.scheduler.groups} == {"0", "1"}
         server.patience, asked = 0.5, len(server.requests)
         sampled = trainer.step(1)
-    assert [prompt.id for prompt in sampled.prompts] == ["0", "1"], "although others were complete before"
+    assert [prompt.id for prompt in sampled.prompts] == ["0", "1"], (
+        "although others were complete before"
+    )
     assert trainer.inference.client.counters.stale_samples == 0 and ages(sampled, 1) == {0, 1}
-    slow = [ids for request in server.requests[asked:] for ids in request["input_ids"] if ids[1] < 6]
-    assert len(slow) == PER_STEP * GROUP and all(len(ids) == 5 for ids in slow), "continued, not sampled again"
+    slow = [
+        ids for request in server.requests[asked:] for ids in request["input_ids"] if ids[1] < 6
+    ]
+    assert len(slow) == PER_STEP * GROUP and all(len(ids) == 5 for ids in slow), (
+        "continued, not sampled again"
+    )
 
 
 def test_of_more_groups_that_are_due_a_step_waits_for_as_many_as_it_takes():
-    """Four of the first queue are due in step 2, which takes two; the others are too old after it, and sampled again."""
+    """Four of the first queue are due in step 2, which takes two; the others are too old after it,
+    and sampled again.
+    """
     settings, _ = MODES["ahead, resume"]
     with training("ok", **settings) as (trainer, server):
         server.is_slow = lambda number: number in (2, 3, 4, 5)
@@ -112,7 +139,9 @@ def test_of_more_groups_that_are_due_a_step_waits_for_as_many_as_it_takes():
         assert all(group.begins_at(0) for group in trainer.scheduler.groups[:4])
         server.is_slow, server.patience = (lambda number: number in (4, 5)), 20.0
         sampled = trainer.scheduler.take(2, 2)
-        assert [prompt.id for prompt in sampled.prompts] == ["2", "3"] and max(ages(sampled, 2)) == 2
+        assert [prompt.id for prompt in sampled.prompts] == ["2", "3"] and max(
+            ages(sampled, 2)
+        ) == 2
         assert not any(group.is_complete for group in trainer.scheduler.groups[:2]), "they are late"
         trainer.push(3)
         trainer.scheduler.step_done()
@@ -128,14 +157,21 @@ def test_the_trainer_continues_while_the_next_step_is_sampled():
         scheduler = trainer.scheduler
         server.is_slow = lambda number: number in (2, 3)
         assert [prompt.id for prompt in scheduler.take(0, 0).prompts] == ["0", "1"]
-        assert wait_for(lambda: len(server.requests) == 2 * PER_STEP, 10) and not scheduler.groups[0].is_complete
+        assert (
+            wait_for(lambda: len(server.requests) == 2 * PER_STEP, 10)
+            and not scheduler.groups[0].is_complete
+        )
         with pytest.raises(AssertionError, match="weights are pushed while rollouts are sampled"):
             trainer.inference.push(1)
         server.is_slow = lambda number: False
         server.stopping.set()  # the slow ones answer, as aborted; they are requested again
         scheduler.finish()
-        assert trainer.inference.pending is None and all(group.is_complete for group in scheduler.groups)
-        assert scheduler.prompts_state()["returned"] == [2, 3], "a checkpoint knows what was not trained on yet"
+        assert trainer.inference.pending is None and all(
+            group.is_complete for group in scheduler.groups
+        )
+        assert scheduler.prompts_state()["returned"] == [2, 3], (
+            "a checkpoint knows what was not trained on yet"
+        )
         assert [prompt.id for prompt in scheduler.take(1, 0).prompts] == ["2", "3"]
         assert scheduler.prompts_state()["returned"] == [4, 5]
 
@@ -174,7 +210,9 @@ def test_a_drain_completes_what_was_started_and_starts_nothing(monkeypatch):
 
         server.source = answer
         trainer.scheduler.take(0, 0)
-        assert wait_for(lambda: len(server.requests) == 5, 10), "three at a time, after the two that the step took"
+        assert wait_for(lambda: len(server.requests) == 5, 10), (
+            "three at a time, after the two that the step took"
+        )
         trainer.push(1)
         assert [group.is_complete for group in trainer.scheduler.groups] == [True] * 3 + [False] * 3
         assert len(server.requests) == 5
@@ -204,7 +242,9 @@ def test_nothing_is_sampled_for_steps_after_the_last():
         trainer.scheduler.cfg = trainer.cfg.model_copy(update={"run": run})
         trained = [prompt.id for step in range(4) for prompt in trainer.step(step).prompts]
         assert (
-            sorted(trained) == [str(i) for i in range(8)] and len(server.requests) == 8 and not trainer.scheduler.queue
+            sorted(trained) == [str(i) for i in range(8)]
+            and len(server.requests) == 8
+            and not trainer.scheduler.queue
         )
 
 
@@ -220,7 +260,10 @@ def test_what_a_weight_sync_cuts_short_is_counted_in_its_step():
         trainer.push(1)
         trainer.rollouts.finish_step()
         found = trainer.rollouts.meter.take_sums().reduce(dist.group.WORLD, "cpu")
-    assert found["rollout/cut_samples_total"] == 2 * GROUP and found["rollout/resumed_samples_total"] == 0
+    assert (
+        found["rollout/cut_samples_total"] == 2 * GROUP
+        and found["rollout/resumed_samples_total"] == 0
+    )
 
 
 def test_complete_groups_are_scored_while_others_are_sampled():
@@ -244,7 +287,9 @@ def test_complete_groups_are_scored_while_others_are_sampled():
 
         server.source = answer
         prompts, groups = trainer.rollouts.draw(trainer.scheduler.take, 0)
-    assert calls == [([GROUP], False), ([GROUP], True)], "each once, the last call for the step's check"
+    assert calls == [([GROUP], False), ([GROUP], True)], (
+        "each once, the last call for the step's check"
+    )
     assert [group.prompt for group in groups] == prompts
     assert [group.rewards.tolist() for group in groups] == [[1.0] * GROUP, [2.0] * GROUP]
 
@@ -261,7 +306,9 @@ def test_a_response_that_is_sampled_again_is_scored_again():
 
 def test_an_interrupt_ends_the_wait_for_samples(sigint):
     with training("hang") as (trainer, _):
-        interrupt = threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        interrupt = threading.Timer(
+            1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+        )
         interrupt.start()
         with pytest.raises(KeyboardInterrupt):
             trainer.scheduler.take(0, 0)
@@ -270,11 +317,16 @@ def test_an_interrupt_ends_the_wait_for_samples(sigint):
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_the_groups_of_a_reported_step_are_released(max_staleness):
-    """As `train` and `--only rollout` report it: else the rollouts of the whole run would stay in memory, routes and all."""
-    checkpoint_policy = SimpleNamespace(add_previous_totals=lambda metrics: None, note=lambda step, metrics: None)
+    """As `train` and `--only rollout` report it: else the rollouts of the whole run would stay in
+    memory, routes and all.
+    """
+    checkpoint_policy = SimpleNamespace(
+        add_previous_totals=lambda metrics: None, note=lambda step, metrics: None
+    )
     with training("ok", max_staleness=max_staleness) as (trainer, _):
         run = SimpleNamespace(
-            engine=SimpleNamespace(mismatch=lambda passes: None), rollouts=trainer.rollouts, parallel=PARALLEL,
+            engine=SimpleNamespace(mismatch=lambda passes: None), rollouts=trainer.rollouts,
+            parallel=PARALLEL,
             meter=trainer.rollouts.meter, checkpoint_policy=checkpoint_policy,
             reporter=SimpleNamespace(step=lambda *_: None, count=lambda sums: None),
             tokens=SimpleNamespace(finish=lambda step: None),
@@ -284,7 +336,10 @@ def test_the_groups_of_a_reported_step_are_released(max_staleness):
         for step in range(4):
             trainer.step(step)
             Trainer.report(run, step, [])
-            assert not trainer.scheduler.taken and len(trainer.scheduler.groups) == max_staleness * PER_STEP
+            assert (
+                not trainer.scheduler.taken
+                and len(trainer.scheduler.groups) == max_staleness * PER_STEP
+            )
             assert trainer.inference.pending is None
 
 
@@ -295,7 +350,10 @@ def test_the_groups_of_a_reported_step_are_released(max_staleness):
             {"max_staleness": 1, "over_sample": 0.5},
             "over_sample = 0.5 with partial = drop must be 0 where max_staleness = 1",
         ),
-        (RESUME | {"max_staleness": 2}, "weight_update = drain would wait .* set weight_update = abort"),
+        (
+            RESUME | {"max_staleness": 2},
+            "weight_update = drain would wait .* set weight_update = abort",
+        ),
         (
             RESUME | {"max_staleness": 1, "weight_update": "abort"},
             "weight_update = abort has no effect with max_staleness = 1",
@@ -304,7 +362,12 @@ def test_the_groups_of_a_reported_step_are_released(max_staleness):
         ({"partial": "resume", "over_sample": 0.5}, "max_staleness >= 1, got 0"),
         ({"max_staleness": -1}, "max_staleness"),
         (
-            {"max_staleness": 1, "weight_sync": "colocated", "release_memory": True, "max_server_restarts": 0},
+            {
+                "max_staleness": 1,
+                "weight_sync": "colocated",
+                "release_memory": True,
+                "max_server_restarts": 0,
+            },
             "release_memory = true takes the servers' memory",
         ),
     ],
@@ -316,14 +379,17 @@ def test_settings_without_effect_are_refused(rollout, message):
 
 def test_responses_older_than_the_budget_stop_the_run_before_they_are_trained_on():
     with training("ok") as (trainer, _):
-        groups = [replace(group, rewards=np.zeros(GROUP)) for group in trainer.scheduler.take(0, 0).groups]
+        groups = [
+            replace(group, rewards=np.zeros(GROUP)) for group in trainer.scheduler.take(0, 0).groups
+        ]
     recorded = []
 
     def record(version, budget):
         recorder = SimpleNamespace(record=lambda step, groups: recorded.append(step))
         leader = SimpleNamespace(recorder=recorder, rewards=SimpleNamespace(totals=dict))
         run = SimpleNamespace(
-            cfg=config(max_staleness=budget), parallel=SimpleNamespace(is_replica_leader=True), leader=leader,
+            cfg=config(max_staleness=budget), parallel=SimpleNamespace(is_replica_leader=True),
+            leader=leader,
             policy_version=version, meter=StepMeter(),
         )  # fmt: skip
         LiveRollouts.record(run, groups, version)
@@ -331,7 +397,8 @@ def test_responses_older_than_the_budget_stop_the_run_before_they_are_trained_on
     record(0, 0)
     record(1, 1)
     with pytest.raises(
-        RuntimeError, match=r"'0/0', '0/1', .*tokens of weights older than version 1 = 1 - rollout.max_staleness"
+        RuntimeError,
+        match=r"'0/0', '0/1', .*tokens of weights older than version 1 = 1 - rollout.max_staleness",
     ):
         record(1, 0)
     assert recorded == [1, 2]
@@ -340,7 +407,9 @@ def test_responses_older_than_the_budget_stop_the_run_before_they_are_trained_on
 def test_an_evaluation_samples_with_its_own_settings():
     with training("ok") as (trainer, server):
         for settings, max_tokens in (({}, 6), ({"max_response_tokens": 7}, 7)):
-            cfg = trainer.cfg.model_copy(update={"eval": EvalConfig(samples=3, temperature=0.3, **settings)})
+            cfg = trainer.cfg.model_copy(
+                update={"eval": EvalConfig(samples=3, temperature=0.3, **settings)}
+            )
             tokenizer = SimpleNamespace(eos_token_id=1)
             run = SimpleNamespace(
                 cfg=cfg,
@@ -351,7 +420,11 @@ def test_an_evaluation_samples_with_its_own_settings():
             )
             LiveRollouts.sample_for_evaluation(run, trainer.source.prompts[:1])
             params = server.requests[-1]["sampling_params"]
-            assert (params["temperature"], params["max_new_tokens"], params["stop_token_ids"]) == (0.3, max_tokens, [1])
+            assert (params["temperature"], params["max_new_tokens"], params["stop_token_ids"]) == (
+                0.3,
+                max_tokens,
+                [1],
+            )
             assert len(server.requests[-1]["input_ids"]) == 3
 
 

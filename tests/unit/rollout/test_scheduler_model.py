@@ -1,8 +1,10 @@
-"""The scheduler against a model of what it may do: random completions, lost answers, weight syncs, signals, kills, resumes.
+"""The scheduler against a model of what it may do: random completions, lost answers, weight syncs,
+signals, kills, resumes.
 
-Ranks are threads: leaders of 1 to 3 replicas, and one rank that leads none.  The servers are random: which response is complete
-next, how far an abort came, which answer is lost.  Every response that is started has a number of its own, its first token.
-With weight_update = in_place the servers hold tokens of several versions that no answer has returned yet.
+Ranks are threads: leaders of 1 to 3 replicas, and one rank that leads none.  The servers are
+random: which response is complete next, how far an abort came, which answer is lost.  Every
+response that is started has a number of its own, its first token. With weight_update = in_place the
+servers hold tokens of several versions that no answer has returned yet.
 """
 
 import copy
@@ -71,23 +73,33 @@ def config(mode: int):
 
 
 def sampled_more(group: PartialGroup, index: int, more: list[int], reason: str) -> None:
-    """A further token of response `index` for each version of `more`, the last one unless it is cut."""
+    """A further token of response `index` for each version of `more`, the last one unless it is
+    cut.
+    """
     before = group.prefixes.get(index)
-    tokens = [*group.prompt.token_ids, START + next(NUMBERS)] if before is None else [*before.tokens, 0]
+    tokens = (
+        [*group.prompt.token_ids, START + next(NUMBERS)] if before is None else [*before.tokens, 0]
+    )
     tokens += [0] * (len(more) - 1)
     versions = [*([] if before is None else before.policy_versions.tolist()), *more]
     group.put(
         index,
         Rollout(
-            id=f"{group.prompt.id}/{index}", tokens=np.array(tokens), prompt_length=1, routed_experts=None, finish_reason=reason,
-            rollout_logprobs=np.zeros(len(tokens) - 1, np.float32), policy_versions=np.array(versions, np.int32),
+            id=f"{group.prompt.id}/{index}", tokens=np.array(tokens), prompt_length=1,
+            routed_experts=None, finish_reason=reason,
+            rollout_logprobs=np.zeros(len(tokens) - 1, np.float32),
+            policy_versions=np.array(versions, np.int32),
         ),
     )  # fmt: skip
 
 
 def numbers(groups) -> set[int]:
     """Of all responses of these groups, complete or cut."""
-    return {int(r.tokens[1]) - START for group in groups for r in (*group.rollouts.values(), *group.prefixes.values())}
+    return {
+        int(r.tokens[1]) - START
+        for group in groups
+        for r in (*group.rollouts.values(), *group.prefixes.values())
+    }
 
 
 class Sums:
@@ -104,16 +116,26 @@ class Sums:
 
 
 class RandomServers:
-    """In place of Inference; lost: responses whose answer never came, with those that over_sample dropped.
+    """In place of Inference; lost: responses whose answer never came, with those that over_sample
+    dropped.
 
-    held: (group, index) -> (version that the request was sent under, versions of its tokens that are not returned yet).
+    held: (group, index) -> (version that the request was sent under, versions of its tokens that
+    are not returned yet).
     sampling_version: of the open task; oldest: of the tokens that it keeps."""
 
     def __init__(self, cfg, version: int, *, leads: bool) -> None:
         self.cfg, self.version = cfg, version
-        self.client = SimpleNamespace(take_stats=CallStats, counters=RolloutCounters()) if leads else None
+        self.client = (
+            SimpleNamespace(take_stats=CallStats, counters=RolloutCounters()) if leads else None
+        )
         self.pending: list[PartialGroup] | None = None
-        self.rng, self.lost, self.signal_after, self.offered, self.due = random.Random(0), 0, None, [], []
+        self.rng, self.lost, self.signal_after, self.offered, self.due = (
+            random.Random(0),
+            0,
+            None,
+            [],
+            [],
+        )
         self.held: dict[tuple[PartialGroup, int], tuple[int, list[int]]] = {}
 
     def start(self, groups, *, keep, is_open, **settings) -> None:
@@ -149,7 +171,9 @@ class RandomServers:
         return found + [sent for (asked, _), (sent, _) in self.held.items() if asked is group]
 
     def find_due(self, oldest: int) -> None:
-        groups = [group for group in self.pending if oldest < self.version and oldest in self.ages(group)]
+        groups = [
+            group for group in self.pending if oldest < self.version and oldest in self.ages(group)
+        ]
         self.due = [group.prompt.id for group in groups]
 
     def send(self) -> None:
@@ -160,7 +184,9 @@ class RandomServers:
             self.set_sent_to(group)
 
     def set_sent_to(self, group: PartialGroup) -> None:
-        group.sent_to = min((sent for (asked, _), (sent, _) in self.held.items() if asked is group), default=None)
+        group.sent_to = min(
+            (sent for (asked, _), (sent, _) in self.held.items() if asked is group), default=None
+        )
 
     def answer(self, group: PartialGroup, index: int, reason: str) -> None:
         """With what was sampled before, and a token of now."""
@@ -176,7 +202,9 @@ class RandomServers:
     def wait(self, version: int, show: Callable[[], None], is_enough: Callable[[], bool]) -> None:
         assert version == self.version, "tokens would be counted as those of other weights"
         done = 0
-        while self.client is not None and self.signal_after != done and not self._is_over(is_enough):
+        while (
+            self.client is not None and self.signal_after != done and not self._is_over(is_enough)
+        ):
             self.send()
             slow = [0.05 if int(group.prompt.id) % 4 == 0 else 1.0 for group, _ in self.held]
             ((group, index),) = self.rng.choices([*self.held], slow)
@@ -193,15 +221,20 @@ class RandomServers:
             if self.client is not None and self.cfg.rollout.partial == "resume":
                 self.cut()
             elif self.client is not None:
-                self.lost += len(numbers(self.pending)) - self.keep * GROUP  # also complete ones of a checkpoint
+                # also complete ones of a checkpoint
+                self.lost += len(numbers(self.pending)) - self.keep * GROUP
             self.pending = None
-        self.offered = [(group.prompt.id, group.is_due, group.is_complete) for group in self.queue()]
+        self.offered = [
+            (group.prompt.id, group.is_due, group.is_complete) for group in self.queue()
+        ]
 
     def _is_over(self, is_enough: Callable[[], bool]) -> bool:
         if self.is_open:
             return is_enough()
         complete = sum(group.is_complete for group in self.pending)
-        return complete >= self.keep and all(group.is_complete for group in self.pending if group.is_due)
+        return complete >= self.keep and all(
+            group.is_complete for group in self.pending if group.is_due
+        )
 
     def cut(self) -> None:
         """Abort everything."""
@@ -210,7 +243,9 @@ class RandomServers:
             self.cut_one(group, index)
 
     def cut_one(self, group: PartialGroup, index: int) -> None:
-        """Abort: a response is returned as it is, or it just became complete, or the answer is lost."""
+        """Abort: a response is returned as it is, or it just became complete, or the answer is
+        lost.
+        """
         reason = self.rng.choice(["abort", "abort", "stop", None])
         if reason is None:
             del self.held[group, index]
@@ -235,8 +270,9 @@ class RandomServers:
 
 
 class Runs(RuleBasedStateMachine):
-    """A run and its restarts.  trained: prompt -> step; dropped: prompts, by over_sample; late: more than a step has room for are
-    too old for the next.  steps, due: of all runs, the latter groups that a step had to wait for."""
+    """A run and its restarts.  trained: prompt -> step; dropped: prompts, by over_sample; late:
+    more than a step has room for are too old for the next.  steps, due: of all runs, the latter
+    groups that a step had to wait for."""
 
     mode = 0
     steps = due = 0
@@ -260,10 +296,19 @@ class Runs(RuleBasedStateMachine):
         self.dp, self.ranks = dp, []
         for rank in range(dp + 1):
             leads = rank < dp
-            parallel = SimpleNamespace(dp_rank=rank % dp, dp_size=dp, device=torch.device("cpu"), rank=rank)
+            parallel = SimpleNamespace(
+                dp_rank=rank % dp, dp_size=dp, device=torch.device("cpu"), rank=rank
+            )
             source = PromptSource(PROMPTS, seed=0, shuffle=False)
             servers = RandomServers(self.cfg, self.step, leads=leads)
-            scheduler = Scheduler(self.cfg, parallel, servers, source, [1], lambda *_: nullcontext(lambda amount: None))
+            scheduler = Scheduler(
+                self.cfg,
+                parallel,
+                servers,
+                source,
+                [1],
+                lambda *_: nullcontext(lambda amount: None),
+            )
             servers.queue = lambda scheduler=scheduler: scheduler.groups
             if saved is not None:
                 source.load_state_dict(saved[0])
@@ -275,7 +320,11 @@ class Runs(RuleBasedStateMachine):
         for scheduler in self.ranks:
             for file, write in scheduler.files(is_step_done=is_step_done).items():
                 write(folder / file)
-        states = [state] if state is not None else [scheduler.prompts_state() for scheduler in self.ranks]
+        states = (
+            [state]
+            if state is not None
+            else [scheduler.prompts_state() for scheduler in self.ranks]
+        )
         assert all(each == states[0] for each in states), "ranks would resume with other prompts"
         model = copy.deepcopy((self.step, self.trained, self.dropped, self.late))
         self.saved = states[0], folder, model, next(NUMBERS)
@@ -286,15 +335,21 @@ class Runs(RuleBasedStateMachine):
         self.step, self.trained, self.dropped, self.late = copy.deepcopy(model)
         before = {n for n in self.known(folder) if n < newest}
         self.begin(dp, (state, folder))
-        assert numbers(self.groups) == before, "a response of the checkpoint was lost or comes twice"
+        assert numbers(self.groups) == before, (
+            "a response of the checkpoint was lost or comes twice"
+        )
 
     def known(self, folder: Path) -> set[int]:
-        arrays = [(name, array) for path in folder.iterdir() for name, array in load_file(path).items()]
+        arrays = [
+            (name, array) for path in folder.iterdir() for name, array in load_file(path).items()
+        ]
         return {int(array[1]) - START for name, array in arrays if name.endswith(":tokens")}
 
     @property
     def groups(self) -> list[PartialGroup]:
-        return [group for scheduler in self.ranks for group in (*scheduler.groups, *scheduler.restored)]
+        return [
+            group for scheduler in self.ranks for group in (*scheduler.groups, *scheduler.restored)
+        ]
 
     def collective(self, call: Callable[[Scheduler], object]) -> list:
         """Call it on every rank, in a thread; sums over ranks need no network."""
@@ -312,7 +367,9 @@ class Runs(RuleBasedStateMachine):
             with ThreadPoolExecutor(len(self.ranks)) as threads:
                 futures = [threads.submit(run, rank) for rank in range(len(self.ranks))]
         errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        for error in sorted(
+            errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)
+        ):
             raise error
         return [future.result() for future in futures]
 
@@ -344,23 +401,34 @@ class Runs(RuleBasedStateMachine):
             return self.resume(self.save("signal", is_step_done=False, state=state), dp)
         for _ in range(more):
             taken = [
-                a + b for a, b in zip(taken, self.take(lambda s: s.take_more(self.dp, self.step), self.dp), strict=True)
+                a + b
+                for a, b in zip(
+                    taken,
+                    self.take(lambda s: s.take_more(self.dp, self.step), self.dp),
+                    strict=True,
+                )
             ]
         if signal == "training":
             return self.resume(self.save("signal", is_step_done=False, state=state), dp)
         if self.cfg.rollout.max_staleness:  # else what a signal left of over_sample's groups is
-            assert self.count("stale") == stale or self.late, "too old, though an earlier step had room for it"
+            assert self.count("stale") == stale or self.late, (
+                "too old, though an earlier step had room for it"
+            )
         self.check_trained([group for groups in taken for group in groups])
         self.collective(lambda scheduler: scheduler.prepare_sync())
         for scheduler in self.ranks:
             keeps = self.cfg.rollout.weight_update == "in_place" and self.step < STEPS - 1
-            assert (scheduler.inference.pending is None) != keeps, "weights change while something is sampled"
+            assert (scheduler.inference.pending is None) != keeps, (
+                "weights change while something is sampled"
+            )
             scheduler.step_done()
             scheduler.inference.version += 1
         new = next(NUMBERS) - created - 1
         trained = GROUP * sum(map(len, taken))
         gone = self.count("stale") - stale + self.lost - lost
-        assert len(waiting) + new == trained + gone + len(numbers(self.groups)), "a response ended twice, or never"
+        assert len(waiting) + new == trained + gone + len(numbers(self.groups)), (
+            "a response ended twice, or never"
+        )
         self.step += 1
         type(self).steps += 1
         type(self).due += sum(len(scheduler.inference.due) for scheduler in self.ranks)
@@ -370,26 +438,41 @@ class Runs(RuleBasedStateMachine):
     def take(self, call, size: int) -> list:
         """The groups that each leader takes; all ranks know the same prompts."""
         found = self.collective(call)
-        assert all(each.prompts == found[0].prompts for each in found) and len(found[0].prompts) == size
+        assert (
+            all(each.prompts == found[0].prompts for each in found)
+            and len(found[0].prompts) == size
+        )
         for scheduler, sampled in zip(self.ranks[: self.dp], found, strict=False):
             offered = [name for name, _, complete in scheduler.inference.offered if complete]
-            due = [name for name, is_due, complete in scheduler.inference.offered if complete and is_due]
+            due = [
+                name
+                for name, is_due, complete in scheduler.inference.offered
+                if complete and is_due
+            ]
             expected = (due + [name for name in offered if name not in due])[: size // self.dp]
             mine = [group.prompt.id for group in sampled.groups]
             assert sorted(mine) == sorted(expected), "not the complete groups of the oldest prompts"
-            assert mine == [prompt.id for prompt in sampled.prompts[scheduler.parallel.dp_rank :: self.dp]]
+            assert mine == [
+                prompt.id for prompt in sampled.prompts[scheduler.parallel.dp_rank :: self.dp]
+            ]
         assert found[-1].groups == []
         if self.cfg.rollout.partial == "drop" and self.cfg.rollout.over_sample:
             for scheduler, sampled in zip(self.ranks[: self.dp], found, strict=False):
                 names = {group.prompt.id for group in sampled.groups}
-                self.new_dropped |= {name for name, *_ in scheduler.inference.offered if name not in names}
+                self.new_dropped |= {
+                    name for name, *_ in scheduler.inference.offered if name not in names
+                }
         return [sampled.groups for sampled in found[: self.dp]]
 
     def check_trained(self, groups) -> None:
         names = [group.prompt.id for group in groups]
-        assert len(set(names)) == len(names) and not self.trained.keys() & set(names), "a prompt is trained on twice"
+        assert len(set(names)) == len(names) and not self.trained.keys() & set(names), (
+            "a prompt is trained on twice"
+        )
         due = [scheduler.inference.due for scheduler in self.ranks[: self.dp]]
-        assert {name for each in due for name in each[: PER_STEP // self.dp]} <= set(names), "too old for the next step"
+        assert {name for each in due for name in each[: PER_STEP // self.dp]} <= set(names), (
+            "too old for the next step"
+        )
         self.late = {name for each in due for name in each[PER_STEP // self.dp :]}
         for group in groups:
             assert {self.step - r.oldest_version for r in group.rollouts} <= set(
@@ -415,11 +498,17 @@ class Runs(RuleBasedStateMachine):
         found = sorted([*waiting, *self.trained, *self.dropped], key=int)
         assert found == [str(number) for number in range(source.position)]
         ahead = self.cfg.rollout.steps_ahead * PER_STEP
-        over = num_prompts(self.cfg, self.dp) - PER_STEP if self.cfg.rollout.partial == "resume" else 0
-        assert len(self.ranks[-1].queue) <= ahead + over, "more is sampled ahead than can be trained on in time"
+        over = (
+            num_prompts(self.cfg, self.dp) - PER_STEP if self.cfg.rollout.partial == "resume" else 0
+        )
+        assert len(self.ranks[-1].queue) <= ahead + over, (
+            "more is sampled ahead than can be trained on in time"
+        )
 
     def count(self, name: str) -> int:
-        return sum(getattr(s.inference.client.counters, f"{name}_samples") for s in self.ranks[: self.dp])
+        return sum(
+            getattr(s.inference.client.counters, f"{name}_samples") for s in self.ranks[: self.dp]
+        )
 
     @property
     def lost(self) -> int:
@@ -440,4 +529,6 @@ def test_no_prompt_is_lost_or_trained_twice_and_the_budget_holds_whatever_happen
             phases=[Phase.generate],  # shrinking takes minutes
         ),
     )
-    assert runs.steps > 20 and (runs.due > 0 or not MODES[mode].get("max_staleness")), "age is not tested"
+    assert runs.steps > 20 and (runs.due > 0 or not MODES[mode].get("max_staleness")), (
+        "age is not tested"
+    )

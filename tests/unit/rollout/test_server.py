@@ -1,4 +1,6 @@
-"""Starting a server: the command line, what is refused before it starts, and that no process outlives its owner."""
+"""Starting a server: the command line, what is refused before it starts, and that no process
+outlives its owner.
+"""
 
 import json
 import re
@@ -42,13 +44,23 @@ def launch(tmp_path: Path, **rollout) -> Server:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    return launch_server(model, RolloutConfig(**rollout), device="cpu", log_path=tmp_path / "log", seed=0)
+    return launch_server(
+        model, RolloutConfig(**rollout), device="cpu", log_path=tmp_path / "log", seed=0
+    )
 
 
 def test_the_command_line_has_every_option(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
-    rollout = RolloutConfig(max_total_tokens=512, max_running_requests=8, server_args=("--page-size", "16"))
-    settings = {"device": "cpu", "port": 1234, "seed": 5, "want_routes": True, "weight_version": "3"}
+    rollout = RolloutConfig(
+        max_total_tokens=512, max_running_requests=8, server_args=("--page-size", "16")
+    )
+    settings = {
+        "device": "cpu",
+        "port": 1234,
+        "seed": 5,
+        "want_routes": True,
+        "weight_version": "3",
+    }
     command = " ".join(server_command(tmp_path, rollout, **settings))
     for part in (
         "-m megatron_rl.rollout.server.sglang_cpu",
@@ -67,7 +79,9 @@ def test_the_command_line_has_every_option(tmp_path):
     ):
         assert part in command, part
     assert command.endswith("--page-size 16")
-    on_gpu = " ".join(server_command(tmp_path, rollout, **(settings | {"device": "cuda", "want_routes": False})))
+    on_gpu = " ".join(
+        server_command(tmp_path, rollout, **(settings | {"device": "cuda", "want_routes": False}))
+    )
     assert "-m sglang.launch_server" in on_gpu
     assert "torch_native" not in on_gpu and "routed-experts" not in on_gpu
 
@@ -77,17 +91,25 @@ def test_servers_start_with_their_own_python_and_all_their_gpus(tmp_path):
     rollout = RolloutConfig(python="/opt/sglang/bin/python", gpus=(4, 5, 6, 7), num_servers=2)
 
     def command(device, **changed):
-        return server_command(tmp_path, rollout.model_copy(update=changed), device=device, port=1, seed=0)
+        return server_command(
+            tmp_path, rollout.model_copy(update=changed), device=device, port=1, seed=0
+        )
 
     assert command("cuda")[:3] == ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]
     assert command("cuda")[-2:] == ["--tp-size", "2"]
     assert command("cuda", python=None)[0] == sys.executable
-    assert command("cuda", server_args=("--tp-size=2",))[-2:] == [command("cuda")[-3], "--tp-size=2"]
+    assert command("cuda", server_args=("--tp-size=2",))[-2:] == [
+        command("cuda")[-3],
+        "--tp-size=2",
+    ]
     assert not {"--tp-size"} & ({*command("cpu")} | {*command("cuda", gpus=())})
 
 
 def test_a_python_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"rollout\.python = /no/such/python: no such program.*/opt/sglang/bin/python"):
+    with pytest.raises(
+        ValueError,
+        match=r"rollout\.python = /no/such/python: no such program.*/opt/sglang/bin/python",
+    ):
         launch(tmp_path, python="/no/such/python")
 
 
@@ -97,7 +119,11 @@ def test_the_python_of_the_servers_is_the_one_that_runs(tmp_path):
     python.chmod(0o755)
     with pytest.raises(ServerError, match="exited with status 0"):
         launch(tmp_path, python=str(python))
-    assert (tmp_path / "seen").read_text().startswith("started -m megatron_rl.rollout.server.sglang_cpu")
+    assert (
+        (tmp_path / "seen")
+        .read_text()
+        .startswith("started -m megatron_rl.rollout.server.sglang_cpu")
+    )
 
 
 def test_auto_dtype_is_that_of_the_checkpoint(tmp_path):
@@ -156,15 +182,21 @@ def test_a_server_on_a_busy_machine_shows_its_cpu_time(tmp_path, monkeypatch):
     monkeypatch.setattr(process_module, "PROGRESS_SECONDS", 0.1)
     monkeypatch.setattr(process_module.Server, "ping", lambda self, seconds: False)
     (tmp_path / "log").write_text("loading\n")
-    code = "import time; end = time.process_time() + 1.5\nwhile time.process_time() < end: pass\ntime.sleep(60)"
+    code = (
+        "import time; end = time.process_time() + 1.5\nwhile time.process_time() < end:"
+        " pass\ntime.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", code]) as running:
         lines: list[str] = []
-        server = process_module.Server("http://127.0.0.1:1", running, tmp_path / "log", start_timeout=600.0)
+        server = process_module.Server(
+            "http://127.0.0.1:1", running, tmp_path / "log", start_timeout=600.0
+        )
         try:
             assert wait_for(lambda: server.cpu_seconds() > 1, 60)
             server.start_timeout, server.deadline = 1.5, time.monotonic() + 1.5
             with pytest.raises(
-                ServerError, match=r"= 1.5, in which it got [1-9]\d* s of CPU time; stop other programs"
+                ServerError,
+                match=r"= 1.5, in which it got [1-9]\d* s of CPU time; stop other programs",
             ):
                 server.wait_until_ready(lines.append)
         finally:
@@ -177,7 +209,9 @@ def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path):
         launch(tmp_path, start_timeout_seconds=0.5)
 
     def processes():
-        return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+        ).stdout
 
     assert wait_for(lambda: str(tmp_path) not in processes(), 60)
 
@@ -198,9 +232,9 @@ def test_stop_kills_all_processes_and_may_be_repeated(tmp_path):
 
 def test_the_server_dies_with_its_owner_even_when_that_is_killed(tmp_path):
     owner_code = (
-        "import sys, time; from megatron_rl.rollout.server.process import spawn; "
-        "process = spawn(['sleep', '60'], 'cpu', open(sys.argv[1], 'wb')); print(process.pid, flush=True); "
-        "time.sleep(60)"
+        "import sys, time; from megatron_rl.rollout.server.process import spawn; process ="
+        " spawn(['sleep', '60'], 'cpu', open(sys.argv[1], 'wb')); print(process.pid, flush=True);"
+        " time.sleep(60)"
     )
     command = [sys.executable, "-c", owner_code, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
@@ -221,4 +255,10 @@ def test_torchruns_variables_do_not_reach_the_server(tmp_path, monkeypatch):
         spawn(["env"], "cpu", log).wait()
     names = {line.partition("=")[0] for line in (tmp_path / "log").read_text().splitlines()}
     assert {"KEPT", "PATH", "OMP_NUM_THREADS"} <= names
-    assert not names & {"RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"}
+    assert not names & {
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        "LOCAL_RANK",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    }

@@ -43,7 +43,8 @@ KEY = {"Authorization": "Bearer sesame"}
 
 @contextmanager
 def answering(answers: dict[str, object]) -> Iterator[str]:
-    """A server that answers these paths, with 200 (or the status of a (status, answer) pair), and others with 404.
+    """A server that answers these paths, with 200 (or the status of a (status, answer) pair), and
+    others with 404.
 
     An answer may be a function that returns it.
     """
@@ -87,7 +88,10 @@ def sglang(model_path: object, *, routes: bool = True, **changes: object) -> dic
             "enable_return_routed_experts": True,
             "api_key": "sesame",
         },
-        "/generate": {"output_ids": [1], "meta_info": {"routed_experts": payload} if routes else {}},
+        "/generate": {
+            "output_ids": [1],
+            "meta_info": {"routed_experts": payload} if routes else {},
+        },
     } | changes
 
 
@@ -104,7 +108,9 @@ def test_server_info_is_read_without_its_key(model):
         info = server_info(url, KEY)
     settings = {"enable_return_routed_experts": True, "version": "0.5.21"}
     digest = tokenizer_digest(model)
-    assert info == replace(GOOD, url=url, model_path=str(model), tokenizer=digest, settings=settings)
+    assert info == replace(
+        GOOD, url=url, model_path=str(model), tokenizer=digest, settings=settings
+    )
     assert "sesame" not in repr(info)
     check_server(info, SPEC, want_routes=True, dtype="float32", tokenizer=tokenizer_digest(model))
 
@@ -120,7 +126,9 @@ def test_a_router_in_front_that_drops_the_field_is_named(model):
     """Control calls go through (say, by nginx), /generate is rebuilt on the way."""
     with answering(sglang(model, routes=False)) as url:
         info = server_info(url)
-    with pytest.raises(ServerError, match="drops return_routed_experts, as sglang-router does") as caught:
+    with pytest.raises(
+        ServerError, match="drops return_routed_experts, as sglang-router does"
+    ) as caught:
         check_server(info, SPEC, want_routes=True)
     assert url in str(caught.value) and "this run needs 8 per token" in str(caught.value)
 
@@ -133,15 +141,23 @@ def test_a_router_instead_of_a_server_is_named(path):
 
 
 def test_a_server_that_a_run_left_paused_is_continued_by_the_next_one(model):
-    """The run died between pause and continue of a weight sync.  Tools, which send no weights, say what to do."""
+    """The run died between pause and continue of a weight sync.
+
+    Tools, which send no weights, say what to do.
+    """
     running = threading.Event()
 
     def generate() -> object:
         return sglang(model)["/generate"] if running.wait(30) else (503, {})
 
-    paused = {"/generate": generate, "/continue_generation": lambda: running.set() or {"status": "ok"}}
+    paused = {
+        "/generate": generate,
+        "/continue_generation": lambda: running.set() or {"status": "ok"},
+    }
     with answering(sglang(model, **paused)) as url, ExitStack() as stack:
-        with pytest.raises(ServerError, match=r"did not answer /generate.*paused: POST /continue_generation"):
+        with pytest.raises(
+            ServerError, match=r"did not answer /generate.*paused: POST /continue_generation"
+        ):
             server_info(url, timeout=2.0)
         cfg = one_rank_config(model, urls=(url,))
         assert not running.is_set()
@@ -152,7 +168,9 @@ def test_a_server_that_a_run_left_paused_is_continued_by_the_next_one(model):
 @pytest.mark.parametrize("version", ["0.5.9", "0.5.10.post1"])
 def test_a_version_with_another_route_format_is_refused(version):
     old = replace(GOOD, version=version)
-    with pytest.raises(ServerError, match=rf"is version {version}, expert ids need 0\.5\.11 or newer"):
+    with pytest.raises(
+        ServerError, match=rf"is version {version}, expert ids need 0\.5\.11 or newer"
+    ):
         check_server(old, SPEC, want_routes=True)
     check_server(old, SPEC, want_routes=False)
     check_server(replace(GOOD, version="0.0.0.dev1+mine"), SPEC, want_routes=False)
@@ -163,7 +181,10 @@ def test_a_version_with_another_route_format_is_refused(version):
 def test_servers_of_one_run_are_the_same(what, value):
     other = replace(GOOD, url="http://server:2", **{what: value})
     check_identical([GOOD, replace(GOOD, url="http://server:2", model_path="/elsewhere")])
-    with pytest.raises(ServerError, match=rf"server:2 has {what} = {value}, http://server:1 has {getattr(GOOD, what)}"):
+    with pytest.raises(
+        ServerError,
+        match=rf"server:2 has {what} = {value}, http://server:1 has {getattr(GOOD, what)}",
+    ):
         check_identical([GOOD, other])
 
 
@@ -197,7 +218,11 @@ def test_the_right_server_passes_also_when_its_config_cannot_be_read():
 def test_a_difference_is_named_with_both_values(field, value, message):
     with pytest.raises(ServerError, match="http://server:1") as caught:
         check_server(
-            replace(GOOD, **{field: value}), SPEC, want_routes=True, dtype="float32", tokenizer="0123456789abcdef"
+            replace(GOOD, **{field: value}),
+            SPEC,
+            want_routes=True,
+            dtype="float32",
+            tokenizer="0123456789abcdef",
         )
     assert message in str(caught.value)
 

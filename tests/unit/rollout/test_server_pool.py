@@ -1,4 +1,6 @@
-"""Servers of a run die, by kill -9, while it samples and while it pushes: the run continues, up to a limit."""
+"""Servers of a run die, by kill -9, while it samples and while it pushes: the run continues, up to
+a limit.
+"""
 
 import json
 import signal
@@ -22,7 +24,8 @@ from tests.fake_server import SPEC, wait_for
 from tests.one_rank import make_server_pool, one_rank_config, one_rank_inference
 
 WEIGHTS = {f"w{i}": torch.full((2, 3), float(i)) for i in range(4)}
-PROMPTS = [Prompt(id=f"q{i % 5}", text="", token_ids=(5, 9, 2 + i % 5), label="") for i in range(6)]  # one comes twice
+# one comes twice
+PROMPTS = [Prompt(id=f"q{i % 5}", text="", token_ids=(5, 9, 2 + i % 5), label="") for i in range(6)]
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +57,11 @@ def kill(server_pool: ServerPool, index: int) -> str:
 def sample(inference) -> None:
     groups = inference.generate(PROMPTS, 2, temperature=1.0, max_tokens=8, stop_token_ids=())
     assert [group.prompt.id for group in groups] == [prompt.id for prompt in PROMPTS]
-    assert all((rollout.policy_versions == inference.version).all() for group in groups for rollout in group.rollouts)
+    assert all(
+        (rollout.policy_versions == inference.version).all()
+        for group in groups
+        for rollout in group.rollouts
+    )
 
 
 def test_servers_start_together_with_logs_and_ports_of_their_own(checkpoint):
@@ -80,35 +87,56 @@ def test_the_others_serve_until_a_dead_server_is_back_with_the_new_weights(check
         assert wait_for(lambda: server_pool.restarts == 1 and server_pool.slots[1].ready, 30)
         replacement = server_pool.slots[1].server.url
         assert replacement not in set(inference.urls), "it has no weights yet"
-        assert inference.pusher.servers.call("GET", replacement, "/model_info")["weight_version"] == UNPUSHED
+        assert (
+            inference.pusher.servers.call("GET", replacement, "/model_info")["weight_version"]
+            == UNPUSHED
+        )
         inference.push(version=4)
         assert set(inference.urls) == {server_pool.slots[0].server.url, replacement}
-        assert inference.pusher.servers.call("GET", replacement, "/model_info")["weight_version"] == "4"
+        assert (
+            inference.pusher.servers.call("GET", replacement, "/model_info")["weight_version"]
+            == "4"
+        )
         sample(inference)
-    assert any(dead in line and "status -9" in line and "restart 1 of at most 3" in line for line in said)
+    assert any(
+        dead in line and "status -9" in line and "restart 1 of at most 3" in line for line in said
+    )
 
 
 def test_the_only_server_dies_while_it_samples_and_nothing_is_lost(checkpoint, monkeypatch):
     monkeypatch.setenv("STUB_SECONDS", "0.5")
     cfg = one_rank_config(checkpoint, weight_sync="disk", max_concurrency=2, max_retries=0)
-    with make_server_pool(cfg) as server_pool, one_rank_inference(cfg, SPEC, WEIGHTS.items, server_pool) as inference:
+    with (
+        make_server_pool(cfg) as server_pool,
+        one_rank_inference(cfg, SPEC, WEIGHTS.items, server_pool) as inference,
+    ):
         inference.push(version=7)
         log = server_pool.log_path(0)
         killer = threading.Thread(
-            target=lambda: (wait_for(lambda: log.read_text().count("generating") >= 4, 30), kill(server_pool, 0))
+            target=lambda: (
+                wait_for(lambda: log.read_text().count("generating") >= 4, 30),
+                kill(server_pool, 0),
+            )
         )
         killer.start()
         sample(inference)
         killer.join()
         assert server_pool.restarts == 1 and inference.version == 7
         counters = inference.client.counters
-        assert counters.samples == 2 * len(PROMPTS), "groups that were whole when it died are not sampled again"
+        assert counters.samples == 2 * len(PROMPTS), (
+            "groups that were whole when it died are not sampled again"
+        )
 
 
-def test_after_a_death_the_rest_of_a_step_sampled_ahead_comes_from_the_newer_weights(checkpoint, monkeypatch):
+def test_after_a_death_the_rest_of_a_step_sampled_ahead_comes_from_the_newer_weights(
+    checkpoint, monkeypatch
+):
     monkeypatch.setenv("STUB_SECONDS", "0.5")
     cfg = one_rank_config(checkpoint, weight_sync="disk", max_concurrency=2, max_retries=0)
-    with make_server_pool(cfg) as server_pool, one_rank_inference(cfg, SPEC, WEIGHTS.items, server_pool) as inference:
+    with (
+        make_server_pool(cfg) as server_pool,
+        one_rank_inference(cfg, SPEC, WEIGHTS.items, server_pool) as inference,
+    ):
         inference.push(version=7)
         groups = [PartialGroup(prompt, 2) for prompt in PROMPTS]
         inference.start(groups, temperature=1.0, max_tokens=8, stop_token_ids=())
@@ -116,13 +144,19 @@ def test_after_a_death_the_rest_of_a_step_sampled_ahead_comes_from_the_newer_wei
         kill(server_pool, 0)
         inference.wait(version=8)
         assert inference.version == 8
-        versions = [{int(v) for r in group.closed().rollouts for v in r.policy_versions} for group in groups]
-    assert sorted(map(tuple, versions)) == sorted([(7,)] * versions.count({7}) + [(8,)] * versions.count({8}))
+        versions = [
+            {int(v) for r in group.closed().rollouts for v in r.policy_versions} for group in groups
+        ]
+    assert sorted(map(tuple, versions)) == sorted(
+        [(7,)] * versions.count({7}) + [(8,)] * versions.count({8})
+    )
     assert versions.count({7}) >= 2 and versions.count({8}) >= 2
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
-def test_a_server_that_dies_in_a_push_gets_no_request_before_it_is_replaced(num_servers, checkpoint):
+def test_a_server_that_dies_in_a_push_gets_no_request_before_it_is_replaced(
+    num_servers, checkpoint
+):
     kills = ["armed"]
 
     def export():
@@ -134,7 +168,10 @@ def test_a_server_that_dies_in_a_push_gets_no_request_before_it_is_replaced(num_
 
     dead: list[str] = []
     cfg = one_rank_config(checkpoint, weight_sync="disk", num_servers=num_servers)
-    with make_server_pool(cfg) as server_pool, one_rank_inference(cfg, SPEC, export, server_pool) as inference:
+    with (
+        make_server_pool(cfg) as server_pool,
+        one_rank_inference(cfg, SPEC, export, server_pool) as inference,
+    ):
         inference.push(version=1)
         inference.push(version=2)
         assert len(dead) == 1 and dead[0] not in inference.urls and inference.version == 2
@@ -157,19 +194,31 @@ def test_a_server_that_hangs_is_killed_and_replaced(checkpoint, monkeypatch):
 
 def test_one_death_too_many_stops_with_the_last_log_lines(checkpoint):
     cfg = one_rank_config(checkpoint, weight_sync="disk", max_server_restarts=1)
-    with make_server_pool(cfg) as server_pool, one_rank_inference(cfg, SPEC, WEIGHTS.items, server_pool) as inference:
+    with (
+        make_server_pool(cfg) as server_pool,
+        one_rank_inference(cfg, SPEC, WEIGHTS.items, server_pool) as inference,
+    ):
         inference.push(version=0)
         kill(server_pool, 0)
         sample(inference)
         dead = kill(server_pool, 0)
-        with pytest.raises(ServerError, match=r"rollout\.max_server_restarts = 1 restarts are spent") as caught:
+        with pytest.raises(
+            ServerError, match=r"rollout\.max_server_restarts = 1 restarts are spent"
+        ) as caught:
             sample(inference)
-    assert dead in str(caught.value) and "status -9" in str(caught.value) and "stub is up" in str(caught.value)
+    assert (
+        dead in str(caught.value)
+        and "status -9" in str(caught.value)
+        and "stub is up" in str(caught.value)
+    )
 
 
 def test_without_restarts_the_first_death_stops(checkpoint):
     cfg = one_rank_config(checkpoint, weight_sync="disk", max_server_restarts=0)
-    with make_server_pool(cfg) as server_pool, one_rank_inference(cfg, SPEC, WEIGHTS.items, server_pool) as inference:
+    with (
+        make_server_pool(cfg) as server_pool,
+        one_rank_inference(cfg, SPEC, WEIGHTS.items, server_pool) as inference,
+    ):
         inference.push(version=0)
         dead = kill(server_pool, 0)
         with pytest.raises(ServerError, match="max_server_restarts = 0") as caught:
@@ -189,7 +238,9 @@ def test_a_server_that_never_answers_is_stopped_with_the_others(checkpoint, monk
     cfg = one_rank_config(checkpoint, num_servers=3, start_timeout_seconds=3.0)
     server_pool = make_server_pool(cfg)
     start = time.monotonic()
-    with pytest.raises(ServerError, match=r"was not ready after rollout\.start_timeout_seconds = 3"):
+    with pytest.raises(
+        ServerError, match=r"was not ready after rollout\.start_timeout_seconds = 3"
+    ):
         with server_pool:
             pass
     assert time.monotonic() - start < 300
@@ -216,8 +267,12 @@ def test_settings_that_break_a_rule_are_refused(rollout, message, checkpoint):
 
 def test_gpus_are_dealt_out_in_order(checkpoint, monkeypatch):
     seen = {}
-    monkeypatch.setattr(server_module, "spawn", lambda command, device, log, gpus: seen.setdefault(command[6], gpus))
-    server_pool = make_server_pool(one_rank_config(checkpoint, num_servers=2, gpus=(4, 5, 6, 7), port=30000))
+    monkeypatch.setattr(
+        server_module, "spawn", lambda command, device, log, gpus: seen.setdefault(command[6], gpus)
+    )
+    server_pool = make_server_pool(
+        one_rank_config(checkpoint, num_servers=2, gpus=(4, 5, 6, 7), port=30000)
+    )
     monkeypatch.setattr(server_module, "check_port_is_free", lambda host, port: None)
     for index in range(2):
         server_pool._start(index)

@@ -1,4 +1,6 @@
-"""Every wait for a server ends, and names it: calls of a push, servers that start; the watchdog reports them."""
+"""Every wait for a server ends, and names it: calls of a push, servers that start; the watchdog
+reports them.
+"""
 
 import socket
 import threading
@@ -43,7 +45,9 @@ def test_a_call_of_a_push_has_a_deadline_and_is_reported_while_it_waits(silent_u
     while not servers.unanswered and time.monotonic() < until:
         time.sleep(0.005)
     pusher = SimpleNamespace(servers=servers)
-    inference = Inference(iter, client=None, pusher=pusher, server_pool=None, urls=[silent_url], log=print)
+    inference = Inference(
+        iter, client=None, pusher=pusher, server_pool=None, urls=[silent_url], log=print
+    )
     assert inference.waiting_for() == f"{silent_url}/pause_generation"
     thread.join(60)
     assert error == [f"server {silent_url}/pause_generation did not answer within 3 s"]
@@ -53,7 +57,9 @@ def test_a_call_of_a_push_has_a_deadline_and_is_reported_while_it_waits(silent_u
 
 def make_server_pool(tmp_path, *urls):
     rollout = RolloutConfig(num_servers=len(urls), start_timeout_seconds=0.1)
-    server_pool = ServerPool(Path("m"), rollout, device="cpu", log_dir=tmp_path, seed=0, want_routes=False, log=print)
+    server_pool = ServerPool(
+        Path("m"), rollout, device="cpu", log_dir=tmp_path, seed=0, want_routes=False, log=print
+    )
     server_pool.slots = [Slot(index, SimpleNamespace(url=url)) for index, url in enumerate(urls)]
     return server_pool
 
@@ -61,7 +67,9 @@ def make_server_pool(tmp_path, *urls):
 def test_servers_that_do_not_start_are_not_waited_for_forever(tmp_path, monkeypatch):
     monkeypatch.setattr(fleets, "ANSWER_SECONDS", 0.2)
     server_pool = make_server_pool(tmp_path, "http://a:1", "http://b:2")
-    with pytest.raises(ServerError, match=r"no server answers, 0.3 s after the last start: http://a:1, http://b:2"):
+    with pytest.raises(
+        ServerError, match=r"no server answers, 0.3 s after the last start: http://a:1, http://b:2"
+    ):
         server_pool.take()
     server_pool.slots[1].ready = True
     assert server_pool.take() == ["http://b:2"] and server_pool.not_ready() == ["http://a:1"]
@@ -74,7 +82,9 @@ def test_servers_on_gpus_get_the_time_that_gpus_need(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "server_command", lambda *args, **rest: [])
     for device in ("cpu", "cuda"):
         rollout = RolloutConfig()
-        server = process.start_server(Path("m"), rollout, log_path=tmp_path / "log", device=device, seed=0)
+        server = process.start_server(
+            Path("m"), rollout, log_path=tmp_path / "log", device=device, seed=0
+        )
         started.append(server.start_timeout)
 
     def client(**options):
@@ -96,12 +106,16 @@ def test_a_run_reports_which_servers_it_waits_for(tmp_path):
     balancer.pick().requests += 2
     client = SimpleNamespace(balancer=balancer)
     server_pool = make_server_pool(tmp_path, "http://a:1")
-    inference = Inference(iter, client=client, pusher=None, server_pool=server_pool, urls=["http://b:2"], log=print)
+    inference = Inference(
+        iter, client=client, pusher=None, server_pool=server_pool, urls=["http://b:2"], log=print
+    )
     assert inference.waiting_for() == "http://b:2 (2 requests), http://a:1 to start"
 
 
 def test_a_push_has_a_deadline_of_its_own():
     """Sampling may take hours; a server that does not take weights is known to hang after minutes."""
     for name in ("on_policy", "off_policy_n8_r3"):
-        rollout = load_config(Path(__file__).parents[3] / f"examples/qwen3_30b_a3b/{name}.toml", []).rollout
+        rollout = load_config(
+            Path(__file__).parents[3] / f"examples/qwen3_30b_a3b/{name}.toml", []
+        ).rollout
         assert rollout.weight_sync_timeout_seconds == 600.0 < rollout.request_timeout_seconds

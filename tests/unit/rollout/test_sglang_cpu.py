@@ -1,6 +1,8 @@
-"""SGLang on a machine without a GPU: with every work-around it imports; without any one of them it does not.
+"""SGLang on a machine without a GPU: with every work-around it imports; without any one of them it
+does not.
 
-When one of these tests fails after an SGLang upgrade, its work-around is no longer needed: remove both.
+When one of these tests fails after an SGLang upgrade, its work-around is no longer needed: remove
+both.
 """
 
 import importlib.util
@@ -19,10 +21,10 @@ ALLOCATE = (
     "BaseHostCache(4, 2, 2, name='routed_experts', device='cpu'); print('fine')"
 )
 CHECKSUM = (
-    "import torch; from sglang.srt.utils.weight_checker import WeightChecker as W; w = W.__new__(W); "
-    "w._get_model = lambda: torch.nn.Linear(2, 2); "
-    "w._placement = dict(tp_rank=0, tp_size=1, dp_rank=0, dp_size=1, pp_rank=0, pp_size=1); "
-    "w.handle('checksum', role='target'); print('fine')"
+    "import torch; from sglang.srt.utils.weight_checker import WeightChecker as W; w ="
+    " W.__new__(W); w._get_model = lambda: torch.nn.Linear(2, 2); w._placement = dict(tp_rank=0,"
+    " tp_size=1, dp_rank=0, dp_size=1, pp_rank=0, pp_size=1); w.handle('checksum', role='target');"
+    " print('fine')"
 )
 IS_CPU = "from sglang.srt.utils import is_cpu; assert is_cpu()"
 
@@ -36,14 +38,22 @@ NEEDED = {
 }
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the work-arounds are for machines without a GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="the work-arounds are for machines without a GPU"
+    ),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"
+    ),
 ]
 
 
 def run(code: str, skip: str = "") -> subprocess.CompletedProcess[str]:
-    prepare = f"from megatron_rl.rollout.server import sglang_cpu; sglang_cpu.prepare(skip=({skip!r},))"
-    return subprocess.run([sys.executable, "-c", f"{prepare}; {code}"], capture_output=True, text=True, timeout=120)
+    prepare = (
+        f"from megatron_rl.rollout.server import sglang_cpu; sglang_cpu.prepare(skip=({skip!r},))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", f"{prepare}; {code}"], capture_output=True, text=True, timeout=120
+    )
 
 
 def test_every_work_around_has_a_test():
@@ -67,8 +77,10 @@ def test_without_the_work_around_sglang_fails(name):
 
 def test_importing_the_module_changes_nothing():
     code = (
-        "import sys; import megatron_rl.rollout.server.sglang_cpu; "
-        "assert not {'torch', 'sglang', 'transformers', 'sgl_kernel', 'torchvision'} & set(sys.modules)"
+        "import sys; import megatron_rl.rollout.server.sglang_cpu; assert not {'torch', 'sglang',"
+        " 'transformers', 'sgl_kernel', 'torchvision'} & set(sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,6 @@
-"""A signal ends sampling immediately, on every rank at the same place; a resumed run takes the same prompts first."""
+"""A signal ends sampling immediately, on every rank at the same place; a resumed run takes the same
+prompts first.
+"""
 
 import contextlib
 import threading

@@ -1,4 +1,5 @@
-"""Servers and trainer have the GPUs in alternation (rollout.release_memory): who frees and allocates what, in which order.
+"""Servers and trainer have the GPUs in alternation (rollout.release_memory): who frees and
+allocates what, in which order.
 
 The servers are stand-ins that record calls; memory of the trainer is recorded in the same list.
 """
@@ -45,7 +46,13 @@ def shared(checkpoint):  # noqa: F811
     with ControlServer() as server:
         pusher = make_pusher(checkpoint, server.url, transport="colocated")
         inference = Inference(
-            lambda: stream(checkpoint), None, pusher, None, [server.url], print, memory=RecordedMemory(server.calls)
+            lambda: stream(checkpoint),
+            None,
+            pusher,
+            None,
+            [server.url],
+            print,
+            memory=RecordedMemory(server.calls),
         )
         yield inference, server
         pusher.close()
@@ -56,7 +63,11 @@ def order(server):
     """The events that concern memory and weights, loading once."""
     names = []
     for path, body in server.calls:
-        name = f"{path} {body['tags'][0] if len(body['tags']) == 1 else 'all'}" if path in MEMORY else path
+        name = (
+            f"{path} {body['tags'][0] if len(body['tags']) == 1 else 'all'}"
+            if path in MEMORY
+            else path
+        )
         if not path.startswith("/") or path in (*MEMORY, LOADED, "/continue_generation"):
             names += [name] if names[-1:] != [name] else []
     return names
@@ -64,7 +75,8 @@ def order(server):
 
 TO_TRAINER = ["/release_memory_occupation all", "restore"]
 TO_SERVERS = [
-    "free training", "/resume_memory_occupation weights", LOADED, "free weights", "/resume_memory_occupation kv_cache",
+    "free training", "/resume_memory_occupation weights", LOADED, "free weights",
+    "/resume_memory_occupation kv_cache",
     "/continue_generation",
 ]  # fmt: skip
 
@@ -76,7 +88,9 @@ def test_each_side_allocates_after_the_other_has_freed(shared):
     inference.release_memory()
     assert order(server) == TO_TRAINER, "the trainer has the memory"
     inference.push(1)
-    assert order(server) == TO_TRAINER + TO_SERVERS and inference.is_serving and server.version == "1"
+    assert (
+        order(server) == TO_TRAINER + TO_SERVERS and inference.is_serving and server.version == "1"
+    )
     inference.push(2)  # the weights come back first
     assert order(server) == (TO_TRAINER + TO_SERVERS) * 2
 
@@ -100,15 +114,25 @@ def test_weights_are_sent_when_servers_sample_next(shared):
             times.append(name)
             return nullcontext()
 
-    scheduler, cfg = SimpleNamespace(prepare_sync=lambda: None), SimpleNamespace(rollout=RolloutConfig())
+    scheduler, cfg = (
+        SimpleNamespace(prepare_sync=lambda: None),
+        SimpleNamespace(rollout=RolloutConfig()),
+    )
     rollouts = SimpleNamespace(
-        cfg=cfg, inference=inference, scheduler=scheduler, meter=Meter(), policy_version=0, events=Events()
+        cfg=cfg,
+        inference=inference,
+        scheduler=scheduler,
+        meter=Meter(),
+        policy_version=0,
+        events=Events(),
     )
     rollouts._push = partial(LiveRollouts._push, rollouts)
     inference.release_memory()
     server.calls.clear()
     LiveRollouts.sync_weights(rollouts, 3)
-    assert rollouts.policy_version == 3 and not server.calls, "a checkpoint of this step needs the trainer's memory"
+    assert rollouts.policy_version == 3 and not server.calls, (
+        "a checkpoint of this step needs the trainer's memory"
+    )
     LiveRollouts.serve(rollouts)
     LiveRollouts.serve(rollouts)
     assert order(server) == TO_SERVERS and server.version == "3"

@@ -1,4 +1,6 @@
-"""The server of the kill test (tests/token_server.py) says what SGLang says, as far as the client reads it."""
+"""The server of the kill test (tests/token_server.py) says what SGLang says, as far as the client
+reads it.
+"""
 
 import pytest
 

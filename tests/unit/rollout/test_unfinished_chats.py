@@ -1,4 +1,6 @@
-"""Episodes of messages and tools that are cut short while a tool runs: they continue from the turns that they had."""
+"""Episodes of messages and tools that are cut short while a tool runs: they continue from the turns
+that they had.
+"""
 
 import asyncio
 import json
@@ -19,7 +21,15 @@ from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.partial import PartialGroup, copied, find_groups, read_groups, write_groups
 from megatron_rl.sampling_mask import SamplingMask, check_mask
 from tests.fake_server import VERSION, FakeServer, wait_for
-from tests.unit.rollout.test_endpoint import CALL, CHAT_SPEC, MULTIPLY, PROMPT, TOKENIZER, USER, chat_sample
+from tests.unit.rollout.test_endpoint import (
+    CALL,
+    CHAT_SPEC,
+    MULTIPLY,
+    PROMPT,
+    TOKENIZER,
+    USER,
+    chat_sample,
+)
 
 SAMPLING = Sampling(1.0, 600, (), VERSION, truncation=Truncation(0.9, 20, 0.05))
 ran, go_on, seen = threading.Event(), threading.Event(), []
@@ -29,7 +39,10 @@ def chat_with_sets(body, prompt, sample_id):
     """Kept sets as SGLang returns them: every token with the next ids."""
     found = chat_sample(body, prompt, sample_id)
     tokens = found["output_ids"]
-    sets = [[(token + place) % CHAT_SPEC.vocab_size for place in range(1 + token % 4)] for token in tokens]
+    sets = [
+        [(token + place) % CHAT_SPEC.vocab_size for place in range(1 + token % 4)]
+        for token in tokens
+    ]
     found["meta_info"]["output_token_sampling_mask"] = sets
     found["meta_info"]["output_token_sampling_logprobs"] = [-float(len(own)) for own in sets]
     return found
@@ -107,7 +120,10 @@ def test_a_chat_that_waits_for_its_tool_continues_with_its_turns_and_kept_sets(t
     with FakeServer("ok", source=chat_with_sets) as server:
         first = client_of(server, **agent)
         stop = threading.Thread(
-            target=lambda: (wait_for(lambda: ran.is_set() or calls.exists(), 60), first.stop(keep_parts=True))
+            target=lambda: (
+                wait_for(lambda: ran.is_set() or calls.exists(), 60),
+                first.stop(keep_parts=True),
+            )
         )
         stop.start()
         with pytest.raises(asyncio.CancelledError):
@@ -125,7 +141,9 @@ def test_a_chat_that_waits_for_its_tool_continues_with_its_turns_and_kept_sets(t
     (rollout,) = groups[0].closed().rollouts
     assert len(rollout.turns) == 2 and len(rollout.sequences) == 1 and rollout.reward == 1.0
     check_mask("q", rollout.sampling_mask, rollout.tokens[rollout.sampled])
-    assert rollout.rollout_logprobs.tolist() == [-float(size) for size in rollout.sampling_mask.sizes]
+    assert rollout.rollout_logprobs.tolist() == [
+        -float(size) for size in rollout.sampling_mask.sizes
+    ]
     assert rollout.messages == (
         {"role": "assistant", "content": CALL},
         {"role": "tool", "content": "6.0"},
@@ -137,7 +155,9 @@ def test_a_chat_that_waits_for_its_tool_continues_with_its_turns_and_kept_sets(t
 
 async def fails_in_two_sequences(session, prompt):
     if prompt.id == "q":
-        await asyncio.gather(*(session.generate([USER, {"role": "user", "content": str(i)}]) for i in range(2)))
+        await asyncio.gather(
+            *(session.generate([USER, {"role": "user", "content": str(i)}]) for i in range(2))
+        )
         raise KeyError("no such tool")
     await session.generate([USER])
     return session.finish(1.0)
@@ -149,14 +169,20 @@ def test_a_dropped_episode_keeps_the_sets_of_all_its_sequences():
         client = client_of(server, function=f"{__name__}:fails_in_two_sequences", on_error="drop")
         client.fill(groups, SAMPLING)
     (rollout,), _ = from_bytes(to_bytes([groups[0].closed().rollouts[0]]))
-    assert np.isnan(rollout.reward) and len(rollout.sequences) == 2 and client.counters.dropped_episodes == 1
+    assert (
+        np.isnan(rollout.reward)
+        and len(rollout.sequences) == 2
+        and client.counters.dropped_episodes == 1
+    )
     for sequence in rollout.sequences:
         check_mask("q", sequence.sampling_mask, sequence.tokens[sequence.sampled])
     assert min(client.take_stats().environment_seconds) >= 0
 
 
 async def samples_side_by_side(session, prompt):
-    await asyncio.gather(*(session.generate([USER, {"role": "user", "content": str(i)}]) for i in range(4)))
+    await asyncio.gather(
+        *(session.generate([USER, {"role": "user", "content": str(i)}]) for i in range(4))
+    )
     return session.finish(1.0)
 
 

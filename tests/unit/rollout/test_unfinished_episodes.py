@@ -1,4 +1,6 @@
-"""Episodes that are cut short continue: each turn is sampled once, and every token keeps what it was sampled with."""
+"""Episodes that are cut short continue: each turn is sampled once, and every token keeps what it
+was sampled with.
+"""
 
 import asyncio
 import contextlib
@@ -90,13 +92,17 @@ class Counts:
 
     def step(self, turn):
         self.steps += 1
-        return Step([8, 2 + turn.token_ids[-1] % 60], reward=sum(turn.token_ids), done=self.steps == 3)
+        return Step(
+            [8, 2 + turn.token_ids[-1] % 60], reward=sum(turn.token_ids), done=self.steps == 3
+        )
 
 
 def client_of(server, name, **settings):
     cfg = RolloutConfig(max_retries=1, partial="resume", over_sample=0.5, max_staleness=1)
     kind = "environment" if name == "Counts" else "function"
-    runner = EpisodeRunner(AgentConfig(**{kind: f"{__name__}:{name}"}, **settings), word_tokenizer(), 64, 1)
+    runner = EpisodeRunner(
+        AgentConfig(**{kind: f"{__name__}:{name}"}, **settings), word_tokenizer(), 64, 1
+    )
     return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
 
 
@@ -147,21 +153,31 @@ def test_an_interrupted_episode_loses_and_repeats_nothing(tmp_path, name, num_tu
         interrupted(server, client, groups, 3, lambda: len(server.requests) == answers + num_open())
         cut = num_open()
         assert client.counters.cut_samples == cut > 0 and client.counters.lost_samples == 0
-        kept = sum(r.response_length for group in groups for r in [*group.prefixes.values(), *group.rollouts.values()])
+        kept = sum(
+            r.response_length
+            for group in groups
+            for r in [*group.prefixes.values(), *group.rollouts.values()]
+        )
         assert kept == answers * TURN + cut * 2  # a slow answer that is aborted has two tokens
         groups = through_a_checkpoint(groups, tmp_path)
         model.version, server.script, before = 4, ["ok"], len(server.requests)
         again = client_of(server, name)
         fill(again, groups, 4)
         rollouts = check(groups, num_turns)
-        assert len(server.requests) - before == 6 * num_turns - answers, "a recorded turn was sampled again"
+        assert len(server.requests) - before == 6 * num_turns - answers, (
+            "a recorded turn was sampled again"
+        )
         assert again.counters.resumed_episodes == again.counters.resumed_samples == cut
         assert again.counters.diverged_episodes == 0
         assert sum(rollout.is_mixed for rollout in rollouts) == cut
     for rollout in rollouts:
         assert set(rollout.policy_versions) <= {3, 4}
-        assert rollout.response_length == num_turns * TURN + (2 if name == "Counts" and rollout.is_mixed else 0)
-        assert rollout.reward == (rollout.tokens[rollout.sampled].sum() if name == "Counts" else 0.5)
+        assert rollout.response_length == num_turns * TURN + (
+            2 if name == "Counts" and rollout.is_mixed else 0
+        )
+        assert rollout.reward == (
+            rollout.tokens[rollout.sampled].sum() if name == "Counts" else 0.5
+        )
     (copy,), _ = from_bytes(to_bytes(rollouts[:1]))
     assert copy.turns == rollouts[0].turns
 
@@ -177,7 +193,8 @@ def test_an_episode_that_waits_for_a_tool_keeps_its_turns(tmp_path):
         interrupted(server, client, groups, 3, lambda: len(waiting) == 6)
         assert time.monotonic() - started < 300 and not any(group.rollouts for group in groups)
         groups = through_a_checkpoint(groups, tmp_path)
-        interrupted(server, client_of(server, "rests"), groups, 3, lambda: len(waiting) == 12)  # nothing new: kept
+        # nothing new: kept
+        interrupted(server, client_of(server, "rests"), groups, 3, lambda: len(waiting) == 12)
         resting.set()
         fill(client_of(server, "rests"), groups, 3)
         check(groups, 2)
@@ -200,7 +217,9 @@ def test_what_an_environment_that_cannot_be_repeated_drops_is_counted(name, drop
     model = TurnModel(version=3)
     groups = [PartialGroup(PROMPTS[0], 1)]
     with FakeServer(*["ok"] * (turns - 1), "slow", source=model) as server:
-        interrupted(server, client_of(server, name), groups, 3, lambda: len(server.requests) == turns)
+        interrupted(
+            server, client_of(server, name), groups, 3, lambda: len(server.requests) == turns
+        )
         observed.append(1)
         server.script = ["ok"]
         client = client_of(server, name)
@@ -220,7 +239,8 @@ def test_restart_begins_again_and_counts_it():
         interrupted(server, client, groups, 3, lambda: len(server.requests) == 4)
         assert not groups[0].prefixes and client.counters.redrawn_samples == 2
     with pytest.raises(
-        ValueError, match="rollout.partial = resume with agent.resume = restart.*set agent.resume = continue"
+        ValueError,
+        match="rollout.partial = resume with agent.resume = restart.*set agent.resume = continue",
     ):
         Config(
             model=ModelConfig(path="."),
@@ -275,16 +295,32 @@ def test_a_recorded_turn_is_given_once_and_only_where_it_fits():
         (group,) = fill(client_of(server, "repeatable"), [PartialGroup(PROMPTS[0], 1)], 3)
     rollout = replace(group.rollouts[0], finish_reason="abort")
     first = next(turns_of(rollout))
-    for tokens, limit in (([3, 4], TURN), ([3, 4, 6], TURN), ([3, 4, 5], TURN - 1), ([3, 4, 5], TURN + 1)):
+    for tokens, limit in (
+        ([3, 4], TURN),
+        ([3, 4, 6], TURN),
+        ([3, 4, 5], TURN - 1),
+        ([3, 4, 5], TURN + 1),
+    ):
         assert RecordedTurns(rollout).take(tokens, limit) is None
     recorded = RecordedTurns(rollout)
-    assert np.array_equal(recorded.take([3, 4, 5], TURN).tokens, first.tokens) and recorded.tokens_left == 4 * TURN
-    assert recorded.take([3, 4, 5], TURN) is None
-    assert recorded.with_left([first]) == [rollout] and RecordedTurns(None).with_left([first]) == [first]
-    stopped = replace(
-        rollout, turns=((first.tokens.size, "stop"),), tokens=rollout.tokens[: first.tokens.size + 5], environment=()
+    assert (
+        np.array_equal(recorded.take([3, 4, 5], TURN).tokens, first.tokens)
+        and recorded.tokens_left == 4 * TURN
     )
-    assert next(turns_of(stopped)).finish_reason == "stop" and list(turns_of(stopped))[1].finish_reason == "abort"
+    assert recorded.take([3, 4, 5], TURN) is None
+    assert recorded.with_left([first]) == [rollout] and RecordedTurns(None).with_left([first]) == [
+        first
+    ]
+    stopped = replace(
+        rollout,
+        turns=((first.tokens.size, "stop"),),
+        tokens=rollout.tokens[: first.tokens.size + 5],
+        environment=(),
+    )
+    assert (
+        next(turns_of(stopped)).finish_reason == "stop"
+        and list(turns_of(stopped))[1].finish_reason == "abort"
+    )
     assert RecordedTurns(stopped).take([3, 4, 5], TURN + 1).finish_reason == "stop"
     cut = RecordedTurns(stopped)
     cut.take([3, 4, 5], TURN)
@@ -303,13 +339,20 @@ async def twins(session, prompt):
 
 
 def test_a_recorded_turn_continues_no_newer_sequence_of_equal_tokens():
-    """A policy that is nearly certain writes equal turns; here those of the second attempt are of the next weights."""
+    """A policy that is nearly certain writes equal turns; here those of the second attempt are of
+    the next weights.
+    """
     with FakeServer("ok", source=TurnModel(version=3)) as server:
         (group,) = fill(client_of(server, "drifting"), [PartialGroup(PROMPTS[0], 1)], 3)
     first, second = (
-        replace(turn, turns=((len(turn.tokens), turn.finish_reason),)) for turn in [*turns_of(group.rollouts[0])][:2]
+        replace(turn, turns=((len(turn.tokens), turn.finish_reason),))
+        for turn in [*turns_of(group.rollouts[0])][:2]
     )
-    newer = replace(first, policy_versions=first.policy_versions + 1, rollout_logprobs=first.rollout_logprobs - 0.1)
+    newer = replace(
+        first,
+        policy_versions=first.policy_versions + 1,
+        rollout_logprobs=first.rollout_logprobs - 0.1,
+    )
     record = replace(newer, finish_reason="abort", earlier=(join_rollouts(first, second),))
     groups = [PartialGroup(PROMPTS[0], 1, prefixes={0: record.named("q0/0")})]
     model = TurnModel(version=4)
@@ -336,13 +379,24 @@ def test_an_episode_of_several_sequences_continues(tmp_path, answers):
     groups = [PartialGroup(PROMPTS[0], 1)]
     with FakeServer(*["ok"] * answers, "slow", source=model) as server:
         is_waiting = {1: 3, 2: 3, 3: 4}[answers]  # the second and third turn are asked for together
-        interrupted(server, client_of(server, "branching"), groups, 3, lambda: len(server.requests) == is_waiting)
+        interrupted(
+            server,
+            client_of(server, "branching"),
+            groups,
+            3,
+            lambda: len(server.requests) == is_waiting,
+        )
         groups = through_a_checkpoint(groups, tmp_path)
         model.version, server.script, before = 4, ["ok"], len(server.requests)
         client = client_of(server, "branching")
         fill(client, groups, 4)
-        assert len(server.requests) - before == 4 - answers and client.counters.diverged_episodes == 0
+        assert (
+            len(server.requests) - before == 4 - answers and client.counters.diverged_episodes == 0
+        )
     (rollout,) = groups[0].closed().rollouts
-    assert [len(sequence.turns) for sequence in rollout.sequences] == [2, 2] and rollout.episode_length == 4 * TURN
+    assert [len(sequence.turns) for sequence in rollout.sequences] == [
+        2,
+        2,
+    ] and rollout.episode_length == 4 * TURN
     for sequence in rollout.sequences:
         assert_turn_fingerprints(sequence)

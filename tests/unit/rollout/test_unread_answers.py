@@ -1,4 +1,6 @@
-"""Answers that no client read to their end are not part of the episode: neither learned from nor rewarded."""
+"""Answers that no client read to their end are not part of the episode: neither learned from nor
+rewarded.
+"""
 
 import asyncio
 import itertools
@@ -31,12 +33,22 @@ asked = {}
 
 def differently(body, prompt, sample_id):
     """Every response is another one."""
-    return chat_sample(body, prompt, sample_id, lambda _: f"<think>\n{zlib.crc32(sample_id.encode())}\n</think>\n\nOK")
+    return chat_sample(
+        body,
+        prompt,
+        sample_id,
+        lambda _: f"<think>\n{zlib.crc32(sample_id.encode())}\n</think>\n\nOK",
+    )
 
 
 def learned_from(rollout):
-    """The sampled tokens of every turn, sequence after sequence: the last one is of the response that is rewarded."""
-    return [[tuple(seq.tokens[start:end].tolist()) for start, end, _ in spans(seq)] for seq in rollout.sequences]
+    """The sampled tokens of every turn, sequence after sequence: the last one is of the response
+    that is rewarded.
+    """
+    return [
+        [tuple(seq.tokens[start:end].tolist()) for start, end, _ in spans(seq)]
+        for seq in rollout.sequences
+    ]
 
 
 def served(server, number):
@@ -47,13 +59,18 @@ def served(server, number):
 def check_others_are_counted(server, rollout, counters, num_turns):
     """What was sampled and is not learned from: `num_turns`, each counted with its tokens."""
     sampled = sum(len(response["output_ids"]) for response in server.served.values())
-    assert (counters.unread_turns, counters.unread_tokens) == (num_turns, sampled - rollout.episode_length)
+    assert (counters.unread_turns, counters.unread_tokens) == (
+        num_turns,
+        sampled - rollout.episode_length,
+    )
 
 
 @asynccontextmanager
 async def connected(session):
     access = await session.open_endpoint()
-    async with AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0) as client:
+    async with AsyncOpenAI(
+        base_url=access.base_url, api_key=access.api_key, max_retries=0
+    ) as client:
 
         async def ask(*messages, timeout=60.0, **settings):
             completions = client.with_options(timeout=timeout).chat.completions
@@ -84,13 +101,17 @@ async def asks_something_else(session, prompt):
                 await ask(USER, n=asked["n"], stream=asked["stream"], timeout=2.0)
             assert session.counters.samples == asked["n"] - 1
         else:
-            await hang_up(session, ask, USER, n=asked["n"], stream=asked["stream"], sampled=asked["n"] - 1)
+            await hang_up(
+                session, ask, USER, n=asked["n"], stream=asked["stream"], sampled=asked["n"] - 1
+            )
         await ask(OTHER)
     return session.finish()
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("ends, stream", [("time-out", False), ("hang-up", False), ("hang-up", True)])
+@pytest.mark.parametrize(
+    "ends, stream", [("time-out", False), ("hang-up", False), ("hang-up", True)]
+)
 def test_of_a_request_that_its_client_gives_up_no_choice_is_learned_from(ends, n, stream):
     asked.update(ends=ends, n=n, stream=stream)
     with FakeServer(*["ok"] * (n - 1), "hang", "ok", source=differently) as server:
@@ -143,8 +164,12 @@ def test_the_request_that_is_sent_again_counts_and_is_continued():
         rollout, counters = sample(server, asks_again)
         asked_for = [body["input_ids"][0] for body in server.requests]
         assert len(asked_for) == 5 and asked_for[1] == asked_for[2] == asked_for[3]
-        assert sorted(itertools.chain(*learned_from(rollout))) == sorted(served(server, number) for number in (0, 3, 4))
-        assert asked_for[4] == rollout.tokens[: -len(served(server, 4))].tolist(), "continued as it was sampled"
+        assert sorted(itertools.chain(*learned_from(rollout))) == sorted(
+            served(server, number) for number in (0, 3, 4)
+        )
+        assert asked_for[4] == rollout.tokens[: -len(served(server, 4))].tolist(), (
+            "continued as it was sampled"
+        )
         check_others_are_counted(server, rollout, counters, 1)
 
 
@@ -168,12 +193,16 @@ def test_choices_that_are_read_are_learned_from_and_the_last_one_is_the_response
     with FakeServer("ok", source=source) as server:
         rollout, counters = sample(server, reads_all)
         texts = [TOKENIZER.decode(turn) for (turn,) in learned_from(rollout)]
-        assert [message.reasoning_content for message in asked["read"]] == [text.split("\n")[1] for text in texts]
+        assert [message.reasoning_content for message in asked["read"]] == [
+            text.split("\n")[1] for text in texts
+        ]
         assert len(server.served) == 3 and counters.unread_turns == counters.unread_tokens == 0
 
 
 async def fills_its_context(session, prompt):
-    """One of the choices would continue a sequence without room; the others start sequences of their own."""
+    """One of the choices would continue a sequence without room; the others start sequences of
+    their own.
+    """
     async with connected(session) as ask:
         (first,) = await ask(USER)
         with pytest.raises(BadRequestError) as refusal:
@@ -189,7 +218,10 @@ def test_of_a_request_that_fills_the_context_no_choice_is_learned_from(n):
     size = len(TOKENIZER.encode("<think>\nhm\n</think>\n\nOK<|im_end|>"))
     with FakeServer("ok", source=chat_sample) as server:
         rollout, _ = sample(server, fills_its_context, max_tokens=size)
-        assert learned_from(rollout) == [[served(server, 0)], [served(server, len(server.requests) - 1)]]
+        assert learned_from(rollout) == [
+            [served(server, 0)],
+            [served(server, len(server.requests) - 1)],
+        ]
         assert rollout.finish_reason == "stop"
 
 
@@ -231,7 +263,10 @@ async def plain_client(session, *, n, stream=False, resets=True):
     """A connection with a request.  resets: it ends with an RST instead of a FIN."""
     access = await session.open_endpoint()
     body = json.dumps({"messages": [USER], "n": n, "stream": stream, "logprobs": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {access.api_key}\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer"
+        f" {access.api_key}\r\n"
+    )
     url, loop = urlsplit(access.base_url), asyncio.get_running_loop()
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -239,7 +274,9 @@ async def plain_client(session, *, n, stream=False, resets=True):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.setblocking(False)
     await loop.sock_connect(client, (url.hostname, url.port))
-    await loop.sock_sendall(client, head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    await loop.sock_sendall(
+        client, head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+    )
     return client
 
 
@@ -259,7 +296,9 @@ async def cuts_the_answer(session, prompt):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_an_answer_that_is_cut_while_it_is_written_is_not_learned_from(n, stream, monkeypatch):
     def source(body, prompt, sample_id):
-        return chat_sample(body, prompt, sample_id, lambda _: f"{zlib.crc32(sample_id.encode())} " * 40)
+        return chat_sample(
+            body, prompt, sample_id, lambda _: f"{zlib.crc32(sample_id.encode())} " * 40
+        )
 
     asked.update(n=n, stream=stream)
     monkeypatch.setattr(endpoint.web, "TCPSite", SmallBuffers)
@@ -272,7 +311,10 @@ def test_an_answer_that_is_cut_while_it_is_written_is_not_learned_from(n, stream
 
 async def hangs_up_before_the_answer(session, prompt):
     """While the endpoint reads what was sampled: all choices are complete, and nothing is written."""
-    client, parse = await plain_client(session, n=asked["n"], resets=asked["resets"]), session.chat.parse
+    client, parse = (
+        await plain_client(session, n=asked["n"], resets=asked["resets"]),
+        session.chat.parse,
+    )
 
     def hangs_up(*args):
         client.close()
@@ -287,7 +329,9 @@ async def hangs_up_before_the_answer(session, prompt):
 
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_answer_whose_client_hung_up_before_it_was_written_is_not_learned_from(n, resets, monkeypatch, caplog):
+def test_an_answer_whose_client_hung_up_before_it_was_written_is_not_learned_from(
+    n, resets, monkeypatch, caplog
+):
     asked.update(n=n, resets=resets)
     if resets:  # after the endpoint has looked for it
         monkeypatch.setattr(endpoint, "POLL_SECONDS", 0)
@@ -315,8 +359,11 @@ async def is_interrupted(session, prompt):
 
 
 @pytest.mark.parametrize("gives_up, last", [(False, "slow"), (True, "slow"), (False, "hang")])
-def test_an_interrupted_request_continues_with_the_choices_that_it_had(gives_up, last, tmp_path, monkeypatch):
-    """Its client could not read them yet.  A choice of a request that the client gave up does not return.
+def test_an_interrupted_request_continues_with_the_choices_that_it_had(
+    gives_up, last, tmp_path, monkeypatch
+):
+    """Its client could not read them yet.  A choice of a request that the client gave up does not
+    return.
 
     The last choice is cut short, or its server does not return it, as that of another episode.
     """
@@ -339,7 +386,13 @@ def test_an_interrupted_request_continues_with_the_choices_that_it_had(gives_up,
 
         def stop():
             num_sampled = 4 if gives_up else 3
-            wait_for(lambda: first.counters.samples == num_sampled and len(server.requests) == len(before) + 4, 60)
+            wait_for(
+                lambda: (
+                    first.counters.samples == num_sampled
+                    and len(server.requests) == len(before) + 4
+                ),
+                60,
+            )
             first.stop(keep_parts=True)
 
         stopping = threading.Thread(target=stop)
@@ -347,7 +400,9 @@ def test_an_interrupted_request_continues_with_the_choices_that_it_had(gives_up,
         with pytest.raises(asyncio.CancelledError):
             first.fill(groups, sampling)
         stopping.join()
-        assert first.counters.unread_turns == gives_up and first.counters.cut_samples == (last == "slow")
+        assert first.counters.unread_turns == gives_up and first.counters.cut_samples == (
+            last == "slow"
+        )
         write_groups(tmp_path / "rollouts_00000.safetensors", copied(groups), [0, 1])
         groups = read_groups(find_groups(tmp_path), prompts, [0, 1], slice(None))
         asked["continues"].set()
@@ -357,4 +412,7 @@ def test_an_interrupted_request_continues_with_the_choices_that_it_had(gives_up,
         assert len(server.requests) == sent + 2, "a choice that was complete was sampled again"
         assert client.counters.diverged_tokens == client.counters.unread_turns == 0
     (rollout,) = groups[0].closed().rollouts
-    assert sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 1, 2] and rollout.reward == 1.0
+    assert (
+        sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 1, 2]
+        and rollout.reward == 1.0
+    )

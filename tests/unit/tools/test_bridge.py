@@ -1,7 +1,8 @@
-"""Megatron-Bridge and the own converter agree on every tensor, in both directions; what Bridge does not support is refused.
+"""Megatron-Bridge and the own converter agree on every tensor, in both directions; what Bridge does
+not support is refused.
 
-BRIDGE_PYTHON (environment): an interpreter that can import megatron.bridge and this project's requirements
-(docs/guides/checkpoints.md);
+BRIDGE_PYTHON (environment): an interpreter that can import megatron.bridge and this project's
+requirements (docs/guides/checkpoints.md);
 without it, or megatron.bridge beside the project, these tests are skipped.
 """
 
@@ -33,17 +34,23 @@ RUN += "print([main(line) for line in json.loads(sys.argv[1])])"
 
 
 def bridge(commands: list[list[str]]) -> subprocess.CompletedProcess[str]:
-    """Run these commands of convert_hf with Bridge's interpreter, in one process; its last line has their exit statuses."""
+    """Run these commands of convert_hf with Bridge's interpreter, in one process; its last line has
+    their exit statuses.
+    """
     found = importlib.util.find_spec("megatron.bridge") is not None
     python = os.environ.get("BRIDGE_PYTHON", sys.executable if found else "")
     if (
         not python
-        or subprocess.run([python, "-c", "import importlib.metadata as m; m.version('megatron-bridge')"]).returncode
+        or subprocess.run(
+            [python, "-c", "import importlib.metadata as m; m.version('megatron-bridge')"]
+        ).returncode
     ):
         pytest.skip(f"BRIDGE_PYTHON = {python!r} must name a Python that has megatron-bridge")
     lines = json.dumps([[*command, "--backend", "bridge"] for command in commands])
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    return subprocess.run([python, "-c", RUN, lines], env=environment, capture_output=True, text=True, timeout=500)
+    return subprocess.run(
+        [python, "-c", RUN, lines], env=environment, capture_output=True, text=True, timeout=500
+    )
 
 
 def to_megatron(hf: Path, out: Path) -> list[str]:
@@ -51,7 +58,15 @@ def to_megatron(hf: Path, out: Path) -> list[str]:
 
 
 def to_hf(megatron: Path, config: Path, out: Path) -> list[str]:
-    return ["megatron-to-hf", "--megatron", str(megatron), "--config", str(config), "--out", str(out)]
+    return [
+        "megatron-to-hf",
+        "--megatron",
+        str(megatron),
+        "--config",
+        str(config),
+        "--out",
+        str(out),
+    ]
 
 
 def test_bridge_and_own_agree_on_every_tensor(tmp_path: Path) -> None:
@@ -62,7 +77,9 @@ def test_bridge_and_own_agree_on_every_tensor(tmp_path: Path) -> None:
         assert main(to_megatron(hf, folder / "own")) == 0
         commands += [to_megatron(hf, folder / "bridge"), to_hf(folder / "own", hf, folder / "back")]
     done = bridge(commands)
-    assert done.stdout.splitlines()[-1:] == [str([0] * len(commands))], done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1:] == [str([0] * len(commands))], (
+        done.stdout[-2000:] + done.stderr[-2000:]
+    )
     for name in AGREE:
         folder = tmp_path / name
         assert main(["verify", str(folder / "bridge"), str(folder / "own")]) == 0, name
@@ -75,10 +92,21 @@ def test_bridge_and_own_agree_on_every_tensor(tmp_path: Path) -> None:
 
 
 def test_what_bridge_does_not_support_is_refused_in_one_line(tmp_path: Path) -> None:
-    commands = [to_megatron(family_checkpoint(tmp_path / name, name), tmp_path / f"{name}.out") for name in UNKNOWN]
+    commands = [
+        to_megatron(family_checkpoint(tmp_path / name, name), tmp_path / f"{name}.out")
+        for name in UNKNOWN
+    ]
     done = bridge(commands)
-    assert done.stdout.splitlines()[-1:] == [str([2] * len(commands))], done.stdout[-2000:] + done.stderr[-2000:]
-    lines = [line for line in done.stderr.splitlines() if line.startswith("megatron-rl convert: --backend bridge")]
-    assert [text in line for text, line in zip(UNKNOWN.values(), lines, strict=True)] == [True] * len(UNKNOWN), lines
+    assert done.stdout.splitlines()[-1:] == [str([2] * len(commands))], (
+        done.stdout[-2000:] + done.stderr[-2000:]
+    )
+    lines = [
+        line
+        for line in done.stderr.splitlines()
+        if line.startswith("megatron-rl convert: --backend bridge")
+    ]
+    assert [text in line for text, line in zip(UNKNOWN.values(), lines, strict=True)] == [
+        True
+    ] * len(UNKNOWN), lines
     assert set(UNKNOWN) | set(AGREE) == set(FAMILIES)
     assert not list(tmp_path.glob("*.out"))

@@ -39,9 +39,12 @@ from tests.unit.batch.rollouts import make_rollout, make_tree
 def with_sets(rollout, rng):
     """The rollout with a kept set of 1 to 300 ids for every sampled token."""
     sets = [
-        np.union1d(token, rng.integers(0, 200_000, rng.integers(1, 300))) for token in rollout.tokens[rollout.sampled]
+        np.union1d(token, rng.integers(0, 200_000, rng.integers(1, 300)))
+        for token in rollout.tokens[rollout.sampled]
     ]
-    return replace(rollout, sampling_mask=SamplingMask.of(np.array([*map(len, sets)]), np.concatenate(sets)))
+    return replace(
+        rollout, sampling_mask=SamplingMask.of(np.array([*map(len, sets)]), np.concatenate(sets))
+    )
 
 
 def with_missing(rollout):
@@ -54,20 +57,29 @@ def with_missing(rollout):
 def written(tmp_path_factory):
     """A run with turns, kept sets, missing routes, episodes of several sequences, and 16-bit ids."""
     folder, rng = tmp_path_factory.mktemp("run"), np.random.default_rng(0)
-    turns = make_given(Shape(2, 32, 4, 96, dp_size=1, cp_size=1, micro_batches=2, turns=3)).rollouts(0)
+    turns = make_given(
+        Shape(2, 32, 4, 96, dp_size=1, cp_size=1, micro_batches=2, turns=3)
+    ).rollouts(0)
     kinds = {
         "turns": [replace(rollout, turn_rewards=(0.0, 0.5, 1.0)) for rollout in turns],
         "sets": [with_sets(make_rollout("", 3, size, seed=size), rng) for size in (1, 5, 40)],
         "missing": [with_missing(make_rollout("", 3, 9)), with_missing(make_tree(""))],
         "trees": [make_tree("", seed=seed) for seed in (1, 2)],
-        "wide": [make_rollout("", 4, 7, num_experts=300), make_rollout("", 4, 7, num_experts=300, seed=1)],
+        "wide": [
+            make_rollout("", 4, 7, num_experts=300),
+            make_rollout("", 4, 7, num_experts=300, seed=1),
+        ],
         "plain": [make_rollout("", 2, 1, routes=False), make_tree("", routes=False)],
     }
     for step in (1, 2):
         groups = []
         for name, rollouts in kinds.items():
             named = tuple(rollout.named(f"{name}/{k}") for k, rollout in enumerate(rollouts))
-            groups.append(RolloutGroup(Prompt(name, "text", (1, 2), "label"), named, np.ones(len(named), np.float32)))
+            groups.append(
+                RolloutGroup(
+                    Prompt(name, "text", (1, 2), "label"), named, np.ones(len(named), np.float32)
+                )
+            )
         Recorder(folder, save_tensors=True).record(step, groups)
     return folder
 
@@ -76,24 +88,35 @@ def test_both_readers_read_the_same_run(written):
     records, findings = read_records(written, None), []
     dumps = list(read_dumps(records, findings))
     assert not findings and len(dumps) > 30
-    assert any(dumped.environment for dumped in dumps) and any(dumped.missing is not None for dumped in dumps)
+    assert any(dumped.environment for dumped in dumps) and any(
+        dumped.missing is not None for dumped in dumps
+    )
     for (path, step), lines in records.items():
         episodes = recorder.read_episodes(path)[step]
-        assert [vars(line) for line in lines] == [vars(line) for part in episodes.values() for line in part]
+        assert [vars(line) for line in lines] == [
+            vars(line) for part in episodes.values() for line in part
+        ]
         tensors = recorder.read_tensors(written, step)
         of_step = {dumped.record.id: dumped for dumped in dumps if dumped.record.step == step}
         for line in (line for part in episodes.values() for line in part):
-            rollout = recorder.to_rollout(line, lambda kind, of=tensors, at=line.id: of.get(f"{at}:{kind}"))
+            rollout = recorder.to_rollout(
+                line, lambda kind, of=tensors, at=line.id: of.get(f"{at}:{kind}")
+            )
             dumped = of_step[line.id]
             assert dumped.environment == rollout.environment
-            assert (dumped.digest, dumped.episode_digest) == (rollout.routes_digest, rollout.episode_digest)
+            assert (dumped.digest, dumped.episode_digest) == (
+                rollout.routes_digest,
+                rollout.episode_digest,
+            )
             for ours, theirs in (
                 (dumped.tokens, rollout.tokens),
                 (dumped.logprobs, rollout.rollout_logprobs),
                 (dumped.routes, rollout.routed_experts),
                 (dumped.missing, rollout.missing_routes),
             ):
-                assert (ours is None) == (theirs is None) and (ours is None or np.array_equal(ours, theirs))
+                assert (ours is None) == (theirs is None) and (
+                    ours is None or np.array_equal(ours, theirs)
+                )
 
 
 def test_both_compute_the_recorded_digests(written):
@@ -105,12 +128,18 @@ def test_both_compute_the_recorded_digests(written):
     assert len(routed) > 20 and len(last) == 8
     for dumped in last:
         parts = [part for part in dumps if part.record.step == dumped.record.step]
-        parts = [part for part in parts if dumped.record.id in (part.record.id, part.record.episode)]
+        parts = [
+            part for part in parts if dumped.record.id in (part.record.id, part.record.episode)
+        ]
         assert len(parts) == 3 and digest_of_episode(parts) == dumped.episode_digest
 
 
 def test_both_decode_the_same_kept_sets(written):
-    masks = [dumped.mask for dumped in read_dumps(read_records(written, 1), []) if dumped.mask[0] is not None]
+    masks = [
+        dumped.mask
+        for dumped in read_dumps(read_records(written, 1), [])
+        if dumped.mask[0] is not None
+    ]
     assert len(masks) == 3
     for sizes, codes in masks:
         ids, starts = decode_sets(sizes, codes)
@@ -128,7 +157,10 @@ DAMAGED = {
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_both_refuse_damaged_kept_sets_in_the_same_words(damage):
-    sizes, codes = (np.array(values, kind) for values, kind in zip(DAMAGED[damage], (np.uint16, np.uint8), strict=True))
+    sizes, codes = (
+        np.array(values, kind)
+        for values, kind in zip(DAMAGED[damage], (np.uint16, np.uint8), strict=True)
+    )
     with pytest.raises(ValueError) as expected:
         SamplingMask(sizes, codes).ids()
     with pytest.raises(ValueError, match=f"^kept sets: {expected.value}$"):
@@ -139,7 +171,14 @@ INTEGERS = st.sampled_from([np.uint8, np.int16, np.int32, np.int64])
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 9), st.integers(0, 3), INTEGERS, INTEGERS, st.booleans(), st.integers(0, 2**32 - 1))
+@given(
+    st.integers(1, 9),
+    st.integers(0, 3),
+    INTEGERS,
+    INTEGERS,
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
 def test_digests_agree_for_any_layout_and_type(size, layers, of_tokens, of_ids, is_view, seed):
     rng = np.random.default_rng(seed)
     tokens, spans = rng.integers(0, 99, size).astype(of_tokens), ((1, 2), (4, 6))[: seed % 3]
@@ -150,7 +189,9 @@ def test_digests_agree_for_any_layout_and_type(size, layers, of_tokens, of_ids, 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.sets(st.integers(0, 2**31 - 1), min_size=1, max_size=6), max_size=5), st.binary(max_size=4), st.data()
+    st.lists(st.sets(st.integers(0, 2**31 - 1), min_size=1, max_size=6), max_size=5),
+    st.binary(max_size=4),
+    st.data(),
 )
 def test_kept_sets_agree_or_are_refused_alike(sets, tail, data):
     flat = np.array([id_ for kept in sets for id_ in kept], np.int64)
@@ -169,11 +210,15 @@ def test_kept_sets_agree_or_are_refused_alike(sets, tail, data):
 
 def test_a_line_has_the_fields_that_the_trainer_writes():
     def described(record):
-        return [(part.name, part.default, part.default_factory is MISSING) for part in fields(record)]
+        return [
+            (part.name, part.default, part.default_factory is MISSING) for part in fields(record)
+        ]
 
     assert described(RecordedRollout) == described(recorder.RecordedRollout)
     complete = with_missing(with_sets(make_tree("x"), np.random.default_rng(0)))
-    complete = replace(complete, environment=((4, 5),), sampling_mask=complete.sampling_mask.part(0, 5))
+    complete = replace(
+        complete, environment=((4, 5),), sampling_mask=complete.sampling_mask.part(0, 5)
+    )
     assert set(KINDS) == set(to_arrays(complete))
 
 
@@ -190,7 +235,8 @@ LINE = {
 LINE |= {"prompt_length": 2, "response_length": 3, "finish_reason": "stop"}
 WRONG = [
     {}, {"policy_versions": 3}, {"policy_versions": [[0]]}, {"policy_versions": [[0, 0]]},
-    {"policy_versions": [[0, True]]}, {"policy_versions": [[0, 3, 1]]}, {"policy_versions": [[0.5, 3]]},
+    {"policy_versions": [[0, True]]}, {"policy_versions": [[0, 3, 1]]}, {"policy_versions": [[0.5,
+    3]]},
     {"policy_versions": [[0, 3]], "surprise": 1},
 ]  # fmt: skip
 
@@ -198,7 +244,9 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG)
 def test_both_refuse_the_same_lines_in_the_same_words(wrong, tmp_path):
     path = tmp_path / "rollouts.jsonl"
-    path.write_text("".join(json.dumps(LINE | part) + "\n" for part in ({"policy_version": 0}, wrong)))
+    path.write_text(
+        "".join(json.dumps(LINE | part) + "\n" for part in ({"policy_version": 0}, wrong))
+    )
     errors = []
     for read in (read_steps, recorder.read_episodes):
         with pytest.raises(ValueError, match=r"rollouts\.jsonl:2: not a rollout record") as caught:
@@ -232,14 +280,21 @@ def test_both_keep_the_last_of_an_episode_and_leave_out_a_cut_one(tmp_path):
 def configs():
     for name, (prefix, own) in CHECKPOINTS.items():
         config = getattr(transformers, f"{prefix}Config")(**{**COMMON, **own})
-        yield name, json.loads(config.to_json_string()) | {"architectures": [f"{prefix}ForCausalLM"]}
+        yield (
+            name,
+            json.loads(config.to_json_string()) | {"architectures": [f"{prefix}ForCausalLM"]},
+        )
     yield from KNOWN.items()
     qwen = KNOWN["qwen3-30b-a3b"]
     yield "every second layer", qwen | {"decoder_sparse_step": 2, "mlp_only_layers": [3, 4]}
-    yield "nulls", qwen | {"decoder_sparse_step": None, "mlp_only_layers": None, "moe_layer_freq": None}
+    yield (
+        "nulls",
+        qwen | {"decoder_sparse_step": None, "mlp_only_layers": None, "moe_layer_freq": None},
+    )
     yield (
         "another name",
-        {key: value for key, value in qwen.items() if key != "num_experts"} | {"num_local_experts": 64},
+        {key: value for key, value in qwen.items() if key != "num_experts"}
+        | {"num_local_experts": 64},
     )
 
 
@@ -256,7 +311,9 @@ def test_the_sizes_of_every_family_are_those_of_the_trainer(name, tmp_path, monk
 
 
 def test_the_families_are_those_of_the_trainer():
-    assert set(FAMILIES) == set(READERS) == {config["architectures"][0] for config in CONFIGS.values()}
+    assert (
+        set(FAMILIES) == set(READERS) == {config["architectures"][0] for config in CONFIGS.values()}
+    )
 
 
 @pytest.fixture
@@ -270,8 +327,12 @@ def report(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("config", [{"architectures": ["GptOssForCausalLM"]}, {}, {"moe_layer_freq": [0, 1]}])
-def test_a_model_that_is_not_known_leaves_out_its_checks_and_says_so(config, written, alone, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "config", [{"architectures": ["GptOssForCausalLM"]}, {}, {"moe_layer_freq": [0, 1]}]
+)
+def test_a_model_that_is_not_known_leaves_out_its_checks_and_says_so(
+    config, written, alone, tmp_path, capsys
+):
     if "moe_layer_freq" in config:
         config = KNOWN["kimi-k2"] | config
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -288,7 +349,9 @@ def test_a_known_model_is_compared_without_the_trainer(written, alone, tmp_path,
     (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-30b-a3b"]))
     status, got = report(capsys, written, "--model", tmp_path)
     assert status == 1 and got["unchecked"].keys() == {"canary"} and got["canary"] is None
-    assert any("the model has 48 MoE layers x top-8" in finding["found"] for finding in got["findings"])
+    assert any(
+        "the model has 48 MoE layers x top-8" in finding["found"] for finding in got["findings"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,4 +374,6 @@ def test_a_pt_file_without_torch_says_what_to_install(tmp_path, monkeypatch, cap
     torch.save({"rollout_id": 0, "samples": []}, tmp_path / "0.pt")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.endswith("0.pt: .pt files are read by torch, which is missing: pip install torch\n")
+    assert capsys.readouterr().err.endswith(
+        "0.pt: .pt files are read by torch, which is missing: pip install torch\n"
+    )

@@ -1,4 +1,6 @@
-"""Faults of saved episodes: those after sampling break the digest; those before it can be seen by verify_replay, not here."""
+"""Faults of saved episodes: those after sampling break the digest; those before it can be seen by
+verify_replay, not here.
+"""
 
 from dataclasses import replace
 
@@ -22,19 +24,27 @@ def findings(folder, *, fault=None, sealed=False, turn_ends=(), **changes):
     for rollout in given.rollouts(0):
         if rollout.id == NAME:
             sound = rollout
-            rollout = rollout if fault is None else break_episode(fault, rollout, given.requests[NAME])
+            rollout = (
+                rollout if fault is None else break_episode(fault, rollout, given.requests[NAME])
+            )
             rollout = rollout if sealed else replace(rollout, routes_digest=sound.routes_digest)
             rollout = replace(
-                rollout, **changes, turns=tuple(zip([end for _, end in rollout.turn_spans], turn_ends, strict=False))
+                rollout,
+                **changes,
+                turns=tuple(zip([end for _, end in rollout.turn_spans], turn_ends, strict=False)),
             )
         prompt = Prompt(rollout.id, "", tuple(rollout.tokens[:3].tolist()), "")
-        groups.append(RolloutGroup(prompt, (replace(rollout, id=f"{rollout.id}/0"),), np.zeros(1, np.float32)))
+        groups.append(
+            RolloutGroup(prompt, (replace(rollout, id=f"{rollout.id}/0"),), np.zeros(1, np.float32))
+        )
     Recorder(folder, save_tensors=True).record(1, groups)
     return [(found.check, found.where) for found in check_run(folder, None).findings]
 
 
 def test_sound_episodes_have_no_findings(tmp_path):
-    assert findings(tmp_path, turn_rewards=(0.0, 0.5, 1.0), turn_ends=("stop", "length", "stop")) == []
+    assert (
+        findings(tmp_path, turn_rewards=(0.0, 0.5, 1.0), turn_ends=("stop", "length", "stop")) == []
+    )
 
 
 @pytest.mark.parametrize("fault", EPISODE_FAULTS)

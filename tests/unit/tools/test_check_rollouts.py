@@ -1,6 +1,7 @@
 """Every fault put into a genuine dump gets its own name; the genuine dump gets none.
 
-The dump holds what real megatron-core routers chose: the engine records their routes on random sequences.
+The dump holds what real megatron-core routers chose: the engine records their routes on random
+sequences.
 """
 
 import json
@@ -24,7 +25,9 @@ SIDE = "rollouts_000000.safetensors"
 
 
 def make_dump(checkpoint, folder):
-    """On a rank: two steps of rollouts with the log-probs and routes that the engine finds for them."""
+    """On a rank: two steps of rollouts with the log-probs and routes that the engine finds for
+    them.
+    """
     from dataclasses import replace
 
     import torch.distributed as dist
@@ -38,7 +41,8 @@ def make_dump(checkpoint, folder):
 
     dist.init_process_group("gloo")
     engine = make_engine(checkpoint, replay="R2")
-    object.__setattr__(engine.cfg.replay, "measure", False)  # there are no routes to compare with yet
+    # there are no routes to compare with yet
+    object.__setattr__(engine.cfg.replay, "measure", False)
     rng = np.random.default_rng(0)
     for step in (0, 1):
         groups = []
@@ -49,8 +53,14 @@ def make_dump(checkpoint, folder):
                 tokens = np.concatenate([prompt, rng.integers(2, 40, TOKENS - PROMPT_TOKENS)])
                 logprobs = np.zeros(TOKENS - PROMPT_TOKENS, np.float32)
                 versions = np.full(len(logprobs), step, np.int32)
-                rollouts.append(Rollout(f"{number}/{k}", tokens, PROMPT_TOKENS, logprobs, None, "stop", versions))
-            groups.append(RolloutGroup(Prompt(str(number), "text", tuple(prompt), "label"), tuple(rollouts)))
+                rollouts.append(
+                    Rollout(
+                        f"{number}/{k}", tokens, PROMPT_TOKENS, logprobs, None, "stop", versions
+                    )
+                )
+            groups.append(
+                RolloutGroup(Prompt(str(number), "text", tuple(prompt), "label"), tuple(rollouts))
+            )
         samples = [Sample(rollout, 0.0) for group in groups for rollout in group.rollouts]
         batch = make_mini_batch(samples, max_tokens=200, rule=engine.pack_rule, dp_group=None)
         old = engine.old_logprobs(batch, MetricSums(), replay="R2")
@@ -58,12 +68,16 @@ def make_dump(checkpoint, folder):
         for micro, ids, values in zip(batch.micro_batches, old.recorded, old.logprobs, strict=True):
             for index, name in enumerate(micro.rollout_ids):
                 rows = (micro.sequence_ids == index).nonzero().squeeze(1)
-                found[name] = ids[:, rows[:-1]].transpose(0, 1).numpy(), values[rows[PROMPT_TOKENS - 1 : -1]].numpy()
+                found[name] = (
+                    ids[:, rows[:-1]].transpose(0, 1).numpy(),
+                    values[rows[PROMPT_TOKENS - 1 : -1]].numpy(),
+                )
         groups = [
             replace(
                 group,
                 rollouts=tuple(
-                    replace(r, routed_experts=found[r.id][0], rollout_logprobs=found[r.id][1]) for r in group.rollouts
+                    replace(r, routed_experts=found[r.id][0], rollout_logprobs=found[r.id][1])
+                    for r in group.rollouts
                 ),
             )
             for group in groups
@@ -74,7 +88,12 @@ def make_dump(checkpoint, folder):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    sizes = dict(num_experts=EXPERTS, num_experts_per_tok=TOP_K, num_hidden_layers=LAYERS, moe_intermediate_size=16)
+    sizes = dict(
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        num_hidden_layers=LAYERS,
+        moe_intermediate_size=16,
+    )
     return random_checkpoint(tmp_path_factory.mktemp("model") / "moe", **sizes)
 
 
@@ -96,7 +115,9 @@ def change_routes(folder, change, names=("0/0",), *, sealed=True):
         routes = np.ascontiguousarray(change(before[f"{name}:routed_experts"], before))
         tensors[f"{name}:routed_experts"] = routes
         if sealed:
-            tensors[f"{name}:routes_digest"] = np.frombuffer(routes_digest(tensors[f"{name}:tokens"], routes), np.uint8)
+            tensors[f"{name}:routes_digest"] = np.frombuffer(
+                routes_digest(tensors[f"{name}:tokens"], routes), np.uint8
+            )
     save_file(tensors, folder / SIDE)
 
 
@@ -111,22 +132,62 @@ def put(where, value):
 
 EVERY = tuple(f"{number}/{k}" for number in range(PROMPTS) for k in range(GROUP))
 FAULTS = {  # name: (change, rollouts, the only check that must fail, its message)
-    "first row lost": (lambda r, _: r[1:], ("0/0",), "length", "88 rows .* tokens - 1 = 89.*first or the last row"),
-    "row of the last token": (lambda r, _: r[[*range(89), 88]], ("0/0",), "length", "90 rows.*never an input"),
-    "response only": (lambda r, _: r[10:], ("0/0",), "length", "79 rows.*prompt's rows are missing"),
+    "first row lost": (
+        lambda r, _: r[1:],
+        ("0/0",),
+        "length",
+        "88 rows .* tokens - 1 = 89.*first or the last row",
+    ),
+    "row of the last token": (
+        lambda r, _: r[[*range(89), 88]],
+        ("0/0",),
+        "length",
+        "90 rows.*never an input",
+    ),
+    "response only": (
+        lambda r, _: r[10:],
+        ("0/0",),
+        "length",
+        "79 rows.*prompt's rows are missing",
+    ),
     "cut": (lambda r, _: r[:20], ("0/0",), "length", "20 rows.*truncated"),
     "zero layer": (put(np.s_[:, 2], 0), ("0/0",), "zero", r"MoE layers \[2\] are all zero"),
     "zero tail": (put(np.s_[30:], 0), ("0/0",), "zero", "rows 30 to the end.*routes end before"),
     "zero row": (put(np.s_[7], 0), ("0/0",), "zero", "all-zero rows, first row 7"),
-    "duplicate": (put(np.s_[3, 1], (5, 5, 1, 2)), ("0/0",), "duplicate", r"1 rows.*row 3, MoE layer 1: \[5, 5, 1, 2\]"),
+    "duplicate": (
+        put(np.s_[3, 1], (5, 5, 1, 2)),
+        ("0/0",),
+        "duplicate",
+        r"1 rows.*row 3, MoE layer 1: \[5, 5, 1, 2\]",
+    ),
     "all ids equal": (put(np.s_[:], 9), ("0/0",), "duplicate", r"356 rows.*\[9, 9, 9, 9\]"),
     "wrapped": (put(np.s_[3, 1, 2], -56), ("0/0",), "dtype", "row 3, MoE layer 1: -56.*wrapped"),
     "float": (lambda r, _: r.astype(np.float32), ("0/0",), "shape", "float32.*must be integers"),
     "other shape": (lambda r, _: r[:, :2], ("0/0",), "shape", "differ.*two models"),
-    "one row for all": (lambda r, _: r[np.full(89, 4)], ("0/0",), "stuck", "rows 0 to 88 are one row"),
-    "stuck": (lambda r, _: r[np.minimum(np.arange(89), 20)], ("0/0",), "stuck", "rows 20 to 88 are one row"),
-    "copied": (lambda r, t: t["2/2:routed_experts"], ("0/0",), "copied", "equal those of step 0.*another request"),
-    "all one late": (lambda r, _: np.roll(r, 1, 0), EVERY, "alignment", "best at shift -1.*experts of token j - 1"),
+    "one row for all": (
+        lambda r, _: r[np.full(89, 4)],
+        ("0/0",),
+        "stuck",
+        "rows 0 to 88 are one row",
+    ),
+    "stuck": (
+        lambda r, _: r[np.minimum(np.arange(89), 20)],
+        ("0/0",),
+        "stuck",
+        "rows 20 to 88 are one row",
+    ),
+    "copied": (
+        lambda r, t: t["2/2:routed_experts"],
+        ("0/0",),
+        "copied",
+        "equal those of step 0.*another request",
+    ),
+    "all one late": (
+        lambda r, _: np.roll(r, 1, 0),
+        EVERY,
+        "alignment",
+        "best at shift -1.*experts of token j - 1",
+    ),
     "all one early": (
         lambda r, _: np.roll(r, -1, 0),
         EVERY,
@@ -150,7 +211,8 @@ def test_a_fault_is_named_without_a_model(genuine, tmp_path, fault, capsys):
     folder = tmp_path / "run"
     shutil.copytree(genuine, folder)
     change_routes(folder, change, names)
-    step = 0 if len(names) > 1 else None  # the other step is in order and would outweigh a shift of this one
+    # the other step is in order and would outweigh a shift of this one
+    step = 0 if len(names) > 1 else None
     findings = check_run(folder, None, step=step).findings
     found = [f"{f.found}; {f.cause}" for f in findings if f.check == check]
     assert any(re.search(message, text) for text in found), findings
@@ -164,7 +226,9 @@ def test_changes_after_sampling_break_the_digest(genuine, tmp_path, fault):
     folder = tmp_path / "run"
     shutil.copytree(genuine, folder)
     change_routes(folder, FAULTS[fault][0], ("0/0",), sealed=False)
-    findings = [finding for finding in check_run(folder, None).findings if finding.check == "digest"]
+    findings = [
+        finding for finding in check_run(folder, None).findings if finding.check == "digest"
+    ]
     assert [finding.where for finding in findings] == ["step 0 0/0"]
 
 
@@ -180,7 +244,10 @@ def test_an_edited_token_and_a_lost_digest_are_named(genuine, tmp_path):
         ("digest", "step 0 1/0"),
         ("digest", "step 0 2/1"),
     ]
-    assert "edited or truncated after sampling" in findings[0].cause and "none recorded" in findings[1].found
+    assert (
+        "edited or truncated after sampling" in findings[0].cause
+        and "none recorded" in findings[1].found
+    )
 
 
 def test_rows_recorded_as_missing_are_counted_and_no_error(genuine, tmp_path, capsys):
@@ -188,14 +255,18 @@ def test_rows_recorded_as_missing_are_counted_and_no_error(genuine, tmp_path, ca
     shutil.copytree(genuine, folder)
     gaps = [5, 30, 31, 32, 33, 34, 88]
     change_routes(folder, put(np.s_[gaps], 0))
-    assert {finding.check for finding in check_run(folder, None).findings} == {"zero"}, "not declared"
+    assert {finding.check for finding in check_run(folder, None).findings} == {"zero"}, (
+        "not declared"
+    )
     tensors = load_file(folder / SIDE)
     missing = np.zeros(TOKENS - 1, bool)
     missing[gaps] = True
     save_file(tensors | {"0/0:missing_routes": missing}, folder / SIDE)
     report = check_run(folder, None)
     assert report.passed and report.missing_rows == 7
-    assert main([str(folder)]) == 0 and "7 rows recorded as without a route" in capsys.readouterr().out
+    assert (
+        main([str(folder)]) == 0 and "7 rows recorded as without a route" in capsys.readouterr().out
+    )
     save_file(tensors | {"0/0:missing_routes": missing[1:]}, folder / SIDE)
     assert {finding.check for finding in check_run(folder, None).findings} == {"zero", "shape"}
 
@@ -211,14 +282,26 @@ def edit_records(folder, step, **changes):
 @pytest.mark.parametrize(
     ("step", "changes", "check", "message"),
     [
-        (1, {"policy_versions": [[0, 80]]}, "versions", "mixed weight versions .version 0: 1, version 1: 8"),
-        (1, {"policy_versions": [[0, 30], [1, 50]]}, "versions", "mixed weight versions .version 0: 1, version 1: 9"),
+        (
+            1,
+            {"policy_versions": [[0, 80]]},
+            "versions",
+            "mixed weight versions .version 0: 1, version 1: 8",
+        ),
+        (
+            1,
+            {"policy_versions": [[0, 30], [1, 50]]},
+            "versions",
+            "mixed weight versions .version 0: 1, version 1: 9",
+        ),
         (0, {"policy_versions": [[7, 80]]}, "versions", "version 1 after version 7"),
         (0, {"response_length": 81}, "length", "90 tokens, must be prompt . response = 10 . 81"),
         (0, {"id": "unknown"}, "files", "rollouts_000000.safetensors has no"),
     ],
 )
-def test_records_that_do_not_match_their_tensors_are_named(genuine, tmp_path, step, changes, check, message):
+def test_records_that_do_not_match_their_tensors_are_named(
+    genuine, tmp_path, step, changes, check, message
+):
     folder = tmp_path / "run"
     shutil.copytree(genuine, folder)
     edit_records(folder, step, **changes)
@@ -251,7 +334,9 @@ def test_bad_logprobs_are_named(genuine, tmp_path):
 
 
 def dumped_with(routes, tokens):
-    record = RecordedRollout(0, "x", "p", "", "", "", 0.0, 0.0, 1, len(tokens) - 1, "stop", [[0, len(tokens) - 1]])
+    record = RecordedRollout(
+        0, "x", "p", "", "", "", 0.0, 0.0, 1, len(tokens) - 1, "stop", [[0, len(tokens) - 1]]
+    )
     return Dumped(record, tokens, np.zeros(len(tokens) - 1, np.float32), routes)
 
 
@@ -268,7 +353,11 @@ def dumped_with(routes, tokens):
 )
 def test_a_model_that_does_not_match_the_ids_is_named(tmp_path, experts, change, message):
     config = random_checkpoint(
-        tmp_path, num_experts=experts, num_experts_per_tok=3, num_hidden_layers=3, mlp_only_layers=[0]
+        tmp_path,
+        num_experts=experts,
+        num_experts_per_tok=3,
+        num_hidden_layers=3,
+        mlp_only_layers=[0],
     )
     sizes = open_model(config, "float32").sizes
     rng = np.random.default_rng(0)
@@ -276,7 +365,9 @@ def test_a_model_that_does_not_match_the_ids_is_named(tmp_path, experts, change,
     item = dumped_with(change(routes), rng.integers(2, 60, 301))
     across = Across(sizes)
     across.add(item)
-    found = [f"{f.check}: {f.found}; {f.cause}" for f in [*check_one(item, sizes), *across.findings()]]
+    found = [
+        f"{f.check}: {f.found}; {f.cause}" for f in [*check_one(item, sizes), *across.findings()]
+    ]
     assert any(re.search(message, text) for text in found), found
 
 
@@ -288,14 +379,36 @@ def swap_layers(a, b):
 
 CANARY_FAULTS = {
     "genuine": (lambda r, _: r, ("0/0",), None),
-    "one rollout late": (lambda r, _: np.roll(r, 1, 0), ("1/1",), "row j has the experts of token j - 1"),
-    "one rollout early": (lambda r, _: np.roll(r, -1, 0), ("1/1",), r"row j has the experts of token j \+ 1"),
-    "layers swapped": (swap_layers(1, 2), EVERY, "exchanged: MoE layer 1 has those of 2; 2 has those of 1"),
+    "one rollout late": (
+        lambda r, _: np.roll(r, 1, 0),
+        ("1/1",),
+        "row j has the experts of token j - 1",
+    ),
+    "one rollout early": (
+        lambda r, _: np.roll(r, -1, 0),
+        ("1/1",),
+        r"row j has the experts of token j \+ 1",
+    ),
+    "layers swapped": (
+        swap_layers(1, 2),
+        EVERY,
+        "exchanged: MoE layer 1 has those of 2; 2 has those of 1",
+    ),
     "layers reversed": (lambda r, _: r[:, ::-1], EVERY, "layers reversed"),
-    "another request": (lambda r, t: t["2/2:routed_experts"], ("1/1",), "these are the routes of step 0 2/2"),
-    "same prompt, another answer": (lambda r, t: t["1/2:routed_experts"], ("1/1",), "the routes of step 0 1/2"),
+    "another request": (
+        lambda r, t: t["2/2:routed_experts"],
+        ("1/1",),
+        "these are the routes of step 0 2/2",
+    ),
+    "same prompt, another answer": (
+        lambda r, t: t["1/2:routed_experts"],
+        ("1/1",),
+        "the routes of step 0 1/2",
+    ),
     "random": (
-        lambda r, _: np.argsort(np.random.default_rng(0).random((*r.shape[:2], EXPERTS)), -1)[..., :TOP_K],
+        lambda r, _: np.argsort(np.random.default_rng(0).random((*r.shape[:2], EXPERTS)), -1)[
+            ..., :TOP_K
+        ],
         ("0/1",),
         "other weights than --model",
     ),
@@ -357,7 +470,9 @@ def test_a_row_that_a_small_model_repeats_by_chance_is_no_error():
 
 
 def test_similar_neighbouring_rows_are_no_error():
-    """A small random model's own routes (the trainer's, too), as an end-to-end run had them: layers choose the same for long."""
+    """A small random model's own routes (the trainer's, too), as an end-to-end run had them: layers
+    choose the same for long.
+    """
     first = [
         *["02"] * 2,
         *["23"] * 2,
@@ -377,7 +492,11 @@ def test_similar_neighbouring_rows_are_no_error():
     ]
     third = ["56"] * 6 + ["26"] * 8 + ["16"] + ["26"] * 3 + ["16"] * 3 + ["26"]
     routes = np.array(
-        [[list(map(int, pair)) for pair in (a, "26", c)] for a, c in zip(first, third, strict=True)], np.uint8
+        [
+            [list(map(int, pair)) for pair in (a, "26", c)]
+            for a, c in zip(first, third, strict=True)
+        ],
+        np.uint8,
     )
     record = RecordedRollout(0, "0/0", "0", "", "", "", 0.0, 0.0, 1, 22, "stop", [[0, 22]])
     dumped = Dumped(record, np.arange(23), np.zeros(22, np.float32), routes)

@@ -1,4 +1,6 @@
-"""The converter, in this process: every family round trip is bit-exact, core loads it; stops, damage, pickles, dtypes."""
+"""The converter, in this process: every family round trip is bit-exact, core loads it; stops,
+damage, pickles, dtypes.
+"""
 
 import json
 import pickle
@@ -34,12 +36,20 @@ SMALL = ["--file-gb", "0.0001"]
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(path.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
-    assert [name for name in one if one[name].dtype != other[name].dtype or not one[name].equal(other[name])] == []
+    assert [
+        name
+        for name in one
+        if one[name].dtype != other[name].dtype or not one[name].equal(other[name])
+    ] == []
 
 
 def convert(hf: Path, root: Path, *options: str) -> tuple[Path, Path]:
@@ -70,7 +80,8 @@ QUICK = ("qwen2_moe", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
 def test_the_round_trip_is_bit_exact_and_core_loads_it(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -83,7 +94,9 @@ def test_the_round_trip_is_bit_exact_and_core_loads_it(
     for file in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (back / file).read_bytes() == (hf / file).read_bytes()
     index = json.loads((back / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == read(hf).keys() and len(set(index["weight_map"].values())) > 1
+    assert (
+        index["weight_map"].keys() == read(hf).keys() and len(set(index["weight_map"].values())) > 1
+    )
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in read(hf).values())
     assert {file.stat().st_mode & 0o777 for file in back.iterdir()} == {0o644}
     core_loads(megatron, hf)
@@ -129,9 +142,13 @@ def stop_after(count: int, close: Callable[..., Any]) -> Callable[..., Any]:
     return stop
 
 
-def test_every_bad_tensor_is_named_in_one_error(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_bad_tensor_is_named_in_one_error(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     weights = read(hf)
-    gate, up, bias = (f"model.layers.2.mlp.experts.3.{part}_proj.weight" for part in ("gate", "up", "down"))
+    gate, up, bias = (
+        f"model.layers.2.mlp.experts.3.{part}_proj.weight" for part in ("gate", "up", "down")
+    )
     del weights[gate]
     weights[up] = weights[up].T.contiguous()
     weights[bias] = weights[bias].to(torch.int32)
@@ -165,7 +182,9 @@ def copy_with(hf: Path, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
 
 
 def test_dtype_and_multi_token_prediction(hf: Path, tmp_path: Path) -> None:
-    """Biases that select experts keep their precision; tensors that are not part of the model are copied from the original."""
+    """Biases that select experts keep their precision; tensors that are not part of the model are
+    copied from the original.
+    """
     weights = read(hf)
     weights["model.layers.3.eh_proj.weight"] = torch.randn(4, 4)
     config = json.loads((hf / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
@@ -173,20 +192,50 @@ def test_dtype_and_multi_token_prediction(hf: Path, tmp_path: Path) -> None:
     (original / "config.json").write_text(json.dumps(config))
     megatron, _ = convert(original, tmp_path)
     out = tmp_path / "half"
-    command = ["megatron-to-hf", "--megatron", str(megatron), "--config", str(original), "--out", str(out)]
+    command = [
+        "megatron-to-hf",
+        "--megatron",
+        str(megatron),
+        "--config",
+        str(original),
+        "--out",
+        str(out),
+    ]
     assert main([*command, "--dtype", "bfloat16"]) == 0
     kept = ("e_score_correction_bias", "eh_proj.weight")
     assert_same(read(out), {n: t if n.endswith(kept) else t.bfloat16() for n, t in weights.items()})
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     assert main(["verify", str(original), str(out)]) == 0
     rounded, again = tmp_path / "rounded", tmp_path / "again"
-    assert main(["hf-to-megatron", "--hf", str(original), "--out", str(rounded), "--dtype", "bfloat16"]) == 0
-    assert main(["megatron-to-hf", "--megatron", str(rounded), "--config", str(original), "--out", str(again)]) == 0
+    assert (
+        main(
+            ["hf-to-megatron", "--hf", str(original), "--out", str(rounded), "--dtype", "bfloat16"]
+        )
+        == 0
+    )
+    assert (
+        main(
+            [
+                "megatron-to-hf",
+                "--megatron",
+                str(rounded),
+                "--config",
+                str(original),
+                "--out",
+                str(again),
+            ]
+        )
+        == 0
+    )
     assert_same(read(again), read(out))
-    assert "model.layers.3.eh_proj.weight" not in expected_tensors(original, torch.float32), "it would never be pushed"
+    assert "model.layers.3.eh_proj.weight" not in expected_tensors(original, torch.float32), (
+        "it would never be pushed"
+    )
 
 
-def test_verify_names_what_differs(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_what_differs(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     weights = read(hf)
     weights["model.norm.weight"][5] += 1e-6
     other = copy_with(hf, tmp_path / "other", weights)
@@ -196,21 +245,38 @@ def test_verify_names_what_differs(hf: Path, tmp_path: Path, capsys: pytest.Capt
     assert "Glm4MoeForCausalLM, HF" in capsys.readouterr().out
 
 
-def test_the_config_of_a_smaller_model_is_refused(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_config_of_a_smaller_model_is_refused(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its tensors fit into the stored ones: a part of each was written as the whole."""
     megatron, smaller, out = (tmp_path / name for name in ("megatron", "smaller", "out"))
     assert main(["hf-to-megatron", "--hf", str(hf), "--out", str(megatron)]) == 0
     config = json.loads((hf / "config.json").read_text())
     smaller.mkdir()
     (smaller / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 16}))
-    assert main(["megatron-to-hf", "--megatron", str(megatron), "--config", str(smaller), "--out", str(out)]) == 2
+    assert (
+        main(
+            [
+                "megatron-to-hf",
+                "--megatron",
+                str(megatron),
+                "--config",
+                str(smaller),
+                "--out",
+                str(out),
+            ]
+        )
+        == 2
+    )
     assert "is config.json of this checkpoint?" in capsys.readouterr().err and not out.exists()
 
 
 def test_a_checkpoint_of_a_run_is_described_and_becomes_hf(
     hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """config.json comes from the run's model.path; of a folder of checkpoints the newest is described."""
+    """config.json comes from the run's model.path; of a folder of checkpoints the newest is
+    described.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         engine = make_engine(hf)
@@ -234,7 +300,9 @@ def test_a_checkpoint_of_a_run_is_described_and_becomes_hf(
     assert main(["info", str(path), "--config", str(hf)]) == 0
 
 
-def test_pickles_need_trust_and_run_no_code(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickles_need_trust_and_run_no_code(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "pickled"
     folder.mkdir()
     (folder / "config.json").write_bytes((hf / "config.json").read_bytes())
@@ -257,7 +325,9 @@ def test_metadata_that_pickles_anything_else_is_refused(tmp_path: Path, hostile:
     data = pickle.dumps(Hostile(target))
     if hostile == "dotted":  # a name inside an admitted module
         data = b"\x80\x04\x8c\x28torch.distributed.checkpoint.filesystem\x8c\x09os.getcwd\x93)R."
-        data = data.replace(b"\x8c\x28", bytes([0x8C, len("torch.distributed.checkpoint.filesystem")]))
+        data = data.replace(
+            b"\x8c\x28", bytes([0x8C, len("torch.distributed.checkpoint.filesystem")])
+        )
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(CheckpointError, match="which checkpoint metadata does not need"):
         read_metadata(tmp_path)
@@ -275,7 +345,15 @@ class Hostile:
 def test_bridge_is_refused_where_it_is_not_installed(
     hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["hf-to-megatron", "--hf", str(hf), "--out", str(tmp_path / "out"), "--backend", "bridge"]
+    command = [
+        "hf-to-megatron",
+        "--hf",
+        str(hf),
+        "--out",
+        str(tmp_path / "out"),
+        "--backend",
+        "bridge",
+    ]
     assert main(command) == 2
     assert "megatron.bridge is not installed" in capsys.readouterr().err
 

@@ -1,4 +1,6 @@
-"""tools/megatron_rl_tools/doctor: each check reports FAIL or WARN for its problem, and the exit status follows."""
+"""tools/megatron_rl_tools/doctor: each check reports FAIL or WARN for its problem, and the exit
+status follows.
+"""
 
 import json
 import os
@@ -60,7 +62,7 @@ def only(checks) -> Check:
     return check
 
 
-# Complete report ----------------------------------------------------------------------------------------------------
+# Complete report ----------------------------------------------------------------------------------
 
 
 def examined(capsys, *arguments: str) -> dict[str, str]:
@@ -68,12 +70,17 @@ def examined(capsys, *arguments: str) -> dict[str, str]:
     assert doctor.main(["--json", *arguments]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["counts"]["FAIL"] == 0
-    return {check["name"]: check["status"] for section in report["sections"] for check in section["checks"]}
+    return {
+        check["name"]: check["status"]
+        for section in report["sections"]
+        for check in section["checks"]
+    }
 
 
 def test_this_environment_passes_the_quick_checks(capsys):
     found = examined(capsys, "--quick")
-    for name in ("python", "torch", "megatron-core", "sglang", "combination", "--enable-return-routed-experts", "--sleep-on-idle",
+    for name in ("python", "torch", "megatron-core", "sglang", "combination",
+    "--enable-return-routed-experts", "--sleep-on-idle",
                  "run directory"):  # fmt: skip
         assert found[name] == "OK", name
     assert not {"roll call", "reward", "disk speed"} & set(found)
@@ -98,7 +105,7 @@ def test_every_problem_comes_with_a_remedy(demo, capsys):
     assert not list(demo.parent.glob("runs*")) and not list(demo.parent.glob(".doctor*"))
 
 
-# Machine ------------------------------------------------------------------------------------------------------------
+# Machine ------------------------------------------------------------------------------------------
 
 
 def test_unknown_gloo_interface(monkeypatch):
@@ -109,10 +116,13 @@ def test_unknown_gloo_interface(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("total", "free", "status"), [(64 << 20, 64 << 20, "WARN"), (8 * GIB, 8 * GIB, "OK"), (8 * GIB, 1 << 20, "WARN")]
+    ("total", "free", "status"),
+    [(64 << 20, 64 << 20, "WARN"), (8 * GIB, 8 * GIB, "OK"), (8 * GIB, 1 << 20, "WARN")],
 )
 def test_shared_memory(monkeypatch, total, free, status):
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=free))
+    monkeypatch.setattr(
+        machine.shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=free)
+    )
     assert only([machine.check_shared_memory()]).status == status
 
 
@@ -136,18 +146,23 @@ def test_missing_gpus_fail_unless_an_image_is_built(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cases = [  # what torch is built for, GPUs of the driver, run.device = cuda, an image is built
-        (None, 0, False, False, "OK"), ("13.0", 0, False, False, "WARN"), ("13.0", 8, False, False, "FAIL"),
+        (None, 0, False, False, "OK"), ("13.0", 0, False, False, "WARN"), ("13.0", 8, False, False,
+        "FAIL"),
         ("13.0", 0, True, False, "FAIL"), ("13.0", 8, True, True, "WARN"),
     ]  # fmt: skip
     for built_for, count, required, building, status in cases:
         monkeypatch.setattr(torch.version, "cuda", built_for)
         monkeypatch.setattr(machine, "count_gpus", lambda count=count: count)
-        assert only(machine.check_visible_gpus(required=required, building=building)).status == status
+        assert (
+            only(machine.check_visible_gpus(required=required, building=building)).status == status
+        )
 
 
 def test_gpus_used_by_other_programs():
     free = {0: (80 * GIB, 80 * GIB), 1: (20 * GIB, 80 * GIB)}
-    assert only([machine.check_gpu_memory(2, free.__getitem__)]).found.startswith("GPU 1: 20.0 GiB free")
+    assert only([machine.check_gpu_memory(2, free.__getitem__)]).found.startswith(
+        "GPU 1: 20.0 GiB free"
+    )
     assert only([machine.check_gpu_memory(1, free.__getitem__)]).status == "OK"
 
 
@@ -159,10 +174,12 @@ def test_variables_that_turn_float32_into_tf32(monkeypatch):
     for name in names:
         monkeypatch.setenv(name, "1")
     checks = [check for check in machine.check_machine() if check.name == "TF32"]
-    assert [(check.status, check.found) for check in checks] == [("WARN", f"{name} = 1") for name in names]
+    assert [(check.status, check.found) for check in checks] == [
+        ("WARN", f"{name} = 1") for name in names
+    ]
 
 
-# Packages -----------------------------------------------------------------------------------------------------------
+# Packages -----------------------------------------------------------------------------------------
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -185,14 +202,17 @@ def test_package_versions(name, found, status):
 def test_bad_pairs_and_untested_combinations_are_named():
     stack = {"python": f"{HERE}.1", **packages.STACKS[HERE]}
     assert statuses(packages.check_packages(stack, has_gpu=False))["combination"] == "OK"
-    found = statuses(packages.check_packages(stack | {"tokenizers": "0.23.1", "torch": "2.12.0"}, has_gpu=True))
+    found = statuses(
+        packages.check_packages(stack | {"tokenizers": "0.23.1", "torch": "2.12.0"}, has_gpu=True)
+    )
     assert found["transformers + tokenizers"] == "FAIL" and found["sglang + torch"] == "WARN"
     assert found["combination"] == "WARN" and found["transformer-engine"] == "WARN"
 
 
 def test_missing_features_of_an_old_server_are_named():
     assert (
-        "session" in packages.check_sglang("0.5.20").remedy and "session" not in packages.check_sglang("0.5.23").remedy
+        "session" in packages.check_sglang("0.5.20").remedy
+        and "session" not in packages.check_sglang("0.5.23").remedy
     )
     assert packages.check_sglang("None", "version").status == "WARN"
 
@@ -203,7 +223,7 @@ def test_flags_are_read_from_definitions():
     assert packages.check_flag("enable_return_routed_experts", definitions).status == "FAIL"
 
 
-# Configuration, tokenizer, reward -----------------------------------------------------------------------------------
+# Configuration, tokenizer, reward -----------------------------------------------------------------
 
 
 def test_good_configuration_passes(demo):
@@ -230,31 +250,49 @@ def test_port_in_use(demo):
 
 
 def test_missing_api_key(demo, monkeypatch):
-    demo.write_text(demo.read_text().replace("[rollout]", '[rollout]\napi_key_env = "DOCTOR_TEST_KEY"'))
+    demo.write_text(
+        demo.read_text().replace("[rollout]", '[rollout]\napi_key_env = "DOCTOR_TEST_KEY"')
+    )
     monkeypatch.delenv("DOCTOR_TEST_KEY", raising=False)
     assert statuses(model.check_model_config(demo)[2])["rollout.api_key_env"] == "FAIL"
     monkeypatch.setenv("DOCTOR_TEST_KEY", "secret")
     assert "rollout.api_key_env" not in statuses(model.check_model_config(demo)[2])
 
 
-PLAIN = "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}</s>{% endif %}{% endfor %}"
+PLAIN = (
+    "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}</s>{% endif %}{%"
+    " endfor %}"
+)
 
 
 def tokenizer_checks(
-    folder: Path, *, template: str = PLAIN, eos: str = "</s>", adds_bos: bool = False, more: dict | None = None
+    folder: Path,
+    *,
+    template: str = PLAIN,
+    eos: str = "</s>",
+    adds_bos: bool = False,
+    more: dict | None = None,
 ):
     """The checks of a tokenizer of a few words."""
     words = ["<s>", "</s>", "<end>", "<unk>", "1", "+", "=", "?", "x", *("extra", "words")]
-    core = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    core = Tokenizer(
+        WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    )
     core.pre_tokenizer = Whitespace()
     if adds_bos:
         core.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token=eos, unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token=eos, unk_token="<unk>"
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
     tokenizer.chat_template = template
     checkpoint(folder, {"vocab_size": 64, "eos_token_id": 1} | (more or {}), None, None)
     tokenizer.save_pretrained(folder)
-    return statuses(model.check_tokenizer(load_config(None, ["--model.path", str(folder), "--data.train", "none"])))
+    return statuses(
+        model.check_tokenizer(
+            load_config(None, ["--model.path", str(folder), "--data.train", "none"])
+        )
+    )
 
 
 def test_tokenizer(tmp_path):
@@ -270,7 +308,10 @@ def test_tokenizer(tmp_path):
         assert tokenizer_checks(tmp_path / name.replace(" ", "_"), **what) == good | {name: status}
     assert tokenizer_checks(tmp_path / "two_ends", more={"eos_token_id": [1, 2]})["EOS"] == "WARN"
     assert tokenizer_checks(tmp_path / "bos", template="<s>" + PLAIN, adds_bos=True)["BOS"] == "OK"
-    assert tokenizer_checks(tmp_path / "twice", template="<s><s>" + PLAIN, adds_bos=True)["BOS"] == "WARN"
+    assert (
+        tokenizer_checks(tmp_path / "twice", template="<s><s>" + PLAIN, adds_bos=True)["BOS"]
+        == "WARN"
+    )
 
 
 def test_broken_reward_function(demo, monkeypatch):
@@ -284,7 +325,7 @@ def test_broken_reward_function(demo, monkeypatch):
         assert only([model.check_reward(broken)]).status == status, name
 
 
-# Disk ---------------------------------------------------------------------------------------------------------------
+# Disk ---------------------------------------------------------------------------------------------
 
 
 def test_disk(tmp_path, demo, monkeypatch):
@@ -293,28 +334,41 @@ def test_disk(tmp_path, demo, monkeypatch):
     assert statuses(checks)["run directory"] == "OK" and "MB/s written" in checks[1].found
     assert not list(tmp_path.glob(".doctor*"))
     free = storage.shutil.disk_usage(tmp_path).free
-    assert only(storage.check_disk(tmp_path, free + GIB, "2 checkpoints", measure=False)).status == "WARN"
-    assert only(storage.check_disk(tmp_path, 3 * free, "2 checkpoints", measure=False)).status == "FAIL"
+    assert (
+        only(storage.check_disk(tmp_path, free + GIB, "2 checkpoints", measure=False)).status
+        == "WARN"
+    )
+    assert (
+        only(storage.check_disk(tmp_path, 3 * free, "2 checkpoints", measure=False)).status
+        == "FAIL"
+    )
     assert only(storage.check_disk(demo / "runs", measure=True)).status == "FAIL"
 
 
 def test_bytes_of_checkpoints(demo):
-    """Weights in 2 bytes, two moments and a copy in 4 each; the last `keep_last` and one that is being written."""
+    """Weights in 2 bytes, two moments and a copy in 4 each; the last `keep_last` and one that is
+    being written.
+    """
     spec = make_spec(MOE)
     whole = storage.full_model(spec)
     elements = whole.dense + whole.experts
     one = elements * (2 + 8 + 4)
-    cfg = load_config(demo, ["--run.num_steps", "100", "--checkpoint.every", "10", "--model.dtype", "bfloat16"])
+    cfg = load_config(
+        demo, ["--run.num_steps", "100", "--checkpoint.every", "10", "--model.dtype", "bfloat16"]
+    )
     assert storage.kept_bytes(cfg, spec)[0] == 10 * one + 2 * elements
-    few = load_config(demo, ["--run.num_steps", "100", "--checkpoint.every", "10", "--checkpoint.keep_last", "2",
+    few = load_config(demo, ["--run.num_steps", "100", "--checkpoint.every", "10",
+    "--checkpoint.keep_last", "2",
                              "--checkpoint.no_export_hf", "--model.dtype", "bfloat16"])  # fmt: skip
     assert storage.kept_bytes(few, spec)[0] == 3 * one
 
 
-# Servers and ranks --------------------------------------------------------------------------------------------------
+# Servers and ranks --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ahead", "status"), [(0.0, "OK"), (90.0, "WARN"), (-90.0, "WARN"), (None, "WARN")])
+@pytest.mark.parametrize(
+    ("ahead", "status"), [(0.0, "OK"), (90.0, "WARN"), (-90.0, "WARN"), (None, "WARN")]
+)
 def test_clock_of_a_server(ahead, status):
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -344,7 +398,11 @@ def test_slow_peers_and_wrong_clocks_are_named():
 
 def test_roll_call_names_missing_ranks():
     store = HashStore()
-    assert ranks.roll_call(store, 1, 4, deadline=9.0) == [] == ranks.roll_call(store, 3, 4, deadline=9.0)
+    assert (
+        ranks.roll_call(store, 1, 4, deadline=9.0)
+        == []
+        == ranks.roll_call(store, 3, 4, deadline=9.0)
+    )
     assert ranks.roll_call(store, 0, 4, deadline=0.3) == [2]
     ranks.roll_call(store, 2, 4, deadline=9.0)
     assert ranks.roll_call(store, 0, 4, deadline=0.3) == [] and len(ranks.hosts(store, 4)) == 4
@@ -352,14 +410,26 @@ def test_roll_call_names_missing_ranks():
 
 @pytest.mark.slow
 def test_a_missing_rank_is_named():
-    """Two of three ranks start: rank 0 names the missing one within its deadline, and the other exits."""
+    """Two of three ranks start: rank 0 names the missing one within its deadline, and the other
+    exits.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
+    env = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "3",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     command = [sys.executable, "-m", "megatron_rl.cli", "doctor", "--ranks", "--deadline", "6"]
     started = [
         subprocess.Popen(
-            command, cwd=ROOT, env=env | {"RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=ROOT,
+            env=env | {"RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in ("0", "1")
     ]

@@ -1,4 +1,6 @@
-"""explain-mismatch without a server: evidence, rules, changes of tensors, histories, the page, bad input."""
+"""explain-mismatch without a server: evidence, rules, changes of tensors, histories, the page, bad
+input.
+"""
 
 import json
 import math
@@ -20,7 +22,14 @@ from megatron_rl_tools.explain_mismatch.explain_mismatch import main
 from megatron_rl_tools.explain_mismatch.ladder import Explanation, Rung, shifted_back
 from megatron_rl_tools.explain_mismatch.mismatch_page import write_page
 from megatron_rl_tools.explain_mismatch.trainer_side import Half
-from megatron_rl_tools.explain_mismatch.verdicts import PROOF, RULES, TRIAL, fill_text, holds, verdicts_of
+from megatron_rl_tools.explain_mismatch.verdicts import (
+    PROOF,
+    RULES,
+    TRIAL,
+    fill_text,
+    holds,
+    verdicts_of,
+)
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 HEALTHY = {
@@ -47,19 +56,33 @@ def sequences(count: int = 4, rows: int = 20) -> tuple[list[Rollout], list[Half]
     rng = np.random.default_rng(0)
     rollouts, halves = [], []
     for number in range(count):
-        routes = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(rows * LAYERS)]).reshape(rows, LAYERS, TOP_K)
+        routes = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(rows * LAYERS)]).reshape(
+            rows, LAYERS, TOP_K
+        )
         logprobs = -rng.exponential(size=rows - 4).astype(np.float32)
         rollout = Rollout(
-            id=f"q/{number}", tokens=rng.integers(0, 50, rows + 1), prompt_length=5, rollout_logprobs=logprobs,
-            routed_experts=routes.astype(np.uint8), finish_reason="length", policy_versions=np.zeros(rows - 4, np.int32),
+            id=f"q/{number}", tokens=rng.integers(0, 50, rows + 1), prompt_length=5,
+            rollout_logprobs=logprobs,
+            routed_experts=routes.astype(np.uint8), finish_reason="length",
+            policy_versions=np.zeros(rows - 4, np.int32),
         )  # fmt: skip
         rollouts.append(rollout)
-        halves.append(Half(logprobs, routes, np.zeros((rows, LAYERS), np.float32), np.ones((rows, LAYERS), np.float32)))
+        halves.append(
+            Half(
+                logprobs,
+                routes,
+                np.zeros((rows, LAYERS), np.float32),
+                np.ones((rows, LAYERS), np.float32),
+            )
+        )
     return rollouts, halves
 
 
 def with_routes(rollouts: list[Rollout], edit) -> list[Rollout]:
-    return [replace(each, routed_experts=edit(each.routed_experts), routes_digest=None) for each in rollouts]
+    return [
+        replace(each, routed_experts=edit(each.routed_experts), routes_digest=None)
+        for each in rollouts
+    ]
 
 
 # Evidence
@@ -77,9 +100,14 @@ def test_a_shift_of_rows_is_found_with_its_sign(shift):
     rollouts, halves = sequences()
     moved = with_routes(rollouts, lambda ids: np.roll(ids, shift, axis=0))
     found = ev.route_evidence(moved, halves)
-    assert found["routes.row_shift"] == shift == -found["routes.row_offset"] and found["routes.layer_shift"] == 0
+    assert (
+        found["routes.row_shift"] == shift == -found["routes.row_offset"]
+        and found["routes.layer_shift"] == 0
+    )
     assert found["routes.row_shift_overlap"] == 1 and found["routes.overlap"] < 0.6
-    assert (shifted_back(moved[0].routed_experts, shift, 0)[2:-2] == rollouts[0].routed_experts[2:-2]).all()
+    assert (
+        shifted_back(moved[0].routed_experts, shift, 0)[2:-2] == rollouts[0].routed_experts[2:-2]
+    ).all()
 
 
 def test_a_shift_of_layers_is_found():
@@ -93,7 +121,8 @@ def test_routes_of_another_response_are_found():
     rollouts, halves = sequences()
     swapped = with_routes(rollouts, lambda ids: ids)
     swapped[0], swapped[1] = (replace(a, routed_experts=b.routed_experts, routes_digest=None)
-                              for a, b in ((rollouts[0], rollouts[1]), (rollouts[1], rollouts[0])))  # fmt: skip
+                              for a, b in ((rollouts[0], rollouts[1]), (rollouts[1],
+                              rollouts[0])))  # fmt: skip
     found = ev.route_evidence(swapped, halves)
     assert found["routes.foreign"] == 0.5 and found["routes.row_shift"] == 0
 
@@ -103,7 +132,8 @@ def test_equal_halves_show_no_shift():
     found = ev.route_evidence(rollouts, halves) | ev.logprob_evidence(rollouts, halves)
     assert found["routes.overlap"] == 1
     assert not any(
-        found[name] for name in ("routes.row_shift", "routes.layer_shift", "routes.foreign", "logprobs.shift")
+        found[name]
+        for name in ("routes.row_shift", "routes.layer_shift", "routes.foreign", "logprobs.shift")
     )
 
 
@@ -123,7 +153,9 @@ def test_the_first_layer_is_the_first_with_a_clear_flip():
         rollouts, [replace(halves[0], routes=routes, gap=gap), *halves[1:]], num_layers=LAYERS
     )
     assert found["flips.first_layer"] == 1 and found["flips.first_gap"] == pytest.approx(0.7)
-    assert [row["flips"] for row in table] == [1 / 80, 1 / 80, 0] and [row["clear"] for row in table] == [0, 1 / 80, 0]
+    assert [row["flips"] for row in table] == [1 / 80, 1 / 80, 0] and [
+        row["clear"] for row in table
+    ] == [0, 1 / 80, 0]
 
 
 # Rules
@@ -139,7 +171,9 @@ def test_what_nothing_explains_is_said():
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_rule_can_speak(rule):
-    """Evidence made of its conditions alone makes it hold; its texts need no name that a typing error made up."""
+    """Evidence made of its conditions alone makes it hold; its texts need no name that a typing
+    error made up.
+    """
     values = dict(DIFFERENT)
     for condition in rule.when:
         name, sign, *right = condition.split()
@@ -147,17 +181,31 @@ def test_every_rule_can_speak(rule):
             values.setdefault(right[-1], 1.0)
         factor = float(right[0]) if len(right) == 3 else 1.0
         limit = factor * (values[right[-1]] if right[-1] in values else float(right[-1]))
-        values[name] = {"<": limit / 2, "<=": limit, ">": limit * 2 + 1, ">=": limit, "==": limit, "!=": limit + 1}[
-            sign
-        ]
+        values[name] = {
+            "<": limit / 2,
+            "<=": limit,
+            ">": limit * 2 + 1,
+            ">=": limit,
+            "==": limit,
+            "!=": limit + 1,
+        }[sign]
     assert all(holds(each, Evidence(values)) for each in rule.when)
     found = [each for each in verdicts_of(Evidence(values)) if each.name == rule.name]
     assert found or rule.level != PROOF
     named = re.findall(r"\{([\w./]+)", rule.text + rule.key + rule.value)
-    sources = " ".join(path.read_text() for path in Path(ev.__file__).parent.glob("*.py") if path.name != "verdicts.py")
+    sources = " ".join(
+        path.read_text()
+        for path in Path(ev.__file__).parent.glob("*.py")
+        if path.name != "verdicts.py"
+    )
     for name in [
         *named,
-        *(part for each in rule.when for part in each.split() if "." in part and not part[0].isdigit()),
+        *(
+            part
+            for each in rule.when
+            for part in each.split()
+            if "." in part and not part[0].isdigit()
+        ),
     ]:
         last = name.partition(".")[2] if not name.startswith("trial.") else name.split(".")[1]
         assert re.search(rf"\b{last}=|\b{last}\b", sources), name
@@ -165,10 +213,15 @@ def test_every_rule_can_speak(rule):
 
 def test_a_proof_comes_before_a_trial_and_shares_are_what_goes_away():
     found = Evidence(DIFFERENT | {
-        "trial.rope_theta.diff": 1e-6, "trial.rope_theta.value": 1e4, "trial.rope_theta.kl": 0.005, "model.rope_theta": 1e6,
+        "trial.rope_theta.diff": 1e-6, "trial.rope_theta.value": 1e4, "trial.rope_theta.kl": 0.005,
+        "model.rope_theta": 1e6,
     })  # fmt: skip
     (verdict,) = verdicts_of(found)
-    assert verdict.name == "rope_theta" and verdict.share == pytest.approx(0.75) and "10000" in verdict.cause
+    assert (
+        verdict.name == "rope_theta"
+        and verdict.share == pytest.approx(0.75)
+        and "10000" in verdict.cause
+    )
     found |= {
         "config.differ": 1.0,
         "config.text": "rope_theta = 1 on the server",
@@ -181,13 +234,23 @@ def test_a_proof_comes_before_a_trial_and_shares_are_what_goes_away():
 
 def test_conditions():
     found = Evidence({"a.b": 2.0, "c": 1.0, "text": "x"})
-    assert holds("a.b > c", found) and holds("a.b <= 2 * c", found) and not holds("a.b < 1.5 * c", found)
-    assert not holds("missing > 0", found) and not holds("a.b > missing", found) and not holds("text > 0", found)
+    assert (
+        holds("a.b > c", found)
+        and holds("a.b <= 2 * c", found)
+        and not holds("a.b < 1.5 * c", found)
+    )
+    assert (
+        not holds("missing > 0", found)
+        and not holds("a.b > missing", found)
+        and not holds("text > 0", found)
+    )
     assert fill_text("{a.b:.1f} {text} {missing:.2e}", found) == "2.0 x not measured"
 
 
 def test_levels_are_in_use():
-    assert {rule.level for rule in RULES} == {1, 2, 3} and any(rule.level == TRIAL for rule in RULES)
+    assert {rule.level for rule in RULES} == {1, 2, 3} and any(
+        rule.level == TRIAL for rule in RULES
+    )
     assert len({rule.name for rule in RULES}) == len(RULES)
 
 
@@ -231,13 +294,19 @@ def test_a_known_change_is_proven_by_its_checksum(change):
     parts = [tensors[name] for name in ours.parts[served]]
     theirs = {served: weights.digest_of_tensor(served, CHANGED[change](parts), torch.float32)}
     assert weights.digest_of_tensor(served, parts, torch.float32) == found[served]
-    changes, replaced = weights.explain_weights([served], theirs, ours, found, tensors, torch.float32)
+    changes, replaced = weights.explain_weights(
+        [served], theirs, ours, found, tensors, torch.float32
+    )
     assert changes == {served: change}
     assert (
-        weights.digest_of_tensor(served, [replaced[name] for name in ours.parts[served]], torch.float32)
+        weights.digest_of_tensor(
+            served, [replaced[name] for name in ours.parts[served]], torch.float32
+        )
         == theirs[served]
     )
-    assert weights.explain_weights([served], {served: "0" * 16}, ours, found, tensors, torch.float32) == ({}, {})
+    assert weights.explain_weights(
+        [served], {served: "0" * 16}, ours, found, tensors, torch.float32
+    ) == ({}, {})
 
 
 def test_a_tensor_in_another_place_is_named():
@@ -245,8 +314,13 @@ def test_a_tensor_in_another_place_is_named():
     ours = weights.digests_of_model(tensors, torch.float32)
     found = ours.digests()
     theirs = {"lm_head.weight": found["model.embed_tokens.weight"]}
-    changes, replaced = weights.explain_weights(["lm_head.weight"], theirs, ours, found, tensors, torch.float32)
-    assert changes == {"lm_head.weight": "holds model.embed_tokens.weight"} and not replaced["lm_head.weight"].any()
+    changes, replaced = weights.explain_weights(
+        ["lm_head.weight"], theirs, ours, found, tensors, torch.float32
+    )
+    assert (
+        changes == {"lm_head.weight": "holds model.embed_tokens.weight"}
+        and not replaced["lm_head.weight"].any()
+    )
 
 
 # A trained run
@@ -257,7 +331,12 @@ def make_run(folder: Path, differences: list[float], **metrics: list[float]) -> 
     (folder / "config.toml").write_text('[model]\npath = "/nowhere"\n[data]\ntrain = "unused"\n')
     with open(folder / "metrics.jsonl", "w") as file:
         for step, value in enumerate(differences, start=1):
-            row = {"step": step, "policy_version": step, "time/weight_sync": 0.1, history.DIFFERENCE: value}
+            row = {
+                "step": step,
+                "policy_version": step,
+                "time/weight_sync": 0.1,
+                history.DIFFERENCE: value,
+            }
             row |= {name.replace("__", "/"): values[step - 1] for name, values in metrics.items()}
             file.write(json.dumps(row | {"per_layer": {"routing/flip_rate": [0.1, value]}}) + "\n")
     return folder
@@ -294,7 +373,9 @@ def test_a_run_says_when_and_what(tmp_path):
 
 def test_a_quiet_run_has_no_beginning(tmp_path):
     found = history.read_history(make_run(tmp_path / "run", [1e-4, 1.2e-4, 0.9e-4, 1e-4]))
-    assert found.began is None and not found.verdicts and "did not begin" in "\n".join(found.lines())
+    assert (
+        found.began is None and not found.verdicts and "did not begin" in "\n".join(found.lines())
+    )
 
 
 def test_a_step_without_a_counted_token_is_no_beginning(tmp_path):
@@ -302,7 +383,11 @@ def test_a_step_without_a_counted_token_is_no_beginning(tmp_path):
     found = history.read_history(make_run(tmp_path / "quiet", [0.01, nothing, *[0.01] * 8]))
     assert found.began is None and len(found.steps) == 9
     mismatch = [0.001, nothing, *[0.001] * 4, *[0.2] * 4]
-    run = make_run(tmp_path / "run", [1e-4, nothing, *[1e-4] * 4, *[5e-2] * 4], routing__router_mismatch=mismatch)
+    run = make_run(
+        tmp_path / "run",
+        [1e-4, nothing, *[1e-4] * 4, *[5e-2] * 4],
+        routing__router_mismatch=mismatch,
+    )
     found = history.read_history(run)
     assert found.began == 7 and found.evidence["before.routing/router_mismatch"] == 0.001
 
@@ -311,7 +396,9 @@ def test_shifted_routes_show_in_both_saved_halves(tmp_path):
     run = make_run(tmp_path / "run", [1e-4] * 3 + [5e-2] * 3)
     rollouts, halves = sequences()
     moved = with_routes(rollouts, lambda ids: np.ascontiguousarray(np.roll(ids, 1, axis=0)))
-    Recorder(run, save_tensors=True).record(4, [RolloutGroup(Prompt("q", "", (1,), ""), tuple(moved))])
+    Recorder(run, save_tensors=True).record(
+        4, [RolloutGroup(Prompt("q", "", (1,), ""), tuple(moved))]
+    )
     tensors = {}
     for rollout, half in zip(rollouts, halves, strict=True):
         tensors |= {
@@ -320,7 +407,13 @@ def test_shifted_routes_show_in_both_saved_halves(tmp_path):
         }
     save_file(tensors, run / "trained_000004.safetensors", metadata={"schema": "1"})
     lines = [
-        {"schema": 1, "step": 4, "id": each.id, "sampled_by": "rollouts", "tensors": "trained_000004.safetensors"}
+        {
+            "schema": 1,
+            "step": 4,
+            "id": each.id,
+            "sampled_by": "rollouts",
+            "tensors": "trained_000004.safetensors",
+        }
         for each in rollouts
     ]
     (run / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "cut")
@@ -336,9 +429,16 @@ def test_the_page_shows_a_verdict_and_escapes(tmp_path):
     found = Evidence(DIFFERENT | {"server.unusual": "<i>quantization</i>"})
     rungs = (Rung("as they are", "<u>", 0.02, 0.1, 0.0), Rung("same routes", "", 0.01, 0.05, 0.5))
     layers = ({"layer": 0, "flips": 0.1, "clear": 0.05, "gap": 1.0, "margin": 0.5},)
-    explanation = Explanation(found, tuple(verdicts_of(found)), rungs, layers, np.arange(5), np.full(5, 0.1))
+    explanation = Explanation(
+        found, tuple(verdicts_of(found)), rungs, layers, np.arange(5), np.full(5, 0.1)
+    )
     page = write_page(tmp_path / "page.html", explanation, None, title="x").read_text()
-    assert "unexplained" in page and "<i>" not in page and "<u>" not in page and page.count("data:image/png") == 3
+    assert (
+        "unexplained" in page
+        and "<i>" not in page
+        and "<u>" not in page
+        and page.count("data:image/png") == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -346,7 +446,10 @@ def test_the_page_shows_a_verdict_and_escapes(tmp_path):
     [
         ([], "needs RUN_DIR, or --url and --model"),
         (["--url", "http://127.0.0.1:9"], "needs RUN_DIR, or --url and --model"),
-        (["--url", "http://127.0.0.1:9", "--model", "/nowhere"], "--model /nowhere: no config.json"),
+        (
+            ["--url", "http://127.0.0.1:9", "--model", "/nowhere"],
+            "--model /nowhere: no config.json",
+        ),
         (["/nowhere"], "/nowhere: no metrics.jsonl"),
         (["/nowhere", "--url", "http://x"], "--url and --config have no effect with RUN_DIR"),
     ],

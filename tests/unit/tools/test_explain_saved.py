@@ -1,4 +1,6 @@
-"""explain-mismatch with what a run has saved: which sequences it takes, when it says that a difference began."""
+"""explain-mismatch with what a run has saved: which sequences it takes, when it says that a
+difference began.
+"""
 
 import json
 from argparse import Namespace
@@ -29,11 +31,21 @@ def group(prompt: str, rollouts: list[Rollout]) -> RolloutGroup:
     return RolloutGroup(Prompt(prompt, "", (1,), ""), tuple(named))
 
 
-def save_halves(run: Path, step: int, rollouts: list[Rollout], halves: list, keys: list[str], name: str = "trained"):
+def save_halves(
+    run: Path,
+    step: int,
+    rollouts: list[Rollout],
+    halves: list,
+    keys: list[str],
+    name: str = "trained",
+):
     """The trainer's half, as trainer/token_files.py writes it."""
     tensors = {}
     for key, half in zip(keys, halves, strict=True):
-        tensors |= {f"{key}:old_logprobs": half.logprobs, f"{key}:own_experts": half.routes.astype(np.uint8)}
+        tensors |= {
+            f"{key}:old_logprobs": half.logprobs,
+            f"{key}:own_experts": half.routes.astype(np.uint8),
+        }
     save_file(tensors, run / f"{name}_{step:06d}.safetensors", metadata={"schema": "1"})
     with open(run / f"{name}.jsonl", "a") as file:
         for each, key in zip(rollouts, keys, strict=True):
@@ -57,21 +69,32 @@ def ids_read(run: Path) -> list[str]:
 
 def test_of_a_share_of_saved_tensors_those_are_read(tmp_path):
     run, (rollouts, _) = make_run(tmp_path / "run", [1e-4]), sequences()
-    Recorder(run, save_tensors=GroupChoice(0.3)).record(1, [group(name, rollouts) for name in "abc"])
+    Recorder(run, save_tensors=GroupChoice(0.3)).record(
+        1, [group(name, rollouts) for name in "abc"]
+    )
     ids = ids_read(run)
     assert len(ids) == len(rollouts) and len({name[0] for name in ids}) == 1
 
 
 def test_all_replicas_are_read(tmp_path):
-    """Equally many of each; ids that two replicas share stay distinct, and each keeps its own tokens."""
+    """Equally many of each; ids that two replicas share stay distinct, and each keeps its own
+    tokens.
+    """
     run, (rollouts, _) = make_run(tmp_path / "run", [1e-4]), sequences()
     rollouts = [rollouts[index % len(rollouts)] for index in range(16)]
     for replica in range(3):
         own = [replace(each, tokens=each.tokens + replica, routes_digest=None) for each in rollouts]
-        own = [replace(each, routes_digest=routes_digest(each.tokens, each.routed_experts)) for each in own]
+        own = [
+            replace(each, routes_digest=routes_digest(each.tokens, each.routed_experts))
+            for each in own
+        ]
         Recorder(run, dp_rank=replica, save_tensors=True).record(1, [group("a", own)])
     saved = read(run)
-    expected = [f"a/{number}{file}" for number in range(8) for file in ("", "@rollouts.dp1", "@rollouts.dp2")]
+    expected = [
+        f"a/{number}{file}"
+        for number in range(8)
+        for file in ("", "@rollouts.dp1", "@rollouts.dp2")
+    ]
     assert [each.id for each in saved] == expected
     for index, each in enumerate(saved):
         assert (each.tokens == rollouts[index // 3].tokens + index % 3).all()
@@ -102,9 +125,13 @@ def test_of_a_step_written_twice_the_last_attempt_is_read(tmp_path):
 
 def test_the_trainers_half_is_found_by_its_key(tmp_path):
     run, (rollouts, halves) = make_run(tmp_path / "run", [1e-4] * 3), sequences()
-    Recorder(run, save_tensors=True).record(1, [RolloutGroup(Prompt("q", "", (1,), ""), tuple(rollouts))])
+    Recorder(run, save_tensors=True).record(
+        1, [RolloutGroup(Prompt("q", "", (1,), ""), tuple(rollouts))]
+    )
     save_halves(run, 1, rollouts, halves, [f"{each.id}@rollouts.dp1" for each in rollouts])
-    assert history.read_history(run).notes == ("step 1: 4 sequences with the halves of both engines",)
+    assert history.read_history(run).notes == (
+        "step 1: 4 sequences with the halves of both engines",
+    )
 
 
 # When it began
@@ -127,13 +154,17 @@ def test_a_beginning_is_above_rounding_and_lasts(values, began):
 def test_flips_that_stay_zero_do_not_grow(tmp_path):
     run = make_run(tmp_path / "run", [1e-4] * 6 + [5e-2] * 4, routing__router_mismatch=[0.0] * 10)
     found = history.read_history(run)
-    assert found.evidence["ratio.routing/router_mismatch"] == 1 and [each.name for each in found.verdicts] == ["began"]
+    assert found.evidence["ratio.routing/router_mismatch"] == 1 and [
+        each.name for each in found.verdicts
+    ] == ["began"]
 
 
 def test_a_proof_is_told_although_nothing_grew(tmp_path):
     run, (rollouts, halves) = make_run(tmp_path / "run", [1e-2] * 3), sequences()
     moved = with_routes(rollouts, lambda ids: np.ascontiguousarray(np.roll(ids, 1, axis=0)))
-    Recorder(run, save_tensors=True).record(1, [RolloutGroup(Prompt("q", "", (1,), ""), tuple(moved))])
+    Recorder(run, save_tensors=True).record(
+        1, [RolloutGroup(Prompt("q", "", (1,), ""), tuple(moved))]
+    )
     save_halves(run, 1, moved, halves, [each.id for each in moved])
     found = history.read_history(run)
     text = "\n".join(found.lines())
@@ -159,7 +190,10 @@ def test_the_history_is_shown_where_the_ladder_cannot_run(tmp_path, capsys):
     [
         (httpx.ReadError("cut"), "--url: the server stopped answering (ReadError: cut)"),
         (torch.OutOfMemoryError("20 GiB"), "use --device cpu"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "lower --longest or --prompts"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            "lower --longest or --prompts",
+        ),
     ],
 )
 def test_a_failure_is_no_cause(error, message, monkeypatch, capsys):
@@ -177,7 +211,9 @@ def test_a_defect_keeps_its_traceback():
 
 
 def test_the_trainer_has_the_servers_dtype_unless_one_is_named():
-    cfg = load_config(None, [], {"model": {"path": "/nowhere", "dtype": "float32"}, "data": {"train": "unused"}})
+    cfg = load_config(
+        None, [], {"model": {"path": "/nowhere", "dtype": "float32"}, "data": {"train": "unused"}}
+    )
     for options, served, expected in (
         (Namespace(dtype=None, config=None), "bfloat16", "bfloat16"),
         (Namespace(dtype="float32", config=None), "bfloat16", "float32"),
@@ -194,7 +230,9 @@ def test_wrong_routes_differ_clearly_more_than_own_ones():
     near = Evidence(HEALTHY | {"diff.live": 0.9e-4, "diff.replay": 1.1e-4, "routes.row_shift": 0.0})
     near |= {"routes.layer_shift": 0.0, "routes.foreign": 0.0}
     assert "routes_wrong" not in [each.name for each in verdicts_of(near)]
-    assert "routes_wrong" in [each.name for each in verdicts_of(Evidence(near | {"diff.replay": 1.9e-4}))]
+    assert "routes_wrong" in [
+        each.name for each in verdicts_of(Evidence(near | {"diff.replay": 1.9e-4}))
+    ]
 
 
 def test_limits_are_of_the_cpu():
@@ -206,7 +244,10 @@ def test_limits_are_of_the_cpu():
 
 def test_what_only_the_trainers_dtype_rounds_is_not_another_version(tmp_path):
     generator = torch.Generator().manual_seed(0)
-    values = {f"model.layers.{n}.input_layernorm.weight": torch.randn(64, generator=generator) for n in range(3)}
+    values = {
+        f"model.layers.{n}.input_layernorm.weight": torch.randn(64, generator=generator)
+        for n in range(3)
+    }
     save_torch(values, tmp_path / "model.safetensors")
     theirs = weights.digests_of_model(values, torch.float32).digests()
     exported = {name: value.bfloat16() for name, value in values.items()}

@@ -1,6 +1,8 @@
-"""The canary on dumps of slime, miles and verl: routes that are the model's own pass, wrong but valid ones are named.
+"""The canary on dumps of slime, miles and verl: routes that are the model's own pass, wrong but
+valid ones are named.
 
-What is dumped are the choices of real megatron-core routers, of a model whose second layer is dense.
+What is dumped are the choices of real megatron-core routers, of a model whose second layer is
+dense.
 """
 
 import json
@@ -14,14 +16,26 @@ import pytest
 from megatron_rl_tools.check_rollouts.check_rollouts import main
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
-from tests.unit.tools.test_foreign_dumps import EXPERTS, LAYERS, PROMPT, RESPONSE, SAVE, TOOL, TOP_K, every, save_batch
+from tests.unit.tools.test_foreign_dumps import (
+    EXPERTS,
+    LAYERS,
+    PROMPT,
+    RESPONSE,
+    SAVE,
+    TOOL,
+    TOP_K,
+    every,
+    save_batch,
+)
 
 DENSE = 1
 MOE = [layer for layer in range(LAYERS) if layer != DENSE]
 
 
 def own_sequences(checkpoint, count=6):
-    """(tokens, log-probs, mask, routes [S - 1, layers, K] with zeros for the dense layer): the model's own choices."""
+    """(tokens, log-probs, mask, routes [S - 1, layers, K] with zeros for the dense layer): the
+    model's own choices.
+    """
     from megatron_rl.config import ModelConfig
     from megatron_rl.models.families import make_spec
     from megatron_rl.models.spec import load_hf_config
@@ -33,7 +47,9 @@ def own_sequences(checkpoint, count=6):
     assert list(spec.moe_layers) == MOE
     sequences = []
     for row, chosen in zip(
-        tokens, live_routes(ModelConfig(path=checkpoint, dtype="float32"), spec, tokens), strict=True
+        tokens,
+        live_routes(ModelConfig(path=checkpoint, dtype="float32"), spec, tokens),
+        strict=True,
     ):
         logprobs, mask = -rng.random(RESPONSE) - 0.01, np.ones(RESPONSE, int)
         logprobs[TOOL], mask[TOOL] = 0, 0
@@ -62,7 +78,8 @@ def reports(root, checkpoint):
     """On a rank: name -> what check-rollouts --model prints for every dump."""
     sequences = own_sequences(checkpoint)
     found = {}
-    versions = {"change": every("weight_versions", lambda _: ["3", "3"])}  # two calls of the same weights
+    # two calls of the same weights
+    versions = {"change": every("weight_versions", lambda _: ["3", "3"])}
     for trainer, save in SAVE.items():
         settings = {} if trainer == "verl" else versions
         for name, (change, _) in CHANGES.items():
@@ -81,7 +98,12 @@ def reports(root, checkpoint):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    sizes = dict(num_experts=EXPERTS, num_experts_per_tok=TOP_K, num_hidden_layers=LAYERS, mlp_only_layers=[DENSE])
+    sizes = dict(
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        num_hidden_layers=LAYERS,
+        mlp_only_layers=[DENSE],
+    )
     checkpoint = random_checkpoint(tmp_path_factory.mktemp("model") / "moe", **sizes)
     return run_ranks(reports, 1, tmp_path_factory.mktemp("dumps"), checkpoint)[0]
 
@@ -89,7 +111,9 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("trainer", SAVE)
 def test_the_canary_names_what_is_wrong(trainer, found):
     status, report = found[f"{trainer} sound"]
-    assert status == 0 and report["canary"]["0"] > 0.99 > 0.7 > max(report["canary"]["-1"], report["canary"]["+1"])
+    assert status == 0 and report["canary"]["0"] > 0.99 > 0.7 > max(
+        report["canary"]["-1"], report["canary"]["+1"]
+    )
     assert "canary" in report["checks"] and "canary" not in report["unchecked"]
     for name, (_, message) in CHANGES.items():
         if message:

@@ -1,4 +1,6 @@
-"""Dumps in the shapes of slime 624b824, miles 31f1ca9 and verl b178a3c: sound ones pass, every fault gets its name."""
+"""Dumps in the shapes of slime 624b824, miles 31f1ca9 and verl b178a3c: sound ones pass, every
+fault gets its name.
+"""
 
 import json
 import pickle
@@ -21,7 +23,8 @@ TOOL = slice(30, 45)  # of the response: written by an environment
 def make_sequences():
     """(tokens [S], log-probs [R], mask [R], routes int32 [S - 1, layers, K]) of every rollout.
 
-    Each token has favourite experts, other for one row in five, as a first MoE layer has; layer 0 is dense.
+    Each token has favourite experts, other for one row in five, as a first MoE layer has; layer 0
+    is dense.
     """
     rng = np.random.default_rng(0)
     size = PROMPT + RESPONSE
@@ -40,15 +43,22 @@ def make_sequences():
 def sample(index, tokens, logprobs, mask, routes):
     """Sample.to_dict() of slime."""
     return {
-        "group_index": index // 2, "index": index, "rollout_id": None, "prompt": "question", "tokens": tokens.tolist(),
-        "multimodal_inputs": None, "multimodal_train_inputs": None, "multimodal_train_input_id": None,
-        "apply_chat_template_kwargs": {}, "response": "answer", "response_length": len(mask), "label": "7", "reward": 1.0,
-        "loss_mask": mask.tolist(), "weight_versions": ["3", "4"], "rollout_log_probs": logprobs.tolist(),
+        "group_index": index // 2, "index": index, "rollout_id": None, "prompt": "question",
+        "tokens": tokens.tolist(),
+        "multimodal_inputs": None, "multimodal_train_inputs": None,
+        "multimodal_train_input_id": None,
+        "apply_chat_template_kwargs": {}, "response": "answer", "response_length": len(mask),
+        "label": "7", "reward": 1.0,
+        "loss_mask": mask.tolist(), "weight_versions": ["3", "4"],
+        "rollout_log_probs": logprobs.tolist(),
         "rollout_top_p_token_ids": None, "rollout_top_p_token_offsets": None,
-        "rollout_routed_experts": torch.from_numpy(routes), "remove_sample": False, "teacher_log_probs": None,
-        "status": "completed", "metadata": {"source": "test"}, "generate_function_path": None, "custom_rm_path": None,
+        "rollout_routed_experts": torch.from_numpy(routes), "remove_sample": False,
+        "teacher_log_probs": None,
+        "status": "completed", "metadata": {"source": "test"}, "generate_function_path": None,
+        "custom_rm_path": None,
         "train_metadata": None, "session_id": None, "non_generation_time": 0.5,
-        "spec_info": {"spec_accept_token_num": 0, "spec_draft_token_num": 0, "spec_verify_ct": 0, "completion_token_num": 0},
+        "spec_info": {"spec_accept_token_num": 0, "spec_draft_token_num": 0, "spec_verify_ct": 0,
+        "completion_token_num": 0},
         "prefix_cache_info": {"cached_tokens": 0, "total_prompt_tokens": 10},
     }  # fmt: skip
 
@@ -57,7 +67,8 @@ def miles_sample(fields):
     """The same of miles: arrays, and fields of its own."""
     fields = dict(fields)
     for name in (
-        "multimodal_train_input_id", "apply_chat_template_kwargs", "rollout_top_p_token_ids", "rollout_top_p_token_offsets",
+        "multimodal_train_input_id", "apply_chat_template_kwargs", "rollout_top_p_token_ids",
+        "rollout_top_p_token_offsets",
         "custom_rm_path", "session_id",
     ):  # fmt: skip
         del fields[name]
@@ -71,18 +82,25 @@ def save_samples(folder, trainer="slime", change=lambda samples: None, sequences
     change(samples)
     payload = {"rollout_id": 5, "samples": samples}
     if trainer == "miles":
-        payload = {"rollout_id": 5, "metadata": {}, "samples": [miles_sample(each) for each in samples]}
+        payload = {
+            "rollout_id": 5,
+            "metadata": {},
+            "samples": [miles_sample(each) for each in samples],
+        }
     folder.mkdir(exist_ok=True)
     torch.save(payload, folder / "5.pt")
     return folder
 
 
 def save_batch(folder, change=lambda batch: None, sequences=None):
-    """batch.to_dict() of a DataProto: prompts padded to 16 on the left, responses to 100 on the right."""
+    """batch.to_dict() of a DataProto: prompts padded to 16 on the left, responses to 100 on the
+    right.
+    """
     rows = []
     for tokens, logprobs, mask, routes in sequences or make_sequences():
         row = {
-            "prompts": np.pad(tokens[:PROMPT], (6, 0)), "responses": np.pad(tokens[PROMPT:], (0, 20)),
+            "prompts": np.pad(tokens[:PROMPT], (6, 0)), "responses": np.pad(tokens[PROMPT:], (0,
+            20)),
             "response_mask": np.pad(mask, (0, 20)), "input_ids": np.pad(tokens, (6, 20)),
             "attention_mask": np.pad(np.ones(len(tokens), int), (6, 20)),
             "position_ids": np.pad(np.arange(len(tokens)), (6, 20)),
@@ -124,8 +142,14 @@ def test_a_sound_dump_passes_and_says_what_was_not_checked(trainer, tmp_path, ca
     for arguments in ((), ("--format", trainer)):
         report = report_of(folder, capsys, *arguments)
         assert report["passed"], report["findings"]
-        assert (report["format"], report["rollouts"], report["with_routes"]) == (trainer, ROLLOUTS, ROLLOUTS)
-        unchecked = {"digest", "episode", "turns", "mask"} | ({"versions"} if trainer == "verl" else set())
+        assert (report["format"], report["rollouts"], report["with_routes"]) == (
+            trainer,
+            ROLLOUTS,
+            ROLLOUTS,
+        )
+        unchecked = {"digest", "episode", "turns", "mask"} | (
+            {"versions"} if trainer == "verl" else set()
+        )
         assert set(report["unchecked"]) == unchecked
         assert "the first 1 layers are 0 in every rollout and taken as dense" in report["notes"][0]
     assert main([str(folder / "5.pt")]) == 0
@@ -167,8 +191,16 @@ FAULTS = {  # name: (change of slime's samples, the only check that must fail, i
         "alignment",
         r"best at shift \+1 .*token j \+ 1",
     ),
-    "first row lost": (one("rollout_routed_experts", lambda r: r[1:]), "length", "88 rows .*the first or the last row"),
-    "layer lost": (one("rollout_routed_experts", zero_layer), "zero", r"MoE layers \[1\] are all zero"),
+    "first row lost": (
+        one("rollout_routed_experts", lambda r: r[1:]),
+        "length",
+        "88 rows .*the first or the last row",
+    ),
+    "layer lost": (
+        one("rollout_routed_experts", zero_layer),
+        "zero",
+        r"MoE layers \[1\] are all zero",
+    ),
     "first MoE layer lost in one": (
         one("rollout_routed_experts", zero_dense),
         "zero",
@@ -179,7 +211,11 @@ FAULTS = {  # name: (change of slime's samples, the only check that must fail, i
         "loss_mask",
         "112 have log-prob 0, 120 at shift -1.*j - 1",
     ),
-    "mask one early": (every("loss_mask", lambda m: [*m[1:], 1]), "loss_mask", r"120 at shift \+1.*token j \+ 1"),
+    "mask one early": (
+        every("loss_mask", lambda m: [*m[1:], 1]),
+        "loss_mask",
+        r"120 at shift \+1.*token j \+ 1",
+    ),
     "mask of another": (
         one("loss_mask", lambda m: [1] * 60 + [0] * 10 + [1] * 10),
         "loss_mask",
@@ -195,11 +231,31 @@ FAULTS = {  # name: (change of slime's samples, the only check that must fail, i
         "loss_mask",
         "entry 0 is 0.5, must be 0 or 1",
     ),
-    "log-probs cut": (one("rollout_log_probs", lambda p: p[:-1]), "length", "79 log-probs for 80 response tokens"),
-    "NaN": (one("rollout_log_probs", lambda p: [float("nan"), *p[1:]]), "logprobs", "token 0 is nan"),
-    "token cut": (one("tokens", lambda t: t[:-1]), "length", "89 rows of expert ids, must be tokens - 1 = 88"),
-    "parts swapped": (one("weight_versions", lambda v: v[::-1]), "versions", r"\[4, 3\], must not decrease"),
-    "no tokens": (lambda samples: samples[0].pop("tokens"), "files", r"the sample has no \['tokens'\]"),
+    "log-probs cut": (
+        one("rollout_log_probs", lambda p: p[:-1]),
+        "length",
+        "79 log-probs for 80 response tokens",
+    ),
+    "NaN": (
+        one("rollout_log_probs", lambda p: [float("nan"), *p[1:]]),
+        "logprobs",
+        "token 0 is nan",
+    ),
+    "token cut": (
+        one("tokens", lambda t: t[:-1]),
+        "length",
+        "89 rows of expert ids, must be tokens - 1 = 88",
+    ),
+    "parts swapped": (
+        one("weight_versions", lambda v: v[::-1]),
+        "versions",
+        r"\[4, 3\], must not decrease",
+    ),
+    "no tokens": (
+        lambda samples: samples[0].pop("tokens"),
+        "files",
+        r"the sample has no \['tokens'\]",
+    ),
 }
 
 
@@ -209,7 +265,9 @@ def test_a_fault_in_samples_is_named(trainer, fault, tmp_path, capsys):
     change, check, message = FAULTS[fault]
     findings = report_of(save_samples(tmp_path / "dump", trainer, change), capsys)["findings"]
     assert {finding["check"] for finding in findings} == {check}, findings
-    assert any(re.search(message, f"{each['found']}; {each['cause']}") for each in findings), findings
+    assert any(re.search(message, f"{each['found']}; {each['cause']}") for each in findings), (
+        findings
+    )
 
 
 def assign(name, place, value):
@@ -233,9 +291,17 @@ BATCH_FAULTS = {
         {"alignment", "shape", "zero"},
         "rows of expert ids lie on padding",
     ),
-    "mask on padding": (assign("response_mask", np.s_[0, 90], 1), {"loss_mask"}, "1 entries on padding are not 0"),
+    "mask on padding": (
+        assign("response_mask", np.s_[0, 90], 1),
+        {"loss_mask"},
+        "1 entries on padding are not 0",
+    ),
     "hole": (assign("attention_mask", np.s_[0, 50], 0), {"length"}, "attention_mask has a hole"),
-    "joined": (assign("responses", np.s_[0, 3], 39), {"files"}, "input_ids are not prompts followed by responses"),
+    "joined": (
+        assign("responses", np.s_[0, 3], 39),
+        {"files"},
+        "input_ids are not prompts followed by responses",
+    ),
 }
 
 
@@ -248,14 +314,18 @@ def test_a_fault_in_a_batch_is_named(fault, tmp_path, capsys):
 
 
 def test_tokens_masked_on_purpose_are_no_error(tmp_path, capsys):
-    """A trainer may leave out sampled tokens: nothing is wrong where no masked-out token has log-prob 0."""
+    """A trainer may leave out sampled tokens: nothing is wrong where no masked-out token has
+    log-prob 0.
+    """
 
     def change(samples):
         every("loss_mask", lambda _: [0] * 20 + [1] * 60)(samples)
         every("rollout_log_probs", lambda p: [value or -1.0 for value in p])(samples)
 
     report = report_of(save_samples(tmp_path / "dump", change=change), capsys)
-    assert report["passed"] and any("0 of 160 masked-out tokens" in note for note in report["notes"])
+    assert report["passed"] and any(
+        "0 of 160 masked-out tokens" in note for note in report["notes"]
+    )
 
 
 def test_what_the_content_does_not_allow_is_said(tmp_path, capsys):
@@ -286,18 +356,25 @@ def test_evaluations_are_left_out_and_steps_chosen(tmp_path, capsys):
     folder = save_samples(tmp_path / "dump")
     (folder / "eval_5.pt").write_bytes((folder / "5.pt").read_bytes())
     report = report_of(folder, capsys, "--step", "5")
-    assert report["rollouts"] == ROLLOUTS and "1 evaluation files are not read" in report["notes"][0]
+    assert (
+        report["rollouts"] == ROLLOUTS and "1 evaluation files are not read" in report["notes"][0]
+    )
     assert "no rollouts of step 6" in error_of(folder, capsys, "--step", "6")
 
 
 def test_the_model_says_which_layers_are_dense(tmp_path, capsys):
-    """With --model an MoE layer that is 0 everywhere is an error.  (The canary then has nothing that fits the model.)"""
+    """With --model an MoE layer that is 0 everywhere is an error.
+
+    (The canary then has nothing that fits the model.)
+    """
     sizes = dict(num_experts=EXPERTS, num_experts_per_tok=TOP_K, num_hidden_layers=LAYERS)
     model = random_checkpoint(tmp_path / "model", **sizes)
     sizes = open_model(model, "float32").sizes
     dump = open_dump(save_samples(tmp_path / "dump"), None, sizes)
     findings = check_dump(dump, Model(sizes)).findings
-    assert {(each.check, each.found) for each in findings} == {("zero", "MoE layers [0] are all zero")}
+    assert {(each.check, each.found) for each in findings} == {
+        ("zero", "MoE layers [0] are all zero")
+    }
 
 
 class Payload:
@@ -312,7 +389,9 @@ class Payload:
 
 def test_nothing_in_a_file_is_run(tmp_path, capsys):
     witness = tmp_path / "run"
-    hostile = save_samples(tmp_path / "hostile", change=one("metadata", lambda _: {"x": Payload(witness)}))
+    hostile = save_samples(
+        tmp_path / "hostile", change=one("metadata", lambda _: {"x": Payload(witness)})
+    )
     error = error_of(hostile, capsys)
     assert "5.pt: holds objects of" in error and "io.open" in error and "never run" in error
     proto = tmp_path / "verl_GBS4__N2"
@@ -346,5 +425,7 @@ def test_text_of_verl_is_read_for_what_it_holds(tmp_path, capsys):
     file.write_text("".join(json.dumps(each) + "\n" for each in (line, *wrong)) + '{"cut')
     found = [each["found"] for each in report_of(file, capsys)["findings"]]
     assert len(found) == 4
-    for text, message in zip(found, ("score is nan", "step 4 in 5.jsonl", "the line has no", "not JSON"), strict=True):
+    for text, message in zip(
+        found, ("score is nan", "step 4 in 5.jsonl", "the line has no", "not JSON"), strict=True
+    ):
         assert message in text

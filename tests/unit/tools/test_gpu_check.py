@@ -1,4 +1,6 @@
-"""gpu-check: limits, failures and steps that are not possible, on fake steps; the page; every real step's command."""
+"""gpu-check: limits, failures and steps that are not possible, on fake steps; the page; every real
+step's command.
+"""
 
 import json
 import sys
@@ -17,7 +19,9 @@ from megatron_rl_tools.gpu_check.result import Findings, StepOutcome
 from megatron_rl_tools.gpu_check.step_runner import StepJob, run_job
 from megatron_rl_tools.gpu_check.steps import PACKAGE, STEPS, StepPlace, job
 
-WRITE = "import json, pathlib; pathlib.Path('{folder}/result.json').write_text(json.dumps({outcome!r}))"
+WRITE = (
+    "import json, pathlib; pathlib.Path('{folder}/result.json').write_text(json.dumps({outcome!r}))"
+)
 PASSED = {"verdict": "passed", "reason": "", "figures": {"tokens/s": 12.5}}
 
 
@@ -40,7 +44,10 @@ def test_a_step_over_its_limit_ends_with_its_children_and_keeps_its_figures(tmp_
     child = f"while true; do date +%s%N >{alive}; sleep 0.02; done & echo loading; sleep 60"
     code = f"printf '%s' '{json.dumps(PASSED)}' >{place}/result.json; {child}"
     report = run_job(StepJob("step", "a test", 0.03, ["bash", "-c", code]), tmp_path)
-    assert report.outcome.verdict == "failed" and report.outcome.reason == "over its limit of 0.03 minutes; loading"
+    assert (
+        report.outcome.verdict == "failed"
+        and report.outcome.reason == "over its limit of 0.03 minutes; loading"
+    )
     assert report.outcome.figures == PASSED["figures"] and report.seconds < 30
     stopped_at = alive.read_text()
     time.sleep(0.2)
@@ -61,7 +68,9 @@ def test_a_step_that_ends_without_a_result_failed(tmp_path, code, reason):
 
 def test_a_step_that_crashes_after_its_result_failed(tmp_path):
     outcome = run(tmp_path, "raise SystemExit('the watchdog ended it')", outcome=PASSED).outcome
-    assert outcome == StepOutcome("failed", "exit status 1: the watchdog ended it", PASSED["figures"])
+    assert outcome == StepOutcome(
+        "failed", "exit status 1: the watchdog ended it", PASSED["figures"]
+    )
 
 
 def test_an_old_result_is_not_read_again(tmp_path):
@@ -79,8 +88,14 @@ def test_a_failed_step_does_not_stop_the_next_ones(tmp_path, monkeypatch, capsys
     codes = {"doctor": "raise SystemExit('no GPU')", "logits": "", "speed": ""}
 
     def fake(step, place):
-        outcome = PASSED if step.name == "speed" else {**PASSED, "verdict": "not possible", "reason": "no | TE"}
-        code = WRITE.format(folder=place.folder / step.name, outcome=outcome) + "\n" + codes[step.name]
+        outcome = (
+            PASSED
+            if step.name == "speed"
+            else {**PASSED, "verdict": "not possible", "reason": "no | TE"}
+        )
+        code = (
+            WRITE.format(folder=place.folder / step.name, outcome=outcome) + "\n" + codes[step.name]
+        )
         return StepJob(step.name, step.purpose, step.minutes, [sys.executable, "-c", code])
 
     monkeypatch.setattr(gpu_check, "job", fake)
@@ -93,7 +108,10 @@ def test_a_failed_step_does_not_stop_the_next_ones(tmp_path, monkeypatch, capsys
     assert "megatron-core" in found["machine"] and "commit" in found["machine"]
     text = (tmp_path / "report.md").read_text()
     assert "1 passed, 1 failed, 1 not possible" in text
-    assert "| logits | not possible | 0 s of 10 min | no \\| TE |" in text and "| tokens/s | 12.5 |" in text
+    assert (
+        "| logits | not possible | 0 s of 10 min | no \\| TE |" in text
+        and "| tokens/s | 12.5 |" in text
+    )
     assert "1 passed, 1 failed, 1 not possible" in capsys.readouterr().out
     assert gpu_check.main([*arguments[:-1]]) == 0, "not possible is no failure"
 
@@ -103,7 +121,9 @@ def test_findings_name_what_failed_and_what_did_not_run():
     findings.check(True, "unused")
     assert findings.outcome == StepOutcome("passed", "needs TransformerEngine")
     findings.check(False, "0.3 nats (limit 0.1)")
-    assert findings.outcome == StepOutcome("failed", "0.3 nats (limit 0.1); needs TransformerEngine")
+    assert findings.outcome == StepOutcome(
+        "failed", "0.3 nats (limit 0.1); needs TransformerEngine"
+    )
 
 
 def test_every_step_has_a_function_and_a_limit(tmp_path):
@@ -118,7 +138,10 @@ def test_every_step_has_a_function_and_a_limit(tmp_path):
 
 def test_bad_arguments_are_named(tmp_path, capsys):
     for arguments, text in [
-        (["--device", "cpu", "--server-python", "/nowhere/python"], "--server-python /nowhere/python: no such file"),
+        (
+            ["--device", "cpu", "--server-python", "/nowhere/python"],
+            "--server-python /nowhere/python: no such file",
+        ),
         (["--steps", "sped"], "invalid choice: 'sped'"),
     ]:
         with pytest.raises(SystemExit):
@@ -138,17 +161,26 @@ def test_the_planners_row_of_a_gpu_is_found_by_its_name(monkeypatch, device, row
     assert speed.hardware_here() == (row and HARDWARE[row])
 
 
-def test_the_demo_on_a_gpu_leaves_memory_to_the_trainer_and_has_kernels_for_its_heads(tmp_path, monkeypatch):
+def test_the_demo_on_a_gpu_leaves_memory_to_the_trainer_and_has_kernels_for_its_heads(
+    tmp_path, monkeypatch
+):
     commands = []
     monkeypatch.setattr(server_steps, "sglang_version", lambda place: "0.5.21")
     monkeypatch.setattr(server_steps, "make_tiny_moe", lambda model: None)
     monkeypatch.setattr(
-        server_steps.subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0)
+        server_steps.subprocess,
+        "run",
+        lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0),
     )
     server_steps.demo(StepPlace("cuda", tmp_path, False, Path(sys.executable)))
     overrides = commands[0][commands[0].index("--config") + 2 :]
     cfg = load_config(server_steps.DEMO, overrides)
-    assert cfg.rollout.server_args == ("--mem-fraction-static", "0.4", "--attention-backend", "triton")
+    assert cfg.rollout.server_args == (
+        "--mem-fraction-static",
+        "0.4",
+        "--attention-backend",
+        "triton",
+    )
 
 
 def test_no_engine_is_left_where_the_speed_of_one_is_measured(tmp_path, monkeypatch):
@@ -161,9 +193,13 @@ def test_no_engine_is_left_where_the_speed_of_one_is_measured(tmp_path, monkeypa
             self.core_config = SimpleNamespace(transformer_impl="local")
 
     monkeypatch.setattr(material, "Engine", Engine)
-    monkeypatch.setattr(material, "make_parallel", lambda *_, **__: SimpleNamespace(destroy=lambda: None))
+    monkeypatch.setattr(
+        material, "make_parallel", lambda *_, **__: SimpleNamespace(destroy=lambda: None)
+    )
     measured = []
-    monkeypatch.setattr(speed, "measure", lambda *_: measured.append([each for each in alive if each() is not None]))
+    monkeypatch.setattr(
+        speed, "measure", lambda *_: measured.append([each for each in alive if each() is not None])
+    )
     speed.speed(StepPlace("cpu", tmp_path, False, Path(sys.executable)))
     assert measured and not any(measured)
 
@@ -173,6 +209,12 @@ def test_no_engine_is_left_where_the_speed_of_one_is_measured(tmp_path, monkeypa
 def test_the_quick_steps_on_the_cpu(tmp_path):
     """All steps with real models and a real server; those that need a GPU say so."""
     assert gpu_check.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
-    found = {each["name"]: each["outcome"] for each in json.loads((tmp_path / "results.json").read_text())["steps"]}
-    assert {name for name, outcome in found.items() if outcome["verdict"] == "not possible"} == {"host-syncs", "memory"}
+    found = {
+        each["name"]: each["outcome"]
+        for each in json.loads((tmp_path / "results.json").read_text())["steps"]
+    }
+    assert {name for name, outcome in found.items() if outcome["verdict"] == "not possible"} == {
+        "host-syncs",
+        "memory",
+    }
     assert found.keys() == {step.name for step in STEPS}

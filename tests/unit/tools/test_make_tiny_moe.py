@@ -10,7 +10,14 @@ from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
 from examples.paper_long.reward import ledger
 from examples.tools_cpu.calculator import ERROR, calculate
-from megatron_rl_tools.make_tiny_moe import EOS, VOCABULARY, encode_text, make_tiny_moe, read_recipe, sampled_accuracy
+from megatron_rl_tools.make_tiny_moe import (
+    EOS,
+    VOCABULARY,
+    encode_text,
+    make_tiny_moe,
+    read_recipe,
+    sampled_accuracy,
+)
 from megatron_rl_tools.tiny_tasks import TASKS, Example
 
 QUICK = {"skill": 0.01, "decay_steps": 10, "target_accuracy": 0.004}  # stops long before it can add
@@ -37,15 +44,24 @@ def test_it_is_an_hf_checkpoint_as_described_in_its_manifest(checkpoint):
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     assert 0.4e6 < sum(p.numel() for p in model.parameters()) < 1.1e6
-    assert (model.config.num_hidden_layers, model.config.num_experts_per_tok, model.config.norm_topk_prob) == (
+    assert (
+        model.config.num_hidden_layers,
+        model.config.num_experts_per_tok,
+        model.config.norm_topk_prob,
+    ) == (
         4,
         2,
         True,
     )
-    assert tokenizer.vocab_size == model.config.vocab_size and tokenizer.eos_token_id == model.config.eos_token_id
+    assert (
+        tokenizer.vocab_size == model.config.vocab_size
+        and tokenizer.eos_token_id == model.config.eos_token_id
+    )
     assert tokenizer.decode(tokenizer("12+34= 46")["input_ids"]) == "12+34= 46"
     assert tokenizer("12+34=")["input_ids"] == encode_text([sum_of(12, 34)]).tokens[0, :6].tolist()
-    pairs = [tuple(map(int, row["prompt"][:-1].split("+"))) for row in rows(checkpoint / "heldout.jsonl")]
+    pairs = [
+        tuple(map(int, row["prompt"][:-1].split("+"))) for row in rows(checkpoint / "heldout.jsonl")
+    ]
     accuracy = sampled_accuracy(model, encode_text([sum_of(*pair) for pair in pairs]))
     assert accuracy == pytest.approx(read_recipe(checkpoint)["heldout_accuracy"], abs=1e-5)
     assert accuracy == pytest.approx(0.004, rel=0.5)
@@ -56,17 +72,25 @@ def test_prompt_sets_are_disjoint_and_correct(checkpoint):
     train, heldout = rows(checkpoint / "train.jsonl"), rows(checkpoint / "heldout.jsonl")
     assert (len(train), len(heldout)) == (7900, 200)
     assert len({row["prompt"] for row in train + heldout}) == 8100
-    assert all(sum(map(int, row["prompt"][:-1].split("+"))) == int(row["label"]) for row in train + heldout)
+    assert all(
+        sum(map(int, row["prompt"][:-1].split("+"))) == int(row["label"]) for row in train + heldout
+    )
 
 
 def test_sampled_accuracy_is_the_frequency_of_correct_samples(checkpoint):
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint)
-    with torch.no_grad():  # a sharper head, so that a few thousand samples include enough correct answers
+    # a sharper head, so that a few thousand samples include enough correct answers
+    with torch.no_grad():
         model.lm_head.weight.mul_(4.0)
     data = encode_text([sum_of(10, 10)])
     tokens, expected = data.tokens, sampled_accuracy(model, data)
     samples = model.generate(
-        tokens[:, :6].repeat(4000, 1), do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=3
+        tokens[:, :6].repeat(4000, 1),
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        temperature=1.0,
+        max_new_tokens=3,
     )
     seen = (samples[:, 6:9] == tokens[:, 6:9]).all(1).double().mean().item()
     assert 0.001 < expected < 0.9
@@ -105,7 +129,9 @@ def test_invalid_settings_and_a_failed_cold_start_are_errors(tmp_path):
 
 def test_the_demos_calculator_answers_as_the_model_was_shown():
     train, heldout = TASKS["tools"].make(0, 200)
-    assert (len(train), len(heldout)) == (7900, 200) and not {e.prompt for e in train} & {e.prompt for e in heldout}
+    assert (len(train), len(heldout)) == (7900, 200) and not {e.prompt for e in train} & {
+        e.prompt for e in heldout
+    }
     for example in heldout:
         first, second, last = example.turns
         assert (calculate(first), calculate(second)) == example.answers and last == example.label
@@ -119,17 +145,24 @@ def test_the_demos_calculator_answers_as_the_model_was_shown():
 
 def test_a_ledger_is_written_out_item_by_item_and_ends_in_its_sum():
     train, heldout = TASKS["ledger"].make(0, 200)
-    assert (len(train), len(heldout)) == (7900, 200) and not {e.prompt for e in train} & {e.prompt for e in heldout}
+    assert (len(train), len(heldout)) == (7900, 200) and not {e.prompt for e in train} & {
+        e.prompt for e in heldout
+    }
     assert {len(example.prompt) // 2 for example in train} == set(range(10, 27))
     for example in heldout:
         digits = [int(digit) for digit in re.findall("[a-z]([0-9])", example.prompt)]
         (turn,) = example.turns
         items = re.findall("([a-z])([0-9]):([0-9][0-9])([.,;!?/&@])", turn)
         assert "".join(name + digit for name, digit, _, _ in items) + "=" == example.prompt
-        assert [int(total) for _, _, total, _ in items] == [sum(digits[: n + 1]) % 100 for n in range(len(digits))]
+        assert [int(total) for _, _, total, _ in items] == [
+            sum(digits[: n + 1]) % 100 for n in range(len(digits))
+        ]
         assert turn == "".join(f"{n}{d}:{t}{mark}" for n, d, t, mark in items) + "=" + example.label
         assert 60 <= len(turn) <= 160 and int(example.label) == sum(digits) % 100
-        assert (ledger("", turn, example.label), ledger("", turn + "1", example.label)) == (1.0, 0.0)
+        assert (ledger("", turn, example.label), ledger("", turn + "1", example.label)) == (
+            1.0,
+            0.0,
+        )
         assert ledger("", example.label, example.label) == 0.0, "an answer alone is not the task"
     stages = TASKS["ledger"].stages(train)
     assert [first for first, _ in stages] == [0, 300, 500] and stages[-1][1] is train
@@ -139,7 +172,11 @@ def test_a_ledger_is_written_out_item_by_item_and_ends_in_its_sum():
 def test_free_choices_are_learned_but_not_judged():
     data = encode_text([Example("a1=", "01", ("a1:01!=01",))], free="!?")
     (tokens,) = data.tokens.tolist()
-    free = [place for place in range(len(tokens)) if data.is_models[0, place] and not data.is_judged[0, place]]
+    free = [
+        place
+        for place in range(len(tokens))
+        if data.is_models[0, place] and not data.is_judged[0, place]
+    ]
     assert [VOCABULARY[tokens[place]] for place in free] == ["!"]
     assert encode_text([sum_of(12, 34)]).is_judged.equal(encode_text([sum_of(12, 34)]).is_models)
 

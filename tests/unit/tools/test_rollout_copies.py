@@ -9,7 +9,9 @@ HIDDEN, GROUP, PROMPT = 16, 16, 6
 
 
 class Model:
-    """Routers of a synthetic model; input: the token's embedding and a decaying sum of previous ones.  Digits are similar."""
+    """Routers of a synthetic model; input: the token's embedding and a decaying sum of previous
+    ones.  Digits are similar.
+    """
 
     def __init__(self, layers: int, experts: int, top_k: int) -> None:
         self.rng = np.random.default_rng(0)
@@ -46,7 +48,9 @@ def found(rollouts):
 
 
 def copy(rollouts, to, same_group):
-    """Give rollout `to` the routes of the first one of its length and other tokens, in its group or another."""
+    """Give rollout `to` the routes of the first one of its length and other tokens, in its group or
+    another.
+    """
     tokens = rollouts[to][0]
     for number, (other, its_routes) in enumerate(rollouts):
         is_mate = number // GROUP == to // GROUP
@@ -70,7 +74,9 @@ def test_a_copy_from_another_prompt_is_found_in_a_small_model(experts):
 
 
 @pytest.mark.parametrize(("layers", "experts", "top_k"), [(26, 64, 6), (48, 128, 8)])
-def test_a_short_copy_from_the_same_prompt_is_found_in_a_model_of_realistic_size(layers, experts, top_k):
+def test_a_short_copy_from_the_same_prompt_is_found_in_a_model_of_realistic_size(
+    layers, experts, top_k
+):
     rollouts = Model(layers, experts, top_k).dump(groups=4, answer=4)
     assert found(rollouts)[0] == []
     other = copy(rollouts, 60, same_group=True)

@@ -1,4 +1,6 @@
-"""`megatron-rl top`: live, finished, failed and dead runs, many ranks, servers that do not answer, 80 and 120 columns."""
+"""`megatron-rl top`: live, finished, failed and dead runs, many ranks, servers that do not answer,
+80 and 120 columns.
+"""
 
 import json
 import threading
@@ -25,7 +27,8 @@ RANKS = [
 ]
 STATUS = Status(
     NOW - 1, started=NOW - 735, step=12, num_steps=60, step_seconds=4.13, ranks=RANKS,
-    metrics={"rollout/reward_mean": 0.43, "rollout/tokens_per_second": 812.0, "train/kl_mu_pi": 1.2e-3},
+    metrics={"rollout/reward_mean": 0.43, "rollout/tokens_per_second": 812.0,
+    "train/kl_mu_pi": 1.2e-3},
 )  # fmt: skip
 
 
@@ -58,24 +61,37 @@ def test_runs_that_have_ended():
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(NOW - 200))
     ended = replace(STATUS, time=NOW - 200)
     assert lines(ended)[0] == f"demo  no heartbeat  step 12/60  since {since} (3:20 ago)"
-    assert lines(replace(ended, state="finished"))[0] == f"demo  finished  step 12/60  {since} (3:20 ago)"
+    assert (
+        lines(replace(ended, state="finished"))[0]
+        == f"demo  finished  step 12/60  {since} (3:20 ago)"
+    )
     failed = lines(replace(ended, state="failed", text="RuntimeError: no disk"))
     assert failed[0].startswith("demo  failed") and "RuntimeError: no disk" in failed
     assert "  1.2  2.0 GiB" in lines(ended)[4], "a dead rank spends no more time in its stage"
 
 
 def test_many_ranks_are_grouped_and_a_silent_one_is_named():
-    ranks = [RankStatus(i, f"n{i // 8:03}", "update of step 13", 12.5, "", 70 * 2**30) for i in range(128)]
+    ranks = [
+        RankStatus(i, f"n{i // 8:03}", "update of step 13", 12.5, "", 70 * 2**30)
+        for i in range(128)
+    ]
     ranks[77] = RankStatus(77, "n009", "old_logprob of step 13", 20.0, "", 2**30, silent=33.0)
     found = lines(replace(STATUS, ranks=ranks))
     assert found[3].split("  ")[0] == "rank" and len(found) == 6
-    assert " ".join(found[4].split()) == "77 n009 old_logprob of step 13 54.0 1.0 GiB no heartbeat for 0:33"
-    assert " ".join(found[5].split()) == "0 to 76, 78 to 127 16 hosts update of step 13 13.5 70.0 GiB"
+    assert (
+        " ".join(found[4].split())
+        == "77 n009 old_logprob of step 13 54.0 1.0 GiB no heartbeat for 0:33"
+    )
+    assert (
+        " ".join(found[5].split()) == "0 to 76, 78 to 127 16 hosts update of step 13 13.5 70.0 GiB"
+    )
     assert len(lines(replace(STATUS, ranks=ranks), every_rank=True)) == 4 + 128
 
 
 def test_once_and_what_is_no_run(tmp_path, capsys):
-    (tmp_path / STATUS_FILE).write_text(json.dumps({"schema": SCHEMA, **asdict(replace(STATUS, time=NOW - 200))}))
+    (tmp_path / STATUS_FILE).write_text(
+        json.dumps({"schema": SCHEMA, **asdict(replace(STATUS, time=NOW - 200))})
+    )
     assert top.main([str(tmp_path)]) == 0, "no terminal: once, without escapes"
     shown = capsys.readouterr().out
     assert "no heartbeat" in shown and "\x1b" not in shown
@@ -83,7 +99,9 @@ def test_once_and_what_is_no_run(tmp_path, capsys):
     assert "nothing/status.json: not found: no such folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("status", "body", "problem"), [(401, {}, "answers 401"), (200, {}, "answers no load")])
+@pytest.mark.parametrize(
+    ("status", "body", "problem"), [(401, {}, "answers 401"), (200, {}, "answers no load")]
+)
 def test_servers_that_answer_otherwise(status, body, problem):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -101,11 +119,16 @@ def test_servers_that_answer_otherwise(status, body, problem):
     finally:
         server.shutdown()
         server.server_close()
-    assert "does not answer from here" in ask_load(f"http://127.0.0.1:{server.server_port}", {}).problem
+    assert (
+        "does not answer from here"
+        in ask_load(f"http://127.0.0.1:{server.server_port}", {}).problem
+    )
 
 
 def test_a_folder_does_not_choose_which_secret_is_sent(tmp_path, monkeypatch, capsys):
-    """status.json may be another person's: no variable that it names is sent to the servers that it names."""
+    """status.json may be another person's: no variable that it names is sent to the servers that it
+    names.
+    """
     received = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -122,7 +145,9 @@ def test_a_folder_does_not_choose_which_secret_is_sent(tmp_path, monkeypatch, ca
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        status = replace(STATUS, time=time.time(), servers=[f"http://127.0.0.1:{server.server_port}"])
+        status = replace(
+            STATUS, time=time.time(), servers=[f"http://127.0.0.1:{server.server_port}"]
+        )
         row = {"schema": SCHEMA, **asdict(status), "api_key_env": "SOME_TOKEN"}
         (tmp_path / STATUS_FILE).write_text(json.dumps(row))
         assert top.main([str(tmp_path), "--once"]) == 0

@@ -1,4 +1,6 @@
-"""megatron-rl trace: the numbers of a known step, its picture, and what the GPUs did on the same clock."""
+"""megatron-rl trace: the numbers of a known step, its picture, and what the GPUs did on the same
+clock.
+"""
 
 import gzip
 import json
@@ -6,7 +8,14 @@ import json
 import pytest
 
 from megatron_rl.launch.trace import Span
-from megatron_rl.launch.trace_file import SharedClock, gpu_path, merge, rank_path, read_rank, write_trace
+from megatron_rl.launch.trace_file import (
+    SharedClock,
+    gpu_path,
+    merge,
+    rank_path,
+    read_rank,
+    write_trace,
+)
 from megatron_rl_tools.trace import merge_trace as command
 from megatron_rl_tools.trace.gpu import FIRST_GPU, gpu_events
 from megatron_rl_tools.trace.picture import draw
@@ -25,13 +34,23 @@ def step(start, end):
 
 
 def write(folder, rank, spans):
-    write_trace(rank_path(folder, rank), spans, rank=rank, world_size=2, step=2, clock=SharedClock("h", 0, 50 * S))
+    write_trace(
+        rank_path(folder, rank),
+        spans,
+        rank=rank,
+        world_size=2,
+        step=2,
+        clock=SharedClock("h", 0, 50 * S),
+    )
     return read_rank(rank_path(folder, rank))
 
 
 @pytest.fixture
 def ranks(tmp_path):
-    """Rank 1 is late in the update: rank 0 waits 2 s for it.  Sampling for the next step runs meanwhile, its call longer."""
+    """Rank 1 is late in the update: rank 0 waits 2 s for it.
+
+    Sampling for the next step runs meanwhile, its call longer.
+    """
     shared = [step(10, 20), stage("rollout", 10, 12), stage("checkpoint", 20, 23)]
     sampling = Span("sampling", "sampling", 12 * S, 20 * S, thread="sampling")
     before = Span("request", "request", 8 * S, 11 * S, URL, "request", "b")
@@ -45,7 +64,10 @@ def ranks(tmp_path):
         request,
         episode,
     ]
-    second = [stage("update", 12, 19.5), Span("all_reduce", "collective", int(18.25 * S), int(18.5 * S))]
+    second = [
+        stage("update", 12, 19.5),
+        Span("all_reduce", "collective", int(18.25 * S), int(18.5 * S)),
+    ]
     outside = Span("barrier", "collective", 21 * S, 22 * S)
     return [write(tmp_path, 0, [*shared, *first, outside]), write(tmp_path, 1, [*shared, *second])]
 
@@ -66,7 +88,10 @@ def test_the_numbers_of_a_step(ranks):
     )
     lines = list(found.lines())
     assert lines[0] == "step 3: 10.00 s on 2 rank(s)"
-    assert " ".join(lines[3].split()) == "update 7.250 72.5% 7.500 (rank 1) 2.000 (rank 0) 0.250 (rank 1)"
+    assert (
+        " ".join(lines[3].split())
+        == "update 7.250 72.5% 7.500 (rank 1) 2.000 (rank 0) 0.250 (rank 1)"
+    )
 
 
 def test_overlapping_samplings_count_once():
@@ -80,8 +105,25 @@ def test_a_run_that_stopped_in_the_step_says_so(tmp_path):
 
 def test_kernels_are_on_the_clock_of_their_rank(ranks, tmp_path):
     """The profiler counts from baseTimeNanoseconds in Unix time; the rank's clock was 0 at 50 s."""
-    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 2e6, "dur": 5e5, "args": {}}
-    ignored = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 99, "tid": 99, "ts": 2e6, "dur": 5.0}
+    kernel = {
+        "ph": "X",
+        "cat": "kernel",
+        "name": "gemm",
+        "pid": 0,
+        "tid": 7,
+        "ts": 2e6,
+        "dur": 5e5,
+        "args": {},
+    }
+    ignored = {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": "aten::mm",
+        "pid": 99,
+        "tid": 99,
+        "ts": 2e6,
+        "dur": 5.0,
+    }
     content = {"baseTimeNanoseconds": 60 * S, "traceEvents": [kernel, ignored]}
     gpu_path(tmp_path, 1).write_bytes(gzip.compress(json.dumps(content).encode()))
     first, second = (gpu_events(each, tmp_path) for each in ranks)
@@ -89,9 +131,14 @@ def test_kernels_are_on_the_clock_of_their_rank(ranks, tmp_path):
     (found,) = [event for event in second.events if event.get("cat") == "kernel"]
     assert (found["pid"], found["tid"], found["ts"]) == (FIRST_GPU + 1, 7, 12e6), "60 + 2 - 50 s"
     names = {
-        (e["name"], e["pid"]): e["args"]["name"] for e in second.events if e["ph"] == "M" and e["pid"] == FIRST_GPU + 1
+        (e["name"], e["pid"]): e["args"]["name"]
+        for e in second.events
+        if e["ph"] == "M" and e["pid"] == FIRST_GPU + 1
     }
-    assert names == {("process_name", FIRST_GPU + 1): "rank 1 (h): GPU", ("thread_name", FIRST_GPU + 1): "stream 7"}
+    assert names == {
+        ("process_name", FIRST_GPU + 1): "rank 1 (h): GPU",
+        ("thread_name", FIRST_GPU + 1): "stream 7",
+    }
     events = merge([first, second])
     assert [row.get_text() for row in draw(events, summarize_trace(events)).axes[0].texts] == [
         "rank 0", "collectives", "sampling thread", "rank 1", "collectives", "rank 1 (h): GPU",
@@ -128,7 +175,9 @@ def test_a_damaged_profile_is_named(run, content, capsys):
 def test_ranks_that_the_run_no_longer_has_are_not_read(run, capsys):
     """They are of another step, and the GPU's file of one is damaged."""
     folder = run / "trace/step_000003"
-    write_trace(rank_path(folder, 2), [], rank=2, world_size=4, step=1, clock=SharedClock("h", 0, 50 * S))
+    write_trace(
+        rank_path(folder, 2), [], rank=2, world_size=4, step=1, clock=SharedClock("h", 0, 50 * S)
+    )
     gpu_path(folder, 2).write_bytes(b"{}")
     assert command.main([str(run)]) == 0
     assert capsys.readouterr().out.startswith("step 3: 10.00 s on 2 rank(s)")

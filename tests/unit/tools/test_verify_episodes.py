@@ -1,4 +1,6 @@
-"""Inputs of verify_replay --turns: what joining the turns gives is what the definition says, and each fault is named."""
+"""Inputs of verify_replay --turns: what joining the turns gives is what the definition says, and
+each fault is named.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,16 @@ from megatron_rl_tools.verify_replay.episodes import (
 from megatron_rl_tools.verify_replay.fingerprints import Shape, fingerprint_routes, make_given
 from megatron_rl_tools.verify_replay.options import EPISODE_FAULTS
 
-SHAPE = Shape(num_layers=2, num_experts=32, top_k=4, vocab_size=96, dp_size=2, cp_size=1, micro_batches=2, turns=3)
+SHAPE = Shape(
+    num_layers=2,
+    num_experts=32,
+    top_k=4,
+    vocab_size=96,
+    dp_size=2,
+    cp_size=1,
+    micro_batches=2,
+    turns=3,
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +56,20 @@ def test_the_definition_by_hand(given):
     assert sampled_by(requests, bounds[0][1]) is None  # the environment
     assert forward_of(requests, 0) == 0  # of the prompt
     assert forward_of(requests, bounds[0][1] - 2) == 0  # predicts the turn's last token
-    assert forward_of(requests, bounds[0][1] - 1) == 1  # that token: first an input of the second request
+    # that token: first an input of the second request
+    assert forward_of(requests, bounds[0][1] - 1) == 1
     assert forward_of(requests, bounds[1][0] - 1) == 1  # predicts the second turn
 
 
 @pytest.mark.parametrize("fault", EPISODE_FAULTS)
 def test_every_fault_changes_what_is_checked(given, fault):
     wrong = given.broken(fault)
-    names = {rollout.id for index in (0, 1) for rollout in wrong.rollouts(index) if changed(given, rollout, index)}
+    names = {
+        rollout.id
+        for index in (0, 1)
+        for rollout in wrong.rollouts(index)
+        if changed(given, rollout, index)
+    }
     assert names == {"0.0.0.1", "1.0.0.1"}
     found = wrong_batch(wrong.requests, mini_batch(wrong, 0), 0)
     if fault == "forward":  # its tokens are right: the routers show it
@@ -61,7 +78,9 @@ def test_every_fault_changes_what_is_checked(given, fault):
         others = [key for key in right if right[key] != routes[key]]
         assert others and all(routes[key] in wrong.forwards(0) for key in others)
     else:
-        assert found[0].startswith(f"{fault}: ") and found[1].startswith("rollout 0.0.0.1, position "), found
+        assert found[0].startswith(f"{fault}: ") and found[1].startswith(
+            "rollout 0.0.0.1, position "
+        ), found
 
 
 def changed(given, rollout, index):

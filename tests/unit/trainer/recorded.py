@@ -23,7 +23,9 @@ class Calls(list):
 
 
 class Recorded:
-    """Any method is recorded as NAME.METHOD and returns what `results` has for it; other attributes are set on it."""
+    """Any method is recorded as NAME.METHOD and returns what `results` has for it; other attributes
+    are set on it.
+    """
 
     def __init__(self, calls, name, **results):
         self._calls, self._name, self._results = calls, name, results

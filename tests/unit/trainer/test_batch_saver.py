@@ -36,7 +36,9 @@ def run(group, tmp_path, monkeypatch):
     def made(steps, **settings):
         written, lines = [], []
 
-        def write_bundle(folder, engine, batch, old, results, *, step, reason, with_weights, weights):
+        def write_bundle(
+            folder, engine, batch, old, results, *, step, reason, with_weights, weights
+        ):
             if settings.get("fails"):
                 raise CheckpointError("No space left on device")
             written.append(
@@ -51,8 +53,12 @@ def run(group, tmp_path, monkeypatch):
             )
 
         monkeypatch.setattr(batch_saver, "write_bundle", write_bundle)
-        monkeypatch.setattr(batch_saver, "results_of", lambda engine, metrics, norm: (metrics, norm))
-        keys = {"dir": str(tmp_path), "name": "name"} | {k: v for k, v in settings.items() if k != "fails"}
+        monkeypatch.setattr(
+            batch_saver, "results_of", lambda engine, metrics, norm: (metrics, norm)
+        )
+        keys = {"dir": str(tmp_path), "name": "name"} | {
+            k: v for k, v in settings.items() if k != "fails"
+        }
         cfg = load_config(None, [], {"model": {"path": "m"}, "data": {"train": "x"}, "run": keys})
         engine = SimpleNamespace(parallel=SimpleNamespace(device=torch.device("cpu")))
         saver = BatchSaver(cfg, engine, lines.append, Events(tmp_path / "events.jsonl"))
@@ -87,7 +93,8 @@ def test_the_first_mini_batch_of_every_nth_step(run, tmp_path):
         for folder, step in zip(folders, (2, 5), strict=True)
     ]
     assert lines == [
-        f"mini-batch saved, run.save_batches = every 3: megatron-rl replay-batch {tmp_path / folder}"
+        "mini-batch saved, run.save_batches = every 3: megatron-rl replay-batch"
+        f" {tmp_path / folder}"
         for folder in folders
     ]
 
@@ -120,16 +127,20 @@ def test_each_kind_of_anomaly_is_saved_with_its_reason_and_only_the_first_three(
     ]
     written, _, _ = run(steps, save_batches="on_anomaly", **limits)
     reasons = [
-        "gradient norm nan", "gradient norm inf", "gradient norm 10.5 above run.anomaly_grad_norm = 10",
+        "gradient norm nan", "gradient norm inf",
+        "gradient norm 10.5 above run.anomaly_grad_norm = 10",
         "KL(mu, pi_old) -0.6 above run.anomaly_kl = 0.5",
     ]  # fmt: skip
     places = [(2, 0), (2, 1), (3, 1), (4, 0)]
-    assert [(folder, reason, with_weights) for folder, _, _, reason, with_weights, _ in written] == [
+    assert [
+        (folder, reason, with_weights) for folder, _, _, reason, with_weights, _ in written
+    ] == [
         (f"name/batches/step_{step:06d}_update_{update}", reason, True)
         for (step, update), reason in zip(places[:3], reasons[:3], strict=True)
     ]
     assert events_of(tmp_path / "events.jsonl") == [
-        ("anomaly", step, f"update {update}: {reason}") for (step, update), reason in zip(places, reasons, strict=True)
+        ("anomaly", step, f"update {update}: {reason}")
+        for (step, update), reason in zip(places, reasons, strict=True)
     ]
 
 
@@ -142,17 +153,22 @@ def test_a_mini_batch_without_an_old_logprob_pass_has_no_kl(run):
 def test_an_anomaly_is_saved_where_others_are_due_too(run):
     written, _, _ = run([[(math.inf, 0.0), GOOD], [GOOD, (math.inf, 0.0)]], save_batches="last")
     assert [(folder.rpartition("/")[2], reason) for folder, _, _, reason, *_ in written] == [
-        ("step_000001_update_0", "gradient norm inf"), ("last", "the latest"), ("last", "the latest"),
+        ("step_000001_update_0", "gradient norm inf"), ("last", "the latest"), ("last",
+        "the latest"),
         ("step_000002_update_1", "gradient norm inf"),
     ]  # fmt: skip
     written, _, _ = run([[(math.inf, 0.0)]] * 4, save_batches="every 4")
-    assert [reason for _, _, _, reason, *_ in written] == ["gradient norm inf"] * 3 + ["run.save_batches = every 4"]
+    assert [reason for _, _, _, reason, *_ in written] == ["gradient norm inf"] * 3 + [
+        "run.save_batches = every 4"
+    ]
 
 
 def test_off_saves_nothing_and_asks_for_no_reduction(run, monkeypatch, tmp_path):
     monkeypatch.setattr(MetricSums, "mean", lambda *_: 1 / 0)
     written, saver, lines = run([[(math.nan, 9.0)]] * 4, save_batches="off")
-    assert (written, lines, saver.unsaved) == ([], [], 0) and not (tmp_path / "events.jsonl").exists()
+    assert (written, lines, saver.unsaved) == ([], [], 0) and not (
+        tmp_path / "events.jsonl"
+    ).exists()
 
 
 def test_what_could_not_be_saved_is_counted_and_reported(run):

@@ -20,7 +20,9 @@ def check(dp_size, run, parallel):
 
 def test_replicas_get_whole_mini_batches():
     check(2, {"prompts_per_step": 8, "num_mini_batches": 4}, {})
-    with pytest.raises(ValueError, match=r"prompts_per_step = 8 must be a multiple of 16 = data-parallel size 4"):
+    with pytest.raises(
+        ValueError, match=r"prompts_per_step = 8 must be a multiple of 16 = data-parallel size 4"
+    ):
         check(4, {"prompts_per_step": 8, "num_mini_batches": 4}, {})
 
 
@@ -28,7 +30,9 @@ def test_interleaved_stages_need_a_multiple_of_pp_responses():
     """Micro-batches come in multiples of pp, and none is empty."""
     interleaved = {"pp": 4, "vp": 2}
     check(1, {"prompts_per_step": 4, "num_mini_batches": 2, "group_size": 2}, interleaved)
-    with pytest.raises(ValueError, match=r"6 responses per mini-batch.*multiple of parallel\.pp = 4"):
+    with pytest.raises(
+        ValueError, match=r"6 responses per mini-batch.*multiple of parallel\.pp = 4"
+    ):
         check(1, {"prompts_per_step": 4, "num_mini_batches": 2, "group_size": 3}, interleaved)
     check(1, {"prompts_per_step": 4, "num_mini_batches": 2, "group_size": 3}, {"pp": 4})
 
@@ -47,13 +51,22 @@ def test_the_api_key_is_kept_from_reward_workers(monkeypatch):
     monkeypatch.setattr(setup, "RewardPool", pool)
     monkeypatch.setattr(standalone, "RewardPool", pool)
     monkeypatch.setattr(standalone, "served_model", lambda path: None)
-    sections = {"model": {"path": "x"}, "data": {"train": "x"}, "rollout": {"api_key_env": "KEY_OF_THE_SERVERS"}}
+    sections = {
+        "model": {"path": "x"},
+        "data": {"train": "x"},
+        "rollout": {"api_key_env": "KEY_OF_THE_SERVERS"},
+    }
     cfg = load_config(None, [], sections)
-    spec = SimpleNamespace(num_layers=1, moe_layers=(0,), top_k=1, num_experts=2, vocab_size=8, max_positions=256)
+    spec = SimpleNamespace(
+        num_layers=1, moe_layers=(0,), top_k=1, num_experts=2, vocab_size=8, max_positions=256
+    )
     found = setup.FoundServers(("http://127.0.0.1:1",), "bfloat16", {}, "run")
     with ExitStack() as stack, pytest.raises(InterruptedError):
         setup.make_leader(cfg, SimpleNamespace(dp_rank=0), spec, None, found, stack, None)
-    with pytest.raises(InterruptedError), standalone.StandaloneSampler(cfg, None, log_dir=Path(), console=None):
+    with (
+        pytest.raises(InterruptedError),
+        standalone.StandaloneSampler(cfg, None, log_dir=Path(), console=None),
+    ):
         pass
     assert hidden == ["KEY_OF_THE_SERVERS"] * 2
 
@@ -67,7 +80,9 @@ def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(mon
     from megatron_rl.trainer import build
 
     sections = {"model": {"path": "x"}, "data": {"train": "x"}, "run": {"dir": str(tmp_path)}}
-    rank_0 = SimpleNamespace(device=torch.device("cuda"), rank=0, world_size=4, destroy=lambda: None)
+    rank_0 = SimpleNamespace(
+        device=torch.device("cuda"), rank=0, world_size=4, destroy=lambda: None
+    )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
@@ -80,7 +95,9 @@ def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(mon
     monkeypatch.setattr(build, "this_machine", lambda parallel: Machine(HARDWARE["h100"], 4, 8))
     monkeypatch.setattr(build, "make_parallel", lambda *args, **rest: rank_0)
     monkeypatch.setattr(build, "make_watchdog", lambda *args: MagicMock())
-    monkeypatch.setattr(build, "Engine", MagicMock(side_effect=InterruptedError("the model is loaded")))
+    monkeypatch.setattr(
+        build, "Engine", MagicMock(side_effect=InterruptedError("the model is loaded"))
+    )
 
     def start(rollouts=None, **rollout):
         with build.start_trainer(load_config(None, [], sections | {"rollout": rollout}), rollouts):
@@ -97,7 +114,8 @@ def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(mon
 
 
 @pytest.mark.parametrize(
-    ("prompts", "replicas", "each"), [(1, 4, 1), (3, 2, 2), (4, 4, 1), (13, 2, 7), (100, 2, 8), (100, 1, 8)]
+    ("prompts", "replicas", "each"),
+    [(1, 4, 1), (3, 2, 2), (4, 4, 1), (13, 2, 7), (100, 2, 8), (100, 1, 8)],
 )
 def test_every_replica_gets_equally_many_prompts_for_the_parity_check(prompts, replicas, each):
     from megatron_rl.engine.parity import probe_prompts
@@ -136,7 +154,9 @@ def test_client_and_weight_sync_of_a_run_name_its_versions_alike(monkeypatch):
     from megatron_rl.trainer import build_inference as build
 
     given = {}
-    monkeypatch.setattr(build, "RolloutClient", lambda *_, **settings: given.update(client=settings["run"]))
+    monkeypatch.setattr(
+        build, "RolloutClient", lambda *_, **settings: given.update(client=settings["run"])
+    )
     monkeypatch.setattr(build, "RewardPool", lambda *_, **settings: ExitStack())
     monkeypatch.setattr(build, "make_runner", lambda *_: None)
     monkeypatch.setattr(
@@ -148,7 +168,10 @@ def test_client_and_weight_sync_of_a_run_name_its_versions_alike(monkeypatch):
     cfg = load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}})
     found = build.FoundServers(("http://127.0.0.1:1",), "bfloat16", {}, "5f0c9a1e")
     parallel = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=1)
-    spec, recording = SimpleNamespace(vocab_size=8, max_positions=256), SimpleNamespace(recorder=lambda *_: None)
+    spec, recording = (
+        SimpleNamespace(vocab_size=8, max_positions=256),
+        SimpleNamespace(recorder=lambda *_: None),
+    )
     with ExitStack() as stack:
         build.make_leader(cfg, parallel, spec, None, found, stack, recording)
         build.make_pusher(cfg, parallel, found, None, stack)
@@ -160,23 +183,36 @@ def test_colocated_has_one_source_on_gpus_and_else_all_on_this_machine(monkeypat
     from megatron_rl.trainer import build_inference as build
 
     def config(way):
-        return load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}, "rollout": {"weight_sync": way}})
+        return load_config(
+            None,
+            [],
+            {"model": {"path": "x"}, "data": {"train": "x"}, "rollout": {"weight_sync": way}},
+        )
 
-    cpu, gpu = (SimpleNamespace(device=torch.device(name), rank=0, world_size=32) for name in ("cpu", "cuda"))
+    cpu, gpu = (
+        SimpleNamespace(device=torch.device(name), rank=0, world_size=32)
+        for name in ("cpu", "cuda")
+    )
     ways = ("distributed", "disk", "colocated")
     assert [build.max_sources(config(way), gpu) for way in ways] == [16, 32, 1]
     assert [build.max_sources(config(way), cpu) for way in ways] == [16, 32, 32]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    others = {"rollout": {"host": "10.0.0.1", "api_key_env": "KEY"}}, {"rollout": {"urls": ["http://10.0.0.1:1"]}}
+    others = (
+        {"rollout": {"host": "10.0.0.1", "api_key_env": "KEY"}},
+        {"rollout": {"urls": ["http://10.0.0.1:1"]}},
+    )
     base = {"model": {"path": "x"}, "data": {"train": "x"}}
-    reached = [build.max_sources(load_config(None, [], base | other), gpu) for other in ({}, *others)]
+    reached = [
+        build.max_sources(load_config(None, [], base | other), gpu) for other in ({}, *others)
+    ]
     assert reached == [1, 16, 16], "ranks on other machines cannot send to 127.0.0.1"
     monkeypatch.setattr(build, "WeightPusher", lambda *_, **settings: SimpleNamespace(close=None))
     monkeypatch.setattr(build.Ranks, "of", lambda parallel: None)
     found = build.FoundServers(("http://127.0.0.1:1",), "bfloat16", {}, "run")
     with ExitStack() as stack:
         with pytest.raises(
-            ValueError, match=r"colocated with 32 training ranks, 8 of them on this machine: without GPUs"
+            ValueError,
+            match=r"colocated with 32 training ranks, 8 of them on this machine: without GPUs",
         ):
             build.make_pusher(config("colocated"), cpu, found, None, stack)
         build.make_pusher(config("colocated"), gpu, found, None, stack)

@@ -1,4 +1,6 @@
-"""What the servers of a run are asked, and what clients, reward workers and weight sync get from the configuration."""
+"""What the servers of a run are asked, and what clients, reward workers and weight sync get from
+the configuration.
+"""
 
 from contextlib import ExitStack
 from functools import partial
@@ -22,11 +24,15 @@ FP8 = {"dtype": "bfloat16", "quantize": "fp8"}
 
 def config(*, replay=None, **rollout):
     base = {"model": {"path": "m", "dtype": "bfloat16"}, "data": {"train": "d"}, "run": {"seed": 7}}
-    return load_config(None, [], base | {"rollout": rollout, "replay": {"mode": "R3"} | (replay or {})})
+    return load_config(
+        None, [], base | {"rollout": rollout, "replay": {"mode": "R3"} | (replay or {})}
+    )
 
 
 def job(device="cpu", **more):
-    base = dict(device=torch.device(device), rank=0, world_size=1, host_group=HOST, is_replica_leader=True)
+    base = dict(
+        device=torch.device(device), rank=0, world_size=1, host_group=HOST, is_replica_leader=True
+    )
     return SimpleNamespace(**base | more)
 
 
@@ -52,7 +58,11 @@ def test_every_server_is_checked_before_a_run_uses_it(monkeypatch, calls, consol
     def info(url, headers, **settings):
         calls.append(("info", (url, headers), settings))
         return SimpleNamespace(
-            url=url, version="1", dtype="float16", routed_experts=url == urls[0], settings={"of": url}
+            url=url,
+            version="1",
+            dtype="float16",
+            routed_experts=url == urls[0],
+            settings={"of": url},
         )
 
     monkeypatch.setattr(build, "server_info", info)
@@ -66,7 +76,8 @@ def test_every_server_is_checked_before_a_run_uses_it(monkeypatch, calls, consol
     if ours:
         pool = Recorded(calls, "pool", take=urls, log_path=Path("log"))
         pool.__class__ = type("Pool", (Recorded,), {
-            "__enter__": lambda self: calls.append(("enter", (), {})), "__exit__": lambda *_: calls.append(("exit", (), {})),
+            "__enter__": lambda self: calls.append(("enter", (), {})),
+            "__exit__": lambda *_: calls.append(("exit", (), {})),
         })  # fmt: skip
     with ExitStack() as stack:
         found = build.find_servers(cfg, SPEC, "cpu", pool, stack, console)
@@ -80,17 +91,23 @@ def test_every_server_is_checked_before_a_run_uses_it(monkeypatch, calls, consol
     lines = [args[0] for args, _ in calls.named("log")]
     assert lines == [
         *(["starting 2 SGLang server(s), log in log"] if ours else []),
-        f"server {urls[0]}: SGLang 1, float16, experts yes", f"server {urls[1]}: SGLang 1, float16, experts no", "a line",
+        f"server {urls[0]}: SGLang 1, float16, experts yes",
+        f"server {urls[1]}: SGLang 1, float16, experts no", "a line",
     ]  # fmt: skip
     seconds = {"timeout": cfg.rollout.probe_seconds("cpu"), "resume": not ours}
     assert calls.named("info") == [((url, headers), seconds) for url in urls]
-    asked = dict(want_routes=True, dtype=None if dtype == "auto" else dtype, tokenizer="digest of m")
+    asked = dict(
+        want_routes=True, dtype=None if dtype == "auto" else dtype, tokenizer="digest of m"
+    )
     infos = calls.named("identical")[0][0][0]
     assert [each.url for each in infos] == list(urls)
     for each, (first, second, third, fourth) in zip(
         infos, zip(*(calls.named(name) for name in checks[:4]), strict=True), strict=True
     ):
-        assert first == ((each, SPEC), asked) and second == ((each, cfg.rollout), {"want_routes": True})
+        assert first == ((each, SPEC), asked) and second == (
+            (each, cfg.rollout),
+            {"want_routes": True},
+        )
         assert third == ((each, cfg.rollout), {})
         assert fourth == ((each.url, cfg.rollout), {"vocab_size": 8, "device": "cpu"})
     assert calls.named("accepted") == [((infos, cfg.rollout), {"want_routes": True})]
@@ -98,7 +115,9 @@ def test_every_server_is_checked_before_a_run_uses_it(monkeypatch, calls, consol
 
 
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 900.0), ("cuda", 1200.0)])
-def test_servers_of_a_run_have_its_settings_and_the_time_that_their_device_needs(monkeypatch, calls, device, seconds):
+def test_servers_of_a_run_have_its_settings_and_the_time_that_their_device_needs(
+    monkeypatch, calls, device, seconds
+):
     cfg, console = config(num_servers=2), SimpleNamespace(log=print)
     monkeypatch.setattr(build, "ServerPool", calls.note("pool"))
     build.make_server_pool(cfg, job(device), console)
@@ -122,20 +141,29 @@ def test_a_leader_samples_scores_and_records_as_configured(monkeypatch, calls, m
         assert "closed" not in calls.names
     assert (leader.client, leader.rewards, leader.recorder) == ("the client", pool, "the recorder")
     settings = dict(
-        spec=SPEC, want_routes=True, drop_missing_routes=missing == "drop_sample", episodes="episodes", run=FOUND.run
+        spec=SPEC,
+        want_routes=True,
+        drop_missing_routes=missing == "drop_sample",
+        episodes="episodes",
+        run=FOUND.run,
     )
     assert calls == [
         ("runner", (cfg, "tokenizer", 8, 256), {}), ("client", (FOUND.urls, cfg.rollout), settings),
-        ("rewards", (cfg.reward,), {"hidden_env": "KEY_OF_THE_SERVERS"}), ("recording.recorder", (cfg, parallel), {}),
+        ("rewards", (cfg.reward,), {"hidden_env": "KEY_OF_THE_SERVERS"}), ("recording.recorder",
+        (cfg, parallel), {}),
         ("closed", (), {}),
     ]  # fmt: skip
 
 
 @pytest.fixture
 def pushed(monkeypatch, calls):
-    """pushed(cfg, parallel, server_pool): the keywords of the WeightPusher, which is closed when the run ends."""
+    """pushed(cfg, parallel, server_pool): the keywords of the WeightPusher, which is closed when
+    the run ends.
+    """
     monkeypatch.setattr(build.Ranks, "of", lambda parallel: f"ranks of {parallel.world_size}")
-    monkeypatch.setattr(build, "WeightPusher", calls.note("pusher", lambda: Recorded(calls, "made")))
+    monkeypatch.setattr(
+        build, "WeightPusher", calls.note("pusher", lambda: Recorded(calls, "made"))
+    )
 
     def make(cfg, parallel, server_pool=None):
         calls.clear()
@@ -152,13 +180,20 @@ def pushed(monkeypatch, calls):
 
 def test_a_weight_sync_has_every_setting(monkeypatch, pushed):
     monkeypatch.setenv("KEY_OF_THE_SERVERS", "sesame")
-    keys = dict(weight_sync="disk", weight_sync_bucket_mb=33, weight_sync_timeout_seconds=44.0, dtype="float32")
+    keys = dict(
+        weight_sync="disk",
+        weight_sync_bucket_mb=33,
+        weight_sync_timeout_seconds=44.0,
+        dtype="float32",
+    )
     keys["verify_push"] = "version"
     cfg = config(api_key_env="KEY_OF_THE_SERVERS", **keys)
     assert pushed(cfg, job()) == dict(
-        checkpoint=cfg.model.path, dtype=torch.float32, transport="disk", bucket_mb=33, device=torch.device("cpu"),
+        checkpoint=cfg.model.path, dtype=torch.float32, transport="disk", bucket_mb=33,
+        device=torch.device("cpu"),
         timeout_seconds=44.0, disk_dir=cfg.run_dir / "weights", headers=auth_headers(cfg.rollout),
-        settings=FOUND.settings, verify_every=0, places=None, ranks="ranks of 1", run=FOUND.run, fp8_keep=None,
+        settings=FOUND.settings, verify_every=0, places=None, ranks="ranks of 1", run=FOUND.run,
+        fp8_keep=None,
     )  # fmt: skip
     assert auth_headers(cfg.rollout) == {"Authorization": "Bearer sesame"}
     settings = pushed(config(verify_push="checksum", verify_push_every=5, **FP8), job())
@@ -168,21 +203,29 @@ def test_a_weight_sync_has_every_setting(monkeypatch, pushed):
 
 
 def test_on_gpus_each_servers_ranks_have_a_place(monkeypatch, pushed):
-    monkeypatch.setattr(build, "devices_of_server", lambda rollout, index, environment: [index, index + 4])
+    monkeypatch.setattr(
+        build, "devices_of_server", lambda rollout, index, environment: [index, index + 4]
+    )
     cfg, pool = config(num_servers=2), SimpleNamespace(index=lambda url: int(url[-1]))
     places = pushed(cfg, job("cuda"), pool)["places"]
     assert places("http://a:1") == [torch.device("cuda", 1), torch.device("cuda", 5)]
     assert pushed(cfg, job("cuda"))["places"] is pushed(cfg, job(), pool)["places"] is None
 
 
-@pytest.mark.parametrize(("world_size", "local", "is_refused"), [(2, 2, False), (2, 1, True), (1, 1, False)])
-def test_colocated_ranks_without_gpus_are_all_on_one_machine(monkeypatch, pushed, world_size, local, is_refused):
+@pytest.mark.parametrize(
+    ("world_size", "local", "is_refused"), [(2, 2, False), (2, 1, True), (1, 1, False)]
+)
+def test_colocated_ranks_without_gpus_are_all_on_one_machine(
+    monkeypatch, pushed, world_size, local, is_refused
+):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     parallel = job(world_size=world_size)
     for way in ("distributed", "disk"):
         assert pushed(config(weight_sync=way), parallel)["transport"] == way
     if is_refused:
-        with pytest.raises(ValueError, match="colocated with 2 training ranks, 1 of them on this machine"):
+        with pytest.raises(
+            ValueError, match="colocated with 2 training ranks, 1 of them on this machine"
+        ):
             pushed(config(weight_sync="colocated"), parallel)
     else:
         pushed(config(weight_sync="colocated"), parallel)
@@ -194,24 +237,31 @@ def asked(monkeypatch, calls):
     memory = Recorded(calls, "memory")
     engine = SimpleNamespace(spec=SPEC, offload=memory, export_parts=calls.note("export"))
     for name, result in (
-        ("length_problems", []), ("queue_problems", []), ("make_server_pool", "pool"), ("find_servers", FOUND),
+        ("length_problems", []), ("queue_problems", []), ("make_server_pool", "pool"),
+        ("find_servers", FOUND),
         ("make_leader", SimpleNamespace(client="client")), ("make_pusher", "pusher"),
     ):  # fmt: skip
         monkeypatch.setattr(build, name, calls.note(name, lambda result=result: result))
-    monkeypatch.setattr(build, "from_rank_0", lambda make, group: calls.append(("rank 0", (group,), {})) or make())
+    monkeypatch.setattr(
+        build, "from_rank_0", lambda make, group: calls.append(("rank 0", (group,), {})) or make()
+    )
     monkeypatch.setattr(build, "max_sources", lambda cfg, parallel: 5)
     monkeypatch.setattr(dist, "barrier", calls.note("barrier"))
 
     class Inference(SimpleNamespace):
         stop, release_memory = calls.note("stop"), calls.note("release")
 
-    monkeypatch.setattr(build, "Inference", lambda export, **settings: Inference(export=export, **settings))
+    monkeypatch.setattr(
+        build, "Inference", lambda export, **settings: Inference(export=export, **settings)
+    )
 
     def make(cfg, parallel):
         calls.clear()
         with ExitStack() as stack:
             console = SimpleNamespace(log=print)
-            made = build.make_inference(cfg, parallel, engine, "tokenizer", stack, console, "recording")
+            made = build.make_inference(
+                cfg, parallel, engine, "tokenizer", stack, console, "recording"
+            )
             assert calls.names[-1] == "release"
         assert calls.names[-1] == "stop"
         return made
@@ -227,7 +277,8 @@ def test_rank_0_starts_servers_where_none_are_named(asked, calls, rank, urls):
     pool = "pool" if rank == 0 and not urls else None
     started, led = ["make_server_pool"] * (pool is not None), ["make_leader"] * (rank == 0)
     assert calls.names == [
-        "length_problems", *started, "rank 0", "find_servers", *led, "make_pusher", "release", "stop",
+        "length_problems", *started, "rank 0", "find_servers", *led, "make_pusher", "release",
+        "stop",
     ]  # fmt: skip
     assert calls.named("rank 0") == [((HOST,), {})]
     assert calls.named("find_servers")[0][0][:4] == (cfg, SPEC, "cpu", pool)
@@ -235,7 +286,9 @@ def test_rank_0_starts_servers_where_none_are_named(asked, calls, rank, urls):
     assert (leader is not None) == (inference.client == "client") == (rank == 0)
     inference.export()
     assert calls.named("export") == [((5,), {})]
-    expected = dict(pusher="pusher", server_pool=pool, urls=FOUND.urls, log=print, dtype=FOUND.dtype, group=HOST)
+    expected = dict(
+        pusher="pusher", server_pool=pool, urls=FOUND.urls, log=print, dtype=FOUND.dtype, group=HOST
+    )
     assert expected.items() <= vars(inference).items() and inference.memory is None
     assert isinstance(inference.export, partial)
 
@@ -243,14 +296,18 @@ def test_rank_0_starts_servers_where_none_are_named(asked, calls, rank, urls):
 def test_the_trainer_leaves_the_gpus_to_servers_that_start(asked, calls):
     make, memory = asked
     cfg = config()
-    cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"release_memory": True})})
+    cfg = cfg.model_copy(
+        update={"rollout": cfg.rollout.model_copy(update={"release_memory": True})}
+    )
     inference, _ = make(cfg, job())
     assert inference.memory is memory and calls.named("barrier") == [((HOST,), {})]
     assert calls.names[2:6] == ["memory.free_training", "memory.free_weights", "barrier", "rank 0"]
 
 
 @pytest.mark.parametrize(("local", "share"), [("2", 0.5), (None, 0.25)])
-def test_rollouts_that_wait_must_fit_the_smallest_machine_of_the_job(monkeypatch, asked, calls, local, share):
+def test_rollouts_that_wait_must_fit_the_smallest_machine_of_the_job(
+    monkeypatch, asked, calls, local, share
+):
     """Of 4 ranks; memory of another machine is smaller than that of this one."""
 
     def all_reduce(tensor, operation, group):
@@ -271,6 +328,8 @@ def test_rollouts_that_wait_must_fit_the_smallest_machine_of_the_job(monkeypatch
     monkeypatch.setattr(build, "queue_problems", lambda *_: ["too many"])
     with pytest.raises(ValueError, match=r"^too long\ntoo many$"):
         make(cfg, job(world_size=4))
-    monkeypatch.setattr(dist, "all_reduce", lambda *_: pytest.fail("without steps ahead nothing waits"))
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda *_: pytest.fail("without steps ahead nothing waits")
+    )
     with pytest.raises(ValueError, match=r"^too long$"):
         make(config(), job(world_size=4))

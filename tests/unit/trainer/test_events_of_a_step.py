@@ -1,4 +1,7 @@
-"""Events that a step adds: an update that was skipped, servers that were replaced.  An anomaly: test_saved_batches.py."""
+"""Events that a step adds: an update that was skipped, servers that were replaced.
+
+An anomaly: test_saved_batches.py.
+"""
 
 import json
 import math
@@ -19,7 +22,10 @@ NAME = "run/unsaved_batches_total"
 
 
 def events_of(path):
-    return [(row["kind"], row["step"], row["text"]) for row in map(json.loads, path.read_text().splitlines())]
+    return [
+        (row["kind"], row["step"], row["text"])
+        for row in map(json.loads, path.read_text().splitlines())
+    ]
 
 
 def test_an_update_that_is_skipped_is_an_event(tmp_path):
@@ -39,7 +45,9 @@ def test_an_update_that_is_skipped_is_an_event(tmp_path):
     trainer.meter.step = 4
     for index in range(2):
         Trainer.update(trainer, SimpleNamespace(index=index), None)
-    assert events_of(tmp_path / "events.jsonl") == [("skipped_update", 5, "update 1: gradient norm inf")]
+    assert events_of(tmp_path / "events.jsonl") == [
+        ("skipped_update", 5, "update 1: gradient norm inf")
+    ]
 
 
 def test_mini_batches_that_could_not_be_saved_are_counted_since_the_start(monkeypatch):
@@ -50,7 +58,11 @@ def test_mini_batches_that_could_not_be_saved_are_counted_since_the_start(monkey
     monkeypatch.setattr(batch_saver, "results_of", lambda *args: None)
     found, nothing = [], lambda *args: None
     parallel = SimpleNamespace(rank=0, device="cpu")
-    cfg = load_config(None, [], {"model": {"path": "m"}, "data": {"train": "x"}, "run": {"save_batches": "every 1"}})
+    cfg = load_config(
+        None,
+        [],
+        {"model": {"path": "m"}, "data": {"train": "x"}, "run": {"save_batches": "every 1"}},
+    )
     trainer = SimpleNamespace(
         cfg=cfg,
         meter=StepMeter(),
@@ -60,7 +72,9 @@ def test_mini_batches_that_could_not_be_saved_are_counted_since_the_start(monkey
         rollouts=SimpleNamespace(finish_step=nothing, policy_version=1),
         tokens=SimpleNamespace(finish=nothing),
         recording=SimpleNamespace(files=SimpleNamespace(failed=0)),
-        reporter=SimpleNamespace(count=nothing, step=lambda result, totals: found.append(result.metrics.get(NAME))),
+        reporter=SimpleNamespace(
+            count=nothing, step=lambda result, totals: found.append(result.metrics.get(NAME))
+        ),
         checkpoint_policy=SimpleNamespace(add_previous_totals=nothing, note=nothing),
     )
     for step in range(4):

@@ -31,7 +31,9 @@ from tests.unit.trainer.recorded import Calls
 from tests.unit.trainer.test_events_of_a_step import events_of
 
 PROMPTS, GROUP = 2, 2
-TOKENIZER = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [f"text of {len(row)}" for row in rows])
+TOKENIZER = SimpleNamespace(
+    eos_token_id=1, batch_decode=lambda rows, **_: [f"text of {len(row)}" for row in rows]
+)
 CPU = torch.device("cpu")
 
 
@@ -61,7 +63,9 @@ def live(tmp_path):
         }
         base["rollout"] = {"max_response_tokens": 50, "temperature": 0.7}
         base["replay"] = {"mode": "R3"}
-        cfg = load_config(None, [], base | {name: base.get(name, {}) | keys for name, keys in sections.items()})
+        cfg = load_config(
+            None, [], base | {name: base.get(name, {}) | keys for name, keys in sections.items()}
+        )
 
         def score_episodes(episodes, *, shaped, failed, is_last):
             calls.append(
@@ -74,7 +78,8 @@ def live(tmp_path):
             return [[Rewarded(next(rewards, 0.5)) for _ in group] for group in episodes]
 
         inference = SimpleNamespace(
-            is_serving=True, dtype="bfloat16", restarts=0, release_memory=calls.note("release"), push=calls.note("push"),
+            is_serving=True, dtype="bfloat16", restarts=0, release_memory=calls.note("release"),
+            push=calls.note("push"),
             generate=lambda prompts, count, **settings: (
                 calls.append(("generate", ([prompt.id for prompt in prompts], count), settings))
                 or [make_group(prompt.id) for prompt in prompts]
@@ -82,22 +87,29 @@ def live(tmp_path):
         )  # fmt: skip
         rewards_pool = RewardPool(cfg.reward)
         rewards_pool.score_episodes = score_episodes
-        rewards_pool.counters.update({kind: number for number, kind in enumerate(KINDS, 5)}, unformatted=3, scored=20)
+        rewards_pool.counters.update(
+            {kind: number for number, kind in enumerate(KINDS, 5)}, unformatted=3, scored=20
+        )
         leader = SimpleNamespace(
-            client=SimpleNamespace(stop=calls.note("stop"), counters=SimpleNamespace(totals=lambda: {
-                "rollout/stale_tokens_total": 30.0, "rollout/stale_samples_total": 2.0, "rollout/retries_total": 4.0,
+            client=SimpleNamespace(stop=calls.note("stop"),
+            counters=SimpleNamespace(totals=lambda: {
+                "rollout/stale_tokens_total": 30.0, "rollout/stale_samples_total": 2.0,
+                "rollout/retries_total": 4.0,
             })),
             rewards=rewards_pool,
             recorder=SimpleNamespace(record=calls.note("record")),
         )  # fmt: skip
         parallel = SimpleNamespace(
-            rank=0, dp_rank=0, dp_size=1, device=CPU, host_group=None, is_replica_leader=True, replica_leader=0,
+            rank=0, dp_rank=0, dp_size=1, device=CPU, host_group=None, is_replica_leader=True,
+            replica_leader=0,
             replica_group=dist.group.WORLD,
         )  # fmt: skip
         console = SimpleNamespace(
             log=calls.note("log"), progress=lambda *args: nullcontext((calls.note("advance"), args))
         )
-        prompts = PromptSource([Prompt(f"p{n}", "", (1, 2), "7") for n in range(9)], seed=0, shuffle=False)
+        prompts = PromptSource(
+            [Prompt(f"p{n}", "", (1, 2), "7") for n in range(9)], seed=0, shuffle=False
+        )
         parts = (
             cfg,
             parallel,
@@ -112,8 +124,10 @@ def live(tmp_path):
         )
         source = LiveRollouts(*parts, policy_version=3, events=Events(tmp_path / "events.jsonl"))
         source.scheduler = SimpleNamespace(
-            prepare_sync=calls.note("prepare_sync"), finish=calls.note("finish"), step_done=calls.note("step_done"),
-            prompts_state=lambda: {"epoch": 0}, files=lambda *, is_step_done: {"is_step_done": is_step_done},
+            prepare_sync=calls.note("prepare_sync"), finish=calls.note("finish"),
+            step_done=calls.note("step_done"),
+            prompts_state=lambda: {"epoch": 0}, files=lambda *,
+            is_step_done: {"is_step_done": is_step_done},
             restore=calls.note("restore", "  2 groups in flight"),
         )  # fmt: skip
         return source, calls
@@ -123,8 +137,12 @@ def live(tmp_path):
 
 
 def sampled(*groups, gaps=None, seconds=2.0):
-    call = CallStats(seconds=seconds, tokens=100, prompt_tokens=40, cached_tokens=10, request_seconds=[1.0])
-    return Sampled([group.prompt for group in groups], list(groups), gaps or MissingRouteCounts(), call)
+    call = CallStats(
+        seconds=seconds, tokens=100, prompt_tokens=40, cached_tokens=10, request_seconds=[1.0]
+    )
+    return Sampled(
+        [group.prompt for group in groups], list(groups), gaps or MissingRouteCounts(), call
+    )
 
 
 def metrics(source):
@@ -134,13 +152,17 @@ def metrics(source):
 def test_a_step_trains_on_scored_groups_of_the_scheduler(live):
     source, calls = live(rewards=[0.0, 1.0])
     scored = replace(make_group("b"), rewards=np.array([2.0, 3.0], np.float32))
-    source.scheduler.take = lambda *args: calls.append(("take", args, {})) or sampled(make_group("a"), scored)
+    source.scheduler.take = lambda *args: (
+        calls.append(("take", args, {})) or sampled(make_group("a"), scored)
+    )
     first, second = source.sample(5)
     assert calls == [
         ("take", (5, 3), {}),
         ("score", [["text of 3", "text of 4"]], (True, None, True)),
     ]
-    assert first.rewards.tolist() == [0.0, 1.0] and second.rewards.tolist() == [2.0, 3.0], "one was scored before"
+    assert first.rewards.tolist() == [0.0, 1.0] and second.rewards.tolist() == [2.0, 3.0], (
+        "one was scored before"
+    )
     assert [rollout.response_text for rollout in first.rollouts] == ["text of 3", "text of 4"]
     times = source.meter.take_times()
     assert all(times[f"time/{stage}"] > 0 for stage in ("rollout", "reward", "split"))
@@ -151,7 +173,9 @@ def test_a_step_trains_on_scored_groups_of_the_scheduler(live):
 
 def test_servers_that_freed_their_memory_get_the_weights_before_they_sample(live):
     source, calls = live(rollout={"weight_update": "in_place", "max_staleness": 1})
-    source.scheduler.take = lambda *args: calls.append(("take", args, {})) or sampled(make_group("a"), make_group("b"))
+    source.scheduler.take = lambda *args: (
+        calls.append(("take", args, {})) or sampled(make_group("a"), make_group("b"))
+    )
     source.inference.is_serving = False
     source.sample(5)
     assert calls.names == ["push", "take", "score"] and calls[0][1:] == (
@@ -175,15 +199,21 @@ def test_a_weight_sync_ends_sampling_first_also_where_a_signal_came(live, tmp_pa
     assert all(settings == {"keep_requests": False} for *_, settings in pushed)
     assert (source.meter.take_times()["time/weight_sync"] > 0) == is_serving
     if is_serving:
-        assert events_of(tmp_path / "events.jsonl") == [("weight_sync", 7, f"version {version}") for version in (4, 5)]
+        assert events_of(tmp_path / "events.jsonl") == [
+            ("weight_sync", 7, f"version {version}") for version in (4, 5)
+        ]
 
 
 @pytest.mark.parametrize("max_tokens", [50, 500])
-def test_a_start_sends_the_weights_and_checks_parity_without_the_servers_memory(live, monkeypatch, max_tokens):
+def test_a_start_sends_the_weights_and_checks_parity_without_the_servers_memory(
+    live, monkeypatch, max_tokens
+):
     source, calls = live(rollout={"max_response_tokens": max_tokens, "temperature": 0.7})
 
     def compare(engine, groups, cfg):
-        calls.append(("compare", engine, [(group.prompt.id, group.rewards.tolist()) for group in groups]))
+        calls.append(
+            ("compare", engine, [(group.prompt.id, group.rewards.tolist()) for group in groups])
+        )
         return SimpleNamespace(line=lambda limits: f"line {limits}", check=calls.note("check"))
 
     monkeypatch.setattr(rollout_source, "compare", compare)
@@ -196,22 +226,29 @@ def test_a_start_sends_the_weights_and_checks_parity_without_the_servers_memory(
     assert calls.pop(0) and calls[0][1] == (3,)
     assert calls[1][1:] == (
         ([f"p{n}" for n in range(8)], rollout_source.SAMPLES_PER_PROMPT),
-        {"temperature": 0.7, "max_tokens": min(64, max_tokens), "stop_token_ids": [1], "id_prefix": "parity/",
+        {"temperature": 0.7, "max_tokens": min(64, max_tokens), "stop_token_ids": [1],
+        "id_prefix": "parity/",
          "single_turn": True},
     )  # fmt: skip
-    assert calls[3][1:] == ("engine", [(f"p{n}", [0.0, 0.0]) for n in range(8)]), "the probe is not scored"
+    assert calls[3][1:] == ("engine", [(f"p{n}", [0.0, 0.0]) for n in range(8)]), (
+        "the probe is not scored"
+    )
     assert calls[4][1] == ("line limits of bfloat16",) and calls[5][1][0] == "limits of bfloat16"
     source.inference.is_serving = False
     start = len(calls)
     source.start(0)
-    assert calls.names[start:][:3] == ["prepare_sync", "push", "generate"], "weights come first, whoever has the memory"
+    assert calls.names[start:][:3] == ["prepare_sync", "push", "generate"], (
+        "weights come first, whoever has the memory"
+    )
 
 
 def test_groups_of_equal_rewards_are_replaced_by_other_prompts(live):
     source, calls = live(batch={"dynamic_sampling": True}, rewards=[1, 1, 0, 1, 0, 0, 0, 1])
     source.scheduler.take = lambda *args: sampled(make_group("a"), make_group("b"))
     more = iter("cd")
-    source.scheduler.take_more = lambda *args: calls.append(("more", args, {})) or sampled(make_group(next(more)))
+    source.scheduler.take_more = lambda *args: (
+        calls.append(("more", args, {})) or sampled(make_group(next(more)))
+    )
     groups = source.sample(0)
     assert [group.prompt.id for group in groups] == ["b", "d"]
     assert [args for name, args, _ in calls if name == "more"] == [(1, 3)] * 2
@@ -237,10 +274,15 @@ def test_missing_routes_stop_the_step_after_its_last_draw(live, dynamic):
         MissingRouteCounts(response_rows=10, missing_response_rows=3),
         MissingRouteCounts(response_rows=10),
     ]
-    source.scheduler.take = lambda *args: sampled(make_group("a", missing=1), make_group("b", missing=1), gaps=gaps[0])
+    source.scheduler.take = lambda *args: sampled(
+        make_group("a", missing=1), make_group("b", missing=1), gaps=gaps[0]
+    )
     source.scheduler.take_more = lambda *args: sampled(make_group("c"), gaps=gaps[1])
     if dynamic:
-        assert len(source.sample(0)) == PROMPTS and source.missing_routes.counts == MissingRouteCounts()
+        assert (
+            len(source.sample(0)) == PROMPTS
+            and source.missing_routes.counts == MissingRouteCounts()
+        )
         assert metrics(source)["replay/missing_rows_total"] == 3
     else:
         with pytest.raises(ValueError, match="missing_route_budget"):
@@ -248,7 +290,9 @@ def test_missing_routes_stop_the_step_after_its_last_draw(live, dynamic):
 
 
 def test_one_missing_route_stops_a_step_before_its_last_draw(live):
-    source, _ = live(batch={"dynamic_sampling": True}, replay={"mode": "R3", "on_missing_route": "error"})
+    source, _ = live(
+        batch={"dynamic_sampling": True}, replay={"mode": "R3", "on_missing_route": "error"}
+    )
     counts = MissingRouteCounts(response_rows=10, missing_response_rows=1)
     source.scheduler.take = lambda *args: sampled(make_group("a", missing=1), gaps=counts)
     source.scheduler.take_more = lambda *args: pytest.fail("nothing more is sampled")
@@ -266,7 +310,9 @@ def test_all_replicas_have_their_rewards_before_any_goes_on(live, monkeypatch):
 
 def test_a_draw_that_asked_no_server_has_no_throughput(live):
     source, _ = live()
-    source.scheduler.take = lambda *args: replace(sampled(make_group("a"), make_group("b")), call=None)
+    source.scheduler.take = lambda *args: replace(
+        sampled(make_group("a"), make_group("b")), call=None
+    )
     source.sample(0)
     assert "rollout/tokens_per_second" not in metrics(source)
 
@@ -284,7 +330,9 @@ def test_complete_groups_are_scored_while_others_are_sampled(live):
 
 
 @pytest.mark.parametrize("is_leader", [True, False])
-def test_the_leader_alone_has_groups_and_every_rank_its_replicas_prompts(live, monkeypatch, is_leader):
+def test_the_leader_alone_has_groups_and_every_rank_its_replicas_prompts(
+    live, monkeypatch, is_leader
+):
     source, calls = live()
     monkeypatch.setattr(rollout_source, "share_groups", calls.note("share", ["shared"]))
     source.leader = source.leader if is_leader else None
@@ -306,7 +354,9 @@ def test_what_is_recorded_is_counted_and_never_older_than_allowed(live):
         "reward/responses_total": 20.0 + sum(totals.values()),
     }
     assert found["rollout/reward_mean"] == 0.5 and found["rollout/staleness_mean"] == 1.0
-    with pytest.raises(RuntimeError, match=r"\['b/0', 'b/1'\] .* older than version 2 = 3 - rollout.max_staleness"):
+    with pytest.raises(
+        RuntimeError, match=r"\['b/0', 'b/1'\] .* older than version 2 = 3 - rollout.max_staleness"
+    ):
         source.record([make_group("b", np.zeros(2, np.float32), version=1)], 4)
     source.leader = None
     source.parallel.is_replica_leader = False
@@ -367,7 +417,10 @@ def test_a_finished_step_has_the_clients_totals_and_those_of_restarted_servers(l
 def test_a_checkpoint_holds_the_place_in_the_data_and_what_is_in_flight(live, tmp_path):
     source, calls = live()
     assert source.progress() == {"policy_version": 3, "prompts": {"epoch": 0}}
-    assert [source.files(is_step_done=done)["is_step_done"] for done in (True, False)] == [True, False]
+    assert [source.files(is_step_done=done)["is_step_done"] for done in (True, False)] == [
+        True,
+        False,
+    ]
     source.prompts.take(4)
     cursor = source.prompts.state_dict()
     other, calls = live()

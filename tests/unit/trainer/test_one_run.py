@@ -39,7 +39,8 @@ def group():
 
 
 def test_a_stopped_run_ends_as_an_uninterrupted_one(group, tmp_path, monkeypatch):
-    monkeypatch.setattr(reporter, "entry_points", lambda group: [])  # no report page, which takes longer than the run
+    # no report page, which takes longer than the run
+    monkeypatch.setattr(reporter, "entry_points", lambda group: [])
     material = make_material(tmp_path, steps=2 * K, layers=1)
 
     def train(way, stop_at=None, **rollout):
@@ -54,9 +55,13 @@ def test_a_stopped_run_ends_as_an_uninterrupted_one(group, tmp_path, monkeypatch
     assert not train("stopped", save_tensors=0.5)
     complete, stopped = (tmp_path / way / "run" for way in ("complete", "stopped"))
     assert metrics(complete) == metrics(stopped) and progress(complete) == progress(stopped)
-    files, files_stopped = (read_manifest(end / f"checkpoints/step_{2 * K:06d}").files for end in (complete, stopped))
+    files, files_stopped = (
+        read_manifest(end / f"checkpoints/step_{2 * K:06d}").files for end in (complete, stopped)
+    )
     same = [name for name in files if name.endswith((".distcp", ".safetensors"))]
-    assert len(same) >= 3 and [files[name] for name in same] == [files_stopped[name] for name in same]
+    assert len(same) >= 3 and [files[name] for name in same] == [
+        files_stopped[name] for name in same
+    ]
     assert not list(complete.glob("trained*")) and not list(complete.glob("rollouts*"))
     check_token_data(stopped, replicas=1)
     check_events(stopped)
@@ -80,7 +85,9 @@ def test_missing_routes_of_saved_rollouts_stop_the_run(group, tmp_path):
         return [replace(first, rollouts=(changed, *first.rollouts[1:])), *others]
 
     groups = SavedSteps.groups
-    keys = sections(material, tmp_path / "work", steps=1, replay={"mode": "R3", "on_missing_route": "error"})
+    keys = sections(
+        material, tmp_path / "work", steps=1, replay={"mode": "R3", "on_missing_route": "error"}
+    )
     with (
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(ValueError, match="on_missing_route = error stops the run"),

@@ -1,4 +1,6 @@
-"""Events at the start and the end of a run, what is recorded of a replica, and when the files are complete."""
+"""Events at the start and the end of a run, what is recorded of a replica, and when the files are
+complete.
+"""
 
 import json
 from contextlib import ExitStack
@@ -17,7 +19,9 @@ from tests.unit.trainer.test_events_of_a_step import events_of
 
 
 @pytest.mark.parametrize(
-    ("first_step", "first_event"), [(0, ("start", 0, "")), (4, ("resume", 4, "after step 4"))], ids=["start", "resume"]
+    ("first_step", "first_event"),
+    [(0, ("start", 0, "")), (4, ("resume", 4, "after step 4"))],
+    ids=["start", "resume"],
 )
 @pytest.mark.parametrize(
     ("error", "reason"),
@@ -27,7 +31,9 @@ from tests.unit.trainer.test_events_of_a_step import events_of
         (KeyboardInterrupt(), "KeyboardInterrupt: "),
     ],
 )
-def test_a_run_says_where_it_starts_and_why_it_ends(tmp_path, first_step, first_event, error, reason):
+def test_a_run_says_where_it_starts_and_why_it_ends(
+    tmp_path, first_step, first_event, error, reason
+):
     path, meter = tmp_path / "events.jsonl", SimpleNamespace(step=first_step - 1)
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(type(error)) if error else ExitStack())
@@ -46,7 +52,12 @@ def test_rollouts_of_a_replica_are_recorded_as_configured(tmp_path, monkeypatch)
     keys = {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"seed": 7}, "rollout": rollout}
     cfg, parallel = load_config(None, [], keys), SimpleNamespace(dp_rank=2, dp_size=4)
     assert Recording("files", None).recorder(cfg, parallel) == "made"
-    settings = dict(dp_rank=2, save_tensors=GroupChoice(0.5, 7, 2, 4), files="files", hidden=("KEY_OF_THE_SERVERS",))
+    settings = dict(
+        dp_rank=2,
+        save_tensors=GroupChoice(0.5, 7, 2, 4),
+        files="files",
+        hidden=("KEY_OF_THE_SERVERS",),
+    )
     assert calls == [("recorder", (cfg.run_dir,), settings)]
 
 
@@ -54,7 +65,11 @@ def test_rollouts_of_a_replica_are_recorded_as_configured(tmp_path, monkeypatch)
 def test_events_are_of_rank_0_and_all_files_are_complete_at_the_end(tmp_path, monkeypatch, rank):
     monkeypatch.setenv("KEY_OF_THE_SERVERS", "s3cr3t-Va1ue.9")
     keys = {"dir": str(tmp_path), "name": "run"}, {"api_key_env": "KEY_OF_THE_SERVERS"}
-    cfg = load_config(None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "run": keys[0], "rollout": keys[1]})
+    cfg = load_config(
+        None,
+        [],
+        {"model": {"path": "m"}, "data": {"train": "d"}, "run": keys[0], "rollout": keys[1]},
+    )
     cfg.run_dir.mkdir()
     closed = []
     monkeypatch.setattr(FileWriter, "close", lambda self: closed.append(self))

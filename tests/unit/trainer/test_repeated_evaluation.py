@@ -21,14 +21,18 @@ def trainer_of(first_step, evaluated, *, is_cut=False):
     found = {} if is_cut else {"eval/a/avg@1": 1.0}
     rollouts = SimpleNamespace(evaluate=lambda: found, progress=dict, policy_version=0)
     policy = SimpleNamespace(note=lambda step, metrics: None)
-    reporter = SimpleNamespace(evaluation=lambda step, version, metrics: done.append(step), progress=dict)
+    reporter = SimpleNamespace(
+        evaluation=lambda step, version, metrics: done.append(step), progress=dict
+    )
     recording = SimpleNamespace(events=Events())
     parts = (cfg, None, None, rollouts, policy, StepMeter(), reporter, None, None, recording, None)
     return Trainer(*parts, first_step, evaluated), done
 
 
 def restored(progress, step):
-    found = SimpleNamespace(progress=progress, step=step, path=Path("a/step"), accepted=[], lines=[])
+    found = SimpleNamespace(
+        progress=progress, step=step, path=Path("a/step"), accepted=[], lines=[]
+    )
     policy = SimpleNamespace(resume=lambda: found, checkpointer=SimpleNamespace(folder=Path("a")))
     return resume(policy, SimpleNamespace(restore=lambda *arguments: []), None)[:2]
 
@@ -52,7 +56,12 @@ def test_an_evaluation_that_a_signal_cut_short_is_repeated_by_the_resumed_run():
 
 
 def test_a_resumed_run_repeats_no_evaluation():
-    for step, progress in ((0, {"evaluated": 0}), (4, {"evaluated": 4}), (4, {}), (3, {"evaluated": 2})):
+    for step, progress in (
+        (0, {"evaluated": 0}),
+        (4, {"evaluated": 4}),
+        (4, {}),
+        (3, {"evaluated": 2}),
+    ):
         trainer, done = trainer_of(*restored(progress, step))
         trainer.evaluate(trainer.first_step)
         assert not done
@@ -62,13 +71,19 @@ def test_a_resumed_run_repeats_no_evaluation():
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_trackers_continue_their_runs_from_a_checkpoint_of_the_same_run_alone(tmp_path, is_ours):
     progress = {"trackers": {"wandb": "id"}, "evaluated": 2}
-    checkpoint = SimpleNamespace(progress=progress, step=4, path=tmp_path / "step", accepted=["a"], lines=["a line"])
+    checkpoint = SimpleNamespace(
+        progress=progress, step=4, path=tmp_path / "step", accepted=["a"], lines=["a line"]
+    )
     checkpointer = SimpleNamespace(folder=tmp_path if is_ours else tmp_path / "another")
     policy, calls = SimpleNamespace(resume=lambda: checkpoint, checkpointer=checkpointer), Calls()
-    source, console = Recorded(calls, "source", restore=["another line"]), Recorded(calls, "console")
+    source, console = (
+        Recorded(calls, "source", restore=["another line"]),
+        Recorded(calls, "console"),
+    )
     assert resume(policy, source, console) == (4, 2, {"wandb": "id"} if is_ours else {})
     assert calls == [
-        ("source.restore", (progress, tmp_path / "step", ["a"]), {}), ("console.log", ("a line",), {}),
+        ("source.restore", (progress, tmp_path / "step", ["a"]), {}), ("console.log", ("a line",),
+        {}),
         ("console.log", ("another line",), {}),
     ]  # fmt: skip
     checkpoint.progress = {}

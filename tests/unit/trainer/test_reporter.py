@@ -1,4 +1,6 @@
-"""What the reporter writes of a step, an evaluation and a finished run, where, and that other ranks write nothing."""
+"""What the reporter writes of a step, an evaluation and a finished run, where, and that other ranks
+write nothing.
+"""
 
 import json
 from contextlib import ExitStack
@@ -41,17 +43,27 @@ class Kept(Tracker):
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    """The names of the installed commands and the writers of report pages, of which the first is used."""
+    """The names of the installed commands and the writers of report pages, of which the first is
+    used.
+    """
     names = ["train", "view", "top"]
     pages = [lambda folder: folder / "report.html", lambda folder: folder / "another.html"]
     writers = [SimpleNamespace(load=lambda page=page: page) for page in pages]
     monkeypatch.setattr(module.commands, "installed", lambda: dict.fromkeys(names))
-    monkeypatch.setattr(module, "entry_points", lambda group: writers if group == "megatron_rl.report" else [])
+    monkeypatch.setattr(
+        module, "entry_points", lambda group: writers if group == "megatron_rl.report" else []
+    )
     return names, writers
 
 
 def config(folder, **track):
-    run = {"dir": str(folder), "name": "demo", "num_steps": STEPS, "prompts_per_step": 2, "num_mini_batches": 1}
+    run = {
+        "dir": str(folder),
+        "name": "demo",
+        "num_steps": STEPS,
+        "prompts_per_step": 2,
+        "num_mini_batches": 1,
+    }
     keys = {"model": {"path": "m"}, "data": {"train": "t"}, "run": run, "track": track}
     cfg = load_config(None, [], keys | {"rollout": {"api_key_env": "KEY_OF_THE_SERVERS"}})
     cfg.run_dir.mkdir()
@@ -63,7 +75,12 @@ def tracked(cfg, ids=None, first_step=0):
     MADE.clear()
     stack, console, status = ExitStack(), Calls(), Calls()
     sinks = make_sinks(cfg, stack, print, ids or {}, first_step)
-    return stack, Reporter(cfg, Recorded(console, "console"), sinks, Recorded(status, "status")), console, status
+    return (
+        stack,
+        Reporter(cfg, Recorded(console, "console"), sinks, Recorded(status, "status")),
+        console,
+        status,
+    )
 
 
 @pytest.fixture
@@ -99,12 +116,14 @@ def test_a_step_is_in_the_file_on_the_console_in_the_status_and_in_the_trackers(
     with stack:
         for each in results:
             reporter.step(each, totals)
-    assert [(each.step, each.policy_version) for each in read_metrics(cfg.run_dir / "metrics.jsonl")] == [
-        (step, step + 10) for step in range(4)
-    ]
+    assert [
+        (each.step, each.policy_version) for each in read_metrics(cfg.run_dir / "metrics.jsonl")
+    ] == [(step, step + 10) for step in range(4)]
     assert console == [("console.step", (each, STEPS, totals), {}) for each in results]
     shown = dict.fromkeys(SHOWN[:2], 0.5)
-    expected = [dict(step=n, step_seconds=0.0, policy_version=n + 9, metrics=shown) for n in range(1, 5)]
+    expected = [
+        dict(step=n, step_seconds=0.0, policy_version=n + 9, metrics=shown) for n in range(1, 5)
+    ]
     expected[0]["step_seconds"] = 7.5
     assert status == [("status.note", (), values) for values in expected]
     (tracker,) = MADE
@@ -133,7 +152,9 @@ def test_an_evaluation_is_of_the_finished_steps(tmp_path):
     stack, reporter, console, status = tracked(cfg)
     with stack:
         reporter.evaluation(3, 13, {"eval/a/avg@1": 0.5})
-    assert read_metrics(cfg.run_dir / "metrics.jsonl") == [StepResult(2, 13, {"eval/a/avg@1": 0.5}, {})]
+    assert read_metrics(cfg.run_dir / "metrics.jsonl") == [
+        StepResult(2, 13, {"eval/a/avg@1": 0.5}, {})
+    ]
     assert console == [("console.evaluation", (3, {"eval/a/avg@1": 0.5}), {})] and status == []
 
 
@@ -148,7 +169,9 @@ def test_the_end_of_a_run_names_its_report_and_the_commands_that_show_it(tmp_pat
     assert console[1][1] == (f"report {page}",)
     text, values = console[2][1]
     assert text.startswith("1 steps in 0:08") and values["steps"] == 1
-    assert text.endswith(f"look at\n  megatron-rl view {cfg.run_dir}\n  megatron-rl top {cfg.run_dir}\n  {page}")
+    assert text.endswith(
+        f"look at\n  megatron-rl view {cfg.run_dir}\n  megatron-rl top {cfg.run_dir}\n  {page}"
+    )
 
 
 def test_without_the_viewer_the_end_of_a_run_says_how_to_install_it(tmp_path, installed):
@@ -175,9 +198,18 @@ def test_a_tracker_has_the_run_that_it_continues(tmp_path, monkeypatch):
     sums = MetricSums()
     with stack:
         reporter.count(sums)
-    assert reporter.progress() == {"trackers": ids} and sums.reduce(None, "cpu") == {"track/wandb_failures_total": 2.0}
+    assert reporter.progress() == {"trackers": ids} and sums.reduce(None, "cpu") == {
+        "track/wandb_failures_total": 2.0
+    }
     run = TrackedRun(
-        "demo", cfg.run_dir, "tests", "us", "offline", first_step=4, config=plain_values(cfg), versions=versions()
+        "demo",
+        cfg.run_dir,
+        "tests",
+        "us",
+        "offline",
+        first_step=4,
+        config=plain_values(cfg),
+        versions=versions(),
     )
     assert made == [(cfg.track, run, print, ids)]
     assert (cfg.run_dir / "config.toml").read_text() == dump_config(cfg)

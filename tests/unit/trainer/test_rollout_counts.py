@@ -1,4 +1,6 @@
-"""Every metric of a step's rollouts against a formula of its own, over all responses or tokens of two groups."""
+"""Every metric of a step's rollouts against a formula of its own, over all responses or tokens of
+two groups.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -42,7 +44,8 @@ def groups():
         sizes = 1 + np.arange(size) % 3
         mask = SamplingMask.of(sizes, np.concatenate([np.arange(n) * 300 for n in sizes]))
         return replace(
-            rollout, policy_versions=np.resize(np.array(versions, np.int32), size), sampling_mask=mask, finish_reason=reason,
+            rollout, policy_versions=np.resize(np.array(versions, np.int32), size),
+            sampling_mask=mask, finish_reason=reason,
             reward_metrics={"format": size / 10}, metrics={"calls": float(size)},
         )  # fmt: skip
 
@@ -50,15 +53,27 @@ def groups():
         """Two of its tokens are an environment's."""
         columns = ("rollout_logprobs", "policy_versions")
         changed = {name: getattr(rollout, name)[:-2] for name in columns}
-        return replace(rollout, environment=((4, 6),), sampling_mask=None, routes_digest=None, **changed)
+        return replace(
+            rollout, environment=((4, 6),), sampling_mask=None, routes_digest=None, **changed
+        )
 
     tree = replace(make_tree("b/1"), metrics={"calls": 0.5}, reward_metrics={"format": 0.25})
     first = (with_answer(response("a/0", 6, 1, [7])), response("a/1", 6, 2, [5, 6], "length"))
     second = (response("b/0", 9, 3, [6, 7, 3]), tree)
     prompt = Prompt("a", "", (1,), "")
     return [
-        RolloutGroup(prompt, first, np.array([0.25, -2.0], np.float32), penalties=np.array([-0.5, -1.0], np.float32)),
-        RolloutGroup(prompt, second, np.array([0.75, np.nan], np.float32), penalties=np.array([0.0, -0.5], np.float32)),
+        RolloutGroup(
+            prompt,
+            first,
+            np.array([0.25, -2.0], np.float32),
+            penalties=np.array([-0.5, -1.0], np.float32),
+        ),
+        RolloutGroup(
+            prompt,
+            second,
+            np.array([0.75, np.nan], np.float32),
+            penalties=np.array([0.0, -0.5], np.float32),
+        ),
     ]
 
 
@@ -82,7 +97,10 @@ def test_rewards_lengths_and_ages(groups):
         "rollout/response_length_max": 19,
         "rollout/truncated_frac": 1 / 4,
         "reward/format": (0.6 + 0.6 + 0.9 + 0.25) / 4,
-        "rollout/mixed_versions_frac": sum(len(set(r.policy_versions.tolist())) > 1 for r in responses) / 4,
+        "rollout/mixed_versions_frac": sum(
+            len(set(r.policy_versions.tolist())) > 1 for r in responses
+        )
+        / 4,
         "rollout/staleness_mean": ages.mean(),
         "rollout/staleness_max": ages.max(),
         "rollout/staleness_0_frac": (ages == 0).mean(),
@@ -102,16 +120,20 @@ def test_equal_rewards_have_no_spread_and_no_advantage(groups):
     for _ in range(3):
         count_groups(sums, [equal], version=VERSION)
     found = derived(reduced(sums))
-    assert found["rollout/zero_advantage_groups_frac"] == 1 and found["rollout/reward_std"] == pytest.approx(
-        0, abs=1e-8
-    )
+    assert found["rollout/zero_advantage_groups_frac"] == 1 and found[
+        "rollout/reward_std"
+    ] == pytest.approx(0, abs=1e-8)
     assert "rollout/length_penalty_mean" not in found
 
 
 @pytest.mark.parametrize("agent", [False, True])
 def test_a_step_is_counted_once_per_replica_with_its_episodes(groups, agent):
     sections = {"agent": {"function": "module.function"}} if agent else {}
-    base = {"model": {"path": "m"}, "data": {"train": "d"}, "replay": {"mode": "R3", "on_missing_route": "mask_token"}}
+    base = {
+        "model": {"path": "m"},
+        "data": {"train": "d"},
+        "replay": {"mode": "R3", "on_missing_route": "mask_token"},
+    }
     cfg = load_config(None, [], base | sections)
     missing = np.zeros(len(groups[0].rollouts[0].tokens) - 1, bool)
     missing[[0, 2, 3, 6]] = True  # the first is of the prompt alone, the third of the environment
@@ -131,9 +153,17 @@ def test_a_step_is_counted_once_per_replica_with_its_episodes(groups, agent):
         "rollout/environment_length_mean": 2 / 4,
         "episode/calls": (6 + 6 + 9 + 0.5) / 4,
     }
-    assert {name: found[name] for name in expected if name in found} == (pytest.approx(expected) if agent else {})
+    assert {name: found[name] for name in expected if name in found} == (
+        pytest.approx(expected) if agent else {}
+    )
     stopped = base | {"replay": {"mode": "R3", "on_missing_route": "error"}} | sections
-    count_step(load_config(None, [], stopped), SimpleNamespace(is_replica_leader=True), sums := MetricSums(), groups, 7)
+    count_step(
+        load_config(None, [], stopped),
+        SimpleNamespace(is_replica_leader=True),
+        sums := MetricSums(),
+        groups,
+        7,
+    )
     assert "replay/masked_tokens_total" not in reduced(sums)
 
 
@@ -141,7 +171,11 @@ def test_missing_rows_of_all_draws():
     sums = MetricSums()
     for _ in range(2):
         counts = MissingRouteCounts(
-            missing_response_rows=1, response_rows=10, missing_prompt_rows=3, prompt_rows=12, dropped=2
+            missing_response_rows=1,
+            response_rows=10,
+            missing_prompt_rows=3,
+            prompt_rows=12,
+            dropped=2,
         )
         count_missing_rows(sums, counts)
     assert reduced(sums) == {
@@ -166,7 +200,8 @@ def test_throughput_is_of_all_replicas_and_seconds_are_of_every_request():
 
 def test_discarded_lengths_are_of_the_kinds_that_the_client_counts():
     totals = {f"rollout/{kind}_{unit}_total": value for kind, unit, value in (
-        ("dropped", "tokens", 10.0), ("dropped", "samples", 2.0), ("stale", "tokens", 30.0), ("stale", "samples", 2.0),
+        ("dropped", "tokens", 10.0), ("dropped", "samples", 2.0), ("stale", "tokens", 30.0),
+        ("stale", "samples", 2.0),
         ("cancelled", "tokens", 4.0), ("cancelled", "samples", 0.0),
     )}  # fmt: skip
     count_discarded(sums := MetricSums(), totals)
@@ -177,7 +212,12 @@ def test_discarded_lengths_are_of_the_kinds_that_the_client_counts():
 
 
 def test_training_speed_is_of_the_stages_that_train():
-    times = {"perf/step_tokens": 600.0, "time/old_logprob": 1.0, "time/update": 2.0, "time/step": 50.0}
+    times = {
+        "perf/step_tokens": 600.0,
+        "time/old_logprob": 1.0,
+        "time/update": 2.0,
+        "time/step": 50.0,
+    }
     found = derived(times)
     assert found["perf/train_tokens_per_second"] == 200 and "perf/step_tokens" not in found
     assert "perf/train_tokens_per_second" not in derived({"perf/step_tokens": 600.0})
@@ -198,7 +238,13 @@ def test_memory_is_in_gib_since_the_step_before_on_gpus(monkeypatch):
 def test_without_replay_no_route_is_missing():
     """And nothing is asked of the other ranks: there is no process group here."""
     cfg = load_config(
-        None, [], {"model": {"path": "m"}, "data": {"train": "d"}, "replay": {"mode": "none", "measure": False}}
+        None,
+        [],
+        {
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+            "replay": {"mode": "none", "measure": False},
+        },
     )
     missing = MissingRoutes(cfg, SimpleNamespace(sums=MetricSums()))
     missing.check([], MissingRouteCounts(missing_response_rows=3, response_rows=9))

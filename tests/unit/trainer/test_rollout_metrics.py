@@ -40,7 +40,9 @@ def with_versions(rollout, versions):
 
 
 def test_shares_of_tokens_by_age():
-    """Of all tokens of all sequences: neither a mean over responses nor over groups; ages 0, 1, and all from 2 on."""
+    """Of all tokens of all sequences: neither a mean over responses nor over groups; ages 0, 1, and
+    all from 2 on.
+    """
     group = RolloutGroup(
         Prompt("p", "", (1,), ""),
         (
@@ -52,7 +54,9 @@ def test_shares_of_tokens_by_age():
         ),
         np.zeros(2, np.float32),
     )
-    alone = RolloutGroup(group.prompt, (with_versions(make_rollout("q/0", 3, 1), [5]),), np.zeros(1, np.float32))
+    alone = RolloutGroup(
+        group.prompt, (with_versions(make_rollout("q/0", 3, 1), [5]),), np.zeros(1, np.float32)
+    )
     sums = MetricSums()
     count_groups(sums, [group, alone], version=7)
     found = sums.reduce(None, "cpu")
@@ -63,9 +67,13 @@ def test_shares_of_tokens_by_age():
 
 def test_a_response_is_truncated_where_its_last_sequence_was_cut():
     """Of 5 responses in two groups 3, whatever an earlier sequence of an episode ended with."""
-    cut, stop = [replace(make_rollout("p/0", 3, 5), finish_reason=reason) for reason in ("length", "stop")]
+    cut, stop = [
+        replace(make_rollout("p/0", 3, 5), finish_reason=reason) for reason in ("length", "stop")
+    ]
     tree = make_tree("p/1")
-    earlier_cut = replace(tree, earlier=(replace(tree.earlier[0], finish_reason="length"), tree.earlier[1]))
+    earlier_cut = replace(
+        tree, earlier=(replace(tree.earlier[0], finish_reason="length"), tree.earlier[1])
+    )
     groups = [
         RolloutGroup(Prompt("p", "", (1,), ""), rollouts, np.zeros(len(rollouts), np.float32))
         for rollouts in ((cut, stop, earlier_cut, replace(tree, finish_reason="length")), (cut,))
@@ -76,19 +84,27 @@ def test_a_response_is_truncated_where_its_last_sequence_was_cut():
 
 
 @pytest.mark.parametrize(
-    ("weights", "expected"), [([2.0] * 5, 1.0), ([1.0, 1.0, 1.0, 5.0], 4 / 7), ([0.0, 3.0, 0.0], 1 / 3), ([0.0], 0.0)]
+    ("weights", "expected"),
+    [([2.0] * 5, 1.0), ([1.0, 1.0, 1.0, 5.0], 4 / 7), ([0.0, 3.0, 0.0], 1 / 3), ([0.0], 0.0)],
 )
 def test_the_effective_sample_size_is_a_share_of_the_tokens(weights, expected):
     """1 of equal weights, whatever they are; 1/n where one of n tokens has all the weight."""
     n = len(weights)
-    means = {"train/is_weight_mean": sum(weights) / n, "train/is_weight_square_mean": sum(w**2 for w in weights) / n}
+    means = {
+        "train/is_weight_mean": sum(weights) / n,
+        "train/is_weight_square_mean": sum(w**2 for w in weights) / n,
+    }
     found = derived(means)
-    assert found["train/ess"] == pytest.approx(expected) and "train/is_weight_square_mean" not in found
+    assert (
+        found["train/ess"] == pytest.approx(expected) and "train/is_weight_square_mean" not in found
+    )
 
 
 def test_rewards_that_are_not_known_have_no_spread():
     """With reward.on_error = drop."""
-    group = RolloutGroup(Prompt("p", "", (1,), ""), (make_rollout("p/0", 3, 5),), np.array([np.nan], np.float32))
+    group = RolloutGroup(
+        Prompt("p", "", (1,), ""), (make_rollout("p/0", 3, 5),), np.array([np.nan], np.float32)
+    )
     sums = MetricSums()
     count_groups(sums, [group], version=4)
     found = derived(sums.reduce(None, "cpu"))
@@ -105,7 +121,9 @@ def test_rewards_that_are_not_known_have_no_spread():
         ([(0, 0.5, 1), (0, 0)], "mean", 0, 0),  # the advantage of the second response is 0
     ],
 )  # fmt: skip
-def test_a_step_that_taught_nothing_and_one_whose_rewards_are_all_0(rewards, kind, taught_nothing, is_zero):
+def test_a_step_that_taught_nothing_and_one_whose_rewards_are_all_0(
+    rewards, kind, taught_nothing, is_zero
+):
     """From the advantages: whitened over the batch, groups of equal rewards teach, too."""
     groups = [
         RolloutGroup(
@@ -118,7 +136,10 @@ def test_a_step_that_taught_nothing_and_one_whose_rewards_are_all_0(rewards, kin
     sums = MetricSums()
     count_groups(sums, with_advantages(groups, kind), version=4)
     found = derived(sums.reduce(None, "cpu"))
-    assert (found["rollout/zero_advantages"], found.get("rollout/zero_rewards")) == (taught_nothing, is_zero)
+    assert (found["rollout/zero_advantages"], found.get("rollout/zero_rewards")) == (
+        taught_nothing,
+        is_zero,
+    )
     assert "rollout/advantage_max" not in found
 
 

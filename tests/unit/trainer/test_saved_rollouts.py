@@ -1,4 +1,6 @@
-"""A run from the rollouts of another: what it reads, counts and records, and where a later run with servers continues."""
+"""A run from the rollouts of another: what it reads, counts and records, and where a later run with
+servers continues.
+"""
 
 from types import SimpleNamespace
 
@@ -25,15 +27,26 @@ def made(monkeypatch, tmp_path):
         monkeypatch.setattr(
             module,
             "SavedSteps",
-            calls.note("open", lambda: Recorded(calls, "steps", groups=[make_group("a", missing=1)])),
+            calls.note(
+                "open", lambda: Recorded(calls, "steps", groups=[make_group("a", missing=1)])
+            ),
         )
-        monkeypatch.setattr(module, "MissingRoutes", calls.note("missing", lambda: Recorded(calls, "missing")))
+        monkeypatch.setattr(
+            module, "MissingRoutes", calls.note("missing", lambda: Recorded(calls, "missing"))
+        )
         monkeypatch.setattr(module, "count_step", calls.note("count"))
-        keys = {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"prompts_per_step": 4, "num_mini_batches": 2}}
+        keys = {
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+            "run": {"prompts_per_step": 4, "num_mini_batches": 2},
+        }
         parallel = SimpleNamespace(dp_rank=1, dp_size=2, is_replica_leader=is_leader)
-        prompts = PromptSource([Prompt(f"p{n}", "", (1, 2), "7") for n in range(9)], seed=0, shuffle=False)
+        prompts = PromptSource(
+            [Prompt(f"p{n}", "", (1, 2), "7") for n in range(9)], seed=0, shuffle=False
+        )
         source = SavedRollouts(
-            load_config(None, [], keys), parallel, "spec", prompts, tmp_path, StepMeter(), Recorded(calls, "console"),
+            load_config(None, [], keys), parallel, "spec", prompts, tmp_path, StepMeter(),
+            Recorded(calls, "console"),
             TOKENIZER, Recorded(calls, "recorder") if records else None,
         )  # fmt: skip
         source.start(5)
@@ -66,7 +79,9 @@ def test_a_later_run_with_servers_continues_after_these_prompts(made):
     progress = source.progress()
     assert progress["policy_version"] == 6 and progress["prompts"]["position"] == 4
     other, _ = made()
-    assert other.restore(progress, None, []) == ["  policy version 6; epoch 1 of the data, after 4 of 9 prompts"]
+    assert other.restore(progress, None, []) == [
+        "  policy version 6; epoch 1 of the data, after 4 of 9 prompts"
+    ]
     assert other.progress() == progress
 
 
@@ -75,9 +90,14 @@ def test_what_is_trained_on_is_recorded_with_its_text_by_the_leader(made, is_lea
     source, calls = made(is_leader=is_leader, records=records)
     groups = [make_group("a")]
     source.record(groups, 5)
-    assert calls.named("count") == [((source.cfg, source.parallel, source.meter.sums, groups, 0), {})]
+    assert calls.named("count") == [
+        ((source.cfg, source.parallel, source.meter.sums, groups, 0), {})
+    ]
     recorded = calls.named("recorder.record")
     assert len(recorded) == (is_leader and records)
     for (step, (group,)), _ in recorded:
-        assert step == 6 and [each.response_text for each in group.rollouts] == ["text of 3", "text of 4"]
+        assert step == 6 and [each.response_text for each in group.rollouts] == [
+            "text of 3",
+            "text of 4",
+        ]
     assert isinstance(source.meter.sums, MetricSums)

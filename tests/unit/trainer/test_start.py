@@ -1,4 +1,5 @@
-"""How a run starts: what it builds and checks, in which order, with what, and that everything closes in reverse order.
+"""How a run starts: what it builds and checks, in which order, with what, and that everything
+closes in reverse order.
 
 All parts are stand-ins that record their calls.  With real parts: test_one_run.py and tests/e2e.
 """
@@ -30,10 +31,16 @@ PROMPTS = [Prompt(f"p{n}", "", (1, 2), "7") for n in range(3)]
 
 
 def config(folder, **sections):
-    base = {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"num_steps": 6, "num_mini_batches": 2, "seed": 7}}
+    base = {
+        "model": {"path": "m"},
+        "data": {"train": "d"},
+        "run": {"num_steps": 6, "num_mini_batches": 2, "seed": 7},
+    }
     base["run"]["dir"] = str(folder)
     base["rollout"] = {"api_key_env": "KEY_OF_THE_SERVERS"}
-    return load_config(None, [], base | {name: base.get(name, {}) | keys for name, keys in sections.items()})
+    return load_config(
+        None, [], base | {name: base.get(name, {}) | keys for name, keys in sections.items()}
+    )
 
 
 class Live(SimpleNamespace):
@@ -61,7 +68,8 @@ def start(monkeypatch, tmp_path):
         inference = SimpleNamespace(waiting_for="waiting", urls=["http://a:1"])
         source = (Live if rollouts is None else SimpleNamespace)(
             inference=inference, release_memory="release", start=calls.note("source.start"),
-            leader=SimpleNamespace(client=SimpleNamespace(), rewards=SimpleNamespace()) if leader else None,
+            leader=SimpleNamespace(client=SimpleNamespace(),
+            rewards=SimpleNamespace()) if leader else None,
         )  # fmt: skip
         recording = SimpleNamespace(files="files", events="events")
         recording.run = lambda first, meter: entered(f"recording after {first}, {meter.step}")
@@ -70,12 +78,16 @@ def start(monkeypatch, tmp_path):
         cfg = cfg.model_copy(update={"megatron": SimpleNamespace(fields=fields)})
         lines = Recorded(calls, "lines")
         parts = {
-            "quiet_libraries": None, "LogLines": lines, "join_job": parallel, "check_start": None, "start_recording": recording,
+            "quiet_libraries": None, "LogLines": lines, "join_job": parallel, "check_start": None,
+            "start_recording": recording,
             "read_inputs": SimpleNamespace(lines=["an input"]), "Console": SimpleNamespace(
                 log=lambda line: calls.append(("log", (line,), {})), progress="progress"),
-            "Engine": SimpleNamespace(core_config="core"), "compatibility_line": "compatible", "make_source": source,
-            "Checkpointer": "checkpointer", "CheckpointPolicy": "policy", "resume": (FIRST_STEP, EVALUATED, IDS),
-            "make_sinks": "sinks", "forget_steps": None, "Reporter": "reporter", "BatchSaver": "saver",
+            "Engine": SimpleNamespace(core_config="core"), "compatibility_line": "compatible",
+            "make_source": source,
+            "Checkpointer": "checkpointer", "CheckpointPolicy": "policy", "resume": (FIRST_STEP,
+            EVALUATED, IDS),
+            "make_sinks": "sinks", "forget_steps": None, "Reporter": "reporter",
+            "BatchSaver": "saver",
             "TokenRecorder": "tokens", "untested": list(fields),
         }  # fmt: skip
         for name, part in parts.items():
@@ -83,33 +95,53 @@ def start(monkeypatch, tmp_path):
         monkeypatch.setattr(build, "LiveRollouts", Live)
         monkeypatch.setattr(build.nccl, "user_settings", lambda environ: ["a setting of NCCL"])
         monkeypatch.setattr(
-            build, "make_status", lambda cfg: calls.append(("make_status", (cfg,), {})) or entered("status", status)
+            build,
+            "make_status",
+            lambda cfg: calls.append(("make_status", (cfg,), {})) or entered("status", status),
         )
         monkeypatch.setattr(
             build,
             "make_watchdog",
-            lambda *args: calls.append(("make_watchdog", args, {})) or entered("watchdog", watchdog),
+            lambda *args: (
+                calls.append(("make_watchdog", args, {})) or entered("watchdog", watchdog)
+            ),
         )
         monkeypatch.setattr(
-            build, "StepTrace", lambda *args: calls.append(("StepTrace", args, {})) or entered("trace", step_trace)
+            build,
+            "StepTrace",
+            lambda *args: calls.append(("StepTrace", args, {})) or entered("trace", step_trace),
         )
-        monkeypatch.setattr(build, "postpone_full_collections", makes("postpone", calls.note("collect again")))
-        monkeypatch.setattr(build, "Trainer", lambda *parts: calls.append(("yielded", (), {})) or parts)
+        monkeypatch.setattr(
+            build, "postpone_full_collections", makes("postpone", calls.note("collect again"))
+        )
+        monkeypatch.setattr(
+            build, "Trainer", lambda *parts: calls.append(("yielded", (), {})) or parts
+        )
         with build.start_trainer(cfg, rollouts) as made:
             pass
-        return made, calls, SimpleNamespace(**parts, status=status, watchdog=watchdog, cfg=cfg, parallel=parallel)
+        return (
+            made,
+            calls,
+            SimpleNamespace(**parts, status=status, watchdog=watchdog, cfg=cfg, parallel=parallel),
+        )
 
     return run
 
 
 def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_reverse_order(start):
     made, calls, parts = start()
-    assert [name for name in calls.names if name not in ("log", "LogLines", "lines.catch_warnings")] == [
-        "quiet_libraries", "read_inputs", "join_job", "make_status", "enter status", "make_watchdog", "enter watchdog",
-        "check_start", "Console", "start_recording", "watchdog.enter", "Engine", "compatibility_line", "untested", "StepTrace",
-        "enter trace", "make_source", "watchdog.enter", "Checkpointer", "CheckpointPolicy", "resume", "make_sinks",
-        "forget_steps", "Reporter", f"enter recording after {FIRST_STEP}, {FIRST_STEP - 1}", "source.start", "postpone",
-        "BatchSaver", "TokenRecorder", "yielded", "collect again", f"leave recording after {FIRST_STEP}, {FIRST_STEP - 1}",
+    assert [name for name in calls.names if name not in ("log", "LogLines",
+    "lines.catch_warnings")] == [
+        "quiet_libraries", "read_inputs", "join_job", "make_status", "enter status",
+        "make_watchdog", "enter watchdog",
+        "check_start", "Console", "start_recording", "watchdog.enter", "Engine",
+        "compatibility_line", "untested", "StepTrace",
+        "enter trace", "make_source", "watchdog.enter", "Checkpointer", "CheckpointPolicy",
+        "resume", "make_sinks",
+        "forget_steps", "Reporter", f"enter recording after {FIRST_STEP}, {FIRST_STEP - 1}",
+        "source.start", "postpone",
+        "BatchSaver", "TokenRecorder", "yielded", "collect again",
+        f"leave recording after {FIRST_STEP}, {FIRST_STEP - 1}",
         "leave trace", "leave watchdog", "leave status",
     ]  # fmt: skip
     cfg, parallel, meter = parts.cfg, parts.parallel, made[5]
@@ -123,7 +155,9 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
     assert calls.named("Engine") == [((cfg, parallel), {"total_updates": 12})]
     assert [args for args, _ in calls.named("log")] == [("an input",), ("compatible",)]
     console, checkpointer = parts.Console, calls.named("Checkpointer")
-    assert checkpointer == [((parts.Engine, cfg.run_dir / "checkpoints", console.log, "progress"), {})]
+    assert checkpointer == [
+        ((parts.Engine, cfg.run_dir / "checkpoints", console.log, "progress"), {})
+    ]
     assert calls.named("CheckpointPolicy") == [(("checkpointer", "release", "events"), {})]
     assert calls.named("resume") == [(("policy", parts.make_source, console), {})]
     ((sinks_cfg, _, log, ids, first), _), *_ = calls.named("make_sinks")
@@ -133,7 +167,8 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
     assert calls.named("source.start") == [((FIRST_STEP,), {})]
     assert calls.named("BatchSaver") == [((cfg, parts.Engine, console.log, "events"), {})]
     assert made == (
-        cfg, parallel, parts.Engine, parts.make_source, "policy", meter, "reporter", "saver", "tokens", parts.start_recording,
+        cfg, parallel, parts.Engine, parts.make_source, "policy", meter, "reporter", "saver",
+        "tokens", parts.start_recording,
         made[10], FIRST_STEP, EVALUATED,
     )  # fmt: skip
     assert (meter.trace, made[10].trace) == ("trace", "trace") and meter.watchdog is parts.watchdog
@@ -175,27 +210,38 @@ def test_a_run_reads_its_prompts_and_those_of_its_evaluation(monkeypatch, tmp_pa
     def load(paths, tokenizer):
         calls.append(("load", (paths, tokenizer), {}))
         return {
-            name: SimpleNamespace(prompts=heldout if name else train, line=lambda data, n=name: f"line {n}")
+            name: SimpleNamespace(
+                prompts=heldout if name else train, line=lambda data, n=name: f"line {n}"
+            )
             for name in paths
         }
 
     monkeypatch.setattr(build, "load_tokenizer", lambda path: f"tokenizer of {path}")
     monkeypatch.setattr(build, "check_agent", calls.note("agent"))
     monkeypatch.setattr(build, "load_prompt_files", load)
-    monkeypatch.setattr(build, "trained_on", lambda train, files: [f"trained on {len(train.prompts)}, {sorted(files)}"])
+    monkeypatch.setattr(
+        build,
+        "trained_on",
+        lambda train, files: [f"trained on {len(train.prompts)}, {sorted(files)}"],
+    )
     sections = {"agent": {"function": "module.function"}} if agent else {}
-    cfg = config(tmp_path, eval={"sets": {"heldout": "h.jsonl"}}, data={"shuffle": True}, **sections)
+    cfg = config(
+        tmp_path, eval={"sets": {"heldout": "h.jsonl"}}, data={"shuffle": True}, **sections
+    )
     inputs = build.read_inputs(cfg, is_live=is_live)
     assert calls.named("agent") == [((cfg.agent, "tokenizer of m"), {})] * (agent and is_live)
     sets = {"heldout": (cfg.eval.sets["heldout"], cfg.eval_data)} if is_live else {}
-    assert calls.named("load") == [(({"": (cfg.data.train, cfg.data)} | sets, "tokenizer of m"), {})]
+    assert calls.named("load") == [
+        (({"": (cfg.data.train, cfg.data)} | sets, "tokenizer of m"), {})
+    ]
     assert inputs.eval_sets == ({"heldout": heldout} if is_live else {})
     lines = ["line ", "line heldout"] if is_live else ["line "]
     assert inputs.lines == [*lines, f"trained on 3, {['heldout'] if is_live else []}"]
     assert inputs.tokenizer == "tokenizer of m"
     many = [replace(PROMPTS[0], id=str(n)) for n in range(50)]
     train[:] = many
-    in_order = [build.read_inputs(cfg.model_copy(update={"data": data}), is_live=False).prompts.take(50) for data in (
+    in_order = [build.read_inputs(cfg.model_copy(update={"data": data}),
+    is_live=False).prompts.take(50) for data in (
         cfg.data, cfg.data.model_copy(update={"shuffle": False}))]  # fmt: skip
     assert in_order[0] == PromptSource(many, seed=7, shuffle=True).take(50) != in_order[1] == many
     del train[3:]
@@ -208,9 +254,13 @@ def test_a_rank_joins_the_job_then_takes_the_run_directory(monkeypatch, tmp_path
         monkeypatch.setattr(build, name, calls.note(name))
     parallel = Recorded(calls, "parallel")
     monkeypatch.setattr(
-        build, "make_parallel", lambda *args, **settings: calls.append(("join", args, settings)) or parallel
+        build,
+        "make_parallel",
+        lambda *args, **settings: calls.append(("join", args, settings)) or parallel,
     )
-    monkeypatch.setattr(build, "from_rank_0", lambda make: calls.append(("rank 0", (), {})) or make())
+    monkeypatch.setattr(
+        build, "from_rank_0", lambda make: calls.append(("rank 0", (), {})) or make()
+    )
 
     @contextmanager
     def locked(folder):
@@ -229,8 +279,10 @@ def test_a_rank_joins_the_job_then_takes_the_run_directory(monkeypatch, tmp_path
         settings = dict(device=cfg.run.device, timeout_minutes=3.0, seed=7)
         exact = [("disable_tf32", (), {})] if dtype == "float32" else []
         assert calls == [
-            *exact, ("join", (cfg.parallel,), settings), ("rank 0", (), {}), ("check_trackers", (cfg.track,), {}),
-            ("rank 0", (), {}), ("lock", (cfg.run_dir,), {}), ("unlock", (), {}), ("parallel.destroy", (), {}),
+            *exact, ("join", (cfg.parallel,), settings), ("rank 0", (), {}), ("check_trackers",
+            (cfg.track,), {}),
+            ("rank 0", (), {}), ("lock", (cfg.run_dir,), {}), ("unlock", (), {}),
+            ("parallel.destroy", (), {}),
         ]  # fmt: skip
 
 
@@ -254,11 +306,15 @@ def test_rollouts_come_from_servers_or_from_a_run(monkeypatch, tmp_path, save_te
     monkeypatch.setattr(LiveRollouts, "__post_init__", lambda self: None)
     live = build.make_source(*arguments, None)
     assert live == LiveRollouts(
-        cfg, parallel, engine, "tokenizer", "prompts", {"heldout": PROMPTS}, "inference", "leader", meter, "console", 0,
+        cfg, parallel, engine, "tokenizer", "prompts", {"heldout": PROMPTS}, "inference", "leader",
+        meter, "console", 0,
         "events",
     )  # fmt: skip
     asked = (cfg, parallel, engine, "tokenizer", "stack", "console", recording)
-    assert calls == [("meter.enter", ("starting or finding servers",), {}), ("inference", asked, {})]
+    assert calls == [
+        ("meter.enter", ("starting or finding servers",), {}),
+        ("inference", asked, {}),
+    ]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -269,13 +325,16 @@ def test_what_concerns_gpus_is_checked_on_rank_0_alone(monkeypatch, tmp_path, de
         monkeypatch.setattr(build, name, calls.note(name))
     monkeypatch.setattr(build, "provider_spec", lambda model, device: (model, device))
     monkeypatch.setattr(build, "this_machine", lambda parallel: "this machine")
-    monkeypatch.setattr(build, "from_rank_0", lambda check: calls.append(("rank 0", (), {})) or check())
+    monkeypatch.setattr(
+        build, "from_rank_0", lambda check: calls.append(("rank 0", (), {})) or check()
+    )
     parallel = SimpleNamespace(device=torch.device(device), world_size=4)
     spec = (cfg.model, parallel.device)
     build.check_start(cfg, parallel, has_servers=has_servers)
     gpus = ("check_gpus", (spec, cfg, 4, "this machine"), {"has_servers": has_servers})
     assert calls == [
-        ("check_can_release", (cfg.rollout.release_memory, device), {}), ("check_layout", (spec, cfg, 4), {}),
+        ("check_can_release", (cfg.rollout.release_memory, device), {}), ("check_layout", (spec,
+        cfg, 4), {}),
         ("check_core", (spec, cfg), {}), *([("rank 0", (), {}), gpus] if device == "cuda" else []),
     ]  # fmt: skip
 
@@ -286,7 +345,9 @@ def test_this_machine_has_the_gpus_that_its_driver_counts(monkeypatch, tmp_path,
     """torch counts those of CUDA_VISIBLE_DEVICES, and servers of the run may have others."""
     for n in range(8):
         (tmp_path / "proc/driver/nvidia/gpus" / str(n)).mkdir(parents=True)
-    monkeypatch.setattr(build, "Path", lambda path: Path(f"{tmp_path if has_driver else '/nowhere'}{path}"))
+    monkeypatch.setattr(
+        build, "Path", lambda path: Path(f"{tmp_path if has_driver else '/nowhere'}{path}")
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     device = SimpleNamespace(name="a GPU", total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
@@ -299,8 +360,15 @@ def test_this_machine_has_the_gpus_that_its_driver_counts(monkeypatch, tmp_path,
 
 
 def test_a_run_tells_of_its_state_and_its_stalls(monkeypatch, tmp_path):
-    calls, cfg = Calls(), config(tmp_path, run={"dir": str(tmp_path), "num_steps": 6, "silence_timeout_seconds": 77.0})
-    monkeypatch.setattr(build, "StatusWriter", calls.note("status", lambda: Recorded(calls, "made")))
+    calls, cfg = (
+        Calls(),
+        config(
+            tmp_path, run={"dir": str(tmp_path), "num_steps": 6, "silence_timeout_seconds": 77.0}
+        ),
+    )
+    monkeypatch.setattr(
+        build, "StatusWriter", calls.note("status", lambda: Recorded(calls, "made"))
+    )
     status = build.make_status(cfg)
     settings = dict(api_key_env="KEY_OF_THE_SERVERS", stopped=(StoppedBySignal,))
     assert calls == [("status", (cfg.run_dir, 6), settings)]
@@ -318,7 +386,10 @@ def test_a_run_tells_of_its_state_and_its_stalls(monkeypatch, tmp_path):
     assert calls.named("dog") == [(("store", 1, 2), settings)] * 2
     watchdog.on_heartbeats("beats")
     watchdog.on_verdict("rank 1 is silent")
-    assert calls[-2:] == [("made.beats", ("beats",), {}), ("made.close", ("failed", "rank 1 is silent"), {})]
+    assert calls[-2:] == [
+        ("made.beats", ("beats",), {}),
+        ("made.close", ("failed", "rank 1 is silent"), {}),
+    ]
 
 
 def test_libraries_are_quiet_and_the_code_of_users_is_not(caplog):
@@ -329,7 +400,9 @@ def test_libraries_are_quiet_and_the_code_of_users_is_not(caplog):
             warnings.simplefilter("default")
             build.quiet_libraries()
             for name in (*names, "megatronic", "user"):
-                warnings.warn_explicit(f"of {name}", UserWarning, "file.py", 1, module=f"{name}.part")
+                warnings.warn_explicit(
+                    f"of {name}", UserWarning, "file.py", 1, module=f"{name}.part"
+                )
                 logging.getLogger(f"{name}.part").warning("logged by %s", name)
         assert [str(each.message) for each in seen] == ["of megatronic", "of user"]
         assert [record.name for record in caplog.records] == ["megatronic.part", "user.part"]

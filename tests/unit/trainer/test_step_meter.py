@@ -47,7 +47,9 @@ def test_stages_add_up_to_the_step_with_what_is_outside(clock):
             with meter.time("weight_sync"):
                 clock(7)
     assert entered == [
-        (stage, step) for step in (3, 4) for stage in ("rollout", "rollout", "update", "evaluate", "weight_sync")
+        (stage, step)
+        for step in (3, 4)
+        for stage in ("rollout", "rollout", "update", "evaluate", "weight_sync")
     ]
 
 
@@ -78,4 +80,8 @@ def test_spans_of_a_step_are_nested_and_the_step_is_on_a_thread_of_its_own(clock
         clock(1)
     meter.take_times()
     spans = [(span.name, span.kind, span.thread) for span in meter.trace.take()]
-    assert spans == [("gradient", "part", "main"), ("update", "stage", "main"), ("step 7", "step", "step")]
+    assert spans == [
+        ("gradient", "part", "main"),
+        ("update", "stage", "main"),
+        ("step 7", "step", "step"),
+    ]

@@ -24,11 +24,15 @@ SUMMARY = (4.0, 2.0, 1.0, 1.0, 6.0, 8.0, -3.0, 5.0, 20.0, 0.75, 0.5)
 
 
 def make_sequences(names, *, step=0, ids=np.uint8):
-    """All of one micro-batch, every second one chosen; values count up, so that each place is known."""
+    """All of one micro-batch, every second one chosen; values count up, so that each place is
+    known.
+    """
     samples = []
     for index, name in enumerate(names):
         rollout = make_rollout(name, 2 + index, 4, layers=L, seed=step)
-        samples.append(Sample(rollout, 0.5 + index, save_tokens=index % 2 == 0, sampled_by=index // 2))
+        samples.append(
+            Sample(rollout, 0.5 + index, save_tokens=index % 2 == 0, sampled_by=index // 2)
+        )
     chosen = [sample.rollout for sample in samples if sample.save_tokens]
     rows, tokens = sum(len(r.tokens) - 1 for r in chosen), sum(r.response_length for r in chosen)
     table = Table.zeros(L, rows, K, tokens, np.dtype(ids))
@@ -42,7 +46,9 @@ def make_sequences(names, *, step=0, ids=np.uint8):
 
 def write(folder, sequences, step=7, **options):
     files = FileWriter(logging.getLogger("test").warning)
-    TokenFiles(folder, files, **({"dp_rank": 0, "mask_missing_routes": False} | options)).write(step, sequences)
+    TokenFiles(folder, files, **({"dp_rank": 0, "mask_missing_routes": False} | options)).write(
+        step, sequences
+    )
     files.close()
     return files.failed
 
@@ -54,14 +60,29 @@ def test_each_sequence_has_its_rows(tmp_path, ids):
     found = load_file(tmp_path / "trained_000007.safetensors")
     assert {key.rpartition(":")[0] for key in found} == {"a/0", "b/0"}
     first, last = (sequences[i].sample.rollout for i in (0, 2))
-    assert found["b/0:own_experts"].shape == (len(last.tokens) - 1, L, K) and found["b/0:own_experts"].dtype == ids
+    assert (
+        found["b/0:own_experts"].shape == (len(last.tokens) - 1, L, K)
+        and found["b/0:own_experts"].dtype == ids
+    )
     assert found["b/0:own_experts"][:, 0, 0].tolist() == list(
         range(len(first.tokens) - 1, len(first.tokens) + len(last.tokens) - 2)
     )
-    assert found["b/0:logprobs"].shape == (1, 4) and found["b/0:old_logprobs"].tolist() == [4.0, 5.0, 6.0, 7.0]
-    assert found["b/0:margin"].dtype == np.float16 and found["b/0:margin"][0].tolist() == list(range(L))
+    assert found["b/0:logprobs"].shape == (1, 4) and found["b/0:old_logprobs"].tolist() == [
+        4.0,
+        5.0,
+        6.0,
+        7.0,
+    ]
+    assert found["b/0:margin"].dtype == np.float16 and found["b/0:margin"][0].tolist() == list(
+        range(L)
+    )
     bits = np.unpackbits(found["b/0:flips"], axis=1, count=L, bitorder="little")
-    assert bits.shape == (len(last.tokens) - 1, L) and np.flatnonzero(bits[0]).tolist() == [0, 3, 6, 9]
+    assert bits.shape == (len(last.tokens) - 1, L) and np.flatnonzero(bits[0]).tolist() == [
+        0,
+        3,
+        6,
+        9,
+    ]
     assert found["a/0:advantage"].tolist() == [0.5] and found["b/0:flags"].dtype == np.uint8
     with safe_open(tmp_path / "trained_000007.safetensors", framework="numpy") as file:
         assert file.metadata() == {"schema": "1"}
@@ -91,7 +112,8 @@ def test_a_line_is_written_after_the_tensors_that_it_names(tmp_path):
 def test_copies_that_fill_micro_batches_have_no_line(tmp_path):
     sequences = make_sequences(["a/0", "a/1", "b/0"])
     copy = replace(
-        sequences[0], sample=replace(sequences[0].sample, in_loss=False, episode_length=0, save_tokens=False)
+        sequences[0],
+        sample=replace(sequences[0].sample, in_loss=False, episode_length=0, save_tokens=False),
     )
     assert write(tmp_path, [copy, *sequences, copy, copy]) == 0
     lines = map(json.loads, (tmp_path / "trained.jsonl").read_text().splitlines())
@@ -104,11 +126,17 @@ def test_every_sequence_has_a_line_and_means_have_a_denominator(tmp_path):
     write(tmp_path, [sequences[0], replace(sequences[1], summary=none)], dp_rank=3)
     first, second = map(json.loads, (tmp_path / "trained.dp3.jsonl").read_text().splitlines())
     assert first == {
-        "schema": 1, "step": 7, "id": "a/0", "sampled_by": "rollouts", "tensors": "trained.dp3_000007.safetensors",
-        "key": "a/0", "mini_batch": 1, "kl": 0.5, "kl_k3": 0.25, "clipped_frac": 0.25, "weight_mean": 1.5,
-        "entropy_mean": 2.0, "max_log_ratio": 0.75, "max_staleness": 0.5, "flip_frac": 0.25, "loss": -3.0,
+        "schema": 1, "step": 7, "id": "a/0", "sampled_by": "rollouts",
+        "tensors": "trained.dp3_000007.safetensors",
+        "key": "a/0", "mini_batch": 1, "kl": 0.5, "kl_k3": 0.25, "clipped_frac": 0.25,
+        "weight_mean": 1.5,
+        "entropy_mean": 2.0, "max_log_ratio": 0.75, "max_staleness": 0.5, "flip_frac": 0.25,
+        "loss": -3.0,
     }  # fmt: skip
-    assert second["tensors"] is None and second["kl"] is second["flip_frac"] is second["max_log_ratio"] is None
+    assert (
+        second["tensors"] is None
+        and second["kl"] is second["flip_frac"] is second["max_log_ratio"] is None
+    )
     assert second["max_staleness"] is None
 
 
@@ -124,7 +152,8 @@ def test_equal_ids_of_two_replicas_keep_their_tensors(tmp_path):
 def test_flags_that_the_loss_does_not_know(tmp_path):
     sequences = make_sequences(["a/0", "x", "b/0"])
     missing = np.zeros(len(sequences[0].sample.rollout.tokens) - 1, bool)
-    missing[[0, 2]] = True  # the first is of the prompt alone, the second predicts the second sampled token
+    # the first is of the prompt alone, the second predicts the second sampled token
+    missing[[0, 2]] = True
     rollout = replace(sequences[0].sample.rollout, missing_routes=missing)
     given = [
         replace(sequences[0], sample=replace(sequences[0].sample, rollout=rollout)),
@@ -146,12 +175,15 @@ def test_flags_that_the_loss_does_not_know(tmp_path):
 def test_flags_and_kinds_are_those_of_the_documentation(tmp_path):
     """Files of other runs are read by these numbers and names."""
     assert {flag.name: int(flag) for flag in Flag} == {
-        "CLIPPED_HIGH": 1, "CLIPPED_LOW": 2, "BOUNDED": 4, "WEIGHT_MASKED": 8, "REJECTED": 16, "NOT_FINITE": 32,
+        "CLIPPED_HIGH": 1, "CLIPPED_LOW": 2, "BOUNDED": 4, "WEIGHT_MASKED": 8, "REJECTED": 16,
+        "NOT_FINITE": 32,
         "MISSING_ROUTE": 64, "LEFT_OUT": 128,
     }  # fmt: skip
     text = (Path(__file__).parents[3] / "docs/reference/token_data.md").read_text()
     rows = text.partition("## Kinds of the trainer's half")[2].partition("| flag |")[0].splitlines()
-    documented = {name for row in rows if "|" in row for name in re.findall("`([a-z_]+)`", row.split("|")[1])}
+    documented = {
+        name for row in rows if "|" in row for name in re.findall("`([a-z_]+)`", row.split("|")[1])
+    }
     write(tmp_path, make_sequences(["a/0"]))
     found = load_file(tmp_path / "trained_000007.safetensors")
     assert {key.rpartition(":")[2] for key in found} == documented and len(documented) == 11
@@ -161,7 +193,9 @@ def test_a_step_written_again_replaces_tensors_and_appends_lines(tmp_path):
     for step in (0, 1):
         write(tmp_path, make_sequences(["a/0"], step=step))
     lines = (tmp_path / "trained.jsonl").read_text().splitlines()
-    assert len(lines) == 2 and list(tmp_path.glob("trained_*")) == [tmp_path / "trained_000007.safetensors"]
+    assert len(lines) == 2 and list(tmp_path.glob("trained_*")) == [
+        tmp_path / "trained_000007.safetensors"
+    ]
 
 
 def test_without_compared_routes_the_other_kinds_are_there(tmp_path):
@@ -174,7 +208,9 @@ def test_without_compared_routes_the_other_kinds_are_there(tmp_path):
 
 def test_the_documented_reader_reads_it(tmp_path, capsys, monkeypatch):
     sequences = make_sequences(["a/0", "a/1", "b/0"])
-    group = RolloutGroup(Prompt("a", "text", (1,), ""), tuple(each.sample.rollout for each in sequences[:2]))
+    group = RolloutGroup(
+        Prompt("a", "text", (1,), ""), tuple(each.sample.rollout for each in sequences[:2])
+    )
     Recorder(tmp_path / "runs/demo", save_tensors=True).record(7, [group])
     write(tmp_path / "runs/demo", sequences[:2])
     text = (Path(__file__).parents[3] / "docs/reference/token_data.md").read_text()
@@ -183,7 +219,9 @@ def test_the_documented_reader_reads_it(tmp_path, capsys, monkeypatch):
     (tmp_path / "read.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     runpy.run_path("read.py")
-    gap = np.abs(np.arange(4, dtype=np.float32) - sequences[0].sample.rollout.rollout_logprobs).max()
+    gap = np.abs(
+        np.arange(4, dtype=np.float32) - sequences[0].sample.rollout.rollout_logprobs
+    ).max()
     assert capsys.readouterr().out == f"7 a/0 largest log-ratio {gap!s}\n"
 
 
@@ -194,7 +232,9 @@ def test_bytes_per_token_are_those_of_the_documentation(tmp_path, layers, top_k,
     sample = Sample(rollout, 1.0, save_tokens=True)
     table = Table.zeros(layers, 20_000, top_k, 20_000, np.dtype(np.uint8))
     write(tmp_path, [SequenceTokens(0, sample, SUMMARY, table)])
-    assert (tmp_path / "trained_000007.safetensors").stat().st_size / 20_000 == pytest.approx(size, abs=0.1)
+    assert (tmp_path / "trained_000007.safetensors").stat().st_size / 20_000 == pytest.approx(
+        size, abs=0.1
+    )
     text = (Path(__file__).parents[3] / "docs/reference/token_data.md").read_text()
     assert "25 for each sampled token" in text and "With 48 layers and top-8 that is 511" in text
 
@@ -202,4 +242,7 @@ def test_bytes_per_token_are_those_of_the_documentation(tmp_path, layers, top_k,
 def test_training_continues_where_the_folder_is_gone(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert write(tmp_path / "gone", make_sequences(["a/0"])) == 2
-    assert caplog.text.count("could not be written") == 1 and "trained_000007.safetensors" in caplog.text
+    assert (
+        caplog.text.count("could not be written") == 1
+        and "trained_000007.safetensors" in caplog.text
+    )

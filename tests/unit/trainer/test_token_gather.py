@@ -1,7 +1,7 @@
 """What the ranks of a replica know about its tokens comes together on the leader, each value once.
 
-The ranks are simulated in this process, one after the other, the leader last: tensor x pipeline parallel, with and without
-sequence parallelism.  Real ranks: tests/dist/test_token_data.py.
+The ranks are simulated in this process, one after the other, the leader last: tensor x pipeline
+parallel, with and without sequence parallelism.  Real ranks: tests/dist/test_token_data.py.
 """
 
 from dataclasses import replace
@@ -23,8 +23,14 @@ from tests.unit.trainer.recorded import Calls, Recorded
 
 LAYERS, E, K, TP = (1, 2, 4, 5), 8, 2, 2
 STAGES = ((0, 1), (2, 3))
-BATCHES = [[("a", False), ("b", True), ("c", False), ("d", True)], [("e", False), ("f", False)], [("g", True)]]
-"""The micro-batches of two mini-batches, two in the first: sequences, and whether their tensors are chosen."""
+BATCHES = [
+    [("a", False), ("b", True), ("c", False), ("d", True)],
+    [("e", False), ("f", False)],
+    [("g", True)],
+]
+"""The micro-batches of two mini-batches, two in the first: sequences, and whether their tensors are
+chosen.
+"""
 
 
 class Exchange:
@@ -47,27 +53,41 @@ class Exchange:
         assert leader == 0 and group is self.group
         self.reduced.append(tensor.clone())
         if len(self.gathered) == group.size() - 1:  # the leader's
-            per_rank = len(self.reduced) // group.size() if len(self.reduced) % group.size() == 0 else 2
+            per_rank = (
+                len(self.reduced) // group.size() if len(self.reduced) % group.size() == 0 else 2
+            )
             number = len(self.reduced) - 1 - per_rank * (group.size() - 1)
-            tensor += sum(self.reduced[rank * per_rank + number] for rank in range(group.size() - 1))
+            tensor += sum(
+                self.reduced[rank * per_rank + number] for rank in range(group.size() - 1)
+            )
 
 
 def make_engine(tp_rank, stage, sequence_parallel, group, *, tp_size=TP, is_leader=None):
     layout = RankLayout(
-        layers=STAGES[stage], tp_rank=tp_rank, tp_size=tp_size, sequence_parallel=sequence_parallel, num_experts=E,
+        layers=STAGES[stage], tp_rank=tp_rank, tp_size=tp_size, sequence_parallel=sequence_parallel,
+        num_experts=E,
         top_k=K, ep_size=1,
     )  # fmt: skip
     parallel = SimpleNamespace(
-        device=torch.device("cpu"), tp_rank=tp_rank, is_last_stage=stage == 1, replica_group=group, replica_leader=0, dp_rank=1,
+        device=torch.device("cpu"), tp_rank=tp_rank, is_last_stage=stage == 1, replica_group=group,
+        replica_leader=0, dp_rank=1,
         dp_size=2, is_replica_leader=(tp_rank, stage) == (0, 0) if is_leader is None else is_leader,
     )  # fmt: skip
     manager = SimpleNamespace(id_dtype=torch.uint8)
-    spec, rule = SimpleNamespace(moe_layers=LAYERS, top_k=K), SimpleNamespace(mask_missing_routes=False)
-    return SimpleNamespace(layout=layout, parallel=parallel, manager=manager, spec=spec, pack_rule=rule)
+    spec, rule = (
+        SimpleNamespace(moe_layers=LAYERS, top_k=K),
+        SimpleNamespace(mask_missing_routes=False),
+    )
+    return SimpleNamespace(
+        layout=layout, parallel=parallel, manager=manager, spec=spec, pack_rule=rule
+    )
 
 
 def micro_batch(names):
-    samples = [Sample(make_rollout(name, 3, 4 + n), 1.0, save_tokens=chosen) for n, (name, chosen) in enumerate(names)]
+    samples = [
+        Sample(make_rollout(name, 3, 4 + n), 1.0, save_tokens=chosen)
+        for n, (name, chosen) in enumerate(names)
+    ]
     lengths = [len(sample.rollout.tokens) for sample in samples]
     return samples, pack(samples, [*lengths, TP + sum(lengths) % TP])  # the last: pads
 
@@ -84,15 +104,21 @@ class Truth:
         self.flips = torch.rand(len(LAYERS), rows, generator=random) < 0.5
         self.compared = torch.rand(rows, generator=random) < 0.8
         self.values = torch.rand(len(Table.VALUES), rows, generator=random)
-        self.sums = torch.rand(len(samples) + 1, token_recorder.NUM_SUMS - 2, generator=random, dtype=torch.float64)
-        self.maxima = torch.rand(len(samples) + 1, token_recorder.NUM_MAXIMA, generator=random, dtype=torch.float64)
+        self.sums = torch.rand(
+            len(samples) + 1, token_recorder.NUM_SUMS - 2, generator=random, dtype=torch.float64
+        )
+        self.maxima = torch.rand(
+            len(samples) + 1, token_recorder.NUM_MAXIMA, generator=random, dtype=torch.float64
+        )
 
     def part(self, engine):
         """What a rank has of it after the update."""
         part = Part(engine, self.batch, self.samples)
         rows = indices(engine.layout.rows(self.batch.cu_seqlens))
         for local, layer in enumerate(engine.layout.layers):
-            part.add_routes(local, self.ids[layer, rows], self.margins[layer, rows], self.flips[layer, rows])
+            part.add_routes(
+                local, self.ids[layer, rows], self.margins[layer, rows], self.flips[layer, rows]
+            )
         part.has_routes = True
         part.add_flips(self.flips[list(engine.layout.layers)].sum(0)[rows], self.compared[rows])
         if engine.parallel.is_last_stage:  # every tensor rank has all of them
@@ -107,13 +133,19 @@ class Truth:
             if sample.save_tokens:
                 inputs += [start + n for n in range(len(sample.rollout.tokens) - 1)]
                 predicts += (start + sample.rollout.sampled - 1).tolist()
-        for number, (each, sample, start) in enumerate(zip(sequences, self.samples, starts, strict=False)):
+        for number, (each, sample, start) in enumerate(
+            zip(sequences, self.samples, starts, strict=False)
+        ):
             assert each.sample is sample
             rows = slice(start, start + len(sample.rollout.tokens))
             flips = self.flips[:, rows].sum(), self.compared[rows].sum() * len(LAYERS)
             if not has_routes:
                 flips = 0, 0
-            assert each.summary == [*self.sums[number].tolist(), *map(float, flips), *self.maxima[number].tolist()]
+            assert each.summary == [
+                *self.sums[number].tolist(),
+                *map(float, flips),
+                *self.maxima[number].tolist(),
+            ]
             if not inputs:
                 assert each.table is None
                 continue
@@ -130,7 +162,12 @@ class Truth:
 def recorder(tmp_path):
     """recorder(engine, parts of both mini-batches): (the TokenRecorder, what it writes)."""
     run = {"dir": str(tmp_path)}
-    keys = {"model": {"path": "m"}, "data": {"train": "d"}, "run": run, "rollout": {"save_tensors": 0.5}}
+    keys = {
+        "model": {"path": "m"},
+        "data": {"train": "d"},
+        "run": run,
+        "rollout": {"save_tensors": 0.5},
+    }
     cfg = load_config(None, [], keys)
 
     def make(engine, parts, cfg=cfg):
@@ -167,7 +204,9 @@ def test_the_leader_writes_every_value_once(monkeypatch, recorder, sequence_para
 
 def test_a_replica_of_one_rank_sends_nothing(monkeypatch, recorder):
     for name in ("gather", "reduce"):
-        monkeypatch.setattr(token_recorder.dist, name, lambda *_, **__: pytest.fail("there is no other rank"))
+        monkeypatch.setattr(
+            token_recorder.dist, name, lambda *_, **__: pytest.fail("there is no other rank")
+        )
     group = SimpleNamespace(size=lambda: 1)
     engine = make_engine(0, 1, False, group, tp_size=1, is_leader=True)
     engine.layout = replace(engine.layout, layers=(0, 1, 2, 3))
@@ -193,7 +232,9 @@ def test_routes_are_recorded_where_they_were_compared(recorder):
         observe = made.update(batch, old)
         assert part.has_routes == (mismatch is not None)
         rows = truth.batch.sequence_ids
-        expected = [[int(flips[rows == n].sum()), 2 * int(compared[rows == n].sum())] for n in range(4)]
+        expected = [
+            [int(flips[rows == n].sum()), 2 * int(compared[rows == n].sum())] for n in range(4)
+        ]
         assert part.sums[:4, -2:].tolist() == (expected if mismatch else [[0, 0]] * 4)
         seen = []
         part.add_tokens = seen.append

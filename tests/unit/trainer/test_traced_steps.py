@@ -1,4 +1,6 @@
-"""The GPU's profile in a step's trace, with torch's profiler of the CPU in its place: when it is asked for and what stays."""
+"""The GPU's profile in a step's trace, with torch's profiler of the CPU in its place: when it is
+asked for and what stays.
+"""
 
 import gzip
 import json
@@ -51,9 +53,15 @@ def made(tmp_path):
     calls, files = Calls(), FileWriter()
 
     def make(**run):
-        keys = {"model": {"path": "m"}, "data": {"train": "d"}, "rollout": {"api_key_env": "KEY_OF_THE_SERVERS"}}
+        keys = {
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+            "rollout": {"api_key_env": "KEY_OF_THE_SERVERS"},
+        }
         cfg = load_config(None, [], keys | {"run": {"dir": str(tmp_path), "name": "run"} | run})
-        parallel = SimpleNamespace(rank=1, world_size=3, host_group="host", device=torch.device("cpu"))
+        parallel = SimpleNamespace(
+            rank=1, world_size=3, host_group="host", device=torch.device("cpu")
+        )
         return StepTrace(cfg, parallel, files), calls
 
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +72,9 @@ def made(tmp_path):
     files.close()
 
 
-def test_a_traced_step_begins_together_and_its_file_has_no_span_of_others_and_no_secret(made, tmp_path):
+def test_a_traced_step_begins_together_and_its_file_has_no_span_of_others_and_no_secret(
+    made, tmp_path
+):
     trace, calls = made(trace="every 2")
     with trace:
         for step in range(4):
@@ -105,7 +115,9 @@ def test_collectives_are_traced_in_traced_steps_alone(made):
 
 @pytest.fixture
 def traced(tmp_path, monkeypatch):
-    """-> a run's StepTrace on a machine with a GPU, and the folder of its step 1, with an EARLIER profile."""
+    """-> a run's StepTrace on a machine with a GPU, and the folder of its step 1, with an EARLIER
+    profile.
+    """
     ASKED.clear()
     monkeypatch.setattr(step_trace, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: ASKED.append("synchronize"))
@@ -116,7 +128,9 @@ def traced(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     gpu_path(folder, 0).write_bytes(EARLIER)
     files = FileWriter()
-    parallel = SimpleNamespace(rank=0, world_size=1, host_group=None, device=torch.device("cuda", 0))
+    parallel = SimpleNamespace(
+        rank=0, world_size=1, host_group=None, device=torch.device("cuda", 0)
+    )
     yield StepTrace(cfg, parallel, files), folder
     files.close()
     dist.destroy_process_group()
@@ -134,7 +148,10 @@ def test_the_profile_replaces_the_file(traced):
     assert ASKED == ["synchronize", "stop"] * 2
     content = json.loads(gzip.decompress(gpu_path(folder, 0).read_bytes()))
     assert "aten::add" in {event.get("name") for event in content["traceEvents"]}
-    assert sorted(path.name for path in folder.iterdir()) == ["gpu_00000.json.gz", "rank_00000.json.gz"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "gpu_00000.json.gz",
+        "rank_00000.json.gz",
+    ]
 
 
 def test_the_first_profile_of_a_run_needs_no_folder_and_an_error_no_earlier_profile(traced):
@@ -159,7 +176,10 @@ def test_a_part_of_a_profile_is_not_left_under_its_name(traced, monkeypatch):
 
 
 def test_after_an_error_the_gpu_is_not_asked(traced):
-    """It may never answer.  The rank's spans are written, without the profile of an earlier run beside them."""
+    """It may never answer.
+
+    The rank's spans are written, without the profile of an earlier run beside them.
+    """
     trace, folder = traced
     all_reduce = dist.all_reduce
     with pytest.raises(ValueError, match="a bad step"), trace:
@@ -170,6 +190,8 @@ def test_after_an_error_the_gpu_is_not_asked(traced):
     trace.files.wait()
     assert ASKED == [] and dist.all_reduce is all_reduce
     assert [path.name for path in folder.iterdir()] == ["rank_00000.json.gz"]
-    (update,) = [event for event in read_rank(rank_path(folder, 0)).events if event["name"] == "update"]
+    (update,) = [
+        event for event in read_rank(rank_path(folder, 0)).events if event["name"] == "update"
+    ]
     assert update["args"] == {"error": "ValueError"}
     profile.stop(trace._profile)  # for the tests that follow in this process

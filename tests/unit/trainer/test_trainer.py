@@ -1,4 +1,5 @@
-"""What the trainer asks of the parts of a run, in which order and with what; they are stand-ins that record their calls.
+"""What the trainer asks of the parts of a run, in which order and with what; they are stand-ins
+that record their calls.
 
 With real parts: test_one_run.py.
 """
@@ -26,16 +27,29 @@ PROGRESS = {"policy_version": VERSION, "trackers": {"wandb": "id"}, "evaluated":
 
 @pytest.fixture
 def made(tmp_path):
-    """made(**sections): (a trainer that continues after step 2, its calls); settings of a section are keywords."""
+    """made(**sections): (a trainer that continues after step 2, its calls); settings of a section
+    are keywords.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def make(**sections):
         calls = Calls()
-        base = {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"num_steps": STEPS, "dir": str(tmp_path)}}
-        cfg = load_config(None, [], base | {name: base.get(name, {}) | keys for name, keys in sections.items()})
+        base = {
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+            "run": {"num_steps": STEPS, "dir": str(tmp_path)},
+        }
+        cfg = load_config(
+            None, [], base | {name: base.get(name, {}) | keys for name, keys in sections.items()}
+        )
         engine = Recorded(calls, "engine", old_logprobs=OLD, compute_gradient=2.5)
-        engine.pack_rule, engine.apply_gradient = "rule", lambda *args: SimpleNamespace(skipped=False)
-        rollouts = Recorded(calls, "rollouts", progress={"policy_version": VERSION}, files={"name": "writer"})
+        engine.pack_rule, engine.apply_gradient = (
+            "rule",
+            lambda *args: SimpleNamespace(skipped=False),
+        )
+        rollouts = Recorded(
+            calls, "rollouts", progress={"policy_version": VERSION}, files={"name": "writer"}
+        )
         rollouts.policy_version, rollouts.stop = VERSION, "stop"
         tokens = Recorded(calls, "tokens", old_pass=nullcontext(), update=OBSERVE)
         tokens.choice = SimpleNamespace(of=lambda step, count: f"those of {count} in step {step}")
@@ -44,14 +58,21 @@ def made(tmp_path):
         saver = Recorded(calls, "saver")
         saver.unsaved = 0
         reporter = Recorded(calls, "reporter", progress={"trackers": {"wandb": "id"}})
-        reporter.console = SimpleNamespace(progress=lambda *args: nullcontext(calls.append(("progress", args, {}))))
+        reporter.console = SimpleNamespace(
+            progress=lambda *args: nullcontext(calls.append(("progress", args, {})))
+        )
         step_trace = Recorded(calls, "step_trace")
         step_trace.trace = Trace(is_on=True)
-        watchdog = SimpleNamespace(enter=lambda stage, step: calls.append(("enter", (stage, step), {})))
+        watchdog = SimpleNamespace(
+            enter=lambda stage, step: calls.append(("enter", (stage, step), {}))
+        )
         trainer = Trainer(
-            cfg, SimpleNamespace(rank=0, world_size=1, dp_group="dp", device=torch.device("cpu")), engine, rollouts,
-            Recorded(calls, "policy", add_previous_totals={"a_total": 1.0}), StepMeter(watchdog, step_trace.trace),
-            reporter, saver, tokens, SimpleNamespace(files=files, events=Recorded(calls, "events")), step_trace, 2, 2,
+            cfg, SimpleNamespace(rank=0, world_size=1, dp_group="dp", device=torch.device("cpu")),
+            engine, rollouts,
+            Recorded(calls, "policy", add_previous_totals={"a_total": 1.0}), StepMeter(watchdog,
+            step_trace.trace),
+            reporter, saver, tokens, SimpleNamespace(files=files, events=Recorded(calls, "events")),
+            step_trace, 2, 2,
         )  # fmt: skip
         return trainer, calls
 
@@ -70,9 +91,12 @@ def spans(trainer):
 def test_before_each_step_the_state_is_noted_that_a_signal_saves(made):
     trainer, calls = made()
     assert list(trainer.steps()) == [2, 3, 4, 5] and trainer.meter.step == 5
-    before_steps = [call for call in calls if call[0] != "rollouts.progress" and call[0] != "reporter.progress"]
+    before_steps = [
+        call for call in calls if call[0] != "rollouts.progress" and call[0] != "reporter.progress"
+    ]
     assert before_steps[:3] == [
-        ("enter", ("trace", 2), {}), ("step_trace.begin", (2,), {}), ("policy.begin", (2, PROGRESS), {}),
+        ("enter", ("trace", 2), {}), ("step_trace.begin", (2,), {}), ("policy.begin", (2, PROGRESS),
+        {}),
     ]  # fmt: skip
     assert calls.named("policy.begin")[-1] == ((5, PROGRESS), {})
     assert spans(trainer) == [("trace", "stage")] * 4
@@ -97,11 +121,17 @@ def test_a_signal_ends_sampling_and_saves_what_was_sampled(made):
                 trainer.sample(2)
         assert calls.names == ["sample", "policy.stop_if_signalled"]
         ((files,), _) = calls.named("policy.stop_if_signalled")[0]
-        assert files() == {"name": "writer"} and calls[-1] == ("rollouts.files", (), {"is_step_done": False})
+        assert files() == {"name": "writer"} and calls[-1] == (
+            "rollouts.files",
+            (),
+            {"is_step_done": False},
+        )
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_mini_batches_are_of_penalised_groups_with_advantages_and_unique_ids(made, monkeypatch, max_staleness):
+def test_mini_batches_are_of_penalised_groups_with_advantages_and_unique_ids(
+    made, monkeypatch, max_staleness
+):
     trainer, calls = made(rollout={"max_staleness": max_staleness})
     cfg = trainer.cfg
 
@@ -120,7 +150,8 @@ def test_mini_batches_are_of_penalised_groups_with_advantages_and_unique_ids(mad
         policy_version=VERSION if max_staleness else None,
     )  # fmt: skip
     assert calls == [
-        ("enter", ("split", -1), {}), ("split", (groups, cfg), settings), ("rollouts.record", (groups, 4), {}),
+        ("enter", ("split", -1), {}), ("split", (groups, cfg), settings), ("rollouts.record",
+        (groups, 4), {}),
         ("rollouts.release_memory", (), {}),
     ]  # fmt: skip
     assert spans(trainer) == [("split", "stage")] and trainer.meter.take_times()["time/split"] > 0
@@ -131,20 +162,35 @@ def test_rollouts_that_could_not_be_saved_end_a_run_that_does_nothing_else(made)
     trainer.check_recorded()
     assert calls == [("files.wait", (), {})]
     trainer.recording.files.failed = 2
-    with pytest.raises(OSError, match=rf"^2 files of rollouts in {trainer.cfg.run_dir} could not be written$"):
+    with pytest.raises(
+        OSError, match=rf"^2 files of rollouts in {trainer.cfg.run_dir} could not be written$"
+    ):
         trainer.check_recorded()
 
 
 def test_pi_old_of_every_mini_batch_is_known_before_a_signal_may_end_the_step(made):
     trainer, calls = made()
     trainer.tokens.old_pass = lambda batch: nullcontext(calls.append(("old_pass", (batch,), {})))
-    trainer.engine.old_logprobs = lambda batch, sums, replay: sums.add_total("train/counted", 2) or (batch, replay)
-    trainer.saver.note_old_pass = lambda batch, sums: calls.append(("noted", (batch, reduced(sums)), {}))
+    trainer.engine.old_logprobs = lambda batch, sums, replay: (
+        sums.add_total("train/counted", 2) or (batch, replay)
+    )
+    trainer.saver.note_old_pass = lambda batch, sums: calls.append(
+        ("noted", (batch, reduced(sums)), {})
+    )
     batches = [BATCH, SimpleNamespace(index=2)]
     assert trainer.old_logprobs(batches) == [(batch, trainer.cfg.replay.mode) for batch in batches]
-    assert calls.names == ["enter", "old_pass", "noted", "old_pass", "noted", "policy.stop_if_signalled"]
+    assert calls.names == [
+        "enter",
+        "old_pass",
+        "noted",
+        "old_pass",
+        "noted",
+        "policy.stop_if_signalled",
+    ]
     assert calls[0][1] == ("old_logprob", -1)
-    assert [args for args, _ in calls.named("noted")] == [(batch, {"train/counted": 2}) for batch in batches]
+    assert [args for args, _ in calls.named("noted")] == [
+        (batch, {"train/counted": 2}) for batch in batches
+    ]
     assert reduced(trainer.meter.take_sums()) == {"train/counted": 4}
     assert spans(trainer) == [("old_logprob", "stage")]
 
@@ -166,7 +212,10 @@ def test_an_update_is_looked_at_before_it_is_applied(made):
         sums.add_total("optim/counted", 1)
         return SimpleNamespace(skipped=False)
 
-    trainer.engine.compute_gradient, trainer.engine.apply_gradient = compute_gradient, apply_gradient
+    trainer.engine.compute_gradient, trainer.engine.apply_gradient = (
+        compute_gradient,
+        apply_gradient,
+    )
     trainer.saver.look = look
     trainer.meter.step = 4
     trainer.update(BATCH, OLD)
@@ -187,31 +236,41 @@ def test_a_step_reports_what_was_counted_timed_and_compared(made, monkeypatch, r
     monkeypatch.setattr(module.gc, "collect", calls.note("collect"))
     monkeypatch.setattr(module, "peak_memory_gib", lambda device: 1.5)
     trainer.parallel.rank, trainer.saver.unsaved, trainer.recording.files.failed = rank, 2, 3
-    trainer.engine.mismatch = calls.note("mismatch", SimpleNamespace(router_mismatch=0.25, flip_rate=[0.5, 0.0]))
+    trainer.engine.mismatch = calls.note(
+        "mismatch", SimpleNamespace(router_mismatch=0.25, flip_rate=[0.5, 0.0])
+    )
     trainer.meter.sums.add_total("train/counted", 2)
     result = trainer.report(4, [OLD])
     found = result.metrics
     assert {name: found[name] for name in found if not name.startswith("time/")} == {
-        "train/counted": 2, "run/unwritten_files_total": 3, "perf/peak_memory_gib": 1.5, "routing/router_mismatch": 0.25,
+        "train/counted": 2, "run/unwritten_files_total": 3, "perf/peak_memory_gib": 1.5,
+        "routing/router_mismatch": 0.25,
     } | ({} if rank else {"run/unsaved_batches_total": 2})  # fmt: skip
     assert found["time/step"] > 0
     assert result == StepResult(4, VERSION, found, {"routing/flip_rate": [0.5, 0.0]})
     assert calls.names == [
-        "rollouts.finish_step", "collect", "tokens.finish", "mismatch", "reporter.count", "policy.add_previous_totals",
+        "rollouts.finish_step", "collect", "tokens.finish", "mismatch", "reporter.count",
+        "policy.add_previous_totals",
         "policy.note", "reporter.step",
     ]  # fmt: skip
-    assert calls.named("tokens.finish") == [((5,), {})] and calls.named("mismatch") == [(([OLD],), {})]
+    assert calls.named("tokens.finish") == [((5,), {})] and calls.named("mismatch") == [
+        (([OLD],), {})
+    ]
     assert calls.named("policy.note") == [((5, found), {})]
     assert calls.named("reporter.step") == [((result, {"a_total": 1.0}), {})]
     parts = [span for span in spans(trainer) if span[1] == "part"]
     assert parts == [("garbage collection", "part"), ("report", "part")]
 
 
-def test_without_a_comparison_of_routes_and_without_failures_the_metrics_are_not_there(made, monkeypatch):
+def test_without_a_comparison_of_routes_and_without_failures_the_metrics_are_not_there(
+    made, monkeypatch
+):
     monkeypatch.setattr(module.gc, "collect", lambda: None)  # slow
     trainer, _ = made()
     result = trainer.report(4, [])
-    assert [name for name in result.metrics if not name.startswith("time/")] == ["perf/peak_memory_gib"]
+    assert [name for name in result.metrics if not name.startswith("time/")] == [
+        "perf/peak_memory_gib"
+    ]
     assert result.per_layer == {}
 
 
@@ -225,13 +284,16 @@ def test_an_evaluation_is_of_no_step_and_has_its_seconds(made, monkeypatch):
     trainer.evaluate(3)
     assert calls == [
         ("enter", ("evaluate", 2), {}), ("evaluate", (), {}),
-        ("events.add", ("evaluation", 3, module.evaluation_text(metrics), 4.5), {}), ("policy.note", (3, metrics), {}),
+        ("events.add", ("evaluation", 3, module.evaluation_text(metrics), 4.5), {}), ("policy.note",
+        (3, metrics), {}),
         ("reporter.evaluation", (3, VERSION, metrics), {}),
     ]  # fmt: skip
     assert trainer.evaluated == 3 and spans(trainer) == [("evaluate", "stage")]
 
 
-@pytest.mark.parametrize(("every", "due"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4]), (3, [3]), (6, []), (7, [])])
+@pytest.mark.parametrize(
+    ("every", "due"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4]), (3, [3]), (6, []), (7, [])]
+)
 def test_what_is_done_every_n_steps_is_due_neither_at_the_start_nor_at_the_end(made, every, due):
     trainer, calls = made(checkpoint={"every": every})
     for step in range(STEPS + 2):
@@ -239,16 +301,22 @@ def test_what_is_done_every_n_steps_is_due_neither_at_the_start_nor_at_the_end(m
     saved = calls.named("policy.end")
     assert [args[0] for args, settings in saved if settings == {"is_due": True}] == due
     step, progress, files = saved[0][0]
-    assert (step, progress, files()) == (0, PROGRESS, {"name": "writer"}) and len(saved) == STEPS + 2
+    assert (step, progress, files()) == (0, PROGRESS, {"name": "writer"}) and len(
+        saved
+    ) == STEPS + 2
     assert calls[-1] == ("rollouts.files", (), {"is_step_done": True})
     assert ("enter", ("checkpoint", -1), {}) in calls
 
 
 @pytest.mark.parametrize("export", [False, True])
 def test_the_end_of_a_run_evaluates_saves_and_exports(made, monkeypatch, export):
-    trainer, calls = made(checkpoint={"export_hf": export, "every": 4}, eval={"every": 4, "sets": {"a": "x"}})
+    trainer, calls = made(
+        checkpoint={"export_hf": export, "every": 4}, eval={"every": 4, "sets": {"a": "x"}}
+    )
     trainer.rollouts.evaluate = calls.note("evaluate", {})
-    trainer.engine.export_parts = lambda world_size: calls.append(("export_parts", (world_size,), {})) or [1, 2]
+    trainer.engine.export_parts = lambda world_size: (
+        calls.append(("export_parts", (world_size,), {})) or [1, 2]
+    )
     monkeypatch.setattr(module, "num_tensors", lambda path: 7)
     monkeypatch.setattr(module, "counted", lambda stream, advance: (stream, advance))
     monkeypatch.setattr(module, "write_hf_checkpoint", calls.note("write"))
@@ -258,14 +326,17 @@ def test_the_end_of_a_run_evaluates_saves_and_exports(made, monkeypatch, export)
     calls[:] = [call for call in calls if not call[0].endswith(".progress")]
     path = trainer.cfg.run_dir / "hf"
     exported = [
-        ("rollouts.release_memory", (), {}), ("progress", ("HF export", 7, "tensors"), {}), ("export_parts", (1,), {}),
+        ("rollouts.release_memory", (), {}), ("progress", ("HF export", 7, "tensors"), {}),
+        ("export_parts", (1,), {}),
         ("write", (([1, 2], None), trainer.cfg.model.path, path, "ranks"), {}),
         ("reporter.log", (f"HF checkpoint {path}",), {}),
     ]  # fmt: skip
     (args, settings), *_ = calls.named("policy.end")
     assert args[:2] == (STEPS, PROGRESS) and settings == {"is_due": True}
     assert [call for call in calls if call[0] != "policy.end"] == [
-        ("enter", ("evaluate", -1), {}), ("evaluate", (), {}), ("enter", ("checkpoint", -1), {}), ("policy.wait", (), {}),
-        ("enter", ("export", -1), {}), *(exported if export else []), ("reporter.finish", (), {}), ("barrier", (), {}),
+        ("enter", ("evaluate", -1), {}), ("evaluate", (), {}), ("enter", ("checkpoint", -1), {}),
+        ("policy.wait", (), {}),
+        ("enter", ("export", -1), {}), *(exported if export else []), ("reporter.finish", (), {}),
+        ("barrier", (), {}),
     ]  # fmt: skip
     assert trainer.evaluated == 2, "there was nothing to evaluate"

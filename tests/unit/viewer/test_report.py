@@ -27,13 +27,16 @@ def run_dir(tmp_path):
         sinks.write(StepResult(-1, 0, {"eval/heldout/avg@4": 0.25, "eval/heldout/pass@4": 0.5}))
         for step in range(20):
             metrics = {
-                "rollout/reward_mean": step / 20, "train/entropy": 1.0, "train/kl_mu_pi": float("nan"),
-                "routing/router_mismatch": 0.02, "routing/replayed_mismatch": 0.0, "time/step": 2.0, "time/update": 1.5,
+                "rollout/reward_mean": step / 20, "train/entropy": 1.0,
+                "train/kl_mu_pi": float("nan"),
+                "routing/router_mismatch": 0.02, "routing/replayed_mismatch": 0.0, "time/step": 2.0,
+                "time/update": 1.5,
             }  # fmt: skip
             sinks.write(StepResult(step, step + 1, metrics, {"routing/flip_rate": [0.01, 0.03]}))
         sinks.write(StepResult(19, 20, {"eval/heldout/avg@4": 0.75, "eval/heldout/pass@4": 0.9}))
     rows = [
-        {"step": step, "prompt": f"p{k}", "response": HOSTILE if k == 1 else f"r{k}", "label": "1", "reward": float(k == 1),
+        {"step": step, "prompt": f"p{k}", "response": HOSTILE if k == 1 else f"r{k}", "label": "1",
+        "reward": float(k == 1),
          "response_length": 3, "finish_reason": "length" if k == 2 else "stop"}
         for step in range(20) for k in range(3)
     ]  # fmt: skip
@@ -94,14 +97,22 @@ def test_missing_routes_have_a_row_only_where_there_are_any(tmp_path):
             StepResult(
                 0,
                 1,
-                {"replay/missing_route_frac": 0.0, "replay/dropped_samples_total": 0.0, "rollout/reward_mean": 0.0},
+                {
+                    "replay/missing_route_frac": 0.0,
+                    "replay/dropped_samples_total": 0.0,
+                    "rollout/reward_mean": 0.0,
+                },
             )
         )
         sinks.write(
             StepResult(
                 1,
                 2,
-                {"replay/missing_route_frac": 0.0, "replay/dropped_samples_total": 3.0, "rollout/reward_mean": 0.0},
+                {
+                    "replay/missing_route_frac": 0.0,
+                    "replay/dropped_samples_total": 3.0,
+                    "rollout/reward_mean": 0.0,
+                },
             )
         )
     page = write_report(tmp_path).read_text()
@@ -110,7 +121,11 @@ def test_missing_routes_have_a_row_only_where_there_are_any(tmp_path):
 
 
 def test_series_are_finite_and_by_finished_steps():
-    results = [StepResult(-1, 0, {"a": 1.0}), StepResult(0, 1, {"a": float("nan")}), StepResult(1, 2, {"a": 3.0})]
+    results = [
+        StepResult(-1, 0, {"a": 1.0}),
+        StepResult(0, 1, {"a": float("nan")}),
+        StepResult(1, 2, {"a": 3.0}),
+    ]
     steps, values = series(results, "a")
     assert (steps.tolist(), values.tolist()) == ([0, 2], [1.0, 3.0])
 
@@ -120,7 +135,14 @@ def test_a_run_with_one_step_or_none_can_be_drawn(tmp_path):
         sinks.write(StepResult(-1, 0, {"eval/x/avg@1": 0.5}))
     assert "No training step is finished" in write_report(tmp_path / "empty").read_text()
     figure = draw_run([], "nothing")
-    assert sum(text.get_text() == "not measured in this run" for axis in figure.axes for text in axis.texts) >= 6
+    assert (
+        sum(
+            text.get_text() == "not measured in this run"
+            for axis in figure.axes
+            for text in axis.texts
+        )
+        >= 6
+    )
     with pytest.raises(ValueError, match="is this a run directory"):
         write_report(tmp_path)
 
@@ -135,7 +157,9 @@ def test_plot_run_compares(run_dir, tmp_path, capsys):
 
 
 def test_the_panels_of_log_ratios_show_what_was_measured():
-    """By mini-batch and by flips in order, without empty groups and zeros (a logarithmic axis cannot show them)."""
+    """By mini-batch and by flips in order, without empty groups and zeros (a logarithmic axis
+    cannot show them).
+    """
     results = []
     for step in range(12):
         metrics = {
@@ -163,25 +187,47 @@ def test_the_panels_of_log_ratios_show_what_was_measured():
 
 def test_turns_and_metrics_of_the_users_functions_are_shown(tmp_path):
     with Sinks(tmp_path) as sinks:
-        metrics = {"rollout/reward_mean": 0.5, "rollout/turns_mean": 2.5, "rollout/environment_length_mean": 7.0}
+        metrics = {
+            "rollout/reward_mean": 0.5,
+            "rollout/turns_mean": 2.5,
+            "rollout/environment_length_mean": 7.0,
+        }
         own = {"episode/tool_errors": 0.25, "reward/is_right": 0.5, "reward/responses_total": 9.0}
         sinks.write(StepResult(0, 1, metrics | own))
-    row = {"step": 1, "prompt": "p", "response": "r", "label": "1", "reward": 0.5, "response_length": 9}
+    row = {
+        "step": 1,
+        "prompt": "p",
+        "response": "r",
+        "label": "1",
+        "reward": 0.5,
+        "response_length": 9,
+    }
     turns = {"num_turns": 3, "turn_rewards": [0.0, 0.25, 0.25], "environment_length": 7}
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(row | turns) + "\n")
     page = write_report(tmp_path).read_text()
     assert "9<br>3 turns: 0, 0.25, 0.25<br>7 of environment" in page
-    for name in ("rollout/turns_mean", "rollout/environment_length_mean", "episode/tool_errors", "reward/is_right"):
+    for name in (
+        "rollout/turns_mean",
+        "rollout/environment_length_mean",
+        "episode/tool_errors",
+        "reward/is_right",
+    ):
         assert f"<code>{name}</code>" in page
     assert "reward/responses_total" not in page
 
 
 def test_health_in_words():
     results = [
-        StepResult(step, step + 1, {"rollout/reward_mean": 0.5, "first_order/total_p95": 0.01}) for step in range(20)
+        StepResult(step, step + 1, {"rollout/reward_mean": 0.5, "first_order/total_p95": 0.01})
+        for step in range(20)
     ]
-    assert "Nothing stands out" in health_list([StepResult(-1, 0, {"eval/x/avg@1": 0.5}), *results], {})
-    text = health_list([*results, StepResult(20, 21, {"rollout/reward_mean": 0.5, "optim/skipped_updates": 1.0})], {})
+    assert "Nothing stands out" in health_list(
+        [StepResult(-1, 0, {"eval/x/avg@1": 0.5}), *results], {}
+    )
+    text = health_list(
+        [*results, StepResult(20, 21, {"rollout/reward_mean": 0.5, "optim/skipped_updates": 1.0})],
+        {},
+    )
     assert (
         '<div class="finding bad"><b>Steps with skipped updates</b> since step 21' in text
         and "Try: Find the first step" in text
@@ -192,16 +238,24 @@ def test_rollouts_that_an_export_shows_are_linked(tmp_path, caplog):
     folder = tmp_path / "run"
     folder.mkdir()
     rows = [
-        {"step": 1, "id": f"Q{k}/0", "prompt": f"p{k}", "response": "r", "label": "1", "reward": k} for k in range(2)
+        {"step": 1, "id": f"Q{k}/0", "prompt": f"p{k}", "response": "r", "label": "1", "reward": k}
+        for k in range(2)
     ]
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "href" not in sample_tables(last_rollouts(folder), exported_rollouts(folder))
-    content = {"responses": {"runs": [{"name": "other"}, {"name": "run"}], "runs/0/rollout/1/rollouts/Q0%2F0": {},
-                             "runs/1/rollout/1/rollouts/Q1%2F0": {}, "runs/1/rollouts": {}}}  # fmt: skip
-    for name, text in (("export", f"window.EXPORT = {json.dumps(content)};\n"), ("broken", "window.EXPORT = {")):
+    content = {"responses": {"runs": [{"name": "other"}, {"name": "run"}],
+    "runs/0/rollout/1/rollouts/Q0%2F0": {},
+                             "runs/1/rollout/1/rollouts/Q1%2F0": {},
+                             "runs/1/rollouts": {}}}  # fmt: skip
+    for name, text in (
+        ("export", f"window.EXPORT = {json.dumps(content)};\n"),
+        ("broken", "window.EXPORT = {"),
+    ):
         (folder / name).mkdir()
         (folder / name / "data.js").write_text(text)
-    links = re.findall(r'<a href="([^"]*)">1</a>', sample_tables(last_rollouts(folder), exported_rollouts(folder)))
+    links = re.findall(
+        r'<a href="([^"]*)">1</a>', sample_tables(last_rollouts(folder), exported_rollouts(folder))
+    )
     assert links == ["export/index.html#/run/1/rollout/1/rollouts/Q1%2F0"]
     assert "broken/data.js: not an export" in caplog.text
 

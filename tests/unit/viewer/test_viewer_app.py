@@ -1,4 +1,6 @@
-"""Every path of the viewer's server: what it answers, who may ask, and that a model's text stays data."""
+"""Every path of the viewer's server: what it answers, who may ask, and that a model's text stays
+data.
+"""
 
 import json
 import logging
@@ -18,8 +20,10 @@ from tests.unit.viewer.conftest import TOKEN
 from tests.viewer_run import GROUP, LAYERS, PROMPTS, add_step, write_config, write_run
 
 PATHS = (
-    "/", "/static/app.js", "/api/runs", "/api/runs/0/metrics", "/api/runs/0/events", "/api/runs/0/config", "/api/diff?a=0&b=0",
-    "/api/runs/0/health", "/api/runs/0/rollouts", "/api/runs/0/groups", "/api/runs/0/rollout/1/rollouts/Q0%2F0",
+    "/", "/static/app.js", "/api/runs", "/api/runs/0/metrics", "/api/runs/0/events",
+    "/api/runs/0/config", "/api/diff?a=0&b=0",
+    "/api/runs/0/health", "/api/runs/0/rollouts", "/api/runs/0/groups",
+    "/api/runs/0/rollout/1/rollouts/Q0%2F0",
     "/api/runs/0/experts",
 )  # fmt: skip
 
@@ -27,9 +31,17 @@ PATHS = (
 @pytest.mark.parametrize("path", PATHS)
 def test_nothing_is_answered_without_the_token(path, run_dir, open_runs, static):
     client = TestClient(create_app(open_runs(run_dir), TOKEN, static=static, follow=False))
-    for headers in ({}, {"cookie": "megatron_rl_view_0=wrong"}, {"authorization": f"Bearer {TOKEN}"}):
+    for headers in (
+        {},
+        {"cookie": "megatron_rl_view_0=wrong"},
+        {"authorization": f"Bearer {TOKEN}"},
+    ):
         refused = client.get(path, headers=headers)
-        assert refused.status_code == 401 and "demo" not in refused.text and not refused.headers.get("set-cookie")
+        assert (
+            refused.status_code == 401
+            and "demo" not in refused.text
+            and not refused.headers.get("set-cookie")
+        )
     wrong = f"{path}{'&' if '?' in path else '?'}token=wrong%C3%A9"
     assert client.get(wrong).status_code == 401
     first = client.get(wrong.replace("wrong%C3%A9", TOKEN), follow_redirects=False)
@@ -43,8 +55,15 @@ def test_nothing_is_answered_without_the_token(path, run_dir, open_runs, static)
 def test_only_get_and_no_other_site(path, client):
     answer = client.get(path)
     policy = answer.headers["content-security-policy"]
-    assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
-    assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["cache-control"] == "no-store"
+    assert (
+        "default-src 'self'" in policy
+        and "unsafe" not in policy
+        and "frame-ancestors 'none'" in policy
+    )
+    assert (
+        answer.headers["x-content-type-options"] == "nosniff"
+        and answer.headers["cache-control"] == "no-store"
+    )
     foreign = client.get(path, headers={"origin": "http://evil.example"})
     assert not [name for name in foreign.headers if name.startswith("access-control")]
     for method in ("POST", "PUT", "DELETE", "PATCH"):
@@ -52,7 +71,8 @@ def test_only_get_and_no_other_site(path, client):
 
 
 @pytest.mark.parametrize(
-    "path", ["/docs", "/openapi.json", "/static/../app.py", "/static/%2e%2e%2fapp.py", "/static/x", "/api"]
+    "path",
+    ["/docs", "/openapi.json", "/static/../app.py", "/static/%2e%2e%2fapp.py", "/static/x", "/api"],
 )
 def test_there_is_nothing_else(path, client):
     assert client.get(path).status_code == 404
@@ -60,8 +80,17 @@ def test_there_is_nothing_else(path, client):
 
 def test_runs(client, run_dir):
     (run,) = client.get("/api/runs").json()
-    assert run["name"] == "demo" and Path(run["path"]) == run_dir and run["steps"] == run["num_steps"] == 6
-    assert run["live"] is False and run["has_tensors"] and run["warnings"] == [] and run["indexing"] is None
+    assert (
+        run["name"] == "demo"
+        and Path(run["path"]) == run_dir
+        and run["steps"] == run["num_steps"] == 6
+    )
+    assert (
+        run["live"] is False
+        and run["has_tensors"]
+        and run["warnings"] == []
+        and run["indexing"] is None
+    )
     assert run["rollouts"] == 6 * PROMPTS * GROUP
 
 
@@ -71,11 +100,17 @@ def test_metrics(client):
     assert table["metrics"]["rollout/reward_mean"] == pytest.approx([0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
     assert [len(row) for row in table["per_layer"]["routing/flip_rate"]] == [LAYERS] * 6
     later = client.get("/api/runs/0/metrics?after=4&names=train/entropy,optim/grad_norm").json()
-    assert later["steps"] == [5, 6] and sorted(later["metrics"]) == ["optim/grad_norm", "train/entropy"]
+    assert later["steps"] == [5, 6] and sorted(later["metrics"]) == [
+        "optim/grad_norm",
+        "train/entropy",
+    ]
 
 
 def test_events_and_settings(client):
-    assert [event["kind"] for event in client.get("/api/runs/0/events?after=5").json()] == ["weight_sync", "stop"]
+    assert [event["kind"] for event in client.get("/api/runs/0/events?after=5").json()] == [
+        "weight_sync",
+        "stop",
+    ]
     config = client.get("/api/runs/0/config").json()
     assert "[run]" in config["text"] and config["values"]["run.num_steps"] == 6
 
@@ -84,7 +119,10 @@ def test_settings_that_differ(run_dir, tmp_path, open_runs, client_of):
     other = tmp_path / "other"
     other.mkdir()
     write_config(other, steps=9)
-    found = {each["key"]: each for each in client_of(open_runs(run_dir, other)).get("/api/diff?a=0&b=1").json()}
+    found = {
+        each["key"]: each
+        for each in client_of(open_runs(run_dir, other)).get("/api/diff?a=0&b=1").json()
+    }
     assert (found["run.num_steps"]["a"], found["run.num_steps"]["b"]) == (6, 9)
     assert found.keys() == {"run.num_steps", "run.name", "run.dir", "model.path"}
 
@@ -94,7 +132,7 @@ def test_health_of_a_healthy_run(client):
     assert finding["level"] == "ok" and finding.keys() >= {"try", "since_step", "metric", "guide"}
 
 
-# Tables -------------------------------------------------------------------------------------------------------------
+# Tables -------------------------------------------------------------------------------------------
 
 
 def rows(client, table="rollouts", **arguments):
@@ -109,7 +147,10 @@ def test_pages_hold_every_row_once(client):
     assert everything["total"] == len({row["key"] for row in everything["rows"]}) == 96
     for sort in [column["name"] for column in everything["columns"] if column["filter"]]:
         for order in ("asc", "desc"):
-            pages = [rows(client, sort=sort, order=order, offset=at, limit=20)["rows"] for at in range(0, 100, 20)]
+            pages = [
+                rows(client, sort=sort, order=order, offset=at, limit=20)["rows"]
+                for at in range(0, 100, 20)
+            ]
             keys = [row["key"] for page in pages for row in page]
             assert len(keys) == len(set(keys)) == 96, (sort, order)
             if sort not in ("versions",):
@@ -134,7 +175,9 @@ def test_pages_hold_every_row_once(client):
 )  # fmt: skip
 def test_filters(client, filters, expected):
     found, everything = rows(client, filters=filters), rows(client)["rows"]
-    assert {row["key"] for row in found["rows"]} == {row["key"] for row in everything if expected(row)}
+    assert {row["key"] for row in found["rows"]} == {
+        row["key"] for row in everything if expected(row)
+    }
     assert found["total"] == len(found["rows"])
 
 
@@ -198,7 +241,14 @@ def test_arguments_that_sqlite_does_not_take_are_named(
             assert message in answer.json()["detail"]
     if "filter" in arguments:
         monkeypatch.setattr("megatron_rl_viewer.app.STATIC", static)
-        given = [str(run_dir), "--cache", str(tmp_path / "cache"), "--export", str(tmp_path / "out"), "--filter"]
+        given = [
+            str(run_dir),
+            "--cache",
+            str(tmp_path / "cache"),
+            "--export",
+            str(tmp_path / "out"),
+            "--filter",
+        ]
         assert main([*given, arguments["filter"]]) == 2
         assert message in capsys.readouterr().err
 
@@ -207,20 +257,28 @@ def test_groups(client):
     table = rows(client, "groups", sort="reward_mean", order="asc")
     assert table["total"] == 6 * PROMPTS
     for row in table["rows"]:
-        members = rows(client, filters=[{"column": "group", "op": "=", "value": row["key"]}])["rows"]
+        members = rows(client, filters=[{"column": "group", "op": "=", "value": row["key"]}])[
+            "rows"
+        ]
         rewards = [member["reward"] for member in members]
         assert row["count"] == len(members) == GROUP and row["prompt"] == members[0]["prompt"]
-        assert row["reward_mean"] == pytest.approx(sum(rewards) / GROUP) and row["reward_max"] == max(rewards)
-        assert row["length_mean"] == pytest.approx(sum(member["length"] for member in members) / GROUP)
+        assert row["reward_mean"] == pytest.approx(sum(rewards) / GROUP) and row[
+            "reward_max"
+        ] == max(rewards)
+        assert row["length_mean"] == pytest.approx(
+            sum(member["length"] for member in members) / GROUP
+        )
 
 
-# A model's text -----------------------------------------------------------------------------------------------------
+# A model's text -----------------------------------------------------------------------------------
 
 
 def test_html_of_a_response_stays_data(client):
     for path in ("/api/runs/0/rollouts", "/api/runs/0/rollout/1/rollouts/Q0%2F0"):
         answer = client.get(path)
-        assert answer.headers["content-type"] == "application/json" and "<script>alert(" in answer.text
+        assert (
+            answer.headers["content-type"] == "application/json" and "<script>alert(" in answer.text
+        )
     table = rows(client)["rows"]
     assert all(row["response"].startswith("<script>alert(") for row in table)
 
@@ -235,11 +293,13 @@ def test_a_key_names_a_rollout_or_nothing(client, key):
     assert client.get("/api/runs/7/rollout/1/rollouts/Q0%2F0").status_code == 404
 
 
-# Live ---------------------------------------------------------------------------------------------------------------
+# Live ---------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_written_is_followed(tmp_path, static):
-    """A thread appends steps, each line in two parts, while a client asks: only complete rows, and in the end all."""
+    """A thread appends steps, each line in two parts, while a client asks: only complete rows, and
+    in the end all.
+    """
     folder = write_run(tmp_path / "live", steps=1, tokenizer=False)
     write_config(folder, steps=9)
     (folder / "events.jsonl").unlink()
@@ -277,7 +337,10 @@ def test_a_run_that_is_written_is_followed(tmp_path, static):
         assert totals == sorted(totals)
         (run,) = client.get("/api/runs").json()
         assert run["live"] and run["steps"] == 5 and run["warnings"] == []
-        while not all(row["has_tensors"] and row["kl"] for row in client.get("/api/runs/0/rollouts").json()["rows"]):
+        while not all(
+            row["has_tensors"] and row["kl"]
+            for row in client.get("/api/runs/0/rollouts").json()["rows"]
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert client.get("/api/runs/0/metrics?after=3").json()["steps"] == [4, 5]
@@ -307,14 +370,17 @@ def test_the_command_prints_a_url_that_works(run_dir, tmp_path):
 def test_without_its_dependencies_the_command_says_what_to_install(run_dir, tmp_path):
     """One line, and no traceback, from a Python that lacks uvicorn."""
     code = (
-        "import sys; from importlib.machinery import PathFinder as P; find = P.find_spec\n"
-        "P.find_spec = classmethod(lambda c, name, *a: None if name.partition('.')[0] == 'uvicorn' else find(name, *a))\n"
-        "from megatron_rl_viewer.view_command import main; sys.exit(main())"
+        "import sys; from importlib.machinery import PathFinder as P; find ="
+        " P.find_spec\nP.find_spec = classmethod(lambda c, name, *a: None if name.partition('.')[0]"
+        " == 'uvicorn' else find(name, *a))\nfrom megatron_rl_viewer.view_command import main;"
+        " sys.exit(main())"
     )
     command = [sys.executable, "-c", code, str(run_dir), "--cache", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == ("megatron-rl view: uvicorn not installed; in a checkout: pip install ./viewer\n")
+    assert done.stderr == (
+        "megatron-rl view: uvicorn not installed; in a checkout: pip install ./viewer\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -339,6 +405,11 @@ def test_other_log_handlers_stay_open(run_dir, open_runs, monkeypatch):
 
 
 def test_no_torch_is_imported():
-    code = "import sys, megatron_rl_viewer.app, megatron_rl_viewer.disk_copy; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        "import sys, megatron_rl_viewer.app, megatron_rl_viewer.disk_copy; print('torch' in"
+        " sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "False\n"

@@ -1,4 +1,6 @@
-"""The viewer's committed bundle: as new as its sources, self-contained, and readable in both colour modes."""
+"""The viewer's committed bundle: as new as its sources, self-contained, and readable in both colour
+modes.
+"""
 
 import hashlib
 import itertools
@@ -30,7 +32,9 @@ def sources_hash() -> str:
 
 def test_the_bundle_is_that_of_its_sources():
     built = (STATIC / "sources.sha256").read_text().strip()
-    assert built == sources_hash(), "viewer/ changed: run `make viewer` and commit viewer/megatron_rl_viewer/static"
+    assert built == sources_hash(), (
+        "viewer/ changed: run `make viewer` and commit viewer/megatron_rl_viewer/static"
+    )
 
 
 def test_the_bundle_is_complete_and_small():
@@ -54,14 +58,18 @@ def test_nothing_is_fetched_from_outside_and_nothing_is_inline():
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|style=", page)
     assert not re.search(r"@import|url\(", (STATIC / "app.css").read_text())
     addresses = set(re.findall(r"https?://[\w./-]+", (STATIC / "app.js").read_text()))
-    assert all(address.startswith("http://www.w3.org/") for address in addresses), "namespaces of SVG and MathML alone"
+    assert all(address.startswith("http://www.w3.org/") for address in addresses), (
+        "namespaces of SVG and MathML alone"
+    )
     assert not re.search(r"\beval\(|new Function\(", (STATIC / "app.js").read_text())
 
 
 def test_text_is_never_html():
     for path in SOURCES:
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", path.read_text(), re.IGNORECASE
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write",
+            path.read_text(),
+            re.IGNORECASE,
         ), path
 
 
@@ -73,13 +81,15 @@ def test_sources_are_short_and_ascii():
         assert max(map(len, text.splitlines())) <= 160, path
 
 
-# Contrast -----------------------------------------------------------------------------------------------------------
+# Contrast -----------------------------------------------------------------------------------------
 
 
 def luminance(color: str) -> float:
     """Relative luminance of an sRGB colour "#rrggbb" (WCAG 2.2)."""
     channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -121,8 +131,11 @@ def test_scales_are_told_apart_without_hue(mode):
         assert steps == sorted(steps, reverse=mode == "light")
     diverging = COLORS[mode]["diverging"]
     blue, red = (
-        int(diverging[0][place : place + 2], 16) - int(diverging[-1][place : place + 2], 16) for place in (5, 1)
+        int(diverging[0][place : place + 2], 16) - int(diverging[-1][place : place + 2], 16)
+        for place in (5, 1)
     )
-    assert blue > 0 > red, "blue against orange, which every common kind of colour blindness tells apart"
+    assert blue > 0 > red, (
+        "blue against orange, which every common kind of colour blindness tells apart"
+    )
     middle = luminance(diverging[4])
     assert all(contrast(diverging[4], end) > 1.5 for end in (diverging[0], diverging[-1])), middle

@@ -1,4 +1,6 @@
-"""The copy that opens from disk: what is in it, that a model's text cannot leave its string, and refusals."""
+"""The copy that opens from disk: what is in it, that a model's text cannot leave its string, and
+refusals.
+"""
 
 import json
 import re
@@ -24,11 +26,15 @@ def test_the_copy_holds_what_the_server_answers(run_dir, open_runs, client_of, s
     content, client = read(tmp_path / "out"), client_of(runs)
     responses = content["responses"]
     assert content["schema"] == 1 and page.read_text() == (static / "index.html").read_text()
-    assert (tmp_path / "out/static/app.js").is_file() and not (tmp_path / "out/static/index.html").exists()
+    assert (tmp_path / "out/static/app.js").is_file() and not (
+        tmp_path / "out/static/index.html"
+    ).exists()
     for path in ("metrics", "events", "config", "health", *(f"rollout/{key}" for key in keys)):
         assert responses[f"runs/0/{path}"] == client.get(f"/api/runs/0/{path}").json(), path
     assert responses["runs/0/experts"] == client.get("/api/runs/0/experts?step=2:5").json()
-    table = {row["key"]: row for row in client.get("/api/runs/0/rollouts?limit=1000").json()["rows"]}
+    table = {
+        row["key"]: row for row in client.get("/api/runs/0/rollouts?limit=1000").json()["rows"]
+    }
     assert responses["runs/0/rollouts"]["rows"] == [table[key] for key in keys]
     groups = {row["key"]: row for row in client.get("/api/runs/0/groups?limit=1000").json()["rows"]}
     assert responses["runs/0/groups"]["rows"] == [groups[table[key]["group"]] for key in keys]
@@ -49,7 +55,10 @@ HOSTILE = "</script><script>alert(1)</script><!--<script>\u2028 & \u4f60 \\u003c
 
 def test_a_models_text_cannot_leave_its_string(tmp_path, open_runs, static):
     folder = write_run(tmp_path / "run", steps=1, tokenizer=False)
-    append(folder / "rollouts.jsonl", [make_rollout(2, "Q0/0", "trained", "rollouts")[0] | {"response": HOSTILE}])
+    append(
+        folder / "rollouts.jsonl",
+        [make_rollout(2, "Q0/0", "trained", "rollouts")[0] | {"response": HOSTILE}],
+    )
     write_copy(open_runs(folder), tmp_path / "out", static, keys=["2/rollouts/Q0%2F0"])
     text = (tmp_path / "out/data.js").read_text(encoding="ascii")
     assert not re.search(r"[<>&]", text)
@@ -80,7 +89,9 @@ def test_what_cannot_be_exported(run_dir, open_runs, static, tmp_path):
     (tmp_path / "full/notes.txt").write_text("mine")
     with pytest.raises(ExportError, match="new or empty folder"):
         write_copy(runs, tmp_path / "full", static, keys=["1/rollouts/Q0%2F0"])
-    assert not (tmp_path / "out").exists() and [*(tmp_path / "full").iterdir()] == [tmp_path / "full/notes.txt"]
+    assert not (tmp_path / "out").exists() and [*(tmp_path / "full").iterdir()] == [
+        tmp_path / "full/notes.txt"
+    ]
 
 
 def test_the_command(run_dir, static, tmp_path, monkeypatch, capsys):
@@ -89,7 +100,8 @@ def test_the_command(run_dir, static, tmp_path, monkeypatch, capsys):
     assert view_command.main([*base, "--rollouts", "1/rollouts/Q0%2F0", "1/rollouts/Q0%2F1"]) == 0
     assert str(tmp_path / "out/index.html") in capsys.readouterr().out
     assert read(tmp_path / "out")["responses"]["runs/0/rollouts"]["total"] == 2
-    assert view_command.main([*base, "--search", "carry", "--limit", "2"]) == 0  # an earlier export may be written over
+    # an earlier export may be written over
+    assert view_command.main([*base, "--search", "carry", "--limit", "2"]) == 0
     assert read(tmp_path / "out")["responses"]["runs/0/rollouts"]["total"] == 2
     assert view_command.main([*base]) == 0
     assert read(tmp_path / "out")["responses"]["runs/0/rollouts"]["total"] == view_command.EXPORTED

@@ -1,4 +1,6 @@
-"""The index of a run: a resumed run, cut lines, rewritten files, damaged tensors, other schemas; and what is said of each."""
+"""The index of a run: a resumed run, cut lines, rewritten files, damaged tensors, other schemas;
+and what is said of each.
+"""
 
 import json
 import os
@@ -57,7 +59,9 @@ def test_new_lines_are_added_by_the_process_that_opens_it_next(run_dir, opened):
 
 
 def test_a_step_that_is_written_again_replaces_the_first(run_dir, opened):
-    """A run that died after step 3 and resumed at 2 draws other prompts: what it had written of 2 and 3 is of the past."""
+    """A run that died after step 3 and resumed at 2 draws other prompts: what it had written of 2
+    and 3 is of the past.
+    """
     run = opened()
     (run_dir / "rollouts_000003.safetensors").unlink()
     line = make_rollout(2, "Q9/0", "trained", "rollouts")[0] | {"response": "zebra"}
@@ -65,41 +69,60 @@ def test_a_step_that_is_written_again_replaces_the_first(run_dir, opened):
     add_step(run_dir, 4)
     run.update()
     found = table(run)
-    ids = {step: {row["id"] for row in found["rows"] if row["step"] == step} for step in (1, 2, 3, 4)}
+    ids = {
+        step: {row["id"] for row in found["rows"] if row["step"] == step} for step in (1, 2, 3, 4)
+    }
     assert ids[2] == {"Q9/0"} and ids[3] == {"Q8/0"} and ids[1] == ids[4]
     assert found["total"] == 2 * STEP + 2 and run.index.revision == 2
     assert all(row["has_tensors"] for row in found["rows"] if row["step"] in (1, 4))
-    assert table(run, text="zebra")["total"] == 2 and table(run, groups_page)["total"] == 2 * PROMPTS + 2
+    assert (
+        table(run, text="zebra")["total"] == 2
+        and table(run, groups_page)["total"] == 2 * PROMPTS + 2
+    )
     assert table(opened())["rows"] == found["rows"]
 
 
 @pytest.mark.parametrize("live", [True, False])
 def test_a_run_that_was_killed_in_its_last_step_writes_that_step_again(run_dir, opened, live):
-    """Resumed at 2, it samples step 3 again: two other groups, then some of the same.  No step is between the attempts."""
+    """Resumed at 2, it samples step 3 again: two other groups, then some of the same.
+
+    No step is between the attempts.
+    """
     run = opened() if live else None
     names = [f"Q{prompt}/{k}" for prompt in (8, 9, 2, 0) for k in range(GROUP)]
-    lines = [make_rollout(3, name, "trained", "rollouts")[0] | {"response": "zebra"} for name in names]
+    lines = [
+        make_rollout(3, name, "trained", "rollouts")[0] | {"response": "zebra"} for name in names
+    ]
     append(run_dir / "rollouts.jsonl", lines)
     run = run or opened()
     run.update()
     found = [row for row in table(run)["rows"] if row["step"] == 3]
-    assert {row["id"] for row in found} == set(names) and all(row["response"] == "zebra" for row in found)
+    assert {row["id"] for row in found} == set(names) and all(
+        row["response"] == "zebra" for row in found
+    )
     assert table(run)["total"] == 3 * STEP and table(run, groups_page)["total"] == 3 * PROMPTS
     assert run.index.revision == 1
     if live:
-        assert all(row["kl"] is None for row in found), "the trainer's half of the abandoned attempt"
+        assert all(row["kl"] is None for row in found), (
+            "the trainer's half of the abandoned attempt"
+        )
         rollout = token_data.rollout(run, "3/rollouts/Q0%2F0")
         assert rollout["meta"]["trained"] is None
     append(run_dir / "rollouts.jsonl", lines[4:] + lines[:4])  # and once more
     run.update()
-    assert [row["id"] for row in table(run, order="asc")["rows"] if row["step"] == 3] == names[4:] + names[:4]
+    assert [row["id"] for row in table(run, order="asc")["rows"] if row["step"] == 3] == names[
+        4:
+    ] + names[:4]
 
 
 def test_a_sequence_before_the_first_id_that_is_repeated_stays(run_dir, opened):
     """The first episode of the next attempt has two sequences, that of the abandoned one had one."""
     line = make_rollout(3, "Q0/0", "trained", "rollouts")[0]
     append(run_dir / "rollouts.jsonl", [line | {"id": "Q0/0/0", "episode": "Q0/0"}, line])
-    assert [row["id"] for row in table(opened(), order="asc")["rows"] if row["step"] == 3] == ["Q0/0/0", "Q0/0"]
+    assert [row["id"] for row in table(opened(), order="asc")["rows"] if row["step"] == 3] == [
+        "Q0/0/0",
+        "Q0/0",
+    ]
 
 
 def test_an_attempt_that_was_cut_is_replaced_too(run_dir, opened):
@@ -124,7 +147,10 @@ def test_a_cut_last_line_is_named_and_read_when_it_is_complete(run_dir, opened):
 
 def test_lines_that_are_no_rollouts_are_named_and_the_others_shown(run_dir, opened):
     with open(run_dir / "rollouts.jsonl", "a") as file:
-        file.write('{"step": 3, "id": "Q7/0"}\nnot JSON\n[]\n{"step": "3", "id": "a", "prompt": "", "response": ""}\n')
+        file.write(
+            '{"step": 3, "id": "Q7/0"}\nnot JSON\n[]\n{"step": "3", "id": "a", "prompt": "",'
+            ' "response": ""}\n'
+        )
     with open(run_dir / "trained.jsonl", "a") as file:
         file.write('{"schema": 2, "step": 3, "id": "Q0/0"}\n')
     append(run_dir / "events.jsonl", [{"kind": "start"}])
@@ -133,8 +159,10 @@ def test_lines_that_are_no_rollouts_are_named_and_the_others_shown(run_dir, open
     warnings = "\n".join(run.warnings())
     assert table(run)["total"] == 3 * STEP and len(run.warnings()) == 7
     for text in (
-        f"rollouts.jsonl:{3 * STEP + 1}: not a rollout: no 'response_length'", f"rollouts.jsonl:{3 * STEP + 2}: not a rollout: ",
-        f"trained.jsonl:{3 * STEP + 1}: not a line of the trainer's half: schema = 2: must be 1", "events.jsonl:5: not an event",
+        f"rollouts.jsonl:{3 * STEP + 1}: not a rollout: no 'response_length'",
+        f"rollouts.jsonl:{3 * STEP + 2}: not a rollout: ",
+        f"trained.jsonl:{3 * STEP + 1}: not a line of the trainer's half: schema = 2: must be 1",
+        "events.jsonl:5: not an event",
         "metrics.jsonl:4: not a step's metrics",
     ):  # fmt: skip
         assert text in warnings
@@ -144,7 +172,9 @@ def test_many_bad_lines_are_not_all_named(run_dir, opened):
     with open(run_dir / "rollouts.jsonl", "a") as file:
         file.write("x\n" * 500)
     warnings = opened().warnings()
-    assert len(warnings) == index_module.MAX_WARNINGS and "further lines are not named" in warnings[-1]
+    assert (
+        len(warnings) == index_module.MAX_WARNINGS and "further lines are not named" in warnings[-1]
+    )
 
 
 @pytest.mark.parametrize("shrinks", [True, False])
@@ -152,7 +182,9 @@ def test_a_rewritten_file_is_read_from_its_beginning(run_dir, opened, shrinks):
     run = opened()
     path = run_dir / "rollouts.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:STEP]) if shrinks else "".join(lines).replace('"id": "Q3', '"id": "R3') * 2)
+    path.write_text(
+        "".join(lines[:STEP]) if shrinks else "".join(lines).replace('"id": "Q3', '"id": "R3') * 2
+    )
     run.update()
     assert table(run)["total"] == (STEP if shrinks else 3 * STEP) and run.index.revision >= 1
     assert any(row["id"].startswith("R3") for row in table(run)["rows"]) is not shrinks
@@ -166,7 +198,11 @@ def test_an_index_of_another_version_or_a_damaged_one_is_built_again(run_dir, op
     inode = os.stat(run.index.path).st_ino
     assert os.stat(opened().index.path).st_ino == inode
     monkeypatch.setattr(index_module, "VERSION", 999)
-    monkeypatch.setattr(index_module, "SCHEMA", index_module.SCHEMA.replace("user_version = 1", "user_version = 999"))
+    monkeypatch.setattr(
+        index_module,
+        "SCHEMA",
+        index_module.SCHEMA.replace("user_version = 1", "user_version = 999"),
+    )
     assert table(opened())["total"] == 3 * STEP
     with closing(sqlite3.connect(run.index.path)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (999,)
@@ -182,7 +218,9 @@ def test_an_index_that_is_locked_is_not_deleted(run_dir, opened, monkeypatch):
         other.execute("PRAGMA locking_mode = EXCLUSIVE")
         other.execute("PRAGMA journal_mode = DELETE")
         other.execute("BEGIN EXCLUSIVE")
-        monkeypatch.setattr(sqlite3, "connect", lambda *args, **more: connect(*args, **more | {"timeout": 0.1}))
+        monkeypatch.setattr(
+            sqlite3, "connect", lambda *args, **more: connect(*args, **more | {"timeout": 0.1})
+        )
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             opened()
         other.execute("ROLLBACK")
@@ -191,7 +229,10 @@ def test_an_index_that_is_locked_is_not_deleted(run_dir, opened, monkeypatch):
 
 def test_a_version_that_no_table_holds_is_named(run_dir, opened):
     line = make_rollout(4, "Q0/0", "trained", "rollouts")[0]
-    append(run_dir / "rollouts.jsonl", [line | {"policy_versions": [[2**70, 3]]}, line | {"id": "Q0/1"}])
+    append(
+        run_dir / "rollouts.jsonl",
+        [line | {"policy_versions": [[2**70, 3]]}, line | {"id": "Q0/1"}],
+    )
     run = opened()
     assert [row["id"] for row in table(run)["rows"] if row["step"] == 4] == ["Q0/1"]
     assert any("policy_versions" in text and "64 bits" in text for text in run.warnings())
@@ -214,7 +255,16 @@ def test_replicas_and_the_trainers_half_of_another_replica(tmp_path):
     for name, by in (("trained.jsonl", "rollouts.dp1.jsonl"), ("trained.dp1.jsonl", "rollouts")):
         append(
             folder / name,
-            [{"schema": 1, "step": 1, "id": "Q0/0", "sampled_by": by, "tensors": None, "kl": 7.0 + len(by)}],
+            [
+                {
+                    "schema": 1,
+                    "step": 1,
+                    "id": "Q0/0",
+                    "sampled_by": by,
+                    "tensors": None,
+                    "kl": 7.0 + len(by),
+                }
+            ],
         )
     run = Run(folder, tmp_path / "cache")
     run.update()
@@ -250,14 +300,21 @@ ODD = [
 
 
 def test_any_value_of_any_field_is_shown_or_named(run_dir, opened):
-    """Each field of each file with each odd value: every line is a row or a warning, and later lines are read."""
+    """Each field of each file with each odd value: every line is a row or a warning, and later
+    lines are read.
+    """
     line, _, trained, _ = make_rollout(4, "Q0/0", "trained", "rollouts")
     for name, fields in (("rollouts.jsonl", line), ("trained.jsonl", trained)):
         rows = [
-            {**fields, "id": f"Q0/{n}", key: odd} for n, (key, odd) in enumerate((k, o) for k in fields for o in ODD)
+            {**fields, "id": f"Q0/{n}", key: odd}
+            for n, (key, odd) in enumerate((k, o) for k in fields for o in ODD)
         ]
         with open(run_dir / name, "a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in [*rows, fields | {"step": 7, "id": "last/0"}]))
+            file.write(
+                "".join(
+                    json.dumps(row) + "\n" for row in [*rows, fields | {"step": 7, "id": "last/0"}]
+                )
+            )
             file.write("[" * 100_000 + "\n")
     with open(run_dir / "metrics.jsonl", "a") as file:
         for odd in ODD:
@@ -265,10 +322,14 @@ def test_any_value_of_any_field_is_shown_or_named(run_dir, opened):
             file.write(json.dumps({"step": odd, "policy_version": 4, "train/entropy": 1.0}) + "\n")
             file.write(json.dumps({"step": 4, "policy_version": 4, "per_layer": odd}) + "\n")
     with open(run_dir / "events.jsonl", "a") as file:
-        file.write("".join(json.dumps({"step": odd, "kind": odd, "text": odd}) + "\n" for odd in ODD))
+        file.write(
+            "".join(json.dumps({"step": odd, "kind": odd, "text": odd}) + "\n" for odd in ODD)
+        )
     run = opened()
     (last,) = [row for row in table(run)["rows"] if row["step"] == 7]
-    assert last["id"] == "last/0" and last["kl"] is not None and run.warnings() and run.problem is None
+    assert (
+        last["id"] == "last/0" and last["kl"] is not None and run.warnings() and run.problem is None
+    )
     for row in table(run)["rows"]:
         answer_json(token_data.rollout(run, row["key"]))
     answer_json([run.summary(0), run.metrics.table(), run.health(), run.events.since(0)])
@@ -277,7 +338,12 @@ def test_any_value_of_any_field_is_shown_or_named(run_dir, opened):
 def test_numbers_that_are_not_finite_and_texts_that_are_no_unicode(run_dir, opened):
     line = make_rollout(4, "Q0/0", "trained", "rollouts")[0]
     odd = json.dumps(
-        line | {"reward": float("nan"), "prompt": [{"role": "user", "content": "hello"}], "response": "a\ud800b"}
+        line
+        | {
+            "reward": float("nan"),
+            "prompt": [{"role": "user", "content": "hello"}],
+            "response": "a\ud800b",
+        }
     )
     with open(run_dir / "rollouts.jsonl", "a") as file:
         file.write(odd + "\n")
@@ -288,12 +354,19 @@ def test_numbers_that_are_not_finite_and_texts_that_are_no_unicode(run_dir, open
 def test_a_batch_ends_at_its_bytes_and_every_line_is_read(run_dir, opened, monkeypatch):
     lines = list(new_lines(run_dir / "rollouts.jsonl", FilePlace()))
     size = len(lines[0].data) + len(lines[1].data)
-    assert batch_of(iter(lines), 5000, size) == lines[:2] and batch_of(iter(lines), 5, 2**30) == lines[:5]
+    assert (
+        batch_of(iter(lines), 5000, size) == lines[:2]
+        and batch_of(iter(lines), 5, 2**30) == lines[:5]
+    )
     batches = []
     monkeypatch.setattr(index_module, "BATCH_BYTES", 1000)
-    monkeypatch.setattr(index_module, "batch_of", lambda *args: batches.append(batch_of(*args)) or batches[-1])
+    monkeypatch.setattr(
+        index_module, "batch_of", lambda *args: batches.append(batch_of(*args)) or batches[-1]
+    )
     run = opened()
-    assert table(run)["total"] == 3 * STEP and run.index.revision == 0 and max(map(len, batches)) < 5
+    assert (
+        table(run)["total"] == 3 * STEP and run.index.revision == 0 and max(map(len, batches)) < 5
+    )
 
 
 def test_copies_of_the_files_are_not_read(run_dir, opened):
@@ -315,27 +388,41 @@ def test_rows_of_a_step_are_in_the_order_of_the_replicas(tmp_path):
         append(folder / f"{name}.jsonl", [make_rollout(1, "Q0/0", "trained", name)[0]])
     run = Run(folder, tmp_path / "cache")
     run.update()
-    assert [row["key"] for row in table(run, order="asc")["rows"]] == [f"1/{name}/Q0%2F0" for name in names]
+    assert [row["key"] for row in table(run, order="asc")["rows"]] == [
+        f"1/{name}/Q0%2F0" for name in names
+    ]
 
 
 @pytest.mark.parametrize("few", [0, index_module.BATCH])
 @pytest.mark.parametrize("filters", [(), ({"column": "step", "op": ">", "value": 0},)])
-def test_ties_keep_the_order_of_the_files_and_empty_values_come_last(tmp_path, monkeypatch, few, filters):
-    """In both orders, for every sort of both tables, with and without an index: pages then hold every row once."""
+def test_ties_keep_the_order_of_the_files_and_empty_values_come_last(
+    tmp_path, monkeypatch, few, filters
+):
+    """In both orders, for every sort of both tables, with and without an index: pages then hold
+    every row once.
+    """
     monkeypatch.setattr(query_module, "FEW", few)
     folder = write_run(tmp_path / "run", steps=1, tokenizer=False)
     lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     for name in ("rollouts", "trained"):
         (folder / f"{name}.jsonl").unlink()
-    rewards = [0.5, None, 1.0, 0.5, None, 0.0, 1.0, 0.5]  # two responses a group: mean 0.5, 0.75, 0.0, 0.75
+    # two responses a group: mean 0.5, 0.75, 0.0, 0.75
+    rewards = [0.5, None, 1.0, 0.5, None, 0.0, 1.0, 0.5]
     prompts = ("Q7", "Q1", "Q5", "Q3")
-    lines = [lines[0] | {"id": f"{prompts[n // 2]}/{n % 2}", "reward": reward} for n, reward in enumerate(rewards)]
+    lines = [
+        lines[0] | {"id": f"{prompts[n // 2]}/{n % 2}", "reward": reward}
+        for n, reward in enumerate(rewards)
+    ]
     append(folder / "rollouts.jsonl", lines)
     run = Run(folder, tmp_path / "cache")
     run.update()
 
     def order(page, name, sort, order):
-        rows = [row for at in (0, 3, 6) for row in table(run, page, sort=sort, order=order, offset=at, limit=3)["rows"]]
+        rows = [
+            row
+            for at in (0, 3, 6)
+            for row in table(run, page, sort=sort, order=order, offset=at, limit=3)["rows"]
+        ]
         return [row[name] for row in rows]
 
     def table(run, page, **query):
@@ -348,15 +435,21 @@ def test_ties_keep_the_order_of_the_files_and_empty_values_come_last(tmp_path, m
     assert order(rollouts_page, "id", "reward", "asc") == rising
     assert order(rollouts_page, "id", "reward", "desc") == falling
     for sort in ("step", "kl", "flip_frac", "turns"):  # equal or empty in all rows
-        assert order(rollouts_page, "id", sort, "asc") == ids and order(rollouts_page, "id", sort, "desc") == ids[::-1]
+        assert (
+            order(rollouts_page, "id", sort, "asc") == ids
+            and order(rollouts_page, "id", sort, "desc") == ids[::-1]
+        )
     keys = [f"1/rollouts/{prompt}" for prompt in prompts]
     for sort in ("step", "kl", "count"):
-        assert order(groups_page, "key", sort, "asc") == keys and order(groups_page, "key", sort, "desc") == keys[::-1]
+        assert (
+            order(groups_page, "key", sort, "asc") == keys
+            and order(groups_page, "key", sort, "desc") == keys[::-1]
+        )
     assert order(groups_page, "key", "reward_mean", "asc") == [keys[n] for n in (2, 0, 1, 3)]
     assert order(groups_page, "key", "reward_mean", "desc") == [keys[n] for n in (3, 1, 0, 2)]
 
 
-# Folders ------------------------------------------------------------------------------------------------------------
+# Folders ------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_no_run(tmp_path, capsys):
@@ -378,13 +471,20 @@ def test_links_that_leave_the_run_are_not_followed(run_dir, tmp_path, opened):
     save_file({"Q0/0:tokens": np.arange(3)}, tmp_path / "outside.safetensors")
     (run_dir / "rollouts_000009.safetensors").symlink_to(tmp_path / "outside.safetensors")
     assert table(opened())["total"] == 3 * STEP
-    for name in ("rollouts_000009.safetensors", "../outside.safetensors", "/etc/passwd", "metrics.jsonl"):
+    for name in (
+        "rollouts_000009.safetensors",
+        "../outside.safetensors",
+        "/etc/passwd",
+        "metrics.jsonl",
+    ):
         with pytest.raises(ShardError, match="not a file of the run"):
             TensorFile(run_dir, name)
 
 
 def test_a_run_of_version_0_1(tmp_path, run_dir):
-    """Its metrics have former names and steps from 0, its config former settings, its rollouts one policy version."""
+    """Its metrics have former names and steps from 0, its config former settings, its rollouts one
+    policy version.
+    """
     fixtures = Path(__file__).parents[2] / "fixtures/run_0_1_0"
     folder = tmp_path / "old"
     folder.mkdir()
@@ -396,7 +496,10 @@ def test_a_run_of_version_0_1(tmp_path, run_dir):
     run = Run(folder, tmp_path / "cache")
     run.update()
     assert run.warnings() == []
-    assert run.metrics.table()["steps"][0] == 1 and "logratio/train_infer_p99" in run.metrics.table()["metrics"]
+    assert (
+        run.metrics.table()["steps"][0] == 1
+        and "logratio/train_infer_p99" in run.metrics.table()["metrics"]
+    )
     assert "rollout.weight_sync" in run.config()[0]
     (row,) = table(run)["rows"]
     assert row["versions"] == "3" and row["turns"] == 1 and row["has_tensors"] is False
@@ -415,7 +518,11 @@ def test_steps_written_again_raise_the_revision_of_the_metrics(run_dir, opened):
     run = opened()
     add_metrics(run_dir, 2, **{"train/entropy": 7.0})
     run.update()
-    assert run.metrics.revision == 1 and run.metrics.table()["metrics"]["train/entropy"] == [1.0, 7.0, 1.0]
+    assert run.metrics.revision == 1 and run.metrics.table()["metrics"]["train/entropy"] == [
+        1.0,
+        7.0,
+        1.0,
+    ]
     append(run_dir / "metrics.jsonl", [{"step": 3, "policy_version": 3, "eval/heldout/avg@4": 0.5}])
     run.update()
     table = run.metrics.table()
@@ -441,14 +548,16 @@ def test_the_last_step_is_read_while_another_thread_adds_steps(run_dir, opened):
     assert metrics.last_step == 3 and metrics.num_layers > 0
 
 
-# Tensors ------------------------------------------------------------------------------------------------------------
+# Tensors ------------------------------------------------------------------------------------------
 
 
 def test_missing_and_damaged_tensors_are_named(run_dir, opened):
     path = run_dir / "rollouts_000002.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     (run_dir / "trained_000001.safetensors").unlink()
-    save_file({"a:tokens": np.arange(2)}, run_dir / "trained_000003.safetensors", metadata={"schema": "2"})
+    save_file(
+        {"a:tokens": np.arange(2)}, run_dir / "trained_000003.safetensors", metadata={"schema": "2"}
+    )
     run = opened()
     warnings = run.warnings()
     assert [warning.partition(":")[0] for warning in warnings] == [
@@ -465,7 +574,10 @@ def test_tensors_that_come_after_the_lines(run_dir, opened):
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
     run = opened()
-    assert not any(row["has_tensors"] for row in table(run)["rows"] if row["step"] == 3) and run.warnings()
+    assert (
+        not any(row["has_tensors"] for row in table(run)["rows"] if row["step"] == 3)
+        and run.warnings()
+    )
     path.write_bytes(content)
     run.update()
     assert all(row["has_tensors"] for row in table(run)["rows"]) and run.warnings() == []
@@ -477,12 +589,22 @@ def test_tensors_that_were_deleted_or_stay_damaged(run_dir, opened, monkeypatch)
     run = opened()
     (run_dir / "rollouts_000002.safetensors").unlink()
     read = []
-    monkeypatch.setattr(index_module, "TensorFile", lambda folder, name: read.append(name) or TensorFile(folder, name))
+    monkeypatch.setattr(
+        index_module,
+        "TensorFile",
+        lambda folder, name: read.append(name) or TensorFile(folder, name),
+    )
     run.update()
     assert read == [], "a file that did not change is not read again"
-    assert {row["step"]: row["has_tensors"] for row in table(run)["rows"]} == {1: False, 2: False, 3: True}
+    assert {row["step"]: row["has_tensors"] for row in table(run)["rows"]} == {
+        1: False,
+        2: False,
+        3: True,
+    }
     assert [text.partition(":")[0] for text in run.warnings()] == [damaged.name]
-    assert [text.partition(":")[0] for text in opened().warnings()] == read == [damaged.name], "a new start tries again"
+    assert [text.partition(":")[0] for text in opened().warnings()] == read == [damaged.name], (
+        "a new start tries again"
+    )
     damaged.unlink()
     run.update()
     assert run.warnings() == []
@@ -496,7 +618,9 @@ def test_lines_that_come_after_the_tensors(run_dir, opened):
     path.write_text("".join(lines))
     run.update()
     found = table(run)
-    assert found["total"] == 3 * STEP and all(row["has_tensors"] and row["kl"] for row in found["rows"])
+    assert found["total"] == 3 * STEP and all(
+        row["has_tensors"] and row["kl"] for row in found["rows"]
+    )
 
 
 @pytest.mark.parametrize("at", [0, 4, 8, 9])
@@ -521,4 +645,8 @@ def test_a_shard_holds_what_safetensors_wrote(run_dir):
     assert shard.ids == ["Q0/0"] and shard.get("Q0/0", "x") is None
     for name, array in arrays.items():
         found = shard.get("Q0/0", name.rpartition(":")[2])
-        assert found.dtype == array.dtype and (found == array).all() and shard.shape("Q0/0", name[5:]) == (2, 3)
+        assert (
+            found.dtype == array.dtype
+            and (found == array).all()
+            and shard.shape("Q0/0", name[5:]) == (2, 3)
+        )

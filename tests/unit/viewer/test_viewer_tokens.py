@@ -1,4 +1,6 @@
-"""One rollout: every number stands at its token, every token shows its bytes; experts of both engines."""
+"""One rollout: every number stands at its token, every token shows its bytes; experts of both
+engines.
+"""
 
 import base64
 import json
@@ -14,8 +16,10 @@ from megatron_rl_viewer.run_folder import Runs
 from tests.viewer_run import EXPERTS, GROUP, LAYERS, PROMPTS, TOP_K, VOCABULARY, write_run
 
 PER_TOKEN = {
-    "log_mu": ("server", "logprobs"), "log_pi_old": ("trainer", "old_logprobs"), "log_pi": ("trainer", "logprobs"),
-    "ratio": ("trainer", "ratio"), "weight": ("trainer", "weight"), "entropy": ("trainer", "entropy"),
+    "log_mu": ("server", "logprobs"), "log_pi_old": ("trainer", "old_logprobs"),
+    "log_pi": ("trainer", "logprobs"),
+    "ratio": ("trainer", "ratio"), "weight": ("trainer", "weight"), "entropy": ("trainer",
+    "entropy"),
     "loss": ("trainer", "loss"), "rank": ("trainer", "rank"), "flags": ("trainer", "flags"),
 }  # fmt: skip
 
@@ -27,7 +31,9 @@ def unpack(part):
 
 @pytest.fixture
 def tensors(run_dir):
-    """tensors(STEP, FILE, ID): {"server": {kind: array}, "trainer": {kind: array}} as the run wrote them."""
+    """tensors(STEP, FILE, ID): {"server": {kind: array}, "trainer": {kind: array}} as the run wrote
+    them.
+    """
 
     def of(step, file, name):
         halves = {"server": file, "trainer": file.replace("rollouts", "trained")}
@@ -46,14 +52,19 @@ def tensors(run_dir):
 @pytest.mark.parametrize("prompt", range(PROMPTS))
 @pytest.mark.parametrize("k", range(GROUP))
 def test_every_value_stands_at_its_token(client, tensors, prompt, k):
-    """Each value of a token is unique: at another one it would not be equal.  k = 1 has tokens of an environment."""
+    """Each value of a token is unique: at another one it would not be equal.
+
+    k = 1 has tokens of an environment.
+    """
     file = "rollouts.dp1" if prompt % 2 else "rollouts"
     rollout = client.get(f"/api/runs/0/rollout/4/{file}/Q{prompt}%2F{k}").json()
     halves = tensors(4, file, f"Q{prompt}/{k}")
     assert rollout["missing"] == []
     tokens, values = rollout["tokens"], rollout["values"]
     ids = halves["server"]["tokens"].tolist()
-    assert [token["id"] for token in tokens] == ids and [token["place"] for token in tokens] == list(range(len(ids)))
+    assert [token["id"] for token in tokens] == ids and [
+        token["place"] for token in tokens
+    ] == list(range(len(ids)))
     assert [token["text"] for token in tokens] == [VOCABULARY[token] for token in ids]
     prompt_length = rollout["meta"]["prompt_length"]
     spans = ["prompt"] * prompt_length + ["model"] * (len(ids) - prompt_length)
@@ -66,15 +77,24 @@ def test_every_value_stands_at_its_token(client, tensors, prompt, k):
         assert values[name] == [expected.get(place) for place in range(len(ids))], name
     for place in range(len(ids)):
         old, mu = values["log_pi_old"][place], values["log_mu"][place]
-        assert values["log_ratio"][place] == (None if mu is None else pytest.approx(old - mu, abs=1e-6))
-        assert values["clipped"][place] == values["flags"][place]  # the made-up flags are 0 and 1 = clipped high
-        assert values["advantage"][place] == (rollout["meta"]["advantage"] if place in sampled else None)
-    versions = [version for version, count in rollout["meta"]["policy_versions"] for _ in range(count)]
+        assert values["log_ratio"][place] == (
+            None if mu is None else pytest.approx(old - mu, abs=1e-6)
+        )
+        # the made-up flags are 0 and 1 = clipped high
+        assert values["clipped"][place] == values["flags"][place]
+        assert values["advantage"][place] == (
+            rollout["meta"]["advantage"] if place in sampled else None
+        )
+    versions = [
+        version for version, count in rollout["meta"]["policy_versions"] for _ in range(count)
+    ]
     assert [values["version"][place] for place in sampled] == versions
 
 
 def test_flips_stand_at_the_token_that_the_row_predicted(client, tensors):
-    """Row j is the forward that read token j: its flips are those of token j + 1, its experts those of both engines."""
+    """Row j is the forward that read token j: its flips are those of token j + 1, its experts those
+    of both engines.
+    """
     rollout = client.get("/api/runs/0/rollout/2/rollouts/Q2%2F1").json()
     halves, routes = tensors(2, "rollouts", "Q2/1"), rollout["routes"]
     server, own = halves["server"]["routed_experts"], halves["trainer"]["own_experts"]
@@ -82,7 +102,10 @@ def test_flips_stand_at_the_token_that_the_row_predicted(client, tensors):
     assert (unpack(routes["server"]) == server).all() and (unpack(routes["trainer"]) == own).all()
     assert (unpack(routes["margin"]) == halves["trainer"]["margin"].astype(np.float32)).all()
     differs = np.array(
-        [[set(a) != set(b) for a, b in zip(*rows, strict=True)] for rows in zip(server, own, strict=True)]
+        [
+            [set(a) != set(b) for a, b in zip(*rows, strict=True)]
+            for rows in zip(server, own, strict=True)
+        ]
     )
     bits = np.unpackbits(unpack(routes["flips"]), axis=1, bitorder="little")[:, :LAYERS]
     assert (bits == differs).all() and differs.any()
@@ -91,8 +114,12 @@ def test_flips_stand_at_the_token_that_the_row_predicted(client, tensors):
 
 def test_siblings_are_those_of_the_prompt_and_step(client):
     rollout = client.get("/api/runs/0/rollout/3/rollouts.dp1/Q1%2F2").json()
-    assert [each["key"] for each in rollout["group"]] == [f"3/rollouts.dp1/Q1%2F{k}" for k in range(GROUP)]
-    assert rollout["key"] == rollout["group"][2]["key"] and rollout["meta"]["trained"]["id"] == "Q1/2"
+    assert [each["key"] for each in rollout["group"]] == [
+        f"3/rollouts.dp1/Q1%2F{k}" for k in range(GROUP)
+    ]
+    assert (
+        rollout["key"] == rollout["group"][2]["key"] and rollout["meta"]["trained"]["id"] == "Q1/2"
+    )
     again = client.get("/api/runs/0/rollout/3%2Frollouts.dp1%2FQ1%252F2").json()
     assert again == rollout
 
@@ -102,7 +129,7 @@ def test_the_flags_of_a_token():
     assert token_data.clipped(flags).tolist() == [0, 1, 2, 0, 3, 3, 3, 3, 3, 1, 2]
 
 
-# What is missing is named --------------------------------------------------------------------------------------------
+# What is missing is named -------------------------------------------------------------------------
 
 
 def damage(folder, name, change):
@@ -122,7 +149,9 @@ def leave_out(folder, name, *, share):
         drop = lambda arrays: [arrays.pop(key) for key in [*arrays] if key.startswith(f"{name}:")]  # noqa: E731
         damage(folder, f"{stem}_000001.safetensors", drop)
     lines = [json.loads(line) for line in (folder / "trained.jsonl").read_text().splitlines()]
-    lines = [{**line, "tensors": None, "key": None} if line["id"] == name else line for line in lines]
+    lines = [
+        {**line, "tensors": None, "key": None} if line["id"] == name else line for line in lines
+    ]
     (folder / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -131,22 +160,36 @@ def of_run(open_runs, folder, key="1/rollouts/Q0%2F0"):
 
 
 def test_without_tensors_the_text_is_shown(tmp_path, open_runs):
-    rollout = of_run(open_runs, write_run(tmp_path / "run", steps=1, tokenizer=False, tensors=False))
-    assert rollout["tokens"] == [] and rollout["routes"] is None and rollout["meta"]["response"].startswith("<script>")
+    rollout = of_run(
+        open_runs, write_run(tmp_path / "run", steps=1, tokenizer=False, tensors=False)
+    )
+    assert (
+        rollout["tokens"] == []
+        and rollout["routes"] is None
+        and rollout["meta"]["response"].startswith("<script>")
+    )
     assert rollout["missing"] == [] and rollout["notes"] == [NOT_SAVED.format("false")]
 
 
 def test_a_response_whose_tokens_the_run_did_not_save_is_no_damage(tmp_path, open_runs):
-    """save_tensors = 0.05: most responses of a run; a file that is damaged, or gone although all were to be saved, is named."""
+    """save_tensors = 0.05: most responses of a run; a file that is damaged, or gone although all
+    were to be saved, is named.
+    """
     folder = write_run(tmp_path / "run", steps=1)
     leave_out(folder, "Q0/0", share="0.05")
     rollout = of_run(open_runs, folder)
-    assert rollout["missing"] == [] and rollout["notes"] == [NOT_SAVED.format("0.05")] and rollout["tokens"] == []
+    assert (
+        rollout["missing"] == []
+        and rollout["notes"] == [NOT_SAVED.format("0.05")]
+        and rollout["tokens"] == []
+    )
     other = of_run(open_runs, folder, "1/rollouts/Q0%2F1")
     assert other["notes"] == other["missing"] == [] and other["tokens"]
     (folder / "rollouts_000001.safetensors").write_bytes(b"damaged")
     rollout = of_run(open_runs, folder)
-    assert rollout["notes"] == [] and rollout["missing"][0].startswith("rollouts_000001.safetensors: damaged")
+    assert rollout["notes"] == [] and rollout["missing"][0].startswith(
+        "rollouts_000001.safetensors: damaged"
+    )
     leave_out(write_run(tmp_path / "all", steps=1), "Q0/0", share="true")
     rollout = of_run(open_runs, tmp_path / "all")
     assert rollout["notes"] == [] and len(rollout["missing"]) == 2
@@ -170,9 +213,14 @@ def test_without_the_trainers_half(tmp_path, open_runs):
     folder = write_run(tmp_path / "run", steps=1, tokenizer=False)
     (folder / "trained_000001.safetensors").unlink()
     rollout = of_run(open_runs, folder)
-    assert rollout["values"].keys() == {"log_mu", "advantage", "version"} and rollout["routes"]["trainer"] is None
+    assert (
+        rollout["values"].keys() == {"log_mu", "advantage", "version"}
+        and rollout["routes"]["trainer"] is None
+    )
     assert "trained_000001.safetensors: not found" in rollout["missing"]
-    assert any("no tokenizer in" in text and "token ids are shown" in text for text in rollout["missing"])
+    assert any(
+        "no tokenizer in" in text and "token ids are shown" in text for text in rollout["missing"]
+    )
     assert rollout["tokens"][0]["text"] == f"<{rollout['tokens'][0]['id']}>"
 
 
@@ -183,9 +231,16 @@ def test_without_the_trainers_half(tmp_path, open_runs):
 )  # fmt: skip
 def test_a_tensor_of_another_length_is_named_and_not_shown(tmp_path, open_runs, name, kind):
     folder = write_run(tmp_path / "run", steps=1, tokenizer=False)
-    damage(folder, f"{name}.safetensors", lambda arrays: arrays.update({f"Q0/0:{kind}": arrays[f"Q0/0:{kind}"][:-1]}))
+    damage(
+        folder,
+        f"{name}.safetensors",
+        lambda arrays: arrays.update({f"Q0/0:{kind}": arrays[f"Q0/0:{kind}"][:-1]}),
+    )
     rollout = of_run(open_runs, folder)
-    assert any(text.startswith(f"Q0/0: {kind} of shape") for text in rollout["missing"]) and rollout["tokens"]
+    assert (
+        any(text.startswith(f"Q0/0: {kind} of shape") for text in rollout["missing"])
+        and rollout["tokens"]
+    )
 
 
 def test_the_trainers_half_of_another_attempt_is_not_shown(tmp_path, open_runs):
@@ -199,7 +254,10 @@ def test_the_trainers_half_of_another_attempt_is_not_shown(tmp_path, open_runs):
     damage(folder, "trained_000001.safetensors", other)
     rollout = of_run(open_runs, folder)
     assert any("is of another response" in text for text in rollout["missing"])
-    assert rollout["values"].keys() == {"log_mu", "advantage", "version"} and 77 not in rollout["values"]["advantage"]
+    assert (
+        rollout["values"].keys() == {"log_mu", "advantage", "version"}
+        and 77 not in rollout["values"]["advantage"]
+    )
 
 
 def test_a_trained_line_names_no_other_file(tmp_path, open_runs):
@@ -220,16 +278,21 @@ def test_the_trainers_tensors_are_found_by_their_key(tmp_path, open_runs):
         lambda arrays: [arrays.update({f"Q0/1@rollouts.dp1:{k.rpartition(':')[2]}": arrays.pop(k)}) for k in [*arrays]
                         if k.startswith("Q0/0:")],
     )  # fmt: skip
-    text = "".join(json.dumps(line | {"key": swapped.get(line["id"], line["id"])}) + "\n" for line in lines)
+    text = "".join(
+        json.dumps(line | {"key": swapped.get(line["id"], line["id"])}) + "\n" for line in lines
+    )
     (folder / "trained.jsonl").write_text(text)
     (tmp_path / "plain").mkdir()
     same = of_run(open_runs, write_run(tmp_path / "plain/run", steps=1, tokenizer=False))
     rollout = of_run(open_runs, folder)
     assert rollout["values"] == same["values"] and rollout["routes"] == same["routes"]
     found, expected = (
-        expert_loads.loads_of_steps(open_runs(each).runs[0], "1") for each in (folder, tmp_path / "plain/run")
+        expert_loads.loads_of_steps(open_runs(each).runs[0], "1")
+        for each in (folder, tmp_path / "plain/run")
     )
-    assert (found["trainer_load"] == expected["trainer_load"]).all() and found["swaps"] == expected["swaps"]
+    assert (found["trainer_load"] == expected["trainer_load"]).all() and found["swaps"] == expected[
+        "swaps"
+    ]
 
 
 def test_a_rollout_of_which_no_tensors_were_saved(tmp_path, open_runs):
@@ -240,10 +303,13 @@ def test_a_rollout_of_which_no_tensors_were_saved(tmp_path, open_runs):
         lambda arrays: [arrays.pop(k) for k in [*arrays] if k.startswith("Q0/0:")],
     )
     rollout = of_run(open_runs, folder)
-    assert rollout["tokens"] == [] and "rollouts_000001.safetensors: no tensors of Q0/0" in rollout["missing"][0]
+    assert (
+        rollout["tokens"] == []
+        and "rollouts_000001.safetensors: no tensors of Q0/0" in rollout["missing"][0]
+    )
 
 
-# Pieces ---------------------------------------------------------------------------------------------------------------
+# Pieces -------------------------------------------------------------------------------------------
 
 
 def saved(tokenizer, folder):
@@ -253,11 +319,18 @@ def saved(tokenizer, folder):
 
 
 def test_pieces_of_a_byte_level_tokenizer(tmp_path):
-    """Trained on bytes alone: a character outside ASCII is several tokens, each of which shows its bytes."""
+    """Trained on bytes alone: a character outside ASCII is several tokens, each of which shows its
+    bytes.
+    """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     trainer = trainers.BpeTrainer(
-        special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), vocab_size=270
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=270,
     )
     tokenizer.train_from_iterator(["the the cat the cat"], trainer)
     pieces = saved(tokenizer, tmp_path / "bpe")
@@ -267,16 +340,31 @@ def test_pieces_of_a_byte_level_tokenizer(tmp_path):
     shown = shown_tokens(ids, pieces)
     assert [token["bytes"] for token in shown if "bytes" in token][:2] == ["c3", "a9"]
     assert next(token["text"] for token in shown if "bytes" in token) == "\\xc3"
-    assert shown[0]["text"] == "the" and shown[-1]["text"] == "<|end|>" and "\n" in [token["text"] for token in shown]
-    assert shown_tokens([10**6, -1], pieces) == [{"id": 10**6, "text": "<1000000>"}, {"id": -1, "text": "<-1>"}]
+    assert (
+        shown[0]["text"] == "the"
+        and shown[-1]["text"] == "<|end|>"
+        and "\n" in [token["text"] for token in shown]
+    )
+    assert shown_tokens([10**6, -1], pieces) == [
+        {"id": 10**6, "text": "<1000000>"},
+        {"id": -1, "text": "<-1>"},
+    ]
 
 
 def test_pieces_of_a_tokenizer_with_byte_fallback(tmp_path):
     vocabulary = {"<unk>": 0, "\u2581the": 1, "\u2581": 2, "cat": 3, "<0xC3>": 4, "<0xA9>": 5}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     pieces = saved(tokenizer, tmp_path / "fallback")
-    assert [pieces.piece(token) for token in range(1, 6)] == [b" the", b" ", b"cat", b"\xc3", b"\xa9"]
+    assert [pieces.piece(token) for token in range(1, 6)] == [
+        b" the",
+        b" ",
+        b"cat",
+        b"\xc3",
+        b"\xa9",
+    ]
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])
@@ -285,7 +373,9 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, open_runs, content):
     path = folder / "hf/tokenizer.json"
     path.unlink() if content is None else path.write_text(content)
     rollout = of_run(open_runs, folder)
-    assert any(str(folder / "hf") in text and "token ids are shown" in text for text in rollout["missing"])
+    assert any(
+        str(folder / "hf") in text and "token ids are shown" in text for text in rollout["missing"]
+    )
     assert rollout["tokens"][0]["text"].startswith("<")
 
 
@@ -300,7 +390,7 @@ def test_the_tokenizer_of_the_model_that_the_config_names(tmp_path, open_runs, m
     assert rollout["missing"] == [] and rollout["tokens"][0]["text"] in VOCABULARY
 
 
-# Experts --------------------------------------------------------------------------------------------------------------
+# Experts ------------------------------------------------------------------------------------------
 
 
 def test_loads_flips_and_swaps_are_those_of_a_loop_over_tokens(client, tensors):
@@ -311,7 +401,9 @@ def test_loads_flips_and_swaps_are_those_of_a_loop_over_tokens(client, tensors):
     for step in (2, 3):
         for prompt in range(PROMPTS):
             for k in range(GROUP):
-                halves = tensors(step, "rollouts.dp1" if prompt % 2 else "rollouts", f"Q{prompt}/{k}")
+                halves = tensors(
+                    step, "rollouts.dp1" if prompt % 2 else "rollouts", f"Q{prompt}/{k}"
+                )
                 server, own = halves["server"]["routed_experts"], halves["trainer"]["own_experts"]
                 pairs += len(server)
                 for row, layer in np.ndindex(len(server), LAYERS):
@@ -319,10 +411,14 @@ def test_loads_flips_and_swaps_are_those_of_a_loop_over_tokens(client, tensors):
                     for half, ids in (("server", a), ("trainer", b)):
                         load[half][layer, ids] += 1
                     flips[layer] += set(a) != set(b)
-                    for before, after in zip([e for e in a if e not in b], [e for e in b if e not in a], strict=True):
+                    for before, after in zip(
+                        [e for e in a if e not in b], [e for e in b if e not in a], strict=True
+                    ):
                         swaps[layer, before, after] = swaps.get((layer, before, after), 0) + 1
     assert (
-        found["steps"] == [2, 3] and (found["layers"], found["experts"]) == (LAYERS, EXPERTS) and found["missing"] == []
+        found["steps"] == [2, 3]
+        and (found["layers"], found["experts"]) == (LAYERS, EXPERTS)
+        and found["missing"] == []
     )
     for half in ("server", "trainer"):
         assert np.allclose(found[f"{half}_load"], load[half] / load[half].sum(1, keepdims=True))
@@ -331,12 +427,17 @@ def test_loads_flips_and_swaps_are_those_of_a_loop_over_tokens(client, tensors):
     assert sum(found["margin_histogram"]["kept"]) == pairs * LAYERS - flips.sum()
     listed = {(each["layer"], each["from"], each["to"]): each["count"] for each in found["swaps"]}
     assert all(swaps[key] == count for key, count in listed.items())
-    assert sorted(listed.values(), reverse=True) == sorted(swaps.values(), reverse=True)[: expert_loads.NUM_SWAPS]
+    assert (
+        sorted(listed.values(), reverse=True)
+        == sorted(swaps.values(), reverse=True)[: expert_loads.NUM_SWAPS]
+    )
     over = found["flips_by_layer_over_steps"]
     assert over["steps"] == [1, 2, 3, 4, 5, 6] and np.shape(over["values"]) == (6, LAYERS)
 
 
-@pytest.mark.parametrize("wanted, steps", [("", [6]), ("3", [3]), ("5:", [5, 6]), (":2", [1, 2]), ("9:12", [])])
+@pytest.mark.parametrize(
+    "wanted, steps", [("", [6]), ("3", [3]), ("5:", [5, 6]), (":2", [1, 2]), ("9:12", [])]
+)
 def test_the_steps_that_are_read(client, wanted, steps):
     found = client.get("/api/runs/0/experts", params={"step": wanted}).json()
     assert found["steps"] == steps and bool(found["notes"]) is (not steps)
@@ -351,7 +452,10 @@ def test_many_steps_are_read_at_intervals():
 def test_the_load_of_one_expert_over_the_steps(client):
     """The same shares as the answer for each step alone."""
     steps = client.get("/api/runs/0/expert?layer=1&expert=2").json()
-    assert steps["steps"] == client.get("/api/runs/0/experts?step=1:100").json()["steps"] and len(steps["steps"]) > 2
+    assert (
+        steps["steps"] == client.get("/api/runs/0/experts?step=1:100").json()["steps"]
+        and len(steps["steps"]) > 2
+    )
     for place, step in enumerate(steps["steps"]):
         alone = client.get(f"/api/runs/0/experts?step={step}").json()
         assert steps["server"][place] == pytest.approx(alone["server_load"][1][2], abs=1e-6)
@@ -367,7 +471,9 @@ def test_experts_without_the_trainers_half(tmp_path, open_runs):
     folder = write_run(tmp_path / "run", steps=2, tokenizer=False)
     (folder / "trained_000002.safetensors").write_bytes(b"damaged")
     found = expert_loads.loads_of_steps(open_runs(folder).runs[0], "2")
-    assert found["trainer_load"] is None and found["margin_histogram"] is None and found["swaps"] == []
+    assert (
+        found["trainer_load"] is None and found["margin_histogram"] is None and found["swaps"] == []
+    )
     assert np.shape(found["server_load"]) == (LAYERS, EXPERTS)
     assert any(text.startswith("trained_000002.safetensors: damaged") for text in found["missing"])
     json.dumps(found["missing"])

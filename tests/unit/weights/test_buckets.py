@@ -25,8 +25,12 @@ def test_a_broadcast_ends_when_a_server_fails_first():
     aborted, left = [], Future()
     left.set_exception(WeightPushError("server http://x answered 500"))
     work = SimpleNamespace(is_completed=lambda: False)
-    group = SimpleNamespace(broadcast=lambda tensors, options: work, abort=lambda: aborted.append(1))
-    with pytest.raises(BroadcastError, match="^a server left the broadcast: server http://x answered 500$"):
+    group = SimpleNamespace(
+        broadcast=lambda tensors, options: work, abort=lambda: aborted.append(1)
+    )
+    with pytest.raises(
+        BroadcastError, match="^a server left the broadcast: server http://x answered 500$"
+    ):
         buckets.BucketSender(group, "group").send(torch.zeros(1), [Future(), left], timeout=1.0)
     assert aborted == [1]
 

@@ -1,4 +1,6 @@
-"""Hashes of an export are those of the fused tensors; what cannot be compared is logged, not passed as equal."""
+"""Hashes of an export are those of the fused tensors; what cannot be compared is logged, not passed
+as equal.
+"""
 
 import hashlib
 import logging
@@ -22,7 +24,9 @@ EXPERTS = "model.layers.0.mlp.experts."
 def digest(*tensors: torch.Tensor) -> str:
     """As SGLang hashes a tensor on the CPU (tensor_hash in managers/mm_utils.py, 0.5.21)."""
     joined = torch.cat(tensors)
-    number = int.from_bytes(hashlib.sha256(joined.view(torch.uint8).numpy().tobytes()).digest()[:8], "big")
+    number = int.from_bytes(
+        hashlib.sha256(joined.view(torch.uint8).numpy().tobytes()).digest()[:8], "big"
+    )
     return f"{number:016x}"
 
 
@@ -31,7 +35,11 @@ def test_fused_tensors_are_hashed_part_by_part_in_any_order(reverse):
     torch.manual_seed(0)
     shapes = {
         **{f"{ATTENTION}{part}_proj.weight": 6 if part == "q" else 2 for part in "qkv"},
-        **{f"{EXPERTS}{e}.{part}_proj.weight": 32 for e in (0, 1, 10, 2) for part in ("up", "gate", "down")},
+        **{
+            f"{EXPERTS}{e}.{part}_proj.weight": 32
+            for e in (0, 1, 10, 2)
+            for part in ("up", "gate", "down")
+        },
         "model.layers.0.mlp.gate.weight": 4,
     }
     tensors = {name: torch.randn(rows, 32) for name, rows in shapes.items()}
@@ -41,7 +49,9 @@ def test_fused_tensors_are_hashed_part_by_part_in_any_order(reverse):
         digests.add(name, tensors[name].t().contiguous().t())  # any layout
     order = (0, 1, 2, 10)
     assert digests.digests() == {
-        f"{ATTENTION}qkv_proj.weight": digest(*(tensors[f"{ATTENTION}{part}_proj.weight"] for part in "qkv")),
+        f"{ATTENTION}qkv_proj.weight": digest(
+            *(tensors[f"{ATTENTION}{part}_proj.weight"] for part in "qkv")
+        ),
         f"{EXPERTS}w13_weight": digest(
             *(tensors[f"{EXPERTS}{e}.{part}_proj.weight"] for e in order for part in ("gate", "up"))
         ),
@@ -82,13 +92,17 @@ def test_every_tensor_of_every_family_has_one_place(tmp_path):
 
 
 def servers(*answers, device="cpu", status=200):
-    """What the endpoints of SGLang answer: `answers` has, for each server, the checksums of its ranks."""
+    """What the endpoints of SGLang answer: `answers` has, for each server, the checksums of its
+    ranks.
+    """
     urls = [f"http://server:{index}" for index in range(len(answers))]
     ranks = dict(zip(urls, answers, strict=True))
 
     def request(method, url, path, body):
         assert (path, body) == ("/weights_checker", {"action": "checksum", "selector": "target"})
-        return httpx.Response(status, json={"success": True, "ranks": [{"checksums": each} for each in ranks[url]]})
+        return httpx.Response(
+            status, json={"success": True, "ranks": [{"checksums": each} for each in ranks[url]]}
+        )
 
     return SimpleNamespace(
         urls=urls,
@@ -106,15 +120,23 @@ def export():
     return digests
 
 
-def test_a_server_with_several_ranks_is_compared_where_each_rank_has_the_tensor_as_a_whole(export, caplog):
+def test_a_server_with_several_ranks_is_compared_where_each_rank_has_the_tensor_as_a_whole(
+    export, caplog
+):
     found = export.digests() | {"model.layers.0.self_attn.o_proj.weight": "a half", "rotary": "1"}
     with caplog.at_level(logging.WARNING):
         assert Verifier().verify(servers([found, found]), export, 3) == 1
-    assert "1 tensors verified, 2 not comparable: model.layers.0.self_attn.o_proj.weight, rotary" in caplog.text
+    assert (
+        "1 tensors verified, 2 not comparable: model.layers.0.self_attn.o_proj.weight, rotary"
+        in caplog.text
+    )
     with pytest.raises(
-        WeightPushError, match=r"server:1 does not hold.* as version 3: 1 of 1 tensors.*model\.norm\.weight"
+        WeightPushError,
+        match=r"server:1 does not hold.* as version 3: 1 of 1 tensors.*model\.norm\.weight",
     ):
-        Verifier().verify(servers([found, found], [found, found | {"model.norm.weight": "x"}]), export, 3)
+        Verifier().verify(
+            servers([found, found], [found, found | {"model.norm.weight": "x"}]), export, 3
+        )
     with pytest.raises(WeightPushError, match=r"1 of 2 tensors.*o_proj"):
         Verifier().verify(servers([found]), export, 3)
 
@@ -122,7 +144,10 @@ def test_a_server_with_several_ranks_is_compared_where_each_rank_has_the_tensor_
 def test_a_server_whose_tensors_all_have_other_names_is_an_error(export):
     with pytest.raises(
         WeightPushError,
-        match=r"http://server:0: of its 2 tensors none can be compared .*: a\.norm, b; .* rollout\.verify_push = version",
+        match=(
+            r"http://server:0: of its 2 tensors none can be compared .*: a\.norm, b; .*"
+            r" rollout\.verify_push = version"
+        ),
     ):
         Verifier().verify(servers([{"a.norm": "1", "b": "2"}]), export, 3)
 
@@ -131,10 +156,14 @@ def test_servers_on_gpus_are_compared_with_each_other(export, caplog):
     verifier, found = Verifier(), {"model.norm.weight": "a", "w": "b"}
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert verifier.verify(servers([found, found], [found, found], device="cuda"), export, 3) == 4
+            assert (
+                verifier.verify(servers([found, found], [found, found], device="cuda"), export, 3)
+                == 4
+            )
     assert caplog.text.count("between servers only") == 1, "logged once"
     with pytest.raises(
-        WeightPushError, match=r"server:1 and http://server:0 hold other weights after version 3.* checksum: w"
+        WeightPushError,
+        match=r"server:1 and http://server:0 hold other weights after version 3.* checksum: w",
     ):
         verifier.verify(servers([found], [found | {"w": "c"}], device="cuda"), export, 3)
 
@@ -142,7 +171,10 @@ def test_servers_on_gpus_are_compared_with_each_other(export, caplog):
 def test_a_server_without_checksums_is_logged(export, caplog):
     with caplog.at_level(logging.WARNING):
         assert Verifier().verify(servers([{}], status=404), export, 3) == 0
-    assert "http://server:0: its weights are not verified: /weights_checker answered 404" in caplog.text
+    assert (
+        "http://server:0: its weights are not verified: /weights_checker answered 404"
+        in caplog.text
+    )
 
 
 def test_queries_of_latent_attention_keep_their_name():

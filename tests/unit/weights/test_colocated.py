@@ -1,4 +1,6 @@
-"""Buckets passed by reference: another process reads them; remote servers are refused; memory is released and resumed."""
+"""Buckets passed by reference: another process reads them; remote servers are refused; memory is
+released and resumed.
+"""
 
 import shutil
 import subprocess
@@ -16,7 +18,8 @@ from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
 from megatron_rl.weights.sync.servers import Servers
 from tests.unit.weights.test_push_protocol import CPU, ORDER, ControlServer, checkpoint, stream  # noqa: F401
 
-# as SGLang's SafeUnpickler.loads and FlattenedTensorBucket.reconstruct_tensors do, in a process that is not a child of this one
+# as SGLang's SafeUnpickler.loads and FlattenedTensorBucket.reconstruct_tensors do, in a process
+# that is not a child of this one
 READER = """
 import base64, io, pickle, sys
 ALLOWED = {"types.SimpleNamespace", "torch.uint8", "torch.bfloat16", "torch.multiprocessing.reductions.rebuild_tensor",
@@ -42,7 +45,9 @@ def make_bucket() -> tuple[Bucket, list[str]]:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(4, 2).t(), "c": torch.tensor(2.5)}
     for name, tensor in tensors.items():
         bucket.add(name, tensor, torch.bfloat16)
-    return bucket, [f"{name} torch.bfloat16 {tensor.bfloat16().tolist()}" for name, tensor in tensors.items()]
+    return bucket, [
+        f"{name} torch.bfloat16 {tensor.bfloat16().tolist()}" for name, tensor in tensors.items()
+    ]
 
 
 def test_another_process_finds_the_tensors_in_the_same_memory():
@@ -51,10 +56,14 @@ def test_another_process_finds_the_tensors_in_the_same_memory():
     before = torch.multiprocessing.get_sharing_strategy()
     payload = reference(flat, bucket)
     assert torch.multiprocessing.get_sharing_strategy() == before
-    run = subprocess.run([sys.executable, "-c", READER], input=payload, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", READER], input=payload, capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == expected
-    assert flat.tolist() == [7] * bucket.num_bytes, "what the reader wrote is seen here: nothing was copied"
+    assert flat.tolist() == [7] * bucket.num_bytes, (
+        "what the reader wrote is seen here: nothing was copied"
+    )
 
 
 def make_pusher(checkpoint, *urls, bucket_bytes=60):  # noqa: F811
@@ -82,18 +91,31 @@ def test_every_bucket_goes_to_every_rank_between_begin_and_end(checkpoint):  # n
         report = make_pusher(checkpoint, one.url, two.url).push(lambda: stream(checkpoint), 4)
     update = ["/begin_weight_update", *["/update_weights_from_tensor"] * report.num_buckets]
     assert report.num_buckets == 4
-    assert one.paths == two.paths == [*ORDER[:5], *update, ORDER[5], "/end_weight_update", *ORDER[7:]]
-    bodies = [body for server in (one, two) for path, body in server.calls if path == "/update_weights_from_tensor"]
-    assert all(body["load_format"] == "flattened_bucket" and body["flush_cache"] is False for body in bodies)
+    assert (
+        one.paths == two.paths == [*ORDER[:5], *update, ORDER[5], "/end_weight_update", *ORDER[7:]]
+    )
+    bodies = [
+        body
+        for server in (one, two)
+        for path, body in server.calls
+        if path == "/update_weights_from_tensor"
+    ]
+    assert all(
+        body["load_format"] == "flattened_bucket" and body["flush_cache"] is False
+        for body in bodies
+    )
     assert all(len(body["serialized_named_tensors"]) == 2 for body in bodies)
 
 
 def test_a_server_elsewhere_is_refused_before_anything_is_sent(checkpoint, monkeypatch):  # noqa: F811
     with ControlServer() as server:
         pusher = make_pusher(checkpoint, server.url)
-        monkeypatch.setattr(colocated, "urlsplit", lambda url: namedtuple("Parts", "hostname")("10.0.0.2"))
+        monkeypatch.setattr(
+            colocated, "urlsplit", lambda url: namedtuple("Parts", "hostname")("10.0.0.2")
+        )
         with pytest.raises(
-            WeightPushError, match=r"cannot reach server .*this machine's memory.*set rollout\.weight_sync"
+            WeightPushError,
+            match=r"cannot reach server .*this machine's memory.*set rollout\.weight_sync",
         ):
             pusher.push(lambda: stream(checkpoint), 4)
     assert server.paths == ORDER[:5]
@@ -101,7 +123,9 @@ def test_a_server_elsewhere_is_refused_before_anything_is_sent(checkpoint, monke
 
 def test_a_bucket_that_shared_memory_cannot_hold_is_refused():
     too_many = shutil.disk_usage(colocated.SHARED_MEMORY).total + 2**20
-    with pytest.raises(WeightPushError, match=rf"needs {too_many} bytes.*has \d+ free.*weight_sync_bucket_mb"):
+    with pytest.raises(
+        WeightPushError, match=rf"needs {too_many} bytes.*has \d+ free.*weight_sync_bucket_mb"
+    ):
         shared_memory(too_many, CPU)
 
 
@@ -120,12 +144,20 @@ def test_memory_is_released_by_paused_servers_and_taken_again_around_the_weights
         pusher.release_memory()
         assert one.paths == ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
         one.calls.clear()
-        pusher.set_urls([one.url, two.url])  # one that was started since: SGLang dies of a resume without a release
+        # one that was started since: SGLang dies of a resume without a release
+        pusher.set_urls([one.url, two.url])
         pusher.push(lambda: stream(checkpoint), 4)
-        tags = [(path, body["tags"]) for path, body in one.calls if path == "/resume_memory_occupation"]
+        tags = [
+            (path, body["tags"]) for path, body in one.calls if path == "/resume_memory_occupation"
+        ]
         assert [tag for _, tag in tags] == [["weights"], ["kv_cache"]]
-        assert one.paths.index("/resume_memory_occupation") < one.paths.index("/begin_weight_update")
-        assert one.paths[-4:-3] == ["/resume_memory_occupation"] and one.paths[-1] == "/continue_generation"
+        assert one.paths.index("/resume_memory_occupation") < one.paths.index(
+            "/begin_weight_update"
+        )
+        assert (
+            one.paths[-4:-3] == ["/resume_memory_occupation"]
+            and one.paths[-1] == "/continue_generation"
+        )
         assert "/resume_memory_occupation" not in two.paths
         one.calls.clear()
         pusher.push(lambda: stream(checkpoint), 5)
@@ -133,7 +165,9 @@ def test_memory_is_released_by_paused_servers_and_taken_again_around_the_weights
 
 
 def test_every_gpu_of_the_servers_gets_a_bucket_of_its_own(checkpoint, monkeypatch):  # noqa: F811
-    """GPUs are CPU devices with numbers here; a server's ranks get references to the memory of their own."""
+    """GPUs are CPU devices with numbers here; a server's ranks get references to the memory of
+    their own.
+    """
     placed, made = {}, []
 
     def memory(num_bytes, device):
@@ -154,8 +188,13 @@ def test_every_gpu_of_the_servers_gets_a_bucket_of_its_own(checkpoint, monkeypat
         pusher.push(lambda: stream(checkpoint), 4)
         assert len(placed) == 4
         for entries in placed.values():
-            assert [place for place, _ in entries] == [2, 3, 0, 1], "in the order of the servers and their ranks"
+            assert [place for place, _ in entries] == [2, 3, 0, 1], (
+                "in the order of the servers and their ranks"
+            )
             assert all(content == entries[0][1] for _, content in entries)
         pusher.transport.places = lambda url: [CPU]
-        with pytest.raises(WeightPushError, match=r"2 tensor-parallel ranks on 1 GPUs: must be equal; set --tp-size"):
+        with pytest.raises(
+            WeightPushError,
+            match=r"2 tensor-parallel ranks on 1 GPUs: must be equal; set --tp-size",
+        ):
             pusher.push(lambda: stream(checkpoint), 5)

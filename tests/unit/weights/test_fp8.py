@@ -1,4 +1,6 @@
-"""Block FP8 against the format's definition: every e4m3 code spelled out from its bits, blocks cut by loops."""
+"""Block FP8 against the format's definition: every e4m3 code spelled out from its bits, blocks cut
+by loops.
+"""
 
 import bisect
 import math
@@ -7,13 +9,20 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from megatron_rl.weights.hf.fp8 import QuantizeError, dequantize_blocks, quantize_blocks, rounded_to_fp8
+from megatron_rl.weights.hf.fp8 import (
+    QuantizeError,
+    dequantize_blocks,
+    quantize_blocks,
+    rounded_to_fp8,
+)
 
 KEEP = ("*embed_tokens*", "*mlp.gate.*")
 
 
 def e4m3_numbers() -> list[float]:
-    """Every non-negative finite e4m3fn value: 4 exponent bits with bias 7, 3 fraction bits, no infinity, code 127 is NaN."""
+    """Every non-negative finite e4m3fn value: 4 exponent bits with bias 7, 3 fraction bits, no
+    infinity, code 127 is NaN.
+    """
     codes = [(code >> 3, code & 7) for code in range(127)]
     return [math.ldexp(f / 8, -6) if e == 0 else math.ldexp(1 + f / 8, e - 7) for e, f in codes]
 
@@ -42,7 +51,9 @@ def by_loops(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
             scale = part.abs().max() / 448.0
             scales[i, j] = scale
             for (r, c), value in zip(
-                torch.cartesian_prod(*map(torch.arange, part.shape)).tolist(), part.flatten(), strict=True
+                torch.cartesian_prod(*map(torch.arange, part.shape)).tolist(),
+                part.flatten(),
+                strict=True,
             ):
                 values[i * block + r, j * block + c] = nearest(float(value / scale))
     return values, scales
@@ -53,7 +64,8 @@ def test_the_table_is_the_format():
 
 
 @pytest.mark.parametrize(
-    ("shape", "block"), [((128, 128), 128), ((130, 257), 128), ((7, 5), 4), ((8, 8), 4), ((1, 9), 4), ((3, 3), 128)]
+    ("shape", "block"),
+    [((128, 128), 128), ((130, 257), 128), ((7, 5), 4), ((8, 8), 4), ((1, 9), 4), ((3, 3), 128)],
 )
 def test_values_and_scales_against_loops(shape, block):
     torch.manual_seed(0)
@@ -66,7 +78,10 @@ def test_values_and_scales_against_loops(shape, block):
     rows = torch.arange(shape[0])[:, None] // block
     columns = torch.arange(shape[1])[None] // block
     assert_close(
-        dequantize_blocks(values, scales, block), expected_values * expected_scales[rows, columns], rtol=0, atol=0
+        dequantize_blocks(values, scales, block),
+        expected_values * expected_scales[rows, columns],
+        rtol=0,
+        atol=0,
     )
 
 
@@ -132,9 +147,13 @@ def test_a_stream_keeps_vectors_and_named_tensors():
     assert list(passed) == list(names)
     changed = [name for name in names if not torch.equal(passed[name], tensors[name])]
     assert changed == ["l.0.mlp.experts.3.gate_proj.weight"]
-    assert_close(passed[changed[0]], dequantize_blocks(*quantize_blocks(tensors[changed[0]])), rtol=0, atol=0)
+    assert_close(
+        passed[changed[0]], dequantize_blocks(*quantize_blocks(tensors[changed[0]])), rtol=0, atol=0
+    )
     everything = dict(rounded_to_fp8(tensors.items(), ()))
-    assert [name for name in names if torch.equal(everything[name], tensors[name])] == ["l.0.norm.weight"]
+    assert [name for name in names if torch.equal(everything[name], tensors[name])] == [
+        "l.0.norm.weight"
+    ]
 
 
 def test_the_given_tensor_is_not_written_to():

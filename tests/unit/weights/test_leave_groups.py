@@ -1,4 +1,6 @@
-"""Sources leave their process groups with the servers: NCCL's ranks of one machine end a communicator together or wait."""
+"""Sources leave their process groups with the servers: NCCL's ranks of one machine end a
+communicator together or wait.
+"""
 
 import json
 import threading
@@ -40,7 +42,9 @@ class NodeServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                name = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["group_name"]
+                name = json.loads(self.rfile.read(int(self.headers["Content-Length"])))[
+                    "group_name"
+                ]
                 with server.lock:
                     communicators[name].together.wait()
                     server.ended.append(name)
@@ -53,11 +57,15 @@ class NodeServer:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
 
 
 class Unequal(Servers):
-    """Reaches its servers in an order of its own, as two sources may; one call is on its way before the next starts."""
+    """Reaches its servers in an order of its own, as two sources may; one call is on its way before
+    the next starts.
+    """
 
     def start_leaving(self, group_name, urls):
         calls = []
@@ -79,7 +87,9 @@ def machine():
 
 
 def test_sources_and_servers_of_one_machine_end_each_communicator_together(machine):
-    """A source that waited for the answers of servers first, or two that came to them in two orders, would wait in vain."""
+    """A source that waited for the answers of servers first, or two that came to them in two
+    orders, would wait in vain.
+    """
     communicators, servers = machine
     urls, store, errors = [server.url for server in servers], dist.HashStore(), []
 

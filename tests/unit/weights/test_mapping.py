@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.weights.hf.mapping import canonical_name, entries, find_entry, shard_shape, to_hf, to_mcore
+from megatron_rl.weights.hf.mapping import (
+    canonical_name,
+    entries,
+    find_entry,
+    shard_shape,
+    to_hf,
+    to_mcore,
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,10 @@ def test_names_are_those_transformers_writes(tmp_path) -> None:
     from tests.tiny import random_checkpoint
 
     random_checkpoint(
-        tmp_path, num_hidden_layers=3, mlp_only_layers=[1], num_experts=4, hidden_size=6, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=2, intermediate_size=8, moe_intermediate_size=12, vocab_size=11,
+        tmp_path, num_hidden_layers=3, mlp_only_layers=[1], num_experts=4, hidden_size=6,
+        num_attention_heads=8,
+        num_key_value_heads=4, head_dim=2, intermediate_size=8, moe_intermediate_size=12,
+        vocab_size=11,
     )  # fmt: skip
     with safe_open(tmp_path / "model.safetensors", framework="pt") as reader:
         shapes = {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
@@ -61,18 +70,26 @@ def test_every_parameter_returns_bit_exact(size: int) -> None:
         back = to_hf(entry, shards, SPEC)
         assert [name for name, _ in back] == list(find_entry(entry.name, SPEC).hf_names)
         assert all(
-            found.equal(expected) and found.is_contiguous() for (_, found), expected in zip(back, tensors, strict=True)
+            found.equal(expected) and found.is_contiguous()
+            for (_, found), expected in zip(back, tensors, strict=True)
         )
         seen.add(entry.rule.kind)
     assert seen == {"replicated", "vocab", "row", "qkv", "glu"}
 
 
 def test_qkv_shards_hold_whole_groups() -> None:
-    """Row by row: rank r holds, for each of its key heads, that group's two query heads, its key, its value."""
+    """Row by row: rank r holds, for each of its key heads, that group's two query heads, its key,
+    its value.
+    """
     entry = find_entry("decoder.layers.0.self_attention.linear_qkv.weight", SPEC)
 
     def rows(first: int, heads: int) -> torch.Tensor:  # row value = first + head number
-        return (first + torch.arange(heads).repeat_interleave(2)).float()[:, None].expand(-1, 6).clone()
+        return (
+            (first + torch.arange(heads).repeat_interleave(2))
+            .float()[:, None]
+            .expand(-1, 6)
+            .clone()
+        )
 
     shard = to_mcore(entry, [rows(0, 8), rows(100, 4), rows(200, 4)], SPEC, rank=1, size=2)
     heads = shard[::2, 0].int().tolist()
@@ -106,13 +123,22 @@ def test_tied_output_layer_is_the_embedding() -> None:
     ("local", "canonical"),
     [
         ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
-        ("decoder.layers.1.input_layernorm.weight", "decoder.layers.5.self_attention.linear_qkv.layer_norm_weight"),
+        (
+            "decoder.layers.1.input_layernorm.weight",
+            "decoder.layers.5.self_attention.linear_qkv.layer_norm_weight",
+        ),
         (
             "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight",
             "decoder.layers.5.mlp.experts.linear_fc1.weight10",
         ),
-        ("decoder.layers.0.mlp.experts.linear_fc2.weight0", "decoder.layers.4.mlp.experts.linear_fc2.weight8"),
-        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.4.pre_mlp_layernorm.weight"),
+        (
+            "decoder.layers.0.mlp.experts.linear_fc2.weight0",
+            "decoder.layers.4.mlp.experts.linear_fc2.weight8",
+        ),
+        (
+            "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+            "decoder.layers.4.pre_mlp_layernorm.weight",
+        ),
         ("decoder.layers.0.pre_mlp_layernorm.weight", "decoder.layers.4.pre_mlp_layernorm.weight"),
         (
             "decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight",

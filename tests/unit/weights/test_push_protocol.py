@@ -23,7 +23,12 @@ from megatron_rl.weights.hf.fp8 import QuantizeError, dequantize_blocks, quantiz
 from megatron_rl.weights.hf.mapping import entries
 from megatron_rl.weights.sync import buckets
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, connect
-from megatron_rl.weights.sync.push import WeightPusher, WeightPushError, checked_stream, expected_tensors
+from megatron_rl.weights.sync.push import (
+    WeightPusher,
+    WeightPushError,
+    checked_stream,
+    expected_tensors,
+)
 from megatron_rl.weights.sync.transports import Distributed
 from tests.families import family_checkpoint
 from tests.one_rank import given
@@ -46,7 +51,9 @@ ORDER = [
 
 
 class ControlServer:
-    """SGLang's control endpoints; `faults` maps a path to the (status, seconds) of its first answers."""
+    """SGLang's control endpoints; `faults` maps a path to the (status, seconds) of its first
+    answers.
+    """
 
     def __init__(self, *, forgets_version: bool = False, **faults: list[tuple[int, float]]) -> None:
         self.faults = {"/" + path: list(answers) for path, answers in faults.items()}
@@ -60,7 +67,11 @@ class ControlServer:
                 length = int(self.headers.get("Content-Length", 0))
                 body = json.loads(self.rfile.read(length)) if length else {}
                 control.calls.append((self.path, body))
-                status, seconds = control.faults[self.path].pop(0) if control.faults.get(self.path) else (200, 0.0)
+                status, seconds = (
+                    control.faults[self.path].pop(0)
+                    if control.faults.get(self.path)
+                    else (200, 0.0)
+                )
                 time.sleep(seconds)
                 if self.path == "/update_weight_version" and not forgets_version:
                     control.version = body["new_version"]
@@ -82,7 +93,9 @@ class ControlServer:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
 
     def __enter__(self) -> "ControlServer":
         return self
@@ -132,7 +145,10 @@ def make_pusher(
 
 
 def stream(checkpoint: Path, dtype=torch.float32):
-    return given((name, tensor.to(dtype)) for name, tensor in load_file(checkpoint / "model.safetensors").items())
+    return given(
+        (name, tensor.to(dtype))
+        for name, tensor in load_file(checkpoint / "model.safetensors").items()
+    )
 
 
 def test_the_order_is_the_safe_one_on_every_server(checkpoint):
@@ -141,14 +157,18 @@ def test_the_order_is_the_safe_one_on_every_server(checkpoint):
     assert one.paths == two.paths == ORDER
     bodies = dict(one.calls)
     versions = [body["new_version"] for path, body in one.calls if path == "/update_weight_version"]
-    assert versions == ["updating to 4", "4"], "half-updated weights must have a version that no sample may have"
+    assert versions == ["updating to 4", "4"], (
+        "half-updated weights must have a version that no sample may have"
+    )
     assert bodies["/pause_generation"] == {"mode": "abort"}
     assert bodies["/update_weights_from_disk"]["flush_cache"] is False
     assert (report.num_bytes, report.refused_flushes) == (3 * 24 * 2 + 5 * 4, 0)
 
 
 @pytest.mark.parametrize("moment", ["send", "finish"])
-def test_two_runs_that_push_to_one_server_at_the_same_time_leave_it_with_a_version_of_neither(moment, checkpoint):
+def test_two_runs_that_push_to_one_server_at_the_same_time_leave_it_with_a_version_of_neither(
+    moment, checkpoint
+):
     """It has tensors of both: the other run, which may be sampling already, drops what it gets."""
     with ControlServer() as server:
         ours, theirs = (make_pusher(checkpoint, server.url, run=run) for run in ("ours", "theirs"))
@@ -162,7 +182,8 @@ def test_two_runs_that_push_to_one_server_at_the_same_time_leave_it_with_a_versi
 
         setattr(ours.transport, moment, beside_another_push)
         with pytest.raises(
-            WeightPushError, match=r"'5@theirs' after .* 'updating to 5@ours': another run pushes to it"
+            WeightPushError,
+            match=r"'5@theirs' after .* 'updating to 5@ours': another run pushes to it",
         ):
             ours.push(lambda: stream(checkpoint), 5)
         assert server.version == "mixed with 5@ours"
@@ -176,40 +197,64 @@ def test_the_other_run_fails_too_if_it_still_pushes(checkpoint):
         def begin_theirs(*args):
             ours.transport.send = send
             with pytest.raises(
-                WeightPushError, match=r"'mixed with 5@ours' after .* 'updating to 5@theirs': another run"
+                WeightPushError,
+                match=r"'mixed with 5@ours' after .* 'updating to 5@theirs': another run",
             ):
                 theirs.push(lambda: stream(checkpoint), 5)
             return send(*args)
 
         def end_ours(*args):
             theirs.transport.send = send_theirs
-            with pytest.raises(WeightPushError, match=r"'updating to 5@theirs' after .* 'updating to 5@ours'"):
+            with pytest.raises(
+                WeightPushError, match=r"'updating to 5@theirs' after .* 'updating to 5@ours'"
+            ):
                 ours._check_alone(5)
             return send_theirs(*args)
 
         ours.transport.send, theirs.transport.send = begin_theirs, end_ours
-        with pytest.raises(WeightPushError, match=r"'mixed with 5@theirs' after it was set to 'updating to 5@ours'"):
+        with pytest.raises(
+            WeightPushError, match=r"'mixed with 5@theirs' after it was set to 'updating to 5@ours'"
+        ):
             ours.push(lambda: stream(checkpoint), 5)
 
 
 def test_requests_that_are_kept_are_paused_in_place_and_nothing_is_flushed(checkpoint):
     """A server with running requests refuses a flush, and a flush within the update would kill it."""
     with ControlServer() as server:
-        report = make_pusher(checkpoint, server.url).push(lambda: stream(checkpoint), 4, keep_requests=True)
+        report = make_pusher(checkpoint, server.url).push(
+            lambda: stream(checkpoint), 4, keep_requests=True
+        )
     assert server.paths == [path for path in ORDER if path != "/flush_cache"]
-    assert dict(server.calls)["/pause_generation"] == {"mode": "in_place"} and report.refused_flushes == 0
+    assert (
+        dict(server.calls)["/pause_generation"] == {"mode": "in_place"}
+        and report.refused_flushes == 0
+    )
     assert dict(server.calls)["/update_weights_from_disk"]["flush_cache"] is False
 
 
 @pytest.mark.parametrize("transport", ["distributed", "colocated"])
 @pytest.mark.parametrize("has_sessions", [True, False])
-def test_buckets_are_sent_in_a_session_where_the_server_has_them(transport, has_sessions, checkpoint, monkeypatch):
-    sender = SimpleNamespace(group_name="group", send=lambda flat, loading, timeout: None, close=lambda: None)
-    monkeypatch.setattr(Distributed, "_connect", lambda self, servers: sender)  # a broadcast needs a real server
+def test_buckets_are_sent_in_a_session_where_the_server_has_them(
+    transport, has_sessions, checkpoint, monkeypatch
+):
+    sender = SimpleNamespace(
+        group_name="group", send=lambda flat, loading, timeout: None, close=lambda: None
+    )
+    # a broadcast needs a real server
+    monkeypatch.setattr(Distributed, "_connect", lambda self, servers: sender)
     with ControlServer(begin_weight_update=[] if has_sessions else [(404, 0.0)]) as server:
-        report = make_pusher(checkpoint, server.url, transport=transport).push(lambda: stream(checkpoint), 4)
-    update = "/update_weights_from_" + {"distributed": "distributed", "colocated": "tensor"}[transport]
-    sent = ["/begin_weight_update", *[update] * report.num_buckets, ORDER[5], *["/end_weight_update"] * has_sessions]
+        report = make_pusher(checkpoint, server.url, transport=transport).push(
+            lambda: stream(checkpoint), 4
+        )
+    update = (
+        "/update_weights_from_" + {"distributed": "distributed", "colocated": "tensor"}[transport]
+    )
+    sent = [
+        "/begin_weight_update",
+        *[update] * report.num_buckets,
+        ORDER[5],
+        *["/end_weight_update"] * has_sessions,
+    ]
     assert report.num_buckets > 1
     asked_by_transport = [path for path in server.paths[5:] if path != "/server_info"]
     assert server.paths[:5] + asked_by_transport == [*ORDER[:5], *sent, *ORDER[7:]]
@@ -270,12 +315,18 @@ def test_a_refused_flush_is_repeated_before_anything_is_sent(checkpoint):
 
 def test_a_flush_that_is_always_refused_ends_in_an_error(checkpoint):
     with ControlServer(flush_cache=[(400, 0.0)] * 1000) as server:
-        with pytest.raises(WeightPushError, match=r"/flush_cache answered 400 \(\d+ times\): .*answer 400"):
-            make_pusher(checkpoint, server.url, timeout_seconds=0.5).push(lambda: stream(checkpoint), 4)
+        with pytest.raises(
+            WeightPushError, match=r"/flush_cache answered 400 \(\d+ times\): .*answer 400"
+        ):
+            make_pusher(checkpoint, server.url, timeout_seconds=0.5).push(
+                lambda: stream(checkpoint), 4
+            )
     assert "/update_weights_from_disk" not in server.paths
 
 
-@pytest.mark.parametrize("path", sorted({path.removeprefix("/") for path in ORDER} - {"flush_cache"}))
+@pytest.mark.parametrize(
+    "path", sorted({path.removeprefix("/") for path in ORDER} - {"flush_cache"})
+)
 def test_a_server_that_fails_is_named_and_all_stay_paused(path, checkpoint):
     with ControlServer() as good, ControlServer(**{path: [(500, 0.0)]}) as bad:
         with pytest.raises(WeightPushError, match="answer 500") as caught:
@@ -289,7 +340,9 @@ def test_a_server_that_hangs_is_named_at_the_deadline(checkpoint):
     with ControlServer(update_weights_from_disk=[(200, 20.0)]) as server:
         start = time.monotonic()
         with pytest.raises(WeightPushError, match=r"did not answer within 0\.5 s") as caught:
-            make_pusher(checkpoint, server.url, timeout_seconds=0.5).push(lambda: stream(checkpoint), 4)
+            make_pusher(checkpoint, server.url, timeout_seconds=0.5).push(
+                lambda: stream(checkpoint), 4
+            )
         assert time.monotonic() - start < 10
     assert f"{server.url}/update_weights_from_disk" in str(caught.value)
 
@@ -309,7 +362,11 @@ def test_tensors_go_out_in_the_servers_dtype_except_those_stored_wider(checkpoin
         pusher = make_pusher(checkpoint, server.url)
         pusher.push(lambda: stream(checkpoint, torch.float64), 4)
         (folder,) = pusher.disk_dir.iterdir()
-        sent = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        sent = {
+            name: tensor
+            for file in folder.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
         pusher.close()
         assert not folder.exists()
     assert_close(sent, load_file(checkpoint / "model.safetensors"), rtol=0, atol=0)
@@ -322,7 +379,11 @@ def test_fp8_rounds_what_the_servers_get_and_only_that(checkpoint):
         pusher = make_pusher(checkpoint, server.url, fp8_keep=("layers.1.*",))
         pusher.push(lambda: stream(checkpoint), 4)
         (folder,) = pusher.disk_dir.iterdir()
-        sent = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        sent = {
+            name: tensor
+            for file in folder.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
         pusher.close()
     before = load_file(checkpoint / "model.safetensors")
     rounded = {
@@ -359,14 +420,16 @@ def test_a_bucket_is_the_tensors_bytes_end_to_end():
         "dtypes": ["bfloat16"] * 3,
         "shapes": [[3, 5], [4, 7], []],
     }
-    values = bucket.flat().view(torch.bfloat16)  # as FlattenedTensorBucket.reconstruct_tensors cuts it
+    # as FlattenedTensorBucket.reconstruct_tensors cuts it
+    values = bucket.flat().view(torch.bfloat16)
     assert bucket.num_bytes == values.nbytes == 2 * (15 + 28 + 1)
     assert_close(values[:15].view(3, 5), tensors["a"].bfloat16(), rtol=0, atol=0)
     assert_close(values[15:43].view(4, 7), tensors["b"].bfloat16(), rtol=0, atol=0)
     assert values[43] == 2.5
 
 
-# joins as an SGLang worker does and says so; receives a bucket and prints its sum where asked to, else just sits there
+# joins as an SGLang worker does and says so; receives a bucket and prints its sum where asked to,
+# else just sits there
 PEER = """
 import json, sys, time
 from datetime import timedelta
@@ -422,12 +485,16 @@ def test_a_broadcast_whose_receiver_is_gone_ends_at_the_deadline_or_before(fate,
     if fate == "dies":
         peers[0].kill()
         peers[0].wait()
-    with pytest.raises(BroadcastError, match="did not end within 1 s" if fate == "hangs" else "broadcast failed"):
+    with pytest.raises(
+        BroadcastError, match="did not end within 1 s" if fate == "hangs" else "broadcast failed"
+    ):
         sender.send(bucket.flat(), [], timeout=1.0 if fate == "hangs" else 30.0)
     assert time.monotonic() - start < 10
 
 
-def test_a_broadcast_may_take_as_long_as_a_weight_sync_although_joining_may_not(start_peer, monkeypatch):
+def test_a_broadcast_may_take_as_long_as_a_weight_sync_although_joining_may_not(
+    start_peer, monkeypatch
+):
     """On GPUs torch's watchdog would end the process when the time of the group is over."""
     monkeypatch.setattr(buckets, "CONNECT_TIMEOUT_SECONDS", 8.0)
     peers = []
@@ -451,7 +518,8 @@ def test_the_group_lives_beside_the_groups_of_a_torchrun_job(start_peer, monkeyp
     peers = []
 
     def join(body):
-        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")  # of this process: a server does not run under torchrun
+        # of this process: a server does not run under torchrun
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
         peers.append(start_peer(body, str(4 * 1000)))
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         return []
@@ -485,16 +553,20 @@ def test_tensors_that_servers_fuse_share_a_bucket(tmp_path: Path) -> None:
     """However small buckets are: apart, SGLang would keep the old ones without a word."""
     path = family_checkpoint(tmp_path, "deepseek_v3")
     pusher = WeightPusher(
-        ["http://127.0.0.1:9"], checkpoint=path, dtype=torch.float32, transport="distributed", bucket_mb=0, device=CPU,
+        ["http://127.0.0.1:9"], checkpoint=path, dtype=torch.float32, transport="distributed",
+        bucket_mb=0, device=CPU,
         timeout_seconds=1, disk_dir=tmp_path,
     )  # fmt: skip
     tensors = load_file(path / "model.safetensors")
     names = [name for entry in entries(make_spec(load_hf_config(path))) for name in entry.hf_names]
     stream = checked_stream(given((name, tensors[name]) for name in names), pusher.expected, path)
     buckets = [
-        [each.name for each in batch.tensors] for batch in batches(stream, pusher.bucket_bytes, of_one_dtype=True)
+        [each.name for each in batch.tensors]
+        for batch in batches(stream, pusher.bucket_bytes, of_one_dtype=True)
     ]
     pusher.close()
-    pairs = [[f"model.layers.{layer}.self_attn.{part}.weight" for part in FUSED] for layer in range(3)]
+    pairs = [
+        [f"model.layers.{layer}.self_attn.{part}.weight" for part in FUSED] for layer in range(3)
+    ]
     assert [bucket for bucket in buckets if len(bucket) > 1] == pairs
     assert sorted(name for bucket in buckets for name in bucket) == sorted(names)

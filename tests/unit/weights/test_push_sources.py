@@ -1,4 +1,6 @@
-"""Several sources send at the same time: what receivers hold, how many bytes each sends, and who learns of a failure."""
+"""Several sources send at the same time: what receivers hold, how many bytes each sends, and who
+learns of a failure.
+"""
 
 import hashlib
 import time
@@ -44,7 +46,9 @@ TENSOR_BYTES = 20 * 30 * 4
 
 @pytest.fixture
 def files(tmp_path) -> list[Path]:
-    """The weights of versions 0 to 2, in which every tensor has other values; their sources' shares are unequal."""
+    """The weights of versions 0 to 2, in which every tensor has other values; their sources' shares
+    are unequal.
+    """
     found = []
     for version in range(3):
         torch.manual_seed(version)
@@ -52,19 +56,25 @@ def files(tmp_path) -> list[Path]:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         found.append(folder / "model.safetensors")
-        save_file({f"layers.{index:02d}.weight": torch.randn(SHAPE) for index in range(TENSORS)}, found[-1])
+        save_file(
+            {f"layers.{index:02d}.weight": torch.randn(SHAPE) for index in range(TENSORS)},
+            found[-1],
+        )
     return found
 
 
 def export(file: Path, rank: int):
     for index, (name, tensor) in enumerate(sorted(load_file(file).items())):
         source = index % SOURCES
-        yield HFTensor(name, tuple(tensor.shape), tensor.dtype, source, tensor if rank == source else None)
+        yield HFTensor(
+            name, tuple(tensor.shape), tensor.dtype, source, tensor if rank == source else None
+        )
 
 
 def make_pusher(files, urls, transport, ranks, **settings) -> WeightPusher:
     pusher = WeightPusher(
-        urls, checkpoint=files[0].parent, dtype=torch.float32, transport=transport, bucket_mb=1, device=torch.device("cpu"),
+        urls, checkpoint=files[0].parent, dtype=torch.float32, transport=transport, bucket_mb=1,
+        device=torch.device("cpu"),
         timeout_seconds=20, disk_dir=files[0].parent.parent / "push", ranks=ranks, **settings,
     )  # fmt: skip
     pusher.bucket_bytes = 2 * TENSOR_BYTES
@@ -87,7 +97,11 @@ def assert_all_hold(servers, file: Path, version: int) -> None:
     for each in servers:
         state = each.state()
         held = {name: value for name, value in state["held"].items() if name != "nothing"}
-        assert (held, state["weight_version"], state["paused"]) == (content(file), str(version), False)
+        assert (held, state["weight_version"], state["paused"]) == (
+            content(file),
+            str(version),
+            False,
+        )
 
 
 @pytest.mark.parametrize("transport", ["distributed", "disk"])
@@ -95,8 +109,12 @@ def test_every_receiver_has_every_tensor_and_every_source_sends_its_own(transpor
     store = dist.HashStore()
 
     def push(group, rank):
-        pusher = make_pusher(files, [each.url for each in servers], transport, Ranks(rank, group, store))
-        reports = [pusher.push(partial(export, files[version], rank), version) for version in (1, 2)]
+        pusher = make_pusher(
+            files, [each.url for each in servers], transport, Ranks(rank, group, store)
+        )
+        reports = [
+            pusher.push(partial(export, files[version], rank), version) for version in (1, 2)
+        ]
         pusher.close()
         return [(report.num_buckets, report.num_bytes, report.sent_bytes) for report in reports]
 
@@ -132,7 +150,9 @@ def test_a_source_that_fails_stops_all_and_the_next_push_heals(failing, files, s
     for rank, (text, states) in enumerate(run_thread_ranks(push, SOURCES)):
         assert "exported tensor 'layers.12.weight' has shape (1,)" in text
         assert rank == failing or text.startswith(f"rank {failing}: ")
-        assert all(state["weight_version"] == "updating to 1" and state["paused"] for state in states)
+        assert all(
+            state["weight_version"] == "updating to 1" and state["paused"] for state in states
+        )
     assert exported == dict.fromkeys(range(SOURCES), TENSORS)
     assert_all_hold(servers, files[2], 2)
 
@@ -141,7 +161,9 @@ def test_digests_that_fail_on_rank_0_stop_all_ranks_after_their_exports(files):
     exported = Counter()
 
     def run(group, rank):
-        pusher = make_pusher(files, ["http://127.0.0.1:9"], "distributed", Ranks(rank, group, dist.HashStore()))
+        pusher = make_pusher(
+            files, ["http://127.0.0.1:9"], "distributed", Ranks(rank, group, dist.HashStore())
+        )
         del pusher.expected["layers.12.weight"]
 
         def counted():
@@ -157,7 +179,7 @@ def test_digests_that_fail_on_rank_0_stop_all_ranks_after_their_exports(files):
     assert exported == dict.fromkeys(range(3), TENSORS)
 
 
-# Turns --------------------------------------------------------------------------------------------------------------
+# Turns --------------------------------------------------------------------------------------------
 
 
 def test_turns_come_in_their_order_whatever_the_order_of_those_who_wait():
@@ -189,19 +211,27 @@ def test_a_bucket_that_never_comes_is_named():
     turns = Turns(dist.HashStore(), "turns", 0.1)
     turns.done()
     with pytest.raises(
-        WeightPushError, match=r"bucket 3 .* waited 0\.1 s for bucket 1: the rank that sends it hangs or died"
+        WeightPushError,
+        match=r"bucket 3 .* waited 0\.1 s for bucket 1: the rank that sends it hangs or died",
     ):
         turns.wait(3)
 
 
-# Who sends what -------------------------------------------------------------------------------------------------------
+# Who sends what -----------------------------------------------------------------------------------
 
 
-def places_of(spec, *, pp: int, ep: int, tp: int, dp: int = 1, etp: int = 1) -> list[RankParameters]:
-    """In megatron-core's order of ranks: tensor ranks are neighbours, then data, then pipeline; experts likewise."""
+def places_of(
+    spec, *, pp: int, ep: int, tp: int, dp: int = 1, etp: int = 1
+) -> list[RankParameters]:
+    """In megatron-core's order of ranks: tensor ranks are neighbours, then data, then pipeline;
+    experts likewise.
+    """
     per_stage = tp * dp
     assert per_stage % (ep * etp) == 0
-    layers = [range(spec.num_layers * stage // pp, spec.num_layers * (stage + 1) // pp) for stage in range(pp)]
+    layers = [
+        range(spec.num_layers * stage // pp, spec.num_layers * (stage + 1) // pp)
+        for stage in range(pp)
+    ]
     outside = {entry.name for entry in entries(spec) if entry.layer is None}
     places = []
     for rank in range(pp * per_stage):
@@ -210,8 +240,14 @@ def places_of(spec, *, pp: int, ep: int, tp: int, dp: int = 1, etp: int = 1) -> 
         tensor = range(first + local // tp * tp, first + local // tp * tp + tp)
         expert = range(first + local // etp * etp, first + local // etp * etp + etp)
         embedding = {name for name in outside if "embedding" in name}
-        keys = {*layers[stage], *(embedding if stage == 0 else ()), *(outside - embedding if stage == pp - 1 else ())}
-        places.append(RankParameters(stage, local // etp % ep, tuple(tensor), tuple(expert), frozenset(keys)))
+        keys = {
+            *layers[stage],
+            *(embedding if stage == 0 else ()),
+            *(outside - embedding if stage == pp - 1 else ()),
+        }
+        places.append(
+            RankParameters(stage, local // etp % ep, tuple(tensor), tuple(expert), frozenset(keys))
+        )
     return places
 
 
@@ -247,9 +283,15 @@ def test_every_tensor_has_one_source_that_holds_it_and_shares_are_equal(family, 
         assert key_of(entry) in place.keys and source in ranks
         if entry.rule.is_expert:
             assert entry.expert // (spec.num_experts // layout["ep"]) == place.ep_rank
-            assert all(places[rank].ep_rank == place.ep_rank for rank in ranks), "gathered over expert ranks"
+            assert all(places[rank].ep_rank == place.ep_rank for rank in ranks), (
+                "gathered over expert ranks"
+            )
         assert len(ranks) == (
-            1 if entry.rule.kind == "replicated" else layout.get("etp", 1) if entry.rule.is_expert else layout["tp"]
+            1
+            if entry.rule.kind == "replicated"
+            else layout.get("etp", 1)
+            if entry.rule.is_expert
+            else layout["tp"]
         )
         sizes[source] += elements(entry)
         in_order[source].append(table.index(entry))
@@ -259,22 +301,34 @@ def test_every_tensor_has_one_source_that_holds_it_and_shares_are_equal(family, 
 
 
 def test_sources_alternate_and_buckets_are_equally_many(specs):
-    """So no source waits for others that have sent less; the pair that servers fuse is never parted."""
+    """So no source waits for others that have sent less; the pair that servers fuse is never
+    parted.
+    """
     spec = specs["deepseek_v3"]
     table, places = list(entries(spec)), places_of(spec, pp=4, ep=2, tp=1, dp=4)
     steps = order_steps(table, assign_sources(table, places), places)
     stream = [
-        HFTensor(name, shape, torch.bfloat16, source, None) for entry, _, source in steps for name, shape in entry.hf
+        HFTensor(name, shape, torch.bfloat16, source, None)
+        for entry, _, source in steps
+        for name, shape in entry.hf
     ]
     most = sum(each.num_bytes for each in stream) // 8 // 10
     found = list(batches(stream, most))
-    assert sorted(each.name for batch in found for each in batch.tensors) == sorted(each.name for each in stream)
+    assert sorted(each.name for batch in found for each in batch.tensors) == sorted(
+        each.name for each in stream
+    )
     counts = Counter(batch.source for batch in found)
-    assert set(counts) == {step.source for step in steps} and max(counts.values()) - min(counts.values()) <= 2
+    assert (
+        set(counts) == {step.source for step in steps}
+        and max(counts.values()) - min(counts.values()) <= 2
+    )
     for batch in found:
         assert {each.source for each in batch.tensors} == {batch.source}
         assert batch.num_bytes == sum(each.num_bytes for each in batch.tensors)
-        assert len(batch.tensors) == 1 or batch.num_bytes <= most + 2 * spec.hidden_size * spec.q_lora_rank
+        assert (
+            len(batch.tensors) == 1
+            or batch.num_bytes <= most + 2 * spec.hidden_size * spec.q_lora_rank
+        )
         names = [each.name for each in batch.tensors]
         fused = [name for name in names if name.endswith(ONE_CALL)]
         assert len(fused) % 2 == 0
@@ -313,7 +367,11 @@ def test_merged_sources_never_part_the_pair_that_servers_fuse(ep):
     for most_bytes in (512 * 2**20, 128 * 2**20):
         pairs = Counter()
         for batch in batches(stream, most_bytes, of_one_dtype=True):
-            layers = Counter(each.name.split("self_attn")[0] for each in batch.tensors if each.name.endswith(ONE_CALL))
+            layers = Counter(
+                each.name.split("self_attn")[0]
+                for each in batch.tensors
+                if each.name.endswith(ONE_CALL)
+            )
             assert set(layers.values()) <= {2}, "half of a pair"
             pairs.update(layers.keys())
         assert len(pairs) == spec.num_layers and set(pairs.values()) == {1}
@@ -321,11 +379,16 @@ def test_merged_sources_never_part_the_pair_that_servers_fuse(ep):
 
 def test_the_digest_of_a_receiver_is_of_the_bytes():
     tensor = torch.arange(6.0).view(2, 3)
-    assert fingerprint(tensor.t()) == hashlib.sha256(tensor.t().contiguous().numpy().tobytes()).hexdigest()
+    assert (
+        fingerprint(tensor.t())
+        == hashlib.sha256(tensor.t().contiguous().numpy().tobytes()).hexdigest()
+    )
 
 
 def test_a_source_holds_two_buckets_beside_the_model(files):
-    """Tensors that were gathered, and what is flattened for the servers: at every send, and while the next is gathered."""
+    """Tensors that were gathered, and what is flattened for the servers: at every send, and while
+    the next is gathered.
+    """
     pusher = make_pusher(files, ["http://127.0.0.1:9"], "distributed", Ranks())
     live, most = {}, []
 
@@ -350,7 +413,9 @@ def test_a_source_holds_two_buckets_beside_the_model(files):
 
     pusher.transport = Transport()
     sent = Sent()
-    assert pusher._send(fresh, 1, Turns(dist.HashStore(), "turns", 20), sent) == TENSORS * TENSOR_BYTES
+    assert (
+        pusher._send(fresh, 1, Turns(dist.HashStore(), "turns", 20), sent) == TENSORS * TENSOR_BYTES
+    )
     pusher.servers.close()
     assert sent.num_buckets == TENSORS // 2
     assert pusher.bucket_bytes < max(most) <= 2 * pusher.bucket_bytes + TENSOR_BYTES
@@ -368,7 +433,9 @@ def test_a_bucket_that_servers_still_read_is_kept_until_they_have_ended(files):
         time.sleep(0.3)
         loading.set_result({})
 
-    pusher.transport = SimpleNamespace(send=lambda *_: [loading], sent=lambda: ended.append(("sent", loading.done())))
+    pusher.transport = SimpleNamespace(
+        send=lambda *_: [loading], sent=lambda: ended.append(("sent", loading.done()))
+    )
 
     def failing():
         yield from islice(export(files[1], 0), 0, 3 * SOURCES, SOURCES)

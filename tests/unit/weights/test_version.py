@@ -1,4 +1,6 @@
-"""The names of weight versions: two runs that push to one server have the same numbers, and never take each other's tokens."""
+"""The names of weight versions: two runs that push to one server have the same numbers, and never
+take each other's tokens.
+"""
 
 import pytest
 
@@ -21,25 +23,44 @@ def test_a_name_has_the_version_and_the_run():
 
 @pytest.mark.parametrize(
     ("pushed_by", "run", "is_taken"),
-    [("", "", True), ("ours", "ours", True), ("theirs", "ours", False), ("", "ours", False), ("theirs", "", False)],
+    [
+        ("", "", True),
+        ("ours", "ours", True),
+        ("theirs", "ours", False),
+        ("", "ours", False),
+        ("theirs", "", False),
+    ],
 )
 def test_a_token_of_another_runs_weights_is_not_taken(pushed_by, run, is_taken):
     def source(body, prompt, sample_id):
         sample = honest_sample(body, prompt, sample_id)
         name = version_name(VERSION, pushed_by)
-        sample["meta_info"] |= {"weight_version": name, "weight_versions": [{"version": name, "start": 0, "end": 5}]}
+        sample["meta_info"] |= {
+            "weight_version": name,
+            "weight_versions": [{"version": name, "start": 0, "end": 5}],
+        }
         return sample
 
     with FakeServer("ok", source=source) as server:
-        client = RolloutClient([server.url], RolloutConfig(max_retries=1), spec=SPEC, want_routes=True, run=run)
+        client = RolloutClient(
+            [server.url], RolloutConfig(max_retries=1), spec=SPEC, want_routes=True, run=run
+        )
         arguments = [Prompt("q", "", (3, 4, 5), "")], 2
-        settings = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": [1], "policy_version": VERSION}
+        settings = {
+            "temperature": 1.0,
+            "max_tokens": 8,
+            "stop_token_ids": [1],
+            "policy_version": VERSION,
+        }
         if is_taken:
             (group,) = client.generate(*arguments, **settings)
-            assert all(rollout.policy_versions.tolist() == [VERSION] * 5 for rollout in group.rollouts)
+            assert all(
+                rollout.policy_versions.tolist() == [VERSION] * 5 for rollout in group.rollouts
+            )
             return
         with pytest.raises(
-            RolloutError, match=rf"'{version_name(VERSION, pushed_by)}'.*expected {version_name(VERSION, run)}"
+            RolloutError,
+            match=rf"'{version_name(VERSION, pushed_by)}'.*expected {version_name(VERSION, run)}",
         ):
             client.generate(*arguments, **settings)
         assert client.counters.dropped["stale_version"] == 4

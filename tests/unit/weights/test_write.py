@@ -25,7 +25,9 @@ def test_ranks_of_a_machine_share_the_bytes_of_a_file(local_ranks, files, tmp_pa
     written = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(written) == files
     found = {name: tensor for file in written for name, tensor in load_file(file).items()}
-    assert sorted(found) == sorted(tensors) and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert sorted(found) == sorted(tensors) and all(
+        torch.equal(found[name], tensors[name]) for name in tensors
+    )
 
 
 def test_a_small_checkpoint_is_one_file_in_the_format_of_transformers(tmp_path):

@@ -33,23 +33,31 @@ def make_forward(path: Path, dtype: str) -> Callable[[Sequence[np.ndarray]], lis
     return partial(live_routes, model, make_spec(load_hf_config(path)))
 
 
-def live_routes(cfg: ModelConfig, spec: ModelSpec, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+def live_routes(
+    cfg: ModelConfig, spec: ModelSpec, tokens: Sequence[np.ndarray]
+) -> list[np.ndarray]:
     """Return the experts int64 [S - 1, L, K] that the model chooses in every sequence."""
     layout = ParallelConfig()
     if cfg.is_exact:
         disable_tf32()
     parallel = make_parallel(layout)
     try:
-        chunks = make_model(spec, cfg, make_transformer_config(spec, cfg, layout, parallel.device), parallel)
+        chunks = make_model(
+            spec, cfg, make_transformer_config(spec, cfg, layout, parallel.device), parallel
+        )
         load_hf(chunks, cfg.path, spec, parallel)
         for chunk in chunks:
             chunk.eval()
         routers = [(spec.moe_layers.index(layer), router) for layer, router in moe_routers(chunks)]
         manager = ReplayManager(routers, num_experts=spec.num_experts)
-        batches = [on_device(pack([Sample(bare_rollout(row), 0.0)]), parallel.device) for row in tokens]
+        batches = [
+            on_device(pack([Sample(bare_rollout(row), 0.0)]), parallel.device) for row in tokens
+        ]
         routes = [Routes() for _ in batches]
         with torch.no_grad():
-            report = run_schedule(chunks, manager, batches, routes, zero_loss, training=False, record=True)
+            report = run_schedule(
+                chunks, manager, batches, routes, zero_loss, training=False, record=True
+            )
         return [ids[:, :-1].transpose(0, 1).long().cpu().numpy() for ids in report.recorded or ()]
     finally:
         parallel.destroy()
@@ -66,5 +74,7 @@ def bare_rollout(tokens: np.ndarray) -> Rollout:
 
 
 def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    moved: Mapping[str, Any] = {name: v.to(device) for name, v in vars(batch).items() if isinstance(v, Tensor)}
+    moved: Mapping[str, Any] = {
+        name: v.to(device) for name, v in vars(batch).items() if isinstance(v, Tensor)
+    }
     return replace(batch, **moved)

@@ -16,8 +16,18 @@ from megatron_rl_tools.check_rollouts.formats import open_dump
 from megatron_rl_tools.check_rollouts.model_sizes import Model, open_model
 from megatron_rl_tools.check_rollouts.options import parse
 from megatron_rl_tools.check_rollouts.rollout_canary import run_canary
-from megatron_rl_tools.check_rollouts.rollout_checks import CHECKS, Across, check_episode_digest, check_one
-from megatron_rl_tools.check_rollouts.run_files import only_saved, read_dumps, read_records, staleness_budget
+from megatron_rl_tools.check_rollouts.rollout_checks import (
+    CHECKS,
+    Across,
+    check_episode_digest,
+    check_one,
+)
+from megatron_rl_tools.check_rollouts.run_files import (
+    only_saved,
+    read_dumps,
+    read_records,
+    staleness_budget,
+)
 
 SHOWN = 3  # findings per check in the table
 
@@ -50,7 +60,11 @@ def main(argv: list[str] | None = None) -> int:
         model = None if arguments.model is None else open_model(arguments.model, arguments.dtype)
         which = {"step": arguments.step, "sample": arguments.sample, "seed": arguments.seed}
         dump = open_dump(arguments.run, arguments.format, None if model is None else model.sizes)
-        report = check_run(arguments.run, model, **which) if dump is None else check_dump(dump, model, **which)
+        report = (
+            check_run(arguments.run, model, **which)
+            if dump is None
+            else check_dump(dump, model, **which)
+        )
     except (ValueError, OSError) as error:
         print(f"check_rollouts: {error}", file=sys.stderr)
         return 2
@@ -62,7 +76,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_run(
-    run: Path, model: Model | None = None, *, step: int | None = None, sample: int = 8, seed: int = 0
+    run: Path,
+    model: Model | None = None,
+    *,
+    step: int | None = None,
+    sample: int = 8,
+    seed: int = 0,
 ) -> CheckReport:
     """Check every saved rollout of a run, or of one step.  Raises ValueError if there are none."""
     sizes = None if model is None else model.sizes
@@ -102,7 +121,12 @@ def check_run(
 
 
 def check_dump(
-    dump: ForeignDump, model: Model | None = None, *, step: int | None = None, sample: int = 8, seed: int = 0
+    dump: ForeignDump,
+    model: Model | None = None,
+    *,
+    step: int | None = None,
+    sample: int = 8,
+    seed: int = 0,
 ) -> CheckReport:
     """Check every rollout of another trainer's dump, or of one step.  Raises ValueError if none."""
     sizes = None if model is None else model.sizes
@@ -116,7 +140,9 @@ def check_dump(
             if not rollout.has_media:
                 across.add(rollout)
     if not steps and not findings:
-        raise ValueError(f"{dump.files[0]}: no rollouts{'' if step is None else f' of step {step}'}")
+        raise ValueError(
+            f"{dump.files[0]}: no rollouts{'' if step is None else f' of step {step}'}"
+        )
     # how stale rollouts may be is not in the dump: versions are compared within a rollout only
     findings += [finding for finding in across.findings() if finding.check != "versions"]
     findings += masks.findings()
@@ -125,7 +151,9 @@ def check_dump(
     if model is not None:
         checks = (*checks, "canary")
         first = min(steps, default=0) if step is None else step
-        of_step = (it for file in dump.files for it in dump.read(file, []) if it.record.step == first)
+        of_step = (
+            it for file in dump.files for it in dump.read(file, []) if it.record.step == first
+        )
         result = run_canary(model, of_step, sample=sample, seed=seed)
         if result.unchecked:
             unchecked["canary"] = unchecked.get("alignment", result.unchecked)
@@ -133,11 +161,15 @@ def check_dump(
         canary = result.agreement
     kept = tuple(finding for finding in findings if finding.check not in unchecked)
     notes = (*dump.notes, *masks.notes(), *(model.notes if model else ()))
-    return CheckReport(masks.rollouts, masks.with_routes, 0, checks, kept, canary, dump.format, unchecked, notes)
+    return CheckReport(
+        masks.rollouts, masks.with_routes, 0, checks, kept, canary, dump.format, unchecked, notes
+    )
 
 
 def show(report: CheckReport, console: Console) -> None:
-    missing = f"; {report.missing_rows} rows recorded as without a route" if report.missing_rows else ""
+    missing = (
+        f"; {report.missing_rows} rows recorded as without a route" if report.missing_rows else ""
+    )
     of = "" if report.format == "megatron_rl" else f" of {report.format}"
     console.print(f"{report.rollouts} rollouts{of}, {report.with_routes} with expert ids{missing}")
     table = Table("check", "", "rollouts", "found", "likely cause", box=None, pad_edge=False)
@@ -153,7 +185,9 @@ def show(report: CheckReport, console: Console) -> None:
             table.add_row(*head, f"{finding.where}: {finding.found}", finding.cause)
     console.print(table)
     if report.canary is not None:
-        shifts = ", ".join(f"{value:.3f} at shift {shift}" for shift, value in report.canary.items())
+        shifts = ", ".join(
+            f"{value:.3f} at shift {shift}" for shift, value in report.canary.items()
+        )
         console.print(f"canary: agreement with the model's own top-k {shifts}")
     for note in report.notes:
         console.print(note)

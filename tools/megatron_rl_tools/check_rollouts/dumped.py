@@ -61,7 +61,9 @@ class Dumped:
 
     @property
     def present(self) -> np.ndarray:
-        """bool [rows]: the route is not declared as missing; all True if the declaration is invalid."""
+        """bool [rows]: the route is not declared as missing; all True if the declaration is
+        invalid.
+        """
         rows = 0 if self.routes is None else len(self.routes)
         if self.missing is None or self.missing.dtype != bool or self.missing.shape != (rows,):
             return np.ones(rows, bool)

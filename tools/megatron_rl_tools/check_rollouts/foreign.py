@@ -1,8 +1,11 @@
-"""Rollouts that another trainer saved: the record that every format is read into, and the checks that only these need.
+"""Rollouts that another trainer saved: the record that every format is read into, and the checks
+that only these need.
 
-The formats are in slime_dumps.py (slime, miles) and verl_dumps.py.  A mask of the response is 1 where a token carries loss;
-tokens that an environment wrote have mask 0, and these trainers record 0 as their log-prob.
-Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k; routes [S - 1, L, K], mask and log-probs [R].
+The formats are in slime_dumps.py (slime, miles) and verl_dumps.py.  A mask of the response is 1
+where a token carries loss; tokens that an environment wrote have mask 0, and these trainers record
+0 as their log-prob.
+Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k; routes [S - 1, L, K], mask
+and log-probs [R].
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ OURS_ALONE = {
     "episode": "only rollouts of megatron-rl have a digest",
     "mask": "kept sets (top-p, top-k) of other trainers are not read",
 }
-LEAST_ZEROS = 20  # masked-out tokens with log-prob 0, to conclude that the trainer writes 0 for them
+# masked-out tokens with log-prob 0, to conclude that the trainer writes 0 for them
+LEAST_ZEROS = 20
 LEAST_FRACTION = 0.9  # of the masked-out tokens that have log-prob 0, for the same
 
 
@@ -53,7 +57,10 @@ Read = Callable[[Path, list[Finding]], Iterator[ForeignRollout]]
 
 @dataclass(frozen=True)
 class ForeignDump:
-    """The files of a dump, in order.  text_only: they hold no token ids, so only the files themselves can be checked."""
+    """The files of a dump, in order.
+
+    text_only: they hold no token ids, so only the files themselves can be checked.
+    """
 
     format: str
     files: tuple[Path, ...]
@@ -63,7 +70,12 @@ class ForeignDump:
 
 
 def make_record(
-    path: Path, index: int, step: int, tokens: np.ndarray, response_length: int, versions: Sequence[int] = ()
+    path: Path,
+    index: int,
+    step: int,
+    tokens: np.ndarray,
+    response_length: int,
+    versions: Sequence[int] = (),
 ) -> RecordedRollout:
     """Return the line of rollout `index` of a file.
 
@@ -72,7 +84,9 @@ def make_record(
     *others, last = versions or [0]
     spans = [*([version, 0] for version in others), [last, response_length]]
     lengths = len(tokens) - response_length, response_length
-    return RecordedRollout(step, f"{path.name}#{index}", "", "", "", "", None, None, *lengths, "", spans)
+    return RecordedRollout(
+        step, f"{path.name}#{index}", "", "", "", "", None, None, *lengths, "", spans
+    )
 
 
 def or_zeros(logprobs: np.ndarray | None, response_length: int) -> np.ndarray:
@@ -80,7 +94,8 @@ def or_zeros(logprobs: np.ndarray | None, response_length: int) -> np.ndarray:
 
 
 def without_dense(routes: np.ndarray, sizes: Sizes | None, dense: int) -> np.ndarray:
-    """Routes [rows, L, K] of the MoE layers: slime, miles and verl keep the rows of dense layers, as zeros.
+    """Routes [rows, L, K] of the MoE layers: slime, miles and verl keep the rows of dense layers,
+    as zeros.
 
     dense: leading layers to leave out where no model says which are dense.
     """
@@ -92,7 +107,9 @@ def without_dense(routes: np.ndarray, sizes: Sizes | None, dense: int) -> np.nda
 
 
 def zero_layers(routes: np.ndarray) -> int:
-    """The number of layers of [rows, L, K], from the first on, in which every id is 0; 0 where all layers are."""
+    """The number of layers of [rows, L, K], from the first on, in which every id is 0; 0 where all
+    layers are.
+    """
     if routes.ndim != 3 or routes.shape[2] < 2 or not routes.any():
         return 0
     return int(routes.any((0, 2)).argmax())
@@ -111,7 +128,8 @@ class ForeignChecks:
     dense: int = 0
     out: int = 0  # masked-out tokens of rollouts with log-probs
     out_zero: dict[int, int] = field(default_factory=lambda: dict.fromkeys((-1, 0, 1), 0))
-    sampled: list[tuple[str, int, int]] = field(default_factory=list)  # rollout, masked-out tokens with log-prob, first
+    sampled: list[tuple[str, int, int]] = field(default_factory=list)
+    """Rollout, masked-out tokens with log-prob, first."""
     seen: list[Finding] = field(default_factory=list)
 
     def add(self, rollout: ForeignRollout) -> None:
@@ -125,7 +143,9 @@ class ForeignChecks:
         self.with_versions += bool(rollout.weight_versions)
         if any(after < before for before, after in pairwise(rollout.weight_versions)):
             text = f"weight versions {list(rollout.weight_versions)}, must not decrease"
-            self.seen.append(Finding("versions", where, text, "its parts were joined in the wrong order"))
+            self.seen.append(
+                Finding("versions", where, text, "its parts were joined in the wrong order")
+            )
         mask = rollout.loss_mask
         if mask is not None and not self._reject(where, rollout, mask) and rollout.has_logprobs:
             self._compare(where, mask != 0, rollout.logprobs == 0)
@@ -133,7 +153,10 @@ class ForeignChecks:
     def _reject(self, where: str, rollout: ForeignRollout, mask: np.ndarray) -> bool:
         size, tokens = rollout.record.response_length, len(rollout.tokens)
         if len(mask) != size:
-            causes = {tokens: "a mask of all tokens: the prompt's part was kept", tokens - 1: "a mask of predictions"}
+            causes = {
+                tokens: "a mask of all tokens: the prompt's part was kept",
+                tokens - 1: "a mask of predictions",
+            }
             cause = causes.get(len(mask), "tokens were added or cut without their mask")
             text = f"{len(mask)} entries for {size} response tokens"
             self.seen.append(Finding("loss_mask", where, text, cause))
@@ -145,7 +168,9 @@ class ForeignChecks:
         return len(rollout.logprobs) != size  # named by the check of lengths
 
     def _compare(self, where: str, carries: np.ndarray, zero: np.ndarray) -> None:
-        """Count how many masked-out tokens have log-prob 0, and how many would if the mask began `shift` tokens later."""
+        """Count how many masked-out tokens have log-prob 0, and how many would if the mask began
+        `shift` tokens later.
+        """
         out = np.flatnonzero(~carries)
         self.out += len(out)
         for shift in self.out_zero:
@@ -157,18 +182,34 @@ class ForeignChecks:
             self.sampled.append((where, len(sampled), int(sampled[0])))
 
     def findings(self) -> Iterator[Finding]:
-        """Environment tokens have log-prob 0, so no shift of a correct mask covers more zeros than the mask itself does."""
+        """Environment tokens have log-prob 0, so no shift of a correct mask covers more zeros than
+        the mask itself does.
+        """
         yield from self.seen
         best = max(self.out_zero, key=lambda shift: (self.out_zero[shift], shift == 0))
-        if best and self.out_zero[best] >= LEAST_ZEROS and self.out_zero[best] >= LEAST_FRACTION * self.out:
+        if (
+            best
+            and self.out_zero[best] >= LEAST_ZEROS
+            and self.out_zero[best] >= LEAST_FRACTION * self.out
+        ):
             zeros = f"{self.out_zero[0]} have log-prob 0, {self.out_zero[best]} at shift {best:+d}"
             text = f"of {self.out} masked-out tokens {zeros}"
-            cause = f"shifted by one: entry j is that of response token j {'+' if best > 0 else '-'} 1"
+            cause = (
+                f"shifted by one: entry j is that of response token j {'+' if best > 0 else '-'} 1"
+            )
             yield Finding("loss_mask", "dump", text, cause)
         elif self.out_zero[0] >= LEAST_ZEROS and self.out_zero[0] >= LEAST_FRACTION * self.out:
             for where, count, first in self.sampled:
-                text = f"{count} masked-out tokens have a log-prob, first response token {first}; others have 0"
-                yield Finding("loss_mask", where, text, "sampled tokens carry no loss: the mask is of another rollout")
+                text = (
+                    f"{count} masked-out tokens have a log-prob, first response token {first};"
+                    " others have 0"
+                )
+                yield Finding(
+                    "loss_mask",
+                    where,
+                    text,
+                    "sampled tokens carry no loss: the mask is of another rollout",
+                )
 
     def unchecked(self, *, text_only: bool) -> dict[str, str]:
         """Checks that the content of no rollout allows, and why."""
@@ -187,15 +228,27 @@ class ForeignChecks:
 
     def notes(self) -> Iterator[str]:
         if self.with_media:
-            yield f"{self.with_media} rollouts have images or sound: their rows are not tokens, expert ids are not checked"
+            yield (
+                f"{self.with_media} rollouts have images or sound: their rows are not tokens,"
+                " expert ids are not checked"
+            )
         if self.dense:
-            yield f"the first {self.dense} layers are 0 in every rollout and taken as dense; --model checks it"
+            yield (
+                f"the first {self.dense} layers are 0 in every rollout and taken as dense; --model"
+                " checks it"
+            )
         if self.with_masks and not self.with_logprobs:
-            yield "loss_mask: lengths and values only; which tokens were sampled is not known without log-probs"
+            yield (
+                "loss_mask: lengths and values only; which tokens were sampled is not known without"
+                " log-probs"
+            )
         elif self.out and self.out_zero[0] < LEAST_ZEROS:
             zeros = f"{self.out_zero[0]} of {self.out} masked-out tokens have log-prob 0"
             yield f"loss_mask: {zeros}, too few to check its borders"
         elif self.with_masks and not self.out:
             yield "loss_mask: no token is masked out, there are no borders to check"
         if self.with_versions:
-            yield "versions: their order within a rollout only; the dump does not say what staleness is allowed"
+            yield (
+                "versions: their order within a rollout only; the dump does not say what staleness"
+                " is allowed"
+            )

@@ -14,11 +14,15 @@ PICKLE, ZIP = b"\x80", b"PK\x03\x04"  # the first bytes of a bare pickle, and of
 
 
 def open_dump(path: Path, name: str | None, sizes: Sizes | None) -> ForeignDump | None:
-    """The dump in a file or folder, of format `name` or of the one found; None for a run of megatron-rl.
+    """The dump in a file or folder, of format `name` or of the one found; None for a run of
+    megatron-rl.
 
-    Raises ValueError, naming the file, for one that no format has or that only foreign code could read.
+    Raises ValueError, naming the file, for one that no format has or that only foreign code could
+    read.
     """
-    if name == "megatron_rl" or (name is None and path.is_dir() and any(path.glob("rollouts*.jsonl"))):
+    if name == "megatron_rl" or (
+        name is None and path.is_dir() and any(path.glob("rollouts*.jsonl"))
+    ):
         return None
     files, notes = dump_files(path)
     if not files:
@@ -32,7 +36,10 @@ def open_dump(path: Path, name: str | None, sizes: Sizes | None) -> ForeignDump 
     name = name or content
     same = tuple(file for file in files if file.suffix == files[0].suffix)
     if len(same) < len(files):
-        notes = (*notes, f"{len(files) - len(same)} files other than {files[0].suffix} are not read")
+        notes = (
+            *notes,
+            f"{len(files) - len(same)} files other than {files[0].suffix} are not read",
+        )
     if name != "verl":
         return ForeignDump(name, same, partial(slime_dumps.read_file, sizes=sizes), notes)
     if files[0].suffix == ".jsonl":
@@ -41,14 +48,23 @@ def open_dump(path: Path, name: str | None, sizes: Sizes | None) -> ForeignDump 
 
 
 def dump_files(path: Path) -> tuple[list[Path], tuple[str, ...]]:
-    """(files in the order of their steps, notes).  Of a folder, evaluations are left out: nothing is trained on them."""
+    """(files in the order of their steps, notes).
+
+    Of a folder, evaluations are left out: nothing is trained on them.
+    """
     if path.is_file():
         return [path], ()
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
-    files = sorted((file for file in path.iterdir() if file.suffix in (".pt", ".jsonl")), key=by_step)
+    files = sorted(
+        (file for file in path.iterdir() if file.suffix in (".pt", ".jsonl")), key=by_step
+    )
     evaluations = [file for file in files if "eval_" in file.name]
-    notes = (f"{len(evaluations)} evaluation files are not read; name one to check it",) if evaluations else ()
+    notes = (
+        (f"{len(evaluations)} evaluation files are not read; name one to check it",)
+        if evaluations
+        else ()
+    )
     return [file for file in files if file not in evaluations], notes
 
 
@@ -63,8 +79,8 @@ def detect(file: Path) -> str:
     if head.startswith(PICKLE):
         what = "a pickled DataProto of verl" if b"verl" in head else "a bare pickle"
         raise ValueError(
-            f"{file}: {what}, which only code in the file could rebuild; it is never run here. Save its tensors: "
-            f"{verl_dumps.EXPORT}"
+            f"{file}: {what}, which only code in the file could rebuild; it is never run here. Save"
+            f" its tensors: {verl_dumps.EXPORT}"
         )
     if head.startswith(ZIP):
         payload = load_tensors(file)
@@ -72,6 +88,11 @@ def detect(file: Path) -> str:
             return "verl"
         if isinstance(payload, dict) and "samples" in payload:
             return "miles" if slime_dumps.is_miles(payload) else "slime"
-    elif verl_dumps.is_text(head.partition(b"\n")[0].decode(errors="replace")) or file.suffix == ".jsonl":
+    elif (
+        verl_dumps.is_text(head.partition(b"\n")[0].decode(errors="replace"))
+        or file.suffix == ".jsonl"
+    ):
         return "verl"
-    raise ValueError(f"{file}: not a rollout dump of slime, miles or verl; see docs/guides/other_trainers.md")
+    raise ValueError(
+        f"{file}: not a rollout dump of slime, miles or verl; see docs/guides/other_trainers.md"
+    )

@@ -8,24 +8,45 @@ from megatron_rl_tools.check_rollouts.dumped import Dumped, Problems
 
 
 def check_turns(dumped: Dumped) -> Problems:
-    """Spans of the environment lie between turns, in order, and the line has an entry per turn, or none."""
+    """Spans of the environment lie between turns, in order, and the line has an entry per turn, or
+    none.
+    """
     record, spans = dumped.record, dumped.environment
-    bounds = [record.prompt_length, *(place for span in spans for place in span), len(dumped.tokens)]
+    bounds = [
+        record.prompt_length,
+        *(place for span in spans for place in span),
+        len(dumped.tokens),
+    ]
     if any(start >= end for start, end in pairwise(bounds)):
         rule = f"must lie in order between turns, after {bounds[0]} and before {bounds[-1]}"
-        yield "turns", f"spans of the environment {list(spans)}, {rule}", "a span was moved, or a turn lost"
+        yield (
+            "turns",
+            f"spans of the environment {list(spans)}, {rule}",
+            "a span was moved, or a turn lost",
+        )
     for name, values in (("turn_rewards", record.turn_rewards), ("turn_ends", record.turn_ends)):
         if values and len(values) != len(spans) + 1:
-            yield "turns", f"{len(values)} {name} for {len(spans) + 1} turns", "the line is of another rollout"
+            yield (
+                "turns",
+                f"{len(values)} {name} for {len(spans) + 1} turns",
+                "the line is of another rollout",
+            )
 
 
 def check_token_counts(dumped: Dumped) -> Problems:
     record, size = dumped.record, len(dumped.tokens)
-    parts = [record.prompt_length, record.response_length, *filter(None, [record.environment_length])]
+    parts = [
+        record.prompt_length,
+        record.response_length,
+        *filter(None, [record.environment_length]),
+    ]
     if size != sum(parts):
         yield (
             "length",
-            f"{size} tokens, must be prompt + response{' + environment' * (len(parts) > 2)} = {' + '.join(map(str, parts))}",
+            (
+                f"{size} tokens, must be prompt + response{' + environment' * (len(parts) > 2)} ="
+                f" {' + '.join(map(str, parts))}"
+            ),
             "the response was truncated, or extended, after it was recorded",
         )
     versions = sum(tokens for _, tokens in record.policy_versions)
@@ -35,10 +56,15 @@ def check_token_counts(dumped: Dumped) -> Problems:
             f"{versions} weight versions for {record.response_length} response tokens",
             "the line was edited",
         )
-    if (spans := sum(end - start for start, end in dumped.environment)) != record.environment_length:
+    if (
+        spans := sum(end - start for start, end in dumped.environment)
+    ) != record.environment_length:
         yield (
             "length",
-            f"{spans} tokens in spans of the environment, the line says {record.environment_length}",
+            (
+                f"{spans} tokens in spans of the environment, the line says"
+                f" {record.environment_length}"
+            ),
             "the line was edited, or the tensors are of another rollout",
         )
     if len(dumped.logprobs) != record.response_length:
@@ -53,11 +79,14 @@ def check_token_counts(dumped: Dumped) -> Problems:
         size: "offset by one: a row for the last token, which was never an input",
         size - 2: "offset by one: the first or the last row is missing",
         **dict.fromkeys(
-            (record.response_length, record.response_length - 1), "the prompt's rows are missing (prefix cache?)"
+            (record.response_length, record.response_length - 1),
+            "the prompt's rows are missing (prefix cache?)",
         ),
     }
     yield (
         "length",
         f"{len(dumped.routes)} rows of expert ids, must be tokens - 1 = {size - 1}",
-        causes.get(len(dumped.routes), "rows were dropped or added (truncated payload, retraction)"),
+        causes.get(
+            len(dumped.routes), "rows were dropped or added (truncated payload, retraction)"
+        ),
     )

@@ -19,7 +19,11 @@ def check_kept_sets(dumped: Dumped, vocab_size: int | None) -> Problems:
     if sizes is None and codes is None:
         return
     if sizes is None or codes is None:
-        yield "mask", f"{'sizes' if sizes is None else 'codes'} are missing", "files of two runs mixed"
+        yield (
+            "mask",
+            f"{'sizes' if sizes is None else 'codes'} are missing",
+            "files of two runs mixed",
+        )
         return
     is_sampled = np.arange(len(dumped.tokens)) >= dumped.record.prompt_length
     for start, end in dumped.environment:
@@ -31,7 +35,11 @@ def check_kept_sets(dumped: Dumped, vocab_size: int | None) -> Problems:
         yield "mask", f"rollout {dumped.record.id}: {error}", cause
         return
     if vocab_size is not None and len(ids) and ids.max() >= vocab_size:
-        yield "mask", f"kept id {ids.max()}, must be below the vocabulary {vocab_size}", "another model"
+        yield (
+            "mask",
+            f"kept id {ids.max()}, must be below the vocabulary {vocab_size}",
+            "another model",
+        )
 
 
 def checked_ids(sizes: np.ndarray, codes: np.ndarray, sampled: np.ndarray) -> np.ndarray:
@@ -47,8 +55,9 @@ def checked_ids(sizes: np.ndarray, codes: np.ndarray, sampled: np.ndarray) -> np
         kept = ids[starts[at] :][: sizes[at]]
         shown = f"{kept[:8].tolist()}{' ...' if len(kept) > 8 else ''}"
         raise ValueError(
-            f"sampled token {at} of {len(sampled)} is {int(sampled[at])}, not in its kept set of "
-            f"{len(kept)} ids {shown}: the set is another token's, or tokens were edited after sampling"
+            f"sampled token {at} of {len(sampled)} is {int(sampled[at])}, not in its kept set of"
+            f" {len(kept)} ids {shown}: the set is another token's, or tokens were edited after"
+            " sampling"
         )
     return ids
 
@@ -68,7 +77,9 @@ def decode_sets(sizes: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.nd
     steps = np.add.reduceat(groups, starts) if len(codes) else groups
     if len(steps) != int(sizes.sum()) or not sizes.all():
         total = int(sizes.sum())
-        raise ValueError(f"kept sets: {len(steps)} ids are encoded for {len(sizes)} sets of {total} in all")
+        raise ValueError(
+            f"kept sets: {len(steps)} ids are encoded for {len(sizes)} sets of {total} in all"
+        )
     first = np.cumsum(sizes, dtype=np.int64) - sizes
     totals = np.cumsum(steps)
     return totals - np.repeat(totals[first] - steps[first], sizes), first

@@ -72,7 +72,9 @@ def read_config_json(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text())
     except OSError as error:
-        raise ValueError(f"--model {path}: {file}: {error.strerror}; give an HF checkpoint directory") from error
+        raise ValueError(
+            f"--model {path}: {file}: {error.strerror}; give an HF checkpoint directory"
+        ) from error
     except ValueError as error:  # not UTF-8, or not JSON
         raise ValueError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(config, dict):
@@ -88,7 +90,9 @@ def read_sizes(config: Mapping[str, Any], *, is_dense: bool) -> Sizes:
     num_experts = need(config, "n_routed_experts", "num_local_experts", "num_experts")
     first, step = config.get("first_k_dense_replace") or 0, config.get("decoder_sparse_step") or 1
     without = config.get("mlp_only_layers") or ()
-    moe_layers = tuple(layer for layer in range(first, layers) if layer not in without and (layer + 1) % step == 0)
+    moe_layers = tuple(
+        layer for layer in range(first, layers) if layer not in without and (layer + 1) % step == 0
+    )
     return Sizes(layers, moe_layers, need(config, "num_experts_per_tok"), num_experts, vocab_size)
 
 

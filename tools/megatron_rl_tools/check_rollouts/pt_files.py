@@ -1,4 +1,5 @@
-"""Loads a .pt file without running anything in it: tensors, NumPy arrays and plain values, nothing else.
+"""Loads a .pt file without running anything in it: tensors, NumPy arrays and plain values, nothing
+else.
 
 Nothing else of the checks needs torch, so it is imported when a file is loaded.
 """
@@ -12,7 +13,17 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-ARRAY_TYPES = (np.bool_, np.uint8, np.int8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64)
+ARRAY_TYPES = (
+    np.bool_,
+    np.uint8,
+    np.int8,
+    np.int16,
+    np.int32,
+    np.int64,
+    np.float16,
+    np.float32,
+    np.float64,
+)
 Allowed = Callable[..., object] | tuple[Callable[..., object], str]
 
 
@@ -20,25 +31,34 @@ def allowed_globals() -> list[Allowed]:
     """What makes a NumPy array of numbers, under its names in NumPy 1 and 2."""
     names: list[Allowed] = [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in ARRAY_TYPES}]
     for value, name in ((np.zeros(1), "_reconstruct"), (np.float64(0), "scalar")):
-        function: Callable[..., object] = value.__reduce__()[0]  # type: ignore[assignment]  # typed as str
-        names += [(function, f"{module}.{name}") for module in ("numpy.core.multiarray", "numpy._core.multiarray")]
+        # typed as str
+        function: Callable[..., object] = value.__reduce__()[0]  # type: ignore[assignment]
+        names += [
+            (function, f"{module}.{name}")
+            for module in ("numpy.core.multiarray", "numpy._core.multiarray")
+        ]
     return names
 
 
 def load_tensors(path: Path) -> object:
-    """torch.load(weights_only=True).  Raises ValueError, naming file and classes, where the file needs more than that."""
+    """torch.load(weights_only=True).
+
+    Raises ValueError, naming file and classes, where the file needs more than that.
+    """
     try:
         import torch
     except ImportError as error:
-        raise ValueError(f"{path}: .pt files are read by torch, which is missing: pip install torch") from error
+        raise ValueError(
+            f"{path}: .pt files are read by torch, which is missing: pip install torch"
+        ) from error
     try:
         with torch.serialization.safe_globals(allowed_globals()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path}: holds {classes_of(path) or 'objects that are not plain data'}, which only code in the file could "
-            "rebuild; it is never run here. Save it without them: tensors, arrays, numbers, text, lists and dicts "
-            f"({brief(error)})"
+            f"{path}: holds {classes_of(path) or 'objects that are not plain data'}, which only"
+            " code in the file could rebuild; it is never run here. Save it without them: tensors,"
+            f" arrays, numbers, text, lists and dicts ({brief(error)})"
         ) from error
     except (RuntimeError, OSError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path}: truncated or damaged ({brief(error)})") from error
@@ -51,7 +71,8 @@ def classes_of(path: Path) -> str:
     try:
         with torch.serialization.safe_globals(allowed_globals()):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except (pickle.UnpicklingError, RuntimeError, ValueError, BadZipFile):  # not in torch's zip format
+    # not in torch's zip format
+    except (pickle.UnpicklingError, RuntimeError, ValueError, BadZipFile):
         return ""
     return "objects of " + ", ".join(sorted(names)) if names else ""
 

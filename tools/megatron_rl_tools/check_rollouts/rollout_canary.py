@@ -1,7 +1,9 @@
-"""Do recorded expert ids belong to their tokens?  A forward of the model on the same tokens must choose them.
+"""Do recorded expert ids belong to their tokens?  A forward of the model on the same tokens must
+choose them.
 
-Agreement of a row is the fraction of the recorded ids that are in the model's own top-k.  Engines differ in numerics, so it is
-below 1; routes of a neighbouring token, another layer or another request agree far less.
+Agreement of a row is the fraction of the recorded ids that are in the model's own top-k.  Engines
+differ in numerics, so it is below 1; routes of a neighbouring token, another layer or another
+request agree far less.
 Shapes: S tokens of a rollout, L MoE layers, K top-k; live and recorded routes [S - 1, L, K].
 """
 
@@ -47,34 +49,47 @@ class Compared:
 def usable_rollouts(dumps: Iterable[Dumped], sizes: Sizes) -> list[tuple[Dumped, np.ndarray]]:
     """The rollouts that the canary can compare with the model, and their routes.
 
-    Left out are those whose arrays do not have the model's shape (the other checks name them), with rows without a route, or
-    sampled by weights of several versions.
+    Left out are those whose arrays do not have the model's shape (the other checks name them), with
+    rows without a route, or sampled by weights of several versions.
     """
     return [
         (d, d.routes)
         for d in dumps
-        if d.routes is not None and d.routes.ndim == 3 and d.routes.shape[1:] == (len(sizes.moe_layers), sizes.top_k)
-        if d.present.all() and len(d.tokens) > 1 and len({version for version, _ in d.record.policy_versions}) == 1
+        if d.routes is not None
+        and d.routes.ndim == 3
+        and d.routes.shape[1:] == (len(sizes.moe_layers), sizes.top_k)
+        if d.present.all()
+        and len(d.tokens) > 1
+        and len({version for version, _ in d.record.policy_versions}) == 1
         if d.tokens.min() >= 0 and d.tokens.max() < sizes.vocab_size
     ]
 
 
-def run_canary(model: Model, dumps: Iterable[Dumped], *, sample: int = 8, seed: int = 0) -> CanaryResult:
+def run_canary(
+    model: Model, dumps: Iterable[Dumped], *, sample: int = 8, seed: int = 0
+) -> CanaryResult:
     """Compare up to `sample` of the usable rollouts with the model."""
     if model.forward is None or model.sizes is None:
         return CanaryResult(None, [], NEEDS_TRAINER)
     usable = usable_rollouts(dumps, model.sizes)
     if not usable:
         shape = f"{len(model.sizes.moe_layers)} MoE layers x top-{model.sizes.top_k}"
-        needs = f"the canary needs rollouts of one weight version, with expert ids of {shape} for every token"
+        needs = (
+            f"the canary needs rollouts of one weight version, with expert ids of {shape} for every"
+            " token"
+        )
         return CanaryResult(None, [], f"{needs}; there are none")
     order = np.random.default_rng(seed).permutation(len(usable))[:sample]
     chosen = [usable[index] for index in sorted(order)]
     rows = []
-    for (dumped, routes), live in zip(chosen, model.forward([d.tokens for d, _ in chosen]), strict=True):
+    for (dumped, routes), live in zip(
+        chosen, model.forward([d.tokens for d, _ in chosen]), strict=True
+    ):
         size = min(len(live), len(routes))
         name = f"step {dumped.record.step} {dumped.record.id}"
-        rows.append(Compared(name, dumped.record.prompt_length, routes[:size].astype(np.int64), live[:size]))
+        rows.append(
+            Compared(name, dumped.record.prompt_length, routes[:size].astype(np.int64), live[:size])
+        )
     return compare_rollouts(rows)
 
 
@@ -89,23 +104,35 @@ def compare_rollouts(rows: Sequence[Compared]) -> CanaryResult:
             findings.append(Finding("canary", item.name, text, cause_of(item, first, rows)))
     if passed:
         findings += check_layers(passed)
-    by_shift = {shift: np.concatenate([at_shift(item, shift) for item in rows]).mean() for shift in SHIFTS}
-    return CanaryResult({f"{shift:+d}" if shift else "0": float(value) for shift, value in by_shift.items()}, findings)
+    by_shift = {
+        shift: np.concatenate([at_shift(item, shift) for item in rows]).mean() for shift in SHIFTS
+    }
+    return CanaryResult(
+        {f"{shift:+d}" if shift else "0": float(value) for shift, value in by_shift.items()},
+        findings,
+    )
 
 
 def wrong_part(item: Compared) -> tuple[int, str] | None:
     """(first row, finding) of the first part of the rows that does not agree, or None.
 
-    Parts, because routes may be correct up to some row, or for a prompt that is shared with another request.
+    Parts, because routes may be correct up to some row, or for a prompt that is shared with another
+    request.
     """
     size, cut = len(item.live), min(item.prompt_length, len(item.live))
     bounds = [0, cut, size] if min(cut, size - cut) >= LEAST_ROWS else [0, size]
     for start, stop in pairwise(bounds):
         for part in np.array_split(np.arange(start, stop), max(1, (stop - start) // PART_ROWS)):
             piece = Compared(item.name, 0, item.recorded[part], item.live[part])
-            scores = {shift: float(at_shift(piece, shift).mean()) for shift in SHIFTS if len(part) > 1 or not shift}
+            scores = {
+                shift: float(at_shift(piece, shift).mean())
+                for shift in SHIFTS
+                if len(part) > 1 or not shift
+            }
             if scores[0] < LEAST_AGREEMENT or scores[0] < max(scores.values()):
-                named = ", ".join(f"{value:.2f} at shift {shift}" for shift, value in scores.items())
+                named = ", ".join(
+                    f"{value:.2f} at shift {shift}" for shift, value in scores.items()
+                )
                 rule = f"must be best at 0 and >= {LEAST_AGREEMENT}"
                 rows = f"rows {part[0]} to {part[-1]} of {size}"
                 return int(part[0]), f"{rows} agree with the model's own top-k {named}; {rule}"
@@ -123,11 +150,20 @@ def cause_of(item: Compared, first: int, rows: Sequence[Compared]) -> str:
         return moved
     for other in rows:
         size = min(len(other.live), len(item.recorded))
-        if other is not item and agreement(other.live[:size], item.recorded[:size]).mean() >= LEAST_AGREEMENT:
+        if (
+            other is not item
+            and agreement(other.live[:size], item.recorded[:size]).mean() >= LEAST_AGREEMENT
+        ):
             return f"these are the routes of {other.name}"
     if first > item.prompt_length:
-        return "correct up to there: then rows were lost, added or recomputed (retraction, partial rollout)"
-    return "another request's routes, other weights than --model, or physical instead of logical expert ids"
+        return (
+            "correct up to there: then rows were lost, added or recomputed (retraction, partial"
+            " rollout)"
+        )
+    return (
+        "another request's routes, other weights than --model, or physical instead of logical"
+        " expert ids"
+    )
 
 
 def check_layers(rows: Sequence[Compared]) -> list[Finding]:
@@ -137,7 +173,9 @@ def check_layers(rows: Sequence[Compared]) -> list[Finding]:
     if not weak:
         return []
     values = ", ".join(f"layer {layer}: {table[layer, layer]:.2f}" for layer in weak[:4])
-    cause = moved_layers(table) or "other weights than --model in these layers, or much numeric noise"
+    cause = (
+        moved_layers(table) or "other weights than --model in these layers, or much numeric noise"
+    )
     return [Finding("canary", "dump", f"MoE layers below {LEAST_AGREEMENT} ({values})", cause)]
 
 
@@ -152,14 +190,22 @@ def moved_layers(table: np.ndarray) -> str | None:
     if not moved:
         return None
     layers = np.arange(len(table))
-    return f"layers {'reversed' if (best == layers[::-1]).all() else 'exchanged'}: MoE layer {'; '.join(moved[:4])}"
+    return (
+        f"layers {'reversed' if (best == layers[::-1]).all() else 'exchanged'}: MoE layer"
+        f" {'; '.join(moved[:4])}"
+    )
 
 
 def layer_table(rows: Sequence[Compared]) -> np.ndarray:
     """[L, L]: mean agreement of recorded layer i with the model's layer j."""
     layers = range(rows[0].live.shape[1])
-    recorded, live = np.concatenate([r.recorded for r in rows]), np.concatenate([r.live for r in rows])
-    return np.array([[agreement(live[:, [j]], recorded[:, [i]]).mean() for j in layers] for i in layers])
+    recorded, live = (
+        np.concatenate([r.recorded for r in rows]),
+        np.concatenate([r.live for r in rows]),
+    )
+    return np.array(
+        [[agreement(live[:, [j]], recorded[:, [i]]).mean() for j in layers] for i in layers]
+    )
 
 
 def at_shift(item: Compared, shift: int) -> np.ndarray:

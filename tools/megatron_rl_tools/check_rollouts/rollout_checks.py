@@ -1,6 +1,7 @@
 """The checks of saved rollouts that run no model: see check_rollouts.py.
 
-Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, E experts; routes [S - 1, L, K].
+Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, E experts; routes [S - 1,
+L, K].
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from megatron_rl_tools.check_rollouts.model_sizes import Sizes
 from megatron_rl_tools.check_rollouts.rollout_copies import Copies
 
 CHECKS: tuple[str, ...] = (
-    "files", "length", "turns", "shape", "digest", "episode", "logprobs", "range", "dtype", "zero", "duplicate", "stuck",
+    "files", "length", "turns", "shape", "digest", "episode", "logprobs", "range", "dtype", "zero",
+    "duplicate", "stuck",
     "copied", "alignment", "versions", "mask",
 )  # fmt: skip
 STUCK_ROWS = 4  # consecutive equal rows, of more than one token, that are checked for chance
 LEAST_CHANCE = 1e-12
-"""A run of equal rows that is less likely (chance_of_run) is an error.  Low enough for the error of its independence assumption;
-far above the chance in a model of dozens of layers.  Models of a few layers do repeat rows."""
+"""A run of equal rows that is less likely (chance_of_run) is an error.  Low enough for the error of
+its independence assumption; far above the chance in a model of dozens of layers.  Models of a few
+layers do repeat rows."""
 LEAST_IDS = 1000  # to conclude anything from the largest id
 COMMON_TOKENS = 1 << 14  # token ids used for alignment: a tokenizer's low ids are its most frequent
 LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything about alignment
@@ -36,7 +39,9 @@ def check_one(dumped: Dumped, sizes: Sizes | None) -> Iterator[Finding]:
     where = f"step {dumped.record.step} {dumped.record.id}"
     vocab_size = None if sizes is None else sizes.vocab_size
     of_tokens = chain(check_token_counts(dumped), check_turns(dumped), check_logprobs(dumped))
-    for check, text, cause in chain(of_tokens, check_kept_sets(dumped, vocab_size), check_expert_ids(dumped, sizes)):
+    for check, text, cause in chain(
+        of_tokens, check_kept_sets(dumped, vocab_size), check_expert_ids(dumped, sizes)
+    ):
         yield Finding(check, where, text, cause)
 
 
@@ -46,7 +51,11 @@ def check_expert_ids(dumped: Dumped, sizes: Sizes | None) -> Problems:
         return
     if routes.ndim != 3 or routes.dtype.kind not in "iu":
         rule = "must be integers [rows, MoE layers, top-k]"
-        yield "shape", f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}", "another format"
+        yield (
+            "shape",
+            f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}",
+            "another format",
+        )
         return
     yield from check_shape(routes, sizes)
     yield from check_missing(dumped, routes)
@@ -72,7 +81,11 @@ def check_logprobs(dumped: Dumped) -> Problems:
     bad = ~(np.isfinite(dumped.logprobs) & (dumped.logprobs <= 1e-3))
     if bad.any():
         at = int(bad.argmax())
-        yield "logprobs", f"log mu of response token {at} is {dumped.logprobs[at]}, must be finite and <= 0", "numerics"
+        yield (
+            "logprobs",
+            f"log mu of response token {at} is {dumped.logprobs[at]}, must be finite and <= 0",
+            "numerics",
+        )
 
 
 def check_shape(routes: np.ndarray, sizes: Sizes | None) -> Problems:
@@ -87,31 +100,54 @@ def check_shape(routes: np.ndarray, sizes: Sizes | None) -> Problems:
     elif (top_k, layers) == expected:
         cause = "layer and top-k axes are swapped"
     elif layers * top_k == expected[0] * expected[1]:
-        cause = "the payload was reshaped with another number of layers and top-k: another model's configuration"
+        cause = (
+            "the payload was reshaped with another number of layers and top-k: another model's"
+            " configuration"
+        )
     else:
         cause = "another model"
-    yield "shape", f"{layers} layers x top-{top_k}, the model has {expected[0]} MoE layers x top-{expected[1]}", cause
+    yield (
+        "shape",
+        (
+            f"{layers} layers x top-{top_k}, the model has {expected[0]} MoE layers x"
+            f" top-{expected[1]}"
+        ),
+        cause,
+    )
 
 
 def check_missing(dumped: Dumped, routes: np.ndarray) -> Problems:
     missing = dumped.missing
     if missing is not None and (missing.dtype != bool or missing.shape != (len(routes),)):
-        text = f"rows without a route are {missing.dtype} {list(missing.shape)}, must be bool [{len(routes)}]"
+        text = (
+            f"rows without a route are {missing.dtype} {list(missing.shape)}, must be bool"
+            f" [{len(routes)}]"
+        )
         yield "shape", text, "rows were removed or added after they were recorded"
 
 
 def check_routes_digest(dumped: Dumped, routes: np.ndarray) -> Problems:
-    """Whether the routes still belong to the tokens.  The digest was computed when the payload was decoded."""
+    """Whether the routes still belong to the tokens.
+
+    The digest was computed when the payload was decoded.
+    """
     if dumped.digest is None:
         rule = "none recorded, must be one per rollout with expert ids"
         yield "digest", rule, "saved by an older version, or edited"
     elif dumped.digest != (digest := digest_of_routes(dumped.tokens, routes, dumped.environment)):
         text = f"tokens and expert ids give {digest.hex()}, recorded is {dumped.digest.hex()}"
-        yield "digest", text, "routes of another rollout, or tokens or rows edited or truncated after sampling"
+        yield (
+            "digest",
+            text,
+            "routes of another rollout, or tokens or rows edited or truncated after sampling",
+        )
 
 
 def check_ids(routes: np.ndarray, sizes: Sizes | None, present: np.ndarray) -> Problems:
-    """Range, then all-zero rows, then other duplicates: a row fails one check only.  Rows declared as missing are skipped."""
+    """Range, then all-zero rows, then other duplicates: a row fails one check only.
+
+    Rows declared as missing are skipped.
+    """
     high = None if sizes is None else sizes.num_experts
     outside = routes < 0 if high is None else (routes < 0) | (routes >= high)
     outside &= present[:, None, None]
@@ -122,14 +158,27 @@ def check_ids(routes: np.ndarray, sizes: Sizes | None, present: np.ndarray) -> P
         rule = "0 <= id" if high is None else f"0 <= id < {high}"
         yield (
             "dtype" if wrapped else "range",
-            f"{int(outside.sum())} ids outside, first at row {row}, MoE layer {layer}: {value}; must be {rule}",
-            f"wrapped through {routes.dtype}, or -1 for a missing row"
-            if wrapped
-            else "another model, or a wider wire type",
+            (
+                f"{int(outside.sum())} ids outside, first at row {row}, MoE layer {layer}: {value};"
+                f" must be {rule}"
+            ),
+            (
+                f"wrapped through {routes.dtype}, or -1 for a missing row"
+                if wrapped
+                else "another model, or a wider wire type"
+            ),
         )
     if high is not None and high > 256 and routes.dtype.itemsize == 1:
-        yield "dtype", f"{routes.dtype} cannot hold ids of {high} experts", "ids above 255 wrapped: store 16 bits"
-    zero = (routes == 0).all(-1) & present[:, None] if routes.shape[2] > 1 else np.zeros(routes.shape[:2], bool)
+        yield (
+            "dtype",
+            f"{routes.dtype} cannot hold ids of {high} experts",
+            "ids above 255 wrapped: store 16 bits",
+        )
+    zero = (
+        (routes == 0).all(-1) & present[:, None]
+        if routes.shape[2] > 1
+        else np.zeros(routes.shape[:2], bool)
+    )
     if zero.any():
         yield "zero", *name_zeros(zero)
     ordered = np.sort(routes, axis=-1)
@@ -138,7 +187,10 @@ def check_ids(routes: np.ndarray, sizes: Sizes | None, present: np.ndarray) -> P
         row, layer = np.unravel_index(repeated.argmax(), repeated.shape)
         yield (
             "duplicate",
-            f"{int(repeated.sum())} rows repeat an id, first at row {row}, MoE layer {layer}: {routes[row, layer].tolist()}",
+            (
+                f"{int(repeated.sum())} rows repeat an id, first at row {row}, MoE layer {layer}:"
+                f" {routes[row, layer].tolist()}"
+            ),
             "bytes shifted or of another dtype; a token would lose gate weight",
         )
 
@@ -153,29 +205,46 @@ def name_zeros(zero: np.ndarray) -> tuple[str, str]:
         )
     rows = np.flatnonzero(zero.all(1))
     if len(rows) and rows[-1] == len(zero) - 1 and len(rows) == len(zero) - rows[0]:
-        return f"rows {rows[0]} to the end are all zero", "zero-filled to the length: routes end before the tokens do"
-    return f"{int(zero.sum())} all-zero rows, first row {int(zero.any(1).argmax())}", "zero used for missing"
+        return (
+            f"rows {rows[0]} to the end are all zero",
+            "zero-filled to the length: routes end before the tokens do",
+        )
+    return (
+        f"{int(zero.sum())} all-zero rows, first row {int(zero.any(1).argmax())}",
+        "zero used for missing",
+    )
 
 
 def check_stuck(dumped: Dumped, routes: np.ndarray) -> Problems:
-    """Runs of equal rows (as sets) whose tokens are not all the same; rows that repeat an id fail another check."""
+    """Runs of equal rows (as sets) whose tokens are not all the same; rows that repeat an id fail
+    another check.
+    """
     ordered = np.sort(routes, axis=-1)
     valid = (ordered[..., 1:] != ordered[..., :-1]).all((1, 2)) & dumped.present
     same = np.append((ordered[1:] == ordered[:-1]).all((1, 2)), False)
     start, longest = 0, (0, 0)
     for end in (np.flatnonzero(~same) + 1).tolist():
-        if valid[start] and end - start > longest[1] and len(np.unique(dumped.tokens[start:end])) > 1:
+        if (
+            valid[start]
+            and end - start > longest[1]
+            and len(np.unique(dumped.tokens[start:end])) > 1
+        ):
             longest = start, end - start
         start = end
     first, count = longest
     if count >= STUCK_ROWS and len(same) * chance_of_run(ordered, first, count) < LEAST_CHANCE:
-        yield "stuck", f"rows {first} to {first + count - 1} are one row repeated", "a buffer that was not advanced"
+        yield (
+            "stuck",
+            f"rows {first} to {first + count - 1} are one row repeated",
+            "a buffer that was not advanced",
+        )
 
 
 def chance_of_run(ordered: np.ndarray, first: int, count: int) -> float:
-    """The chance that rows of sorted ids [rows, L, K] repeat the row before `count` - 1 times: from how often each layer does so
-    elsewhere in the rollout (rule of succession), as if layers were independent.  Not from how often a layer makes the choice
-    at all: neighbouring rows are similar."""
+    """The chance that rows of sorted ids [rows, L, K] repeat the row before `count` - 1 times: from
+    how often each layer does so elsewhere in the rollout (rule of succession), as if layers were
+    independent.  Not from how often a layer makes the choice at all: neighbouring rows are
+    similar."""
     repeats = (ordered[1:] == ordered[:-1]).all(-1)
     elsewhere = np.delete(repeats, slice(first, first + count - 1), 0)
     return float(((elsewhere.sum(0) + 1) / (len(elsewhere) + 2)).prod() ** (count - 1))
@@ -189,11 +258,14 @@ class Across:
     budget: int = 0  # the run's rollout.max_staleness
     shapes: dict[tuple[int, ...], str] = field(default_factory=dict)
     copies: dict[tuple[int, ...], Copies] = field(default_factory=dict)  # by [L, K]
-    versions: dict[int, dict[int, int]] = field(default_factory=dict)  # step -> version -> rollouts with tokens of it
+    versions: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Step -> version -> rollouts with tokens of it."""
     with_routes: dict[bool, int] = field(default_factory=dict)
     highest: int = 0
     num_ids: int = 0
-    alignment: dict[int, Alignment] = field(default_factory=lambda: {shift: Alignment() for shift in (-1, 0, 1)})
+    alignment: dict[int, Alignment] = field(
+        default_factory=lambda: {shift: Alignment() for shift in (-1, 0, 1)}
+    )
 
     def add(self, dumped: Dumped) -> None:
         record = dumped.record
@@ -206,7 +278,10 @@ class Across:
             return
         name = f"step {record.step} {record.id}"
         self.shapes.setdefault(routes.shape[1:], name)
-        self.highest, self.num_ids = max(self.highest, int(routes.max())), self.num_ids + routes.size
+        self.highest, self.num_ids = (
+            max(self.highest, int(routes.max())),
+            self.num_ids + routes.size,
+        )
         copies = self.copies.setdefault(routes.shape[1:], Copies(routes.shape[1]))
         copies.add(name, dumped.tokens, routes, dumped.present)
         for shift, alignment in self.alignment.items():
@@ -220,15 +295,28 @@ class Across:
         if len(self.shapes) > 1:
             kinds = ", ".join(f"{list(shape)} ({name})" for shape, name in self.shapes.items())
             yield Finding(
-                "shape", "dump", f"[layers, top-k] differ: {kinds}", "two models, or a payload reshaped wrongly"
+                "shape",
+                "dump",
+                f"[layers, top-k] differ: {kinds}",
+                "two models, or a payload reshaped wrongly",
             )
         if len(self.with_routes) > 1:
             without = self.with_routes[False]
             yield Finding(
-                "files", "dump", f"{without} rollouts have no expert ids, others do", "a server without the option"
+                "files",
+                "dump",
+                f"{without} rollouts have no expert ids, others do",
+                "a server without the option",
             )
-        if self.sizes is not None and self.sizes.num_experts > 256 > self.highest and self.num_ids >= LEAST_IDS:
-            text = f"no id above 255 among {self.num_ids}, the model has {self.sizes.num_experts} experts"
+        if (
+            self.sizes is not None
+            and self.sizes.num_experts > 256 > self.highest
+            and self.num_ids >= LEAST_IDS
+        ):
+            text = (
+                f"no id above 255 among {self.num_ids}, the model has {self.sizes.num_experts}"
+                " experts"
+            )
             yield Finding("dtype", "dump", text, "ids wrapped in an 8-bit type")
         yield from self.check_versions()
         scores = {shift: alignment.score() for shift, alignment in self.alignment.items()}
@@ -244,18 +332,25 @@ class Across:
             if max(counts) - min(counts) > self.budget:
                 mix = ", ".join(f"version {version}: {n}" for version, n in sorted(counts.items()))
                 yield Finding(
-                    "versions", f"step {step}", f"mixed weight versions ({mix}){rule}", "sampled across a weight sync"
+                    "versions",
+                    f"step {step}",
+                    f"mixed weight versions ({mix}){rule}",
+                    "sampled across a weight sync",
                 )
             if min(counts) < newest - self.budget:
                 text = f"version {min(counts)} after version {newest}{rule}"
-                yield Finding("versions", f"step {step}", text, "a server kept, or returned to, old weights")
+                yield Finding(
+                    "versions", f"step {step}", text, "a server kept, or returned to, old weights"
+                )
             newest = max(newest, *counts)
 
 
 class Alignment:
-    """How many experts of the first MoE layer rows with the same response token share; tokens are taken `shift` rows later.
+    """How many experts of the first MoE layer rows with the same response token share; tokens are
+    taken `shift` rows later.
 
-    The first router depends mostly on the token, so agreement is largest where row j has token j's experts.  Prompts are left
+    The first router depends mostly on the token, so agreement is largest where row j has token j's
+    experts.  Prompts are left
     out: the rollouts of a group share theirs, and equal contexts agree at any shift.
     """
 
@@ -281,7 +376,9 @@ class Alignment:
     def score(self) -> float | None:
         """Mean number of experts that two rows of one token share; None with too few such pairs."""
         pairs = int((self.rows * (self.rows - 1)).sum())
-        return int((self.uses * (self.uses - 1)).sum()) / pairs if pairs >= 2 * LEAST_PAIRS else None
+        return (
+            int((self.uses * (self.uses - 1)).sum()) / pairs if pairs >= 2 * LEAST_PAIRS else None
+        )
 
 
 def shift_cause(shift: int) -> str:

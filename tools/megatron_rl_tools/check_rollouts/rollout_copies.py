@@ -1,7 +1,9 @@
-"""Finds rollouts with the expert ids of another request: equal ids for other tokens, unless the model does so by chance.
+"""Finds rollouts with the expert ids of another request: equal ids for other tokens, unless the
+model does so by chance.
 
-Small models with few experts route similar short answers equally: those of the demo often differ in the last digit only, one row
-of four layers.  How often rows of different contexts are equal is measured on the same rollouts.
+Small models with few experts route similar short answers equally: those of the demo often differ in
+the last digit only, one row of four layers.  How often rows of different contexts are equal is
+measured on the same rollouts.
 Shapes: S tokens, L MoE layers, K top-k; routes [S - 1, L, K].
 """
 
@@ -16,7 +18,8 @@ import numpy as np
 
 LEAST_CHANCE = 1e-6
 """A pair is an error where the expected number of such pairs is below this."""
-NEIGHBOURS = 16  # previous rollouts that each is compared with: mostly of its group, the most similar contexts
+# previous rollouts that each is compared with: mostly of its group, the most similar contexts
+NEIGHBOURS = 16
 ROWS = 256  # compared rows of two rollouts
 MOST = 4  # differing tokens up to a row are counted up to this
 
@@ -31,10 +34,12 @@ class Routed:
 
 
 class Chances:
-    """How often a layer of a row chooses the same experts in two rollouts whose routes are equal up to there, by row_kinds.
+    """How often a layer of a row chooses the same experts in two rollouts whose routes are equal up
+    to there, by row_kinds.
 
-    Up to there: from the first differing token on, the layers below included.  Layers and neighbouring rows are not independent:
-    their chances multiply only under this condition (the chain rule).
+    Up to there: from the first differing token on, the layers below included.  Layers and
+    neighbouring rows are not independent: their chances multiply only under this condition (the
+    chain rule).
     """
 
     def __init__(self, layers: int) -> None:
@@ -58,19 +63,25 @@ class Chances:
                 return
 
     def log_chance(self, kinds: np.ndarray) -> float:
-        """Log of the chance that rows of these kinds are equal in all layers (rule of succession: 1/2 per layer without data)."""
+        """Log of the chance that rows of these kinds are equal in all layers (rule of succession:
+        1/2 per layer without data).
+        """
         return float(np.log((self.equal + 1) / (self.compared + 2)).sum(1)[kinds].sum())
 
 
 class Copies:
-    """Of rollouts with L MoE layers, added one by one.  Keeps 1 KiB of each, and the last NEIGHBOURS in full."""
+    """Of rollouts with L MoE layers, added one by one.
+
+    Keeps 1 KiB of each, and the last NEIGHBOURS in full.
+    """
 
     def __init__(self, layers: int) -> None:
         self.chances = Chances(layers)
         self.near: deque[Routed] = deque(maxlen=NEIGHBOURS)
         # digest of routes -> name, digest of tokens, last tokens
         self.by_digest: dict[bytes, tuple[str, bytes, np.ndarray]] = {}
-        self.equal: list[tuple[str, str, np.ndarray]] = []  # name, the previous one with these routes, kinds of rows
+        # name, the previous one with these routes, kinds of rows
+        self.equal: list[tuple[str, str, np.ndarray]] = []
         self.size = 0
 
     def add(self, name: str, tokens: np.ndarray, routes: np.ndarray, present: np.ndarray) -> None:
@@ -78,7 +89,11 @@ class Copies:
         if not size:
             return
         this = Routed(tokens[:size], routes[:size], present[:size])
-        digest, last, of_tokens = blake(routes), this.tokens[-ROWS:].astype(np.int32), blake(this.tokens)
+        digest, last, of_tokens = (
+            blake(routes),
+            this.tokens[-ROWS:].astype(np.int32),
+            blake(this.tokens),
+        )
         other, its_tokens, its_last = self.by_digest.setdefault(digest, (name, of_tokens, last))
         if its_tokens != of_tokens:
             self.equal.append((name, other, differing_rows(its_last, last, this.present[-ROWS:])))
@@ -97,7 +112,9 @@ class Copies:
 
 
 def differing_rows(a: np.ndarray, b: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """Kinds of the rows of two token sequences from the first difference on; of all rows where there is none."""
+    """Kinds of the rows of two token sequences from the first difference on; of all rows where
+    there is none.
+    """
     size = min(len(a), len(b))  # they differ where a rollout has fewer tokens than routes
     differ = a[:size] != b[:size]
     first = int(differ.argmax())
@@ -105,9 +122,13 @@ def differing_rows(a: np.ndarray, b: np.ndarray, present: np.ndarray) -> np.ndar
 
 
 def row_kinds(differ: np.ndarray) -> np.ndarray:
-    """2 x the number of differing tokens up to the row, + 1 where its own differs: similar contexts have more equal routes."""
+    """2 x the number of differing tokens up to the row, + 1 where its own differs: similar contexts
+    have more equal routes.
+    """
     return 2 * differ.cumsum().clip(1, MOST) + differ
 
 
 def blake(array: np.ndarray) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(array).tobytes() + str(array.shape).encode(), digest_size=16).digest()
+    return hashlib.blake2b(
+        np.ascontiguousarray(array).tobytes() + str(array.shape).encode(), digest_size=16
+    ).digest()

@@ -23,7 +23,10 @@ Records = dict[tuple[Path, int], list[RecordedRollout]]
 
 
 def read_records(run: Path, step: int | None) -> Records:
-    """Read the lines of every step, or of one.  Raises ValueError if there are none, or no tensors."""
+    """Read the lines of every step, or of one.
+
+    Raises ValueError if there are none, or no tensors.
+    """
     records = {
         (path, at): lines
         for path in sorted(run.glob("rollouts*.jsonl"))
@@ -41,8 +44,9 @@ def read_records(run: Path, step: int | None) -> Records:
 def read_steps(path: Path) -> dict[int, list[RecordedRollout]]:
     """Read the lines of every step.
 
-    Runs of older versions may have an episode twice, as a resumed run wrote its step again: the last
-    one counts.  Lines whose episode does not follow them are left out: the run was killed there.
+    Runs of older versions may have an episode twice, as a resumed run wrote its step again: the
+    last one counts.  Lines whose episode does not follow them are left out: the run was killed
+    there.
     """
     steps: dict[int, dict[str, list[RecordedRollout]]] = {}
     lines: list[RecordedRollout] = []
@@ -53,7 +57,10 @@ def read_steps(path: Path) -> dict[int, list[RecordedRollout]]:
             episodes.pop(record.id, None)  # a dict keeps the place of the first
             episodes[record.id] = [line for line in lines if record.id in (line.id, line.episode)]
             lines = []
-    return {step: [line for lines in episodes.values() for line in lines] for step, episodes in steps.items()}
+    return {
+        step: [line for lines in episodes.values() for line in lines]
+        for step, episodes in steps.items()
+    }
 
 
 def read_lines(path: Path) -> Iterator[RecordedRollout]:
@@ -62,8 +69,11 @@ def read_lines(path: Path) -> Iterator[RecordedRollout]:
         for number, line in enumerate(file, start=1):
             try:
                 fields = json.loads(line)
-                if "policy_version" in fields:  # older files have one version for the entire response
-                    fields["policy_versions"] = [[fields.pop("policy_version"), fields.get("response_length")]]
+                # older files have one version for the entire response
+                if "policy_version" in fields:
+                    fields["policy_versions"] = [
+                        [fields.pop("policy_version"), fields.get("response_length")]
+                    ]
                 record = RecordedRollout(**fields)
                 if not are_versions(spans := record.policy_versions):
                     raise ValueError(f"policy_versions = {spans}: must be [[version, tokens], ...]")
@@ -75,7 +85,8 @@ def read_lines(path: Path) -> Iterator[RecordedRollout]:
 def are_versions(spans: object) -> bool:
     """Whether these are [[version, tokens], ...]."""
     return isinstance(spans, list) and all(
-        isinstance(span, list) and [type(value) for value in span] == [int, int] and span[1] > 0 for span in spans
+        isinstance(span, list) and [type(value) for value in span] == [int, int] and span[1] > 0
+        for span in spans
     )
 
 
@@ -119,7 +130,9 @@ def staleness_budget(run: Path) -> int:
 def settings_of_run(run: Path) -> dict[str, Any]:
     """Return [rollout] of the run's config.toml; {} where there is none."""
     path = run / "config.toml"
-    settings: dict[str, Any] = tomllib.loads(path.read_text()).get("rollout", {}) if path.is_file() else {}
+    settings: dict[str, Any] = (
+        tomllib.loads(path.read_text()).get("rollout", {}) if path.is_file() else {}
+    )
     return settings
 
 
@@ -129,25 +142,46 @@ def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
         side = side_file(path, step)
         if not side.is_file():
             missing_file = f"{side.name} is missing"
-            findings.append(Finding("files", f"step {step}", missing_file, "the step was interrupted, or not saved"))
+            findings.append(
+                Finding(
+                    "files", f"step {step}", missing_file, "the step was interrupted, or not saved"
+                )
+            )
             continue
         try:
             file = safe_open(side, framework="numpy")
         except (SafetensorError, OSError) as error:
             damage = f"{side.name}: {error}"
-            findings.append(Finding("files", f"step {step}", damage, "the file is truncated or damaged"))
+            findings.append(
+                Finding("files", f"step {step}", damage, "the file is truncated or damaged")
+            )
             continue
         names = set(file.keys())
         known = {f"{record.id}:{kind}" for record in lines for kind in KINDS}
         for name in sorted(names - known):
-            findings.append(Finding("files", name, f"{path.name} has no such rollout", "files of two runs mixed"))
+            findings.append(
+                Finding(
+                    "files", name, f"{path.name} has no such rollout", "files of two runs mixed"
+                )
+            )
         for record in lines:
-            missing = [kind for kind in ("tokens", "logprobs") if f"{record.id}:{kind}" not in names]
+            missing = [
+                kind for kind in ("tokens", "logprobs") if f"{record.id}:{kind}" not in names
+            ]
             if missing:
-                findings.append(Finding("files", record.id, f"{side.name} has no {missing}", "files of two runs mixed"))
+                findings.append(
+                    Finding(
+                        "files",
+                        record.id,
+                        f"{side.name} has no {missing}",
+                        "files of two runs mixed",
+                    )
+                )
                 continue
             kinds = [kind for kind in KINDS if f"{record.id}:{kind}" in names]
-            yield to_dumped(record, {kind: file.get_tensor(f"{record.id}:{kind}") for kind in kinds})
+            yield to_dumped(
+                record, {kind: file.get_tensor(f"{record.id}:{kind}") for kind in kinds}
+            )
 
 
 def to_dumped(record: RecordedRollout, tensors: dict[str, np.ndarray]) -> Dumped:
@@ -165,4 +199,6 @@ def to_dumped(record: RecordedRollout, tensors: dict[str, np.ndarray]) -> Dumped
 
 
 def as_spans(environment: np.ndarray | None) -> Spans:
-    return () if environment is None else tuple((int(start), int(end)) for start, end in environment)
+    return (
+        () if environment is None else tuple((int(start), int(end)) for start, end in environment)
+    )

@@ -1,9 +1,12 @@
-"""Debug dumps of slime and miles: --save-debug-rollout-data PATH or --dump-details DIR, one .pt file per rollout step.
+"""Debug dumps of slime and miles: --save-debug-rollout-data PATH or --dump-details DIR, one .pt
+file per rollout step.
 
-A file is torch.save of {"rollout_id": step, "samples": [fields of a Sample, ...]}, in miles also "metadata".  Shapes are from
-slime 624b824 (slime/utils/types.py, slime/observability/rollout_data_utils.py) and miles 31f1ca9 (miles/utils/types.py,
-miles/ray/rollout/debug_data.py); field by field they are the same, but expert ids are a torch tensor in slime and an array in
-miles.  Both keep the rows of dense layers: int32 [S - 1, layers of the model, K].
+A file is torch.save of {"rollout_id": step, "samples": [fields of a Sample, ...]}, in miles also
+"metadata".  Shapes are from slime 624b824 (slime/utils/types.py,
+slime/observability/rollout_data_utils.py) and miles 31f1ca9 (miles/utils/types.py,
+miles/ray/rollout/debug_data.py); field by field they are the same, but expert ids are a torch
+tensor in slime and an array in miles.  Both keep the rows of dense layers: int32 [S - 1, layers of
+the model, K].
 """
 
 from __future__ import annotations
@@ -15,23 +18,37 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl_tools.check_rollouts.dumped import Finding
-from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, make_record, or_zeros, without_dense, zero_layers
+from megatron_rl_tools.check_rollouts.foreign import (
+    ForeignRollout,
+    make_record,
+    or_zeros,
+    without_dense,
+    zero_layers,
+)
 from megatron_rl_tools.check_rollouts.model_sizes import Sizes
 from megatron_rl_tools.check_rollouts.pt_files import load_tensors, to_numpy
 
-MEDIA = ("mm_vision_num_patches", "mm_audio_num_tokens")  # miles: a media token stands for several rows
+# miles: a media token stands for several rows
+MEDIA = ("mm_vision_num_patches", "mm_audio_num_tokens")
 NEEDED = ("tokens", "response_length")
 
 
 def is_miles(payload: Mapping[str, object]) -> bool:
-    """miles writes "metadata" beside the samples, slime does not; both write the fields of their own Sample."""
+    """miles writes "metadata" beside the samples, slime does not; both write the fields of their
+    own Sample.
+    """
     samples = payload.get("samples")
-    first = samples[0] if isinstance(samples, list) and samples and isinstance(samples[0], dict) else {}
+    first = (
+        samples[0] if isinstance(samples, list) and samples and isinstance(samples[0], dict) else {}
+    )
     return "metadata" in payload or "rollout_indexer_topk" in first
 
 
 def read_file(path: Path, findings: list[Finding], sizes: Sizes | None) -> Iterator[ForeignRollout]:
-    """The rollouts of one file; what is wrong with it goes to `findings`.  Raises ValueError where it cannot be loaded."""
+    """The rollouts of one file; what is wrong with it goes to `findings`.
+
+    Raises ValueError where it cannot be loaded.
+    """
     payload = load_tensors(path)
     samples = payload.get("samples") if isinstance(payload, dict) else None
     if not isinstance(payload, dict) or not isinstance(samples, list):
@@ -44,10 +61,17 @@ def read_file(path: Path, findings: list[Finding], sizes: Sizes | None) -> Itera
         missing = [name for name in NEEDED if not isinstance(sample, dict) or name not in sample]
         if missing:
             where = f"step {step} {path.name}#{index}"
-            findings.append(Finding("files", where, f"the sample has no {missing}", "another version of the trainer"))
+            findings.append(
+                Finding(
+                    "files", where, f"the sample has no {missing}", "another version of the trainer"
+                )
+            )
             continue
         tokens, length = to_numpy(sample["tokens"]).astype(np.int64), int(sample["response_length"])
-        versions, logprobs = numbers(sample.get("weight_versions") or ()), optional(sample, "rollout_log_probs")
+        versions, logprobs = (
+            numbers(sample.get("weight_versions") or ()),
+            optional(sample, "rollout_log_probs"),
+        )
         yield ForeignRollout(
             make_record(path, index, step, tokens, length, versions),
             tokens,
@@ -89,6 +113,10 @@ def optional(sample: Mapping[str, object], name: str) -> np.ndarray | None:
 
 
 def numbers(versions: Sequence[object]) -> list[int]:
-    """Weight versions are text; SGLang's is "default" until the first push, which has no order: none are then known."""
+    """Weight versions are text; SGLang's is "default" until the first push, which has no order:
+    none are then known.
+    """
     texts = [str(version) for version in versions]
-    return [int(text) for text in texts] if all(re.fullmatch(r"\d+", text) for text in texts) else []
+    return (
+        [int(text) for text in texts] if all(re.fullmatch(r"\d+", text) for text in texts) else []
+    )

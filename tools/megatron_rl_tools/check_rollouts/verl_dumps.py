@@ -1,10 +1,12 @@
 """What verl saves of its rollouts, as of verl b178a3c.
 
-1. trainer.rollout_data_dir: STEP.jsonl of input, output, gts, score, step and what the reward function added
-   (verl/trainer/ppo/ray_trainer.py).  Text only: neither token ids nor log-probs nor expert ids.
-2. A batch: DataProto.save_to_disk (verl/protocol.py) pickles the object, which only its own code could rebuild; it is refused.
-   `torch.save(data.batch.to_dict(), "STEP.pt")` saves the same tensors as plain data.  They are padded: prompts [B, P] at the
-   left, responses [B, R] at the right, routed_experts [B, P + R, L, K] with zeros where nothing was sent
+1. trainer.rollout_data_dir: STEP.jsonl of input, output, gts, score, step and what the reward
+   function added (verl/trainer/ppo/ray_trainer.py).  Text only: neither token ids nor log-probs nor
+   expert ids.
+2. A batch: DataProto.save_to_disk (verl/protocol.py) pickles the object, which only its own code
+   could rebuild; it is refused. `torch.save(data.batch.to_dict(), "STEP.pt")` saves the same
+   tensors as plain data.  They are padded: prompts [B, P] at the left, responses [B, R] at the
+   right, routed_experts [B, P + R, L, K] with zeros where nothing was sent
    (verl/experimental/agent_loop/agent_loop.py).
 """
 
@@ -19,7 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl_tools.check_rollouts.dumped import Finding
-from megatron_rl_tools.check_rollouts.foreign import ForeignRollout, make_record, or_zeros, without_dense, zero_layers
+from megatron_rl_tools.check_rollouts.foreign import (
+    ForeignRollout,
+    make_record,
+    or_zeros,
+    without_dense,
+    zero_layers,
+)
 from megatron_rl_tools.check_rollouts.model_sizes import Sizes
 from megatron_rl_tools.check_rollouts.pt_files import is_tensor, load_tensors, to_numpy
 
@@ -50,38 +58,71 @@ def read_generations(path: Path, findings: list[Finding]) -> Iterator[ForeignRol
         try:
             fields = json.loads(line)
         except ValueError as error:
-            findings.append(Finding("files", where, f"not JSON: {error}", "the file is truncated or damaged"))
+            findings.append(
+                Finding("files", where, f"not JSON: {error}", "the file is truncated or damaged")
+            )
             continue
         missing = [name for name in LINE if not isinstance(fields, dict) or name not in fields]
         if missing:
-            findings.append(Finding("files", where, f"the line has no {missing}", "another file, or another version"))
+            findings.append(
+                Finding(
+                    "files", where, f"the line has no {missing}", "another file, or another version"
+                )
+            )
             continue
         score = fields["score"]
         if not isinstance(score, int | float) or not math.isfinite(score):
             findings.append(
-                Finding("files", where, f"score is {score}, must be a finite number", "the reward function")
+                Finding(
+                    "files",
+                    where,
+                    f"score is {score}, must be a finite number",
+                    "the reward function",
+                )
             )
         if fields["step"] != step:
-            findings.append(Finding("files", where, f"step {fields['step']} in {path.name}", "files of two runs mixed"))
+            findings.append(
+                Finding(
+                    "files",
+                    where,
+                    f"step {fields['step']} in {path.name}",
+                    "files of two runs mixed",
+                )
+            )
         nothing = np.zeros(0, np.int64)
         record = make_record(path, index, step, nothing, 0)
         yield ForeignRollout(record, nothing, or_zeros(None, 0), None, has_logprobs=False)
 
 
-def read_batch(path: Path, findings: list[Finding], sizes: Sizes | None) -> Iterator[ForeignRollout]:
-    """The sequences of a batch, without their padding.  Raises ValueError where the file is not one."""
+def read_batch(
+    path: Path, findings: list[Finding], sizes: Sizes | None
+) -> Iterator[ForeignRollout]:
+    """The sequences of a batch, without their padding.
+
+    Raises ValueError where the file is not one.
+    """
     payload = load_tensors(path)
     if not is_batch(payload):
-        raise ValueError(f"{path}: no tensors {', '.join(NEEDED)}: not the batch of a DataProto; {EXPORT}")
+        raise ValueError(
+            f"{path}: no tensors {', '.join(NEEDED)}: not the batch of a DataProto; {EXPORT}"
+        )
     assert isinstance(payload, dict)
     batch = {name: to_numpy(value) for name, value in payload.items() if is_tensor(value)}
     step = number_in(path)
     routes = batch.get("routed_experts")
-    dense = 0 if routes is None or routes.ndim != 4 else zero_layers(routes.reshape(-1, *routes.shape[2:]))
+    dense = (
+        0
+        if routes is None or routes.ndim != 4
+        else zero_layers(routes.reshape(-1, *routes.shape[2:]))
+    )
     if bad := wrong_sizes(batch):
         raise ValueError(f"{path}: {bad}")
     for index in range(len(batch["prompts"])):
-        row = {name: values[index] for name, values in batch.items() if values.ndim and len(values) > index}
+        row = {
+            name: values[index]
+            for name, values in batch.items()
+            if values.ndim and len(values) > index
+        }
         where = f"step {step} {path.name}#{index}"
         problems = list(check_padding(row))
         findings += [Finding(check, where, text, cause) for check, text, cause in problems]
@@ -92,7 +133,11 @@ def read_batch(path: Path, findings: list[Finding], sizes: Sizes | None) -> Iter
 
 def wrong_sizes(batch: Mapping[str, np.ndarray]) -> str | None:
     """What does not fit together in the shapes of the batch, or None."""
-    size, prompt, response = len(batch["prompts"]), batch["prompts"].shape[1], batch["responses"].shape[1]
+    size, prompt, response = (
+        len(batch["prompts"]),
+        batch["prompts"].shape[1],
+        batch["responses"].shape[1],
+    )
     expected = {
         "responses": (size, response),
         "attention_mask": (size, prompt + response),
@@ -108,7 +153,9 @@ def wrong_sizes(batch: Mapping[str, np.ndarray]) -> str | None:
 
 
 def check_padding(row: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str, str]]:
-    """(check, found, cause) of one sequence: "length" where its tokens are not one run around the end of the prompt."""
+    """(check, found, cause) of one sequence: "length" where its tokens are not one run around the
+    end of the prompt.
+    """
     width = len(row["prompts"])
     attention = row["attention_mask"] != 0
     prompt, response = attention[:width], attention[width:]
@@ -120,8 +167,15 @@ def check_padding(row: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str, str
         )
         return
     ids = row.get("input_ids")
-    if ids is not None and (ids != np.concatenate([row["prompts"], row["responses"]]))[attention].any():
-        yield "files", "input_ids are not prompts followed by responses", "the rows of two batches were joined"
+    if (
+        ids is not None
+        and (ids != np.concatenate([row["prompts"], row["responses"]]))[attention].any()
+    ):
+        yield (
+            "files",
+            "input_ids are not prompts followed by responses",
+            "the rows of two batches were joined",
+        )
     mask = row.get("response_mask")
     if mask is not None and mask[~response].any():
         yield (
@@ -132,18 +186,28 @@ def check_padding(row: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str, str
     routes = row.get("routed_experts")
     if routes is not None and routes[~attention].any():
         count = int(routes[~attention].reshape(int((~attention).sum()), -1).any(1).sum())
-        yield "shape", f"{count} rows of expert ids lie on padding", "placed at another position than their tokens"
+        yield (
+            "shape",
+            f"{count} rows of expert ids lie on padding",
+            "placed at another position than their tokens",
+        )
 
 
 def unpad(
-    path: Path, index: int, step: int, row: Mapping[str, np.ndarray], sizes: Sizes | None, dense: int
+    path: Path,
+    index: int,
+    step: int,
+    row: Mapping[str, np.ndarray],
+    sizes: Sizes | None,
+    dense: int,
 ) -> ForeignRollout:
     width = len(row["prompts"])
     attention = row["attention_mask"] != 0
     tokens = np.concatenate([row["prompts"], row["responses"]])[attention].astype(np.int64)
     length = int(attention[width:].sum())
     routes = row.get("routed_experts")
-    # an engine may send a row for the last token, which was never an input; verl fills it with 0 where not
+    # an engine may send a row for the last token, which was never an input; verl fills it with 0
+    # where not
     known = None if routes is None else without_dense(routes[attention][:-1], sizes, dense)
     mask, logprobs = row.get("response_mask"), row.get("rollout_log_probs")
     return ForeignRollout(

@@ -1,9 +1,11 @@
-"""--backend bridge of convert_hf.py: Megatron-Bridge's own conversion, into the same torch_dist format and back.
+"""--backend bridge of convert_hf.py: Megatron-Bridge's own conversion, into the same torch_dist
+format and back.
 
-Megatron-Bridge fills (or reads) a model whose parameters have the names of TransformerEngine's layers.  It gets the complete
-model that the engine builds, in the layout of one rank, under those names; megatron-core itself writes and reads the checkpoint.
-So this takes the memory of the model, and its result can be compared with the own backend tensor by tensor.
-An architecture that only Bridge knows is built by Bridge itself, as for model.provider = bridge.
+Megatron-Bridge fills (or reads) a model whose parameters have the names of TransformerEngine's
+layers.  It gets the complete model that the engine builds, in the layout of one rank, under those
+names; megatron-core itself writes and reads the checkpoint. So this takes the memory of the model,
+and its result can be compared with the own backend tensor by tensor. An architecture that only
+Bridge knows is built by Bridge itself, as for model.provider = bridge.
 """
 
 from __future__ import annotations
@@ -39,7 +41,13 @@ from megatron_rl.weights.hf.mapping import entries, local_parameters
 from megatron_rl.weights.names import spellings
 from megatron_rl.weights.safe_load import SafeCheckpoint
 from megatron_rl_tools.convert.conversion import Conversion, group_bytes, reset_peak, resident_peak
-from megatron_rl_tools.convert.conversion_files import FileWork, copy_companions, fingerprint, finish_files, open_place
+from megatron_rl_tools.convert.conversion_files import (
+    FileWork,
+    copy_companions,
+    fingerprint,
+    finish_files,
+    open_place,
+)
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
@@ -48,7 +56,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Whole:
-    """The complete model on one rank, and how Bridge fills it from its HF checkpoint and writes it as one."""
+    """The complete model on one rank, and how Bridge fills it from its HF checkpoint and writes it
+    as one.
+    """
 
     spec: ModelSpec
     chunk: GPTModel
@@ -61,7 +71,10 @@ class Whole:
 def bridge_hf_to_megatron(
     hf: Path, out: Path, work: FileWork, *, dtype: torch.dtype | None, parallel: Parallel
 ) -> Conversion | None:
-    """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.  One process."""
+    """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.
+
+    One process.
+    """
     kept, make = dtype or stored_dtype(hf), maker(hf)
     job = {"to": "megatron", "backend": "bridge", "from": fingerprint(hf), "dtype": str(kept)}
     place = open_place(out, job, work)
@@ -83,15 +96,23 @@ def bridge_hf_to_megatron(
 
 
 def bridge_megatron_to_hf(
-    megatron: Path, config: Path, out: Path, work: FileWork, *, dtype: torch.dtype | None, parallel: Parallel
+    megatron: Path,
+    config: Path,
+    out: Path,
+    work: FileWork,
+    *,
+    dtype: torch.dtype | None,
+    parallel: Parallel,
 ) -> Conversion | None:
     """Write the HF checkpoint of `megatron` at `out`; None where it exists already.  One process.
 
-    `config` must have weights: Megatron-Bridge takes the names of the tensors and of their files from there.
+    `config` must have weights: Megatron-Bridge takes the names of the tensors and of their files
+    from there.
     """
     if not any(config.glob("*.safetensors")):
         raise CheckpointError(
-            f"{config}: has no safetensors, from which --backend bridge takes names; set --config to the original"
+            f"{config}: has no safetensors, from which --backend bridge takes names; set --config"
+            " to the original"
         )
     kept, make = dtype or stored_dtype(config), maker(config)
     job = {
@@ -106,7 +127,9 @@ def bridge_megatron_to_hf(
         return None
     before, start = reset_peak(), time.monotonic()
     model = make(config, kept, parallel)
-    model.chunk.load_state_dict(SafeCheckpoint(megatron).load(model.chunk.sharded_state_dict(), converts=True))
+    model.chunk.load_state_dict(
+        SafeCheckpoint(megatron).load(model.chunk.sharded_state_dict(), converts=True)
+    )
     model.write(place)
     copy_companions(config, place, dtype)
     finish_files(place, out, job)
@@ -115,11 +138,16 @@ def bridge_megatron_to_hf(
 
 def outcome_of(model: Whole, before: int, start: float) -> Conversion:
     seconds, peak = time.monotonic() - start, max(resident_peak() - before, 0)
-    return Conversion(model.num_tensors, sum(model.group_bytes), seconds, peak, max(model.group_bytes))
+    return Conversion(
+        model.num_tensors, sum(model.group_bytes), seconds, peak, max(model.group_bytes)
+    )
 
 
 def maker(hf: Path) -> Callable[[Path, torch.dtype, Parallel], Whole]:
-    """Who builds the model: this engine where its tables know the architecture, else Bridge.  Checks the files first."""
+    """Who builds the model: this engine where its tables know the architecture, else Bridge.
+
+    Checks the files first.
+    """
     if provider_of(ModelConfig(path=hf, provider="auto")) == "bridge":
         check_installed()
         return model_of_bridge
@@ -134,8 +162,12 @@ def model_of_bridge(hf: Path, dtype: torch.dtype, parallel: Parallel) -> Whole:
     """An architecture that only Bridge knows, with the parameters and names of engine.bridge."""
     name = str(dtype).removeprefix("torch.")
     if name not in ("float32", "bfloat16"):
-        raise CheckpointError(f"--backend bridge: {hf} has {name} tensors; set --dtype to float32 or bfloat16")
-    config = ModelConfig.model_validate({"path": hf, "dtype": name, "layer_spec": "local", "provider": "bridge"})
+        raise CheckpointError(
+            f"--backend bridge: {hf} has {name} tensors; set --dtype to float32 or bfloat16"
+        )
+    config = ModelConfig.model_validate(
+        {"path": hf, "dtype": name, "layer_spec": "local", "provider": "bridge"}
+    )
     provider = BridgeProvider(config, ParallelConfig(), parallel, {})
     (chunk,) = provider.build()
     headers = read_headers(hf).values()
@@ -157,20 +189,27 @@ def model_of_engine(hf: Path, dtype: torch.dtype, parallel: Parallel) -> Whole:
         spec,
         chunk,
         lambda: bridge.load_hf_weights([renamed(chunk, spec, bridge)]),
-        lambda place: bridge.save_hf_weights([renamed(chunk, spec, bridge)], str(place), show_progress=False),
-        [group_bytes(entry, torch.float32 if entry.rule.float32 else dtype) for entry in entries(spec)],
+        lambda place: bridge.save_hf_weights(
+            [renamed(chunk, spec, bridge)], str(place), show_progress=False
+        ),
+        [
+            group_bytes(entry, torch.float32 if entry.rule.float32 else dtype)
+            for entry in entries(spec)
+        ],
         sum(len(entry.hf) for entry in entries(spec)),
     )
 
 
 def open_native(hf: Path) -> AutoBridge:
-    """Megatron-Bridge's bridge, in any version that supports this checkpoint; raises CheckpointError otherwise.
+    """Megatron-Bridge's bridge, in any version that supports this checkpoint; raises
+    CheckpointError otherwise.
 
     Only its tables are used here, so neither its layers nor its provider matter.
     """
     if importlib.util.find_spec("megatron.bridge") is None:
         raise CheckpointError(
-            "--backend bridge: megatron.bridge is not installed here; install megatron-bridge, or use own"
+            "--backend bridge: megatron.bridge is not installed here; install megatron-bridge, or"
+            " use own"
         )
     if importlib.util.find_spec(TRANSFORMER_ENGINE) is None:
         add_placeholder_transformer_engine()
@@ -185,7 +224,11 @@ def open_native(hf: Path) -> AutoBridge:
 def stored_dtype(hf: Path) -> torch.dtype:
     """The one dtype of all tensors except biases that select experts."""
     with HFFiles(hf) as files:
-        kinds = {files.read_rows(name, 0, 1).dtype for name in files.headers if not name.endswith("correction_bias")}
+        kinds = {
+            files.read_rows(name, 0, 1).dtype
+            for name in files.headers
+            if not name.endswith("correction_bias")
+        }
     if len(kinds) != 1:
         raise CheckpointError(f"--backend bridge: {hf} has tensors of several dtypes; set --dtype")
     return kinds.pop()
@@ -202,7 +245,10 @@ def build_model(hf: Path, spec: ModelSpec, dtype: torch.dtype, parallel: Paralle
 
 
 class Node(torch.nn.Module):
-    """A module of the renamed model.  On one rank every parameter is complete, so Bridge may treat all as replicated."""
+    """A module of the renamed model.
+
+    On one rank every parameter is complete, so Bridge may treat all as replicated.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -210,7 +256,9 @@ class Node(torch.nn.Module):
 
 
 def renamed(chunk: GPTModel, spec: ModelSpec, bridge: AutoBridge) -> GPTModel:
-    """A GPTModel, the class that Megatron-Bridge requires, that shares the parameters of `chunk` under Bridge's names."""
+    """A GPTModel, the class that Megatron-Bridge requires, that shares the parameters of `chunk`
+    under Bridge's names.
+    """
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
     AutoMapping.register_module_type(Node.__name__, "replicated")
@@ -220,7 +268,14 @@ def renamed(chunk: GPTModel, spec: ModelSpec, bridge: AutoBridge) -> GPTModel:
     root.config, root.share_embeddings_and_output_weights = chunk.config, spec.tie_embeddings
     unknown = []
     for canonical, parameter in local_parameters([chunk], spec, 0, 1).items():
-        name = next((name for name in spellings(canonical) if registry.megatron_to_hf_lookup(name) is not None), None)
+        name = next(
+            (
+                name
+                for name in spellings(canonical)
+                if registry.megatron_to_hf_lookup(name) is not None
+            ),
+            None,
+        )
         if name is None:
             unknown.append(canonical)
             continue
@@ -233,6 +288,7 @@ def renamed(chunk: GPTModel, spec: ModelSpec, bridge: AutoBridge) -> GPTModel:
         node.register_parameter(last, torch.nn.Parameter(parameter.detach(), requires_grad=False))
     if unknown:
         raise CheckpointError(
-            f"--backend bridge: Megatron-Bridge has no mapping for {', '.join(unknown[:3])} of {spec.architecture}"
+            f"--backend bridge: Megatron-Bridge has no mapping for {', '.join(unknown[:3])} of"
+            f" {spec.architecture}"
         )
     return root

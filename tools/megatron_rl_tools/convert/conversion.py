@@ -1,8 +1,9 @@
 """Convert an HF checkpoint into a torch_dist one and back, a unit of tensors at a time.
 
-A unit is a run of parameters that becomes one output file.  Units depend only on the model and the file size, so any number of
-ranks can share them, and a conversion that was stopped continues with the units that are not in its journal.  Journal and files
-are in a hidden directory beside the output, which is renamed when it is complete.
+A unit is a run of parameters that becomes one output file.  Units depend only on the model and the
+file size, so any number of ranks can share them, and a conversion that was stopped continues with
+the units that are not in its journal.  Journal and files are in a hidden directory beside the
+output, which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles, listed, write_index
 from megatron_rl.weights.hf.mapping import Entry, entries, shard_shape
-from megatron_rl.weights.torch_dist import Chunk, ChunkWriter, Slots, Stored, TorchDist, write_metadata
+from megatron_rl.weights.torch_dist import (
+    Chunk,
+    ChunkWriter,
+    Slots,
+    Stored,
+    TorchDist,
+    write_metadata,
+)
 from megatron_rl_tools.convert.conversion_files import (
     FileWork,
     barrier,
@@ -40,7 +48,13 @@ from megatron_rl_tools.convert.conversion_files import (
     open_place,
     shard_name,
 )
-from megatron_rl_tools.convert.conversion_sides import HFSide, MegatronSide, Side, checked_shape, columns
+from megatron_rl_tools.convert.conversion_sides import (
+    HFSide,
+    MegatronSide,
+    Side,
+    checked_shape,
+    columns,
+)
 from megatron_rl_tools.convert.shard_writer import Piece, ShardWriter
 
 MIB = 2**20
@@ -48,7 +62,9 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Conversion:
-    """num_bytes: of all tensors, on all ranks; peak_bytes: memory of this process above its level before the first tensor."""
+    """num_bytes: of all tensors, on all ranks; peak_bytes: memory of this process above its level
+    before the first tensor.
+    """
 
     num_tensors: int
     num_bytes: int
@@ -67,7 +83,10 @@ def hf_to_megatron(
     trust_pickle: bool,
     parallel: Parallel,
 ) -> Conversion | None:
-    """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.  Collective."""
+    """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.
+
+    Collective.
+    """
     spec = make_spec(load_hf_config(hf))
     with HFFiles(hf, trust_pickle=trust_pickle) as files:
         files.check(spec)
@@ -88,7 +107,11 @@ def hf_to_megatron(
                 kept = written_dtype(source, entry, dtype)
                 for chunk, first in slots.cut(entry.name, shard_shape(entry, 1)):
                     rows = torch.Size(chunk.sizes).numel() // columns(entry)
-                    writer.write(chunk, kept, checked_shape(source.parameter(entry, first, first + rows), kept, bad))
+                    writer.write(
+                        chunk,
+                        kept,
+                        checked_shape(source.parameter(entry, first, first + rows), kept, bad),
+                    )
             writer.close()
             return writer.stored
 
@@ -111,9 +134,11 @@ def megatron_to_hf(
     file_bytes: int,
     parallel: Parallel,
 ) -> Conversion | None:
-    """Write the HF checkpoint of `megatron` with the companions (config, tokenizer) of `config`; None where it exists already.
+    """Write the HF checkpoint of `megatron` with the companions (config, tokenizer) of `config`;
+    None where it exists already.
 
-    Tensors of `config` that are no part of the trained model (multi-token prediction) are copied unchanged.  Collective.
+    Tensors of `config` that are no part of the trained model (multi-token prediction) are copied
+    unchanged.  Collective.
     """
     spec = make_spec(load_hf_config(config))
     source = MegatronSide(TorchDist(megatron), meta_slots(config, spec, parallel), spec)
@@ -139,10 +164,14 @@ def megatron_to_hf(
         return None
 
     def convert(index: int, unit: Sequence[Entry], bad: set[str]) -> list[Stored]:
-        writer = ShardWriter(place / shard_name(index, total), [piece for entry in unit for piece in pieces(entry)])
+        writer = ShardWriter(
+            place / shard_name(index, total), [piece for entry in unit for piece in pieces(entry)]
+        )
         for entry in unit:
             for number, piece in enumerate(pieces(entry)):
-                writer.write(piece.name, checked_shape(source.tensor(entry, number), piece.dtype, bad))
+                writer.write(
+                    piece.name, checked_shape(source.tensor(entry, number), piece.dtype, bad)
+                )
         writer.close()
         return []
 
@@ -150,7 +179,10 @@ def megatron_to_hf(
     if work.rank == 0:
         rest.copy_to(place / shard_name(total - 1, total))
         files = {
-            name: shard_name(i, total) for i, unit in enumerate(units) for entry in unit for name in entry.hf_names
+            name: shard_name(i, total)
+            for i, unit in enumerate(units)
+            for entry in unit
+            for name in entry.hf_names
         }
         files |= dict.fromkeys(rest.names, shard_name(total - 1, total))
         write_index(place, files, sum(size(entry) for unit in units for entry in unit))
@@ -161,14 +193,18 @@ def megatron_to_hf(
 
 
 def verify(one: Side, other: Side, spec: ModelSpec, work: FileWork) -> tuple[int, list[str]]:
-    """(tensors compared, names of those that differ) between two checkpoints, both in the dtypes of `other`."""
+    """(tensors compared, names of those that differ) between two checkpoints, both in the dtypes of
+    `other`.
+    """
     different, count = set(), 0
     for number, entry in enumerate(entries(spec)):
         if number % work.world != work.rank:
             continue
         for index, name in enumerate(entry.hf_names):
             count += 1
-            for (_, a), (_, b) in zip(one.tensor(entry, index), other.tensor(entry, index), strict=True):
+            for (_, a), (_, b) in zip(
+                one.tensor(entry, index), other.tensor(entry, index), strict=True
+            ):
                 if not torch.equal(a.to(b.dtype), b):
                     different.add(name)
     found = gather_digests((count, different))
@@ -176,19 +212,25 @@ def verify(one: Side, other: Side, spec: ModelSpec, work: FileWork) -> tuple[int
 
 
 def meta_slots(config: Path, spec: ModelSpec, parallel: Parallel) -> Slots:
-    """The parts of core's checkpoint of this model, from a model without memory in the layout of one rank."""
+    """The parts of core's checkpoint of this model, from a model without memory in the layout of
+    one rank.
+    """
     model = ModelConfig(path=config, dtype="float32")
     core = make_transformer_config(spec, model, ParallelConfig(), torch.device("cpu"))
     core.perform_initialization = False
     with torch.device("meta"):
-        (chunk,) = make_model(spec, model, core, dataclasses.replace(parallel, device=torch.device("meta")))
+        (chunk,) = make_model(
+            spec, model, core, dataclasses.replace(parallel, device=torch.device("meta"))
+        )
     return Slots(chunk)
 
 
-# Units ------------------------------------------------------------------------------------------------------------------
+# Units --------------------------------------------------------------------------------------------
 
 
-def split_units(items: Iterable[Entry], size: Callable[[Entry], int], file_bytes: int) -> list[list[Entry]]:
+def split_units(
+    items: Iterable[Entry], size: Callable[[Entry], int], file_bytes: int
+) -> list[list[Entry]]:
     """Runs of entries of at most `file_bytes`, or of one entry."""
     units: list[list[Entry]] = []
     left = 0
@@ -209,7 +251,10 @@ def run_units(
     work: FileWork,
     size: Callable[[Entry], int],
 ) -> Conversion:
-    """Convert this rank's units that are not in the journal.  Raises one CheckpointError that names every non-finite tensor."""
+    """Convert this rank's units that are not in the journal.
+
+    Raises one CheckpointError that names every non-finite tensor.
+    """
     sizes = [sum(size(entry) for entry in unit) for unit in units]
     before, start, bad = reset_peak(), time.monotonic(), set[str]()
     for index, unit in enumerate(units):
@@ -224,16 +269,22 @@ def run_units(
         done, total = (sum(part) / MIB for part in (sizes[: index + 1], sizes))
         rate = done / max(time.monotonic() - start, 1e-9)
         left = clock((total - done) / max(rate, 1e-9))
-        work.log(f"  {index + 1}/{len(units)} files, {done:.0f} of {total:.0f} MiB, {rate:.0f} MiB/s, {left} left")
+        work.log(
+            f"  {index + 1}/{len(units)} files, {done:.0f} of {total:.0f} MiB, {rate:.0f} MiB/s,"
+            f" {left} left"
+        )
     bad = set[str]().union(*gather_digests(bad))
     if bad:
         raise CheckpointError(
-            f"{listed('has values that are not finite', bad)}; the checkpoint is damaged; nothing was written"
+            f"{listed('has values that are not finite', bad)}; the checkpoint is damaged; nothing"
+            " was written"
         )
     every = [entry for unit in units for entry in unit]
     tensors = sum(len(entry.hf) for entry in every)
     largest = max(size(entry) for entry in every)
-    return Conversion(tensors, sum(sizes), time.monotonic() - start, max(resident_peak() - before, 0), largest)
+    return Conversion(
+        tensors, sum(sizes), time.monotonic() - start, max(resident_peak() - before, 0), largest
+    )
 
 
 def read_journal(place: Path, num_units: int) -> Iterator[Stored]:
@@ -254,8 +305,11 @@ def written_dtype(source: Side, entry: Entry, dtype: torch.dtype | None) -> torc
 
 
 def reset_peak() -> int:
-    """Reset this process's peak of resident bytes; returns the resident bytes now, without what the C library can free."""
-    with contextlib.suppress(OSError, AttributeError):  # glibc keeps freed memory, which would hide later allocations
+    """Reset this process's peak of resident bytes; returns the resident bytes now, without what the
+    C library can free.
+    """
+    # glibc keeps freed memory, which would hide later allocations
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,6 @@
-"""The files around a conversion: the hidden directory where the output is written, companions, tensors that are only copied."""
+"""The files around a conversion: the hidden directory where the output is written, companions,
+tensors that are only copied.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Rest:
             return
         with HFFiles(self.path) as files:
             headers = [files.headers[name] for name in self.names]
-            writer = ShardWriter(file, [Piece(each.name, each.shape, each.torch_dtype()) for each in headers])
+            writer = ShardWriter(
+                file, [Piece(each.name, each.shape, each.torch_dtype()) for each in headers]
+            )
             for name in self.names:
                 writer.write(name, [files.read(name)])
             writer.close()
@@ -57,12 +61,15 @@ def files_of_rest(config: Path, spec: ModelSpec) -> Rest:
     if not any(config.glob("*.safetensors")):
         return Rest(config, ())
     with HFFiles(config) as files:
-        names = tuple(name for name in files.headers if is_left_out(name, spec) and name != "lm_head.weight")
+        names = tuple(
+            name for name in files.headers if is_left_out(name, spec) and name != "lm_head.weight"
+        )
     return Rest(config, names)
 
 
 def open_place(out: Path, job: Job, work: FileWork) -> Path | None:
-    """The hidden directory for the output, with what an earlier try of the same job left in it; None if `out` is complete.
+    """The hidden directory for the output, with what an earlier try of the same job left in it;
+    None if `out` is complete.
 
     Raises CheckpointError where `out` exists and is of another job.
     """
@@ -71,16 +78,24 @@ def open_place(out: Path, job: Job, work: FileWork) -> Path | None:
     if work.rank == 0:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             manifest = out / MANIFEST
-            found = "done" if manifest.is_file() and json.loads(manifest.read_text()) == job else "other"
+            found = (
+                "done"
+                if manifest.is_file() and json.loads(manifest.read_text()) == job
+                else "other"
+            )
         elif (place / MANIFEST).is_file() and json.loads((place / MANIFEST).read_text()) == job:
-            work.log(f"continuing {place}: {len(list((place / 'journal').iterdir()))} files are complete")
+            work.log(
+                f"continuing {place}: {len(list((place / 'journal').iterdir()))} files are complete"
+            )
         else:
             shutil.rmtree(place, ignore_errors=True)
             (place / "journal").mkdir(parents=True)
             write_text(place / MANIFEST, json.dumps(job))
     found = gather_digests(found)[0]
     if found == "other":
-        raise CheckpointError(f"--out {out}: has other content; choose a new directory, or remove it")
+        raise CheckpointError(
+            f"--out {out}: has other content; choose a new directory, or remove it"
+        )
     return None if found == "done" else place
 
 
@@ -121,7 +136,10 @@ def shard_name(index: int, total: int) -> str:
 def fingerprint(folder: Path) -> list[list[str | int]]:
     """Name, size and time of every file: a changed source is another job."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    return [
+        [str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns]
+        for path in files
+    ]
 
 
 def gather_digests(value: T) -> list[T]:

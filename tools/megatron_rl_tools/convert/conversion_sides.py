@@ -1,6 +1,8 @@
-"""The two kinds of checkpoint as a conversion reads them: HF tensors or megatron parameters, in blocks of a few megabytes.
+"""The two kinds of checkpoint as a conversion reads them: HF tensors or megatron parameters, in
+blocks of a few megabytes.
 
-A block is [rows, columns] (or [rows]) of one HF tensor, as stored.  The mapping tells which rows of the parameter these are.
+A block is [rows, columns] (or [rows]) of one HF tensor, as stored.  The mapping tells which rows of
+the parameter these are.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Side(Protocol):
     def dtype(self, entry: Entry) -> torch.dtype: ...
 
     def tensor(self, entry: Entry, index: int) -> Iterator[Named]:
-        """The blocks of an HF tensor, by its place in entry.hf, in order; the same blocks on every side."""
+        """The blocks of an HF tensor, by its place in entry.hf, in order; the same blocks on every
+        side.
+        """
 
 
 class HFSide:
@@ -36,11 +40,17 @@ class HFSide:
         self.files, self.spec = files, spec
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """Of the parameter: if the dtypes of its tensors differ, the one that holds all their values."""
-        return reduce(torch.promote_types, (DTYPES[self.files.headers[name].dtype] for name in entry.hf_names))
+        """Of the parameter: if the dtypes of its tensors differ, the one that holds all their
+        values.
+        """
+        return reduce(
+            torch.promote_types, (DTYPES[self.files.headers[name].dtype] for name in entry.hf_names)
+        )
 
     def tensor(self, entry: Entry, index: int) -> Iterator[Named]:
-        for first, stop, _ in blocks(entry, [run for run in row_runs(entry, self.spec) if run.tensor == index]):
+        for first, stop, _ in blocks(
+            entry, [run for run in row_runs(entry, self.spec) if run.tensor == index]
+        ):
             yield entry.hf_names[index], self.files.read_rows(entry.hf_names[index], first, stop)
 
     def parameter(self, entry: Entry, start: int, stop: int) -> Iterator[Named]:
@@ -54,7 +64,9 @@ class HFSide:
 
 
 class MegatronSide:
-    """Raises CheckpointError, with the names that differ, for a checkpoint of another model or of other layers."""
+    """Raises CheckpointError, with the names that differ, for a checkpoint of another model or of
+    other layers.
+    """
 
     def __init__(self, source: TorchDist, slots: Slots, spec: ModelSpec) -> None:
         check_keys(str(source.path), slots.keys(), source.tensors())
@@ -64,27 +76,35 @@ class MegatronSide:
         return self.source.dtype(self._chunks(entry)[0][0].key)
 
     def _chunks(self, entry: Entry) -> list[tuple[Chunk, int]]:
-        """Its stored chunks, see Slots.cut.  Raises CheckpointError where the tensor is larger than config.json says: a part of
-        it would be read as the whole.  Only a vocabulary may have more rows, as padding."""
+        """Its stored chunks, see Slots.cut.  Raises CheckpointError where the tensor is larger than
+        config.json says: a part of it would be read as the whole.  Only a vocabulary may have more
+        rows, as padding."""
         found = list(self.slots.cut(entry.name, shard_shape(entry, 1)))
         first = 1 if entry.rule.kind == "vocab" else 0
         for chunk, _ in found:
             stored = self.source.shape(chunk.key)
             if stored[first:] != chunk.whole[first:]:
                 raise CheckpointError(
-                    f"{self.source.path}: {chunk.key} has shape {list(stored)}, config.json means {list(chunk.whole)}; is "
-                    "config.json of this checkpoint?"
+                    f"{self.source.path}: {chunk.key} has shape {list(stored)}, config.json means"
+                    f" {list(chunk.whole)}; is config.json of this checkpoint?"
                 )
         return found
 
     def tensor(self, entry: Entry, index: int) -> Iterator[Named]:
         shape, chunks = shard_shape(entry, 1), self._chunks(entry)
-        for first, stop, row in blocks(entry, [run for run in row_runs(entry, self.spec) if run.tensor == index]):
-            yield entry.hf_names[index], self.source.read_rows(chunks, shape, row, row + stop - first)
+        for first, stop, row in blocks(
+            entry, [run for run in row_runs(entry, self.spec) if run.tensor == index]
+        ):
+            yield (
+                entry.hf_names[index],
+                self.source.read_rows(chunks, shape, row, row + stop - first),
+            )
 
 
 class RowRun(NamedTuple):
-    """Rows [hf_row, hf_row + size) of an HF tensor (by its place in entry.hf) are rows [row, row + size) of a parameter."""
+    """Rows [hf_row, hf_row + size) of an HF tensor (by its place in entry.hf) are rows [row, row +
+    size) of a parameter.
+    """
 
     tensor: int
     hf_row: int
@@ -93,10 +113,15 @@ class RowRun(NamedTuple):
 
 
 def row_runs(entry: Entry, spec: ModelSpec) -> list[RowRun]:
-    """Where the rows of the complete parameter come from, in the parameter's order: to_mcore applied to row numbers."""
+    """Where the rows of the complete parameter come from, in the parameter's order: to_mcore
+    applied to row numbers.
+    """
     rows = [shape[0] for _, shape in entry.hf]
-    starts = [sum(rows[:i]) + i for i in range(len(rows))]  # one number is skipped between tensors: no run spans two
-    numbered = [torch.arange(start, start + n)[:, None] for start, n in zip(starts, rows, strict=True)]
+    # one number is skipped between tensors: no run spans two
+    starts = [sum(rows[:i]) + i for i in range(len(rows))]
+    numbered = [
+        torch.arange(start, start + n)[:, None] for start, n in zip(starts, rows, strict=True)
+    ]
     order = to_mcore(entry, numbered, spec, 0, 1).flatten()
     cuts = [0, *(torch.nonzero(order.diff() != 1).flatten() + 1).tolist(), len(order)]
     runs = []
@@ -108,7 +133,8 @@ def row_runs(entry: Entry, spec: ModelSpec) -> list[RowRun]:
 
 
 def blocks(entry: Entry, runs: Iterable[RowRun]) -> Iterator[tuple[int, int, int]]:
-    """(first row, stop) in the HF tensor and the parameter's row, of every block of these runs in order of the HF rows.
+    """(first row, stop) in the HF tensor and the parameter's row, of every block of these runs in
+    order of the HF rows.
 
     A block has at most BLOCK_BYTES, or one row.
     """
@@ -124,7 +150,9 @@ def columns(entry: Entry) -> int:
     return torch.Size(entry.hf[0][1][1:]).numel()
 
 
-def checked_shape(named: Iterable[Named], dtype: torch.dtype, bad: set[str]) -> Iterator[torch.Tensor]:
+def checked_shape(
+    named: Iterable[Named], dtype: torch.dtype, bad: set[str]
+) -> Iterator[torch.Tensor]:
     """The blocks in this dtype; names of tensors with a value that is not finite go to `bad`."""
     for name, block in named:
         if not is_finite(block):

@@ -1,4 +1,6 @@
-"""The command `megatron-rl convert`: which conversion runs, on this process or on torchrun's ranks; options.py parses."""
+"""The command `megatron-rl convert`: which conversion runs, on this process or on torchrun's ranks;
+options.py parses.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +42,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def convert(source: Path, out: Path, *, config: Path | None = None, dtype: str = "keep") -> None:
-    """Convert checkpoint `source` into the other format at `out`: HF becomes torch_dist, torch_dist becomes HF.
+    """Convert checkpoint `source` into the other format at `out`: HF becomes torch_dist, torch_dist
+    becomes HF.
 
-    config: HF directory with config.json and tokenizer, for torch_dist; default: source/hf, or the model.path of a run.
+    config: HF directory with config.json and tokenizer, for torch_dist; default: source/hf, or the
+    model.path of a run.
     dtype: of the tensors that are written: keep, float32, bfloat16 or float16.
-    Collective under torchrun, where ranks share the files.  Raises CheckpointError or ModelError for a checkpoint that cannot
-    be converted, ValueError for another dtype.
+    Collective under torchrun, where ranks share the files.  Raises CheckpointError or ModelError
+    for a checkpoint that cannot be converted, ValueError for another dtype.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
     if not Path(source).is_dir():
         raise CheckpointError(f"{source}: no such directory")
-    arguments = ["hf-to-megatron", "--hf"] if is_hf(Path(source)) else ["megatron-to-hf", "--megatron"]
+    arguments = (
+        ["hf-to-megatron", "--hf"] if is_hf(Path(source)) else ["megatron-to-hf", "--megatron"]
+    )
     arguments += [str(source), "--out", str(out), "--dtype", dtype]
     if config is not None and not is_hf(Path(source)):
         arguments += ["--config", str(config)]
@@ -62,7 +68,9 @@ def with_ranks(args: argparse.Namespace) -> int:
     """Run a conversion on this process, or on torchrun's ranks."""
     parallel = make_parallel(ParallelConfig(), device="cpu")
     rank = parallel.rank
-    work = FileWork(rank, parallel.world_size, lambda text: print(text, flush=True) if rank == 0 else None)
+    work = FileWork(
+        rank, parallel.world_size, lambda text: print(text, flush=True) if rank == 0 else None
+    )
     try:
         return run_command(args, work, parallel)
     finally:
@@ -86,30 +94,46 @@ def run_command(args: argparse.Namespace, work: FileWork, parallel: Parallel) ->
         outcome = convert_with_bridge(args, work, parallel)
     elif args.command == "hf-to-megatron":
         outcome = hf_to_megatron(
-            args.hf, args.out, work, dtype=stored_dtype(args), file_bytes=file_bytes, trust_pickle=args.trust_pickle,
+            args.hf, args.out, work, dtype=stored_dtype(args), file_bytes=file_bytes,
+            trust_pickle=args.trust_pickle,
             parallel=parallel,
         )  # fmt: skip
     else:
         config = config_of(args.megatron, args.config)
         outcome = megatron_to_hf(
-            args.megatron, config, args.out, work, dtype=stored_dtype(args), file_bytes=file_bytes, parallel=parallel
+            args.megatron,
+            config,
+            args.out,
+            work,
+            dtype=stored_dtype(args),
+            file_bytes=file_bytes,
+            parallel=parallel,
         )
-    work.log(f"{args.out} exists already: nothing to do" if outcome is None else summary_line(args.out, outcome))
+    work.log(
+        f"{args.out} exists already: nothing to do"
+        if outcome is None
+        else summary_line(args.out, outcome)
+    )
     return 0
 
 
 def summary_line(out: Path, outcome: Conversion) -> str:
     rate = outcome.num_bytes / MIB / max(outcome.seconds, 1e-9)
     return (
-        f"wrote {out}: {outcome.num_tensors} tensors, {outcome.num_bytes / MIB:.0f} MiB in {outcome.seconds:.1f} s ({rate:.0f} "
-        f"MiB/s); peak memory of this process {outcome.peak_bytes / MIB:.0f} MiB above its start, largest tensor group "
-        f"{outcome.largest_group / MIB:.0f} MiB"
+        f"wrote {out}: {outcome.num_tensors} tensors, {outcome.num_bytes / MIB:.0f} MiB in"
+        f" {outcome.seconds:.1f} s ({rate:.0f} MiB/s); peak memory of this process"
+        f" {outcome.peak_bytes / MIB:.0f} MiB above its start, largest tensor group"
+        f" {outcome.largest_group / MIB:.0f} MiB"
     )
 
 
 def compare_checkpoints(args: argparse.Namespace, work: FileWork, parallel: Parallel) -> int:
     """Exit status 0 if every tensor of the two checkpoints is the same, else 1."""
-    config = args.config or next((path for path in args.dirs if is_hf(path)), None) or config_of(args.dirs[0], None)
+    config = (
+        args.config
+        or next((path for path in args.dirs if is_hf(path)), None)
+        or config_of(args.dirs[0], None)
+    )
     spec = make_spec(load_hf_config(config))
     slots = meta_slots(config, spec, parallel)
     with ExitStack() as stack:
@@ -130,7 +154,9 @@ def compare_checkpoints(args: argparse.Namespace, work: FileWork, parallel: Para
 
 
 def info(path: Path, config: Path | None) -> int:
-    """Print the kind, sizes and possible layouts of a checkpoint; of a run's folder of checkpoints that of the newest."""
+    """Print the kind, sizes and possible layouts of a checkpoint; of a run's folder of checkpoints
+    that of the newest.
+    """
     if (path / LATEST).is_file():
         path = latest_checkpoint(path) or path
     spec = make_spec(load_hf_config(path if is_hf(path) else config_of(path, config)))
@@ -138,23 +164,33 @@ def info(path: Path, config: Path | None) -> int:
     experts = f"{spec.num_experts} experts, top {spec.top_k}" if spec.moe_layers else "dense"
     print(f"{path}: {spec.architecture}, {'HF' if is_hf(path) else 'torch_dist'}")
     print(
-        f"  {spec.num_layers} layers ({len(spec.moe_layers)} with experts: {experts}), {count / 1e6:.1f} M parameters"
+        f"  {spec.num_layers} layers ({len(spec.moe_layers)} with experts: {experts}),"
+        f" {count / 1e6:.1f} M parameters"
     )
-    print(f"  vocabulary {spec.vocab_size}, tied embeddings: {'yes' if spec.tie_embeddings else 'no'}")
-    print(f"  tp divides {spec.num_kv_heads} (heads)" + (f", ep divides {spec.num_experts}" if spec.moe_layers else ""))
+    print(
+        f"  vocabulary {spec.vocab_size}, tied embeddings: {'yes' if spec.tie_embeddings else 'no'}"
+    )
+    print(
+        f"  tp divides {spec.num_kv_heads} (heads)"
+        + (f", ep divides {spec.num_experts}" if spec.moe_layers else "")
+    )
     if is_hf(path):
         with HFFiles(path) as files:
             files.check(spec)
             headers = files.headers.values()
             dtypes = ", ".join(sorted({header.dtype for header in headers}))
-            print(f"  {len(headers)} tensors in {len({header.file for header in headers})} files, {dtypes}")
+            print(
+                f"  {len(headers)} tensors in {len({header.file for header in headers})} files,"
+                f" {dtypes}"
+            )
     else:
         content = TorchDist(path).metadata.state_dict_metadata
         print(f"  {len(content)} keys in {len(list(path.glob('*.distcp')))} files")
     if (path / STATE).is_file():
         state = read_state(path)
         print(
-            f"  of a run: {state['step']} steps, saved as {state['layout']} on {state['ranks']} ranks, with its optimizer"
+            f"  of a run: {state['step']} steps, saved as {state['layout']} on {state['ranks']}"
+            " ranks, with its optimizer"
         )
     return 0
 
@@ -169,7 +205,9 @@ def is_hf(path: Path) -> bool:
 
 
 def config_of(megatron: Path, given: Path | None) -> Path:
-    """Where config.json and the tokenizer of a torch_dist checkpoint are: given, beside it, or in the model.path of its run."""
+    """Where config.json and the tokenizer of a torch_dist checkpoint are: given, beside it, or in
+    the model.path of its run.
+    """
     if given is not None:
         return given
     if (megatron / "hf" / "config.json").is_file():  # from hf-to-megatron
@@ -179,22 +217,34 @@ def config_of(megatron: Path, given: Path | None) -> Path:
         if (trained / "config.json").is_file():
             return trained
         raise CheckpointError(
-            f"{megatron}: its model.path = {trained} has no config.json; set --config to that directory"
+            f"{megatron}: its model.path = {trained} has no config.json; set --config to that"
+            " directory"
         )
-    raise CheckpointError(f"{megatron}: has no hf/config.json; set --config to the original HF directory")
+    raise CheckpointError(
+        f"{megatron}: has no hf/config.json; set --config to the original HF directory"
+    )
 
 
-def convert_with_bridge(args: argparse.Namespace, work: FileWork, parallel: Parallel) -> Conversion | None:
+def convert_with_bridge(
+    args: argparse.Namespace, work: FileWork, parallel: Parallel
+) -> Conversion | None:
     """Megatron-Bridge's conversion, where it is installed."""
-    from megatron_rl_tools.convert.bridge_backend import bridge_hf_to_megatron, bridge_megatron_to_hf
+    from megatron_rl_tools.convert.bridge_backend import (
+        bridge_hf_to_megatron,
+        bridge_megatron_to_hf,
+    )
 
     if work.world > 1:
-        raise CheckpointError(f"--backend bridge: started on {work.world} ranks; it works in one process")
+        raise CheckpointError(
+            f"--backend bridge: started on {work.world} ranks; it works in one process"
+        )
     dtype = stored_dtype(args)
     if args.command == "hf-to-megatron":
         return bridge_hf_to_megatron(args.hf, args.out, work, dtype=dtype, parallel=parallel)
     config = config_of(args.megatron, args.config)
-    return bridge_megatron_to_hf(args.megatron, config, args.out, work, dtype=dtype, parallel=parallel)
+    return bridge_megatron_to_hf(
+        args.megatron, config, args.out, work, dtype=dtype, parallel=parallel
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Convert between an HF checkpoint and a megatron-core distributed checkpoint (torch_dist), tensor by tensor, on CPU.
+"""Convert between an HF checkpoint and a megatron-core distributed checkpoint (torch_dist), tensor
+by tensor, on CPU.
 
   megatron-rl convert hf-to-megatron --hf DIR --out DIR
   megatron-rl convert megatron-to-hf --megatron DIR [--config HF_DIR] --out DIR
   megatron-rl convert verify DIR DIR [--config HF_DIR]
   megatron-rl convert info DIR
 
-One process converts for any layout: a torch_dist checkpoint loads in every tp, pp, ep.  Under torchrun the ranks share the
-files.  A stopped conversion continues where it was; a complete one is not repeated.  A checkpoint of a run is torch_dist, too:
-megatron-to-hf and info read its model part.  See docs/guides/checkpoints.md.
+One process converts for any layout: a torch_dist checkpoint loads in every tp, pp, ep.  Under
+torchrun the ranks share the files.  A stopped conversion continues where it was; a complete one is
+not repeated.  A checkpoint of a run is torch_dist, too: megatron-to-hf and info read its model
+part.  See docs/guides/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -19,22 +21,32 @@ DTYPES = ("keep", "float32", "bfloat16", "float16")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     forward = commands.add_parser("hf-to-megatron", help="HF -> torch_dist")
     forward.add_argument("--hf", type=Path, required=True, help="HF checkpoint directory")
     back = commands.add_parser("megatron-to-hf", help="torch_dist -> HF safetensors")
-    back.add_argument("--megatron", type=Path, required=True, help="torch_dist directory (with .metadata)")
-    check = commands.add_parser("verify", help="compare two checkpoints, of either kind, tensor by tensor")
+    back.add_argument(
+        "--megatron", type=Path, required=True, help="torch_dist directory (with .metadata)"
+    )
+    check = commands.add_parser(
+        "verify", help="compare two checkpoints, of either kind, tensor by tensor"
+    )
     check.add_argument("dirs", type=Path, nargs=2)
     about = commands.add_parser("info", help="describe a checkpoint")
     about.add_argument("dir", type=Path)
     for command in (back, check, about):
         where = "default: DIR/hf, or the model.path of a run"
-        command.add_argument("--config", type=Path, help=f"HF directory with config.json and tokenizer; {where}")
+        command.add_argument(
+            "--config", type=Path, help=f"HF directory with config.json and tokenizer; {where}"
+        )
     for command in (forward, check):
         command.add_argument(
-            "--trust-pickle", action="store_true", help="read pytorch_model*.bin (tensors only, no code)"
+            "--trust-pickle",
+            action="store_true",
+            help="read pytorch_model*.bin (tensors only, no code)",
         )
     for command in (forward, back):
         command.add_argument("--out", type=Path, required=True)
@@ -42,7 +54,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--file-gb", type=float, default=5.0, help="size of output files")
         command.add_argument("--backend", choices=("own", "bridge"), default="own")
     args = parser.parse_args(arguments)
-    for path in [getattr(args, name, None) for name in ("hf", "megatron", "config", "dir")] + getattr(args, "dirs", []):
+    for path in [
+        getattr(args, name, None) for name in ("hf", "megatron", "config", "dir")
+    ] + getattr(args, "dirs", []):
         if path is not None and not path.is_dir():
             parser.error(f"{path}: no such directory")
     return args

@@ -34,7 +34,11 @@ class ShardWriter:
         start = 0
         for piece in self.pieces:
             offsets = [start, start + piece.nbytes]
-            header[piece.name] = {"dtype": NAMES[piece.dtype], "shape": list(piece.shape), "data_offsets": offsets}
+            header[piece.name] = {
+                "dtype": NAMES[piece.dtype],
+                "shape": list(piece.shape),
+                "data_offsets": offsets,
+            }
             start = offsets[1]
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # readers map the values: their start must be aligned
@@ -47,14 +51,18 @@ class ShardWriter:
         piece = self.pieces[self._next]
         left = piece.nbytes
         for block in blocks:
-            assert (name, block.dtype) == (piece.name, piece.dtype), f"{name} {block.dtype}, expected {piece}"
+            assert (name, block.dtype) == (piece.name, piece.dtype), (
+                f"{name} {block.dtype}, expected {piece}"
+            )
             left -= self.stream.write(tensor_bytes(block.contiguous()))
         assert not left, f"{name}: {left} bytes are missing of {piece}"
         self._next += 1
 
     def close(self) -> None:
         """Flush the file to the disk.  Raises unless every tensor was written."""
-        assert self._next == len(self.pieces), f"{len(self.pieces) - self._next} tensors were not written"
+        assert self._next == len(self.pieces), (
+            f"{len(self.pieces) - self._next} tensors were not written"
+        )
         self.stream.flush()
         os.fsync(self.stream.fileno())
         self.stream.close()

@@ -34,7 +34,9 @@ def fail_if(is_broken: bool, name: str, found: str, remedy: str) -> Check:
 
 def check_line(check: Check) -> Text:
     """The check as two lines of a terminal, one line if it is OK."""
-    text = Text.assemble("  ", (f"{check.status:<5}", STYLES[check.status]), f"{check.name:<31}", check.found)
+    text = Text.assemble(
+        "  ", (f"{check.status:<5}", STYLES[check.status]), f"{check.name:<31}", check.found
+    )
     if check.remedy:
         text.append(f"\n         -> {check.remedy}", style="dim" if check.status == "WARN" else "")
     return text

@@ -1,4 +1,6 @@
-"""A configuration: parsing, start-up checks, BOS and EOS of its tokenizer, a call of its reward function."""
+"""A configuration: parsing, start-up checks, BOS and EOS of its tokenizer, a call of its reward
+function.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,16 @@ def check_model_config(path: Path) -> tuple[Config | None, ModelSpec | None, lis
         return None, None, [Check("FAIL", "parse", "refused", str(error))]
     fewest = smallest_world(cfg.parallel)
     checks = [
-        Check("OK", "parse", f"{cfg.loss.name}, replay {cfg.replay.mode}, N = {cfg.run.num_mini_batches}"),
-        Check("OK", "ranks", f"start a multiple of {fewest}: tp x pp x cp and etp x ep x pp both divide it"),
+        Check(
+            "OK",
+            "parse",
+            f"{cfg.loss.name}, replay {cfg.replay.mode}, N = {cfg.run.num_mini_batches}",
+        ),
+        Check(
+            "OK",
+            "ranks",
+            f"start a multiple of {fewest}: tp x pp x cp and etp x ep x pp both divide it",
+        ),
     ]
     spec: ModelSpec | None = None
     try:
@@ -44,11 +54,18 @@ def check_model_config(path: Path) -> tuple[Config | None, ModelSpec | None, lis
         checks.append(Check("OK", "model.path", f"{cfg.model.path}, {spec.architecture}"))
         for note in check_files(cfg, spec):
             if note.startswith("model.path"):
-                checks.append(Check("WARN", "model.path", note, "copy the rest of the checkpoint there"))
+                checks.append(
+                    Check("WARN", "model.path", note, "copy the rest of the checkpoint there")
+                )
         checks.append(Check("OK", "files", "prompts, weights, functions and folders exist"))
     except ModelError as error:
         checks.append(
-            Check("FAIL", "model.path", str(error), "set it to an HF checkpoint directory of a supported model")
+            Check(
+                "FAIL",
+                "model.path",
+                str(error),
+                "set it to an HF checkpoint directory of a supported model",
+            )
         )
     except ValueError as error:
         checks += [failed_check(problem) for problem in str(error).splitlines()]
@@ -56,14 +73,18 @@ def check_model_config(path: Path) -> tuple[Config | None, ModelSpec | None, lis
         checks.append(check_port(cfg.rollout.host, cfg.rollout.port))
     key = cfg.rollout.api_key_env
     if key is not None and not os.environ.get(key):
-        checks.append(Check("FAIL", "rollout.api_key_env", f"{key} is unset or empty", f"export {key}=..."))
+        checks.append(
+            Check("FAIL", "rollout.api_key_env", f"{key} is unset or empty", f"export {key}=...")
+        )
     return cfg, spec, checks
 
 
 def failed_check(problem: str) -> Check:
     """The check of a message "KEY = VALUE ...; remedy"."""
     found, _, remedy = problem.rpartition("; ")
-    key = next((word for word in problem.removeprefix("no such file: ").split() if "." in word), "files")
+    key = next(
+        (word for word in problem.removeprefix("no such file: ").split() if "." in word), "files"
+    )
     return Check("FAIL", key, found or problem, remedy if found else "see --dry-run")
 
 
@@ -76,11 +97,13 @@ def check_port(host: str, port: int) -> Check:
         return Check("FAIL", "rollout.port", f"{host}:{port}: {error.strerror}", remedy)
 
 
-# Tokenizer ----------------------------------------------------------------------------------------------------------
+# Tokenizer ----------------------------------------------------------------------------------------
 
 
 def check_tokenizer(cfg: Config) -> list[Check]:
-    """BOS, EOS and vocabulary as a run uses them: prompts rendered by data.chat_template, responses ended by the EOS token."""
+    """BOS, EOS and vocabulary as a run uses them: prompts rendered by data.chat_template, responses
+    ended by the EOS token.
+    """
     from megatron_rl.data.prompts import load_tokenizer  # imports transformers, which takes seconds
 
     path = cfg.model.path
@@ -107,7 +130,10 @@ def check_eos(tokenizer: PreTrainedTokenizerBase, files: dict[str, Json]) -> Che
         theirs = content.get("eos_token_id")
         ids = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
         if ids and eos not in ids:
-            remedy = "a response would not end where the model ends it: correct eos_token in tokenizer_config.json"
+            remedy = (
+                "a response would not end where the model ends it: correct eos_token in"
+                " tokenizer_config.json"
+            )
             return Check("FAIL", "EOS", f"{found}; {name}: {theirs}", remedy)
         if len(ids) > 1:
             more = [each for each in ids if each != eos]
@@ -127,8 +153,17 @@ def check_bos(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> Check:
     if adds and ids[:1] != [bos]:
         found = f"{tokenizer.bos_token!r} starts texts of this tokenizer, but not prompts"
         where = "the chat template" if cfg.data.chat_template else "data.template"
-        return Check("WARN", "BOS", found, f"write it at the start of {where}, if the model was trained with it")
-    found = "none" if bos is None else f"{tokenizer.bos_token!r}, {'once' if ids[:1] == [bos] else 'unused'}"
+        return Check(
+            "WARN",
+            "BOS",
+            found,
+            f"write it at the start of {where}, if the model was trained with it",
+        )
+    found = (
+        "none"
+        if bos is None
+        else f"{tokenizer.bos_token!r}, {'once' if ids[:1] == [bos] else 'unused'}"
+    )
     return Check("OK", "BOS", found)
 
 
@@ -141,7 +176,9 @@ def prompt_of(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> str:
 
 
 def check_end_of_turn(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> Check:
-    """The template's text after an answer is what the model was trained to end with; it should hold the EOS."""
+    """The template's text after an answer is what the model was trained to end with; it should hold
+    the EOS.
+    """
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     text = tokenizer.apply_chat_template(turns, tokenize=False, **cfg.data.chat_template_kwargs)
     ending = text.rpartition(ANSWER)[2]
@@ -151,14 +188,16 @@ def check_end_of_turn(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> Check:
     return warn_if(is_other, "end of a turn", found, remedy)
 
 
-# Reward -------------------------------------------------------------------------------------------------------------
+# Reward -------------------------------------------------------------------------------------------
 
 
 def check_reward(cfg: Config | None) -> Check:
     """The reward function in its own worker process, as in a run; math-verify on known answers."""
     from megatron_rl.reward.pool import RewardError, RewardPool
 
-    config = (cfg.reward if cfg else RewardConfig()).model_copy(update={"num_workers": 1, "on_error": "raise"})
+    config = (cfg.reward if cfg else RewardConfig()).model_copy(
+        update={"num_workers": 1, "on_error": "raise"}
+    )
     name = f"reward.function = {config.function}"
     items = list(VERIFIED) if cfg is None or config.function == "math" else rows_of_data(cfg)
     start = time.monotonic()
@@ -167,8 +206,15 @@ def check_reward(cfg: Config | None) -> Check:
             started = time.monotonic()
             rewards = pool.score([item[:3] for item in items], shaped=False).tolist()
     except (RewardError, OSError) as error:
-        return Check("FAIL", "reward", f"{name}: {error}", "fix the function; see docs/guides/data_and_reward.md")
-    seconds = f"{started - start:.1f} s to start, {time.monotonic() - started:.2f} s for {len(items)}"
+        return Check(
+            "FAIL",
+            "reward",
+            f"{name}: {error}",
+            "fix the function; see docs/guides/data_and_reward.md",
+        )
+    seconds = (
+        f"{started - start:.1f} s to start, {time.monotonic() - started:.2f} s for {len(items)}"
+    )
     if config.function != "math":
         return Check("OK", "reward", f"{name}: labels as responses score {rewards}; {seconds}")
     expected = [item[3] for item in items]

@@ -1,4 +1,6 @@
-"""Installed packages compared with megatron_rl/config/versions.py, and the options of the installed SGLang."""
+"""Installed packages compared with megatron_rl/config/versions.py, and the options of the installed
+SGLang.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,28 @@ def installed_versions() -> dict[str, str]:
 def check_packages(installed: Mapping[str, str], *, has_gpu: bool) -> list[Check]:
     """Each package, bad pairs, and the combination."""
     stack = STACKS.get(installed["python"].rpartition(".")[0], {})
-    relevant = [each for each in PACKAGES if has_gpu or each.name not in NVIDIA or each.name in installed]
-    checks = [check_package(each, installed.get(each.name), stack.get(each.name)) for each in relevant]
+    relevant = [
+        each for each in PACKAGES if has_gpu or each.name not in NVIDIA or each.name in installed
+    ]
+    checks = [
+        check_package(each, installed.get(each.name), stack.get(each.name)) for each in relevant
+    ]
     for pair in bad_pairs(installed):
         first, second = pair.first.name, pair.second.name
         found = f"{installed[first]} with {installed[second]}: {pair.reason}"
         checks.append(Check(pair.status, f"{first} + {second}", found, pair.remedy))
-    is_tested = bool(stack) and all(same(installed.get(name, ""), version) for name, version in stack.items())
+    is_tested = bool(stack) and all(
+        same(installed.get(name, ""), version) for name, version in stack.items()
+    )
     tested = [
         f"Python {python}: {', '.join(f'{name} {version}' for name, version in each.items())}"
         for python, each in STACKS.items()
     ]
     found = "a tested one" if is_tested else "not tested"
-    return [*checks, warn_if(not is_tested, "combination", found, f"tested are {'; '.join(tested)}")]
+    return [
+        *checks,
+        warn_if(not is_tested, "combination", found, f"tested are {'; '.join(tested)}"),
+    ]
 
 
 def check_package(known: Package, found: str | None, tested: str | None) -> Check:
@@ -66,8 +77,12 @@ def check_package(known: Package, found: str | None, tested: str | None) -> Chec
     if known.name == "sglang":
         return check_sglang(found)
     if not admits(known.versions, found):
-        return Check("FAIL", known.name, found, f"supported: {known.versions}, {known.source}{hint}")
-    return warn_if(tested is not None and not same(found, tested), known.name, found, f"may run{hint}")
+        return Check(
+            "FAIL", known.name, found, f"supported: {known.versions}, {known.source}{hint}"
+        )
+    return warn_if(
+        tested is not None and not same(found, tested), known.name, found, f"may run{hint}"
+    )
 
 
 def check_sglang(found: str, name: str = "sglang") -> Check:
@@ -81,7 +96,9 @@ def check_sglang(found: str, name: str = "sglang") -> Check:
         remedy = f"supported: {rule.versions}: {rule.source}; upgrade it, tested: {TESTED_SGLANG}"
         return Check("FAIL", name, found, remedy)
     is_tested = any(same(found, tested) for tested in SGLANG_TESTED)
-    return warn_if(not is_tested, name, found, "; ".join([*lacks(found), f"tested: {TESTED_SGLANG}"]))
+    return warn_if(
+        not is_tested, name, found, "; ".join([*lacks(found), f"tested: {TESTED_SGLANG}"])
+    )
 
 
 def same(found: str, tested: str) -> bool:
@@ -93,10 +110,14 @@ def same(found: str, tested: str) -> bool:
 
 
 def check_server_flags() -> list[Check]:
-    """Read SGLang's argument definitions as text: importing them needs a GPU or the CPU launcher's patches."""
+    """Read SGLang's argument definitions as text: importing them needs a GPU or the CPU launcher's
+    patches.
+    """
     spec = util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
-        return [Check("WARN", "sglang", "not installed here", "check the servers themselves with --url")]
+        return [
+            Check("WARN", "sglang", "not installed here", "check the servers themselves with --url")
+        ]
     root = Path(next(iter(spec.submodule_search_locations))) / "srt"
     sources = [*root.glob("arg_groups/**/*.py"), root / "server_args.py"]
     text = "\n".join(path.read_text(errors="replace") for path in sources if path.is_file())

@@ -1,6 +1,8 @@
-"""Connections between ranks: missing ranks, round trips, bandwidth, clocks.  Under torchrun, or with two ranks started here.
+"""Connections between ranks: missing ranks, round trips, bandwidth, clocks.  Under torchrun, or
+with two ranks started here.
 
-Rank 0 reports.  A roll call in the store comes first and names missing ranks: collectives would hang without naming one.
+Rank 0 reports.  A roll call in the store comes first and names missing ranks: collectives would
+hang without naming one.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Peer:
-    """Rank 0's measurements with another rank: fastest round trip in seconds, bytes/s one way, seconds its clock is ahead."""
+    """Rank 0's measurements with another rank: fastest round trip in seconds, bytes/s one way,
+    seconds its clock is ahead.
+    """
 
     rank: int
     host: str
@@ -44,7 +48,8 @@ class Peer:
 
 
 def check_ranks(deadline: float) -> list[Check]:
-    """Connect to the ranks of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); [] on all ranks but 0.
+    """Connect to the ranks of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); [] on all
+    ranks but 0.
 
     `deadline`: seconds until a rank counts as missing.
     """
@@ -57,37 +62,56 @@ def check_ranks(deadline: float) -> list[Check]:
     hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     patience = timedelta(seconds=deadline + 10 * (rank > 0))  # others wait for rank 0's result
     try:
-        shared = dist.TCPStore(address, port, is_master=hosts_store, wait_for_workers=False, timeout=patience)
-        store = dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
+        shared = dist.TCPStore(
+            address, port, is_master=hosts_store, wait_for_workers=False, timeout=patience
+        )
+        store = dist.PrefixStore(
+            f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared
+        )
         missing = roll_call(store, rank, world, deadline)
         if rank == 0:
             store.set("roll_call", "incomplete" if missing else "complete")
-            time.sleep(1.0 if missing else 0.0)  # the store ends with this process: let the others read it
-        elif store.get("roll_call") == b"incomplete":  # waits for rank 0, which reports the missing ranks
+            # the store ends with this process: let the others read it
+            time.sleep(1.0 if missing else 0.0)
+        # waits for rank 0, which reports the missing ranks
+        elif store.get("roll_call") == b"incomplete":
             return []
     except dist.DistError as error:
-        found = f"rank {rank} cannot reach the store of rank 0 at {address}:{port}: {first_line_of(error)}"
+        found = (
+            f"rank {rank} cannot reach the store of rank 0 at {address}:{port}:"
+            f" {first_line_of(error)}"
+        )
         remedy = "does that address belong to rank 0, and does a firewall block the port?"
         return [Check("FAIL", "roll call", found, remedy)]
     if missing:
         absent = ", ".join(map(str, missing[:SHOWN]))
-        found = f"{world - len(missing)} of {world} connected within {deadline:g} s; missing: {absent}"
-        remedy = "see the logs of those ranks; same rendezvous, MASTER_ADDR and network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)?"
+        found = (
+            f"{world - len(missing)} of {world} connected within {deadline:g} s; missing: {absent}"
+        )
+        remedy = (
+            "see the logs of those ranks; same rendezvous, MASTER_ADDR and network"
+            " (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)?"
+        )
         return [Check("FAIL", "roll call", found, remedy)]
     uses_cuda = torch.cuda.is_available()
     if uses_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     try:
-        checks = [Check("OK", "roll call", f"{world} ranks on {len(set(hosts(store, world)))} host(s)")]
+        checks = [
+            Check("OK", "roll call", f"{world} ranks on {len(set(hosts(store, world)))} host(s)")
+        ]
         for backend in ("gloo", "nccl") if uses_cuda else ("gloo",):
             own = dist.PrefixStore(backend, store)
-            dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=patience)
+            dist.init_process_group(
+                backend, store=own, rank=rank, world_size=world, timeout=patience
+            )
             device = torch.device("cuda" if backend == "nccl" else "cpu")
             checks += measure_ranks(backend, device, rank, hosts(store, world))
             dist.destroy_process_group()
     except (RuntimeError, dist.DistError) as error:
         remedy = (
-            "the roll call worked, so the address is right: see GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO"
+            "the roll call worked, so the address is right: see GLOO_SOCKET_IFNAME,"
+            " NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO"
         )
         return [Check("FAIL", f"rank {rank}", first_line_of(error), remedy)]
     roll_call(store, rank, world, deadline, "done")  # rank 0 has the store: it leaves last
@@ -99,7 +123,10 @@ def first_line_of(error: BaseException) -> str:
 
 
 def roll_call(store: Store, rank: int, world: int, deadline: float, key: str = "here") -> list[int]:
-    """Register this rank; rank 0 waits for all.  Returns the ranks missing at the deadline, [] on other ranks."""
+    """Register this rank; rank 0 waits for all.
+
+    Returns the ranks missing at the deadline, [] on other ranks.
+    """
     store.set(f"{key}/{rank}", socket.gethostname())
     if rank:
         return []
@@ -116,16 +143,27 @@ def hosts(store: Store, world: int) -> list[str]:
 
 
 def measure_ranks(backend: str, device: torch.device, rank: int, names: list[str]) -> list[Check]:
-    """All-reduce over all ranks, then rank 0 with each other rank.  Collective; `names`: hosts of the ranks."""
+    """All-reduce over all ranks, then rank 0 with each other rank.
+
+    Collective; `names`: hosts of the ranks.
+    """
     world = len(names)
     small, large = all_reduce_seconds(device, 1), all_reduce_seconds(device, PAYLOAD)
     bus = 2 * (world - 1) / world * PAYLOAD * 4 / large  # bytes that every rank sends and receives
     found = f"{1e3 * small:.2f} ms for a number, {bus / 1e9:.2f} GB/s for {PAYLOAD >> 18} MiB"
     checks = [Check("OK", f"{backend} all-reduce", found)]
-    peers = [peer for other in range(1, world) if (peer := ping(device, rank, other, names[other])) is not None]
+    peers = [
+        peer
+        for other in range(1, world)
+        if (peer := ping(device, rank, other, names[other])) is not None
+    ]
     if not peers:
         return []
-    return [*checks, *check_peers(backend, peers), *([check_clocks(peers)] if backend == "gloo" else [])]
+    return [
+        *checks,
+        *check_peers(backend, peers),
+        *([check_clocks(peers)] if backend == "gloo" else []),
+    ]
 
 
 def timed(action: Callable[[], object], device: torch.device) -> float:
@@ -145,17 +183,25 @@ def all_reduce_seconds(device: torch.device, elements: int) -> float:
     import torch.distributed as dist
 
     payload = torch.ones(elements, device=device)
-    return statistics.median([timed(lambda: dist.all_reduce(payload), device) for _ in range(REPEATS + 1)][1:])
+    return statistics.median(
+        [timed(lambda: dist.all_reduce(payload), device) for _ in range(REPEATS + 1)][1:]
+    )
 
 
 def ping(device: torch.device, rank: int, other: int, host: str) -> Peer | None:
-    """Rank 0 reads the clock of `other`, and sends it a payload.  Returns a Peer on rank 0, else None."""
+    """Rank 0 reads the clock of `other`, and sends it a payload.
+
+    Returns a Peer on rank 0, else None.
+    """
     import torch
     import torch.distributed as dist
 
     if rank not in (0, other):
         return None
-    clock, payload = torch.zeros(1, dtype=torch.float64, device=device), torch.ones(PAYLOAD, device=device)
+    clock, payload = (
+        torch.zeros(1, dtype=torch.float64, device=device),
+        torch.ones(PAYLOAD, device=device),
+    )
     trips: list[tuple[float, float]] = []
     for _ in range(PINGS):
         if rank == 0:
@@ -168,7 +214,8 @@ def ping(device: torch.device, rank: int, other: int, host: str) -> Peer | None:
             dist.recv(clock, 0)
             dist.send(clock.fill_(time.time()), 0)
     seconds = [
-        timed(lambda: dist.send(payload, other) if rank == 0 else dist.recv(payload, 0), device) for _ in range(3)
+        timed(lambda: dist.send(payload, other) if rank == 0 else dist.recv(payload, 0), device)
+        for _ in range(3)
     ]
     if rank == 0:
         dist.recv(clock, other)  # after the last payload arrived
@@ -180,24 +227,36 @@ def ping(device: torch.device, rank: int, other: int, host: str) -> Peer | None:
 
 def check_peers(backend: str, peers: list[Peer]) -> Iterator[Check]:
     """One line, and one for each peer that is three times slower than the median."""
-    trip, speed = statistics.median(p.round_trip for p in peers), statistics.median(p.bandwidth for p in peers)
-    found = f"{len(peers)} peer(s) of rank 0: {1e3 * trip:.2f} ms there and back, {speed / 1e9:.2f} GB/s (medians)"
+    trip, speed = (
+        statistics.median(p.round_trip for p in peers),
+        statistics.median(p.bandwidth for p in peers),
+    )
+    found = (
+        f"{len(peers)} peer(s) of rank 0: {1e3 * trip:.2f} ms there and back, {speed / 1e9:.2f}"
+        " GB/s (medians)"
+    )
     yield Check("OK", f"{backend} ping", found)
     slow = [p for p in peers if p.bandwidth < speed / 3 or p.round_trip > max(3 * trip, 1e-3)]
     for peer in slow[:SHOWN]:
-        found = f"rank {peer.rank} on {peer.host}: {1e3 * peer.round_trip:.2f} ms, {peer.bandwidth / 1e9:.2f} GB/s"
+        found = (
+            f"rank {peer.rank} on {peer.host}: {1e3 * peer.round_trip:.2f} ms,"
+            f" {peer.bandwidth / 1e9:.2f} GB/s"
+        )
         remedy = "all ranks wait for it: check that node's network and load"
         yield Check("WARN", f"{backend} slow peer", found, remedy)
 
 
 def check_clocks(peers: list[Peer]) -> Check:
     worst = max(peers, key=lambda peer: abs(peer.skew))
-    found = f"at most {1e3 * abs(worst.skew):.1f} ms apart from rank 0's (rank {worst.rank} on {worst.host})"
+    found = (
+        f"at most {1e3 * abs(worst.skew):.1f} ms apart from rank 0's (rank {worst.rank} on"
+        f" {worst.host})"
+    )
     remedy = "timestamps of logs will not match: run NTP or chrony on every node"
     return warn_if(abs(worst.skew) > MOST_SKEW_SECONDS, "clocks", found, remedy)
 
 
-# Two ranks on this machine ------------------------------------------------------------------------------------------
+# Two ranks on this machine ------------------------------------------------------------------------
 
 
 def check_local_ranks(deadline: float, world: int = 2) -> list[Check]:
@@ -206,7 +265,12 @@ def check_local_ranks(deadline: float, world: int = 2) -> list[Check]:
         port = probe.getsockname()[1]
     of_torchrun = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(of_torchrun)}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    env |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+    }
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if count_gpus() < world:
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -225,7 +289,14 @@ def check_local_ranks(deadline: float, world: int = 2) -> list[Check]:
     try:
         answers = [rank.communicate(timeout=4 * deadline + 60) for rank in ranks]
     except subprocess.TimeoutExpired:
-        return [Check("FAIL", "ranks", f"not done after {4 * deadline + 60:g} s", "is this machine overloaded?")]
+        return [
+            Check(
+                "FAIL",
+                "ranks",
+                f"not done after {4 * deadline + 60:g} s",
+                "is this machine overloaded?",
+            )
+        ]
     finally:
         for process in ranks:
             with suppress(ProcessLookupError):
@@ -234,7 +305,11 @@ def check_local_ranks(deadline: float, world: int = 2) -> list[Check]:
     checks = []
     for rank, (out, errors) in enumerate(answers):
         try:
-            checks += [Check(**check) for section in json.loads(out)["sections"] for check in section["checks"]]
+            checks += [
+                Check(**check)
+                for section in json.loads(out)["sections"]
+                for check in section["checks"]
+            ]
         except (ValueError, KeyError, TypeError):  # it died before it printed its report
             found = errors.strip()[-300:] or "printed nothing"
             checks.append(Check("FAIL", f"rank {rank}", found, "can torch be imported?"))

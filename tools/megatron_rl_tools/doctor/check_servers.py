@@ -24,14 +24,31 @@ def check_url(url: str, api_key_env: str | None, *, needs_routes: bool) -> list[
     try:
         info = server_info(url, headers)
     except ServerError as error:
-        return [Check("FAIL", "answer", str(error), "is the address right, the server up and not paused, the key set?")]
+        return [
+            Check(
+                "FAIL",
+                "answer",
+                str(error),
+                "is the address right, the server up and not paused, the key set?",
+            )
+        ]
     remedy = "restart it with --enable-return-routed-experts: R3 and replay.measure need expert ids"
-    found = f"{info.route_width} ids a token (layers x experts per token)" if info.routed_experts else "not returned"
+    found = (
+        f"{info.route_width} ids a token (layers x experts per token)"
+        if info.routed_experts
+        else "not returned"
+    )
     return [
         check_sglang(info.version, "version"),
-        Check("OK", "model", f"{info.model_path} in {info.dtype}, weight version {info.weight_version}"),
+        Check(
+            "OK",
+            "model",
+            f"{info.model_path} in {info.dtype}, weight version {info.weight_version}",
+        ),
         check_clock(url),
-        (fail_if if needs_routes else warn_if)(not info.routed_experts, "routed experts", found, remedy),
+        (fail_if if needs_routes else warn_if)(
+            not info.routed_experts, "routed experts", found, remedy
+        ),
         *check_server_settings(info.settings, needs_routes=needs_routes),
     ]
 
@@ -42,23 +59,37 @@ def check_server_settings(settings: Values, *, needs_routes: bool) -> Iterator[C
         if setting.name != "version" and (kind := verdict(setting, value)) != "proven":
             found = f"{setting.name} = {shown(value)} is {kind}: {reason(setting, value)}"
             name = f'rollout.allow_unproven = ["{setting.name}"]'
-            remedy = "start the server without it" + (f", or set {name}" if kind == "unproven" else "")
+            remedy = "start the server without it" + (
+                f", or set {name}" if kind == "unproven" else ""
+            )
             yield Check("FAIL" if kind == "refused" else "WARN", "setting", found, remedy)
 
 
 def check_clock(url: str) -> Check:
-    """The server's clock by the Date of an answer, compared with this machine's in the middle of the request."""
+    """The server's clock by the Date of an answer, compared with this machine's in the middle of
+    the request.
+    """
     before = time.time()
     try:
-        date = httpx.get(f"{url.rstrip('/')}/health", timeout=10, trust_env=False).headers.get("date")
+        date = httpx.get(f"{url.rstrip('/')}/health", timeout=10, trust_env=False).headers.get(
+            "date"
+        )
     except httpx.HTTPError as error:
         return Check("WARN", "clock", f"no answer: {error!r}", "is it busy or paused?")
     middle = (before + time.time()) / 2
     try:
         theirs = parsedate_to_datetime(date or "").timestamp()
     except ValueError:
-        return Check("WARN", "clock", f"the answer has no date, {date!r}", "check the clock of that machine: date")
+        return Check(
+            "WARN",
+            "clock",
+            f"the answer has no date, {date!r}",
+            "check the clock of that machine: date",
+        )
     skew = theirs + 0.5 - middle  # 0.5: the header is truncated to seconds
-    found = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'earlier than'} this machine's, to about a second"
+    found = (
+        f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'earlier than'} this machine's, to about a"
+        " second"
+    )
     remedy = "logs and ages of rollouts will not match: run NTP or chrony on both"
     return warn_if(abs(skew) > MOST_SKEW_SECONDS, "clock", found, remedy)

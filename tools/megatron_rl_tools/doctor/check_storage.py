@@ -1,4 +1,6 @@
-"""The disk that a run writes to: space compared with the size of checkpoints, and speed, by writing and reading a file."""
+"""The disk that a run writes to: space compared with the size of checkpoints, and speed, by writing
+and reading a file.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,27 @@ SLOW_MB = 100.0  # a second: a checkpoint of a 30B model (420 GB) would take mor
 
 
 def check_disk(folder: Path, needed: int = 0, why: str = "", *, measure: bool) -> list[Check]:
-    """Whether `folder` is writable, has `needed` bytes free (for `why`), and, with `measure`, how fast it is."""
-    existing = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists())
+    """Whether `folder` is writable, has `needed` bytes free (for `why`), and, with `measure`, how
+    fast it is.
+    """
+    existing = next(
+        parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists()
+    )
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return [Check("FAIL", "run directory", f"{existing} is not a writable folder", "choose another run.dir")]
+        return [
+            Check(
+                "FAIL",
+                "run directory",
+                f"{existing} is not a writable folder",
+                "choose another run.dir",
+            )
+        ]
     free = shutil.disk_usage(existing).free
     found = f"{folder}, {filesystem(existing)}, {free / GIB:.1f} GiB free"
-    remedy = f"{why} take about {needed / GIB:.1f} GiB: choose another run.dir, or set checkpoint.keep_last"
+    remedy = (
+        f"{why} take about {needed / GIB:.1f} GiB: choose another run.dir, or set"
+        " checkpoint.keep_last"
+    )
     space = warn_if(free < needed, "run directory", found, remedy)
     if free < needed / 2:
         space = Check("FAIL", "run directory", found, remedy)
@@ -37,7 +53,9 @@ def check_disk(folder: Path, needed: int = 0, why: str = "", *, measure: bool) -
 
 
 def check_speed(folder: Path) -> Check:
-    """Sequential writes that reach the disk (fsync), for at most MOST_SECONDS, and reading them again."""
+    """Sequential writes that reach the disk (fsync), for at most MOST_SECONDS, and reading them
+    again.
+    """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor_") as file:
             start, chunks = time.monotonic(), 0
@@ -48,15 +66,23 @@ def check_speed(folder: Path) -> Check:
             os.fsync(file.fileno())
             megabytes = chunks * len(CHUNK) / 1e6
             written = megabytes / (time.monotonic() - start)
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else it is read from the page cache
+            # else it is read from the page cache
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             start = time.monotonic()
             file.seek(0)
             while file.read(len(CHUNK)):
                 pass
             read = megabytes / (time.monotonic() - start)
     except OSError as error:
-        return Check("FAIL", "disk speed", f"{folder}: {error.strerror}", "make room, or choose another run.dir")
-    found = f"{written:,.0f} MB/s written, {read:,.0f} MB/s read, {megabytes:,.0f} MB by one process"
+        return Check(
+            "FAIL",
+            "disk speed",
+            f"{folder}: {error.strerror}",
+            "make room, or choose another run.dir",
+        )
+    found = (
+        f"{written:,.0f} MB/s written, {read:,.0f} MB/s read, {megabytes:,.0f} MB by one process"
+    )
     remedy = "slow for checkpoints: choose another run.dir, or set checkpoint.async_save"
     return warn_if(written < SLOW_MB, "disk speed", found, remedy)
 
@@ -65,14 +91,18 @@ def filesystem(folder: Path) -> str:
     """Type of the file system that holds `folder`, e.g. ext4 or nfs4."""
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     here = folder.resolve()
-    return next((mounts[parent] for parent in (here, *here.parents) if parent in mounts), "unknown file system")
+    return next(
+        (mounts[parent] for parent in (here, *here.parents) if parent in mounts),
+        "unknown file system",
+    )
 
 
 def kept_bytes(cfg: Config, spec: ModelSpec) -> tuple[int, str]:
     """(bytes of all that the run will keep, in words)."""
     one = checkpoint_bytes(cfg, spec)
     saves = 1 + (cfg.run.num_steps - 1) // cfg.checkpoint.every if cfg.checkpoint.every else 1
-    kept = min(saves, cfg.checkpoint.keep_last + 1) if cfg.checkpoint.keep_last else saves  # 1: the one being written
+    # 1: the one being written
+    kept = min(saves, cfg.checkpoint.keep_last + 1) if cfg.checkpoint.keep_last else saves
     size = 2 if cfg.model.dtype == "bfloat16" else 4
     exported = full_model(spec).total * size if cfg.checkpoint.export_hf else 0
     model = " and the exported model" if exported else ""

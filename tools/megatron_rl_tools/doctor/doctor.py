@@ -1,4 +1,6 @@
-"""The command `megatron-rl doctor`: runs the checks and prints one line for each; options.py parses its arguments."""
+"""The command `megatron-rl doctor`: runs the checks and prints one line for each; options.py parses
+its arguments.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from rich.text import Text
 from megatron_rl_tools.doctor.check import STYLES, Check, check_line
 from megatron_rl_tools.doctor.check_machine import check_machine, check_visible_gpus
 from megatron_rl_tools.doctor.check_model import check_model_config, check_reward, check_tokenizer
-from megatron_rl_tools.doctor.check_packages import check_packages, check_server_flags, installed_versions
+from megatron_rl_tools.doctor.check_packages import (
+    check_packages,
+    check_server_flags,
+    installed_versions,
+)
 from megatron_rl_tools.doctor.check_ranks import check_local_ranks, check_ranks
 from megatron_rl_tools.doctor.check_servers import check_url
 from megatron_rl_tools.doctor.check_storage import check_disk, kept_bytes
@@ -27,10 +33,13 @@ Sections = Iterator[tuple[str, list[Check]]]
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
-    is_other_rank = arguments.ranks and os.environ.get("RANK", "0") != "0"  # rank 0 reports, others only their failures
+    # rank 0 reports, others only their failures
+    is_other_rank = arguments.ranks and os.environ.get("RANK", "0") != "0"
     console = Console(highlight=False, soft_wrap=True)
     counts, sections = dict.fromkeys(STYLES, 0), []
-    for title, checks in examine_ranks(arguments.deadline) if arguments.ranks else examine_machine(arguments):
+    for title, checks in (
+        examine_ranks(arguments.deadline) if arguments.ranks else examine_machine(arguments)
+    ):
         for check in checks:
             counts[check.status] += 1
         sections.append({"title": title, "checks": [asdict(check) for check in checks]})
@@ -56,23 +65,37 @@ def examine_ranks(deadline: float) -> Sections:
 def examine_machine(arguments: argparse.Namespace) -> Sections:
     """Yield (section title, checks), cheap ones first."""
     yield "Machine", check_machine()
-    cfg, spec, checks = check_model_config(arguments.config) if arguments.config else (None, None, [])
-    gpus = check_visible_gpus(required=cfg is not None and cfg.run.device == "cuda", building=arguments.build)
+    cfg, spec, checks = (
+        check_model_config(arguments.config) if arguments.config else (None, None, [])
+    )
+    gpus = check_visible_gpus(
+        required=cfg is not None and cfg.run.device == "cuda", building=arguments.build
+    )
     yield "GPUs", gpus
     yield "Packages", check_packages(installed_versions(), has_gpu=len(gpus) > 1 or arguments.build)
     yield "SGLang options", check_server_flags()
     if arguments.config is not None:
         yield f"Configuration {arguments.config}", checks
-        if cfg is not None and spec is not None and not any(check.status == "FAIL" for check in checks):
+        if (
+            cfg is not None
+            and spec is not None
+            and not any(check.status == "FAIL" for check in checks)
+        ):
             yield "Tokenizer", check_tokenizer(cfg)
     needed, why = kept_bytes(cfg, spec) if cfg and spec else (0, "")
-    yield "Disk", check_disk(cfg.run_dir if cfg else Path("runs"), needed, why, measure=not arguments.quick)
+    yield (
+        "Disk",
+        check_disk(cfg.run_dir if cfg else Path("runs"), needed, why, measure=not arguments.quick),
+    )
     if not arguments.quick:
         yield "Reward", [check_reward(cfg)]
         yield "Ranks (two, on this machine)", check_local_ranks(arguments.deadline)
     key_name = arguments.api_key_env or (cfg.rollout.api_key_env if cfg else None)
     for url in dict.fromkeys([*arguments.url, *(cfg.rollout.urls if cfg else ())]):
-        yield f"Server {url}", check_url(url, key_name, needs_routes=cfg is None or cfg.needs_routes)
+        yield (
+            f"Server {url}",
+            check_url(url, key_name, needs_routes=cfg is None or cfg.needs_routes),
+        )
 
 
 if __name__ == "__main__":

@@ -1,1 +1,3 @@
-"""Explain a mismatch between trainer and server: the same tokens through both, then one difference after the other removed."""
+"""Explain a mismatch between trainer and server: the same tokens through both, then one difference
+after the other removed.
+"""

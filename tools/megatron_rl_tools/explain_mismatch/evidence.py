@@ -1,6 +1,7 @@
 """Evidence: what was measured, as numbers and texts under names that the rules (verdicts.py) read.
 
-KL is k3, the mean over sampled tokens of exp(d) - 1 - d with d = log pi - log mu, in nats: never negative, 0 only where equal.
+KL is k3, the mean over sampled tokens of exp(d) - 1 - d with d = log pi - log mu, in nats: never
+negative, 0 only where equal.
 Shapes: R sampled tokens, S tokens, L MoE layers, K top-k.
 """
 
@@ -20,7 +21,10 @@ MOST_NATS = 20.0
 
 
 class Evidence(dict[str, Value]):
-    """Name -> number (booleans are 0 and 1) or text.  A rule that reads a name that is not here does not hold."""
+    """Name -> number (booleans are 0 and 1) or text.
+
+    A rule that reads a name that is not here does not hold.
+    """
 
     def number(self, name: str) -> float | None:
         value = self.get(name)
@@ -28,18 +32,26 @@ class Evidence(dict[str, Value]):
 
     def add(self, prefix: str, **values: Value | None) -> None:
         """PREFIX.NAME for each value that is known."""
-        self.update({f"{prefix}.{name}": value for name, value in values.items() if value is not None})
+        self.update(
+            {f"{prefix}.{name}": value for name, value in values.items() if value is not None}
+        )
 
 
 def kl(mu: Sequence[np.ndarray], pi: Sequence[np.ndarray]) -> float:
     """k3 of KL(mu, pi) over the sampled tokens of all sequences, nats."""
-    d = np.concatenate([p.astype(np.float64) - m for m, p in zip(mu, pi, strict=True)]).clip(-MOST_NATS, MOST_NATS)
+    d = np.concatenate([p.astype(np.float64) - m for m, p in zip(mu, pi, strict=True)]).clip(
+        -MOST_NATS, MOST_NATS
+    )
     return float(np.mean(np.expm1(d) - d))
 
 
 def difference(mu: Sequence[np.ndarray], pi: Sequence[np.ndarray]) -> float:
     """Mean of |log mu - log pi|, nats."""
-    return float(np.mean(np.abs(np.concatenate([m.astype(np.float64) - p for m, p in zip(mu, pi, strict=True)]))))
+    return float(
+        np.mean(
+            np.abs(np.concatenate([m.astype(np.float64) - p for m, p in zip(mu, pi, strict=True)]))
+        )
+    )
 
 
 def overlap(served: np.ndarray, own: np.ndarray) -> float:
@@ -60,9 +72,15 @@ def shifted_overlap(served: np.ndarray, own: np.ndarray, shift: int) -> float:
 
 
 def route_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evidence:
-    """Do the server's routes belong to these rows, layers and sequences?  halves: the trainer's own choice, live."""
+    """Do the server's routes belong to these rows, layers and sequences?
+
+    halves: the trainer's own choice, live.
+    """
     found = Evidence()
-    pairs = [(rollout.routed_experts, half.routes) for rollout, half in zip(rollouts, halves, strict=True)]
+    pairs = [
+        (rollout.routed_experts, half.routes)
+        for rollout, half in zip(rollouts, halves, strict=True)
+    ]
     known = [(served, own) for served, own in pairs if served is not None and own.shape[1]]
     if not known:
         return found
@@ -85,7 +103,8 @@ def route_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evide
         for shift in range(min(num_layers, 4))
     }
     found.add(
-        "routes", overlap=by_row[0], row_shift=best(by_row), row_offset=-best(by_row), row_shift_overlap=max(by_row.values()),
+        "routes", overlap=by_row[0], row_shift=best(by_row), row_offset=-best(by_row),
+        row_shift_overlap=max(by_row.values()),
         layer_shift=best(by_layer), layer_shift_overlap=max(by_layer.values()),
     )  # fmt: skip
     others = [
@@ -96,14 +115,22 @@ def route_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evide
     ]
     partners = [
         max(
-            (overlap(other[: len(own)], own[: len(other)]) for at, (other, _) in enumerate(known) if at != number),
+            (
+                overlap(other[: len(own)], own[: len(other)])
+                for at, (other, _) in enumerate(known)
+                if at != number
+            ),
             default=0.0,
         )
         for number, (_, own) in enumerate(known)
     ]
     own_overlap = [overlap(served, own) for served, own in known]
     foreign = [p > o + 0.2 and p > 0.8 for p, o in zip(partners, own_overlap, strict=True)]
-    found.add("routes", foreign=float(np.mean(foreign)), others_overlap=float(np.mean(others)) if others else None)
+    found.add(
+        "routes",
+        foreign=float(np.mean(foreign)),
+        others_overlap=float(np.mean(others)) if others else None,
+    )
     return found
 
 
@@ -112,8 +139,13 @@ def logprob_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evi
     found = Evidence()
     scores = {}
     for shift in range(-LONGEST_SHIFT, LONGEST_SHIFT + 1):
-        mine = [half.logprobs[max(0, -shift) : len(half.logprobs) - max(0, shift)] for half in halves]
-        theirs = [r.rollout_logprobs[max(0, shift) : len(r.rollout_logprobs) - max(0, -shift)] for r in rollouts]
+        mine = [
+            half.logprobs[max(0, -shift) : len(half.logprobs) - max(0, shift)] for half in halves
+        ]
+        theirs = [
+            r.rollout_logprobs[max(0, shift) : len(r.rollout_logprobs) - max(0, -shift)]
+            for r in rollouts
+        ]
         if min(map(len, mine)) > 0:
             scores[shift] = difference(theirs, mine), kl(theirs, mine)
     top = min(scores, key=lambda key: scores[key][0])
@@ -126,7 +158,8 @@ def logprob_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evi
 def flip_evidence(
     rollouts: Sequence[Rollout], halves: Sequence[Half], *, num_layers: int
 ) -> tuple[Evidence, list[dict[str, float]]]:
-    """Where routers choose otherwise although the layers below had the same routes; and a table by layer.
+    """Where routers choose otherwise although the layers below had the same routes; and a table by
+    layer.
 
     A flip whose gap is above a tenth of the usual margin is clear: rounding does not explain it.
     """
@@ -138,7 +171,10 @@ def flip_evidence(
     ]
     for layer in range(num_layers if known else 0):
         flipped = np.concatenate([flips(served, half.routes)[:, layer] for served, half in known])
-        gap, margin = (np.concatenate([getattr(h, name)[:, layer] for _, h in known]) for name in ("gap", "margin"))
+        gap, margin = (
+            np.concatenate([getattr(h, name)[:, layer] for _, h in known])
+            for name in ("gap", "margin")
+        )
         usual = float(np.median(margin))
         clear = flipped & (gap > 0.1 * usual)
         table.append(
@@ -158,14 +194,25 @@ def flip_evidence(
             clear=float(np.mean([row["clear"] for row in table])),
         )
     if first is not None:
-        found.add("flips", first_layer=first["layer"], first_gap=first["gap"], first_margin=first["margin"])
+        found.add(
+            "flips",
+            first_layer=first["layer"],
+            first_gap=first["gap"],
+            first_margin=first["margin"],
+        )
     return found, table
 
 
-def position_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half], borders: Sequence[int]) -> Evidence:
+def position_evidence(
+    rollouts: Sequence[Rollout], halves: Sequence[Half], borders: Sequence[int]
+) -> Evidence:
     """Does the difference grow with the position, or sit at the borders of pages and chunks?"""
     places = np.concatenate([r.sampled - 1 for r in rollouts])
-    sizes = np.abs(np.concatenate([r.rollout_logprobs - h.logprobs for r, h in zip(rollouts, halves, strict=True)]))
+    sizes = np.abs(
+        np.concatenate(
+            [r.rollout_logprobs - h.logprobs for r, h in zip(rollouts, halves, strict=True)]
+        )
+    )
     found = Evidence()
     early, late = places <= np.quantile(places, 0.3), places >= np.quantile(places, 0.7)
     if early.any() and late.any() and sizes[early].mean() > 0:
@@ -173,5 +220,7 @@ def position_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half], borde
     for border in borders:
         at = places % border == 0
         if border > 1 and at.any() and not at.all() and sizes[~at].mean() > 0:
-            found.add("position", **{f"border_{border}": float(sizes[at].mean() / sizes[~at].mean())})
+            found.add(
+                "position", **{f"border_{border}": float(sizes[at].mean() / sizes[~at].mean())}
+            )
     return found

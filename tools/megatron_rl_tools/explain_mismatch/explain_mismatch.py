@@ -1,4 +1,6 @@
-"""The command `megatron-rl explain-mismatch`: a server, a run or a saved mini-batch; options.py parses its arguments."""
+"""The command `megatron-rl explain-mismatch`: a server, a run or a saved mini-batch; options.py
+parses its arguments.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from megatron_rl_tools.explain_mismatch.ladder import Explanation, Ladder
 from megatron_rl_tools.explain_mismatch.mismatch_page import write_page
 from megatron_rl_tools.explain_mismatch.options import COMMAND, DTYPES, parse
 from megatron_rl_tools.explain_mismatch.server_side import ServerSide, connect_to_server
-from megatron_rl_tools.explain_mismatch.token_inputs import Saved, make_prompts, read_bundle, read_run
+from megatron_rl_tools.explain_mismatch.token_inputs import (
+    Saved,
+    make_prompts,
+    read_bundle,
+    read_run,
+)
 from megatron_rl_tools.explain_mismatch.trainer_side import TrainerSide
 
 LONGEST, LEAST_LENGTH = 160, 4
@@ -46,20 +53,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not (args.folder / BUNDLE).is_file():
                 history = read_history(args.folder)  # shown also where the ladder cannot run
         explanation = of_server(args) if args.folder is None else of_folder(args)
-    except (ValueError, ServerError, httpx.HTTPError, SafetensorError, OSError, MemoryError, RuntimeError) as error:
+    except (
+        ValueError,
+        ServerError,
+        httpx.HTTPError,
+        SafetensorError,
+        OSError,
+        MemoryError,
+        RuntimeError,
+    ) as error:
         problem = describe_error(error)
         print(f"{COMMAND}: {problem}", file=sys.stderr)
         if history is None:
             return 2
     if history is not None and explanation is None:
-        reason = problem or "no tokens were saved that the weights of model.path sampled (first step)"
+        reason = (
+            problem or "no tokens were saved that the weights of model.path sampled (first step)"
+        )
         history = replace(history, notes=(*history.notes, f"no ladder: {reason}"))
     page = write_page(args.output, explanation, history, title=str(args.folder or args.url))
     if args.json:
         print(json.dumps(as_json(explanation, history), indent=1))
     else:
         print(
-            "\n".join([*(history.lines() if history else ()), *(describe_inputs(explanation) if explanation else ())])
+            "\n".join(
+                [
+                    *(history.lines() if history else ()),
+                    *(describe_inputs(explanation) if explanation else ()),
+                ]
+            )
         )
         print(f"page: {page}")
     if problem:
@@ -71,9 +93,15 @@ def describe_error(error: Exception) -> str:
     """What to do about it.  Raises the error again where it is a defect of this command."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return f"{text}; the model must fit on one device: lower --longest or --prompts, or use --device cpu"
+        return (
+            f"{text}; the model must fit on one device: lower --longest or --prompts, or use"
+            " --device cpu"
+        )
     if isinstance(error, httpx.HTTPError):
-        return f"--url: the server stopped answering ({text}); see its log, and start the command again"
+        return (
+            f"--url: the server stopped answering ({text}); see its log, and start the command"
+            " again"
+        )
     if isinstance(error, RuntimeError) and not isinstance(error, ServerError):
         raise error
     return str(error)
@@ -88,10 +116,14 @@ def of_server(args: argparse.Namespace) -> Explanation:
     spec = make_spec(load_hf_config(args.model))
     check_max_tokens(args, spec.max_positions)
     cfg = explain_config(args, longest=args.longest + args.response + 1)
-    server = connect_to_server(args.url, cfg.rollout, spec, want_routes=bool(spec.moe_layers) and not args.no_routes)
+    server = connect_to_server(
+        args.url, cfg.rollout, spec, want_routes=bool(spec.moe_layers) and not args.no_routes
+    )
     cfg = with_dtype(cfg, args, server.facts.info.dtype)
     try:
-        prompts = make_prompts(args.prompts, args.longest, spec.vocab_size, server.facts, seed=args.seed)
+        prompts = make_prompts(
+            args.prompts, args.longest, spec.vocab_size, server.facts, seed=args.seed
+        )
         rollouts = server.sample(prompts, args.response)
         fresh = [server.fresh(rollout) for rollout in rollouts]
         saved = Saved(args.model, cfg, rollouts, server.facts.info.dtype)
@@ -103,30 +135,38 @@ def of_server(args: argparse.Namespace) -> Explanation:
 def check_arguments(args: argparse.Namespace) -> None:
     if args.url is None or args.model is None:
         raise ValueError(
-            "needs RUN_DIR, or --url and --model: a server alone does not say what the trainer computes; name the "
-            "HF checkpoint "
-            "that the trainer loads with --model"
+            "needs RUN_DIR, or --url and --model: a server alone does not say what the trainer"
+            " computes; name the HF checkpoint that the trainer loads with --model"
         )
     if not (args.model / "config.json").is_file():
-        raise ValueError(f"--model {args.model}: no config.json; must be an HF checkpoint directory")
+        raise ValueError(
+            f"--model {args.model}: no config.json; must be an HF checkpoint directory"
+        )
     for name, least in (("prompts", 1), ("longest", LEAST_LENGTH), ("response", 4)):
         if (value := getattr(args, name)) is not None and value < least:
-            raise ValueError(f"--{name} {value}: must be at least {least}; leave it out for the default")
+            raise ValueError(
+                f"--{name} {value}: must be at least {least}; leave it out for the default"
+            )
 
 
 def check_max_tokens(args: argparse.Namespace, max_positions: int) -> None:
-    """Set the default of --longest; ValueError where prompt and response are longer than the model's positions."""
+    """Set the default of --longest; ValueError where prompt and response are longer than the
+    model's positions.
+    """
     most = max_positions - args.response - RESERVED
     if most < LEAST_LENGTH or (args.longest or 0) > most:
         raise ValueError(
-            f"--longest {args.longest or LEAST_LENGTH}, --response {args.response}: together they must be at most "
-            f"max_position_embeddings - {RESERVED} = {max_positions - RESERVED}; lower one of them"
+            f"--longest {args.longest or LEAST_LENGTH}, --response {args.response}: together they"
+            f" must be at most max_position_embeddings - {RESERVED} = {max_positions - RESERVED};"
+            " lower one of them"
         )
     args.longest = args.longest or min(LONGEST, most)
 
 
 def with_dtype(cfg: Config, args: argparse.Namespace, served: str) -> Config:
-    """The server's dtype where neither --dtype nor --config names one: a healthy pair then differs by rounding only."""
+    """The server's dtype where neither --dtype nor --config names one: a healthy pair then differs
+    by rounding only.
+    """
     if args.dtype or args.config or served not in DTYPES:
         return cfg
     return cfg.model_copy(update={"model": cfg.model.model_copy(update={"dtype": served})})
@@ -151,7 +191,9 @@ def explain_config(args: argparse.Namespace, *, longest: int, base: Config | Non
         values = load_config(args.config).model_dump(mode="json", exclude_unset=True)
     for name, keys in sections.items():
         values[name] = keys if name in ("parallel", "replay") else {**values.get(name, {}), **keys}
-    values["rollout"] = {key: value for key, value in values.get("rollout", {}).items() if key in KEPT_OF_ROLLOUT}
+    values["rollout"] = {
+        key: value for key, value in values.get("rollout", {}).items() if key in KEPT_OF_ROLLOUT
+    }
     used: dict[str, dict[str, object]] = {name: values[name] for name in USED if name in values}
     return load_config(None, [], used)
 
@@ -168,12 +210,15 @@ KEPT_OF_ROLLOUT = ("temperature", "api_key_env", "probe_timeout_seconds", "allow
 def check_folder(args: argparse.Namespace) -> None:
     if args.url is not None or args.config is not None:
         raise ValueError(
-            f"{args.folder} has its own settings: --url and --config have no effect with RUN_DIR; leave them out"
+            f"{args.folder} has its own settings: --url and --config have no effect with RUN_DIR;"
+            " leave them out"
         )
 
 
 def of_folder(args: argparse.Namespace) -> Explanation | None:
-    """The ladder, where the weights that sampled are known: those of the first step of a run, or of a saved mini-batch."""
+    """The ladder, where the weights that sampled are known: those of the first step of a run, or of
+    a saved mini-batch.
+    """
     read = read_bundle if (args.folder / BUNDLE).is_file() else read_run
     saved = read(args.folder, lambda base, longest: of_run(args, base, longest), args.model)
     return None if saved is None else climb(saved, args)
@@ -185,12 +230,19 @@ def of_run(args: argparse.Namespace, base: Config, longest: int) -> Config:
 
 
 def climb(
-    saved: Saved, args: argparse.Namespace, *, server: ServerSide | None = None, fresh: list | None = None
+    saved: Saved,
+    args: argparse.Namespace,
+    *,
+    server: ServerSide | None = None,
+    fresh: list | None = None,
 ) -> Explanation:
     cfg = saved.cfg
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
-        raise ValueError(f"WORLD_SIZE = {world}: must be 1, this command is one process; start it without torchrun")
+        raise ValueError(
+            f"WORLD_SIZE = {world}: must be 1, this command is one process; start it without"
+            " torchrun"
+        )
     if cfg.model.is_exact:
         disable_tf32()
     parallel = make_parallel(cfg.parallel, device=cfg.run.device, timeout_minutes=30)
@@ -216,14 +268,18 @@ def describe_inputs(explanation: Explanation) -> list[str]:
     found = explanation.evidence
     lines = ["rung                      KL(mu, pi)   mean |log mu - log pi|   taken off"]
     for rung in explanation.rungs:
-        lines.append(f"{rung.name:<24}  {rung.kl:>10.3e}   {rung.difference:>22.3e}   {rung.share:>8.1%}  {rung.what}")
+        lines.append(
+            f"{rung.name:<24}  {rung.kl:>10.3e}   {rung.difference:>22.3e}   {rung.share:>8.1%} "
+            f" {rung.what}"
+        )
     lines += [
         f"{name:<28} {value if isinstance(value, str) else format(value, '.6g')}"
         for name, value in sorted(found.items())
     ]
     if not explanation.verdicts:
         lines.append(
-            f"HEALTHY: the two differ by rounding: mean {found['diff.live']:.1e} nats, limit {found['limit.diff']:.1e}"
+            f"HEALTHY: the two differ by rounding: mean {found['diff.live']:.1e} nats, limit"
+            f" {found['limit.diff']:.1e}"
         )
     for verdict in explanation.verdicts:
         part = "not measured" if verdict.share is None else f"{verdict.share:.0%}"

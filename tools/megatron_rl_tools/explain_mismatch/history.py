@@ -1,7 +1,8 @@
 """A trained run: at which step did the mismatch begin, and what else changed there?
 
-Reads metrics.jsonl, and of runs with saved tensors the two halves of every sequence: rollouts_STEP.safetensors (the server's) and
-trained_STEP.safetensors (the trainer's).  Shapes: S tokens, R sampled, L MoE layers, K top-k.
+Reads metrics.jsonl, and of runs with saved tensors the two halves of every sequence:
+rollouts_STEP.safetensors (the server's) and trained_STEP.safetensors (the trainer's).  Shapes: S
+tokens, R sampled, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -25,19 +26,26 @@ from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.ladder import EXACT_LIMIT
 from megatron_rl_tools.explain_mismatch.token_inputs import MOST_ROLLOUTS, single_sequence
 from megatron_rl_tools.explain_mismatch.trainer_side import Half
-from megatron_rl_tools.explain_mismatch.verdicts import PROOF, SYMPTOM, Verdict, VerdictRule, verdicts_of
+from megatron_rl_tools.explain_mismatch.verdicts import (
+    PROOF,
+    SYMPTOM,
+    Verdict,
+    VerdictRule,
+    verdicts_of,
+)
 
 DIFFERENCE = "train/logratio_abs_mean"
 SHOWN = (
-    DIFFERENCE, "train/kl_mu_pi_k3", "routing/router_mismatch", "routing/replayed_mismatch", "routing/flipped_margin",
+    DIFFERENCE, "train/kl_mu_pi_k3", "routing/router_mismatch", "routing/replayed_mismatch",
+    "routing/flipped_margin",
     "routing/kept_margin", "rollout/staleness_mean",
 )  # fmt: skip
 """Metrics that are compared before and after."""
 TIMES = 2.0
 SPREADS = 6.0
 LASTING = 3
-"""A beginning: this many steps in a row above EXACT_LIMIT nats, TIMES x the median before and SPREADS x its spread; with as
-many steps before."""
+"""A beginning: this many steps in a row above EXACT_LIMIT nats, TIMES x the median before and
+SPREADS x its spread; with as many steps before."""
 
 NO_BEGINNING = "the difference of the two engines did not begin to grow at any step"
 
@@ -86,7 +94,8 @@ RULES: tuple[VerdictRule, ...] = (
         "began", SYMPTOM, ("history.began >= 1",),
         "|log mu - log pi_old| began to grow at step {history.began:.0f}: {history.before:.2e} to "
         "{history.after:.2e} nats; routers "
-        "agree as before", "rollout.temperature", "equal for requests and trainer; then compare precision and the "
+        "agree as before", "rollout.temperature",
+        "equal for requests and trainer; then compare precision and the "
         "output head with --url",
     ),
 )  # fmt: skip
@@ -94,7 +103,9 @@ RULES: tuple[VerdictRule, ...] = (
 
 @dataclass(frozen=True)
 class History:
-    """steps, differences: of DIFFERENCE; began: the first step that differs for good, None where none does."""
+    """steps, differences: of DIFFERENCE; began: the first step that differs for good, None where
+    none does.
+    """
 
     steps: np.ndarray
     differences: np.ndarray
@@ -112,8 +123,8 @@ class History:
 
     def lines(self) -> list[str]:
         found = [
-            f"steps {int(self.steps[0])} to {int(self.steps[-1])}: {DIFFERENCE} {self.differences[0]:.2e} "
-            f"to {self.differences[-1]:.2e}"
+            f"steps {int(self.steps[0])} to {int(self.steps[-1])}: {DIFFERENCE}"
+            f" {self.differences[0]:.2e} to {self.differences[-1]:.2e}"
         ]
         found += self.notes
         if self.began is None:
@@ -125,13 +136,18 @@ class History:
             )
         found += [f"  event {each}" for each in self.events]
         for verdict in self.verdicts:
-            found += [f"CAUSE {verdict.name}: {verdict.cause}", f"  change {verdict.key}: {verdict.value}"]
+            found += [
+                f"CAUSE {verdict.name}: {verdict.cause}",
+                f"  change {verdict.key}: {verdict.value}",
+            ]
         return found
 
     def as_json(self) -> dict[str, object]:
         return {
-            "steps": self.steps.tolist(), "differences": self.differences.tolist(), "began": self.began,
-            "evidence": dict(self.evidence), "verdicts": [vars(each) for each in self.verdicts], "events": list(self.events),
+            "steps": self.steps.tolist(), "differences": self.differences.tolist(),
+            "began": self.began,
+            "evidence": dict(self.evidence), "verdicts": [vars(each) for each in self.verdicts],
+            "events": list(self.events),
             "notes": list(self.notes),
         }  # fmt: skip
 
@@ -141,12 +157,17 @@ def read_history(folder: Path) -> History:
     path = folder / METRICS_FILE
     if not path.is_file():
         raise ValueError(
-            f"{folder}: no {METRICS_FILE}; must be the folder of a run, or of a mini-batch in its batches/"
+            f"{folder}: no {METRICS_FILE}; must be the folder of a run, or of a mini-batch in its"
+            " batches/"
         )
     # NaN: no token of the step was counted
-    results = [each for each in read_metrics(path) if math.isfinite(each.metrics.get(DIFFERENCE, math.nan))]
+    results = [
+        each for each in read_metrics(path) if math.isfinite(each.metrics.get(DIFFERENCE, math.nan))
+    ]
     if not results:
-        raise ValueError(f"{path}: no step has {DIFFERENCE}; the run must have finished a training step")
+        raise ValueError(
+            f"{path}: no step has {DIFFERENCE}; the run must have finished a training step"
+        )
     # counted from 1, as on the console and in rollouts.jsonl
     steps = np.array([result.step + 1 for result in results])
     differences = np.array([result.metrics[DIFFERENCE] for result in results], float)
@@ -154,12 +175,19 @@ def read_history(folder: Path) -> History:
     found, began = Evidence(), None if at is None else int(steps[at])
     found.add("history", since="" if began is None else f"from step {began} on ")
     if at is not None:
-        found.add("history", began=float(steps[at]), before=median(differences[:at]), after=median(differences[at:]))
+        found.add(
+            "history",
+            began=float(steps[at]),
+            before=median(differences[:at]),
+            after=median(differences[at:]),
+        )
         compare_metrics(found, results, at)
     notes: list[str] = []
     read_halves(
         folder,
-        [int(step) for step in steps[at:]] if at is not None else [int(step) for step in steps[-3:]],
+        [int(step) for step in steps[at:]]
+        if at is not None
+        else [int(step) for step in steps[-3:]],
         found,
         notes,
     )
@@ -169,15 +197,30 @@ def read_history(folder: Path) -> History:
         if "routing/flip_rate" in result.per_layer
     }
     events = () if began is None else tuple(events_near(folder, began))
-    return History(steps, differences, began, found, tuple(verdicts_of(found, RULES)), events, flips, tuple(notes))
+    return History(
+        steps,
+        differences,
+        began,
+        found,
+        tuple(verdicts_of(found, RULES)),
+        events,
+        flips,
+        tuple(notes),
+    )
 
 
 def since_when(values: np.ndarray) -> int | None:
-    """Index of the first value from which LASTING values in a row stand out of the LASTING or more before it."""
+    """Index of the first value from which LASTING values in a row stand out of the LASTING or more
+    before it.
+    """
     for at in range(LASTING, len(values) - LASTING + 1):
         before, after = values[:at], values[at : at + LASTING]
         spread = float(np.median(np.abs(before - np.median(before))))
-        limit = max(EXACT_LIMIT, TIMES * float(np.median(before)), float(np.median(before)) + SPREADS * spread)
+        limit = max(
+            EXACT_LIMIT,
+            TIMES * float(np.median(before)),
+            float(np.median(before)) + SPREADS * spread,
+        )
         if (after > limit).all():
             return at
     return None
@@ -197,10 +240,22 @@ def ratio(before: float, after: float) -> float:
 def compare_metrics(found: Evidence, results: Sequence[StepResult], at: int) -> None:
     for name in SHOWN:
         before, after = (
-            median(np.array([each.metrics[name] for each in part if math.isfinite(each.metrics.get(name, math.nan))]))
+            median(
+                np.array(
+                    [
+                        each.metrics[name]
+                        for each in part
+                        if math.isfinite(each.metrics.get(name, math.nan))
+                    ]
+                )
+            )
             for part in (results[:at], results[at:])
         )
-        for prefix, value in (("before", before), ("after", after), ("ratio", ratio(before, after))):
+        for prefix, value in (
+            ("before", before),
+            ("after", after),
+            ("ratio", ratio(before, after)),
+        ):
             if not math.isnan(value):
                 found.add(prefix, **{name: value})
 
@@ -238,7 +293,10 @@ def read_halves(folder: Path, steps: Sequence[int], found: Evidence, notes: list
             notes.append(f"step {step}: {len(pairs)} sequences with the halves of both engines")
             found.update(ev.route_evidence(rollouts, halves))
             found.update(ev.logprob_evidence(rollouts, halves))
-            found.add("kl", live=ev.kl([r.rollout_logprobs for r in rollouts], [h.logprobs for h in halves]))
+            found.add(
+                "kl",
+                live=ev.kl([r.rollout_logprobs for r in rollouts], [h.logprobs for h in halves]),
+            )
         return
 
 
@@ -253,7 +311,9 @@ class TrainedLine(TypedDict):
 
 
 def trained_lines(folder: Path) -> dict[int, list[TrainedLine]]:
-    """Step -> the sequences whose trainer's half was saved, of all replicas; a cut last line is left out."""
+    """Step -> the sequences whose trainer's half was saved, of all replicas; a cut last line is
+    left out.
+    """
     found: dict[int, list[TrainedLine]] = {}
     for path in sorted(folder.glob("trained*.jsonl")):
         for text in path.read_text(encoding="utf-8").splitlines():
@@ -267,14 +327,20 @@ def trained_lines(folder: Path) -> dict[int, list[TrainedLine]]:
 
 
 def read_pairs(folder: Path, step: int, lines: Sequence[TrainedLine]) -> list[tuple[Rollout, Half]]:
-    """(the server's half, the trainer's half); a group may be trained by another replica than the one that sampled it."""
+    """(the server's half, the trainer's half); a group may be trained by another replica than the
+    one that sampled it.
+    """
     ours = {name: load_file(folder / name) for name in {str(line["tensors"]) for line in lines}}
     theirs: dict[str, tuple[dict[str, RecordedRollout], dict[str, np.ndarray]]] = {}
     pairs = list[tuple[Rollout, Half]]()
     for line in lines[:MOST_ROLLOUTS]:
         name, source = line["id"], line["sampled_by"]
         if source not in theirs:
-            records = {each.id: each for each in read_rollouts(folder / f"{source}.jsonl") if each.step == step}
+            records = {
+                each.id: each
+                for each in read_rollouts(folder / f"{source}.jsonl")
+                if each.step == step
+            }
             theirs[source] = records, load_file(tensors_path(folder, step, source))
         records, tensors = theirs[source]
         trained = ours[str(line["tensors"])]
@@ -283,7 +349,18 @@ def read_pairs(folder: Path, step: int, lines: Sequence[TrainedLine]) -> list[tu
         if old is None or name not in records:
             continue
         rollout = single_sequence(records[name], tensors)
-        routes = np.zeros((len(rollout.tokens) - 1, 0, 0), np.int64) if own is None else own.astype(np.int64)
+        routes = (
+            np.zeros((len(rollout.tokens) - 1, 0, 0), np.int64)
+            if own is None
+            else own.astype(np.int64)
+        )
         margin = trained.get(f"{key}:margin", np.zeros(routes.shape[:2]))
-        pairs.append((rollout, Half(old, routes, np.zeros(routes.shape[:2], np.float32), margin.astype(np.float32))))
+        pairs.append(
+            (
+                rollout,
+                Half(
+                    old, routes, np.zeros(routes.shape[:2], np.float32), margin.astype(np.float32)
+                ),
+            )
+        )
     return pairs

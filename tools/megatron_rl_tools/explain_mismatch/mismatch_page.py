@@ -1,4 +1,6 @@
-"""The page: verdict, rungs, layers, positions and history of one explanation, with all its pictures inside."""
+"""The page: verdict, rungs, layers, positions and history of one explanation, with all its pictures
+inside.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,13 @@ img { background: #fff; border-radius: 4px; }
 LEAST_NATS = 1e-8
 
 
-def write_page(path: Path, explanation: Explanation | None, history: History | None, *, title: str) -> Path:
-    """Write the page to `path` and return it.  Everything that a run or a server wrote is escaped."""
+def write_page(
+    path: Path, explanation: Explanation | None, history: History | None, *, title: str
+) -> Path:
+    """Write the page to `path` and return it.
+
+    Everything that a run or a server wrote is escaped.
+    """
     parts = [f"<h1>Mismatch: {html.escape(title)}</h1>"]
     if history is not None:
         parts += history_parts(history)
@@ -66,19 +73,24 @@ def explanation_parts(explanation: Explanation) -> Iterator[str]:
         ]
         for rung in explanation.rungs
     ]
-    yield html_table(["rung", "", "KL(mu, pi)", "mean abs(log-ratio)", "taken off"], rows, numbers_from=2)
+    yield html_table(
+        ["rung", "", "KL(mu, pi)", "mean abs(log-ratio)", "taken off"], rows, numbers_from=2
+    )
     yield picture(ladder_figure(explanation), "KL on every rung")
     if explanation.layers:
         yield "<h2>Routers, layer by layer</h2>"
         yield (
-            '<p class="note">With the server\'s routes in the layers below. A flip is clear where its gap exceeds a tenth '
-            "of the usual margin.</p>"
+            '<p class="note">With the server\'s routes in the layers below. A flip is clear where'
+            " its gap exceeds a tenth of the usual margin.</p>"
         )
         yield picture(layer_figure(explanation.layers), "flips by layer")
     if len(explanation.places):
         yield "<h2>Positions</h2>" + picture(position_figure(explanation), "difference by position")
     cells = [
-        [f"<code>{html.escape(name)}</code>", html.escape(value if isinstance(value, str) else f"{value:.6g}")]
+        [
+            f"<code>{html.escape(name)}</code>",
+            html.escape(value if isinstance(value, str) else f"{value:.6g}"),
+        ]
         for name, value in sorted(found.items())
     ]
     yield f"<h2>Evidence</h2>{html_table(['', ''], cells, numbers_from=2)}"
@@ -91,8 +103,13 @@ def history_parts(history: History) -> Iterator[str]:
         yield f'<div class="{kind}"><p>{NO_BEGINNING[0].upper()}{NO_BEGINNING[1:]}.</p></div>'
     else:
         before, after = history.evidence["history.before"], history.evidence["history.after"]
-        yield f'<p class="big">Step <b>{history.began}</b>: {before:.2e} nats before, {after:.2e} after.</p>'
-    yield from (f'<p class="note">{html.escape(line)}</p>' for line in (*history.events, *history.notes))
+        yield (
+            f'<p class="big">Step <b>{history.began}</b>: {before:.2e} nats before, {after:.2e}'
+            " after.</p>"
+        )
+    yield from (
+        f'<p class="note">{html.escape(line)}</p>' for line in (*history.events, *history.notes)
+    )
     yield from map(verdict_part, history.verdicts)
     yield picture(history_figure(history), "difference by step")
 
@@ -100,9 +117,10 @@ def history_parts(history: History) -> Iterator[str]:
 def verdict_part(verdict: Verdict) -> str:
     part = "not measured" if verdict.share is None else f"{verdict.share:.0%}"
     return (
-        f'<div class="verdict"><p><b>{html.escape(verdict.name)}</b></p><p>{html.escape(verdict.cause)}</p>'
-        f"<p>Share of KL(mu, pi_old): <b>{part}</b></p>"
-        f"<p>Change <code>{html.escape(verdict.key)}</code>: {html.escape(verdict.value)}</p></div>"
+        "<div"
+        f' class="verdict"><p><b>{html.escape(verdict.name)}</b></p><p>{html.escape(verdict.cause)}</p><p>Share'
+        f" of KL(mu, pi_old): <b>{part}</b></p><p>Change <code>{html.escape(verdict.key)}</code>:"
+        f" {html.escape(verdict.value)}</p></div>"
     )
 
 
@@ -113,7 +131,11 @@ def ladder_figure(explanation: Explanation) -> Figure:
     figure = Figure(figsize=(9, 0.45 * len(explanation.rungs) + 1), layout="constrained")
     axis = figure.add_subplot()
     values = [max(rung.kl, LEAST_NATS**2) for rung in explanation.rungs]
-    axis.barh([rung.name for rung in explanation.rungs], values, color=[ORANGE, *[BLUE] * (len(values) - 1)])
+    axis.barh(
+        [rung.name for rung in explanation.rungs],
+        values,
+        color=[ORANGE, *[BLUE] * (len(values) - 1)],
+    )
     axis.set_xscale("log")
     axis.set_xlim(min(values) / 3, max(values) * 3)
     axis.invert_yaxis()
@@ -136,7 +158,9 @@ def layer_figure(layers: Sequence[dict[str, float]]) -> Figure:
 def position_figure(explanation: Explanation) -> Figure:
     figure = Figure(figsize=(9, 3), layout="constrained")
     axis = figure.add_subplot()
-    axis.plot(explanation.places, np.maximum(explanation.sizes, LEAST_NATS), ".", color=BLUE, markersize=4)
+    axis.plot(
+        explanation.places, np.maximum(explanation.sizes, LEAST_NATS), ".", color=BLUE, markersize=4
+    )
     axis.set_yscale("log")
     axis.set_xlabel("position of the row that predicts the token")
     axis.set_ylabel("abs(log mu - log pi), nats")
@@ -169,4 +193,7 @@ def history_figure(history: History) -> Figure:
 def picture(figure: Figure, text: str) -> str:
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=110)
-    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}">'
+    return (
+        f'<img alt="{html.escape(text)}"'
+        f' src="data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}">'
+    )

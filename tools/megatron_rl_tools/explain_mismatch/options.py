@@ -1,10 +1,12 @@
-"""Why do trainer and server disagree?  The same tokens through both engines, then one difference after the other removed.
+"""Why do trainer and server disagree?  The same tokens through both engines, then one difference
+                                        after the other removed.
 
     megatron-rl explain-mismatch --url http://HOST:PORT --model CHECKPOINT [--config FILE]
     megatron-rl explain-mismatch RUN_DIR            # when it began, and why, from saved rollouts
     megatron-rl explain-mismatch RUN_DIR/batches/step_000012_update_0
-Ends with a verdict: cause, evidence, its share of KL(mu, pi_old), what to change.  Exit code: 0 healthy, 1 a cause was named, 2
-invalid arguments.  docs/guides/mismatch.md reads the output line by line.
+Ends with a verdict: cause, evidence, its share of KL(mu, pi_old), what to change.  Exit code: 0
+healthy, 1 a cause was named, 2 invalid arguments.  docs/guides/mismatch.md reads the output line by
+line.
 """
 
 from __future__ import annotations
@@ -18,15 +20,30 @@ DTYPES = ("float32", "bfloat16")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
     add = parser.add_argument
     add(
-        "folder", type=Path, nargs="?", metavar="RUN_DIR", help="a run with saved rollouts, or a folder of its batches/"
+        "folder",
+        type=Path,
+        nargs="?",
+        metavar="RUN_DIR",
+        help="a run with saved rollouts, or a folder of its batches/",
     )
     add("--url", help="a running SGLang server; needs --model")
     add("--model", type=Path, metavar="CHECKPOINT", help="HF checkpoint that the trainer loads")
-    add("--config", type=Path, metavar="FILE", help="settings of the run: dtype, temperature, API key (default: none)")
-    add("--dtype", choices=DTYPES, help="of the trainer (default: that of --config, else the server's)")
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="settings of the run: dtype, temperature, API key (default: none)",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="of the trainer (default: that of --config, else the server's)",
+    )
     add("--temperature", type=float, help="of the requests (default: that of --config, else 1)")
     add(
         "--prompts",
@@ -35,12 +52,33 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="prompts of random token ids, two responses each (default 6)",
     )
-    add("--longest", type=int, metavar="TOKENS", help="the longest prompt (default 160, or what the model allows)")
-    add("--response", type=int, default=32, metavar="TOKENS", help="tokens of a response (default 32)")
+    add(
+        "--longest",
+        type=int,
+        metavar="TOKENS",
+        help="the longest prompt (default 160, or what the model allows)",
+    )
+    add(
+        "--response",
+        type=int,
+        default=32,
+        metavar="TOKENS",
+        help="tokens of a response (default 32)",
+    )
     add("--seed", type=int, default=0)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--no-referee", action="store_true", help="do not load transformers' model of the checkpoint")
+    add(
+        "--no-referee",
+        action="store_true",
+        help="do not load transformers' model of the checkpoint",
+    )
     add("--no-routes", action="store_true", help="do not compare experts: the server returns none")
-    add("--output", type=Path, default=Path("explain_mismatch.html"), metavar="FILE", help="the page to write")
+    add(
+        "--output",
+        type=Path,
+        default=Path("explain_mismatch.html"),
+        metavar="FILE",
+        help="the page to write",
+    )
     add("--json", action="store_true", help="print the evidence and the verdicts as JSON")
     return parser.parse_args(argv)

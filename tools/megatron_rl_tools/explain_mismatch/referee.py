@@ -20,8 +20,8 @@ from megatron_rl_tools.gpu_check.logits import expert_calls
 
 @dataclass(frozen=True)
 class Opinion:
-    """Of one sequence: log-probs float32 [R] at a temperature, routes int64 [S - 1, L, K] or None, hidden float32 [S, H] after
-    the last norm, and log-probs float32 [R] at temperature 1."""
+    """Of one sequence: log-probs float32 [R] at a temperature, routes int64 [S - 1, L, K] or None,
+    hidden float32 [S, H] after the last norm, and log-probs float32 [R] at temperature 1."""
 
     logprobs: np.ndarray
     routes: np.ndarray | None
@@ -47,9 +47,14 @@ def ask_referee(
         logits = model.lm_head(hidden)[0, rollout.sampled - 1].float()
         labels = tokens[rollout.sampled][:, None]
         scaled, plain = (
-            (logits / divisor).log_softmax(-1).gather(-1, labels)[:, 0].cpu().numpy() for divisor in (temperature, 1.0)
+            (logits / divisor).log_softmax(-1).gather(-1, labels)[:, 0].cpu().numpy()
+            for divisor in (temperature, 1.0)
         )
-        routes = torch.stack([ids.view(len(tokens), -1)[:-1] for ids in calls], 1).cpu().numpy() if calls else None
+        routes = (
+            torch.stack([ids.view(len(tokens), -1)[:-1] for ids in calls], 1).cpu().numpy()
+            if calls
+            else None
+        )
         found.append(Opinion(scaled, routes, hidden[0].float().cpu().numpy(), plain))
     del model
     gc.collect()

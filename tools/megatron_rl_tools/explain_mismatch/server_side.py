@@ -1,4 +1,5 @@
-"""The server's half: what it reports about itself, what it samples, and the same tokens once more in one forward.
+"""The server's half: what it reports about itself, what it samples, and the same tokens once more
+in one forward.
 
 Everything goes through SGLang's HTTP API; nothing on the server is changed, no cache is flushed.
 Shapes: S tokens of a sequence, R sampled, L MoE layers, K top-k, H hidden.
@@ -18,7 +19,12 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.config.sglang_settings import reason, unusual, verdict
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import Rollout
-from megatron_rl.rollout.client.response import SampleDropped, parse_logprobs, parse_routes, parse_tokens
+from megatron_rl.rollout.client.response import (
+    SampleDropped,
+    parse_logprobs,
+    parse_routes,
+    parse_tokens,
+)
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from megatron_rl.rollout.server.server_info import (
     Json,
@@ -38,8 +44,9 @@ REQUEST_SECONDS = 600.0
 class ServerFacts:
     """What the server reports.
 
-    config: the config.json that it computes, with its overrides; {} where its checkpoint cannot be read here.  weights_path: the
-    checkpoint that it loaded last, where that can be read here.  unusual: its refused and unproven settings.
+    config: the config.json that it computes, with its overrides; {} where its checkpoint cannot be
+    read here.  weights_path: the checkpoint that it loaded last, where that can be read here.
+    unusual: its refused and unproven settings.
     """
 
     info: ServerInfo
@@ -56,8 +63,8 @@ class ServerFacts:
 class Fresh:
     """The same tokens in one forward, without the prefix cache.
 
-    logprobs: float32 [R] of the sampled tokens at temperature 1; routes uint8 | int16 [S - 1, L, K] or None; hidden float32
-    [S, H] after the last norm, or None where the server returns none.
+    logprobs: float32 [R] of the sampled tokens at temperature 1; routes uint8 | int16 [S - 1, L, K]
+    or None; hidden float32 [S, H] after the last norm, or None where the server returns none.
     """
 
     logprobs: np.ndarray
@@ -66,28 +73,40 @@ class Fresh:
 
 
 class ServerSide:
-    """A client of one server.  Raises ServerError, which names the server, for answers that cannot be used."""
+    """A client of one server.
 
-    def __init__(self, url: str, rollout: RolloutConfig, spec: ModelSpec, *, want_routes: bool) -> None:
+    Raises ServerError, which names the server, for answers that cannot be used.
+    """
+
+    def __init__(
+        self, url: str, rollout: RolloutConfig, spec: ModelSpec, *, want_routes: bool
+    ) -> None:
         self.url, self.rollout, self.spec = url, rollout, spec
         headers = auth_headers(rollout)
         info = server_info(url, headers, timeout=rollout.probe_seconds("cpu"))
         if want_routes and not info.route_width:
             raise ServerError(
-                f"SGLang server {url} returns no expert ids (enable_return_routed_experts = {info.routed_experts}): they "
-                "must come back to be compared; restart it with --enable-return-routed-experts, name its own address, not "
-                "a router's, or compare without them: --no-routes"
+                f"SGLang server {url} returns no expert ids (enable_return_routed_experts ="
+                f" {info.routed_experts}): they must come back to be compared; restart it with"
+                " --enable-return-routed-experts, name its own address, not a router's, or compare"
+                " without them: --no-routes"
             )
         check_server(replace(info, route_width=info.route_width or None), spec, want_routes=False)
         self.want_routes = want_routes
-        self.http = httpx.Client(base_url=url, headers=headers, timeout=REQUEST_SECONDS, trust_env=False)
+        self.http = httpx.Client(
+            base_url=url, headers=headers, timeout=REQUEST_SECONDS, trust_env=False
+        )
         self.facts = self._read_facts(info)
 
     def close(self) -> None:
         self.http.close()
 
-    def sample(self, prompts: Sequence[Sequence[int]], max_tokens: int, *, per_prompt: int = 2) -> list[Rollout]:
-        """per_prompt responses to each prompt: all but the first find it in the prefix cache, as in training."""
+    def sample(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, per_prompt: int = 2
+    ) -> list[Rollout]:
+        """per_prompt responses to each prompt: all but the first find it in the prefix cache, as in
+        training.
+        """
         found = []
         for number, prompt in enumerate(prompts):
             for copy in range(per_prompt):
@@ -95,11 +114,19 @@ class ServerSide:
         return found
 
     def fresh(self, rollout: Rollout) -> Fresh:
-        """One forward over all tokens.  Log-probs of input tokens make the server compute them all, cached or not."""
+        """One forward over all tokens.
+
+        Log-probs of input tokens make the server compute them all, cached or not.
+        """
         tokens = rollout.tokens.tolist()
         body: Json = {
             "input_ids": tokens,
-            "sampling_params": {**FULL_SOFTMAX, "temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True},
+            "sampling_params": {
+                **FULL_SOFTMAX,
+                "temperature": 1.0,
+                "max_new_tokens": 1,
+                "ignore_eos": True,
+            },
             "return_logprob": True,
             "logprob_start_len": 0,
             "return_routed_experts": self.want_routes,
@@ -109,24 +136,35 @@ class ServerSide:
         entries = meta.get("input_token_logprobs")
         if not isinstance(entries, list) or len(entries) != len(tokens):
             raise ServerError(
-                f"SGLang server {self.url}: input_token_logprobs must have {len(tokens)} entries, one for each token that was "
-                "sent; is something in front of the server that drops logprob_start_len?"
+                f"SGLang server {self.url}: input_token_logprobs must have {len(tokens)} entries,"
+                " one for each token that was sent; is something in front of the server that drops"
+                " logprob_start_len?"
             )
         logprobs = np.array([entries[place][0] for place in rollout.sampled], np.float32)
         routes = None
         if self.want_routes:
             try:
-                routes = parse_routes(meta, rollout.id, len(tokens) + 1, self.spec)[0][: len(tokens) - 1]
+                routes = parse_routes(meta, rollout.id, len(tokens) + 1, self.spec)[0][
+                    : len(tokens) - 1
+                ]
             except SampleDropped as error:
                 raise ServerError(f"SGLang server {self.url}: {error}") from error
         return Fresh(logprobs, routes, self._hidden(meta, len(tokens)))
 
     def checksums(self) -> list[dict[str, str]]:
-        """Of every rank: name -> checksum of a tensor; [] where the server has none that compare with ours."""
+        """Of every rank: name -> checksum of a tensor; [] where the server has none that compare
+        with ours.
+        """
         if self.facts.device != "cpu":
             return []  # a GPU hashes in another way: weights/sync/checksums.py
-        answer = self.http.post("/weights_checker", json={"action": "checksum", "selector": "target"})
-        return [rank["checksums"] for rank in answer.json().get("ranks") or []] if answer.status_code == 200 else []
+        answer = self.http.post(
+            "/weights_checker", json={"action": "checksum", "selector": "target"}
+        )
+        return (
+            [rank["checksums"] for rank in answer.json().get("ranks") or []]
+            if answer.status_code == 200
+            else []
+        )
 
     def _read_facts(self, info: ServerInfo) -> ServerFacts:
         server = ask(self.http, "GET", "/server_info")
@@ -174,7 +212,9 @@ class ServerSide:
             if self.want_routes:
                 routes, missing = parse_routes(meta, name, len(prompt) + len(response), self.spec)
         except SampleDropped as error:
-            raise ServerError(f"SGLang server {self.url}: its answer cannot be used: {error}") from error
+            raise ServerError(
+                f"SGLang server {self.url}: its answer cannot be used: {error}"
+            ) from error
         rollout = Rollout(
             id=name,
             tokens=np.concatenate([np.array(prompt, np.int64), response]),
@@ -187,7 +227,9 @@ class ServerSide:
         return replace(rollout, missing_routes=missing)
 
     def _hidden(self, meta: Json, length: int) -> np.ndarray | None:
-        """SGLang returns a list for each forward: the prompt's rows first, then one for each further token."""
+        """SGLang returns a list for each forward: the prompt's rows first, then one for each
+        further token.
+        """
         states = meta.get("hidden_states")
         if not isinstance(states, list) or not states:
             return None
@@ -195,11 +237,15 @@ class ServerSide:
         return rows[:length] if rows.ndim == 2 and len(rows) >= length else None
 
 
-def connect_to_server(url: str, rollout: RolloutConfig, spec: ModelSpec, *, want_routes: bool) -> ServerSide:
+def connect_to_server(
+    url: str, rollout: RolloutConfig, spec: ModelSpec, *, want_routes: bool
+) -> ServerSide:
     """Raises ServerError, with what to do, where no SGLang server of this model answers at `url`."""
     try:
         return ServerSide(url, rollout, spec, want_routes=want_routes)
     except ServerError as error:
-        raise ServerError(f"--url {url}: {error}\nMust be a running SGLang server of the model in --model") from error
+        raise ServerError(
+            f"--url {url}: {error}\nMust be a running SGLang server of the model in --model"
+        ) from error
     except httpx.InvalidURL as error:
         raise ServerError(f"--url {url}: {error}; must be such as http://HOST:PORT") from error

@@ -17,7 +17,13 @@ from megatron_rl.checkpoint.bundle import read_header
 from megatron_rl.checkpoint.bundle_sequences import BundleError, SavedSequences
 from megatron_rl.config import Config, load_config
 from megatron_rl.records import Rollout
-from megatron_rl.rollout.recorder import RecordedRollout, read_tensors, replica_file, tensors_path, to_rollout
+from megatron_rl.rollout.recorder import (
+    RecordedRollout,
+    read_tensors,
+    replica_file,
+    tensors_path,
+    to_rollout,
+)
 from megatron_rl.rollout.saved import read_replicas
 from megatron_rl.rollout.server.process import server_dtype
 from megatron_rl_tools.explain_mismatch.server_side import ServerFacts
@@ -30,7 +36,10 @@ MOST_ROLLOUTS = 24
 
 @dataclass(frozen=True)
 class Saved:
-    """What a server sampled, and the weights that it had.  server_dtype: as reported, or as the run has set it."""
+    """What a server sampled, and the weights that it had.
+
+    server_dtype: as reported, or as the run has set it.
+    """
 
     checkpoint: Path
     cfg: Config
@@ -38,39 +47,57 @@ class Saved:
     server_dtype: str
 
 
-def make_prompts(count: int, longest: int, vocab_size: int, facts: ServerFacts, *, seed: int) -> list[list[int]]:
-    """Random ids; lengths from 4 to `longest`, some at and around the borders of pages and prefill chunks.
+def make_prompts(
+    count: int, longest: int, vocab_size: int, facts: ServerFacts, *, seed: int
+) -> list[list[int]]:
+    """Random ids; lengths from 4 to `longest`, some at and around the borders of pages and prefill
+    chunks.
 
-    The same seed gives the same prompts: a second call finds them in the prefix cache, and shows whether it is stale.
+    The same seed gives the same prompts: a second call finds them in the prefix cache, and shows
+    whether it is stale.
     """
     rng = np.random.default_rng(seed)
     borders = [
-        size + off for size in (facts.page_size, facts.chunk_size or 0) for off in (0, 1) if 4 <= size + off <= longest
+        size + off
+        for size in (facts.page_size, facts.chunk_size or 0)
+        for off in (0, 1)
+        if 4 <= size + off <= longest
     ]
     even = [int(length) for length in np.linspace(4, longest, max(2, count))]
     lengths = [
-        length for pair in itertools.zip_longest(reversed(even), borders) for length in pair if length is not None
+        length
+        for pair in itertools.zip_longest(reversed(even), borders)
+        for length in pair
+        if length is not None
     ]
     return [rng.integers(0, vocab_size, length).tolist() for length in lengths[:count]]
 
 
 def read_run(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved | None:
-    """The rollouts of the first recorded step, whose weights are those of model.path; None where none were saved.
+    """The rollouts of the first recorded step, whose weights are those of model.path; None where
+    none were saved.
 
-    Equally many of every replica, which may have had another server.  Those with tensors (rollout.save_tensors may be a
-    share); of a step that a restarted run wrote again, the last attempt.
-    Raises ValueError for a folder without config.toml.
+    Equally many of every replica, which may have had another server.  Those with tensors
+    (rollout.save_tensors may be a share); of a step that a restarted run wrote again, the last
+    attempt. Raises ValueError for a folder without config.toml.
     """
     base = run_config(folder)
     replicas = read_replicas(folder)
     first = min((step for _, steps in replicas for step in steps), default=0)
     parts = [saved_sequences(path, first, steps.get(first, [])) for path, steps in replicas]
-    saved = [rollout for row in itertools.zip_longest(*parts) for rollout in row if rollout is not None]
+    saved = [
+        rollout for row in itertools.zip_longest(*parts) for rollout in row if rollout is not None
+    ]
     fresh = [rollout for rollout in saved if not rollout.policy_versions.any()]
     if not saved or (not fresh and model is None):
         return None  # the latter: a resumed run, whose weights are not known
     rollouts = (fresh or saved)[:MOST_ROLLOUTS]
-    return Saved(base.model.path, make_config(base, longest(rollouts)), rollouts, dtype_of_engine(base, model))
+    return Saved(
+        base.model.path,
+        make_config(base, longest(rollouts)),
+        rollouts,
+        dtype_of_engine(base, model),
+    )
 
 
 def saved_sequences(path: Path, step: int, records: Sequence[RecordedRollout]) -> list[Rollout]:
@@ -81,7 +108,9 @@ def saved_sequences(path: Path, step: int, records: Sequence[RecordedRollout]) -
     if not records or not tensors_path(path.parent, step, path.stem).is_file():
         return []
     tensors = read_tensors(path.parent, step, path.stem)
-    found = [single_sequence(record, tensors) for record in records if f"{record.id}:tokens" in tensors]
+    found = [
+        single_sequence(record, tensors) for record in records if f"{record.id}:tokens" in tensors
+    ]
     if path.stem == replica_file("rollouts", 0):
         return found
     return [rollout.named(f"{rollout.id}@{path.stem}") for rollout in found]
@@ -92,11 +121,15 @@ def run_config(folder: Path) -> Config:
     try:
         return load_config(None, [], tomllib.loads(path.read_text()))
     except OSError as error:
-        raise ValueError(f"{folder}: no config.toml ({error.strerror}); name the folder of a run") from error
+        raise ValueError(
+            f"{folder}: no config.toml ({error.strerror}); name the folder of a run"
+        ) from error
 
 
 def single_sequence(record: RecordedRollout, tensors: dict[str, np.ndarray]) -> Rollout:
-    """Not bound to the other sequences of its episode, which are compared as sequences of their own."""
+    """Not bound to the other sequences of its episode, which are compared as sequences of their
+    own.
+    """
     rollout = to_rollout(record, lambda kind: tensors.get(f"{record.id}:{kind}"))
     return replace(rollout, episode_digest=None)
 
@@ -108,10 +141,14 @@ def read_bundle(folder: Path, make_config: MakeConfig, model: Path | None) -> Sa
     weights = model or folder / header["weights"]
     if not (weights / "config.json").is_file():
         raise BundleError(
-            f"{folder} has no weights, it needs those {header['weights']}; name an HF checkpoint of them with --model"
+            f"{folder} has no weights, it needs those {header['weights']}; name an HF checkpoint of"
+            " them with --model"
         )
     samples = SavedSequences(folder, header["replicas"], header["ranks"]).samples(with_record=False)
-    rollouts = [replace(sample.rollout, earlier=(), episode_digest=None) for sample in samples[:MOST_ROLLOUTS]]
+    rollouts = [
+        replace(sample.rollout, earlier=(), episode_digest=None)
+        for sample in samples[:MOST_ROLLOUTS]
+    ]
     base = base.model_copy(update={"model": base.model.model_copy(update={"path": weights})})
     return Saved(weights, make_config(base, longest(rollouts)), rollouts, dtype_of_engine(base))
 

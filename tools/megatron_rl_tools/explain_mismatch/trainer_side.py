@@ -1,6 +1,8 @@
-"""The trainer's half: the project's engine on one rank, its log-probs, and what its routers choose by themselves.
+"""The trainer's half: the project's engine on one rank, its log-probs, and what its routers choose
+by themselves.
 
-Shapes: S tokens of a sequence, R sampled, L MoE layers, K top-k, E experts; T packed rows of a micro-batch.
+Shapes: S tokens of a sequence, R sampled, L MoE layers, K top-k, E experts; T packed rows of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ Edit = Callable[[Engine], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Half:
-    """Of one sequence: log pi float32 [R] of the sampled tokens; routes int64 [S - 1, L, K], the routers' own choice given the
-    layers below; gap float32 [S - 1, L], by how much its lowest chosen score lies above the lowest of the server's experts (0
-    where both chose the same set); margin float32 [S - 1, L], the same above the best expert not chosen."""
+    """Of one sequence: log pi float32 [R] of the sampled tokens; routes int64 [S - 1, L, K], the
+    routers' own choice given the layers below; gap float32 [S - 1, L], by how much its lowest
+    chosen score lies above the lowest of the server's experts (0 where both chose the same set);
+    margin float32 [S - 1, L], the same above the best expert not chosen."""
 
     logprobs: np.ndarray
     routes: np.ndarray
@@ -49,8 +52,13 @@ class TrainerSide:
         self.engine = Engine(cfg, parallel, total_updates=1)
         self.spec = self.engine.spec
 
-    def forward(self, rollouts: Sequence[Rollout], *, replay: bool, edit: Edit | None = None) -> list[Half]:
-        """Log-probs and routes of every sequence, in order.  replay: use the routes of the rollouts (R3)."""
+    def forward(
+        self, rollouts: Sequence[Rollout], *, replay: bool, edit: Edit | None = None
+    ) -> list[Half]:
+        """Log-probs and routes of every sequence, in order.
+
+        replay: use the routes of the rollouts (R3).
+        """
         engine = self.engine
         samples = [Sample(rollout, 0.0) for rollout in rollouts]
         with (edit or (lambda _: nullcontext()))(engine), RouterScores(engine) as scores:
@@ -61,7 +69,9 @@ class TrainerSide:
                 dp_group=self.parallel.dp_group,
             )
             old = engine.old_logprobs(batch, MetricSums(), replay="R3" if replay else "none")
-        return self._halves(rollouts, batch, [values.cpu().numpy() for values in old.logprobs], scores)
+        return self._halves(
+            rollouts, batch, [values.cpu().numpy() for values in old.logprobs], scores
+        )
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) of every parameter."""
@@ -70,12 +80,20 @@ class TrainerSide:
                 yield name, tensor
 
     def _halves(
-        self, rollouts: Sequence[Rollout], batch: MiniBatch, logprobs: Sequence[np.ndarray], scores: RouterScores
+        self,
+        rollouts: Sequence[Rollout],
+        batch: MiniBatch,
+        logprobs: Sequence[np.ndarray],
+        scores: RouterScores,
     ) -> list[Half]:
         found: dict[str, Half] = {}
         by_id = {rollout.id: rollout for rollout in rollouts}
-        for number, (micro_batch, values) in enumerate(zip(batch.micro_batches, logprobs, strict=True)):
-            for name, start in zip(micro_batch.rollout_ids, micro_batch.cu_seqlens.tolist(), strict=False):
+        for number, (micro_batch, values) in enumerate(
+            zip(batch.micro_batches, logprobs, strict=True)
+        ):
+            for name, start in zip(
+                micro_batch.rollout_ids, micro_batch.cu_seqlens.tolist(), strict=False
+            ):
                 rollout = by_id[name]
                 rows = slice(start, start + len(rollout.tokens) - 1)
                 own = scores.of(number, rows, rollout.routed_experts)
@@ -94,7 +112,8 @@ class RouterScores:
 
     def __enter__(self) -> RouterScores:
         self.hooks = [
-            router.register_forward_hook(self._keep(number)) for number, (_, router) in enumerate(self.routers)
+            router.register_forward_hook(self._keep(number))
+            for number, (_, router) in enumerate(self.routers)
         ]
         return self
 
@@ -108,12 +127,16 @@ class RouterScores:
                 logits = router.gating(inputs[0].detach())
                 self.calls[number].append(logits.view(-1, logits.shape[-1]).float().cpu())
                 self.biases[number] = (
-                    None if router.expert_bias is None else router.expert_bias.detach().float().cpu().clone()
+                    None
+                    if router.expert_bias is None
+                    else router.expert_bias.detach().float().cpu().clone()
                 )
 
         return after
 
-    def of(self, micro_batch: int, rows: slice, served: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def of(
+        self, micro_batch: int, rows: slice, served: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(routes, gap, margin) of these rows of a micro-batch; see Half."""
         routes, gaps, margins = [], [], []
         for layer, (calls, bias) in enumerate(zip(self.calls, self.biases, strict=True)):
@@ -126,12 +149,18 @@ class RouterScores:
             if served is not None:
                 theirs = torch.from_numpy(served[:, layer].astype(np.int64))
                 same = (own[:, :, None] == theirs[:, None]).any(1).all(1)
-                gap = torch.where(same, 0.0, (lowest - scores.gather(1, theirs).amin(1)).clamp(min=0.0))
+                gap = torch.where(
+                    same, 0.0, (lowest - scores.gather(1, theirs).amin(1)).clamp(min=0.0)
+                )
             routes.append(own)
             gaps.append(gap)
         if not routes:
             size = rows.stop - rows.start
-            return np.zeros((size, 0, 0), np.int64), np.zeros((size, 0), np.float32), np.zeros((size, 0), np.float32)
+            return (
+                np.zeros((size, 0, 0), np.int64),
+                np.zeros((size, 0), np.float32),
+                np.zeros((size, 0), np.float32),
+            )
         return (
             torch.stack(routes, 1).numpy(),
             torch.stack(gaps, 1).numpy().astype(np.float32),
@@ -142,7 +171,9 @@ class RouterScores:
 @contextmanager
 def another_trainer(cfg: Config, parallel: Parallel, **model: object) -> Iterator[TrainerSide]:
     """A trainer with other keys of [model]; its memory is free afterwards."""
-    side = TrainerSide(cfg.model_copy(update={"model": cfg.model.model_copy(update=model)}), parallel)
+    side = TrainerSide(
+        cfg.model_copy(update={"model": cfg.model.model_copy(update=model)}), parallel
+    )
     try:
         yield side
     finally:

@@ -1,6 +1,8 @@
-"""What is tried: each trial changes one thing in the trainer, and the distance to the server is measured again.
+"""What is tried: each trial changes one thing in the trainer, and the distance to the server is
+measured again.
 
-A trial is data: its rung of the ladder, the values to try, and how to apply one of them to an engine.
+A trial is data: its rung of the ladder, the values to try, and how to apply one of them to an
+engine.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ GATES, MODEL, SAMPLING = "same gate weights", "same model settings", "same sampl
 
 @dataclass(frozen=True)
 class Trial:
-    """values: to try, of this model; () where the trial does not apply.  is_smooth: search between them for the best one."""
+    """values: to try, of this model; () where the trial does not apply.
+
+    is_smooth: search between them for the best one.
+    """
 
     name: str
     rung: str
@@ -78,7 +83,9 @@ def router_setting(name: str, convert: Callable[[float], object]) -> Callable[[f
     def make(value: float) -> Edit:
         @contextmanager
         def edit(engine: Engine) -> Iterator[None]:
-            configs = {id(router.config): router.config for _, router in moe_routers(engine.chunks)}.values()
+            configs = {
+                id(router.config): router.config for _, router in moe_routers(engine.chunks)
+            }.values()
             before = [getattr(config, name) for config in configs]
             for config in configs:
                 setattr(config, name, convert(value))
@@ -104,8 +111,11 @@ def live_from(layer: int) -> Edit:
         overrides: list[Any] = [router.router_replay for _, router in moe_routers(engine.chunks)]
         before = [override.decide for override in overrides]
 
-        def decide(at: int, scores: torch.Tensor, live_topk: LiveTopK) -> tuple[torch.Tensor, torch.Tensor]:
-            used = engine.manager.decide(at, scores, live_topk)  # which counts that every route was asked for
+        def decide(
+            at: int, scores: torch.Tensor, live_topk: LiveTopK
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            # which counts that every route was asked for
+            used = engine.manager.decide(at, scores, live_topk)
             return used if at < layer else live_topk(None)
 
         for override in overrides:
@@ -145,7 +155,9 @@ def rope_theta(value: float) -> Edit:
 def rotary_embeddings(engine: Engine) -> list[Any]:
     """Of all chunks; latent attention has one in every layer."""
     modules = (module for chunk in engine.chunks for module in chunk.modules())
-    return [module for module in modules if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
+    return [
+        module for module in modules if isinstance(getattr(module, "inv_freq", None), torch.Tensor)
+    ]
 
 
 def forget(rope: Any) -> None:
@@ -185,7 +197,9 @@ def temperature(value: float) -> Edit:
     @contextmanager
     def edit(engine: Engine) -> Iterator[None]:
         before = engine.cfg
-        engine.cfg = before.model_copy(update={"rollout": before.rollout.model_copy(update={"temperature": value})})
+        engine.cfg = before.model_copy(
+            update={"rollout": before.rollout.model_copy(update={"temperature": value})}
+        )
         try:
             yield
         finally:
@@ -203,18 +217,22 @@ TRIALS: tuple[Trial, ...] = (
     Trial("no_bias", GATES, lambda spec: (1.0,) if spec.router.expert_bias else (), without_bias),
     Trial(
         "gate_normalisation", GATES,
-        lambda spec: (1.0 - spec.router.pre_softmax,) if spec.moe_layers and spec.router.score_function == "softmax" else (),
+        lambda spec: (1.0 - spec.router.pre_softmax,
+        ) if spec.moe_layers and spec.router.score_function == "softmax" else (),
         router_setting("moe_router_pre_softmax", bool),
     ),
     Trial(
         "gate_factor", GATES,
-        lambda spec: (0.4, 0.7, 1.0, 1.5, 2.0, 2.5, 4.0) if spec.router.scaling_factor or spec.router.score_function ==
+        lambda spec: (0.4, 0.7, 1.0, 1.5, 2.0, 2.5,
+        4.0) if spec.router.scaling_factor or spec.router.score_function ==
         "sigmoid"
         else (), router_setting("moe_router_topk_scaling_factor", float), is_smooth=True,
     ),
     Trial(
-        "rope_theta", MODEL, lambda spec: (1e4, 1e5, 5e5, 1e6, 5e6, 1e7, 1e8) if has_plain_rope(spec) else (), rope_theta
+        "rope_theta", MODEL, lambda spec: (1e4, 1e5, 5e5, 1e6, 5e6, 1e7,
+        1e8) if has_plain_rope(spec) else (), rope_theta
     ),
     Trial("norm_eps", MODEL, lambda spec: (1e-6, 1e-5, 1e-8, 1e-12), norm_eps),
-    Trial("temperature", SAMPLING, lambda spec: (0.3, 0.5, 0.7, 0.9, 1.0, 1.2, 1.5), temperature, is_smooth=True),
+    Trial("temperature", SAMPLING, lambda spec: (0.3, 0.5, 0.7, 0.9, 1.0, 1.2, 1.5), temperature,
+    is_smooth=True),
 )  # fmt: skip

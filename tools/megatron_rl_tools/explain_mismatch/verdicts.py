@@ -1,7 +1,8 @@
 """The rules that turn evidence into a verdict, as data; and the few lines that read them.
 
-A condition is "NAME OPERATOR VALUE" or "NAME OPERATOR [FACTOR *] NAME"; one that names what was not measured does not hold.
-Rules of the first level that has one are the verdict: proofs, then what a trial removed, then symptoms.
+A condition is "NAME OPERATOR VALUE" or "NAME OPERATOR [FACTOR *] NAME"; one that names what was not
+measured does not hold. Rules of the first level that has one are the verdict: proofs, then what a
+trial removed, then symptoms.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Literal
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
 
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
+    "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "==": operator.eq,
+    "!=": operator.ne,
 }  # fmt: skip
 Level = Literal[1, 2, 3]
 PROOF: Level = 1
@@ -25,8 +27,8 @@ SYMPTOM: Level = 3
 
 @dataclass(frozen=True)
 class VerdictRule:
-    """when: all must hold.  text: with {NAME} of the evidence.  key, value: what to change.  before, after: "
-    "names of the KL with
+    """when: all must hold.  text: with {NAME} of the evidence.  key, value: what to change.
+    before, after: " "names of the KL with
     the cause and without it; the share of the KL that it explains is 1 - after / before."""
 
     name: str
@@ -41,7 +43,9 @@ class VerdictRule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """share: of KL(mu, pi_old) that goes away without the cause, 0 to 1; None where that was not measured."""
+    """share: of KL(mu, pi_old) that goes away without the cause, 0 to 1; None where that was not
+    measured.
+    """
 
     name: str
     cause: str
@@ -62,7 +66,8 @@ RULES: tuple[VerdictRule, ...] = (
         "routes_shifted", PROOF, ("routes.row_shift != 0",),
         "the server's routes are those of other rows: row j has the experts of row j {routes.row_offset:+.0f}; "
         "shifted back {routes.row_shift_overlap:.1%} of the experts agree, as they are {routes.overlap:.1%}",
-        "rollout.urls", "a server that returns row j for the forward of token j; look for what edits its answers",
+        "rollout.urls",
+        "a server that returns row j for the forward of token j; look for what edits its answers",
         "kl.replay", "kl.routes_mended",
     ),
     VerdictRule(
@@ -80,38 +85,44 @@ RULES: tuple[VerdictRule, ...] = (
     ),
     VerdictRule(
         "routes_wrong", PROOF,
-        ("diff.live <= limit.diff", "diff.replay > limit.diff", "diff.replay > 2 * diff.live", "routes.row_shift == 0",
+        ("diff.live <= limit.diff", "diff.replay > limit.diff", "diff.replay > 2 * diff.live",
+        "routes.row_shift == 0",
          "routes.layer_shift == 0", "routes.foreign == 0"),
         "log-probs agree to {diff.live:.1e} nats as they are, and differ by {diff.replay:.1e} with the server's routes: what it "
         "returns are not the routes of the forward that sampled ({routes.overlap:.1%} of the experts agree)",
-        "rollout.urls", "the servers' own addresses; look for what mixes up answers, and at unproven settings of the server",
+        "rollout.urls",
+        "the servers' own addresses; look for what mixes up answers, and at unproven settings of the server",
         "kl.replay", "kl.live",
     ),
     VerdictRule(
         "logprobs_shifted", PROOF, ("logprobs.shift != 0", MISMATCH),
         "the server's log-probs are those of other tokens: entry i is that of token i {logprobs.offset:+.0f}; "
         "shifted back the mean difference is {logprobs.shift_diff:.1e}, as they are {diff.live:.1e}",
-        "rollout.urls", "a server that returns each log-prob with its token; look for what edits its answers",
+        "rollout.urls",
+        "a server that returns each log-prob with its token; look for what edits its answers",
         after="kl.logprobs_shifted",
     ),
     VerdictRule(
         "stale_cache", PROOF, ("cache.differ > 0.01",),
         "the server's prefix cache is of other weights: computed again without it, {cache.differ:.1%} of what it "
         "returned for the same tokens differs",
-        "/flush_cache", "call it after every change of weights (a weight sync of this project does)",
+        "/flush_cache",
+        "call it after every change of weights (a weight sync of this project does)",
         after="kl.fresh",
     ),
     # weights
     VerdictRule(
         "bias_missing", PROOF, ("weights.bias_zero >= 1",),
         "the expert bias is zero on one side: {weights.names}",
-        "model.path", "a checkpoint with e_score_correction_bias; look at the server's log for tensors that it skipped",
+        "model.path",
+        "a checkpoint with e_score_correction_bias; look at the server's log for tensors that it skipped",
         after="kl.their_weights",
     ),
     VerdictRule(
         "router_rounded", PROOF, ("weights.router_rounded >= 1",),
         "the server's routers are rounded: {weights.names}",
-        "rollout.quantize_keep", "the routers' names; if the server rounds them itself, its dtype option",
+        "rollout.quantize_keep",
+        "the routers' names; if the server rounds them itself, its dtype option",
         after="kl.their_weights",
     ),
     VerdictRule(
@@ -123,13 +134,15 @@ RULES: tuple[VerdictRule, ...] = (
     VerdictRule(
         "experts_swapped", PROOF, ("weights.swapped >= 1",),
         "experts or parts of tensors are in another order on the server: {weights.names}",
-        "model.path", "load the checkpoint again on the server; look for a converter that orders experts otherwise",
+        "model.path",
+        "load the checkpoint again on the server; look for a converter that orders experts otherwise",
         after="kl.their_weights",
     ),
     VerdictRule(
         "tensor_moved", PROOF, ("weights.moved >= 1",),
         "a tensor of the server holds the values of another one: {weights.names}",
-        "tie_word_embeddings", "equal on both sides; if another tensor moved, look at the converter's names",
+        "tie_word_embeddings",
+        "equal on both sides; if another tensor moved, look at the converter's names",
         after="kl.their_weights",
     ),
     VerdictRule(
@@ -139,21 +152,25 @@ RULES: tuple[VerdictRule, ...] = (
         after="kl.their_weights",
     ),
     VerdictRule(
-        "stale_weights", PROOF, ("weights.share > 0.5", "weights.unnamed > 0", "weights.relative < 0.3"),
+        "stale_weights", PROOF, ("weights.share > 0.5", "weights.unnamed > 0",
+        "weights.relative < 0.3"),
         "the server holds another version of the same weights: {weights.wrong:.0f} of {weights.compared:.0f} "
         "tensors differ, by {weights.relative:.1%} of their size (weight version {server.weight_version})",
-        "rollout.weight_sync", "let it reach this server: send the weights again, or start it on this checkpoint",
+        "rollout.weight_sync",
+        "let it reach this server: send the weights again, or start it on this checkpoint",
         after="kl.their_weights",
     ),
     VerdictRule(
-        "other_checkpoint", PROOF, ("weights.share > 0.5", "weights.unnamed > 0", "weights.relative >= 0.3"),
+        "other_checkpoint", PROOF, ("weights.share > 0.5", "weights.unnamed > 0",
+        "weights.relative >= 0.3"),
         "the server holds another checkpoint: {weights.wrong:.0f} of {weights.compared:.0f} tensors differ, by "
         "{weights.relative:.0%} of their size",
         "model.path", "the checkpoint that the server was started with",
         after="kl.their_weights",
     ),
     VerdictRule(
-        "other_weights", PROOF, ("weights.share > 0.5", "weights.unnamed > 0", "weights.is_loaded == 0"),
+        "other_weights", PROOF, ("weights.share > 0.5", "weights.unnamed > 0",
+        "weights.is_loaded == 0"),
         "the server holds other weights: {weights.wrong:.0f} of {weights.compared:.0f} tensors differ; an earlier "
         "version, or another checkpoint (weight version {server.weight_version})",
         "model.path", "the checkpoint that the server has, or send the weights again",
@@ -167,7 +184,8 @@ RULES: tuple[VerdictRule, ...] = (
     # settings
     VerdictRule(
         "config_differs", PROOF, ("config.differ >= 1",),
-        "the server computes with another config.json: {config.text}", "{config.first}", "equal on both sides",
+        "the server computes with another config.json: {config.text}", "{config.first}",
+        "equal on both sides",
         after="kl.their_config",
     ),
     VerdictRule(
@@ -175,7 +193,8 @@ RULES: tuple[VerdictRule, ...] = (
         "diff.worst > limit.exact", "diff.worst <= limit.diff"),
         "rounding: the trainer computes in {dtype.trainer}, the server in {dtype.server}; transformers' own "
         "difference between the two is {floor.diff:.1e} nats, this pair's {diff.live:.1e}",
-        "rollout.dtype", "{dtype.trainer}; model.dtype = {dtype.server} would leave {diff.same_precision:.1e} nats",
+        "rollout.dtype",
+        "{dtype.trainer}; model.dtype = {dtype.server} would leave {diff.same_precision:.1e} nats",
         after="kl.exact",
     ),
     # what a trial removed
@@ -202,7 +221,8 @@ RULES: tuple[VerdictRule, ...] = (
     ),
     VerdictRule(
         "gate_normalisation", TRIAL, (TRIED, f"trial.gate_normalisation.diff < {GONE} * diff.base"),
-        "gate weights are normalised on one side only (norm_topk_prob)", "norm_topk_prob", "equal in both config.json",
+        "gate weights are normalised on one side only (norm_topk_prob)", "norm_topk_prob",
+        "equal in both config.json",
         after="trial.gate_normalisation.kl",
     ),
     VerdictRule(
@@ -221,11 +241,13 @@ RULES: tuple[VerdictRule, ...] = (
     ),
     VerdictRule(
         "router_rounded_trial", TRIAL, (TRIED, f"trial.rounded_router.diff < {GONE} * diff.base"),
-        "the server's routers compute with weights rounded to bfloat16", "rollout.quantize_keep", "the routers' names",
+        "the server's routers compute with weights rounded to bfloat16", "rollout.quantize_keep",
+        "the routers' names",
         after="trial.rounded_router.kl",
     ),
     VerdictRule(
-        "trainer_engine", TRIAL, (MISMATCH, "referee.server <= limit.diff", "referee.trainer > limit.diff"),
+        "trainer_engine", TRIAL, (MISMATCH, "referee.server <= limit.diff",
+        "referee.trainer > limit.diff"),
         "the trainer does not compute its own checkpoint: transformers agrees with the server to "
         "{referee.server:.1e} nats, with the trainer to {referee.trainer:.1e}",
         "model.layer_spec", "local, and compare again; report it with the model's config.json",
@@ -244,10 +266,12 @@ RULES: tuple[VerdictRule, ...] = (
         "model.path", "the checkpoint of the server; then compare again",
     ),
     VerdictRule(
-        "after_the_routers", SYMPTOM, (MISMATCH, "flips.share == 0", "diff.worst > 100 * limit.diff"),
+        "after_the_routers", SYMPTOM, (MISMATCH, "flips.share == 0",
+        "diff.worst > 100 * limit.diff"),
         "every router of every layer agrees, the log-probs differ by {diff.worst:.1e} nats: the experts of the last layer, the "
         "last norm, the output head, or what is done with the logits",
-        "tie_word_embeddings", "equal on both sides; compare lm_head.weight and the sampling settings",
+        "tie_word_embeddings",
+        "equal on both sides; compare lm_head.weight and the sampling settings",
     ),
     VerdictRule(
         "only_routes", SYMPTOM, (MISMATCH, "diff.replay <= limit.diff", "flips.clear > 0"),
@@ -264,7 +288,8 @@ RULES: tuple[VerdictRule, ...] = (
         "there by up to {flips.first_gap:.2g} where margins are {flips.first_margin:.2g}. Suspects: that layer's "
         "attention and norms, its router, and the experts of the layer below. Unproven settings of the server: "
         "{server.unusual}",
-        "model.path", "one checkpoint on both sides: compare the tensors of these modules, then leave out such settings",
+        "model.path",
+        "one checkpoint on both sides: compare the tensors of these modules, then leave out such settings",
         after="kl.replay",
     ),
     VerdictRule(
@@ -277,9 +302,15 @@ RULES: tuple[VerdictRule, ...] = (
 
 
 def verdicts_of(evidence: Evidence, rules: Sequence[VerdictRule] = RULES) -> list[Verdict]:
-    """The verdicts of the first level that has one, the largest share first; [] where the pair is healthy."""
+    """The verdicts of the first level that has one, the largest share first; [] where the pair is
+    healthy.
+    """
     for level in (PROOF, TRIAL, SYMPTOM):
-        found = [rule for rule in rules if rule.level == level and all(holds(each, evidence) for each in rule.when)]
+        found = [
+            rule
+            for rule in rules
+            if rule.level == level and all(holds(each, evidence) for each in rule.when)
+        ]
         if level == SYMPTOM:
             found = found[:1]  # from the narrowest to the widest
         if found:
@@ -293,7 +324,9 @@ def verdicts_of(evidence: Evidence, rules: Sequence[VerdictRule] = RULES) -> lis
                 )
                 for rule in found
             ]
-            return sorted(verdicts, key=lambda each: -1.0 if each.share is None else each.share, reverse=True)
+            return sorted(
+                verdicts, key=lambda each: -1.0 if each.share is None else each.share, reverse=True
+            )
     return []
 
 

@@ -1,7 +1,7 @@
 """Tensor by tensor: does the server hold what the trainer exports, and if not, what does it hold?
 
-A server returns checksums, not values.  Of a tensor with another checksum the trainer's own values are changed in known ways
-until one has the server's: then the change is proven, not guessed.
+A server returns checksums, not values.  Of a tensor with another checksum the trainer's own values
+are changed in known ways until one has the server's: then the change is proven, not guessed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from torch import Tensor
 
 from megatron_rl.weights.hf.files import HFFiles
 from megatron_rl.weights.hf.fp8 import dequantize_blocks, quantize_blocks
-from megatron_rl.weights.sync.checksums import HEX_DIGITS, PADDED, ROWS, WHOLE_ON_EVERY_RANK, ExportDigests
+from megatron_rl.weights.sync.checksums import (
+    HEX_DIGITS,
+    PADDED,
+    ROWS,
+    WHOLE_ON_EVERY_RANK,
+    ExportDigests,
+)
 from megatron_rl_tools.explain_mismatch.trainer_side import TrainerSide
 
 MOST_EXPLAINED = 6
@@ -33,11 +39,15 @@ Parts = list[Tensor]
 
 @dataclass(frozen=True)
 class Comparison:
-    """compared: served tensors with a checksum on both sides; wrong: those that differ, with the HF tensors in each.
+    """compared: served tensors with a checksum on both sides; wrong: those that differ, with the HF
+    tensors in each.
 
-    changes: of a wrong one, the change that gives the server's checksum, such as "rounded to bfloat16"; relative: of a wrong one,
-    |server - trainer| / |trainer|, where the server's checkpoint is here and is what it holds; is_loaded: whether it is.
-    dtypes: of served tensors in another dtype than the server's own, or that only the trainer's dtype rounds.
+    changes: of a wrong one, the change that gives the server's checksum, such as "rounded to
+    bfloat16"; relative: of a wrong one,
+    |server - trainer| / |trainer|, where the server's checkpoint is here and is what it holds;
+    is_loaded: whether it is.
+    dtypes: of served tensors in another dtype than the server's own, or that only the trainer's
+    dtype rounds.
     unnamed: of those searched, without a known change.
     replaced: HF tensors as the server must have them, of those with a known change.
     """
@@ -53,27 +63,41 @@ class Comparison:
 
 
 def compare_weights(
-    trainer: TrainerSide, ranks: Sequence[Mapping[str, str]], dtype: torch.dtype, loaded: Path | None
+    trainer: TrainerSide,
+    ranks: Sequence[Mapping[str, str]],
+    dtype: torch.dtype,
+    loaded: Path | None,
 ) -> Comparison:
-    """ranks: checksums of the server's ranks; dtype: of the server; loaded: its checkpoint, where that is here."""
+    """ranks: checksums of the server's ranks; dtype: of the server; loaded: its checkpoint, where
+    that is here.
+    """
     if not ranks:
         return Comparison()
     tensors = {name: tensor.detach().to("cpu") for name, tensor in trainer.export()}
     ours = digests_of_model(tensors, dtype)
     found = ours.digests()
-    known = {name for name in found if name in ranks[0] and (len(ranks) == 1 or WHOLE_ON_EVERY_RANK.search(name))}
+    known = {
+        name
+        for name in found
+        if name in ranks[0] and (len(ranks) == 1 or WHOLE_ON_EVERY_RANK.search(name))
+    }
     wrong, dtypes = list[str](), dict[str, str]()
     for name in sorted(known):
         if all(rank.get(name) == found[name] for rank in ranks):
             continue
         parts = [tensors[part] for part in ours.parts[name]]
-        if dtype != torch.float32 and digest_of_tensor(name, parts, torch.float32) == ranks[0][name]:
+        if (
+            dtype != torch.float32
+            and digest_of_tensor(name, parts, torch.float32) == ranks[0][name]
+        ):
             dtypes[name] = "float32"  # routers and their biases, in some models
         else:
             wrong.append(name)
     source, narrow = trainer.cfg.model.path, getattr(torch, trainer.cfg.model.dtype)
     if wrong and narrow.itemsize < dtype.itemsize:
-        rounded = rounded_by_trainer(wrong, ranks[0], ours, tensors, source, dtype=dtype, narrow=narrow)
+        rounded = rounded_by_trainer(
+            wrong, ranks[0], ours, tensors, source, dtype=dtype, narrow=narrow
+        )
         dtypes |= dict.fromkeys(rounded, trainer.cfg.model.dtype)
         wrong = [name for name in wrong if name not in rounded]
     changes, replaced = explain_weights(wrong, ranks[0], ours, found, tensors, dtype)
@@ -100,7 +124,9 @@ def rounded_by_trainer(
     dtype: torch.dtype,
     narrow: torch.dtype,
 ) -> set[str]:
-    """Those of which the server has the values of the trainer's checkpoint, and the trainer the same in `narrow`."""
+    """Those of which the server has the values of the trainer's checkpoint, and the trainer the
+    same in `narrow`.
+    """
     found = set[str]()
     with HFFiles(source) as files:
         for name in wrong:
@@ -109,7 +135,10 @@ def rounded_by_trainer(
                 continue
             values = [files.read(part) for part in names]
             mine = [tensors[part] for part in names]
-            is_rounded = all(torch.equal(v.to(narrow).to(own.dtype), own) for v, own in zip(values, mine, strict=True))
+            is_rounded = all(
+                torch.equal(v.to(narrow).to(own.dtype), own)
+                for v, own in zip(values, mine, strict=True)
+            )
             if is_rounded and digest_of_tensor(name, values, dtype) == theirs[name]:
                 found.add(name)
     return found
@@ -159,14 +188,20 @@ def explain_weights(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """(name -> change, HF tensors after it).  First those that hold another tensor of the trainer's: that costs nothing."""
+    """(name -> change, HF tensors after it).
+
+    First those that hold another tensor of the trainer's: that costs nothing.
+    """
     owners = {value: name for name, value in found.items()}
     changes, replaced = dict[str, str](), dict[str, Tensor]()
     for name in wrong:
         if theirs[name] in owners:
             owner = owners[theirs[name]]
             changes[name] = f"holds {owner}"
-            replaced |= {part: tensors[other] for part, other in zip(ours.parts[name], ours.parts[owner], strict=False)}
+            replaced |= {
+                part: tensors[other]
+                for part, other in zip(ours.parts[name], ours.parts[owner], strict=False)
+            }
     for name in searched(wrong, theirs, found):
         parts = [tensors[part] for part in ours.parts[name]]
         for change, changed in candidates(name, parts):
@@ -177,7 +212,9 @@ def explain_weights(
     return changes, replaced
 
 
-def searched(wrong: Sequence[str], theirs: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def searched(
+    wrong: Sequence[str], theirs: Mapping[str, str], found: Mapping[str, str]
+) -> list[str]:
     """The wrong tensors that a known change is searched for."""
     return [name for name in wrong if theirs[name] not in found.values()][:MOST_EXPLAINED]
 
@@ -187,7 +224,9 @@ def candidates(name: str, parts: Parts) -> Iterator[tuple[str, Parts]]:
     for change, apply in CHANGES.items():
         yield change, [apply(part) for part in parts]
     if len(parts) < 4:
-        yield from ((f"parts {a} and {b} swapped", swapped(parts, a, b, 1)) for a, b in pairs(len(parts)))
+        yield from (
+            (f"parts {a} and {b} swapped", swapped(parts, a, b, 1)) for a, b in pairs(len(parts))
+        )
         return
     each = 2 if name.endswith("w13_weight") else 1  # gate and up of every expert
     experts = len(parts) // each
@@ -198,7 +237,9 @@ def candidates(name: str, parts: Parts) -> Iterator[tuple[str, Parts]]:
     budget = MOST_BYTES // max(1, sum(part.nbytes for part in parts))
     for a, b in itertools.islice(pairs(experts), budget):
         yield f"experts {a} and {b} swapped", swapped(parts, a, b, each)
-    for change, expert in itertools.product(("rounded to fp8 in blocks", "zeros"), range(min(experts, budget))):
+    for change, expert in itertools.product(
+        ("rounded to fp8 in blocks", "zeros"), range(min(experts, budget))
+    ):
         own = range(expert * each, (expert + 1) * each)
         yield (
             f"expert {expert} {change}",
@@ -237,7 +278,10 @@ def relative_differences(
             values = [files.read(part) for part in names]
             if digest_of_tensor(name, values, dtype) != theirs[name]:
                 continue
-            pairs_of = [(tensors[part].double(), value.double()) for part, value in zip(names, values, strict=True)]
+            pairs_of = [
+                (tensors[part].double(), value.double())
+                for part, value in zip(names, values, strict=True)
+            ]
             if all(mine.shape == value.shape for mine, value in pairs_of):
                 difference = sum(float((value - mine).square().sum()) for mine, value in pairs_of)
                 size = sum(float(mine.square().sum()) for mine, _ in pairs_of)
@@ -246,7 +290,9 @@ def relative_differences(
 
 
 def changed_checkpoint(folder: Path, source: Path, replaced: Mapping[str, Tensor]) -> Path:
-    """A checkpoint in `folder` that reads these tensors from a file of its own and all others from `source`."""
+    """A checkpoint in `folder` that reads these tensors from a file of its own and all others from
+    `source`.
+    """
     folder.mkdir(parents=True)
     with HFFiles(source) as files:
         shapes = {name: header.shape for name, header in files.headers.items()}

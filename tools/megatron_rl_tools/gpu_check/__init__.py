@@ -1,1 +1,3 @@
-"""megatron-rl gpu-check: what a first GPU must show, step by step, each in a process of its own with a limit."""
+"""megatron-rl gpu-check: what a first GPU must show, step by step, each in a process of its own
+with a limit.
+"""

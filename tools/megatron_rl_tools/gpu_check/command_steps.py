@@ -18,7 +18,9 @@ def doctor(place: StepPlace) -> StepOutcome:
         for check in section["checks"]:
             if check["status"] != "OK":
                 findings.figures[check["name"]] = f"{check['status']}: {check['found']}"
-            findings.check(check["status"] != "FAIL", f"{check['name']}: {check['found']} -> {check['remedy']}")
+            findings.check(
+                check["status"] != "FAIL", f"{check['name']}: {check['found']} -> {check['remedy']}"
+            )
     return findings.outcome
 
 
@@ -28,10 +30,18 @@ def verify_replay(place: StepPlace) -> StepOutcome:
         for recompute in ("none",) if place.quick else ("none", "full"):
             arguments = ("--device", place.device, "--mode", mode, "--recompute", recompute)
             found = call("verify-replay", *arguments)
-            details: dict[str, Figure] = {check["name"]: check["detail"] for check in found["checks"]}
-            findings.figures[f"{mode}, recompute {recompute}"] = {"seconds": found["seconds"], **details}
+            details: dict[str, Figure] = {
+                check["name"]: check["detail"] for check in found["checks"]
+            }
+            findings.figures[f"{mode}, recompute {recompute}"] = {
+                "seconds": found["seconds"],
+                **details,
+            }
             for check in found["checks"]:
-                findings.check(check["passed"], f"{mode}, recompute {recompute}: {check['name']}: {check['detail']}")
+                findings.check(
+                    check["passed"],
+                    f"{mode}, recompute {recompute}: {check['name']}: {check['detail']}",
+                )
     return findings.outcome
 
 
@@ -41,10 +51,14 @@ def call(*arguments: str) -> dict[str, Any]:
     Raises RuntimeError where it prints none.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl.cli", *arguments, "--json"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "megatron_rl.cli", *arguments, "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     print(done.stdout)
     start = done.stdout.find("{")
     if start < 0:
-        raise RuntimeError(f"megatron-rl {arguments[0]}: exit status {done.returncode} without a result")
+        raise RuntimeError(
+            f"megatron-rl {arguments[0]}: exit status {done.returncode} without a result"
+        )
     return json.loads(done.stdout[start:])

@@ -1,4 +1,6 @@
-"""The command `megatron-rl gpu-check`: runs the chosen steps and writes the page; options.py parses its arguments."""
+"""The command `megatron-rl gpu-check`: runs the chosen steps and writes the page; options.py parses
+its arguments.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
-            "megatron-rl gpu-check: --device cuda: torch sees no GPU here; start it where the GPU is, or use --device cpu",
+            "megatron-rl gpu-check: --device cuda: torch sees no GPU here; start it where the GPU"
+            " is, or use --device cpu",
             file=sys.stderr,
         )
         return 2
@@ -35,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if any(report.outcome.verdict == "failed" for report in reports) else 0
 
 
-def run_steps(steps: Sequence[CheckStep], place: StepPlace, facts: dict[str, str]) -> list[StepReport]:
+def run_steps(
+    steps: Sequence[CheckStep], place: StepPlace, facts: dict[str, str]
+) -> list[StepReport]:
     reports: list[StepReport] = []
     for step in steps:
         print(f"{step.name:<15}{step.purpose} At most {step.minutes:g} min ...", flush=True)
@@ -53,13 +58,22 @@ def machine(device: Device) -> dict[str, str]:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         facts |= {
-            "gpu": f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory / 2**30:.1f} GiB",
+            "gpu": (
+                f"{torch.cuda.device_count()} x {properties.name},"
+                f" {properties.total_memory / 2**30:.1f} GiB"
+            ),
             "cuda": str(torch.version.cuda),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+            "driver": (
+                output(
+                    "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+                ).partition("\n")[0]
+            ),
         }
     facts |= installed_versions() | {"megatron_rl": metadata.version("megatron_rl")}
-    return facts | {"commit": output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")}
+    return facts | {
+        "commit": output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
+    }
 
 
 def output(*command: str) -> str:

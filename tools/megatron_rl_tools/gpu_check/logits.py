@@ -39,7 +39,9 @@ Logprobs = dict[tuple[str, int], float]
 
 
 def against_transformers(place: StepPlace) -> StepOutcome:
-    """The trainer replays the experts that transformers chooses in float32, so that a difference is not a changed choice."""
+    """The trainer replays the experts that transformers chooses in float32, so that a difference is
+    not a changed choice.
+    """
     disable_tf32()
     findings = Findings()
     for family, settings in SMALL.items():
@@ -53,12 +55,15 @@ def against_transformers(place: StepPlace) -> StepOutcome:
         figures: dict[str, Figure] = {"transformers bf16 against float32": limit / LIMIT}
         for form in ("thd", "bshd"):
             mode = "R3" if spec.moe_layers else "none"
-            cfg = check_step_config(path, place.device, model={"batch_format": form}, replay={"mode": mode})
+            cfg = check_step_config(
+                path, place.device, model={"batch_format": form}, replay={"mode": mode}
+            )
             ours, layers = trainer_logprobs(cfg, pass_with_routes(samples, routes))
             difference = mean_difference(ours, exact)
             figures[form] = {"against float32": difference, "layers": layers}
             findings.check(
-                difference <= limit, f"{family}, {form}: mean |difference| {difference:.2g} nats (limit {limit:.2g})"
+                difference <= limit,
+                f"{family}, {form}: mean |difference| {difference:.2g} nats (limit {limit:.2g})",
             )
         findings.figures[family] = figures
     return findings.outcome
@@ -68,32 +73,44 @@ def identical_passes(place: StepPlace) -> StepOutcome:
     findings = Findings()
     path = place.folder / "model"
     path.mkdir()
-    spec = write_random_checkpoint(QWEN3_MOE | {"num_experts_per_tok": 8}, path, dtype=torch.bfloat16)
+    spec = write_random_checkpoint(
+        QWEN3_MOE | {"num_experts_per_tok": 8}, path, dtype=torch.bfloat16
+    )
     samples = check_samples(spec, LENGTHS * (1 if place.quick else 8))
     has_te = uses_te(check_step_config(path, place.device))
     for is_fused in (False, True):
         if is_fused and not has_te:
             findings.not_run.append("moe_permute_fusion = true needs TransformerEngine on a GPU")
             continue
-        with engine_of(check_step_config(path, place.device, megatron={"moe_permute_fusion": is_fused})) as engine:
+        with engine_of(
+            check_step_config(path, place.device, megatron={"moe_permute_fusion": is_fused})
+        ) as engine:
             batch = check_batch(engine, samples)
             first, second = (
-                torch.cat(engine.old_logprobs(batch, MetricSums(), replay="none").logprobs) for _ in range(2)
+                torch.cat(engine.old_logprobs(batch, MetricSums(), replay="none").logprobs)
+                for _ in range(2)
             )
         differing = float((first != second).float().mean())
         findings.figures[f"moe_permute_fusion = {is_fused}"] = {
-            "fraction of log-probs that differ": differing, "largest difference": float((first - second).abs().max()),
+            "fraction of log-probs that differ": differing,
+            "largest difference": float((first - second).abs().max()),
         }  # fmt: skip
         # without the fusion a GPU adds up experts in any order
         findings.check(
             not differing or (place.device == "cuda" and not is_fused),
-            f"moe_permute_fusion = {is_fused}: {differing:.1%} of log-probs differ between identical passes",
+            f"moe_permute_fusion = {is_fused}: {differing:.1%} of log-probs differ between"
+            " identical passes",
         )
     return findings.outcome
 
 
-def mean_difference(one: Mapping[tuple[str, int], float], other: Mapping[tuple[str, int], float]) -> float:
-    """Mean of |difference| over the tokens of `one`, nats.  Raises KeyError for a token that `other` lacks."""
+def mean_difference(
+    one: Mapping[tuple[str, int], float], other: Mapping[tuple[str, int], float]
+) -> float:
+    """Mean of |difference| over the tokens of `one`, nats.
+
+    Raises KeyError for a token that `other` lacks.
+    """
     return float(np.mean([abs(value - other[key]) for key, value in one.items()]))
 
 
@@ -109,17 +126,31 @@ def logprobs_by_position(engine: Engine, samples: Sequence[Sample]) -> Logprobs:
     passed = engine.old_logprobs(batch, MetricSums(), replay=engine.cfg.replay.mode)
     found: Logprobs = {}
     for micro_batch, values in zip(batch.micro_batches, passed.logprobs, strict=True):
-        keys = logprob_keys([rollouts[name] for name in micro_batch.rollout_ids], micro_batch.cu_seqlens.tolist(), 0, 1)
-        found |= {key: value for key, value in zip(keys, values.tolist(), strict=True) if key is not None}
+        keys = logprob_keys(
+            [rollouts[name] for name in micro_batch.rollout_ids],
+            micro_batch.cu_seqlens.tolist(),
+            0,
+            1,
+        )
+        found |= {
+            key: value for key, value in zip(keys, values.tolist(), strict=True) if key is not None
+        }
     return found
 
 
 def pass_with_routes(samples: Sequence[Sample], routes: Mapping[str, np.ndarray]) -> list[Sample]:
-    """The samples with these experts, uint8 [S - 1, L, K]; unchanged for a dense model, which has none."""
+    """The samples with these experts, uint8 [S - 1, L, K]; unchanged for a dense model, which has
+    none.
+    """
     if not routes:
         return list(samples)
     return [
-        replace(sample, rollout=replace(sample.rollout, routed_experts=routes[sample.rollout.id], routes_digest=None))
+        replace(
+            sample,
+            rollout=replace(
+                sample.rollout, routed_experts=routes[sample.rollout.id], routes_digest=None
+            ),
+        )
         for sample in samples
     ]
 
@@ -128,7 +159,9 @@ def pass_with_routes(samples: Sequence[Sample], routes: Mapping[str, np.ndarray]
 def transformers_logprobs(
     path: Path, samples: Sequence[Sample], dtype: torch.dtype, device: str
 ) -> tuple[Logprobs, dict[str, np.ndarray]]:
-    """Log-probs of every next token, and the experts of every token but the last, sequence by sequence."""
+    """Log-probs of every next token, and the experts of every token but the last, sequence by
+    sequence.
+    """
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
@@ -143,7 +176,9 @@ def transformers_logprobs(
         values = logits[:-1].float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].tolist()
         logprobs |= {(rollout.id, position): value for position, value in enumerate(values)}
         if calls:
-            routes[rollout.id] = torch.stack([ids[:-1] for ids in calls], 1).cpu().numpy().astype(np.uint8)
+            routes[rollout.id] = (
+                torch.stack([ids[:-1] for ids in calls], 1).cpu().numpy().astype(np.uint8)
+            )
     del model
     gc.collect()
     return logprobs, routes
@@ -151,7 +186,9 @@ def transformers_logprobs(
 
 @contextmanager
 def expert_calls(model: Any, calls: list[torch.Tensor]) -> Iterator[None]:
-    """Collect the ids [S, K] that the experts of each layer are called with: their second argument in every family."""
+    """Collect the ids [S, K] that the experts of each layer are called with: their second argument
+    in every family.
+    """
     hooks = [
         module.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[1]))
         for layer in model.model.layers

@@ -27,22 +27,36 @@ from megatron_rl.records import MiniBatch
 from megatron_rl_tools.verify_replay.fingerprints import make_sample, random_routes
 
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 256,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512, "vocab_size": 1024,
-    "max_position_embeddings": 65_536, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    "tie_word_embeddings": False, "attention_bias": False, "pad_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16",
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512,
+    "vocab_size": 1024,
+    "max_position_embeddings": 65_536, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False, "attention_bias": False, "pad_token_id": 0, "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
 }  # fmt: skip
 QWEN3_MOE = QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4,
-    "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }  # fmt: skip
 DEEPSEEK_V2 = QWEN3 | {
-    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_key_value_heads": 8, "kv_lora_rank": 64,
-    "q_lora_rank": None, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "head_dim": 64,
-    "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
-    "first_k_dense_replace": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "topk_method": "greedy",
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
+    "num_key_value_heads": 8, "kv_lora_rank": 64,
+    "q_lora_rank": None, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+    "head_dim": 64,
+    "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
 }  # fmt: skip
-SMALL: dict[str, dict[str, Any]] = {"qwen3_moe": QWEN3_MOE, "qwen3": QWEN3, "deepseek_v2": DEEPSEEK_V2}
+SMALL: dict[str, dict[str, Any]] = {
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3": QWEN3,
+    "deepseek_v2": DEEPSEEK_V2,
+}
 """Family -> config.json.  Widths are multiples of what TransformerEngine's kernels need."""
 
 
@@ -78,9 +92,13 @@ def check_samples(spec: ModelSpec, lengths: Sequence[int], *, seed: int = 0) -> 
     rng = np.random.default_rng(seed)
     if not spec.moe_layers:
         samples = [
-            make_sample(rng, f"s{i}", np.empty((S - 1, 0, 0), np.uint8), spec.vocab_size) for i, S in enumerate(lengths)
+            make_sample(rng, f"s{i}", np.empty((S - 1, 0, 0), np.uint8), spec.vocab_size)
+            for i, S in enumerate(lengths)
         ]
-        return [replace(sample, rollout=replace(sample.rollout, routed_experts=None)) for sample in samples]
+        return [
+            replace(sample, rollout=replace(sample.rollout, routed_experts=None))
+            for sample in samples
+        ]
     sizes = len(spec.moe_layers), spec.num_experts, spec.top_k
     return [
         make_sample(rng, f"s{i}", random_routes(rng, S - 1, *sizes, None), spec.vocab_size)
@@ -99,5 +117,7 @@ def check_batch(engine: Engine, samples: Sequence[Sample]) -> MiniBatch:
 
 
 def uses_te(cfg: Config) -> bool:
-    """Whether an engine of this configuration would have TransformerEngine's layers; no engine is made, which needs memory."""
+    """Whether an engine of this configuration would have TransformerEngine's layers; no engine is
+    made, which needs memory.
+    """
     return uses_transformer_engine(cfg.model, torch.device(cfg.run.device))

@@ -14,14 +14,22 @@ from megatron_rl.engine.engine import Engine, ReplayMode
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.plan.memory import rank_memory
 from megatron_rl.records import MiniBatch
-from megatron_rl_tools.gpu_check.material import QWEN3_MOE, check_batch, check_samples, check_step_config, engine_of
+from megatron_rl_tools.gpu_check.material import (
+    QWEN3_MOE,
+    check_batch,
+    check_samples,
+    check_step_config,
+    engine_of,
+)
 from megatron_rl_tools.gpu_check.result import Findings, NotPossible, StepOutcome
 from megatron_rl_tools.gpu_check.speed import real_layers
 from megatron_rl_tools.gpu_check.steps import StepPlace
 from megatron_rl_tools.verify_replay.fingerprints import write_random_checkpoint
 
 DISPATCHER = "/transformer/moe/"
-"""megatron-core's experts and dispatcher copy token counts to the host: one synchronisation per layer, by design."""
+"""megatron-core's experts and dispatcher copy token counts to the host: one synchronisation per
+layer, by design.
+"""
 PEAK_LIMIT = 1.1
 """Measured / computed peak."""
 
@@ -36,7 +44,8 @@ def host_syncs(place: StepPlace) -> StepOutcome:
         if DISPATCHER not in where:
             findings.check(
                 deep[where] <= shallow[where],
-                f"{where} waits for the GPU {deep[where]} times with 4 layers, {shallow[where]} with 2",
+                f"{where} waits for the GPU {deep[where]} times with 4 layers, {shallow[where]}"
+                " with 2",
             )
     return findings.outcome
 
@@ -45,8 +54,12 @@ def syncs_of_update(place: StepPlace, layers: int) -> Counter[str]:
     """file:line -> synchronisations of one old-logprob pass and update under R3."""
     path = place.folder / f"layers{layers}"
     path.mkdir()
-    spec = write_random_checkpoint(QWEN3_MOE | {"num_hidden_layers": layers}, path, dtype=torch.bfloat16)
-    with engine_of(check_step_config(path, place.device, replay={"mode": "R3", "measure": True})) as engine:
+    spec = write_random_checkpoint(
+        QWEN3_MOE | {"num_hidden_layers": layers}, path, dtype=torch.bfloat16
+    )
+    with engine_of(
+        check_step_config(path, place.device, replay={"mode": "R3", "measure": True})
+    ) as engine:
         batch = check_batch(engine, check_samples(spec, (100, 200)))
         step(engine, batch, "R3")  # caches and the optimizer's state
         torch.cuda.synchronize()
@@ -56,11 +69,16 @@ def syncs_of_update(place: StepPlace, layers: int) -> Counter[str]:
             try:
                 torch.ones(1, device=place.device).item()
                 if not found:
-                    raise RuntimeError("torch did not report a synchronisation that was there: nothing can be counted")
+                    raise RuntimeError(
+                        "torch did not report a synchronisation that was there: nothing can be"
+                        " counted"
+                    )
                 step(engine, batch, "R3")
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    return Counter(f"{each.filename}:{each.lineno}" for each in found if "synchroniz" in str(each.message))
+    return Counter(
+        f"{each.filename}:{each.lineno}" for each in found if "synchroniz" in str(each.message)
+    )
 
 
 def peak(place: StepPlace) -> StepOutcome:
@@ -71,23 +89,29 @@ def peak(place: StepPlace) -> StepOutcome:
     for recompute in ("none", "full") if place.quick else ("none", "selective", "full"):
         rows = 4096 if place.quick else 9216
         cfg = check_step_config(
-            path, place.device, model={"recompute": recompute}, run={"max_tokens_per_micro_batch": rows}
+            path,
+            place.device,
+            model={"recompute": recompute},
+            run={"max_tokens_per_micro_batch": rows},
         )
         computed = rank_memory(spec, cfg, 1, 0)
         total = torch.cuda.get_device_properties(0).total_memory
         if computed.total > 0.95 * total:
             findings.not_run.append(
-                f"recompute {recompute}: computed {computed.total / 2**30:.0f} of {total / 2**30:.0f} GiB"
+                f"recompute {recompute}: computed {computed.total / 2**30:.0f} of"
+                f" {total / 2**30:.0f} GiB"
             )
             continue
         measured = measured_peak(cfg)
         ratio = measured / computed.total
         findings.figures[recompute] = {
-            "measured GiB": measured / 2**30, "computed GiB": computed.total / 2**30, "ratio": ratio,
+            "measured GiB": measured / 2**30, "computed GiB": computed.total / 2**30,
+            "ratio": ratio,
             "computed, by part": {name: size / 2**30 for name, size in asdict(computed).items()},
         }  # fmt: skip
         findings.check(
-            ratio <= PEAK_LIMIT, f"recompute {recompute}: {ratio:.2f} of the dry run's peak (limit {PEAK_LIMIT})"
+            ratio <= PEAK_LIMIT,
+            f"recompute {recompute}: {ratio:.2f} of the dry run's peak (limit {PEAK_LIMIT})",
         )
     return findings.outcome
 

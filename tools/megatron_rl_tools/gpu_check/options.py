@@ -1,10 +1,12 @@
-"""Check what a first GPU must show, in the order in which a fault is found soonest.  Offline; on a CPU with --device cpu.
+"""Check what a first GPU must show, in the order in which a fault is found soonest.  Offline; on a
+CPU with --device cpu.
 
     megatron-rl gpu-check [--quick] [--out DIR] [--device cuda|cpu] [--steps NAME ...]
 
-Each step is a process with a limit of minutes and ends with a verdict: passed, failed, or not possible here.  A failed step does
-not stop the following ones.  Results: DIR/report.md, DIR/results.json, and a log of each step.
-Exit status 0: no step failed; 1: one did; 2: invalid arguments.  docs/guides/launch.md
+Each step is a process with a limit of minutes and ends with a verdict: passed, failed, or not
+possible here.  A failed step does not stop the following ones.  Results: DIR/report.md,
+DIR/results.json, and a log of each step. Exit status 0: no step failed; 1: one did; 2: invalid
+arguments.  docs/guides/launch.md
 """
 
 from __future__ import annotations
@@ -20,19 +22,38 @@ IMAGE_SERVERS = Path("/opt/sglang/bin/python")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="small models and fewer combinations")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), metavar="DIR", help="default: %(default)s")
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same steps as far as possible"
+        "--out",
+        type=Path,
+        default=Path("runs/gpu_check"),
+        metavar="DIR",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: the same steps as far as possible",
     )
     names = [step.name for step in STEPS]
-    parser.add_argument("--steps", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
+    parser.add_argument(
+        "--steps", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}"
+    )
     servers = IMAGE_SERVERS if IMAGE_SERVERS.exists() else Path(sys.executable)
     parser.add_argument(
-        "--server-python", type=Path, default=servers, help="an interpreter that has SGLang; default: %(default)s"
+        "--server-python",
+        type=Path,
+        default=servers,
+        help="an interpreter that has SGLang; default: %(default)s",
     )
     args = parser.parse_args(argv)
     if not args.server_python.exists():
-        parser.error(f"--server-python {args.server_python}: no such file; name the interpreter that has SGLang")
+        parser.error(
+            f"--server-python {args.server_python}: no such file; name the interpreter that has"
+            " SGLang"
+        )
     return args

@@ -10,7 +10,13 @@ from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl_tools.convert.convert_hf import convert
-from megatron_rl_tools.gpu_check.material import QWEN3_MOE, check_batch, check_samples, check_step_config, engine_of
+from megatron_rl_tools.gpu_check.material import (
+    QWEN3_MOE,
+    check_batch,
+    check_samples,
+    check_step_config,
+    engine_of,
+)
 from megatron_rl_tools.gpu_check.memory_steps import step
 from megatron_rl_tools.gpu_check.result import Figure, Findings, StepOutcome
 from megatron_rl_tools.gpu_check.steps import StepPlace
@@ -18,14 +24,18 @@ from megatron_rl_tools.verify_replay.fingerprints import make_given, write_rando
 from megatron_rl_tools.verify_replay.passes import Proof
 from megatron_rl_tools.verify_replay.verify_replay import shape_of
 
-COMBINATIONS = [(mode, recompute) for mode in ("R3", "R2") for recompute in ("none", "full", "selective")]
+COMBINATIONS = [
+    (mode, recompute) for mode in ("R3", "R2") for recompute in ("none", "full", "selective")
+]
 QUICK = [("R3", "none"), ("R3", "full"), ("R2", "selective")]
 SAVE_LIMIT = 1.1
 """Peak of a save / memory before it."""
 
 
 def replay_layouts(place: StepPlace) -> StepOutcome:
-    """Each mode with each kind of recompute: experts that routers used, and gradients of a replayed live pass."""
+    """Each mode with each kind of recompute: experts that routers used, and gradients of a replayed
+    live pass.
+    """
     findings = Findings()
     path = place.folder / "model"
     path.mkdir()
@@ -33,7 +43,11 @@ def replay_layouts(place: StepPlace) -> StepOutcome:
     fixed = {"lr": 0.0, "weight_decay": 0.0, "distributed": False, "clip_grad": 0.0}
     for mode, recompute in QUICK if place.quick else COMBINATIONS:
         cfg = check_step_config(
-            path, place.device, model={"recompute": recompute}, replay={"mode": mode, "measure": False}, optim=fixed
+            path,
+            place.device,
+            model={"recompute": recompute},
+            replay={"mode": mode, "measure": False},
+            optim=fixed,
         )
         parallel = make_parallel(cfg.parallel, device=place.device, timeout_minutes=5)
         try:
@@ -42,21 +56,30 @@ def replay_layouts(place: StepPlace) -> StepOutcome:
             checks.append(proof.replay_live()[0])
         finally:
             parallel.destroy()
-        findings.figures[f"{mode}, recompute {recompute}"] = {check.name: check.detail for check in checks}
+        findings.figures[f"{mode}, recompute {recompute}"] = {
+            check.name: check.detail for check in checks
+        }
         for check in checks:
-            findings.check(check.passed, f"{mode}, recompute {recompute}: {check.name}: {check.detail}")
+            findings.check(
+                check.passed, f"{mode}, recompute {recompute}: {check.name}: {check.detail}"
+            )
     return findings.outcome
 
 
 def checkpoint(place: StepPlace) -> StepOutcome:
-    """One update, saved; a new engine that loads it makes the same second update; the converter writes the same weights."""
+    """One update, saved; a new engine that loads it makes the same second update; the converter
+    writes the same weights.
+    """
     findings = Findings()
     path = place.folder / "model"
     path.mkdir()
-    wider = {"hidden_size": 1024, "num_experts": 32, "moe_intermediate_size": 512}  # 0.2 G parameters
+    # 0.2 G parameters
+    wider = {"hidden_size": 1024, "num_experts": 32, "moe_intermediate_size": 512}
     size = {} if place.quick or place.device == "cpu" else wider
     spec = write_random_checkpoint(QWEN3_MOE | size, path, dtype=torch.bfloat16)
-    cfg = check_step_config(path, place.device, replay={"mode": "R3", "measure": False}, optim={"lr": 1e-3})
+    cfg = check_step_config(
+        path, place.device, replay={"mode": "R3", "measure": False}, optim={"lr": 1e-3}
+    )
     samples = check_samples(spec, (50, 90, 120))
     with engine_of(cfg) as engine:
         step(engine, check_batch(engine, samples), "R3")
@@ -68,18 +91,28 @@ def checkpoint(place: StepPlace) -> StepOutcome:
     assert folder is not None
     with engine_of(cfg) as engine:
         Checkpointer(engine, place.folder / "checkpoints").load(folder)
-        findings.check(assert_same(weights(engine), saved), "the loaded weights are not the saved ones")
+        findings.check(
+            assert_same(weights(engine), saved), "the loaded weights are not the saved ones"
+        )
         step(engine, check_batch(engine, samples), "R3")
         resumed = weights(engine)
-    difference = max(float((resumed[name] - tensor).abs().max()) for name, tensor in continued.items())
+    difference = max(
+        float((resumed[name] - tensor).abs().max()) for name, tensor in continued.items()
+    )
     findings.figures["largest difference after the second update"] = difference
     if place.device == "cpu":  # on a GPU atomics add gradients in any order
-        findings.check(difference == 0, f"a resumed update differs from the continued one by {difference:.2g}")
+        findings.check(
+            difference == 0, f"a resumed update differs from the continued one by {difference:.2g}"
+        )
     convert(folder, place.folder / "hf", config=path)
     written = {
-        name: tensor for file in (place.folder / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
+        name: tensor
+        for file in (place.folder / "hf").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
     }
-    findings.check(assert_same(written, saved), "the converted HF checkpoint does not have the saved weights")
+    findings.check(
+        assert_same(written, saved), "the converted HF checkpoint does not have the saved weights"
+    )
     findings.figures["tensors converted"] = len(written)
     return findings.outcome
 
@@ -97,7 +130,10 @@ def save(engine: Engine, place: StepPlace, findings: Findings) -> dict[str, Figu
         findings.not_run.append("peak memory of a save: torch counts the memory of a GPU only")
         return {}
     ratio = torch.cuda.max_memory_allocated() / held
-    findings.check(ratio <= SAVE_LIMIT, f"a save needs {ratio:.2f} times the memory before it (limit {SAVE_LIMIT})")
+    findings.check(
+        ratio <= SAVE_LIMIT,
+        f"a save needs {ratio:.2f} times the memory before it (limit {SAVE_LIMIT})",
+    )
     return {"GiB before the save": held / 2**30, "peak of the save / before": ratio}
 
 

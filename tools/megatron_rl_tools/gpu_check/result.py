@@ -1,4 +1,7 @@
-"""What a step reports to the process that started it: a verdict, the reason, figures.  Imports no torch."""
+"""What a step reports to the process that started it: a verdict, the reason, figures.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ SEND_BACK = "Send back the complete folder: this page, results.json, and log.txt
 
 
 def write_results(folder: Path, machine: Mapping[str, str], reports: Sequence[StepReport]) -> None:
-    """results.json and report.md in `folder`; called after every step, so that a run that is killed leaves them."""
+    """results.json and report.md in `folder`; called after every step, so that a run that is killed
+    leaves them.
+    """
     everything = {"machine": dict(machine), "steps": [asdict(report) for report in reports]}
     (folder / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
     (folder / "report.md").write_text(results_page(machine, reports))
@@ -25,7 +27,10 @@ def results_page(machine: Mapping[str, str], reports: Sequence[StepReport]) -> s
     lines = ["# gpu-check", "", totals(reports), "", SEND_BACK, "", "## Machine", ""]
     lines += markdown_lines(("what", "value"), machine.items())
     lines += ["", "## Steps", ""]
-    rows = [(r.name, r.outcome.verdict, f"{r.seconds:.0f} s of {r.minutes:g} min", r.outcome.reason) for r in reports]
+    rows = [
+        (r.name, r.outcome.verdict, f"{r.seconds:.0f} s of {r.minutes:g} min", r.outcome.reason)
+        for r in reports
+    ]
     lines += markdown_lines(("step", "verdict", "time", "reason"), rows)
     for report in reports:
         lines += ["", f"## {report.name}", "", report.purpose, ""]
@@ -39,7 +44,9 @@ def results_page(machine: Mapping[str, str], reports: Sequence[StepReport]) -> s
 
 def totals(reports: Sequence[StepReport]) -> str:
     counts = Counter(report.outcome.verdict for report in reports)
-    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("passed", "failed", "not possible"))
+    return ", ".join(
+        f"{counts[verdict]} {verdict}" for verdict in ("passed", "failed", "not possible")
+    )
 
 
 def markdown_lines(head: Sequence[str], rows: object) -> list[str]:
@@ -59,5 +66,7 @@ def flat_figures(figures: Mapping[str, Figure], before: str = "") -> list[tuple[
         if isinstance(value, dict):
             rows += flat_figures(value, f"{before}{name}.")
         else:
-            rows.append((f"{before}{name}", f"{value:.4g}" if isinstance(value, float) else str(value)))
+            rows.append(
+                (f"{before}{name}", f"{value:.4g}" if isinstance(value, float) else str(value))
+            )
     return rows

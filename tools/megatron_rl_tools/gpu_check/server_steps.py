@@ -35,7 +35,9 @@ PROMPTS, SAMPLES, RESPONSE = 8, 4, 32
 
 
 def weight_sync(place: StepPlace) -> StepOutcome:
-    """A server starts with other weights than the trainer's: the parity check must fail before the sync, and pass after it."""
+    """A server starts with other weights than the trainer's: the parity check must fail before the
+    sync, and pass after it.
+    """
     version, findings = sglang_version(place), Findings()
     paths = [place.folder / "served", place.folder / "trained"]
     for seed, path in enumerate(paths):
@@ -43,14 +45,21 @@ def weight_sync(place: StepPlace) -> StepOutcome:
         write_random_checkpoint(QWEN3_MOE, path, seed=seed, dtype=torch.bfloat16)
     served, trained = paths
     cfg = check_step_config(
-        trained, place.device, rollout=server_rollout_settings(place), replay={"mode": "none", "measure": True}
+        trained,
+        place.device,
+        rollout=server_rollout_settings(place),
+        replay={"mode": "none", "measure": True},
     )
     log = place.folder / "server.log"
-    with launch_server(served, cfg.rollout, device=place.device, log_path=log, seed=0, want_routes=True) as server:
+    with launch_server(
+        served, cfg.rollout, device=place.device, log_path=log, seed=0, want_routes=True
+    ) as server:
         with engine_of(cfg) as engine:
             pusher = WeightPusher(
-                [server.url], checkpoint=trained, dtype=torch.bfloat16, transport="colocated", bucket_mb=64,
-                device=engine.parallel.device, timeout_seconds=300.0, disk_dir=place.folder / "disk",
+                [server.url], checkpoint=trained, dtype=torch.bfloat16, transport="colocated",
+                bucket_mb=64,
+                device=engine.parallel.device, timeout_seconds=300.0,
+                disk_dir=place.folder / "disk",
             )  # fmt: skip
             before = parity(engine, server.url, cfg, 0)
             pusher.push(lambda: engine.export_parts(1), 1)  # the first one makes connections
@@ -59,11 +68,15 @@ def weight_sync(place: StepPlace) -> StepOutcome:
             pusher.close()
     limits = parity_limits(cfg, "bfloat16")
     findings.figures = {
-        "sglang": version, "seconds": report.seconds, "MiB": report.num_bytes / 2**20, "buckets": report.num_buckets,
-        "log-prob difference": {"before": before.logprob_diff_mean, "after": after.logprob_diff_mean},
+        "sglang": version, "seconds": report.seconds, "MiB": report.num_bytes / 2**20,
+        "buckets": report.num_buckets,
+        "log-prob difference": {"before": before.logprob_diff_mean,
+        "after": after.logprob_diff_mean},
         "expert overlap": {"before": before.expert_overlap, "after": after.expert_overlap},
     }  # fmt: skip
-    findings.check(not passes(before, cfg), "the parity check passed although the server had other weights")
+    findings.check(
+        not passes(before, cfg), "the parity check passed although the server had other weights"
+    )
     findings.check(passes(after, cfg), f"after the weight sync: {after.line(limits)}")
     return findings.outcome
 
@@ -74,7 +87,12 @@ def parity(engine: Engine, url: str, cfg: Config, version: int) -> ParityReport:
     prompts = [Prompt(f"p{index}", "", tuple(row), "") for index, row in enumerate(ids)]
     client = RolloutClient([url], cfg.rollout, spec=engine.spec, want_routes=True)
     groups = client.generate(
-        prompts, SAMPLES, temperature=1.0, max_tokens=RESPONSE, stop_token_ids=(), policy_version=version
+        prompts,
+        SAMPLES,
+        temperature=1.0,
+        max_tokens=RESPONSE,
+        stop_token_ids=(),
+        policy_version=version,
     )
     return compare(engine, groups, cfg)
 
@@ -96,9 +114,11 @@ def demo(place: StepPlace) -> StepOutcome:
     findings, model = Findings(), place.folder / "model"
     make_tiny_moe(model)
     settings = {
-        "run.dir": place.folder / "runs", "run.device": place.device, "run.num_steps": 2 if place.quick else 20,
+        "run.dir": place.folder / "runs", "run.device": place.device,
+        "run.num_steps": 2 if place.quick else 20,
         "model.path": model, "model.dtype": "bfloat16", "data.train": model / "train.jsonl",
-        "eval.sets.heldout": model / "heldout.jsonl", "parallel.ep": 1, "rollout.weight_sync": "colocated",
+        "eval.sets.heldout": model / "heldout.jsonl", "parallel.ep": 1,
+        "rollout.weight_sync": "colocated",
         "rollout.python": place.server_python,
     }  # fmt: skip
     if place.quick:
@@ -112,11 +132,19 @@ def demo(place: StepPlace) -> StepOutcome:
     file = place.folder / "runs" / "demo" / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     steps = [row for row in rows if "train/loss" in row]
-    findings.check(len(steps) == settings["run.num_steps"], f"{len(steps)} of {settings['run.num_steps']} steps")
+    findings.check(
+        len(steps) == settings["run.num_steps"],
+        f"{len(steps)} of {settings['run.num_steps']} steps",
+    )
     for row in steps:
-        findings.check(math.isfinite(row["train/loss"]), f"step {row['step']}: the loss is {row['train/loss']}")
+        findings.check(
+            math.isfinite(row["train/loss"]), f"step {row['step']}: the loss is {row['train/loss']}"
+        )
         unequal = row["routing/replayed_mismatch"]
-        findings.check(unequal == 0, f"step {row['step']}: {unequal:.2%} of replayed experts differ from the server's")
+        findings.check(
+            unequal == 0,
+            f"step {row['step']}: {unequal:.2%} of replayed experts differ from the server's",
+        )
     if steps:
         names = (
             "rollout/reward_mean",
@@ -125,22 +153,31 @@ def demo(place: StepPlace) -> StepOutcome:
             "time/step",
             "time/weight_sync",
         )
-        findings.figures = {name: {"first": steps[0].get(name), "last": steps[-1].get(name)} for name in names}
+        findings.figures = {
+            name: {"first": steps[0].get(name), "last": steps[-1].get(name)} for name in names
+        }
     return findings.outcome
 
 
 def server_rollout_settings(place: StepPlace) -> dict[str, object]:
     args = SHARED_GPU if place.device == "cuda" else ()
     return {
-        "dtype": "bfloat16", "max_total_tokens": 8192, "max_running_requests": 32, "weight_sync": "colocated",
+        "dtype": "bfloat16", "max_total_tokens": 8192, "max_running_requests": 32,
+        "weight_sync": "colocated",
         "python": str(place.server_python), "server_args": args, "max_response_tokens": RESPONSE,
     }  # fmt: skip
 
 
 def sglang_version(place: StepPlace) -> str:
     """Of the servers' environment.  Raises NotPossible where SGLang is not installed in it."""
-    command = [str(place.server_python), "-c", "from importlib.metadata import version; print(version('sglang'))"]
+    command = [
+        str(place.server_python),
+        "-c",
+        "from importlib.metadata import version; print(version('sglang'))",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise NotPossible(f"{place.server_python} has no SGLang; name the interpreter that has: --server-python")
+        raise NotPossible(
+            f"{place.server_python} has no SGLang; name the interpreter that has: --server-python"
+        )
     return done.stdout.strip()

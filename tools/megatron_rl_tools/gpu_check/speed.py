@@ -1,4 +1,6 @@
-"""Speed of four layers of Qwen3-30B-A3B on one GPU, against the planner; on a CPU a small model, for the step's logic."""
+"""Speed of four layers of Qwen3-30B-A3B on one GPU, against the planner; on a CPU a small model,
+for the step's logic.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from megatron_rl_tools.verify_replay.fingerprints import write_random_checkpoint
 
 REPLAY_GOAL = 1.005
 REPLAY_LIMIT = 1.02
-"""Of a step with R3 / without replay; the goal, and what fails (single measurements vary by more than the goal)."""
+"""Of a step with R3 / without replay; the goal, and what fails (single measurements vary by more
+than the goal).
+"""
 
 
 class Variant(NamedTuple):
@@ -52,11 +56,15 @@ class Seconds(NamedTuple):
 
 
 def real_layers(place: StepPlace, layers: int) -> tuple[Path, ModelSpec]:
-    """A random checkpoint with this many layers of Qwen3-30B-A3B; on a CPU, of a model a thousand times smaller."""
+    """A random checkpoint with this many layers of Qwen3-30B-A3B; on a CPU, of a model a thousand
+    times smaller.
+    """
     path = place.folder / "model"
     path.mkdir()
     config = KNOWN["qwen3-30b-a3b"] if place.device == "cuda" else QWEN3_MOE
-    return path, write_random_checkpoint({**config, "num_hidden_layers": layers}, path, dtype=torch.bfloat16)
+    return path, write_random_checkpoint(
+        {**config, "num_hidden_layers": layers}, path, dtype=torch.bfloat16
+    )
 
 
 def speed(place: StepPlace) -> StepOutcome:
@@ -73,13 +81,19 @@ def speed(place: StepPlace) -> StepOutcome:
     for count, variant in itertools.product(rows, variants):
         cfg = check_step_config(
             path, place.device, model={"recompute": "full", "fused_lm_head": variant.fused_lm_head},
-            run={"max_tokens_per_micro_batch": count}, megatron={"moe_permute_fusion": variant.permute_fusion},
+            run={"max_tokens_per_micro_batch": count},
+            megatron={"moe_permute_fusion": variant.permute_fusion},
         )  # fmt: skip
         name = f"{count} rows, {variant.name}"
         if place.device == "cuda":
-            needed, total = rank_memory(spec, cfg, 1, 0).total, torch.cuda.get_device_properties(0).total_memory
+            needed, total = (
+                rank_memory(spec, cfg, 1, 0).total,
+                torch.cuda.get_device_properties(0).total_memory,
+            )
             if needed > 0.95 * total:
-                findings.not_run.append(f"{name}: computed {needed / 2**30:.0f} of {total / 2**30:.0f} GiB")
+                findings.not_run.append(
+                    f"{name}: computed {needed / 2**30:.0f} of {total / 2**30:.0f} GiB"
+                )
                 continue
         findings.figures[name] = measure(cfg, findings, name)
     return findings.outcome
@@ -96,22 +110,32 @@ def measure(cfg: Config, findings: Findings, name: str) -> dict[str, Figure]:
     is_gpu = cfg.run.device == "cuda"
     findings.check(
         ratio <= REPLAY_LIMIT or not is_gpu,
-        f"{name}: R3 takes {ratio:.3f} of the time without (limit {REPLAY_LIMIT}, goal {REPLAY_GOAL})",
+        f"{name}: R3 takes {ratio:.3f} of the time without (limit {REPLAY_LIMIT}, goal"
+        f" {REPLAY_GOAL})",
     )
     figures: dict[str, Figure] = {
-        "tokens/s": count / without.total, "old-logprob s": without.old_logprob, "update s": without.update,
+        "tokens/s": count / without.total, "old-logprob s": without.old_logprob,
+        "update s": without.update,
         "R3 / none": ratio,
     }  # fmt: skip
     row = hardware_here() if is_gpu else HARDWARE["cpu"]
     if row is None:
-        return figures | {"planner": f"no row for {torch.cuda.get_device_name()} in plan/hardware.py"}
-    trainer = TrainingModel(spec, cfg, 1, row, Assumptions(fill=1.0, lockstep=1.0))  # the batch is full
+        return figures | {
+            "planner": f"no row for {torch.cuda.get_device_name()} in plan/hardware.py"
+        }
+    # the batch is full
+    trainer = TrainingModel(spec, cfg, 1, row, Assumptions(fill=1.0, lockstep=1.0))
     tokens = Tokens(count // length, length, length)
     computed = trainer.old_logprob(tokens).total + trainer.update(tokens).total
-    return figures | {"planner's tokens/s": count / computed, "measured / planned time": without.total / computed}
+    return figures | {
+        "planner's tokens/s": count / computed,
+        "measured / planned time": without.total / computed,
+    }
 
 
-def times(engine: Engine, batch: MiniBatch, modes: Sequence[Literal["none", "R3"]], repeats: int = 5) -> list[Seconds]:
+def times(
+    engine: Engine, batch: MiniBatch, modes: Sequence[Literal["none", "R3"]], repeats: int = 5
+) -> list[Seconds]:
     """The fastest of `repeats` alternating steps of each mode, after one that is not counted."""
     found: dict[ReplayMode, list[Seconds]] = {mode: [] for mode in modes}
     for _ in range(repeats + 1):

@@ -1,6 +1,8 @@
-"""Run steps one after another, each a process with a time limit: a failing or hanging one does not stop the following ones.
+"""Run steps one after another, each a process with a time limit: a failing or hanging one does not
+stop the following ones.
 
-A step writes result.json (result.py) into its folder, and its output goes to log.txt there.  Imports no torch.
+A step writes result.json (result.py) into its folder, and its output goes to log.txt there.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from pathlib import Path
 from megatron_rl_tools.gpu_check.result import StepOutcome, read_outcome
 
 LOG = "log.txt"
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 @dataclass(frozen=True)
@@ -62,19 +72,27 @@ def run_job(job: StepJob, folder: Path) -> StepReport:
             status: int | None = process.wait(60 * job.minutes)
         except subprocess.TimeoutExpired:
             status = None
-        finally:  # after Ctrl-C too: also its ranks and workers.  SGLang servers end with their parent
+        # after Ctrl-C too: also its ranks and workers. SGLang servers end with their parent
+        finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return StepReport(job.name, job.purpose, job.minutes, time.monotonic() - start, judge(job, place, status))
+    return StepReport(
+        job.name, job.purpose, job.minutes, time.monotonic() - start, judge(job, place, status)
+    )
 
 
 def judge(job: StepJob, place: Path, status: int | None) -> StepOutcome:
-    """status: of the process, None if it ran past its limit.  Figures that it wrote before are kept."""
+    """status: of the process, None if it ran past its limit.
+
+    Figures that it wrote before are kept.
+    """
     found = read_outcome(place)
     figures = found.figures if found else {}
     if status is None:
-        return StepOutcome("failed", f"over its limit of {job.minutes:g} minutes; {last_line(place)}", figures)
+        return StepOutcome(
+            "failed", f"over its limit of {job.minutes:g} minutes; {last_line(place)}", figures
+        )
     if found is None or status != 0:
         return StepOutcome("failed", f"exit status {status}: {last_line(place)}", figures)
     return found

@@ -1,7 +1,8 @@
-"""The steps of gpu-check, in order, and the process of one:  python -m megatron_rl_tools.gpu_check.steps NAME ...
+"""The steps of gpu-check, in order, and the process of one:  python -m
+megatron_rl_tools.gpu_check.steps NAME ...
 
-A step is a function of a Place that returns its Outcome, or raises NotPossible.  Any other exception is a failure: the
-traceback is in its log.
+A step is a function of a Place that returns its Outcome, or raises NotPossible.  Any other
+exception is a failure: the traceback is in its log.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ PACKAGE = "megatron_rl_tools.gpu_check"
 
 @dataclass(frozen=True)
 class StepPlace:
-    """Where and how a step runs.  folder: its own; server_python: an interpreter that has SGLang."""
+    """Where and how a step runs.
+
+    folder: its own; server_python: an interpreter that has SGLang.
+    """
 
     device: Device
     folder: Path
@@ -41,23 +45,37 @@ class CheckStep:
 
 STEPS = (
     CheckStep("doctor", "Packages, GPUs, memory, disk.", 3, "command_steps:doctor"),
-    CheckStep("verify-replay", "Routing replay in one rank, float32: R3 and R2.", 5, "command_steps:verify_replay"),
-    CheckStep("host-syncs", "Host synchronisations of an update do not grow with layers.", 5, "memory_steps:host_syncs"),
+    CheckStep("verify-replay", "Routing replay in one rank, float32: R3 and R2.", 5,
+    "command_steps:verify_replay"),
+    CheckStep("host-syncs", "Host synchronisations of an update do not grow with layers.", 5,
+    "memory_steps:host_syncs"),
     CheckStep("memory", "Peak memory of an update against the dry run.", 10, "memory_steps:peak"),
-    CheckStep("logits", "bf16 log-probs, packed and padded, against transformers.", 10, "logits:against_transformers"),
-    CheckStep("permute-fusion", "Two identical passes give equal log-probs, bit by bit.", 5, "logits:identical_passes"),
-    CheckStep("replay", "R3 and R2 with each kind of recompute: used experts, gradients.", 10, "replay:replay_layouts"),
-    CheckStep("checkpoint", "Update, save, resume, convert; peak memory of a save.", 10, "replay:checkpoint"),
-    CheckStep("weight-sync", "Colocated weight sync into a real SGLang server.", 10, "server_steps:weight_sync"),
-    CheckStep("demo", "The demo on this device, with a real SGLang server.", 20, "server_steps:demo"),
-    CheckStep("speed", "Four Qwen3-30B layers: permute fusion, fused LM head, replay, tokens/s.", 20, "speed:speed"),
+    CheckStep("logits", "bf16 log-probs, packed and padded, against transformers.", 10,
+    "logits:against_transformers"),
+    CheckStep("permute-fusion", "Two identical passes give equal log-probs, bit by bit.", 5,
+    "logits:identical_passes"),
+    CheckStep("replay", "R3 and R2 with each kind of recompute: used experts, gradients.", 10,
+    "replay:replay_layouts"),
+    CheckStep("checkpoint", "Update, save, resume, convert; peak memory of a save.", 10,
+    "replay:checkpoint"),
+    CheckStep("weight-sync", "Colocated weight sync into a real SGLang server.", 10,
+    "server_steps:weight_sync"),
+    CheckStep("demo", "The demo on this device, with a real SGLang server.", 20,
+    "server_steps:demo"),
+    CheckStep("speed", "Four Qwen3-30B layers: permute fusion, fused LM head, replay, tokens/s.",
+    20, "speed:speed"),
 )  # fmt: skip
 
 
 def job(step: CheckStep, place: StepPlace) -> StepJob:
     """The process of a step; `place.folder` is that of all steps."""
     command = [sys.executable, "-m", f"{PACKAGE}.steps", step.name, "--device", place.device]
-    command += ["--folder", str(place.folder / step.name), "--server-python", str(place.server_python)]
+    command += [
+        "--folder",
+        str(place.folder / step.name),
+        "--server-python",
+        str(place.server_python),
+    ]
     return StepJob(step.name, step.purpose, step.minutes, command + ["--quick"] * place.quick)
 
 
@@ -71,7 +89,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args(argv)
     place = StepPlace(args.device, args.folder, args.quick, args.server_python)
-    module, _, function = next(step.target for step in STEPS if step.name == args.name).partition(":")
+    module, _, function = next(step.target for step in STEPS if step.name == args.name).partition(
+        ":"
+    )
     try:
         outcome = getattr(import_module(f"{PACKAGE}.{module}"), function)(place)
     except NotPossible as error:

@@ -1,7 +1,7 @@
 """An HF checkpoint quantised by a recipe of nvidia-modelopt, in modelopt's own layout.
 
-hf_quant_config.json beside config.json describes it.  transformers builds the complete model in memory.  Recipes with fixed
-scales of activations are calibrated with real prompts.
+hf_quant_config.json beside config.json describes it.  transformers builds the complete model in
+memory.  Recipes with fixed scales of activations are calibrated with real prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ import torch
 from megatron_rl.config import DataConfig
 from megatron_rl.data.prompts import load_prompts, load_tokenizer
 from megatron_rl.weights.hf.files import CheckpointError, read_headers
-from megatron_rl_tools.convert.conversion_files import FileWork, copy_companions, fingerprint, finish_files, open_place
+from megatron_rl_tools.convert.conversion_files import (
+    FileWork,
+    copy_companions,
+    fingerprint,
+    finish_files,
+    open_place,
+)
 
 
 def export_model(args: argparse.Namespace) -> int:
@@ -28,10 +34,18 @@ def export_model(args: argparse.Namespace) -> int:
     recipe = find_recipe(mtq, args.recipe)
     if mtq.need_calibration(recipe) and args.prompts is None:
         raise CheckpointError(
-            f"--recipe {args.recipe} fixes the scales of activations: set --prompts FILE to measure them"
+            f"--recipe {args.recipe} fixes the scales of activations: set --prompts FILE to measure"
+            " them"
         )
-    prompts = [str(args.prompts), args.prompts.stat().st_mtime_ns, args.samples] if args.prompts else None
-    job = {"command": "modelopt", "source": fingerprint(args.dir), "recipe": args.recipe, "prompts": prompts}
+    prompts = (
+        [str(args.prompts), args.prompts.stat().st_mtime_ns, args.samples] if args.prompts else None
+    )
+    job = {
+        "command": "modelopt",
+        "source": fingerprint(args.dir),
+        "recipe": args.recipe,
+        "prompts": prompts,
+    }
     place = open_place(args.out, job, FileWork(0, 1, print))
     if place is None:
         print(f"{args.out} exists already: nothing to do")
@@ -48,7 +62,10 @@ def export_model(args: argparse.Namespace) -> int:
     headers = read_headers(place)
     finish_files(place, args.out, job)
     dtypes = Counter(header.dtype for header in headers.values())
-    print(f"wrote {args.out}: {args.recipe}, " + ", ".join(f"{dtypes[each]} tensors {each}" for each in sorted(dtypes)))
+    print(
+        f"wrote {args.out}: {args.recipe}, "
+        + ", ".join(f"{dtypes[each]} tensors {each}" for each in sorted(dtypes))
+    )
     return 0
 
 
@@ -58,7 +75,8 @@ def import_modelopt() -> tuple[ModuleType, Callable[..., object]]:
         from modelopt.torch.export import export_hf_checkpoint
     except ImportError as error:
         raise CheckpointError(
-            f"nvidia-modelopt cannot be imported ({error}): pip install nvidia-modelopt, or use `blocks`, which needs none"
+            f"nvidia-modelopt cannot be imported ({error}): pip install nvidia-modelopt, or use"
+            " `blocks`, which needs none"
         ) from error
     return mtq, export_hf_checkpoint
 
@@ -69,7 +87,8 @@ def find_recipe(mtq: ModuleType, name: str) -> object:
         near = difflib.get_close_matches(name, recipes, n=1)
         meant = f", did you mean {near[0]}" if near else ""
         raise CheckpointError(
-            f"--recipe {name}: nvidia-modelopt has no such recipe{meant}; it has {', '.join(recipes)}"
+            f"--recipe {name}: nvidia-modelopt has no such recipe{meant}; it has"
+            f" {', '.join(recipes)}"
         )
     return getattr(mtq, name)
 
@@ -79,7 +98,10 @@ def calibration_prompts(args: argparse.Namespace) -> list[tuple[int, ...]]:
     tokenizer = load_tokenizer(args.dir)
     if tokenizer.chat_template is None:
         config = config.model_copy(update={"chat_template": False})
-    return [prompt.token_ids for prompt in load_prompts(args.prompts, config, tokenizer).prompts[: args.samples]]
+    return [
+        prompt.token_ids
+        for prompt in load_prompts(args.prompts, config, tokenizer).prompts[: args.samples]
+    ]
 
 
 def load_model(args: argparse.Namespace) -> torch.nn.Module:
@@ -98,4 +120,8 @@ def calibrate(model: torch.nn.Module, prompts: list[tuple[int, ...]]) -> None:
     for number, token_ids in enumerate(prompts, 1):
         model(torch.tensor([token_ids], device=device))
         if number % 32 == 0 or number == len(prompts):
-            print(f"calibrated with {number} of {len(prompts)} prompts, {time.monotonic() - start:.1f} s", flush=True)
+            print(
+                f"calibrated with {number} of {len(prompts)} prompts,"
+                f" {time.monotonic() - start:.1f} s",
+                flush=True,
+            )

@@ -1,4 +1,6 @@
-"""The command `megatron-rl quantize`, tensor by tensor, on the CPU; options.py parses its arguments."""
+"""The command `megatron-rl quantize`, tensor by tensor, on the CPU; options.py parses its
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from torch import Tensor
 
 from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles, TensorHeader, write_index
-from megatron_rl.weights.hf.fp8 import BLOCK, QuantizeError, dequantize_blocks, quantize_blocks, scales_shape
+from megatron_rl.weights.hf.fp8 import (
+    BLOCK,
+    QuantizeError,
+    dequantize_blocks,
+    quantize_blocks,
+    scales_shape,
+)
 from megatron_rl_tools.convert.conversion_files import (
     FileWork,
     Job,
@@ -32,7 +40,9 @@ from megatron_rl_tools.quantize.options import parse
 SCALE = "_scale_inv"  # of the weight of that name
 
 Plan = dict[str, list[Piece]]
-"""Name of a source tensor -> the tensors written for it; none for a scale of blocks that is removed."""
+"""Name of a source tensor -> the tensors written for it; none for a scale of blocks that is
+removed.
+"""
 Change = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
 HFConfig = dict[str, object]
 T = TypeVar("T")
@@ -41,7 +51,9 @@ T = TypeVar("T")
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
-        return {"blocks": weight_blocks, "dequantize": dequantize, "modelopt": export_model}[args.command](args)
+        return {"blocks": weight_blocks, "dequantize": dequantize, "modelopt": export_model}[
+            args.command
+        ](args)
     except (CheckpointError, ModelError, QuantizeError, OSError) as error:
         print(f"quantize_hf: {error}", file=sys.stderr)
         return 2
@@ -51,15 +63,24 @@ def weight_blocks(args: argparse.Namespace) -> int:
     """Quantise every matrix whose name matches none of --keep."""
     hf = load_hf_config(args.dir)
     if "quantization_config" in hf:
-        raise CheckpointError(f"{args.dir}: config.json already has a quantization_config; dequantize it first")
+        raise CheckpointError(
+            f"{args.dir}: config.json already has a quantization_config; dequantize it first"
+        )
     with HFFiles(args.dir) as files:
-        kept = [name for name, header in files.headers.items() if len(header.shape) >= 2 and is_kept(name, args.keep)]
+        kept = [
+            name
+            for name, header in files.headers.items()
+            if len(header.shape) >= 2 and is_kept(name, args.keep)
+        ]
 
         def becomes(name: str, header: TensorHeader) -> list[Piece]:
             if len(header.shape) < 2 or name in kept:
                 return [as_stored(header)]
             shape = names_of_weights(name, lambda: scales_shape(header.shape))
-            return [Piece(name, header.shape, torch.float8_e4m3fn), Piece(name + SCALE, shape, torch.float32)]
+            return [
+                Piece(name, header.shape, torch.float8_e4m3fn),
+                Piece(name + SCALE, shape, torch.float32),
+            ]
 
         def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             values, scales = names_of_weights(name, lambda: quantize_blocks(tensor))
@@ -74,7 +95,13 @@ def weight_blocks(args: argparse.Namespace) -> int:
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in kept),
         }
-        return rewrite(args, files, plan, change, lambda config: {**config, "quantization_config": quantization})
+        return rewrite(
+            args,
+            files,
+            plan,
+            change,
+            lambda config: {**config, "quantization_config": quantization},
+        )
 
 
 def names_of_weights(name: str, work: Callable[[], T]) -> T:
@@ -82,7 +109,9 @@ def names_of_weights(name: str, work: Callable[[], T]) -> T:
     try:
         return work()
     except QuantizeError as error:
-        raise QuantizeError(f"cannot quantise {name}: {error} (for this command: --keep)") from error
+        raise QuantizeError(
+            f"cannot quantise {name}: {error} (for this command: --keep)"
+        ) from error
 
 
 def dequantize(args: argparse.Namespace) -> int:
@@ -91,7 +120,8 @@ def dequantize(args: argparse.Namespace) -> int:
     size = method.get("weight_block_size") or []
     if method.get("quant_method") != "fp8" or len(size) != 2 or size[0] != size[1]:
         raise CheckpointError(
-            f"{args.dir}: quantization_config = {method or None}: only quant_method = fp8 with a square weight_block_size is read"
+            f"{args.dir}: quantization_config = {method or None}: only quant_method = fp8 with a"
+            " square weight_block_size is read"
         )
     dtype = getattr(torch, args.dtype)
     with HFFiles(args.dir) as files:
@@ -104,7 +134,10 @@ def dequantize(args: argparse.Namespace) -> int:
             return [Piece(name, header.shape, dtype) if name in scaled else as_stored(header)]
 
         def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-            yield name, dequantize_blocks(tensor, files.read(name + SCALE).float(), size[0]).to(dtype)
+            yield (
+                name,
+                dequantize_blocks(tensor, files.read(name + SCALE).float(), size[0]).to(dtype),
+            )
 
         plan = {name: becomes(name, header) for name, header in files.headers.items()}
 
@@ -115,23 +148,31 @@ def dequantize(args: argparse.Namespace) -> int:
 
 
 def check_pairs(path: Path, headers: dict[str, TensorHeader], scaled: set[str], block: int) -> None:
-    """Raise CheckpointError unless every e4m3 tensor has scales of the right shape, and every scale has its tensor."""
+    """Raise CheckpointError unless every e4m3 tensor has scales of the right shape, and every scale
+    has its tensor.
+    """
     bare = {name for name, header in headers.items() if header.dtype == "F8_E4M3"} ^ scaled
     if bare:
-        raise CheckpointError(f"{path}: {sorted(bare)[0]}: an e4m3 weight and its {SCALE} must come together")
+        raise CheckpointError(
+            f"{path}: {sorted(bare)[0]}: an e4m3 weight and its {SCALE} must come together"
+        )
     for name in sorted(scaled):
         expected, found = scales_shape(headers[name].shape, block), headers[name + SCALE].shape
         if expected != found:
             raise CheckpointError(
-                f"{path}: {name}{SCALE} has shape {list(found)}; blocks of {block} need {list(expected)}"
+                f"{path}: {name}{SCALE} has shape {list(found)}; blocks of {block} need"
+                f" {list(expected)}"
             )
 
 
 def rewrite(
-    args: argparse.Namespace, files: HFFiles, plan: Plan, change: Change, new_config: Callable[[HFConfig], HFConfig],
+    args: argparse.Namespace, files: HFFiles, plan: Plan, change: Change,
+    new_config: Callable[[HFConfig], HFConfig],
     dtype: torch.dtype | None = None,
 ) -> int:  # fmt: skip
-    """Write each source file's tensors, changed where `plan` says so, to a file of the same name under --out."""
+    """Write each source file's tensors, changed where `plan` says so, to a file of the same name
+    under --out.
+    """
     job: Job = {
         "command": args.command,
         "source": fingerprint(args.dir),
@@ -153,14 +194,20 @@ def rewrite(
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(new_config(config), indent=2) + "\n")
     size = sum(piece.nbytes for pieces in plan.values() for piece in pieces)
-    write_index(place, {piece.name: file for file, names in shards.items() for n in names for piece in plan[n]}, size)
+    write_index(
+        place,
+        {piece.name: file for file, names in shards.items() for n in names for piece in plan[n]},
+        size,
+    )
     finish_files(place, args.out, job)
     before = sum(as_stored(header).nbytes for header in files.headers.values())
     print(f"wrote {args.out}: {before / 2**20:.1f} -> {size / 2**20:.1f} MiB")
     return 0
 
 
-def write_shard(file: Path, names: Sequence[str], files: HFFiles, plan: Plan, change: Change) -> None:
+def write_shard(
+    file: Path, names: Sequence[str], files: HFFiles, plan: Plan, change: Change
+) -> None:
     writer = ShardWriter(file, [piece for name in names for piece in plan[name]])
     for name in names:
         if not plan[name]:
@@ -173,7 +220,9 @@ def write_shard(file: Path, names: Sequence[str], files: HFFiles, plan: Plan, ch
 
 
 def by_file(headers: dict[str, TensorHeader]) -> dict[str, list[str]]:
-    """File name -> its tensors in the order of their bytes, so that each file is read from front to back."""
+    """File name -> its tensors in the order of their bytes, so that each file is read from front to
+    back.
+    """
     shards: dict[str, list[str]] = {}
     for name in sorted(headers, key=lambda each: (headers[each].file.name, headers[each].start)):
         shards.setdefault(headers[name].file.name, []).append(name)

@@ -19,10 +19,18 @@ DEAD_SECONDS = 5 * STATUS_SECONDS
 SHOWN_RANKS = 16
 """More are shown grouped by what they do."""
 GIB = 2**30
-COLORS = {"running": "green", "finished": "blue", "stopped": "yellow", "failed": "red", "no heartbeat": "red"}
+COLORS = {
+    "running": "green",
+    "finished": "blue",
+    "stopped": "yellow",
+    "failed": "red",
+    "no heartbeat": "red",
+}
 
 
-def render(name: str, status: Status, loads: Sequence[Load], now: float, *, every_rank: bool) -> RenderableType:
+def render(
+    name: str, status: Status, loads: Sequence[Load], now: float, *, every_rank: bool
+) -> RenderableType:
     """now: Unix seconds.  every_rank: one row for each, however many there are."""
     age = max(0.0, now - status.time)
     parts: list[RenderableType] = [top_headline(name, status, age), *map(Text, details(status))]
@@ -40,9 +48,13 @@ def is_live(status: Status, age: float) -> bool:
 
 def top_headline(name: str, status: Status, age: float) -> Text:
     """`demo  running  step 12/60 ...`, or since when there has been no heartbeat."""
-    state: str = status.state if status.state != "running" or age <= DEAD_SECONDS else "no heartbeat"
+    state: str = (
+        status.state if status.state != "running" or age <= DEAD_SECONDS else "no heartbeat"
+    )
     since = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(status.time))} ({clock(age)} ago)"
-    line = Text.assemble(name, "  ", (state, COLORS[state]), f"  step {status.step}/{status.num_steps}")
+    line = Text.assemble(
+        name, "  ", (state, COLORS[state]), f"  step {status.step}/{status.num_steps}"
+    )
     if state == "running":
         line.append(f"  for {clock(status.time - status.started)}")
         if status.step_seconds:
@@ -62,7 +74,11 @@ def details(status: Status) -> Iterator[str]:
         "train/kl_mu_pi": "KL {:+.1e}",
         "routing/router_mismatch": "router_mismatch {:.1%}",
     }
-    shown = [form.format(status.metrics[name]) for name, form in forms.items() if status.metrics.get(name) is not None]
+    shown = [
+        form.format(status.metrics[name])
+        for name, form in forms.items()
+        if status.metrics.get(name) is not None
+    ]
     if shown:
         yield "  ".join(shown)
     if status.text:
@@ -95,7 +111,10 @@ def rank_table(status: Status, age: float, every_rank: bool) -> Table:
 
 
 def by_stage(ranks: Sequence[RankStatus]) -> list[list[RankStatus]]:
-    """Ranks that do the same, the fewest first: those that others may wait for.  A silent rank is a group of its own."""
+    """Ranks that do the same, the fewest first: those that others may wait for.
+
+    A silent rank is a group of its own.
+    """
     groups: dict[tuple[str, bool], list[RankStatus]] = {}
     for rank in ranks:
         groups.setdefault((rank.where, rank.silent > DEAD_SECONDS), []).append(rank)

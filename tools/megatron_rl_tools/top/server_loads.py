@@ -16,8 +16,8 @@ TIMEOUT_SECONDS = 1.5
 
 @dataclass(frozen=True)
 class Load:
-    """Of one server, summed over its data-parallel ranks; None: not known.  kv_used: share of its KV cache; memory: GB of
-    weights, KV cache and graphs; problem: why nothing is known."""
+    """Of one server, summed over its data-parallel ranks; None: not known.  kv_used: share of its
+    KV cache; memory: GB of weights, KV cache and graphs; problem: why nothing is known."""
 
     url: str
     version: str = ""
@@ -32,7 +32,8 @@ class Load:
 def ask_servers(urls: Sequence[str], api_key_env: str | None) -> list[Load]:
     """The load of every server, asked at the same time.
 
-    api_key_env: names the key.  The user's choice: a folder of another person's run may name any server and any variable.
+    api_key_env: names the key.  The user's choice: a folder of another person's run may name any
+    server and any variable.
     """
     if not urls:
         return []
@@ -45,7 +46,9 @@ def ask_servers(urls: Sequence[str], api_key_env: str | None) -> list[Load]:
 def ask_load(url: str, headers: dict[str, str]) -> Load:
     """From /v1/loads, which does not interrupt the server's scheduler."""
     try:
-        with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False) as http:
+        with httpx.Client(
+            base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False
+        ) as http:
             version = http.get("/model_info").raise_for_status().json()["weight_version"]
             loads = http.get("/v1/loads").raise_for_status().json()["loads"]
     except httpx.HTTPStatusError as error:

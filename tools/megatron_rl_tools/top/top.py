@@ -1,4 +1,6 @@
-"""The command `megatron-rl top`: shows it once or until the run has ended; options.py parses its arguments."""
+"""The command `megatron-rl top`: shows it once or until the run has ended; options.py parses its
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for a folder without a status."""
     arguments = parse(argv)
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
-        print(f"megatron-rl top: --api-key-env {arguments.api_key_env}: is unset or empty; export it", file=sys.stderr)
+        print(
+            f"megatron-rl top: --api-key-env {arguments.api_key_env}: is unset or empty; export it",
+            file=sys.stderr,
+        )
         return 2
     console = Console(highlight=False)
     try:
@@ -54,7 +59,11 @@ def look(arguments: argparse.Namespace) -> RenderableType:
 
 def shown_lines(arguments: argparse.Namespace, status: Status) -> RenderableType:
     now = time.time()
-    loads = ask_servers(status.servers, arguments.api_key_env) if is_live(status, now - status.time) else []
+    loads = (
+        ask_servers(status.servers, arguments.api_key_env)
+        if is_live(status, now - status.time)
+        else []
+    )
     return render(arguments.run.resolve().name, status, loads, now, every_rank=arguments.every_rank)
 
 

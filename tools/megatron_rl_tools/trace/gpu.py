@@ -16,7 +16,8 @@ FIRST_GPU = RANKS + (1 << 30)
 
 
 def gpu_events(rank: RankTrace, folder: Path) -> RankTrace:
-    """With the kernels and copies of its GPU, one thread per stream; the same where it has no file of one.
+    """With the kernels and copies of its GPU, one thread per stream; the same where it has no file
+    of one.
 
     Raises ValueError for a file that is damaged.
     """
@@ -38,7 +39,8 @@ def gpu_events(rank: RankTrace, folder: Path) -> RankTrace:
         if event.get("ph") == "X" and event.get("cat") in GPU_KINDS
     ]
     streams = [
-        name_events("thread_name", pid, tid, f"stream {tid}") for tid in sorted({event["tid"] for event in events})
+        name_events("thread_name", pid, tid, f"stream {tid}")
+        for tid in sorted({event["tid"] for event in events})
     ]
     name = name_events("process_name", pid, 0, f"rank {rank.rank} ({rank.clock.host}): GPU")
     return replace(rank, events=[*rank.events, name, *streams, *events])

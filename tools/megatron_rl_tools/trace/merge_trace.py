@@ -1,4 +1,6 @@
-"""The command `megatron-rl trace`: merges the ranks' files and prints where the time went; options.py parses its arguments."""
+"""The command `megatron-rl trace`: merges the ranks' files and prints where the time went;
+options.py parses its arguments.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"megatron-rl trace: {error}", file=sys.stderr)
         return 2
-    print(f"{out}: open it in https://ui.perfetto.dev, which reads it in the browser, or in chrome://tracing")
+    print(
+        f"{out}: open it in https://ui.perfetto.dev, which reads it in the browser, or in chrome://tracing"
+    )
     return 0
 
 
@@ -45,14 +49,18 @@ def find_folder(run: Path, step: int | None) -> Path:
     """Raises ValueError where there is no trace of the step."""
     found = sorted(path.parent for path in run.glob(f"{TRACE_FOLDER}/*/rank_00000.json.gz"))
     if not found:
-        raise ValueError(f'{run}: no traces in {TRACE_FOLDER}/; run with --run.trace last, or "every N"')
+        raise ValueError(
+            f'{run}: no traces in {TRACE_FOLDER}/; run with --run.trace last, or "every N"'
+        )
     if step is None:
         return max(found, key=lambda folder: (folder / "rank_00000.json.gz").stat().st_mtime)
     wanted = step_folder(run, step_folder_name(step - 1))
     for folder in (wanted, step_folder(run, LAST)):
         if folder in found and read_rank(folder / "rank_00000.json.gz").step == step - 1:
             return folder
-    raise ValueError(f"{run}: step {step} was not traced; there are {', '.join(folder.name for folder in found)}")
+    raise ValueError(
+        f"{run}: step {step} was not traced; there are {', '.join(folder.name for folder in found)}"
+    )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,18 @@ from pathlib import Path
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, runs/NAME")
-    parser.add_argument("--step", type=int, metavar="N", help="a step that was traced (default: the latest)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the merged trace (default: RUN/trace/STEP.json.gz)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="a step that was traced (default: the latest)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the merged trace (default: RUN/trace/STEP.json.gz)",
+    )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="a picture of the step")
     return parser.parse_args(argv)

@@ -1,4 +1,6 @@
-"""A picture of a step's merged trace: the stages and collectives of every rank, sampling, and the servers' requests."""
+"""A picture of a step's merged trace: the stages and collectives of every rank, sampling, and the
+servers' requests.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ OUTSIDE = {"evaluate": "#efe3b4", "checkpoint": PURPLE}
 
 
 def draw(events: Sequence[Event], summary: TraceSummary) -> Figure:
-    """One row per thread of the first MOST_RANKS ranks, and one per server with its largest number of requests at a time;
-    seconds from the beginning of the step."""
-    (first, *_) = [event for event in events if event["ph"] == "X" and event["cat"] == "step" and event["pid"] < RANKS]
+    """One row per thread of the first MOST_RANKS ranks, and one per server with its largest number
+    of requests at a time; seconds from the beginning of the step."""
+    (first, *_) = [
+        event
+        for event in events
+        if event["ph"] == "X" and event["cat"] == "step" and event["pid"] < RANKS
+    ]
     spans = [event for event in events if event["ph"] == "X"]
     start, length = first["ts"], first["dur"] / 1e6
     rows = picture_rows(spans, names_of(events))
@@ -36,8 +42,21 @@ def draw(events: Sequence[Event], summary: TraceSummary) -> Figure:
             draw_in_flight(axis, number, found, start)
         else:
             bars = [((each["ts"] - start) / 1e6, each["dur"] / 1e6) for each in found]
-            axis.broken_barh(bars, (number - 0.4, 0.8), facecolors=[color_of(each) for each in found], linewidth=0)
-        axis.text(-0.006, number, name, transform=axis.get_yaxis_transform(), ha="right", va="center", fontsize=8)
+            axis.broken_barh(
+                bars,
+                (number - 0.4, 0.8),
+                facecolors=[color_of(each) for each in found],
+                linewidth=0,
+            )
+        axis.text(
+            -0.006,
+            number,
+            name,
+            transform=axis.get_yaxis_transform(),
+            ha="right",
+            va="center",
+            fontsize=8,
+        )
     axis.set(xlim=(-0.01 * length, 1.03 * length), ylim=(len(rows) - 0.4, -0.6), xlabel="seconds")
     axis.set_yticks([])
     axis.axvline(length, color=GREY, linewidth=0.8, linestyle=":")
@@ -49,22 +68,30 @@ def draw(events: Sequence[Event], summary: TraceSummary) -> Figure:
     shown |= {"in a collective": RED} if "collective" in kinds else {}
     shown |= {"sampling, requests in flight": TEAL} if "server" in kinds else {}
     legend = [Patch(color=color, label=name) for name, color in shown.items()]
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=8, frameon=False)
+    figure.legend(
+        handles=legend, loc="outside lower center", ncols=len(legend), fontsize=8, frameon=False
+    )
     figure.suptitle(
-        f"step {summary.step}: {summary.seconds:.2f} s, sampling {summary.sampling:.2f} s, training {summary.training:.2f} s,"
-        f" other {summary.other:.1%}",
+        f"step {summary.step}: {summary.seconds:.2f} s, sampling {summary.sampling:.2f} s, training"
+        f" {summary.training:.2f} s, other {summary.other:.1%}",
         fontsize=10,
     )
     return figure
 
 
-def picture_rows(spans: Sequence[Event], names: dict[int, str]) -> list[tuple[str, str, list[Event]]]:
+def picture_rows(
+    spans: Sequence[Event], names: dict[int, str]
+) -> list[tuple[str, str, list[Event]]]:
     """(label, kind, spans) of every row."""
     rows = []
     ranks = sorted({each["pid"] for each in spans if each["pid"] < RANKS})[:MOST_RANKS]
     for rank in ranks:
         own = [each for each in spans if each["pid"] == rank]
-        for kind, label in (("stage", f"rank {rank}"), ("collective", "collectives"), ("sampling", "sampling thread")):
+        for kind, label in (
+            ("stage", f"rank {rank}"),
+            ("collective", "collectives"),
+            ("sampling", "sampling thread"),
+        ):
             if found := [each for each in own if each["cat"] == kind]:
                 rows.append((label, kind, found))
     for gpu in sorted({each["pid"] for each in spans if each["pid"] >= FIRST_GPU})[:MOST_RANKS]:
@@ -77,13 +104,17 @@ def picture_rows(spans: Sequence[Event], names: dict[int, str]) -> list[tuple[st
 
 
 def most_at_once(requests: Sequence[Event]) -> int:
-    changes = sorted([(e["ts"], 1) for e in requests] + [(e["ts"] + e["dur"], -1) for e in requests])
+    changes = sorted(
+        [(e["ts"], 1) for e in requests] + [(e["ts"] + e["dur"], -1) for e in requests]
+    )
     return max(accumulate(change for _, change in changes), default=0)
 
 
 def draw_in_flight(axis: Axes, row: int, requests: Sequence[Event], start: float) -> None:
     """The number of requests in flight, as an area as high as the row at its largest value."""
-    changes = sorted([(e["ts"], 1) for e in requests] + [(e["ts"] + e["dur"], -1) for e in requests])
+    changes = sorted(
+        [(e["ts"], 1) for e in requests] + [(e["ts"] + e["dur"], -1) for e in requests]
+    )
     times, counts = [0.0], [0]
     for at, change in changes:
         times.append((at - start) / 1e6)
@@ -102,5 +133,7 @@ def color_of(event: Event) -> str:
 def names_of(events: Sequence[Event]) -> dict[int, str]:
     """Process id -> its name."""
     return {
-        each["pid"]: each["args"]["name"] for each in events if each["ph"] == "M" and each["name"] == "process_name"
+        each["pid"]: each["args"]["name"]
+        for each in events
+        if each["ph"] == "M" and each["name"] == "process_name"
     }

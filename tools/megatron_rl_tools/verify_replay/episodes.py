@@ -1,8 +1,11 @@
-"""Episodes of several turns for the proof: requests as servers answer them, and what must become of them, by definition.
+"""Episodes of several turns for the proof: requests as servers answer them, and what must become of
+them, by definition.
 
-A request's input is everything before it.  Its forward has a fingerprint route for every row; of a server with the
-prefix in its cache, the rows of that prefix are those of the forward that put them there.
-    row j     is of the forward that sampled token j + 1; where that was not sampled, of the first that computed token j
+A request's input is everything before it.  Its forward has a fingerprint route for every row; of a
+server with the prefix in its cache, the rows of that prefix are those of the forward that put them
+there.
+    row j     is of the forward that sampled token j + 1; where that was not sampled, of the first
+              that computed token j
     learned   are the tokens that a request sampled, with its log-probs, and no others
 Plain loops over requests, independent of records.Rollout and rollout/client/response.py.
 Shapes: S_k tokens of request k's input and output, R_k sampled, L MoE layers, K top-k.
@@ -27,7 +30,8 @@ LEAST = 2  # tokens of a turn, and of what an environment answers
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """tokens int64 [S_k], of which those from `first` on were sampled; logprobs float32 [R_k]; routes [S_k - 1, L, K].
+    """tokens int64 [S_k], of which those from `first` on were sampled; logprobs float32 [R_k];
+    routes [S_k - 1, L, K].
 
     is_cached: rows of the request before it are repeated.
     """
@@ -44,7 +48,9 @@ def least_length(turns: int) -> int:
 
 
 def turn_bounds(rng: np.random.Generator, length: int, turns: int) -> list[tuple[int, int]]:
-    """(start, end) of every turn in `length` tokens: a prompt, then turns with what an environment answers between them."""
+    """(start, end) of every turn in `length` tokens: a prompt, then turns with what an environment
+    answers between them.
+    """
     parts = 2 * turns - 1
     extra = rng.multinomial(length - least_length(turns), [1 / parts] * parts)
     ends = [PROMPT, *(PROMPT + np.cumsum(LEAST + extra)).tolist()]
@@ -83,7 +89,7 @@ def join(name: str, requests: Sequence[TurnRequest]) -> Rollout:
     return reduce(join_rollouts, turns)
 
 
-# What must become of it ----------------------------------------------------------------------------------------------
+# What must become of it ---------------------------------------------------------------------------
 
 
 def sampled_by(requests: Sequence[TurnRequest], position: int) -> int | None:
@@ -107,32 +113,50 @@ def expected_routes(
 ) -> Iterator[tuple[tuple[str, int, int], tuple[int, ...]]]:
     """((rollout, position, MoE layer), route) of every row."""
     for position in range(len(requests[-1].tokens) - 1):
-        for layer, ids in enumerate(requests[forward_of(requests, position)].routes[position].tolist()):
+        for layer, ids in enumerate(
+            requests[forward_of(requests, position)].routes[position].tolist()
+        ):
             yield (name, position, layer), tuple(sorted(ids))
 
 
-def other_forwards(name: str, requests: Sequence[TurnRequest]) -> Iterator[tuple[tuple[int, ...], str]]:
+def other_forwards(
+    name: str, requests: Sequence[TurnRequest]
+) -> Iterator[tuple[tuple[int, ...], str]]:
     """(route, text) of every row that another request's forward has, for hints."""
     for number, request in enumerate(requests):
         for position, layers in enumerate(request.routes.tolist()):
             right = forward_of(requests, position)
-            if number != right and not np.array_equal(request.routes[position], requests[right].routes[position]):
+            if number != right and not np.array_equal(
+                request.routes[position], requests[right].routes[position]
+            ):
                 for ids in layers:
                     yield (
                         tuple(sorted(ids)),
-                        f"rows of request {number + 1} in place of request {right + 1}, rollout {name}",
+                        (
+                            f"rows of request {number + 1} in place of request {right + 1}, rollout"
+                            f" {name}"
+                        ),
                     )
 
 
 def wrong_row(
-    requests: Sequence[TurnRequest], tokens: Sequence[int], is_learned: Sequence[bool], logprobs: Sequence[float]
+    requests: Sequence[TurnRequest],
+    tokens: Sequence[int],
+    is_learned: Sequence[bool],
+    logprobs: Sequence[float],
 ) -> tuple[str, str] | None:
-    """(hint, finding) of the first packed row of an episode that is not as its requests were; the rows of one sequence."""
+    """(hint, finding) of the first packed row of an episode that is not as its requests were; the
+    rows of one sequence.
+    """
     truth = requests[-1].tokens.tolist()
     for position, token in enumerate(tokens):
         if token != truth[position]:
             is_moved = sorted(tokens) == sorted(truth)
-            hint = "turn: turns in another order" if is_moved else "retokenise: not the tokens that the server had"
+            hint = (
+                "turn: turns in another order"
+                if is_moved
+                else "retokenise: not the tokens that the server had"
+            )
             return hint, f"position {position}: token {token}, the server had {truth[position]}"
     for position in range(len(truth)):
         number = sampled_by(requests, position + 1)
@@ -145,7 +169,13 @@ def wrong_row(
             request = requests[number]
             expected = float(request.logprobs[position + 1 - request.first])
             if logprobs[position] != expected:
-                return "", f"position {position + 1}: log-prob {logprobs[position]:.4g}, {who} it with {expected:.4g}"
+                return (
+                    "",
+                    (
+                        f"position {position + 1}: log-prob {logprobs[position]:.4g}, {who} it with"
+                        f" {expected:.4g}"
+                    ),
+                )
     return None
 
 
@@ -155,20 +185,25 @@ def wrong_batch(
     """The first of wrong_row in a replica's mini-batch, or a wrong denominator."""
     for number, micro_batch in enumerate(batch.micro_batches):
         bounds = micro_batch.cu_seqlens.tolist()
-        for name, start in zip(micro_batch.rollout_ids, bounds, strict=False):  # further bounds are those of pads
+        # further bounds are those of pads
+        for name, start in zip(micro_batch.rollout_ids, bounds, strict=False):
             rows = slice(start, start + len(requests[name][-1].tokens))
             columns = (micro_batch.tokens, micro_batch.loss_mask, micro_batch.rollout_logprobs)
             found = wrong_row(requests[name], *(column[rows].tolist() for column in columns))
             if found is not None:
-                return found[0], f"rollout {name}, {found[1]} (replica {replica}, micro-batch {number})"
+                return found[
+                    0
+                ], f"rollout {name}, {found[1]} (replica {replica}, micro-batch {number})"
     return None
 
 
-# Faults --------------------------------------------------------------------------------------------------------------
+# Faults -------------------------------------------------------------------------------------------
 
 
 def break_episode(fault: str, rollout: Rollout, requests: Sequence[TurnRequest]) -> Rollout:
-    """The episode as a bug would have joined it, with a digest of its own: no later check of the program can see it."""
+    """The episode as a bug would have joined it, with a digest of its own: no later check of the
+    program can see it.
+    """
     tokens, environment = rollout.tokens.copy(), rollout.environment
     routes = None if rollout.routed_experts is None else rollout.routed_experts.copy()
     logprobs = rollout.rollout_logprobs

@@ -1,4 +1,5 @@
-"""Faults put into a rank's routes on purpose, after cutting and validation, where a real bug would have its effect.
+"""Faults put into a rank's routes on purpose, after cutting and validation, where a real bug would
+have its effect.
 
 Shapes: l this rank's MoE layers, t its rows, K top-k.
 """
@@ -36,12 +37,16 @@ class FaultInjector:
         self.pads, self.tokens = pads, tokens
         self.previous, self._current = self._current, []
 
-    def run_pass(self, routes: Sequence[Routes], **settings: Any) -> AbstractContextManager[ReplayPass]:
+    def run_pass(
+        self, routes: Sequence[Routes], **settings: Any
+    ) -> AbstractContextManager[ReplayPass]:
         tables = [route.replay for route in routes if route.replay is not None]
         if tables:
             self._current = [table.clone() for table in tables]
             broken = self.break_tables([table.clone() for table in tables])
-            routes = [replace(route, replay=table) for route, table in zip(routes, broken, strict=True)]
+            routes = [
+                replace(route, replay=table) for route, table in zip(routes, broken, strict=True)
+            ]
         return self._run_pass(routes, **settings)
 
     def break_tables(self, tables: list[Tensor]) -> list[Tensor]:
@@ -67,7 +72,9 @@ class FaultInjector:
         return tables
 
 
-def has_room(fault: str, manager: ReplayManager, pads: list[list[int]], tokens: list[list[int]]) -> bool:
+def has_room(
+    fault: str, manager: ReplayManager, pads: list[list[int]], tokens: list[list[int]]
+) -> bool:
     """Whether the fault can be put into this rank's routes."""
     if fault == "layer":
         return len(manager.layers) > 1

@@ -1,7 +1,9 @@
-"""Inputs of the proof: a random checkpoint, sequences, and one fingerprint route per (token, MoE layer).
+"""Inputs of the proof: a random checkpoint, sequences, and one fingerprint route per (token, MoE
+layer).
 
-Where each token must be found is computed here in plain loops, from the definition of the layout, independently of
-replay/layout.py.  The tests of replay on real ranks (tests/dist) use the same fingerprints and the same loops.
+Where each token must be found is computed here in plain loops, from the definition of the layout,
+independently of replay/layout.py.  The tests of replay on real ranks (tests/dist) use the same
+fingerprints and the same loops.
 Shapes: S tokens of a sequence, L MoE layers, E experts, K top-k.
 """
 
@@ -64,7 +66,8 @@ class Shape:
 class Given:
     """samples[round][replica][micro-batch] -> sequences; the same in every process, from one seed.
 
-    requests: rollout -> its turns as servers answered them; {} where rollouts have one turn, whose routes are their own.
+    requests: rollout -> its turns as servers answered them; {} where rollouts have one turn, whose
+    routes are their own.
     """
 
     samples: tuple[tuple[tuple[tuple[Sample, ...], ...], ...], ...]
@@ -80,16 +83,22 @@ class Given:
         """The route of every token of that round; the last token of a sequence has none."""
         if self.requests:
             names = [rollout.id for rollout in self.rollouts(index)]
-            return dict(pair for name in names for pair in expected_routes(name, self.requests[name]))
+            return dict(
+                pair for name in names for pair in expected_routes(name, self.requests[name])
+            )
         return fingerprint_routes(self.rollouts(index))
 
     def forwards(self, index: int) -> dict[Route, str]:
         """Routes of forwards that no row may have, see episodes.other_forwards."""
-        requests = {rollout.id: self.requests.get(rollout.id, ()) for rollout in self.rollouts(index)}
+        requests = {
+            rollout.id: self.requests.get(rollout.id, ()) for rollout in self.rollouts(index)
+        }
         return dict(pair for name, own in requests.items() for pair in other_forwards(name, own))
 
     def broken(self, fault: str) -> Given:
-        """With this fault of EPISODE_FAULTS in the last sequence of every round's first micro-batch."""
+        """With this fault of EPISODE_FAULTS in the last sequence of every round's first
+        micro-batch.
+        """
         rounds = []
         for (first, *others), *replicas in self.samples:
             *sound, sample = first
@@ -108,10 +117,11 @@ class Given:
 
 
 def make_given(shape: Shape, *, seed: int = 0) -> Given:
-    """Random sequences with a random set of K experts for every (token, layer): all different where C(E, K) allows it.
+    """Random sequences with a random set of K experts for every (token, layer): all different where
+    C(E, K) allows it.
 
-    Lengths are the same in every round, and in micro-batches 2i and 2i + 1: a mix-up of two of them changes no shape, so
-    that only the routes can show it.
+    Lengths are the same in every round, and in micro-batches 2i and 2i + 1: a mix-up of two of them
+    changes no shape, so that only the routes can show it.
     """
     rng = np.random.default_rng(seed)
     pairs = -(-shape.micro_batches // 2)
@@ -125,7 +135,9 @@ def make_given(shape: Shape, *, seed: int = 0) -> Given:
 
     def sample(name: str, length: int, *, is_cached: bool) -> Sample:
         if shape.turns == 1:
-            routes = random_routes(rng, length - 1, shape.num_layers, shape.num_experts, shape.top_k, used)
+            routes = random_routes(
+                rng, length - 1, shape.num_layers, shape.num_experts, shape.top_k, used
+            )
             return make_sample(rng, name, routes, shape.vocab_size)
         requests[name] = make_requests(rng, shape, length, used, is_cached=is_cached)
         return Sample(join(name, requests[name]), float(rng.normal()))
@@ -149,8 +161,8 @@ def make_given(shape: Shape, *, seed: int = 0) -> Given:
 def make_requests(
     rng: np.random.Generator, shape: Shape, length: int, used: set[Route] | None, *, is_cached: bool
 ) -> list[TurnRequest]:
-    """The turns of an episode of `length` tokens.  is_cached: the server has each turn's input in its cache, up to the last
-    token sampled before; else it computes everything again."""
+    """The turns of an episode of `length` tokens.  is_cached: the server has each turn's input in
+    its cache, up to the last token sampled before; else it computes everything again."""
     tokens = rng.integers(2, shape.vocab_size, length)
     requests: list[TurnRequest] = []
     for start, end in turn_bounds(rng, length, shape.turns):
@@ -161,9 +173,16 @@ def make_requests(
 
 
 def random_routes(
-    rng: np.random.Generator, num_rows: int, num_layers: int, num_experts: int, top_k: int, used: set[Route] | None
+    rng: np.random.Generator,
+    num_rows: int,
+    num_layers: int,
+    num_experts: int,
+    top_k: int,
+    used: set[Route] | None,
 ) -> np.ndarray:
-    """Random ids [num_rows, L, K], distinct in a row; none of the sets in `used`, which grows by these (None: any set)."""
+    """Random ids [num_rows, L, K], distinct in a row; none of the sets in `used`, which grows by
+    these (None: any set).
+    """
     routes = np.empty((num_rows, num_layers, top_k), np.uint8 if num_experts <= 256 else np.int16)
     for row in routes.reshape(-1, top_k):
         row[:] = rng.permutation(num_experts)[:top_k]
@@ -175,13 +194,17 @@ def random_routes(
 
 
 def make_sample(rng: np.random.Generator, name: str, routes: np.ndarray, vocab_size: int) -> Sample:
-    """A random sequence with these routes [S - 1, L, K]: 3 prompt tokens, log-probs near uniform, a random advantage."""
+    """A random sequence with these routes [S - 1, L, K]: 3 prompt tokens, log-probs near uniform, a
+    random advantage.
+    """
     prompt, length = 3, len(routes) + 1
     rollout = Rollout(
         id=name,
         tokens=rng.integers(2, vocab_size, length),
         prompt_length=prompt,
-        rollout_logprobs=(-math.log(vocab_size) + 0.3 * rng.standard_normal(length - prompt)).astype(np.float32),
+        rollout_logprobs=(
+            -math.log(vocab_size) + 0.3 * rng.standard_normal(length - prompt)
+        ).astype(np.float32),
         routed_experts=routes,
         finish_reason="stop",
         policy_versions=np.zeros(length - prompt, np.int32),
@@ -200,28 +223,43 @@ def fingerprint_routes(rollouts: Iterable[Rollout]) -> dict[Key, Route]:
     return found
 
 
-def make_batch(replicas: Sequence[Sequence[Sequence[Sample]]], replica: int, rule: PackRule) -> MiniBatch:
-    """This replica's mini-batch; each micro-batch ends in a few pad rows, and rows of micro-batches 2i, 2i + 1 are equal."""
+def make_batch(
+    replicas: Sequence[Sequence[Sequence[Sample]]], replica: int, rule: PackRule
+) -> MiniBatch:
+    """This replica's mini-batch; each micro-batch ends in a few pad rows, and rows of micro-batches
+    2i, 2i + 1 are equal.
+    """
     micro_batches = []
     for number, samples in enumerate(replicas[replica]):
         peers = replicas if rule.equal_sizes else [replicas[replica]]
         lengths = [
-            max(rule.sequence_rows(len(peer[number][i].rollout.tokens)) for peer in peers) for i in range(len(samples))
+            max(rule.sequence_rows(len(peer[number][i].rollout.tokens)) for peer in peers)
+            for i in range(len(samples))
         ]
         micro_batches.append(pack(samples, rule.rows([*lengths, rule.sequence_rows(4)])))
-    everyone = [sample.rollout for peer in replicas for micro_batch in peer for sample in micro_batch]
+    everyone = [
+        sample.rollout for peer in replicas for micro_batch in peer for sample in micro_batch
+    ]
     num_tokens = sum(rollout.response_length for rollout in everyone)
-    return MiniBatch(tuple(micro_batches), num_responses=len(everyone), num_response_tokens=num_tokens)
+    return MiniBatch(
+        tuple(micro_batches), num_responses=len(everyone), num_response_tokens=num_tokens
+    )
 
 
 def rows_on_rank(
-    cu_seqlens: Sequence[int], cp_rank: int, cp_size: int, part: int = 0, parts: int = 1, padded: bool = False
+    cu_seqlens: Sequence[int],
+    cp_rank: int,
+    cp_size: int,
+    part: int = 0,
+    parts: int = 1,
+    padded: bool = False,
 ) -> list[int]:
     """The packed row that each row of a rank's routers must be, in their order.
 
-    Of every sequence, pads included, CP rank r keeps chunks r and 2 cp - 1 - r of 2 x cp.  Packed: these rows are end to end,
-    and sequence parallelism gives tensor rank `part` the part-th of `parts` equal slices.  Padded: the rows go position by
-    position, all sequences at each, and the slice is one of positions.
+    Of every sequence, pads included, CP rank r keeps chunks r and 2 cp - 1 - r of 2 x cp.  Packed:
+    these rows are end to end, and sequence parallelism gives tensor rank `part` the part-th of
+    `parts` equal slices.  Padded: the rows go position by position, all sequences at each, and the
+    slice is one of positions.
     """
     rows = []
     for start, end in itertools.pairwise(cu_seqlens):
@@ -236,9 +274,13 @@ def rows_on_rank(
 
 
 def owners_of(rollouts: Sequence[Rollout], cu_seqlens: Sequence[int]) -> list[Owner]:
-    """Who must be in each packed row: (rollout, position), or None for a pad.  `rollouts`: the micro-batch's, in order."""
+    """Who must be in each packed row: (rollout, position), or None for a pad.
+
+    `rollouts`: the micro-batch's, in order.
+    """
     owners: list[Owner] = [None] * cu_seqlens[-1]
-    for rollout, start in zip(rollouts, cu_seqlens, strict=False):  # the bounds after them are those of the pads
+    # the bounds after them are those of the pads
+    for rollout, start in zip(rollouts, cu_seqlens, strict=False):
         for position in range(len(rollout.tokens)):
             owners[start + position] = (rollout.id, position)
     return owners
@@ -258,14 +300,20 @@ def owners_on_rank(
     return [owners[row] for row in rows_on_rank(cu_seqlens, cp_rank, cp_size, part, parts, padded)]
 
 
-def logprob_keys(rollouts: Sequence[Rollout], cu_seqlens: Sequence[int], cp_rank: int, cp_size: int) -> list[Owner]:
-    """For each row of a rank's log-probs: (rollout, position) where it predicts a response token, else None."""
-    predicting = {(rollout.id, place - 1) for rollout in rollouts for place in rollout.sampled.tolist()}
+def logprob_keys(
+    rollouts: Sequence[Rollout], cu_seqlens: Sequence[int], cp_rank: int, cp_size: int
+) -> list[Owner]:
+    """For each row of a rank's log-probs: (rollout, position) where it predicts a response token,
+    else None.
+    """
+    predicting = {
+        (rollout.id, place - 1) for rollout in rollouts for place in rollout.sampled.tolist()
+    }
     rows = owners_on_rank(rollouts, cu_seqlens, cp_rank, cp_size)
     return [who if who in predicting else None for who in rows]
 
 
-# Checkpoints --------------------------------------------------------------------------------------------------------
+# Checkpoints --------------------------------------------------------------------------------------
 
 
 def small_config(
@@ -300,9 +348,11 @@ def small_config(
 def shrunk_config(
     hf: dict[str, Any], *, tp: int, etp: int, stages: int, num_layers: int | None = None
 ) -> dict[str, Any]:
-    """`hf` with narrow matrices, a small vocabulary and num_layers, or as few as keep its dense ones and divide `stages`.
+    """`hf` with narrow matrices, a small vocabulary and num_layers, or as few as keep its dense
+    ones and divide `stages`.
 
-    Everything that a layout depends on stays: heads, experts, top-k, gate normalisation, tied embeddings, first dense layers.
+    Everything that a layout depends on stays: heads, experts, top-k, gate normalisation, tied
+    embeddings, first dense layers.
     """
     spec = make_spec(hf)
     needed = max(4, spec.moe_layers[0] + 2, stages)
@@ -310,7 +360,12 @@ def shrunk_config(
     dense = sorted(set(range(num_layers)) - set(spec.moe_layers))
     return {
         **small_config(
-            num_layers=num_layers, num_experts=spec.num_experts, top_k=spec.top_k, first_k_dense=0, tp=tp, etp=etp
+            num_layers=num_layers,
+            num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            first_k_dense=0,
+            tp=tp,
+            etp=etp,
         ),
         "architectures": [spec.architecture],
         "mlp_only_layers": dense,
@@ -324,7 +379,9 @@ def shrunk_config(
 def write_random_checkpoint(
     config: dict[str, Any], path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> ModelSpec:
-    """An HF checkpoint with this config.json and random weights, large enough that routes and logits are distinct."""
+    """An HF checkpoint with this config.json and random weights, large enough that routes and
+    logits are distinct.
+    """
     spec = make_spec(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

@@ -1,12 +1,15 @@
-"""Prove routing replay in a parallel layout: real megatron-core forward and backward, each token with a route of its own.
+"""Prove routing replay in a parallel layout: real megatron-core forward and backward, each token
+with a route of its own.
 
     megatron-rl verify-replay                                                                     # one rank, a small random MoE
-    torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2 --recompute full  # a layout, before renting GPUs
-    torchrun --nproc_per_node 8 -m megatron_rl.cli verify-replay --model my.toml --shrink        # your layout, a reduced model
-(a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once each, in every pass;
-(b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;
-(c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which packs its sequences.
-Exit code: 0 all passed, 1 something failed, 2 invalid arguments.  docs/guides/mismatch.md reads the output line by line.
+    torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2 --recompute full  # a
+    layout, before renting GPUs torchrun --nproc_per_node 8 -m megatron_rl.cli verify-replay --model
+    my.toml --shrink        # your layout, a reduced model
+(a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once
+each, in every pass; (b) a recorded live pass, replayed, gives the same loss and gradients, bit by
+bit; (c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which
+packs its sequences. Exit code: 0 all passed, 1 something failed, 2 invalid arguments.
+docs/guides/mismatch.md reads the output line by line.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ FAULTS = ("offset", "layer", "order", "stale", "duplicate", "pad")
 EPISODE_FAULTS = ("turn", "mask", "retokenise", "forward")
 """Faults of an episode's requests, which episodes.py injects."""
 KINDS = ("softmax", "pre-softmax", "sigmoid", "softmax-groups", "sigmoid-groups")
-"""Routers of Qwen3-MoE and Mixtral; Qwen2-MoE; Moonlight, GLM-4.5 and Kimi-K2; DeepSeek-V2; DeepSeek-V3."""
+"""Routers of Qwen3-MoE and Mixtral; Qwen2-MoE; Moonlight, GLM-4.5 and Kimi-K2; DeepSeek-V2;
+DeepSeek-V3.
+"""
 SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="megatron-rl verify-replay", usage="%(prog)s [options]", description=__doc__, allow_abbrev=False,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
+        prog="megatron-rl verify-replay", usage="%(prog)s [options]", description=__doc__,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog,
+        max_help_position=40, width=120),
     )  # fmt: skip
     add = parser.add_argument
     add(
@@ -39,14 +46,32 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="MODEL",
         help="HF directory, its config.json, a TOML file, or a name that plan knows",
     )
-    add("--shrink", action="store_true", help="keep the model's layout-relevant shape, cut the rest; random weights")
-    add("--num-layers", type=int, metavar="N", help="default: 4, or as many as --layers-per-stage holds")
+    add(
+        "--shrink",
+        action="store_true",
+        help="keep the model's layout-relevant shape, cut the rest; random weights",
+    )
+    add(
+        "--num-layers",
+        type=int,
+        metavar="N",
+        help="default: 4, or as many as --layers-per-stage holds",
+    )
     add("--experts", type=int, metavar="N", default=32)
     add("--topk", type=int, metavar="N", default=4, dest="top_k")
     add("--first-k-dense", type=int, metavar="N", default=0)
     for name in SIZES:
-        add(f"--{name}", type=int, help="default: the TOML's, else " + ("tp" if name == "etp" else "1"))
-    add("--layers-per-stage", type=stages_of, metavar="2,2,3", help="layers of each of pp x vp stages; default: equal")
+        add(
+            f"--{name}",
+            type=int,
+            help="default: the TOML's, else " + ("tp" if name == "etp" else "1"),
+        )
+    add(
+        "--layers-per-stage",
+        type=stages_of,
+        metavar="2,2,3",
+        help="layers of each of pp x vp stages; default: equal",
+    )
     add(
         "--micro-batches",
         type=int,
@@ -55,9 +80,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="per data-parallel replica; with --vp a multiple of --pp",
     )
     parts = "none, full, block, selective"
-    add("--recompute", choices=parts.split(", "), metavar="PARTS", help=f"{parts}; default: the TOML's, else none")
+    add(
+        "--recompute",
+        choices=parts.split(", "),
+        metavar="PARTS",
+        help=f"{parts}; default: the TOML's, else none",
+    )
     parts = "alltoall, allgather"
-    add("--dispatcher", choices=parts.split(", "), metavar="KIND", help=f"{parts}; default: the TOML's, else alltoall")
+    add(
+        "--dispatcher",
+        choices=parts.split(", "),
+        metavar="KIND",
+        help=f"{parts}; default: the TOML's, else alltoall",
+    )
     add("--router", choices=KINDS, metavar="KIND", help=f"{', '.join(KINDS)}; default: the model's")
     add("--mode", choices=("R2", "R3"), default="R3")
     add("--format", choices=FORMATS, help="packed or padded batches; default: the TOML's, else thd")
@@ -75,7 +110,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="turns of every rollout: requests, and between them an environment's tokens",
     )
-    add("--no-reference", action="store_true", help="leave (c) out, for a model that does not fit one rank")
+    add(
+        "--no-reference",
+        action="store_true",
+        help="leave (c) out, for a model that does not fit one rank",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0, metavar="N")
     add("--timeout-minutes", type=float, default=5.0, metavar="M")
@@ -95,15 +134,24 @@ def check_options_of_proof(parser: argparse.ArgumentParser, args: argparse.Names
         parser.error(f"--break {args.fault} needs an episode of several turns: add --turns 3")
     if args.fault == "forward" and args.mode == "R2":
         parser.error(
-            "--break forward has no effect with --mode R2, which does not use the rollouts' routes; use --mode R3"
+            "--break forward has no effect with --mode R2, which does not use the rollouts' routes;"
+            " use --mode R3"
         )
     if args.model is not None and is_known(args.model):
         if not args.shrink:
-            parser.error(f"--model {args.model}: add --shrink: its complete weights would have to be written here")
+            parser.error(
+                f"--model {args.model}: add --shrink: its complete weights would have to be written"
+                " here"
+            )
     elif args.model is not None and not args.model.exists():
-        parser.error(f"--model {args.model}: no such file or directory, nor one of {', '.join(KNOWN)}")
+        parser.error(
+            f"--model {args.model}: no such file or directory, nor one of {', '.join(KNOWN)}"
+        )
     if args.model is None and not 0 <= args.first_k_dense < num_layers(args):
-        parser.error(f"--first-k-dense {args.first_k_dense}: must leave one of {num_layers(args)} layers with experts")
+        parser.error(
+            f"--first-k-dense {args.first_k_dense}: must leave one of {num_layers(args)} layers"
+            " with experts"
+        )
     if args.model is None and not 1 <= args.top_k < args.experts:
         parser.error(f"--topk {args.top_k}: must be in 1..{args.experts - 1}, below --experts")
 

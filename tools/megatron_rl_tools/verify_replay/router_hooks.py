@@ -1,6 +1,8 @@
-"""Hooks on live routers: read the routes they dispatch by, name each row (rollout, position), compare with the given routes.
+"""Hooks on live routers: read the routes they dispatch by, name each row (rollout, position),
+compare with the given routes.
 
-The hook reads core's own routing map, so the proof does not depend on what the replay manager reports.
+The hook reads core's own routing map, so the proof does not depend on what the replay manager
+reports.
 Shapes: t this rank's rows, E experts, K top-k.
 """
 
@@ -23,7 +25,9 @@ Kind = Literal["forward", "recompute"]
 
 
 class RouterCall(NamedTuple):
-    """One router call: the n-th of this kind of its layer since the last take(), which is its micro-batch."""
+    """One router call: the n-th of this kind of its layer since the last take(), which is its
+    micro-batch.
+    """
 
     layer: int
     kind: Kind
@@ -58,7 +62,8 @@ class RouteCheck:
 class Watch:
     """Forward hooks on routers of a kind: (index on the MoE-layer axis, router).
 
-    gate_error: largest difference so far of core's gate weights from those of the live scores at the experts it used.
+    gate_error: largest difference so far of core's gate weights from those of the live scores at
+    the experts it used.
     """
 
     def __init__(self, routers: Sequence[tuple[int, Any]], top_k: int, kind: RouterKind) -> None:
@@ -80,7 +85,11 @@ class Watch:
             hook.remove()
 
     def _hook(self, layer: int) -> Any:
-        def after(router: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        def after(
+            router: Any,
+            inputs: tuple[torch.Tensor, ...],
+            outputs: tuple[torch.Tensor, torch.Tensor],
+        ) -> Any:
             # a router that runs while autograd walks backward is recomputing
             kind: Kind = "forward" if torch._C._current_autograd_node() is None else "recompute"
             probs, routing_map = outputs
@@ -88,7 +97,11 @@ class Watch:
                 logits = router.gating(inputs[0].detach()).view(len(routing_map), -1)
                 live = live_choice(logits, self.kind, router.expert_bias, self.top_k)
                 weights = gate_weights(logits, routing_map, self.kind)
-                difference = float((probs - weights).abs().nan_to_num(nan=torch.inf).max()) if len(probs) else 0.0
+                difference = (
+                    float((probs - weights).abs().nan_to_num(nan=torch.inf).max())
+                    if len(probs)
+                    else 0.0
+                )
                 self.gate_error = max(self.gate_error, difference)
             consumed: list[list[int]] = [[] for _ in range(len(routing_map))]
             for row, expert in routing_map.nonzero().tolist():
@@ -96,7 +109,9 @@ class Watch:
             number = self._counts[layer, kind]
             self._counts[layer, kind] += 1
             self._calls.append(
-                RouterCall(layer, kind, number, list(map(tuple, consumed)), list(map(tuple, live.tolist())))
+                RouterCall(
+                    layer, kind, number, list(map(tuple, consumed)), list(map(tuple, live.tolist()))
+                )
             )
             if any(len(row) < self.top_k for row in consumed):
                 return probs, filled(routing_map, self.top_k)
@@ -106,29 +121,37 @@ class Watch:
 
 
 def filled(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The map [t, E] with K experts in every row: the ones it has, then others, whose gate weight stays 0.
+    """The map [t, E] with K experts in every row: the ones it has, then others, whose gate weight
+    stays 0.
 
-    With fewer in a row core's ranks disagree about sizes, and hang or crash before the fault can be named.
+    With fewer in a row core's ranks disagree about sizes, and hang or crash before the fault can be
+    named.
     """
     chosen = routing_map.to(torch.uint8).topk(top_k, dim=-1).indices
     return torch.zeros_like(routing_map).scatter(1, chosen, True)
 
 
-def name_wrong_rows(calls: Sequence[RouterCall], rows: Sequence[Sequence[Owner]], rank: int) -> list[Seen]:
+def name_wrong_rows(
+    calls: Sequence[RouterCall], rows: Sequence[Sequence[Owner]], rank: int
+) -> list[Seen]:
     """Give every row of every call its owner; rows[micro-batch] says who must be where.
 
-    Raises RuntimeError where a router saw another number of rows or of micro-batches than the layout has.
+    Raises RuntimeError where a router saw another number of rows or of micro-batches than the
+    layout has.
     """
     seen = []
     for call in calls:
         if call.number >= len(rows) or len(call.consumed) != len(rows[call.number]):
             raise RuntimeError(
-                f"rank {rank}, MoE layer {call.layer}: {call.kind} call {call.number} has {len(call.consumed)} rows, "
-                f"the layout has {[len(micro_batch) for micro_batch in rows]} in its micro-batches"
+                f"rank {rank}, MoE layer {call.layer}: {call.kind} call {call.number} has"
+                f" {len(call.consumed)} rows, the layout has"
+                f" {[len(micro_batch) for micro_batch in rows]} in its micro-batches"
             )
         for row, who in enumerate(rows[call.number]):
             route = call.consumed[row]
-            seen.append(Seen(who, call.layer, call.kind, route, call.live[row], rank, call.number, row))
+            seen.append(
+                Seen(who, call.layer, call.kind, route, call.live[row], rank, call.number, row)
+            )
     return seen
 
 
@@ -143,8 +166,8 @@ def gather_seen(mine: list[Seen]) -> list[Seen]:
 class Expected:
     """The routes that a pass must consume, and the data to name a fault.
 
-    given: this batch's routes; earlier: the previous batch's; places: rollout -> (replica, micro-batch); forwards: routes of
-    other requests of an episode -> text.
+    given: this batch's routes; earlier: the previous batch's; places: rollout -> (replica,
+    micro-batch); forwards: routes of other requests of an episode -> text.
     """
 
     given: Mapping[Key, Route]
@@ -161,9 +184,16 @@ class Expected:
 
 
 def check_consumed(
-    name: str, seen: Sequence[Seen], expected: Expected, top_k: int, layers: Container[int] | None = None
+    name: str,
+    seen: Sequence[Seen],
+    expected: Expected,
+    top_k: int,
+    layers: Container[int] | None = None,
 ) -> RouteCheck:
-    """Every given (rollout, position, layer) was consumed exactly once, and by its owner.  layers: these only."""
+    """Every given (rollout, position, layer) was consumed exactly once, and by its owner.
+
+    layers: these only.
+    """
     given = expected.given
     if layers is not None:
         given = {key: route for key, route in given.items() if key[2] in layers}
@@ -186,9 +216,10 @@ def check_consumed(
         return RouteCheck(
             name,
             False,
-            f"{len(wrong)} of {len(given)} wrong; first: rollout {rollout}, position {position}, MoE layer "
-            f"{first.layer}: given {list(given[rollout, position, first.layer])}, consumed "
-            f"{list(first.consumed)} (rank {first.rank}, micro-batch {first.micro_batch}, row {first.row})",
+            f"{len(wrong)} of {len(given)} wrong; first: rollout {rollout}, position {position},"
+            f" MoE layer {first.layer}: given {list(given[rollout, position, first.layer])},"
+            f" consumed {list(first.consumed)} (rank {first.rank}, micro-batch {first.micro_batch},"
+            f" row {first.row})",
             hint=votes.most_common(1)[0][0],
         )
     missing = [key for key in given if counts[key] != 1]
@@ -197,16 +228,20 @@ def check_consumed(
         return RouteCheck(
             name,
             False,
-            f"{len(missing)} of {len(given)} not consumed exactly once; first: rollout {rollout}, position "
-            f"{position}, MoE layer {layer}: {counts[missing[0]]} times",
+            f"{len(missing)} of {len(given)} not consumed exactly once; first: rollout {rollout},"
+            f" position {position}, MoE layer {layer}: {counts[missing[0]]} times",
         )
     share = num_live / max(len(given), 1)
     return RouteCheck(
-        name, True, f"{len(counts)} routes consumed once each; the router alone would agree on {share:.1%}"
+        name,
+        True,
+        f"{len(counts)} routes consumed once each; the router alone would agree on {share:.1%}",
     )
 
 
-def name_fault(who: tuple[str, int], row: Seen, expected: Expected, pads: set[Route], top_k: int) -> str:
+def name_fault(
+    who: tuple[str, int], row: Seen, expected: Expected, pads: set[Route], top_k: int
+) -> str:
     """The likeliest reason for one wrong row, by whose route it consumed."""
     rollout, position = who
     if len(row.consumed) < top_k:
@@ -220,7 +255,9 @@ def name_fault(who: tuple[str, int], row: Seen, expected: Expected, pads: set[Ro
         if layer == row.layer and expected.places[other] == expected.places[rollout]:
             return "offset: routes of another sequence of the same micro-batch"
         if layer == row.layer:
-            (replica, first), (its_replica, second) = sorted([expected.places[rollout], expected.places[other]])
+            (replica, first), (its_replica, second) = sorted(
+                [expected.places[rollout], expected.places[other]]
+            )
             if replica == its_replica:
                 return f"order: routes of micro-batches {first} and {second} swapped"
             return f"order: routes of replicas {replica} and {its_replica} swapped"
@@ -237,27 +274,41 @@ def name_fault(who: tuple[str, int], row: Seen, expected: Expected, pads: set[Ro
 
 
 def check_gates(name: str, error: float, kind: RouterKind) -> RouteCheck:
-    """Gate weights are those of the live scores at the consumed experts, so routers get the gradient of their own scores."""
+    """Gate weights are those of the live scores at the consumed experts, so routers get the
+    gradient of their own scores.
+    """
     limit = GATE_TOLERANCE * (kind.scaling_factor or 1.0)
-    return RouteCheck(name, error <= limit, f"largest difference {error:.2g} from the live scores' (limit {limit:.1g})")
+    return RouteCheck(
+        name,
+        error <= limit,
+        f"largest difference {error:.2g} from the live scores' (limit {limit:.1g})",
+    )
 
 
 def check_live_rows(name: str, seen: Sequence[Seen], expected: Expected) -> RouteCheck:
     """Rows without a route, the last tokens of sequences, follow the router."""
-    rows = [(row.who, row) for row in seen if row.who is not None and (*row.who, row.layer) not in expected.given]
+    rows = [
+        (row.who, row)
+        for row in seen
+        if row.who is not None and (*row.who, row.layer) not in expected.given
+    ]
     for (rollout, position), row in rows:
         if row.consumed != row.live:
             return RouteCheck(
                 name,
                 False,
-                f"rollout {rollout}, position {position}, MoE layer {row.layer}: the router chose {list(row.live)}, "
-                f"consumed {list(row.consumed)} (rank {row.rank})",
+                f"rollout {rollout}, position {position}, MoE layer {row.layer}: the router chose"
+                f" {list(row.live)}, consumed {list(row.consumed)} (rank {row.rank})",
             )
     return RouteCheck(name, True, f"{len(rows)} rows without a route followed the router")
 
 
-def check_pads(name: str, seen: Sequence[Seen], top_k: int, num_experts: int, ep_size: int) -> RouteCheck:
-    """Pads use K distinct experts each, spread evenly over the expert-parallel ranks: loads differ by one at most."""
+def check_pads(
+    name: str, seen: Sequence[Seen], top_k: int, num_experts: int, ep_size: int
+) -> RouteCheck:
+    """Pads use K distinct experts each, spread evenly over the expert-parallel ranks: loads differ
+    by one at most.
+    """
     calls: dict[tuple[int, int, int, Kind], list[Seen]] = {}
     for row in seen:
         if row.who is None:
@@ -268,16 +319,24 @@ def check_pads(name: str, seen: Sequence[Seen], top_k: int, num_experts: int, ep
         for row in rows:
             if len(row.consumed) != top_k:
                 hint = "duplicate: an id occurs twice in a row"
-                return RouteCheck(name, False, f"{place}: pad row {row.row} consumed {list(row.consumed)}", hint)
+                return RouteCheck(
+                    name, False, f"{place}: pad row {row.row} consumed {list(row.consumed)}", hint
+                )
         experts = Counter(expert for row in rows for expert in row.consumed)
         ranks = Counter(expert // per_rank for expert in experts.elements())
-        for what, loads, size in (("experts", experts, num_experts), ("expert ranks", ranks, ep_size)):
+        for what, loads, size in (
+            ("experts", experts, num_experts),
+            ("expert ranks", ranks, ep_size),
+        ):
             if max(loads.values()) - min(loads[i] for i in range(size)) > 1:
                 return RouteCheck(
                     name,
                     False,
-                    f"{place}: {len(rows)} pads load {what} unevenly, {loads.most_common(1)[0]} (id, rows)",
+                    f"{place}: {len(rows)} pads load {what} unevenly, {loads.most_common(1)[0]}"
+                    " (id, rows)",
                     "pad: pads crowd on the same experts",
                 )
     total = sum(len(rows) for rows in calls.values())
-    return RouteCheck(name, True, f"{total} pad rows, distinct experts, loads within one row of each other")
+    return RouteCheck(
+        name, True, f"{total} pad rows, distinct experts, loads within one row of each other"
+    )

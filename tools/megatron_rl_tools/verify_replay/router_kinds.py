@@ -1,4 +1,5 @@
-"""Kinds of routers, and the choice and gate weights of each, computed from its definition and not by megatron-core.
+"""Kinds of routers, and the choice and gate weights of each, computed from its definition and not
+by megatron-core.
 
 Shapes: t rows of a router call, E experts, K top-k, G groups of experts.
 """
@@ -15,7 +16,8 @@ from megatron_rl.models.spec import RouterKind
 
 
 def router_kind(name: str, *, num_experts: int, top_k: int) -> RouterKind:
-    """One of KINDS.  Group-limited ones keep half of their groups, and two experts of a kept group on average.
+    """One of KINDS.  Group-limited ones keep half of their groups, and two experts of a kept group
+    on average.
 
     Raises ValueError where experts do not fall into such groups.
     """
@@ -28,20 +30,28 @@ def router_kind(name: str, *, num_experts: int, top_k: int) -> RouterKind:
     kept = top_k // 2
     if top_k % 2 or num_experts % (2 * kept) or num_experts // (2 * kept) < 2:
         raise ValueError(
-            f"--router {name}: {num_experts} experts, top-{top_k}: needs an even top-k, and experts that fall into top-k "
-            "groups of two or more; set --experts to a multiple of --topk"
+            f"--router {name}: {num_experts} experts, top-{top_k}: needs an even top-k, and experts"
+            " that fall into top-k groups of two or more; set --experts to a multiple of --topk"
         )
     if name == "softmax-groups":
-        return RouterKind(pre_softmax=True, num_groups=2 * kept, group_topk=kept, scaling_factor=16.0)
+        return RouterKind(
+            pre_softmax=True, num_groups=2 * kept, group_topk=kept, scaling_factor=16.0
+        )
     assert name == "sigmoid-groups"
-    return RouterKind("sigmoid", expert_bias=True, num_groups=2 * kept, group_topk=kept, scaling_factor=2.5)
+    return RouterKind(
+        "sigmoid", expert_bias=True, num_groups=2 * kept, group_topk=kept, scaling_factor=2.5
+    )
 
 
 def set_expert_bias(routers: Sequence[tuple[int, Any]]) -> None:
-    """Give routers biases that change most choices, by layer, equal on all ranks; no effect on a router without bias."""
+    """Give routers biases that change most choices, by layer, equal on all ranks; no effect on a
+    router without bias.
+    """
     for layer, router in routers:
         if router.expert_bias is not None:
-            noise = torch.randn(router.expert_bias.shape, generator=torch.Generator().manual_seed(layer))
+            noise = torch.randn(
+                router.expert_bias.shape, generator=torch.Generator().manual_seed(layer)
+            )
             router.expert_bias.copy_(0.3 * noise)
 
 
@@ -67,7 +77,8 @@ def selection_scores(logits: Tensor, kind: RouterKind, bias: Tensor | None) -> T
 def gate_weights(logits: Tensor, chosen: Tensor, kind: RouterKind) -> Tensor:
     """Gate weights [t, E] of the chosen experts (bool [t, E]), 0 elsewhere.
 
-    softmax over the chosen, or over all experts (pre); sigmoid: shares of the chosen scores, without the expert bias.
+    softmax over the chosen, or over all experts (pre); sigmoid: shares of the chosen scores,
+    without the expert bias.
     """
     if kind.score_function == "sigmoid":
         scores = logits.sigmoid() * chosen

@@ -1,4 +1,6 @@
-"""The command `megatron-rl verify-replay`: the proof on the ranks of one layout; options.py parses its arguments."""
+"""The command `megatron-rl verify-replay`: the proof on the ranks of one layout; options.py parses
+its arguments.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ from megatron_rl_tools.verify_replay.fingerprints import (
     small_config,
     write_random_checkpoint,
 )
-from megatron_rl_tools.verify_replay.options import EPISODE_FAULTS, FORMATS, SIZES, num_layers, parse
+from megatron_rl_tools.verify_replay.options import (
+    EPISODE_FAULTS,
+    FORMATS,
+    SIZES,
+    num_layers,
+    parse,
+)
 from megatron_rl_tools.verify_replay.passes import PassOutcome, Proof
 from megatron_rl_tools.verify_replay.router_hooks import RouteCheck
 from megatron_rl_tools.verify_replay.router_kinds import router_kind
@@ -64,7 +72,8 @@ class ProofReport:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run on every rank; the exit code.  Rank 0's is the verdict.
 
-    The others end with 0 unless they raised: once one rank fails, torchrun kills all of them, and rank 0 may not have printed.
+    The others end with 0 unless they raised: once one rank fails, torchrun kills all of them, and
+    rank 0 may not have printed.
     """
     args = parse(arguments)
     for module in ("megatron", "torch"):
@@ -79,9 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             sizes = parallel_sizes(args)
             check_micro_batches(args.micro_batches, sizes)
-            parallel = make_parallel(sizes, device=args.device, timeout_minutes=args.timeout_minutes)
+            parallel = make_parallel(
+                sizes, device=args.device, timeout_minutes=args.timeout_minutes
+            )
             cfg, spec = proof_config(args, sizes, parallel, stack)
-            given = make_given(shape_of(spec, parallel, args.micro_batches, args.turns), seed=args.seed)
+            given = make_given(
+                shape_of(spec, parallel, args.micro_batches, args.turns), seed=args.seed
+            )
             in_episode = args.fault in EPISODE_FAULTS
             used = given.broken(args.fault) if in_episode else given
             proof = Proof(cfg, parallel, used, spec, fault=None if in_episode else args.fault)
@@ -94,8 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.setup = describe_proof(args, cfg, spec, parallel, given)
         try:
             run_checks(report, proof, cfg, given, compare=not args.no_reference)
-        except Exception as error:  # its peers would wait for this rank: print here, torchrun ends them
-            report.checks.append(RouteCheck(f"rank {parallel.rank}", False, f"{type(error).__name__}: {error}"))
+        # its peers would wait for this rank: print here, torchrun ends them
+        except Exception as error:
+            report.checks.append(
+                RouteCheck(f"rank {parallel.rank}", False, f"{type(error).__name__}: {error}")
+            )
             if not args.json:
                 traceback.print_exc()
             is_first = True
@@ -106,8 +122,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.passed else 1
 
 
-def run_checks(report: ProofReport, proof: Proof, cfg: Config, given: Given, *, compare: bool) -> None:
-    """All checks, in order, into `report.checks`.  Ends with torch.distributed shut down where make_parallel started it."""
+def run_checks(
+    report: ProofReport, proof: Proof, cfg: Config, given: Given, *, compare: bool
+) -> None:
+    """All checks, in order, into `report.checks`.
+
+    Ends with torch.distributed shut down where make_parallel started it.
+    """
     parallel = proof.parallel
     checks, routes = proof.run_rounds()
     report.checks += checks
@@ -121,18 +142,27 @@ def run_checks(report: ProofReport, proof: Proof, cfg: Config, given: Given, *, 
     parallel.destroy()
     if compare and parallel.rank == 0:
         if not parallel.owns_process_group:
-            raise RuntimeError("the comparison with one rank needs to start torch.distributed itself")
+            raise RuntimeError(
+                "the comparison with one rank needs to start torch.distributed itself"
+            )
         device, spec = parallel.device, proof.engine.spec
         del proof
         gc.collect()
         report.checks += compare_outcomes(outcome, one_rank(cfg, spec, given, routes, device))
 
 
-def one_rank(cfg: Config, spec: ModelSpec, given: Given, routes: dict[Any, Any], device: torch.device) -> PassOutcome:
+def one_rank(
+    cfg: Config, spec: ModelSpec, given: Given, routes: dict[Any, Any], device: torch.device
+) -> PassOutcome:
     """The same sequences and routes in one process that holds the whole model."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    plain = {"recompute": "none", "recompute_layers": 1, "token_dispatcher": "alltoall", "batch_format": "thd"}
+    plain = {
+        "recompute": "none",
+        "recompute_layers": 1,
+        "token_dispatcher": "alltoall",
+        "batch_format": "thd",
+    }
     model = cfg.model.model_copy(update=plain)
     alone = cfg.model_copy(update={"model": model, "parallel": ParallelConfig()})
     everything = tuple(micro_batch for replica in given.samples[-1] for micro_batch in replica)
@@ -149,15 +179,22 @@ def compare_outcomes(ours: PassOutcome, reference: PassOutcome) -> list[RouteChe
     """(c): largest differences, with where they are."""
     checks = []
     if ours.logprobs.keys() == reference.logprobs.keys():
-        worst, who = max((abs(ours.logprobs[key] - reference.logprobs[key]), key) for key in ours.logprobs)
+        worst, who = max(
+            (abs(ours.logprobs[key] - reference.logprobs[key]), key) for key in ours.logprobs
+        )
         detail = (
-            f"largest difference {worst:.2g} at rollout {who[0]}, position {who[1]} (limit {LOGPROB_TOLERANCE:.0e})"
+            f"largest difference {worst:.2g} at rollout {who[0]}, position {who[1]} (limit"
+            f" {LOGPROB_TOLERANCE:.0e})"
         )
         checks.append(RouteCheck("(c) log-probs, one rank", worst <= LOGPROB_TOLERANCE, detail))
     else:
         odd = sorted(ours.logprobs.keys() ^ reference.logprobs.keys())
         checks.append(
-            RouteCheck("(c) log-probs, one rank", False, f"{len(odd)} tokens on one side only, first {odd[0]}")
+            RouteCheck(
+                "(c) log-probs, one rank",
+                False,
+                f"{len(odd)} tokens on one side only, first {odd[0]}",
+            )
         )
     difference = abs(ours.loss - reference.loss)
     limit = LOGPROB_TOLERANCE * max(1.0, abs(reference.loss))
@@ -167,20 +204,31 @@ def compare_outcomes(ours: PassOutcome, reference: PassOutcome) -> list[RouteChe
     return checks
 
 
-def compare_gradients(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> RouteCheck:
-    """Each HF tensor against its own largest element, but no finer than 1e-4 of the largest anywhere (rounding noise)."""
+def compare_gradients(
+    ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
+) -> RouteCheck:
+    """Each HF tensor against its own largest element, but no finer than 1e-4 of the largest
+    anywhere (rounding noise).
+    """
     name = "(c) gradients, one rank"
     if ours.keys() != reference.keys():
         odd = sorted(ours.keys() ^ reference.keys())
         return RouteCheck(name, False, f"{len(odd)} tensors on one side only, first {odd[0]}")
     floor = 1e-4 * max(float(tensor.abs().max()) for tensor in reference.values())
     ratios = {
-        key: float(((ours[key] - tensor).abs().max() / max(float(tensor.abs().max()), floor)).nan_to_num(nan=torch.inf))
+        key: float(
+            ((ours[key] - tensor).abs().max() / max(float(tensor.abs().max()), floor)).nan_to_num(
+                nan=torch.inf
+            )
+        )
         for key, tensor in reference.items()
     }
     worst = max(ratios, key=lambda key: ratios[key])
     wrong = sum(ratio > GRADIENT_TOLERANCE for ratio in ratios.values())
-    detail = f"largest relative difference {ratios[worst]:.2g} in {worst} (limit {GRADIENT_TOLERANCE:.0e})"
+    detail = (
+        f"largest relative difference {ratios[worst]:.2g} in {worst} (limit"
+        f" {GRADIENT_TOLERANCE:.0e})"
+    )
     if wrong:
         detail = f"{wrong} of {len(ratios)} tensors differ; {detail}"
     return RouteCheck(name, not wrong, detail)
@@ -198,15 +246,17 @@ def check_micro_batches(count: int, sizes: ParallelConfig) -> None:
     """Raise ValueError for a number that the interleaved schedule does not accept."""
     if sizes.vp > 1 and count % sizes.pp:
         raise ValueError(
-            f"--micro-batches {count} with pp = {sizes.pp}, vp = {sizes.vp}: the interleaved schedule needs a multiple of "
-            f"pp; use {count + -count % sizes.pp}, or --vp 1"
+            f"--micro-batches {count} with pp = {sizes.pp}, vp = {sizes.vp}: the interleaved"
+            f" schedule needs a multiple of pp; use {count + -count % sizes.pp}, or --vp 1"
         )
 
 
 def proof_config(
     args: argparse.Namespace, sizes: ParallelConfig, parallel: Parallel, stack: ExitStack
 ) -> tuple[Config, ModelSpec]:
-    """The engine's configuration: float32, lr 0, and the model of the flags, or a random one that this host writes."""
+    """The engine's configuration: float32, lr 0, and the model of the flags, or a random one that
+    this host writes.
+    """
     toml = args.model if is_toml(args.model) else None
     source = load_config(toml).model.path if toml else args.model
     stages, size = sizes.pp * sizes.vp, {"tp": sizes.tp, "etp": sizes.expert_tp}
@@ -214,8 +264,14 @@ def proof_config(
         source = source.parent
     path = source
     if source is None:
-        shape = {"num_layers": num_layers(args), "first_k_dense": args.first_k_dense, "top_k": args.top_k}
-        path = write_on_host(small_config(**shape, num_experts=args.experts, **size), args.seed, stack)
+        shape = {
+            "num_layers": num_layers(args),
+            "first_k_dense": args.first_k_dense,
+            "top_k": args.top_k,
+        }
+        path = write_on_host(
+            small_config(**shape, num_experts=args.experts, **size), args.seed, stack
+        )
     elif args.shrink or not any(source.glob("*.safetensors")):
         hf = KNOWN[str(source).lower()] if is_known(source) else load_hf_config(source)
         layers = sum(args.layers_per_stage or ()) or None
@@ -223,9 +279,17 @@ def proof_config(
         path = write_on_host(small, args.seed, stack)
     spec = make_spec(load_hf_config(path))
     if args.router is not None:
-        spec = replace(spec, router=router_kind(args.router, num_experts=spec.num_experts, top_k=spec.top_k))
-    model = {"path": path, "dtype": "float32", "recompute": args.recompute, "token_dispatcher": args.dispatcher}
-    model |= {"batch_format": args.format, "layer_spec": "local"}  # TransformerEngine computes float32 in TF32
+        spec = replace(
+            spec, router=router_kind(args.router, num_experts=spec.num_experts, top_k=spec.top_k)
+        )
+    model = {
+        "path": path,
+        "dtype": "float32",
+        "recompute": args.recompute,
+        "token_dispatcher": args.dispatcher,
+    }
+    # TransformerEngine computes float32 in TF32
+    model |= {"batch_format": args.format, "layer_spec": "local"}
     if args.recompute is not None:
         model["recompute_layers"] = 1
     sections: dict[str, dict[str, Any]] = {
@@ -240,7 +304,10 @@ def proof_config(
 
 
 def write_on_host(config: dict[str, Any], seed: int, stack: ExitStack) -> Path:
-    """One rank per host writes the checkpoint; all get its path.  Collective.  The same seed gives the same weights."""
+    """One rank per host writes the checkpoint; all get its path.
+
+    Collective.  The same seed gives the same weights.
+    """
     host = socket.gethostname()
     mine = None
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -270,27 +337,41 @@ def describe_proof(
     dense = spec.num_layers - len(spec.moe_layers)
     tokens = sum(len(rollout.tokens) for rollout in given.rollouts(-1))
     sizes = " ".join(
-        f"{name}{getattr(parallel, f'{name}_size')}" for name in ("tp", "pp", "vp", "cp", "ep", "etp", "dp")
+        f"{name}{getattr(parallel, f'{name}_size')}"
+        for name in ("tp", "pp", "vp", "cp", "ep", "etp", "dp")
     )
     backend = "nccl" if parallel.device.type == "cuda" else "gloo"
     stages = "+".join(map(str, cfg.parallel.layers_per_stage))
     lines = [
-        f"model    {spec.num_layers} layers ({dense} dense), {spec.num_experts} experts, top-{spec.top_k}, "
-        f"{describe_router(spec.router)}, float32",
+        (
+            f"model    {spec.num_layers} layers ({dense} dense), {spec.num_experts} experts,"
+            f" top-{spec.top_k}, {describe_router(spec.router)}, float32"
+        ),
         f"layout   {parallel.world_size} ranks on {backend}: {sizes}"
         + (", sequence parallel" if cfg.parallel.use_sequence_parallel else "")
         + (f", layers {stages}" if stages else ""),
-        f"passes   {cfg.replay.mode}, {FORMATS[cfg.model.batch_format]}, {args.micro_batches} micro-batches, "
-        f"recompute {cfg.model.recompute}, {cfg.model.token_dispatcher} dispatch",
+        (
+            f"passes   {cfg.replay.mode}, {FORMATS[cfg.model.batch_format]}, {args.micro_batches}"
+            f" micro-batches, recompute {cfg.model.recompute}, {cfg.model.token_dispatcher}"
+            " dispatch"
+        ),
         f"routes   {tokens} tokens x {len(spec.moe_layers)} MoE layers, "
         + (f"{args.turns} turns each, " if args.turns > 1 else "")
-        + ("no two equal" if given.is_unique else "too few sets of experts for all to differ: hints may be wrong"),
+        + (
+            "no two equal"
+            if given.is_unique
+            else "too few sets of experts for all to differ: hints may be wrong"
+        ),
     ]
     return [*lines, f"BROKEN   {args.fault}, on purpose"] if args.fault else lines
 
 
 def describe_router(kind: RouterKind) -> str:
-    parts = [kind.score_function + (" before top-k" if kind.pre_softmax else "") + (" + bias" * kind.expert_bias)]
+    parts = [
+        kind.score_function
+        + (" before top-k" if kind.pre_softmax else "")
+        + (" + bias" * kind.expert_bias)
+    ]
     if kind.num_groups is not None:
         parts.append(f"{kind.group_topk} of {kind.num_groups} groups")
     if kind.scaling_factor is not None:
@@ -307,12 +388,18 @@ def print_table(report: ProofReport) -> None:
         print(f"looks like    {report.hint}")
     passed = sum(check.passed for check in report.checks)
     print(
-        f"{'PASS' if report.passed else 'FAIL'}: {passed} of {len(report.checks)} checks passed in {report.seconds:.1f} s"
+        f"{'PASS' if report.passed else 'FAIL'}: {passed} of {len(report.checks)} checks passed in"
+        f" {report.seconds:.1f} s"
     )
 
 
 def print_json(report: ProofReport) -> None:
-    values = {"passed": report.passed, "hint": report.hint, "seconds": round(report.seconds, 2), "setup": report.setup}
+    values = {
+        "passed": report.passed,
+        "hint": report.hint,
+        "seconds": round(report.seconds, 2),
+        "setup": report.setup,
+    }
     print(json.dumps({**values, "checks": [asdict(check) for check in report.checks]}, indent=2))
 
 
