@@ -77,7 +77,7 @@ def users_metrics(name: str, groups: Sequence[RolloutGroup]) -> MetricSums:
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         for metric, value in rollout.reward_metrics.items():
             sums.add(f"eval/{name}/reward/{metric}", value, 1)
-        for metric, value in rollout.metrics.items():
+        for metric, value in rollout.episode.metrics.items():
             sums.add(f"eval/{name}/episode/{metric}", value, 1)
     return sums
 

@@ -5,11 +5,6 @@ import signal
 import pytest
 from hypothesis import settings
 
-from tests.reruns import (
-    pytest_collection_modifyitems,
-    pytest_sessionfinish,
-    pytest_terminal_summary,
-)  # noqa: F401
 from tests.shapes import enforce_shapes
 
 settings.register_profile("project", deadline=None)  # a busy machine is not a bug

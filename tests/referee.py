@@ -91,7 +91,7 @@ def make_samples(
     for last, size in sorted(EPISODES.items(), reverse=True):
         if last < count:
             *earlier, end = samples[last - size + 1 : last + 1]
-            episode = replace(end.rollout, earlier=tuple(sample.rollout for sample in earlier))
+            episode = end.rollout.with_episode(earlier=tuple(sample.rollout for sample in earlier))
             samples[last - size + 1 : last + 1] = [
                 replace(end, rollout=episode.named(end.rollout.id))
             ]

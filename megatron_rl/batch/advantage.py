@@ -140,7 +140,7 @@ def per_reward(
         values = np.full(len(rewards), np.nan)
         for index in np.flatnonzero(~np.isnan(rewards)):
             rollout = group.rollouts[index]
-            found = {**rollout.metrics, **rollout.reward_metrics}
+            found = {**rollout.episode.metrics, **rollout.reward_metrics}
             if name not in found:
                 raise ValueError(
                     f"prompt {group.prompt.id}: response {rollout.id} has no metric {name!r} of"

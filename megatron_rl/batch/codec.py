@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from safetensors import safe_open
 
 from megatron_rl.records import (
+    EpisodeRecord,
     Rollout,
     check_digest,
     check_episode,
     spanned_versions,
     version_spans,
 )
-from megatron_rl.sampling_mask import SamplingMask, check_mask
+from megatron_rl.records.sampling_mask import SamplingMask, check_mask
 
 ALIGNMENT = 16  # bytes: every array starts at a multiple, so that views of any dtype are aligned
 
@@ -33,13 +34,14 @@ def header_of(rollout: Rollout) -> dict[str, Any]:
 
     versions: [[version, tokens], ...] of the response, in order.
     """
+    episode = rollout.episode
     optional = {
-        "reward": rollout.reward,
-        "metrics": dict(rollout.metrics),
+        "reward": episode.reward,
+        "metrics": dict(episode.metrics),
         "reward_metrics": dict(rollout.reward_metrics),
-        "turn_rewards": list(rollout.turn_rewards),
-        "turns": [list(turn) for turn in rollout.turns],
-        "messages": [dict(message) for message in rollout.messages],
+        "turn_rewards": list(episode.turn_rewards),
+        "turns": [list(turn) for turn in episode.turns],
+        "messages": [dict(message) for message in episode.messages],
     }
     return {
         "id": rollout.id,
@@ -68,8 +70,8 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
             "mask_sizes": rollout.sampling_mask.sizes,
             "mask_codes": rollout.sampling_mask.codes,
         }
-    if rollout.episode_digest is not None:
-        arrays["episode_digest"] = np.frombuffer(rollout.episode_digest, np.uint8)
+    if rollout.episode.digest is not None:
+        arrays["episode_digest"] = np.frombuffer(rollout.episode.digest, np.uint8)
     return arrays
 
 
@@ -121,13 +123,15 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         routes_digest=None if routes is None or digest is None else digest.tobytes(),
         environment=environment,
         sampling_mask=to_mask(array("mask_sizes"), array("mask_codes"), header["id"]),
-        reward=header.get("reward"),
-        metrics=header.get("metrics", {}),
-        turns=tuple((int(end), reason) for end, reason in header.get("turns", ())),
         reward_metrics=header.get("reward_metrics", {}),
-        turn_rewards=tuple(header.get("turn_rewards", ())),
-        messages=tuple(header.get("messages", ())),
-        episode_digest=None if of_episode is None else of_episode.tobytes(),
+        episode=EpisodeRecord(
+            reward=header.get("reward"),
+            metrics=header.get("metrics", {}),
+            turns=tuple((int(end), reason) for end, reason in header.get("turns", ())),
+            turn_rewards=tuple(header.get("turn_rewards", ())),
+            messages=tuple(header.get("messages", ())),
+            digest=None if of_episode is None else of_episode.tobytes(),
+        ),
     )
 
 
@@ -138,12 +142,12 @@ def joined(rollout: Rollout, earlier: Sequence[Rollout]) -> Rollout:
     """
     if not earlier:
         return check_episode(rollout)
-    if rollout.episode_digest is None:
+    if rollout.episode.digest is None:
         raise ValueError(
             f"rollout {rollout.id}: {len(earlier) + 1} sequences without the digest that binds"
             " them, which is required; record it again"
         )
-    return check_episode(replace(rollout, earlier=tuple(earlier)))
+    return check_episode(rollout.after(earlier))
 
 
 def to_spans(environment: np.ndarray | None) -> tuple[tuple[int, int], ...]:
@@ -186,11 +190,11 @@ def file_arrays(name: str, rollout: Rollout) -> dict[str, np.ndarray]:
 
     of earlier sequences.
     """
-    names = [*(f"{name}/{number}" for number in range(len(rollout.earlier))), name]
+    names = [*(f"{name}/{number}" for number in range(len(rollout.episode.earlier))), name]
     return {
         # safetensors writes the memory of a view, not its elements
         f"{own}:{kind}": np.ascontiguousarray(array)
-        for own, sequence in zip(names, (*rollout.earlier, rollout), strict=True)
+        for own, sequence in zip(names, (*rollout.episode.earlier, rollout), strict=True)
         for kind, array in to_arrays(sequence).items()
     }
 
@@ -269,13 +273,14 @@ def encode(rollouts: Sequence[Rollout], **columns: np.ndarray) -> Encoded:
     """
     headers, arrays = [], list(columns.values())
     for rollout in rollouts:
-        for sequence in (*rollout.earlier, rollout):
+        for sequence in (*rollout.episode.earlier, rollout):
             own = to_arrays(sequence)
             if "routed_experts" in own:
                 # layer-major, so this is contiguous
                 own["routed_experts"] = own["routed_experts"].transpose(1, 0, 2)
             headers.append(
-                header_of(sequence) | {"arrays": list(own), "num_earlier": len(sequence.earlier)}
+                header_of(sequence)
+                | {"arrays": list(own), "num_earlier": len(sequence.episode.earlier)}
             )
             arrays += own.values()
     header = {

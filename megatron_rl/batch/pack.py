@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_rl.records import PackedBatch, Rollout, RowState, Sample, check_digest
-from megatron_rl.sampling_mask import SamplingMask, check_mask
+from megatron_rl.records.sampling_mask import SamplingMask, check_mask
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def pack_masks(
 def check_rollout(rollout: Rollout) -> None:
     """Raise ValueError when a rollout's arrays do not describe the same tokens."""
     length, name = len(rollout.tokens), f"rollout {rollout.id}"
-    if rollout.earlier:
+    if rollout.episode.earlier:
         raise ValueError(
             f"{name}: an episode of {len(rollout.sequences)} sequences; pack Sample.sequences, one"
             " by one"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megatron_rl.engine.attention import PlannedSeqParams
 from megatron_rl.records import MiniBatch, PackedBatch, RowState
+from megatron_rl.records.sampling_mask import sets_of_tokens
 from megatron_rl.replay.layout import (
     RankLayout,
     RouteMemory,
@@ -30,7 +31,6 @@ from megatron_rl.replay.layout import (
     check_routes,
 )
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters
-from megatron_rl.sampling_mask import sets_of_tokens
 
 LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
 """(micro-batch index, micro-batch on the device, what the model returns) -> scalar to

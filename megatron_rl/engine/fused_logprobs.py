@@ -38,7 +38,7 @@ from megatron_rl.engine.shards import (
     write_gradient,
 )
 from megatron_rl.models.spec import ModelError
-from megatron_rl.sampling_mask import KeptTokens
+from megatron_rl.records.sampling_mask import KeptTokens
 
 CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 256 << 20}
 """Size of a chunk of logits: enough rows for the matrix products to be efficient."""

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.engine.shards import Rows, Shard, Slopes, make_slopes, reduce_rows, write_gradient
-from megatron_rl.sampling_mask import KeptTokens
+from megatron_rl.records.sampling_mask import KeptTokens
 
 
 class KeptRows(NamedTuple):

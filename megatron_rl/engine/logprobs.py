@@ -31,11 +31,11 @@ from megatron_rl.engine.shards import (
     scan,
     write_gradient,
 )
-from megatron_rl.sampling_mask import KeptTokens
+from megatron_rl.records.sampling_mask import KeptTokens
 
 
 class TokenLogprobs(NamedTuple):
-    """float32 [T] of logits and, where rows have kept sets S_t (megatron_rl/sampling_mask.py), over
+    """float32 [T] of logits and, where rows have kept sets S_t (megatron_rl/records/sampling_mask.py), over
     these.
 
     logprobs      log pi(label); with sets log pi~(label), pi~ = pi renormalised over the row's set

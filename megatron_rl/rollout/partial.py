@@ -174,7 +174,7 @@ def write_groups(path: Path, groups: Sequence[PartialGroup], numbers: Sequence[i
             {
                 "index": index,
                 **header_of(rollout),
-                "earlier": [header_of(each) for each in rollout.earlier],
+                "earlier": [header_of(each) for each in rollout.episode.earlier],
             }
             for index, rollout in parts
         ]

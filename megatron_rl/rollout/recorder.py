@@ -319,7 +319,7 @@ def to_rollout(record: RecordedRollout, array: Callable[[str], np.ndarray | None
     if not record.turn_ends:
         return rollout
     ends = [end for _, end in rollout.turn_spans]
-    return replace(rollout, turns=tuple(zip(ends, record.turn_ends, strict=True)))
+    return rollout.with_episode(turns=tuple(zip(ends, record.turn_ends, strict=True)))
 
 
 def read_tensors(folder: Path, step: int, name: str = "rollouts") -> dict[str, np.ndarray]:
@@ -390,9 +390,9 @@ def to_records(
                 policy_versions=version_spans(sequence.policy_versions),
                 environment_length=sequence.environment_length,
                 num_turns=sequence.num_turns,
-                turn_rewards=list(sequence.turn_rewards),
+                turn_rewards=list(sequence.episode.turn_rewards),
                 turn_ends=list(sequence.turn_ends),
-                metrics=dict(sequence.metrics),
+                metrics=dict(sequence.episode.metrics),
                 reward_metrics=dict(sequence.reward_metrics),
                 episode="" if sequence.id == rollout.id else rollout.id,
             )

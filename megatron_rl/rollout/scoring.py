@@ -33,7 +33,7 @@ def score_groups(
         [
             make_episode(group.prompt, rollout, tokenizer)
             for rollout in group.rollouts
-            if rollout.reward is None
+            if rollout.episode.reward is None
         ]
         for group in groups
     ]
@@ -46,7 +46,7 @@ def with_rewards(group: RolloutGroup, rewarded: Sequence[Rewarded]) -> RolloutGr
     """rewarded: of the rollouts without a reward of their own, in order."""
     rest = iter(rewarded)
     own = [
-        next(rest) if rollout.reward is None else Rewarded(rollout.reward)
+        next(rest) if rollout.episode.reward is None else Rewarded(rollout.episode.reward)
         for rollout in group.rollouts
     ]
     rollouts = tuple(
@@ -61,7 +61,7 @@ def with_rewards(group: RolloutGroup, rewarded: Sequence[Rewarded]) -> RolloutGr
 def with_text(group: RolloutGroup, tokenizer: PreTrainedTokenizerBase) -> RolloutGroup:
     """Fill `response_text`, of all sequences."""
     rollouts = (
-        replace(r, earlier=decoded(r.earlier, tokenizer))
+        r.with_episode(earlier=decoded(r.episode.earlier, tokenizer))
         for r in decoded(group.rollouts, tokenizer)
     )
     return replace(group, rollouts=tuple(rollouts))
@@ -85,11 +85,13 @@ def make_episode(prompt: Prompt, rollout: Rollout, tokenizer: PreTrainedTokenize
         turns=tuple(
             turn for sequence in rollout.sequences for turn in make_turns(sequence, tokenizer)
         ),
-        messages=tuple(message for sequence in rollout.sequences for message in sequence.messages),
+        messages=tuple(
+            message for sequence in rollout.sequences for message in sequence.episode.messages
+        ),
         finish_reason=rollout.finish_reason,
         num_tokens=rollout.episode_length,
         metadata=prompt.metadata,
-        metrics=rollout.metrics,
+        metrics=rollout.episode.metrics,
     )
 
 
@@ -99,7 +101,7 @@ def make_turns(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Iterator
     parts = [rollout.tokens[start:end] for start, end in (*spans, *rollout.environment)]
     texts = tokenizer.batch_decode(parts, skip_special_tokens=True)
     ends: Sequence[str] = rollout.turn_ends or [*[""] * (count - 1), rollout.finish_reason]
-    rewards = rollout.turn_rewards or (0.0,) * count
+    rewards = rollout.episode.turn_rewards or (0.0,) * count
     for (start, end), text, observation, reason, reward in zip(
         spans, texts[:count], (*texts[count:], ""), ends, rewards, strict=True
     ):

@@ -82,7 +82,7 @@ def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:
             sum(each.environment_length for each in rollout.sequences),
             1,
         )
-        for name, value in rollout.metrics.items():
+        for name, value in rollout.episode.metrics.items():
             sums.add(f"episode/{name}", value, 1)
 
 

@@ -8,7 +8,7 @@ from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.config import load_config
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
-from megatron_rl.sampling_mask import SamplingMask
+from megatron_rl.records.sampling_mask import SamplingMask
 from megatron_rl_tools.verify_replay.fingerprints import make_sample
 
 
@@ -90,7 +90,7 @@ def with_answer(sample):
 
 def joined(first, last):
     """One episode of two sequences."""
-    rollout = replace(last.rollout, earlier=(first.rollout,))
+    rollout = last.rollout.with_episode(earlier=(first.rollout,))
     return replace(last, rollout=rollout.named(rollout.id))
 
 

@@ -95,11 +95,10 @@ def logprobs_of(model, rollout):
 
 def with_logprobs(rollout, mus):
     earlier = tuple(
-        replace(each, rollout_logprobs=mus[each.id].numpy()) for each in rollout.earlier
+        replace(each, rollout_logprobs=mus[each.id].numpy()) for each in rollout.episode.earlier
     )
-    return replace(
-        rollout, rollout_logprobs=mus[rollout.id].numpy(), earlier=earlier, episode_digest=None
-    )
+    rollout = replace(rollout, rollout_logprobs=mus[rollout.id].numpy())
+    return rollout.with_episode(earlier=earlier, digest=None)
 
 
 def gradients(model, name, batch):

@@ -20,6 +20,7 @@ from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.engine.logprobs import kept_token_logprobs
 from megatron_rl.records import Prompt
+from megatron_rl.records.sampling_mask import sets_of_tokens
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.partial import PartialGroup
@@ -30,7 +31,6 @@ from megatron_rl.rollout.server.sampling_defaults import (
     probe_logprobs,
 )
 from megatron_rl.rollout.server.server_info import ServerError, check_server, server_info
-from megatron_rl.sampling_mask import sets_of_tokens
 from tests.e2e.reference import TINY_SPEC, assert_is_from, hf_model
 from tests.fake_server import wait_for
 

@@ -82,8 +82,12 @@ def sample(url, rollout_config, version: int):
 
 @pytest.mark.parametrize("transport", ["distributed", "disk", "colocated"])
 def test_through_smg_every_sample_is_the_new_models(
-    transport, make_pusher, sglang_server, rollout_config, tmp_path
-):  # noqa: F811
+    transport,
+    make_pusher,  # noqa: F811
+    sglang_server,
+    rollout_config,
+    tmp_path,
+):
     """Weights are pushed to the worker itself: a router passes no control call on."""
     pusher = make_pusher(transport)
     checkpoints = [random_checkpoint(tmp_path / str(seed), seed=seed) for seed in (1, 2, 3)]

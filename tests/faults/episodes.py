@@ -148,7 +148,9 @@ def _run(trial: EpisodeTrial, folder: Path, hanging_seconds: float) -> EpisodeOu
     seconds = time.monotonic() - started
     found = [rollout for group in groups for rollout in group.rollouts.values()]
     dropped = [
-        rollout for rollout in found if rollout.reward is not None and np.isnan(rollout.reward)
+        rollout
+        for rollout in found
+        if rollout.episode.reward is not None and np.isnan(rollout.episode.reward)
     ]
     ending = "stopped" if error else "dropped" if dropped else "recovered"
     return EpisodeOutcome(
@@ -201,7 +203,9 @@ def _undisturbed(
         ended = [
             r
             for r in rollouts
-            if r.finish_reason == "length" or r.metrics.get("is_done") == 0 or len(r.turns) == TURNS
+            if r.finish_reason == "length"
+            or r.episode.metrics.get("is_done") == 0
+            or len(r.episode.turns) == TURNS
         ]
         return bool(ended), groups, error
     names_it = not error or ("rollout q1/0" in error and "agent.environment" in error)
@@ -284,15 +288,15 @@ def _is_sound(rollout: Rollout, trial: EpisodeTrial) -> bool:
         assert_turn_fingerprints(rollout)
     except AssertionError:
         return False
-    if rollout.reward is None:
+    if rollout.episode.reward is None:
         return False
-    if np.isnan(rollout.reward):
+    if np.isnan(rollout.episode.reward):
         return trial.policy == "drop" and rollout.id == "q1/0"
     learned = rollout.tokens[rollout.sampled].sum()
     if rollout.id == "q1/0" and trial.behaviour == "megabytes":
-        return len(rollout.turns) == trial.place and rollout.finish_reason == "length"
+        return len(rollout.episode.turns) == trial.place and rollout.finish_reason == "length"
     # the step of a turn that the context cut off gave its reward, too
-    return rollout.reward == learned
+    return rollout.episode.reward == learned
 
 
 KINDS = {

@@ -120,7 +120,7 @@ def is_right(rollout: Rollout) -> bool:
         assert_turn_fingerprints(rollout)
     except AssertionError:
         return False
-    return len(rollout.turns) == turns[0]
+    return len(rollout.episode.turns) == turns[0]
 
 
 def memory() -> int:

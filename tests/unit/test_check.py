@@ -37,7 +37,7 @@ def test_a_change_selects_the_tests_of_its_place(path, tests):
 @pytest.mark.parametrize(
     "path",
     [
-        "megatron_rl/records.py", "megatron_rl/distributed/ranks.py",
+        "megatron_rl/records/rollouts.py", "megatron_rl/distributed/ranks.py",
         "megatron_rl/a_new_folder/a.py", "megatron_rl/py.typed", "a_new_folder/a.py",
         "tools/another_package/a.py", "pyproject.toml", "requirements-cpu.txt",
         "tests/conftest.py", "tests/fixtures/a.json", "a_file_without_suffix",

@@ -185,7 +185,7 @@ class Branch:
     def _with(self, turn: Rollout) -> Rollout:
         """The sequence so far with `turn`, complete or cut short."""
         if turn.finish_reason != "abort":
-            turn = replace(turn, turns=((len(turn.tokens), turn.finish_reason),))
+            turn = turn.with_episode(turns=((len(turn.tokens), turn.finish_reason),))
         return turn if self.rollout is None else join_rollouts(self.rollout, turn)
 
     @property
@@ -277,7 +277,7 @@ class Branch:
             else ()
         )
         messages = tuple(self._messages) if self._session.chat is not None else ()
-        return replace(self.rollout, turn_rewards=rewards, messages=messages)
+        return self.rollout.with_episode(turn_rewards=rewards, messages=messages)
 
     def _room(self) -> tuple[int, str]:
         """The tokens that are left of the tightest limit, and which one that is."""

@@ -102,7 +102,7 @@ def turns_of(rollout: Rollout) -> Iterator[Rollout]:
     """Its turns as their requests returned them: each with all tokens before it as its prompt."""
     answered = dict(rollout.environment)
     start, taken = rollout.prompt_length, 0
-    ends: list[tuple[int, FinishReason]] = [*rollout.turns]
+    ends: list[tuple[int, FinishReason]] = [*rollout.episode.turns]
     if not ends or ends[-1][0] < len(rollout.tokens):
         ends.append((len(rollout.tokens), "abort"))
     for end, finish_reason in ends:

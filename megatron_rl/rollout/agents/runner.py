@@ -384,9 +384,8 @@ class EpisodeCall:
         )
         self._count_unused(session)
         reason: FinishReason = "length" if is_cut or session.is_full else "stop"
-        return replace(
-            episode.rollout, finish_reason=reason, reward=episode.reward, metrics=episode.metrics
-        )
+        rollout = replace(episode.rollout, finish_reason=reason)
+        return rollout.with_episode(reward=episode.reward, metrics=episode.metrics)
 
     def _keep(self, group: PartialGroup, index: int, session: Session) -> None:
         """What the session has, for the next run of the episode."""
@@ -422,4 +421,5 @@ class EpisodeCall:
             except EpisodeStopped:
                 raise session.stopped_by or GroupCancelled from None
             rollout = session.finish().rollout
-        return replace(rollout, finish_reason="stop", reward=math.nan, metrics={})
+        rollout = replace(rollout, finish_reason="stop")
+        return rollout.with_episode(reward=math.nan, metrics={})

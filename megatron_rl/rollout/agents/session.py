@@ -259,19 +259,17 @@ class Session:
             raise EpisodeError(
                 f"rollout {self.name}: nothing was sampled; await session.generate() at least once"
             )
-        if reward is None and any(rollout.turn_rewards for rollout in sequences):
-            reward = math.fsum(value for rollout in sequences for value in rollout.turn_rewards)
+        if reward is None and any(rollout.episode.turn_rewards for rollout in sequences):
+            reward = math.fsum(
+                value for rollout in sequences for value in rollout.episode.turn_rewards
+            )
         for name, value in {"reward": reward, **(metrics or {})}.items():
             if value is not None:
                 self.check_finite(name, value)
         self._is_finished = True
         values = {name: float(value) for name, value in (metrics or {}).items()}
         *earlier, last = sequences
-        rollout = (
-            replace(last, id=self.name)
-            if not earlier
-            else replace(last, earlier=tuple(earlier)).named(self.name)
-        )
+        rollout = last.after(earlier).named(self.name)
         self.episode = Episode(rollout, None if reward is None else float(reward), values)
         return self.episode
 
@@ -287,11 +285,7 @@ class Session:
         sequences = [
             replace(sequence, finish_reason="abort") for sequence in self.recorded.with_left(found)
         ]
-        return (
-            replace(sequences[-1], earlier=tuple(sequences[:-1])).named(self.name)
-            if sequences
-            else None
-        )
+        return sequences[-1].after(sequences[:-1]).named(self.name) if sequences else None
 
     @property
     def is_stopped(self) -> bool:

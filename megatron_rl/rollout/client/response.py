@@ -28,13 +28,13 @@ import numpy as np
 
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import FinishReason, Prompt, Rollout, check_digest
+from megatron_rl.records.sampling_mask import SamplingMask, check_mask, join_masks
 from megatron_rl.rollout.client.counters import meta_info, num_tokens
 from megatron_rl.rollout.client.routed_experts import (
     RoutedExpertsError,
     decode_routed_experts,
     encoded_length,
 )
-from megatron_rl.sampling_mask import SamplingMask, check_mask, join_masks
 from megatron_rl.weights.version import version_name
 
 ROUTES_MISSING_ROWS = "routes_gap"
@@ -192,7 +192,7 @@ def join_rollouts(prefix: Rollout, more: Rollout) -> Rollout:
         more,
         prompt_length=prefix.prompt_length,
         environment=(*prefix.environment, *between, *more.environment),
-        turns=(*prefix.turns, *more.turns),
+        episode=replace(more.episode, turns=(*prefix.episode.turns, *more.episode.turns)),
         rollout_logprobs=np.concatenate([prefix.rollout_logprobs, more.rollout_logprobs]),
         policy_versions=np.concatenate([prefix.policy_versions, more.policy_versions]),
         routed_experts=routes,

@@ -61,4 +61,4 @@ def make_tree(name, *, seed=0, routes=True):
             replace(own, tokens=first.tokens if number == 0 else tokens, routes_digest=None)
         )
     *earlier, last = parts
-    return replace(last, id=name, earlier=tuple(earlier), reward=0.5)
+    return replace(last, id=name).with_episode(earlier=tuple(earlier), reward=0.5)

@@ -214,7 +214,10 @@ def test_a_tree_travels_unchanged_among_others():
     found, _ = from_bytes(to_bytes(rollouts))
     for one, other in zip(found, rollouts, strict=True):
         assert [each.id for each in one.sequences] == [each.id for each in other.sequences]
-        assert one.episode_digest == other.episode_digest and one.reward == other.reward
+        assert (
+            one.episode.digest == other.episode.digest
+            and one.episode.reward == other.episode.reward
+        )
         for mine, theirs in zip(one.sequences, other.sequences, strict=True):
             for name in (
                 "tokens",
@@ -235,40 +238,42 @@ def test_a_tree_travels_unchanged_among_others():
 
 
 def swapped(tree, other):
-    return replace(tree, earlier=tree.earlier[::-1])
+    return tree.with_episode(earlier=tree.episode.earlier[::-1])
 
 
 def swapped_with_another_episode(tree, other):
-    return replace(tree, earlier=(other.earlier[0], tree.earlier[1]))
+    return tree.with_episode(earlier=(other.episode.earlier[0], tree.episode.earlier[1]))
 
 
 def repeated(tree, other):
-    return replace(tree, earlier=(*tree.earlier, replace(tree.earlier[0], id="p/0/2")))
+    return tree.with_episode(
+        earlier=(*tree.episode.earlier, replace(tree.episode.earlier[0], id="p/0/2"))
+    )
 
 
 def lost(tree, other):
-    return replace(tree, earlier=tree.earlier[:1])
+    return tree.with_episode(earlier=tree.episode.earlier[:1])
 
 
 def all_lost(tree, other):
-    return replace(tree, earlier=())
+    return tree.with_episode(earlier=())
 
 
 def begins_earlier(tree, other):
     """A token that the first sequence sampled is learned from again."""
-    first, second = tree.earlier
+    first, second = tree.episode.earlier
     more = {
         "prompt_length": second.prompt_length - 1,
         "rollout_logprobs": np.append(np.float32(-0.5), second.rollout_logprobs),
         "policy_versions": np.append(second.policy_versions[:1], second.policy_versions),
     }
-    return replace(tree, earlier=(first, replace(second, **more)))
+    return tree.with_episode(earlier=(first, replace(second, **more)))
 
 
 def other_logprobs(tree, other):
-    first, second = tree.earlier
-    return replace(
-        tree, earlier=(replace(first, rollout_logprobs=first.rollout_logprobs[::-1]), second)
+    first, second = tree.episode.earlier
+    return tree.with_episode(
+        earlier=(replace(first, rollout_logprobs=first.rollout_logprobs[::-1]), second)
     )
 
 

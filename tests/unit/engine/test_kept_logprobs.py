@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.engine.fused_logprobs import fused_kept_logprobs
 from megatron_rl.engine.logprobs import kept_token_logprobs, token_logprobs
-from megatron_rl.sampling_mask import SamplingMask, sets_of_tokens
+from megatron_rl.records.sampling_mask import SamplingMask, sets_of_tokens
 from tests.unit.test_sampling_mask import make_mask
 
 
@@ -48,7 +48,7 @@ def make_case(seed, rows=24, vocab=47, most=6):
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("block_ids", [1, 7, 1 << 22])
 def test_values_and_gradients(which, temperature, dtype, overwrite, block_ids, monkeypatch):
-    monkeypatch.setattr("megatron_rl.sampling_mask.BLOCK_IDS", block_ids)
+    monkeypatch.setattr("megatron_rl.records.sampling_mask.BLOCK_IDS", block_ids)
     torch.manual_seed(0)
     labels, sets, kept = make_case(0)
     logits, weights = 4 * torch.randn(24, 50), torch.randn(2, 24, dtype=torch.float64)

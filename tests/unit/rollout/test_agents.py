@@ -161,9 +161,9 @@ def test_every_row_is_of_the_request_that_sampled_its_token(function, spans):
     ids = [rollout.id for group in groups for rollout in group.rollouts]
     assert ids == [f"q{i}/{k}" for i in range(3) for k in range(2)]
     if function == "three_turns":
-        assert {rollout.reward for rollout in rollouts} == {0.5} and rollouts[0].metrics == {
-            "calls": 2
-        }
+        assert {rollout.episode.reward for rollout in rollouts} == {0.5} and rollouts[
+            0
+        ].episode.metrics == {"calls": 2}
 
 
 def test_only_sampled_tokens_are_learned_from():
@@ -551,7 +551,9 @@ class NoPool:
 def test_the_functions_own_reward_is_kept():
     with FakeServer("ok") as server:
         group = sample(client_of([server], "three_turns"))[0]
-    group = RolloutGroup(group.prompt, (group.rollouts[0], replace(group.rollouts[1], reward=None)))
+    group = RolloutGroup(
+        group.prompt, (group.rollouts[0], group.rollouts[1].with_episode(reward=None))
+    )
     (scored,) = score_groups([group], NoPool(), word_tokenizer(), for_training=True)
     assert scored.rewards.tolist() == [0.5, 0.25]
 
@@ -560,14 +562,17 @@ def test_rewards_of_turns_are_recorded_and_their_sum_is_the_episodes(tmp_path):
     with FakeServer("ok") as server:
         groups = sample(client_of([server], "rewarded_turns"))
     rollout = groups[0].rollouts[0]
-    assert (rollout.turn_rewards, rollout.reward, rollout.num_turns) == (
+    assert (rollout.episode.turn_rewards, rollout.episode.reward, rollout.num_turns) == (
         (0.5, 0.0, 2.0, 0.0),
         2.5,
         4,
     )
     assert rollout.turn_ends == ("length",) * 4
     ((again,), _) = from_bytes(to_bytes([rollout]))
-    assert (again.turn_rewards, again.turn_ends) == (rollout.turn_rewards, rollout.turn_ends)
+    assert (again.episode.turn_rewards, again.turn_ends) == (
+        rollout.episode.turn_rewards,
+        rollout.turn_ends,
+    )
     turns = list(make_turns(rollout, word_tokenizer()))
     assert [turn.reward for turn in turns] == [0.5, 0.0, 2.0, 0.0]
     assert [turn.num_tokens for turn in turns] == [end - start for start, end in rollout.turn_spans]
@@ -652,11 +657,11 @@ def test_an_environment_answers_every_turn():
             assert (
                 rollout.prompt_length == 3 + added
                 and rollout.num_turns == 3
-                and rollout.reward == 0.75
+                and rollout.episode.reward == 0.75
             )
             assert (
-                rollout.metrics == {"steps": 3, "is_done": 1.0}
-                and rollout.turn_rewards == (0.25,) * 3
+                rollout.episode.metrics == {"steps": 3, "is_done": 1.0}
+                and rollout.episode.turn_rewards == (0.25,) * 3
             )
             (a, b), (c, d) = rollout.environment
             assert np.array_equal(rollout.tokens[a:b], rollout.tokens[a - TURN : a])
@@ -668,7 +673,11 @@ def test_an_environment_is_bounded():
         rollout = sample(environment_client(server, "Endless", max_turns=4), group_size=1)[
             0
         ].rollouts[0]
-        assert (rollout.num_turns, rollout.reward, rollout.metrics["is_done"]) == (4, 4.0, 0.0)
+        assert (rollout.num_turns, rollout.episode.reward, rollout.episode.metrics["is_done"]) == (
+            4,
+            4.0,
+            0.0,
+        )
         with pytest.raises(RolloutError, match="step returned no observation"):
             sample(environment_client(server, "Silent"))
         started = time.monotonic()
@@ -686,7 +695,12 @@ def test_rewards_before_a_full_context_count():
         rollout = sample(
             environment_client(server, "Endless"), group_size=1, max_tokens=1 + 3 * TURN + 2
         )[0].rollouts[0]
-    assert (rollout.num_turns, rollout.reward, rollout.metrics, rollout.finish_reason) == (
+    assert (
+        rollout.num_turns,
+        rollout.episode.reward,
+        rollout.episode.metrics,
+        rollout.finish_reason,
+    ) == (
         3,
         3.0,
         {"is_done": 0.0},

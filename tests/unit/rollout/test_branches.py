@@ -67,8 +67,8 @@ def test_a_tree_is_one_rollout_of_its_sequences():
     for group in groups:
         for rollout in group.rollouts:
             assert (
-                rollout.reward == 0.5
-                and rollout.metrics == {"branches": 2}
+                rollout.episode.reward == 0.5
+                and rollout.episode.metrics == {"branches": 2}
                 and rollout.finish_reason == "stop"
             )
             first, right, left = rollout.sequences  # in the order of their last turns
@@ -376,5 +376,8 @@ def test_turns_of_conversations_get_their_rewards():
             "stop_token_ids": (),
         }
         ((rollout,),) = [group.rollouts for group in client.generate([PROMPT], 1, **settings)]
-    assert [sequence.turn_rewards for sequence in rollout.sequences] == [(0.75, 9.0), (2.0,)]
-    assert rollout.reward == 11.75
+    assert [sequence.episode.turn_rewards for sequence in rollout.sequences] == [
+        (0.75, 9.0),
+        (2.0,),
+    ]
+    assert rollout.episode.reward == 11.75

@@ -199,7 +199,7 @@ def test_a_tool_call_and_its_answer_are_one_sequence():
     with FakeServer("ok", source=chat_sample) as server:
         rollout, counters = sample(server, uses_a_tool)
         check_every_token_once(server, rollout)
-    assert len(rollout.sequences) == 1 and rollout.num_turns == 2 and rollout.reward == 1.0
+    assert len(rollout.sequences) == 1 and rollout.num_turns == 2 and rollout.episode.reward == 1.0
     text = TOKENIZER.decode(rollout.tokens)
     assert text.startswith("<|im_start|>system\n# Tools") and json.dumps(MULTIPLY) in text
     ((start, end),) = rollout.environment
@@ -243,7 +243,7 @@ def test_an_edited_history_becomes_several_sequences():
     turns = sorted(sequence.num_turns for sequence in rollout.sequences)
     # n = 2: two; one is continued twice; the request beside the last starts from its tokens;
     # compaction; two edited ones
-    assert turns == [1, 1, 1, 1, 1, 3] and rollout.reward == 0.5
+    assert turns == [1, 1, 1, 1, 1, 3] and rollout.episode.reward == 0.5
     longest = max(rollout.sequences, key=lambda each: each.num_turns)
     beside = max(
         (each for each in rollout.sequences if each is not longest),
@@ -409,7 +409,10 @@ def test_tools_are_python_functions_and_what_cannot_be_called_is_answered_and_co
         rollout, counters = sample(server, calls_functions)
     text = TOKENIZER.decode(rollout.tokens)
     if call is None:
-        assert rollout.reward == 1.0 and (counters.tool_calls, counters.tool_errors) == (1, 0)
+        assert rollout.episode.reward == 1.0 and (counters.tool_calls, counters.tool_errors) == (
+            1,
+            0,
+        )
         assert (
             counters.totals()["rollout/tool_calls_total"] == 1
             and "rollout/tool_errors_total" in counters.totals()
@@ -678,7 +681,11 @@ def run_command(*command, **settings):
 def test_an_unmodified_program_is_trained_on(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     rollout = run_command(sys.executable, "examples/agents/openai_agent.py")
-    assert (rollout.reward, rollout.metrics, rollout.num_turns) == (1.0, {"calls": 1}, 2)
+    assert (rollout.episode.reward, rollout.episode.metrics, rollout.num_turns) == (
+        1.0,
+        {"calls": 1},
+        2,
+    )
     assert "It is 6.0" in TOKENIZER.decode(rollout.tokens)
 
 
@@ -716,7 +723,9 @@ def test_a_program_gets_no_secrets_and_may_leave_the_reward_to_the_run(monkeypat
         CURL + 'print(json.dumps({"metrics": {n: 1 for n in os.environ if os.environ[n] == "x"}}))'
     )
     rollout = run_command(sys.executable, "-c", code, pass_env=("ALLOWED_KEY", "SERVERS"))
-    assert rollout.metrics == {"ALLOWED_KEY": 1, "PLAIN": 1} and rollout.reward is None
+    assert (
+        rollout.episode.metrics == {"ALLOWED_KEY": 1, "PLAIN": 1} and rollout.episode.reward is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -835,5 +844,5 @@ def test_an_environment_of_verifiers_is_trained_on(monkeypatch):
         rollout, counters = sample(server, command=(python, "examples/agents/verifiers_env.py"))
         check_every_token_once(server, rollout)
     assert (len(rollout.sequences), rollout.num_turns) == (1, 2)
-    assert (rollout.reward, rollout.metrics) == (1.0, {"turns": 2.0})
+    assert (rollout.episode.reward, rollout.episode.metrics) == (1.0, {"turns": 2.0})
     assert (counters.tool_calls, counters.tool_errors) == (1, 0)

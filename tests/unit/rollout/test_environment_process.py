@@ -327,7 +327,9 @@ def test_a_dropped_episode_has_no_reward_and_all_of_them_stop_the_run():
         "ok", source=lambda body, prompt, name: one_token(body, prompt, name)
     ) as server:
         client, rollouts = sample(server, "fails_early", on_error="drop")
-        assert [bool(np.isnan(rollout.reward)) for rollout in rollouts] == [False] * 2 + [True] * 6
+        assert [bool(np.isnan(rollout.episode.reward)) for rollout in rollouts] == [False] * 2 + [
+            True
+        ] * 6
         assert client.counters.dropped_episodes == client.counters.failed_episodes == 6
         assert {rollout.response_length for rollout in rollouts[2:]} == {1}, (
             "failed before its first turn"
@@ -346,7 +348,9 @@ def test_one_prompt_on_which_a_working_function_fails_does_not_stop_the_run():
         client = client_of(server, "fails_early", on_error="drop")
         for _ in range(2):
             responses(client, PROMPTS[:2])
-            assert np.isnan([rollout.reward for rollout in responses(client, PROMPTS[1:2])]).all()
+            assert np.isnan(
+                [rollout.episode.reward for rollout in responses(client, PROMPTS[1:2])]
+            ).all()
         with pytest.raises(RolloutError, match="all 2 episodes failed"):
             responses(client, PROMPTS[1:2])  # twice in a row
 

@@ -174,7 +174,9 @@ def test_the_time_outside_of_sampling_is_that_of_the_environment():
         client = client_of(server, measures_itself)
         client.fill(groups, Sampling(1.0, 64, (1,), 3))
     (outside,) = client.take_stats().environment_seconds
-    assert 0 <= outside < groups[0].rollouts[0].metrics["seconds"] - 0.5, "it sampled for a second"
+    assert 0 <= outside < groups[0].rollouts[0].episode.metrics["seconds"] - 0.5, (
+        "it sampled for a second"
+    )
 
 
 async def observes_a_file_name(session, prompt):

@@ -22,12 +22,12 @@ from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.records import Prompt
+from megatron_rl.records.sampling_mask import SamplingMask, join_masks, sets_of_tokens
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling, max_body_bytes
 from megatron_rl.rollout.client.response import SampleDropped, join_rollouts, parse_sample
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.recorder import RecordedRollout
-from megatron_rl.sampling_mask import SamplingMask, join_masks, sets_of_tokens
 from megatron_rl_tools.check_rollouts.dumped import Dumped
 from megatron_rl_tools.check_rollouts.rollout_checks import check_one
 from tests.fake_server import FakeServer

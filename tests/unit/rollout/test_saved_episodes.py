@@ -120,7 +120,7 @@ def same_version(rollout, version):
         replace(each, policy_versions=np.full_like(each.policy_versions, version))
         for each in rollout.sequences
     ]
-    return replace(sequences[-1], earlier=tuple(sequences[:-1]))
+    return sequences[-1].with_episode(earlier=tuple(sequences[:-1]))
 
 
 @pytest.fixture
@@ -133,8 +133,8 @@ def written(tmp_path):
     recorder.record(1, make_step(0))
     first, second = make_step(1)
     tree = first.rollouts[1]
-    longer = replace(
-        tree, earlier=(*tree.earlier, replace(tree.earlier[0], id="p0/1/2")), episode_digest=None
+    longer = tree.with_episode(
+        earlier=(*tree.episode.earlier, replace(tree.episode.earlier[0], id="p0/1/2")), digest=None
     )
     recorder.record(2, [replace(first, rollouts=(first.rollouts[0], longer)), second])
     recorder.record(2, [first, second])

@@ -15,11 +15,11 @@ from openai import AsyncOpenAI
 from megatron_rl.batch.codec import from_bytes, to_bytes
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.config.sections.rollout import Truncation
+from megatron_rl.records.sampling_mask import SamplingMask, check_mask
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.partial import PartialGroup, copied, find_groups, read_groups, write_groups
-from megatron_rl.sampling_mask import SamplingMask, check_mask
 from tests.fake_server import VERSION, FakeServer, wait_for
 from tests.unit.rollout.test_endpoint import (
     CALL,
@@ -139,12 +139,16 @@ def test_a_chat_that_waits_for_its_tool_continues_with_its_turns_and_kept_sets(t
         (seconds,) = client.take_stats().environment_seconds
         assert 0 <= seconds < 60
     (rollout,) = groups[0].closed().rollouts
-    assert len(rollout.turns) == 2 and len(rollout.sequences) == 1 and rollout.reward == 1.0
+    assert (
+        len(rollout.episode.turns) == 2
+        and len(rollout.sequences) == 1
+        and rollout.episode.reward == 1.0
+    )
     check_mask("q", rollout.sampling_mask, rollout.tokens[rollout.sampled])
     assert rollout.rollout_logprobs.tolist() == [
         -float(size) for size in rollout.sampling_mask.sizes
     ]
-    assert rollout.messages == (
+    assert rollout.episode.messages == (
         {"role": "assistant", "content": CALL},
         {"role": "tool", "content": "6.0"},
         {"role": "assistant", "content": "It is 6.0"},
@@ -170,7 +174,7 @@ def test_a_dropped_episode_keeps_the_sets_of_all_its_sequences():
         client.fill(groups, SAMPLING)
     (rollout,), _ = from_bytes(to_bytes([groups[0].closed().rollouts[0]]))
     assert (
-        np.isnan(rollout.reward)
+        np.isnan(rollout.episode.reward)
         and len(rollout.sequences) == 2
         and client.counters.dropped_episodes == 1
     )

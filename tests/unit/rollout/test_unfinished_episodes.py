@@ -134,7 +134,7 @@ def check(groups, num_turns):
     assert len({tuple(rollout.tokens) for rollout in rollouts}) == len(groups) * GROUP
     for rollout in rollouts:
         assert_turn_fingerprints(rollout)
-        assert len(rollout.turns) == num_turns and rollout.finish_reason == "stop"
+        assert len(rollout.episode.turns) == num_turns and rollout.finish_reason == "stop"
     return rollouts
 
 
@@ -175,11 +175,11 @@ def test_an_interrupted_episode_loses_and_repeats_nothing(tmp_path, name, num_tu
         assert rollout.response_length == num_turns * TURN + (
             2 if name == "Counts" and rollout.is_mixed else 0
         )
-        assert rollout.reward == (
+        assert rollout.episode.reward == (
             rollout.tokens[rollout.sampled].sum() if name == "Counts" else 0.5
         )
     (copy,), _ = from_bytes(to_bytes(rollouts[:1]))
-    assert copy.turns == rollouts[0].turns
+    assert copy.episode.turns == rollouts[0].episode.turns
 
 
 def test_an_episode_that_waits_for_a_tool_keeps_its_turns(tmp_path):
@@ -226,7 +226,7 @@ def test_what_an_environment_that_cannot_be_repeated_drops_is_counted(name, drop
         fill(client, groups, 3)
         (rollout,) = groups[0].closed().rollouts
         assert_turn_fingerprints(rollout)
-        assert len(rollout.turns) == turns
+        assert len(rollout.episode.turns) == turns
     assert (client.counters.diverged_episodes, client.counters.diverged_tokens) == (1, dropped)
     assert f"{dropped} recorded tokens dropped" in caplog.text
 
@@ -312,8 +312,7 @@ def test_a_recorded_turn_is_given_once_and_only_where_it_fits():
         first
     ]
     stopped = replace(
-        rollout,
-        turns=((first.tokens.size, "stop"),),
+        rollout.with_episode(turns=((first.tokens.size, "stop"),)),
         tokens=rollout.tokens[: first.tokens.size + 5],
         environment=(),
     )
@@ -345,7 +344,7 @@ def test_a_recorded_turn_continues_no_newer_sequence_of_equal_tokens():
     with FakeServer("ok", source=TurnModel(version=3)) as server:
         (group,) = fill(client_of(server, "drifting"), [PartialGroup(PROMPTS[0], 1)], 3)
     first, second = (
-        replace(turn, turns=((len(turn.tokens), turn.finish_reason),))
+        turn.with_episode(turns=((len(turn.tokens), turn.finish_reason),))
         for turn in [*turns_of(group.rollouts[0])][:2]
     )
     newer = replace(
@@ -353,7 +352,7 @@ def test_a_recorded_turn_continues_no_newer_sequence_of_equal_tokens():
         policy_versions=first.policy_versions + 1,
         rollout_logprobs=first.rollout_logprobs - 0.1,
     )
-    record = replace(newer, finish_reason="abort", earlier=(join_rollouts(first, second),))
+    record = replace(newer, finish_reason="abort").after([join_rollouts(first, second)])
     groups = [PartialGroup(PROMPTS[0], 1, prefixes={0: record.named("q0/0")})]
     model = TurnModel(version=4)
     with FakeServer("ok", source=model) as server:
@@ -394,7 +393,7 @@ def test_an_episode_of_several_sequences_continues(tmp_path, answers):
             len(server.requests) - before == 4 - answers and client.counters.diverged_episodes == 0
         )
     (rollout,) = groups[0].closed().rollouts
-    assert [len(sequence.turns) for sequence in rollout.sequences] == [
+    assert [len(sequence.episode.turns) for sequence in rollout.sequences] == [
         2,
         2,
     ] and rollout.episode_length == 4 * TURN

@@ -414,5 +414,5 @@ def test_an_interrupted_request_continues_with_the_choices_that_it_had(
     (rollout,) = groups[0].closed().rollouts
     assert (
         sorted(sequence.num_turns for sequence in rollout.sequences) == [1, 1, 2]
-        and rollout.reward == 1.0
+        and rollout.episode.reward == 1.0
     )

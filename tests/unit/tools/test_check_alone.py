@@ -20,9 +20,9 @@ from megatron_rl.models.families import READERS, make_spec
 from megatron_rl.models.known import KNOWN
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.records.sampling_mask import SamplingMask
 from megatron_rl.rollout import recorder
 from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.sampling_mask import SamplingMask
 from megatron_rl_tools.check_rollouts import model_sizes
 from megatron_rl_tools.check_rollouts.check_rollouts import main
 from megatron_rl_tools.check_rollouts.digests import digest_of_episode, digest_of_routes
@@ -61,7 +61,7 @@ def written(tmp_path_factory):
         Shape(2, 32, 4, 96, dp_size=1, cp_size=1, micro_batches=2, turns=3)
     ).rollouts(0)
     kinds = {
-        "turns": [replace(rollout, turn_rewards=(0.0, 0.5, 1.0)) for rollout in turns],
+        "turns": [rollout.with_episode(turn_rewards=(0.0, 0.5, 1.0)) for rollout in turns],
         "sets": [with_sets(make_rollout("", 3, size, seed=size), rng) for size in (1, 5, 40)],
         "missing": [with_missing(make_rollout("", 3, 9)), with_missing(make_tree(""))],
         "trees": [make_tree("", seed=seed) for seed in (1, 2)],
@@ -106,7 +106,7 @@ def test_both_readers_read_the_same_run(written):
             assert dumped.environment == rollout.environment
             assert (dumped.digest, dumped.episode_digest) == (
                 rollout.routes_digest,
-                rollout.episode_digest,
+                rollout.episode.digest,
             )
             for ours, theirs in (
                 (dumped.tokens, rollout.tokens),

@@ -17,7 +17,7 @@ from megatron_rl_tools.verify_replay.options import EPISODE_FAULTS
 NAME = "0.0.0.1"
 
 
-def findings(folder, *, fault=None, sealed=False, turn_ends=(), **changes):
+def findings(folder, *, fault=None, sealed=False, turn_ends=(), turn_rewards=(), **changes):
     """Of a folder with four episodes of three turns, one of them broken."""
     given = make_given(Shape(2, 32, 4, 96, dp_size=1, cp_size=1, micro_batches=2, turns=3))
     groups = []
@@ -28,10 +28,9 @@ def findings(folder, *, fault=None, sealed=False, turn_ends=(), **changes):
                 rollout if fault is None else break_episode(fault, rollout, given.requests[NAME])
             )
             rollout = rollout if sealed else replace(rollout, routes_digest=sound.routes_digest)
-            rollout = replace(
-                rollout,
-                **changes,
-                turns=tuple(zip([end for _, end in rollout.turn_spans], turn_ends, strict=False)),
+            ends = [end for _, end in rollout.turn_spans]
+            rollout = replace(rollout, **changes).with_episode(
+                turns=tuple(zip(ends, turn_ends, strict=False)), turn_rewards=turn_rewards
             )
         prompt = Prompt(rollout.id, "", tuple(rollout.tokens[:3].tolist()), "")
         groups.append(

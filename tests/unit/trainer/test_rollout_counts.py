@@ -12,9 +12,9 @@ import torch
 from megatron_rl.config import load_config
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.records.sampling_mask import SamplingMask
 from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.missing_routes import MissingRouteCounts
-from megatron_rl.sampling_mask import SamplingMask
 from megatron_rl.trainer import rollout_metrics
 from megatron_rl.trainer.missing_routes import MissingRoutes
 from megatron_rl.trainer.rollout_metrics import (

@@ -46,9 +46,8 @@ def test_shares_of_tokens_by_age():
     group = RolloutGroup(
         Prompt("p", "", (1,), ""),
         (
-            replace(
-                with_versions(make_rollout("p/0", 3, 4), [4, 6, 7, 7]),
-                earlier=(with_versions(make_rollout("p/0/0", 3, 5), [1, 4, 5, 6, 6]),),
+            with_versions(make_rollout("p/0", 3, 4), [4, 6, 7, 7]).with_episode(
+                earlier=(with_versions(make_rollout("p/0/0", 3, 5), [1, 4, 5, 6, 6]),)
             ),
             with_versions(make_rollout("p/1", 3, 2), [7, 7]),
         ),
@@ -71,8 +70,8 @@ def test_a_response_is_truncated_where_its_last_sequence_was_cut():
         replace(make_rollout("p/0", 3, 5), finish_reason=reason) for reason in ("length", "stop")
     ]
     tree = make_tree("p/1")
-    earlier_cut = replace(
-        tree, earlier=(replace(tree.earlier[0], finish_reason="length"), tree.earlier[1])
+    earlier_cut = tree.with_episode(
+        earlier=(replace(tree.episode.earlier[0], finish_reason="length"), tree.episode.earlier[1])
     )
     groups = [
         RolloutGroup(Prompt("p", "", (1,), ""), rollouts, np.zeros(len(rollouts), np.float32))
@@ -145,9 +144,9 @@ def test_a_step_that_taught_nothing_and_one_whose_rewards_are_all_0(
 
 def test_missing_rows_of_all_sequences_are_counted():
     tree = make_tree("p/0")
-    first, second = tree.earlier
+    first, second = tree.episode.earlier
     missing = np.arange(len(second.tokens) - 1) == 9  # predicts a token that this sequence sampled
-    tree = replace(tree, earlier=(first, replace(second, missing_routes=missing)))
+    tree = tree.with_episode(earlier=(first, replace(second, missing_routes=missing)))
     counts = count_missing_routes([RolloutGroup(Prompt("p", "", (1,), ""), (tree,))])
     assert (counts.missing_response_rows, counts.response_rows, counts.samples) == (1, 19, 3)
     assert counts.prompt_rows == sum(len(each.tokens) - 1 for each in tree.sequences) - 19

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +131,7 @@ def single_sequence(record: RecordedRollout, tensors: dict[str, np.ndarray]) -> 
     own.
     """
     rollout = to_rollout(record, lambda kind: tensors.get(f"{record.id}:{kind}"))
-    return replace(rollout, episode_digest=None)
+    return rollout.with_episode(digest=None)
 
 
 def read_bundle(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved:
@@ -146,8 +146,7 @@ def read_bundle(folder: Path, make_config: MakeConfig, model: Path | None) -> Sa
         )
     samples = SavedSequences(folder, header["replicas"], header["ranks"]).samples(with_record=False)
     rollouts = [
-        replace(sample.rollout, earlier=(), episode_digest=None)
-        for sample in samples[:MOST_ROLLOUTS]
+        sample.rollout.with_episode(earlier=(), digest=None) for sample in samples[:MOST_ROLLOUTS]
     ]
     base = base.model_copy(update={"model": base.model.model_copy(update={"path": weights})})
     return Saved(weights, make_config(base, longest(rollouts)), rollouts, dtype_of_engine(base))

@@ -1,0 +1,37 @@
+"""The records that travel between stages.  Read this folder second, after train.py.
+
+    rollouts       Prompt, Rollout, EpisodeRecord, RolloutGroup: what was sampled
+    packed         Sample, PackedBatch, MiniBatch, StepResult: what is trained on
+    sampling_mask  the kept sets of sampled tokens (rollout.top_p, top_k, min_p)
+
+Every stage takes and returns records.  None is changed in place: `dataclasses.replace` makes a new
+one.
+
+Shapes: S tokens of one sequence (prompt + response), R sampled tokens, L MoE layers, K top-k,
+G responses of a group, B sequences and T packed tokens of one micro-batch (pads included).
+"""
+
+from megatron_rl.records.packed import MiniBatch, PackedBatch, RowState, Sample, StepResult
+from megatron_rl.records.rollouts import (
+    DIGEST_BYTES,
+    NO_EPISODE,
+    EpisodeRecord,
+    Files,
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    check_digest,
+    check_episode,
+    episode_digest,
+    routes_digest,
+    spanned_versions,
+    version_spans,
+)
+
+__all__ = [
+    "DIGEST_BYTES", "NO_EPISODE", "EpisodeRecord", "Files", "FinishReason", "MiniBatch",
+    "PackedBatch", "Prompt", "Rollout", "RolloutGroup", "RowState", "Sample", "StepResult",
+    "check_digest", "check_episode", "episode_digest", "routes_digest", "spanned_versions",
+    "version_spans",
+]  # fmt: skip

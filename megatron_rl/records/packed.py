@@ -1,0 +1,159 @@
+"""What is trained on: samples, micro-batches in packed order, mini-batches, and a step's results.
+
+Shapes: S tokens of one sequence, L MoE layers, K top-k, B sequences and T packed tokens of one
+micro-batch (pads included).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from megatron_rl.records.rollouts import Rollout
+from megatron_rl.records.sampling_mask import KeptTokens, SamplingMask
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rollout with its advantage; after `sequences`, one sequence of a micro-batch."""
+
+    rollout: Rollout
+    advantage: float
+    in_loss: bool = True
+    """False: computed, but left out of the loss."""
+    episode_length: int | None = None
+    """|y| of the episode to which the sequence belongs; None: the rollout's.  0 for a copy that
+    only fills a micro-batch (batch/split.py)."""
+    sampled_by: int = 0
+    """The data-parallel replica that sampled it, whose rollouts*.jsonl has its line."""
+    save_tokens: bool = False
+    """Its token data is written (trainer/token_recorder.py)."""
+    response: int | None = None
+    """Number of the response among those of the job's mini-batch that are in the loss, the same for
+    all its sequences; None before `make_mini_batch` and where it is left out."""
+
+    @property
+    def length(self) -> int:
+        """|y|, the number of sampled tokens of the whole response."""
+        return self.rollout.episode_length if self.episode_length is None else self.episode_length
+
+    @property
+    def is_copy(self) -> bool:
+        """True if another sample is this sequence, and is learned from in its place."""
+        return self.episode_length == 0
+
+    @property
+    def sequences(self) -> list[Sample]:
+        """The sequences of the rollout, which is one response however many they are."""
+        if not self.rollout.episode.earlier:
+            return [self]
+        return [
+            replace(self, rollout=sequence, episode_length=self.length)
+            for sequence in self.rollout.sequences
+        ]
+
+
+class RowState(enum.IntEnum):
+    """What the router does with one packed row under replay.
+
+    Stored next to the ids, never encoded in them.
+    """
+
+    REPLAYED = 0
+    """It uses the recorded expert ids."""
+    LIVE = 1
+    """No ids exist (last token of a response, or a gap in its routes): the router chooses."""
+    PAD = 2
+    """Not a token: the ids are synthetic, distinct and spread over the EP ranks."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch in packed order: sequences end to end, then pads as separate sequences.
+
+    Row t holds input token t and everything about PREDICTING token t + 1 of the same sequence.  A
+    sequence may end with pads, inside its bounds: under context parallelism, and up to the longest
+    one in a padded (BSHD) micro-batch, which is the same flat order with equal bounds, T = B x S.
+    The engine slices every per-row tensor to its rank's rows; cu_seqlens stays global.
+    """
+
+    tokens: torch.Tensor
+    """int64 [T]."""
+    labels: torch.Tensor
+    """int64 [T], labels[t] = tokens[t + 1] inside a sequence, 0 where there is none."""
+    positions: torch.Tensor
+    """int64 [T], restart at 0 in every sequence."""
+    cu_seqlens: torch.Tensor
+    """int32 [B + 1]; a pad sequence counts as one of B."""
+    loss_mask: torch.Tensor
+    """bool [T], True where labels[t] is a sampled token to learn from.  replay.on_missing_route =
+    mask_token excludes those whose row has no route."""
+    rollout_logprobs: torch.Tensor
+    """float32 [T], 0 outside loss_mask."""
+    advantages: torch.Tensor
+    """float32 [T], 0 outside loss_mask."""
+    sequence_ids: torch.Tensor
+    """int64 [T], index into `rollout_ids`, -1 on pads."""
+    response_ids: torch.Tensor
+    """int64 [T], Sample.response of the row's sequence, -1 on pads and where it has none."""
+    response_lengths: torch.Tensor
+    """int64 [T], |y| of the episode of the row's sequence, 1 on pads."""
+    routed_experts: tuple[np.ndarray, ...] | None
+    """For every sequence uint8 | int16 [S - 1, L, K], which starts at row cu_seqlens[b]; or None.
+    They are not packed here: each rank copies only the rows and layers that it computes
+    (replay/layout.py)."""
+    row_state: torch.Tensor
+    """uint8 [T], RowState."""
+    policy_versions: torch.Tensor
+    """int64 [T], version of the weights that sampled the row's label; -1 outside loss_mask."""
+    rollout_ids: tuple[str, ...]
+    """Ids of the sequences."""
+    sampling_masks: tuple[SamplingMask, ...] | None = None
+    """For every sequence the kept sets of its sampled tokens, encoded; None: none were sampled with
+    top_p, top_k or min_p."""
+    mask_tokens: torch.Tensor | None = None
+    """int64 [T], with sampling_masks: number of the row's label among all their tokens, -1 where it
+    has no set."""
+    kept: KeptTokens | None = None
+    """Kept sets of this rank's rows, on the device, as the engine decodes them (engine/forward.py);
+    None before."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.numel()
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The input of one optimizer update on this data-parallel replica."""
+
+    micro_batches: tuple[PackedBatch, ...]
+    num_responses: int
+    """GLOBAL count, over all data-parallel replicas, that divides the loss; an episode of several
+    sequences is one response."""
+    num_response_tokens: int
+    """GLOBAL count, over all data-parallel replicas."""
+    index: int = 0
+    """Which of the step's N updates uses it."""
+    lockstep_efficiency: float = 1.0
+    """Share of time, planned over all replicas, in which no replica waits for another."""
+    samples: tuple[tuple[Sample, ...], ...] = ()
+    """The sequences of every micro-batch, from which it was packed."""
+    policy_version: int | None = None
+    """Version of pi_old, where metrics by the age of tokens are wanted."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of one step."""
+
+    step: int
+    """Counts from 0."""
+    policy_version: int
+    metrics: dict[str, float]
+    """Reduced over all ranks: docs/reference/metrics.md."""
+    per_layer: dict[str, list[float]] = field(default_factory=dict)
+    """Metric name -> one value per MoE layer."""
