@@ -4,7 +4,8 @@
     python -m benchmarks.results quote                                       # part of `make figures`
 
 A document quotes a file in two ways, which tests/repo/test_results.py checks:
-    <!-- results: NAME -->  or  NAME table N  or  NAME lines REGEX      what the command printed, the Nth table of it, or the
+    <!-- results: NAME -->  or  NAME table N  or  NAME lines REGEX      what the command printed,
+    the Nth table of it, or the
     <!-- end of results -->                                             lines that match; `quote` writes what is in between
     [60 kills](results/kills.json)          a link whose text the file has, word by word
 

@@ -133,7 +133,9 @@ class FakeServer:
         self.http.server_close()
 
     def next_behaviour(self, point: str = "") -> str:
-        """Take the next entry of the script; with `point`, only if it is for that point, else ""."""
+        """Take the next entry of the script; with `point`, only if it is for that point, else
+        "".
+        """
         with self.lock:
             if point and not self.script[0].endswith(f"@{point}"):
                 return ""

@@ -161,7 +161,9 @@ def kill_once(
 
 
 def wait_until_running(log: Path, patience: float = PATIENCE) -> None:
-    """The ranks, and servers, have started, which takes longer on a busy machine than `--longest`."""
+    """The ranks, and servers, have started, which takes longer on a busy machine than
+    `--longest`.
+    """
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and not (log.exists() and RUNNING.search(log.read_text())):
         time.sleep(0.1)

@@ -259,7 +259,9 @@ def gspo(responses: Sequence[Terms], outcome: Outcome) -> Tensor:
 
 
 def cispo(responses: Sequence[Terms], outcome: Outcome) -> Tensor:
-    """arXiv 2506.13585: REINFORCE with the clipped ratio as its weight, the mean over all tokens."""
+    """arXiv 2506.13585: REINFORCE with the clipped ratio as its weight, the mean over all
+    tokens.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for r in responses:
         ratio = (r.logprobs.detach() - r.old).exp()

@@ -44,7 +44,9 @@ def random_checkpoint(
 
 
 def changed_checkpoint(path: Path, before: Path, change: float, *, seed: int = 1) -> Path:
-    """Write to `path` the weights of `before`, each tensor plus noise of `change` times its norm."""
+    """Write to `path` the weights of `before`, each tensor plus noise of `change` times its
+    norm.
+    """
     torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM.from_pretrained(before, dtype=torch.float32)
     with torch.no_grad():

@@ -1,7 +1,9 @@
 """A process that replaces an SGLang server in a run that trains: a response follows from its prompt
 and its place in the group.
 
-    python -m tests.token_server --model-path M --host H --port P --weight-version V   (other options are ignored)
+    python -m tests.token_server --model-path M --host H --port P --weight-version V
+
+Other options are ignored.
 
 It keeps the version of its weights, not the weights; a token takes TOKEN_SECONDS, and an abort cuts
 a request short.  So runs of other timing, with servers that die, train on the same tokens,

@@ -42,7 +42,9 @@ FINISH = ("stop", "stop", "stop", "length")
 def write_run(
     folder: Path, *, steps: int = 6, tokenizer: bool = True, replicas: int = 1, tensors: bool = True
 ) -> Path:
-    """Write the run and return its folder; `tokenizer` also writes hf/ with one token per letter."""
+    """Write the run and return its folder; `tokenizer` also writes hf/ with one token per
+    letter.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, steps)
     if tokenizer:

@@ -95,7 +95,9 @@ def joined(first, last):
 
 
 def with_kept_sets(sample):
-    """The token y with y + 7 and y + 14 (modulo 60), of which the i-th token has the first i % 3."""
+    """The token y with y + 7 and y + 14 (modulo 60), of which the i-th token has the first i %
+    3.
+    """
     tokens = sample.rollout.tokens[sample.rollout.sampled]
     sets = [
         [token, (token + 7) % 60, (token + 14) % 60][: 1 + i % 3]

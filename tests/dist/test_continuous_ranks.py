@@ -149,7 +149,9 @@ def test_every_prompt_is_trained_on_once_in_one_order_and_no_token_is_too_old(we
 
 
 def compare_with_one_call():
-    """k = 0: a step's groups, and those of one synchronous call of the client for the same prompts."""
+    """k = 0: a step's groups, and those of one synchronous call of the client for the same
+    prompts.
+    """
     from tests.sampling_loop import contents
 
     with replicas("ok", source=SameTokens(), max_staleness=0) as (loop, _):

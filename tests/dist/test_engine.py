@@ -1,4 +1,6 @@
-"""The engine on real ranks: a bad gradient never reaches the weights, a bad route never a router."""
+"""The engine on real ranks: a bad gradient never reaches the weights, a bad route never a
+router.
+"""
 
 import tempfile
 from pathlib import Path

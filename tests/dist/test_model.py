@@ -173,7 +173,9 @@ def gather(tensor: torch.Tensor, group, dim: int) -> torch.Tensor:
 
 
 def test_layouts_in_one_process_leave_no_groups() -> None:
-    """megatron-core forgets its groups without ending them; each would keep three threads of gloo."""
+    """megatron-core forgets its groups without ending them; each would keep three threads of
+    gloo.
+    """
     threads = run_ranks(count_threads, 2, 6)
     for counts in threads:
         assert max(counts[1:]) <= counts[0] + 6, f"threads after each layout: {counts}"

@@ -184,7 +184,9 @@ def test_core_counts_replayed_tokens_once_and_the_bias_stays(runs, case):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mismatch_margins_and_gate_mass_follow_the_kind_of_router(runs, kind):
-    """By a loop over tokens: margins in what the router selects by, gate mass in what it weighs by."""
+    """By a loop over tokens: margins in what the router selects by, gate mass in what it weighs
+    by.
+    """
     run, router = runs[kind, "none"], router_kind(kind, num_experts=EXPERTS, top_k=TOP_K)
     kept, flipped, mass, largest = [], [], [], 0.0
     for index, (layer, logits, used) in enumerate(run["forward"]):

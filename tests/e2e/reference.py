@@ -62,7 +62,9 @@ def as_sampled(checkpoints: Mapping[int, Path], rollout: Rollout) -> tuple[np.nd
 
 
 def of_rows(rollout: Rollout) -> np.ndarray:
-    """[S - 1]: the version that sampled the next token of each row; of the prompt's, the first one."""
+    """[S - 1]: the version that sampled the next token of each row; of the prompt's, the first
+    one.
+    """
     return np.concatenate(
         [np.full(rollout.prompt_length - 1, rollout.policy_versions[0]), rollout.policy_versions]
     )

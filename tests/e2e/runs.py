@@ -1,4 +1,6 @@
-"""Runs that tests started, each in a process group of its own; its ranks and servers end with it."""
+"""Runs that tests started, each in a process group of its own; its ranks and servers end with
+it.
+"""
 
 import contextlib
 import os

@@ -1,4 +1,6 @@
-"""The evaluation tool as a user runs it: on an HF checkpoint, with a real SGLang server of its own."""
+"""The evaluation tool as a user runs it: on an HF checkpoint, with a real SGLang server of its
+own.
+"""
 
 import json
 import os

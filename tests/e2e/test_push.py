@@ -84,7 +84,9 @@ def assert_serves(sglang_server, rollout_config, checkpoint: Path, version: int)
 
 
 def awkward(weights: dict[str, torch.Tensor]):
-    """The stream as a trainer may yield it: float64, and every second matrix transposed in memory."""
+    """The stream as a trainer may yield it: float64, and every second matrix transposed in
+    memory.
+    """
     for i, (name, tensor) in enumerate(weights.items()):
         tensor = tensor.double()
         if i % 2 and tensor.dim() == 2:
@@ -273,7 +275,9 @@ def test_a_server_of_two_ranks_is_verified_where_each_rank_has_the_tensor_as_a_w
 def test_a_server_that_somebody_restarted_with_another_setting_is_named(
     make_pusher, sglang_server, tiny_checkpoint
 ):
-    """As a restart would: what the server reports now is not what it reported when it was checked."""
+    """As a restart would: what the server reports now is not what it reported when it was
+    checked.
+    """
     pusher, version = make_pusher("disk"), next_version(sglang_server)
     assert pusher.settings is not None
     pusher.settings[sglang_server.url] = {

@@ -102,7 +102,8 @@ def test_logprobs_over_kept_sets_are_the_trainers(sample, tiny_checkpoint, trunc
     sizes = np.concatenate([rollout.sampling_mask.sizes for rollout in rollouts])
     assert sizes.max() <= truncation.top_k and sizes.mean() > 1.5
     with_sets, without = np.concatenate(with_sets), np.concatenate(without)
-    print(f"{truncation}: kept {sizes.mean():.1f} of 64; |log mu~ - log pi~| max {with_sets.max():.1e}, "
+    print(f"{truncation}: kept {sizes.mean():.1f} of 64; "
+          f"|log mu~ - log pi~| max {with_sets.max():.1e}, "
           f"|log mu~ - log pi| mean {without.mean():.2f} max {without.max():.2f}")  # fmt: skip
     assert with_sets.max() <= 1e-4 and without.mean() > 0.05
 

@@ -156,7 +156,8 @@ def test_every_control_has_a_name(page, address):
         page.wait_for_timeout(150)
         unnamed = page.evaluate(
             """[...document.querySelectorAll('button, input, select, a, canvas, [role=img], svg')]
-            .filter(e => !e.closest('.u-wrap') && !(e.ariaLabel || e.innerText?.trim() || e.labels?.length || e.title))
+            .filter(e => !e.closest('.u-wrap'))
+            .filter(e => !(e.ariaLabel || e.innerText?.trim() || e.labels?.length || e.title))
             .map(e => e.outerHTML)"""
         )
         assert not unnamed, link
@@ -241,7 +242,9 @@ def test_a_damaged_run_names_its_files(page, address):
 
 
 def test_a_response_without_tokens_is_no_damage(page, address):
-    """rollout.save_tensors = 0.05, as in the demo: in grey, without a warning; the texts are shown."""
+    """rollout.save_tensors = 0.05, as in the demo: in grey, without a warning; the texts are
+    shown.
+    """
     page.goto(f"{address}/#/run/{SHARE}/rollout/1/rollouts/Q0%2F0")
     page.locator(".note").get_by_text(
         "did not save the tokens of this response (rollout.save_tensors = 0.05)"

@@ -59,7 +59,9 @@ class EpisodeTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeOutcome(Counts):
-    """silent: episodes with a token or row that was not sampled so, or a failed one with a reward."""
+    """silent: episodes with a token or row that was not sampled so, or a failed one with a
+    reward.
+    """
 
     trial: EpisodeTrial
     ending: str  # recovered, dropped, stopped

@@ -1,7 +1,9 @@
 """Faults of a pair of engines, injected into a real server, its checkpoint, its answers, or the
 trainer's checkpoint.
 
-    OMP_NUM_THREADS=1 python -m tests.mismatch.table [NAME ...]      # make explain-faults: the table, minutes
+    OMP_NUM_THREADS=1 python -m tests.mismatch.table [NAME ...]
+
+It takes minutes (make explain-faults).
 
 explain-mismatch must name each, and accuse none of the healthy pairs.
 """

@@ -18,7 +18,9 @@ MOST_WORDS = 900
 
 
 def changed(source: str, block: str) -> str:
-    """Return a source with the lines of a block that begin with +; the others must be there once."""
+    """Return a source with the lines of a block that begin with +; the others must be there
+    once.
+    """
     lines = block.splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" ", " +"))
     places = [place.start() for place in re.finditer(f"^{re.escape(old)}", source, re.MULTILINE)]

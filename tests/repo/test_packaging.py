@@ -119,7 +119,9 @@ def imported(package: str) -> set[str]:
     ],
 )
 def test_everything_that_is_imported_is_declared(package, beside):
-    """beside: what is imported where another package of ours is installed, and what those declare."""
+    """beside: what is imported where another package of ours is installed, and what those
+    declare.
+    """
     declared = {
         canonicalize_name(need.name)
         for name in {package, *beside} & NEEDS.keys()

@@ -108,8 +108,10 @@ def unsafe_calls(source: str) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize(
     "source",
     [
-        "eval('1')", "exec(text)", "os.system('ls')", "pickle.loads(data)", "pickle.Unpickler(f)", "torch.load(path)",
-        "torch.load(path, weights_only=False)", "np.load(path, allow_pickle=True)", "subprocess.run('ls', shell=True)",
+        "eval('1')", "exec(text)", "os.system('ls')", "pickle.loads(data)", "pickle.Unpickler(f)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)", "np.load(path, allow_pickle=True)",
+        "subprocess.run('ls', shell=True)",
     ],
 )  # fmt: skip
 def test_unsafe_calls_are_recognised(source):

@@ -185,13 +185,22 @@ STUBS = {
         """if [[ $1 == show ]]; then printf 'n%s\\n' 1 2 3 4; else echo "$@" >>"$LOG"; fi"""
     ),
     "curl": (
-        """for i in $(seq 400); do if grep -q 'servers ready' "$LOG"; then exit 0; fi; sleep 0.05; done; exit 1"""
+        """for i in $(seq 400); do
+    if grep -q 'servers ready' "$LOG"; then exit 0; fi
+    sleep 0.05
+done
+exit 1"""
     ),
     "srun": (
         """name="${*: -1}"; echo "srun $*" >>"$LOG"
 case "$*" in
-    *train.sh*) echo "URLS $ROLLOUT_URLS NNODES $NNODES RANKS $RANKS_PER_NODE MASTER $MASTER_ADDR JOB $JOB_ID" >>"$LOG"
-        trap 'exit 85' USR1; if [[ "$STATUS" == signal ]]; then kill -USR1 "$PPID"; for i in $(seq 100); do sleep 0.1; done; fi
+    *train.sh*) line="URLS $ROLLOUT_URLS NNODES $NNODES RANKS $RANKS_PER_NODE"
+        echo "$line MASTER $MASTER_ADDR JOB $JOB_ID" >>"$LOG"
+        trap 'exit 85' USR1
+        if [[ "$STATUS" == signal ]]; then
+            kill -USR1 "$PPID"
+            for i in $(seq 100); do sleep 0.1; done
+        fi
         exit "$STATUS" ;;
     *) trap 'echo servers stopped >>"$LOG"; exit 143' TERM
         echo servers ready >>"$LOG"; for i in $(seq 300); do sleep 0.1; done ;;

@@ -21,8 +21,8 @@ from megatron_rl.options import parse
 ROOT = Path(__file__).parents[2]
 SCREEN = 40
 COMMANDS_OF_ONE_SCREEN = [f"megatron-rl {name}" for name in commands.installed()]
-EXPECTED = """train evaluate dry-run plan doctor convert quantize verify-replay replay-batch explain-mismatch gpu-check
-    check-rollouts view report make-tiny-model launch settings top trace"""
+EXPECTED = """train evaluate dry-run plan doctor convert quantize verify-replay replay-batch
+    explain-mismatch gpu-check check-rollouts view report make-tiny-model launch settings top trace"""
 NAMES = [f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields]
 HELPS = """
 import io, json, runpy, sys
@@ -38,7 +38,9 @@ def answer(name, start):
             status = stop.code or 0
     text = out.getvalue()
     slow = sorted({"torch", "transformers", "megatron", "matplotlib", "sglang"} & set(sys.modules))
-    print("ANSWER " + json.dumps([name, status, "usage: " in text, len(text.splitlines()), slow, text[-300:]]), flush=True)
+    lines = len(text.splitlines())
+    values = [name, status, "usage: " in text, lines, slow, text[-300:]]
+    print("ANSWER " + json.dumps(values), flush=True)
 
 def script(run, place):
     sys.argv = [place, "--help"]

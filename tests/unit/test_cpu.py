@@ -124,7 +124,7 @@ def patch_names() -> list[str]:
 @pytest.mark.parametrize("name", [*patch_names(), *METHODS, "factories"])
 def test_megatron_core_needs_this_replacement(used: Counter, name: str) -> None:
     assert used[name] > 0, (
-        f"megatron-core no longer touches {name} in training: remove its row from distributed/cpu.py"
+        f"megatron-core no longer uses {name} in training: remove its row from distributed/cpu.py"
     )
 
 

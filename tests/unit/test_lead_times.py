@@ -126,7 +126,9 @@ def test_the_best_rule_finds_a_clear_metric_and_none_is_chosen_where_nothing_tel
 
 
 def test_a_seed_is_tried_with_the_rule_of_the_others():
-    """Seed 2 collapses without a sign: what the others taught is a false alarm on its stable run."""
+    """Seed 2 collapses without a sign: what the others taught is a false alarm on its stable
+    run.
+    """
     runs = [run(seed, [1, 1, 1, 8, 8, 8], 6) for seed in (0, 1)] + [
         run(seed, [1] * 6) for seed in (0, 1)
     ]

@@ -25,7 +25,9 @@ WAITING, PURE = "tests/unit/rollout/test_client.py", "tests/unit/rollout/test_re
 
 
 def run(folder: Path, files: dict[str, int], *options: str) -> tuple[int, str]:
-    """Status and output of a session in which so many tests of each file pass the second time only."""
+    """Status and output of a session in which so many tests of each file pass the second time
+    only.
+    """
     for name, count in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(SECOND_TIME.format(count=count))

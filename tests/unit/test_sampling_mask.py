@@ -131,7 +131,9 @@ def test_blocks_cover_all_rows_and_bound_the_ids(monkeypatch):
     ("kept", "low", "high"), [(1, 4.7, 5.1), (4, 12.5, 14), (17, 36, 38.4), (50, 95, 102)]
 )
 def test_bytes_of_a_token_are_those_of_the_guide(kept, low, high):
-    """Sets of uniformly random ids of a vocabulary of 151,936, the worst case: results/sampling.md."""
+    """Sets of uniformly random ids of a vocabulary of 151,936, the worst case:
+    results/sampling.md.
+    """
     rng = np.random.default_rng(0)
     ids = np.concatenate([rng.choice(151_936, kept, replace=False) for _ in range(500)])
     mask = SamplingMask.of(np.full(500, kept), ids)

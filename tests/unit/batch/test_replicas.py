@@ -266,7 +266,7 @@ def test_samples_are_exchanged_in_rounds(is_copied, monkeypatch):
     assert run_thread_ranks(deal, 3) == expected
     assert len(sent) > 6 and max(sent) <= 100
     assert max(sent) == 100, (
-        "two of three replicas share the bytes of a round, as no rank sends to or receives from more"
+        "two of three replicas share a round's bytes, as no rank sends to or receives from more"
     )
 
 

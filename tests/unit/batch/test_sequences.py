@@ -181,8 +181,11 @@ def test_a_response_that_is_left_out_has_no_number():
     """The numbers of the others have no gap: they index the counts of num_responses."""
     samples = [Sample(make_rollout(f"p/{i}", 3, 4, seed=i), 0.5, in_loss=i != 1) for i in range(3)]
     batch = packed(samples)
-    numbers = {name: {*part.response_ids[part.sequence_ids == i].tolist()} for part in batch.micro_batches
-               for i, name in enumerate(part.rollout_ids)}  # fmt: skip
+    numbers = {
+        name: {*part.response_ids[part.sequence_ids == i].tolist()}
+        for part in batch.micro_batches
+        for i, name in enumerate(part.rollout_ids)
+    }
     assert numbers == {"p/0": {0}, "p/1": {-1}, "p/2": {1}} and batch.num_responses == 2
     assert all(
         (part.response_ids[part.sequence_ids < 0] == -1).all() for part in batch.micro_batches

@@ -69,7 +69,9 @@ def test_the_reason_of_an_error_is_the_error_of_the_file(explicit):
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """ranks(rank, others): this process is `rank` of three; `others` say what the last two gather."""
+    """ranks(rank, others): this process is `rank` of three; `others` say what the last two
+    gather.
+    """
 
     def made(rank, *others):
         def all_gather(values, value):

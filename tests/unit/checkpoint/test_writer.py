@@ -16,7 +16,9 @@ from megatron_rl.weights.torch_dist import CONFIG
 
 @pytest.mark.parametrize("how", [(), ("nvrx",)], ids=["directly", "through core's wrapper"])
 def test_of_the_ways_of_writing_of_core_0_19_its_own_is_taken(monkeypatch, how):
-    """One replica calls the strategy directly: its default is a package that nothing here installs."""
+    """One replica calls the strategy directly: its default is a package that nothing here
+    installs.
+    """
     monkeypatch.setattr(
         TorchDistSaveShardedStrategy,
         "async_save",

@@ -449,7 +449,8 @@ def test_program_refuses_a_bad_configuration_with_status_2(toml):
             "needs max_server_restarts = 0, got 3",
         ),
         (
-            'weight_sync = "colocated"\nrelease_memory = true\nmax_server_restarts = 0\n[run]\ndevice = "cpu"',
+            'weight_sync = "colocated"\nrelease_memory = true\nmax_server_restarts = 0\n'
+            '[run]\ndevice = "cpu"',
             "rollout.release_memory = true needs a GPU",
         ),
     ],

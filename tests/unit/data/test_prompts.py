@@ -321,7 +321,9 @@ def test_another_file_of_the_same_length_is_not_resumed():
 
 @pytest.mark.parametrize("resume_at", [0, 1, 3])
 def test_the_order_is_the_same_for_any_number_of_replicas_also_after_a_resume_on_another(resume_at):
-    """The shares of dp replicas together are the step of a single replica: 5 steps of 12 out of 20."""
+    """The shares of dp replicas together are the step of a single replica: 5 steps of 12 out of
+    20.
+    """
     alone = [
         [p.id for p in source.take(12)]
         for source in [PromptSource(prompts(20), seed=7, shuffle=True)]

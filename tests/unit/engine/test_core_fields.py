@@ -62,7 +62,8 @@ def test_a_name_of_two_configurations_sets_both():
         ),
         (
             {"num_layers": 3},
-            r"megatron\.num_layers = 3: is fixed here or comes from the checkpoint's config\.json; remove it",
+            r"megatron\.num_layers = 3: is fixed here or comes from the checkpoint's config\.json;"
+            r" remove it",
         ),
         ({"tensor_model_parallel_size": 2}, r"set parallel\.tp instead"),
         (

@@ -1,4 +1,6 @@
-"""Torch's stand-ins for the kernels of gated delta nets: packed sequences do not see one another."""
+"""Torch's stand-ins for the kernels of gated delta nets: packed sequences do not see one
+another.
+"""
 
 import pytest
 import torch

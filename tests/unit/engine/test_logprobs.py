@@ -117,7 +117,9 @@ def test_bf16_logits_are_read_in_float32_and_left_alone():
 
 @pytest.mark.parametrize("into_main_grad", [False, True])
 def test_bf16_fused_form_equals_the_one_on_logits(into_main_grad):
-    """The same rounding of logits and of their gradient; sums over rows stay float32 in main_grad."""
+    """The same rounding of logits and of their gradient; sums over rows stay float32 in
+    main_grad.
+    """
     torch.manual_seed(1)
     hidden, head = torch.randn(96, 32).bfloat16(), torch.randn(200, 32).bfloat16()
     labels, weights = torch.randint(0, 199, (96,)), [torch.randn(96), torch.randn(96)]

@@ -112,8 +112,10 @@ def test_limits_can_be_set_and_errors_name_the_key_to_set():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"parity_warn_logprob_diff": 0.5, "parity_max_logprob_diff": 0.2}, "parity_warn_logprob_diff = 0.5 has no effect"),
-        ({"parity_warn_expert_overlap": 0.8, "parity_min_expert_overlap": 0.9}, "warn_expert_overlap = 0.8 has no effect"),
+        ({"parity_warn_logprob_diff": 0.5, "parity_max_logprob_diff": 0.2},
+        "parity_warn_logprob_diff = 0.5 has no effect"),
+        ({"parity_warn_expert_overlap": 0.8, "parity_min_expert_overlap": 0.9},
+        "warn_expert_overlap = 0.8 has no effect"),
         ({"parity_max_logprob_diff": 0.0}, "rollout.parity_max_logprob_diff = 0.0"),
         ({"parity_min_expert_overlap": 1.5}, "rollout.parity_min_expert_overlap = 1.5"),
     ],

@@ -99,11 +99,12 @@ def test_every_metric_equals_loops_over_tokens_and_responses():
     sums, expected = MetricSums(), {}
     for mini_batch in range(2):
         batches = make_micro_batches(rng, sequence_multiple=(1, 4)[mini_batch])
-        noise = lambda scale, batches=batches: [
-            torch.tensor(rng.normal(0, scale, b.num_tokens)) for b in batches
-        ]  # noqa: E731
-        old = [(b.rollout_logprobs + n).float() for b, n in zip(batches, noise(0.5), strict=True)]
-        new = [(o + n).float() for o, n in zip(old, noise(0.2), strict=True)]
+        noises = [
+            [torch.tensor(rng.normal(0, scale, batch.num_tokens)) for batch in batches]
+            for scale in (0.5, 0.2)
+        ]
+        old = [(b.rollout_logprobs + n).float() for b, n in zip(batches, noises[0], strict=True)]
+        new = [(o + n).float() for o, n in zip(old, noises[1], strict=True)]
         old[0][batches[0].loss_mask.nonzero()[0]] = math.nan
         new[1][batches[1].loss_mask.nonzero()[2]] = -math.inf
         flips = [

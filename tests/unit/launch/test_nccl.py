@@ -1,4 +1,6 @@
-"""NCCL's environment is the same in training ranks and in servers, and the user's values are kept."""
+"""NCCL's environment is the same in training ranks and in servers, and the user's values are
+kept.
+"""
 
 import os
 

@@ -35,7 +35,8 @@ def stop_when_started(starts):
 for end in ends:
     if end == "pass":
         threading.Thread(target=stop_when_started, args=(folder + end,), daemon=True).start()
-    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--signals-to-handle", "SIGTERM,SIGUSR1"]
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    options += ["--signals-to-handle", "SIGTERM,SIGUSR1"]
     print("STATUS", main([*options, rank, end, folder + end]), flush=True)
 """
 

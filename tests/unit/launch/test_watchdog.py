@@ -336,7 +336,8 @@ from megatron_rl.launch import watchdog
 watchdog.HEARTBEAT_SECONDS = 0.2
 rank = int(sys.argv[1])
 store = TCPStore("127.0.0.1", int(sys.argv[2]), 3, is_master=rank == 0)
-with watchdog.Watchdog(store.clone(), rank, 3, stage_seconds=600, silence_seconds=5, folder=Path(sys.argv[3])) as dog:
+limits = dict(stage_seconds=600, silence_seconds=5)
+with watchdog.Watchdog(store.clone(), rank, 3, **limits, folder=Path(sys.argv[3])) as dog:
     dog.enter("update", 6)
     print("running", flush=True)
     time.sleep(600)

@@ -1,4 +1,6 @@
-"""Tokens chosen by covariance: against a sort, with ties, over ranks, and wherever they are packed."""
+"""Tokens chosen by covariance: against a sort, with ties, over ranks, and wherever they are
+packed.
+"""
 
 import math
 from dataclasses import replace
@@ -17,7 +19,9 @@ BAND = LossSpec(select="cov_band", cov_low=-0.1, cov_high=0.8)
 
 
 def tokens(seed, size=200, levels=None):
-    """(log pi_old, A, mask, keys); levels: few distinct values, so that many covariances are equal."""
+    """(log pi_old, A, mask, keys); levels: few distinct values, so that many covariances are
+    equal.
+    """
     g = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(size, generator=g, dtype=torch.float64)
     if levels:

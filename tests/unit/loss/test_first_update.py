@@ -62,7 +62,9 @@ def largest_change(name, **inputs):
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_rounding_changes_the_gradient_by_rounding(name, far):
-    """Ratios of 1 are 12 units in the last place from 1 at most, also that of a complete response."""
+    """Ratios of 1 are 12 units in the last place from 1 at most, also that of a complete
+    response.
+    """
     if far and name in BY_THE_SIGN_OF_RHO:
         assert largest_change(name, far=far) > 0.1, "no exception any more"
     else:

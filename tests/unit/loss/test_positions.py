@@ -119,7 +119,9 @@ def test_rejection_by_the_product_is_not_that_by_the_mean():
 
 
 def test_a_token_without_advantage_counts_as_nothing():
-    """A = 0: neither clipped, on either side, nor beyond dual_clip, nor rejected as a negative one."""
+    """A = 0: neither clipped, on either side, nor beyond dual_clip, nor rejected as a negative
+    one.
+    """
     for logp in (2.0, -2.0):
         batch = [one(logp, 0.0, 0.0, 0.0)]
         for name, switches in [

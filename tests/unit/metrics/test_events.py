@@ -1,4 +1,6 @@
-"""Events and other lines of a run: one write each, and an error of the disk never stops training."""
+"""Events and other lines of a run: one write each, and an error of the disk never stops
+training.
+"""
 
 import json
 import resource

@@ -86,7 +86,9 @@ def test_what_is_worth_a_look_says_what_it_means_and_what_to_do():
 
 @pytest.mark.parametrize("entry", LEFT_OUT, ids=lambda entry: entry.metric)
 def test_what_one_step_counts_is_in_its_line_the_summary_health_and_the_report(entry, tmp_path):
-    """Step 2 of 3 counts 3; a total since the start stays at 3, the others are 0 again in step 3."""
+    """Step 2 of 3 counts 3; a total since the start stays at 3, the others are 0 again in step
+    3.
+    """
     name = entry.metric.replace("NAME", "some")
     later = 3.0 if entry.per == "run" else 0.0
     results = [

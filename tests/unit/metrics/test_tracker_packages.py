@@ -41,15 +41,19 @@ from megatron_rl.trainer.reporter import Reporter, send_samples
 from megatron_rl.metrics.console import Console
 
 name, folder, first = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-cfg = load_config(None, ["--model.path", "m", "--data.train", "t", "--run.dir", str(folder.parent), "--run.name", folder.name,
-    "--track.to", name, "--track.mode", "offline", "--track.project", "tests", "--track.close_seconds", "60",
+cfg = load_config(None, ["--model.path", "m", "--data.train", "t",
+    "--run.dir", str(folder.parent), "--run.name", folder.name,
+    "--track.to", name, "--track.mode", "offline",
+    "--track.project", "tests", "--track.close_seconds", "60",
     "--rollout.server_args", "--hf-token", "s3cr3t-Va1ue.9"])
-run = TrackedRun(cfg.run.name, cfg.run_dir, "tests", mode="offline", config=plain_values(cfg), versions={"git": "abc"})
+run = TrackedRun(cfg.run.name, cfg.run_dir, "tests", mode="offline", config=plain_values(cfg),
+    versions={"git": "abc"})
 trackers = Trackers(cfg.track, run, print)
 with Sinks(cfg.run_dir, trackers) as sinks:
     sinks.write(StepResult(first - 1, 0, {"eval/heldout/avg@4": 0.25}))
     for step in range(first, first + 3):
-        metrics = {"rollout/reward_mean": step / 8, "optim/grad_norm": float("nan") if step == 1 else 1.0}
+        norm = float("nan") if step == 1 else 1.0
+        metrics = {"rollout/reward_mean": step / 8, "optim/grad_norm": norm}
         sinks.write(StepResult(step, step, metrics, {"routing/flip_rate": [0.5, step / 8]}))
     Reporter(cfg, Console(enabled=True, lines=LogLines("json")), sinks).finish()
 print("failures", json.dumps(trackers.failures))
@@ -62,7 +66,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def start(name: str, folder: Path, first: int = 0) -> None:
-    """A process that trains three steps from `first` and finishes, without a network or an account."""
+    """Train three steps from `first` in a process and finish, without a network or an account."""
     folder.mkdir(exist_ok=True)
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     env = {

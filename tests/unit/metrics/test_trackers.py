@@ -193,7 +193,9 @@ def test_a_run_continues_that_of_its_folder_then_that_of_its_checkpoint(tmp_path
 
 
 def test_tensorboard_shows_the_steps_after_a_checkpoint_once(tmp_path):
-    """The first process got to step 5; the second continues after step 2, and has come to step 3."""
+    """The first process got to step 5; the second continues after step 2, and has come to step
+    3.
+    """
     assert losses_shown(tmp_path, (0, range(1, 6)), (2, [3])) == [(1, 0.1), (2, 0.2), (3, 2.3)]
 
 
@@ -264,7 +266,8 @@ def test_tensorboard_shows_a_text_as_it_is():
     [
         (
             ["--track.to", "wandbb"],
-            "track.to has 'wandbb': must be a tracker, or package.module:Class; did you mean 'wandb'?",
+            "track.to has 'wandbb': must be a tracker, or package.module:Class; did you mean"
+            " 'wandb'?",
         ),
         (["--track.to", "wandb", "wandb"], "track.to = ['wandb', 'wandb'] has one twice"),
         (["--track.entity", "us"], "track.entity = 'us' has no effect without wandb in track.to"),
@@ -281,7 +284,8 @@ def test_what_is_missing_here_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ValueError,
-        match=r"""\"mlflow\", whose package is not installed; .*: pip install '.\[mlflow\]', or remove it""",
+        match=r"""\"mlflow\", whose package is not installed; .*: pip install '.\[mlflow\]', or"""
+        " remove it",
     ):
         check_trackers(TrackConfig(to=("mlflow",)))
     with pytest.raises(ValueError, match="No module named 'nowhere'"):

@@ -29,7 +29,9 @@ def test_the_papers_model_against_known_numbers():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_counts_the_weights_of_its_checkpoint(name, tmp_path):
-    """Matrices of the checkpoint, top-k of the experts; an embedding is a look-up, not a product."""
+    """Matrices of the checkpoint, top-k of the experts; an embedding is a look-up, not a
+    product.
+    """
     path = family_checkpoint(tmp_path, name)
     spec = make_spec(json.loads((path / "config.json").read_text()))
     found = 0.0

@@ -69,7 +69,7 @@ def test_recorded_ids_fit_their_type(num_experts, dtype):
     assert set(recorded.flatten().tolist()) == {num_experts - 1, num_experts - 2}
 
 
-def test_a_forward_outside_a_pass_is_live_and_a_pass_without_a_backward_keeps_nothing_to_recompute():
+def test_a_forward_outside_a_pass_is_live_and_without_a_backward_nothing_is_kept():
     manager, routers = make_manager()
     with manager.forward(0):
         assert torch.equal(ask(routers[0], scores(0))[1], scores(0).topk(K).indices)
@@ -98,9 +98,9 @@ def test_a_measured_pass_compares_live_and_used_with_the_reference(logits, repla
     manager, routers = make_manager(bias=bias, scores_are_logits=logits)
     compared = [torch.arange(ROWS) % 3 != i for i in range(2)]
     reference = [
-        torch.stack([scores(10 + i + l).topk(K).indices for l in range(2)]).to(torch.uint8)
+        torch.stack([scores(10 + i + layer).topk(K).indices for layer in range(2)]).to(torch.uint8)
         for i in range(2)
-    ]  # noqa: E741
+    ]
     live_rows = torch.tensor([2, 5])
     routes = [
         Routes(

@@ -251,7 +251,8 @@ def test_a_model_without_experts_has_nothing_to_replay():
                 "replay": {"mode": "R2"},
             },
             {"mtp_num_layers": 1},
-            "replay R2, measured: tp2+sp cp2 ep4 etp1, recompute block 3, allgather, packed, MTP layers route live",
+            "replay R2, measured: tp2+sp cp2 ep4 etp1, recompute block 3, allgather, packed, MTP"
+            " layers route live",
         ),
         (
             {"model": {"recompute": "block", "recompute_layers": 1}},

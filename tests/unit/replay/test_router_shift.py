@@ -25,7 +25,9 @@ def scores_of(seed, layers=LAYERS):
 
 
 def layout_of(tp_rank=0, tp_size=1, *, sequence_parallel=False):
-    """Rows in their own order; a tensor rank has an equal part of them under sequence parallelism."""
+    """Rows in their own order; a tensor rank has an equal part of them under sequence
+    parallelism.
+    """
     shares = tp_size if sequence_parallel else 1
     return SimpleNamespace(
         tp_rank=tp_rank, tp_size=tp_size, sequence_parallel=sequence_parallel,

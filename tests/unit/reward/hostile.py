@@ -4,6 +4,13 @@ label is 46 unless a pair has another."""
 
 DEEP = 3000
 
+
+def matrix(letter):
+    """A nine by nine matrix of unknowns."""
+    rows = (" & ".join(f"{letter}_{{{i}{j}}}" for j in range(9)) for i in range(9))
+    return r"$\begin{pmatrix}" + r" \\ ".join(rows) + r"\end{pmatrix}$"
+
+
 BOMBS = [  # numbers that do not fit anywhere
     "9**9**9**9", "10**10**8", "$9^{9^{9^{9}}}$", r"\boxed{99999999!}", r"\boxed{10^{10^{10}}}",
     "2^2^2^2^2^2^2^2",
@@ -18,8 +25,7 @@ ALGEBRA = [  # what computer algebra never finishes
     (r"$(x+y+z+1)^{400}$", "$(x+y+z+1)^{399}$"), (r"$\int_0^1 e^{e^{e^{x}}} dx$", "46"),
     (r"$\lim_{n \to \infty} (1 + \frac{1}{n})^{n^{n}}$", "46"), (r"$\int x^x \sin(x^x) dx$", "$x$"),
     (r"$x^{1000} + " + "+".join(f"x^{{{n}}}" for n in range(200)) + "$", "$(x+1)^{1000}$"),
-    (r"$\begin{pmatrix}" + r" \\ ".join(" & ".join(f"x_{{{i}{j}}}" for j in range(9)) for i in range(9)) + r"\end{pmatrix}$",
-     r"$\begin{pmatrix}" + r" \\ ".join(" & ".join(f"y_{{{i}{j}}}" for j in range(9)) for i in range(9)) + r"\end{pmatrix}$"),
+    (matrix("x"), matrix("y")),
     (r"$\{" + ",".join(f"x_{{{n}}}" for n in range(400)) + r"\}$",
      r"$\{" + ",".join(f"y_{{{n}}}" for n in range(400)) + r"\}$"),
     (r"$(1, " + ", ".join(["2"] * 800) + ")$", "$(2, 1)$"),

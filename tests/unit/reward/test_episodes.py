@@ -99,7 +99,8 @@ def test_a_group_is_scored_together():
         ("bare", r"takes \(episode\): must take .*; annotate its parameter"),
         (
             "two",
-            r"takes \(prompt, response\): must take \(prompt, response, label\), \(episode: Episode\) or",
+            r"takes \(prompt, response\): must take \(prompt, response, label\), "
+            r"\(episode: Episode\) or",
         ),
         ("unknown", r"an annotation that cannot be read .*'Nothing' is not defined"),
         ("other", r"takes \(episode: dict\): must take"),

@@ -34,8 +34,10 @@ CALL = (
 def test_a_tool_message_is_appended_in_the_models_format(qwen):
     chat, prompt, turn = Chat("qwen3", qwen), qwen.encode(PROMPT), qwen.encode(CALL)
     added = chat.extend(prompt, turn, [{"role": "tool", "content": "4.0"}])
-    expected = "\n<|im_start|>user\n<tool_response>\n4.0\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert qwen.decode(added) == expected
+    assert qwen.decode(added) == (
+        "\n<|im_start|>user\n<tool_response>\n4.0\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     assert qwen.convert_tokens_to_ids("<|im_end|>") in chat.stop_token_ids
 
 

@@ -98,7 +98,9 @@ COUNTED = ("requests", "samples", "aborts", "aborts_failed")
 
 
 def test_tokens_of_the_prefix_cache_are_counted_where_a_server_reports_both_numbers():
-    """Else a server that reports one of them would look as if its cache were never, or always, hit."""
+    """Else a server that reports one of them would look as if its cache were never, or always,
+    hit.
+    """
     stats = CallStats()
     reports = [
         (9, 0),

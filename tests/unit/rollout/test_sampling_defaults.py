@@ -1,4 +1,6 @@
-"""A server whose mu is not the trainer's softmax is refused; what has no effect on it is accepted."""
+"""A server whose mu is not the trainer's softmax is refused; what has no effect on it is
+accepted.
+"""
 
 import json
 import math

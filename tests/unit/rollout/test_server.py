@@ -178,7 +178,9 @@ def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
 
 
 def test_a_server_on_a_busy_machine_shows_its_cpu_time(tmp_path, monkeypatch):
-    """Who waits sees how much CPU time the server got; so does the message when its time is over."""
+    """Who waits sees how much CPU time the server got; so does the message when its time is
+    over.
+    """
     monkeypatch.setattr(process_module, "PROGRESS_SECONDS", 0.1)
     monkeypatch.setattr(process_module.Server, "ping", lambda self, seconds: False)
     (tmp_path / "log").write_text("loading\n")

@@ -1,4 +1,6 @@
-"""A server that is not the one this run needs is refused; the message has its URL and both values."""
+"""A server that is not the one this run needs is refused; the message has its URL and both
+values.
+"""
 
 import base64
 import json

@@ -113,7 +113,9 @@ def test_a_run_reports_which_servers_it_waits_for(tmp_path):
 
 
 def test_a_push_has_a_deadline_of_its_own():
-    """Sampling may take hours; a server that does not take weights is known to hang after minutes."""
+    """Sampling may take hours; a server that does not take weights is known to hang after
+    minutes.
+    """
     for name in ("on_policy", "off_policy_n8_r3"):
         rollout = load_config(
             Path(__file__).parents[3] / f"examples/qwen3_30b_a3b/{name}.toml", []

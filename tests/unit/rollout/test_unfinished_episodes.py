@@ -141,7 +141,9 @@ def check(groups, num_turns):
 @pytest.mark.parametrize("name, num_turns", [("repeatable", 5), ("Counts", 3)])
 @pytest.mark.parametrize("answers", [0, 4, 11, 16])
 def test_an_interrupted_episode_loses_and_repeats_nothing(tmp_path, name, num_turns, answers):
-    """Stopped after so many answers: in different turns of 6 episodes, some in the middle of one."""
+    """Stopped after so many answers: in different turns of 6 episodes, some in the middle of
+    one.
+    """
     model = TurnModel(version=3)
     groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
     with FakeServer(*["ok"] * answers, "slow", source=model) as server:

@@ -310,7 +310,9 @@ def test_an_answer_that_is_cut_while_it_is_written_is_not_learned_from(n, stream
 
 
 async def hangs_up_before_the_answer(session, prompt):
-    """While the endpoint reads what was sampled: all choices are complete, and nothing is written."""
+    """While the endpoint reads what was sampled: all choices are complete, and nothing is
+    written.
+    """
     client, parse = (
         await plain_client(session, n=asked["n"], resets=asked["resets"]),
         session.chat.parse,

@@ -55,7 +55,9 @@ def with_missing(rollout):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A run with turns, kept sets, missing routes, episodes of several sequences, and 16-bit ids."""
+    """A run with turns, kept sets, missing routes, episodes of several sequences, and 16-bit
+    ids.
+    """
     folder, rng = tmp_path_factory.mktemp("run"), np.random.default_rng(0)
     turns = make_given(
         Shape(2, 32, 4, 96, dp_size=1, cp_size=1, micro_batches=2, turns=3)

@@ -131,9 +131,12 @@ def test_shared_memory(monkeypatch, total, free, status):
     [
         (machine.check_open_files, 256, "FAIL"), (machine.check_open_files, 1024, "WARN"),
         (machine.check_open_files, 1 << 20, "OK"),
-        (machine.check_processes, 1000, "WARN"), (machine.check_processes, resource.RLIM_INFINITY, "OK"),
-        (machine.check_core_files, resource.RLIM_INFINITY, "WARN"), (machine.check_core_files, 0, "OK"),
-        (machine.check_locked_memory, 65536, "WARN"), (machine.check_locked_memory, resource.RLIM_INFINITY, "OK"),
+        (machine.check_processes, 1000, "WARN"), (machine.check_processes, resource.RLIM_INFINITY,
+        "OK"),
+        (machine.check_core_files, resource.RLIM_INFINITY, "WARN"), (machine.check_core_files, 0,
+        "OK"),
+        (machine.check_locked_memory, 65536, "WARN"),
+        (machine.check_locked_memory, resource.RLIM_INFINITY, "OK"),
     ],
 )  # fmt: skip
 def test_limits(monkeypatch, tmp_path, check, soft, status):
@@ -187,10 +190,13 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 @pytest.mark.parametrize(
     ("name", "found", "status"),
     [
-        ("torch", "2.13.0+cpu", "OK"), ("torch", "2.12.1", "WARN"), ("torch", "2.5.0", "FAIL"), ("torch", None, "FAIL"),
-        ("sglang", None, "WARN"), ("sglang", "0.5.21", "OK"), ("sglang", "0.5.23", "OK"), ("sglang", "0.5.22", "WARN"),
+        ("torch", "2.13.0+cpu", "OK"), ("torch", "2.12.1", "WARN"), ("torch", "2.5.0", "FAIL"),
+        ("torch", None, "FAIL"),
+        ("sglang", None, "WARN"), ("sglang", "0.5.21", "OK"), ("sglang", "0.5.23", "OK"), ("sglang",
+        "0.5.22", "WARN"),
         ("sglang", "0.5.20", "WARN"), ("sglang", "0.5.10", "FAIL"),
-        ("sglang", "0.5.24", "WARN"), ("megatron-core", "0.15.3", "FAIL"), ("megatron-core", "0.20.0", "FAIL"),
+        ("sglang", "0.5.24", "WARN"), ("megatron-core", "0.15.3", "FAIL"), ("megatron-core",
+        "0.20.0", "FAIL"),
         ("megatron-core", "0.18.0", "WARN"), ("apex", "0.1", "OK"), ("apex", None, "WARN"),
     ],
 )  # fmt: skip

@@ -152,7 +152,8 @@ def test_bad_arguments_are_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("device", "row"),
     [
-        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H200", "h200"), ("NVIDIA B200", "b200"),
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H200",
+        "h200"), ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200"), ("NVIDIA L4", None),
     ],
 )  # fmt: skip

@@ -150,7 +150,9 @@ def test_servers_and_sampling_are_awaited_on_the_host_group(monkeypatch):
 
 
 def test_client_and_weight_sync_of_a_run_name_its_versions_alike(monkeypatch):
-    """By the number alone a run would take tokens that another one's weights sampled for its own."""
+    """By the number alone a run would take tokens that another one's weights sampled for its
+    own.
+    """
     from megatron_rl.trainer import build_inference as build
 
     given = {}

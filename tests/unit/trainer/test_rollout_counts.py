@@ -37,7 +37,9 @@ def reduced(sums):
 
 @pytest.fixture
 def groups():
-    """Four responses, one of them three sequences; one reward is not known, one response was cut."""
+    """Four responses, one of them three sequences; one reward is not known, one response was
+    cut.
+    """
 
     def response(name, size, seed, versions, reason="stop"):
         rollout = make_rollout(name, 3, size, seed=seed)

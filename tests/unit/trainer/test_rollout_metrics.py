@@ -1,4 +1,6 @@
-"""Metrics of a step with episodes of several sequences: per episode, or per token of all of them."""
+"""Metrics of a step with episodes of several sequences: per episode, or per token of all of
+them.
+"""
 
 from dataclasses import replace
 
@@ -114,8 +116,10 @@ def test_rewards_that_are_not_known_have_no_spread():
 @pytest.mark.parametrize(
     "rewards, kind, taught_nothing, is_zero",
     [
-        ([(1, 1), (0, 0)], "mean", 1, 0), ([(1, 1), (0, 0)], "batch_whitened", 0, 0), ([(0, 0), (0, 0)], "mean", 1, 1),
-        ([(1, 1), (0, 1)], "mean", 0, 0), ([(-1, 1), (0, 0)], "mean", 0, 0), ([(np.nan, 0), (0, 0)], "mean", 1, 1),
+        ([(1, 1), (0, 0)], "mean", 1, 0), ([(1, 1), (0, 0)], "batch_whitened", 0, 0), ([(0, 0),
+        (0, 0)], "mean", 1, 1),
+        ([(1, 1), (0, 1)], "mean", 0, 0), ([(-1, 1), (0, 0)], "mean", 0, 0), ([(np.nan, 0), (0, 0)],
+        "mean", 1, 1),
         ([(np.nan, np.nan), (np.nan, np.nan)], "mean", 1, None),
         ([(0, 0.5, 1), (0, 0)], "mean", 0, 0),  # the advantage of the second response is 0
     ],

@@ -39,7 +39,9 @@ def static(tmp_path):
 
 @pytest.fixture
 def client_of(static):
-    """client_of(RUNS): a client after its first request, which returns JSON of a path below /api/."""
+    """client_of(RUNS): a client after its first request, which returns JSON of a path below
+    /api/.
+    """
 
     def made(runs):
         client = TestClient(create_app(runs, TOKEN, static=static, follow=False))

@@ -164,13 +164,15 @@ def test_pages_hold_every_row_once(client):
         ([{"column": "reward", "op": ">=", "value": 0.5}], lambda row: row["reward"] >= 0.5),
         ([{"column": "length", "op": "<", "value": 9}, {"column": "step", "op": "!=", "value": 2}],
          lambda row: row["length"] < 9 and row["step"] != 2),
-        ([{"column": "finish_reason", "op": "=", "value": "length"}], lambda row: row["finish_reason"] == "length"),
+        ([{"column": "finish_reason", "op": "=",
+        "value": "length"}], lambda row: row["finish_reason"] == "length"),
         ([{"column": "id", "op": "contains", "value": "Q1"}], lambda row: "Q1" in row["id"]),
         ([{"column": "id", "op": "contains", "value": "%"}], lambda row: False),
         ([{"column": "turns", "op": ">", "value": "1"}], lambda row: row["turns"] > 1),
         ([{"column": "has_tensors", "op": "=", "value": True}], lambda row: row["has_tensors"]),
         ([{"column": "flip_frac", "op": ">", "value": 0.1}], lambda row: row["flip_frac"] > 0.1),
-        ([{"column": "group", "op": "=", "value": "2/rollouts.dp1/Q1"}], lambda row: row["group"] == "2/rollouts.dp1/Q1"),
+        ([{"column": "group", "op": "=",
+        "value": "2/rollouts.dp1/Q1"}], lambda row: row["group"] == "2/rollouts.dp1/Q1"),
     ],
 )  # fmt: skip
 def test_filters(client, filters, expected):
@@ -200,9 +202,12 @@ def test_full_text(client):
 @pytest.mark.parametrize(
     "query, message",
     [
-        ("sort=rowid", "sort = rowid: must be one of step"), ("order=up", "asc or desc"), ("limit=0", "limit = 0"),
-        ("limit=5000", "1..1000"), ("offset=-1", "offset = -1"), ("limit=abc", "limit = abc"), ("q==", "letter or a digit"),
-        ("filter=x", "not JSON"), ("filter=[1]", "must be a list"), ("sort=prompt", "must be one of"),
+        ("sort=rowid", "sort = rowid: must be one of step"), ("order=up", "asc or desc"),
+        ("limit=0", "limit = 0"),
+        ("limit=5000", "1..1000"), ("offset=-1", "offset = -1"), ("limit=abc", "limit = abc"),
+        ("q==", "letter or a digit"),
+        ("filter=x", "not JSON"), ("filter=[1]", "must be a list"), ("sort=prompt",
+        "must be one of"),
         ('filter=[{"column":"x;drop","op":"=","value":1}]', "column = x;drop"),
         ('filter=[{"column":"step","op":"OR","value":1}]', "op = OR"),
         ('filter=[{"column":"step","op":"=","value":"many"}]', "must be a number"),
@@ -218,16 +223,20 @@ def test_arguments_that_make_no_query_are_named(client, query, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"offset": str(2**70)}, "offset = "), ({"q": "a\0b"}, "without NUL"), ({"q": "a" * 60_000}, "10000 characters"),
+        ({"offset": str(2**70)}, "offset = "), ({"q": "a\0b"}, "without NUL"), ({"q": "a" * 60_000},
+        "10000 characters"),
         ({"q": "a " * 5000}, "at most 100 words"), ({"filter": "[" * 10_000}, "not JSON"),
-        ({"filter": '[{"column": "reward", "op": "<", "value": 1' + "0" * 400 + "}]"}, "a number of at most"),
+        ({"filter": '[{"column": "reward", "op": "<", "value": 1' + "0" * 400 + "}]"},
+        "a number of at most"),
         ({"filter": '[{"column": "id", "op": "=", "value": "\\ud800"}]'}, "characters of Unicode"),
         ({"filter": '[{"column": "\\ud800", "op": "=", "value": 1}]'}, "column = "),
         ({"filter": '[{"column": "id", "op": "\\ud800", "value": 1}]'}, "op = "),
         ({"filter": '[{"column": "id", "op": "=", "value": ["\\ud800"]}]'}, "value = "),
         ({"filter": '[{"column": "id", "op": [1], "value": 1}]'}, "op = [1]"),
-        ({"filter": '[{"column": "id", "op": "contains", "value": "' + "a" * 60_000 + '"}]'}, "10000 characters"),
-        ({"sort": "\0"}, "sort = "), ({"filter": json.dumps([{"column": "step", "op": "=", "value": 1}] * 101)}, "at most 100"),
+        ({"filter": '[{"column": "id", "op": "contains", "value": "' + "a" * 60_000 + '"}]'},
+        "10000 characters"),
+        ({"sort": "\0"}, "sort = "), ({"filter": json.dumps([{"column": "step", "op": "=",
+        "value": 1}] * 101)}, "at most 100"),
     ],
     ids=range(14),
 )  # fmt: skip
@@ -285,7 +294,8 @@ def test_html_of_a_response_stays_data(client):
 
 @pytest.mark.parametrize(
     "key",
-    ["../../etc/passwd", "1/../../../etc/passwd", "1/rollouts/nothing", "x", "1/trained/Q0%2F0", "1/rollouts",
+    ["../../etc/passwd", "1/../../../etc/passwd", "1/rollouts/nothing", "x", "1/trained/Q0%2F0",
+    "1/rollouts",
      "99999999999999999999/rollouts/a", "%C2%B2/rollouts/a"],
 )  # fmt: skip
 def test_a_key_names_a_rollout_or_nothing(client, key):
@@ -347,7 +357,9 @@ def test_a_run_that_is_written_is_followed(tmp_path, static):
 
 
 def test_the_command_prints_a_url_that_works(run_dir, tmp_path):
-    """A process of its own: it starts without torch, answers on the loopback, and stops on SIGINT."""
+    """A process of its own: it starts without torch, answers on the loopback, and stops on
+    SIGINT.
+    """
     code = "import sys; from megatron_rl_viewer.view_command import main; sys.exit(main())"
     command = [sys.executable, "-c", code, str(run_dir), "--port", "0", "--cache", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -385,7 +397,8 @@ def test_without_its_dependencies_the_command_says_what_to_install(run_dir, tmp_
 
 @pytest.mark.parametrize(
     "host, url, warns",
-    [("127.0.0.1", "127.0.0.1", False), ("localhost", "localhost", False), ("::1", "[::1]", False), ("0.0.0.0", "0.0.0.0", True)],
+    [("127.0.0.1", "127.0.0.1", False), ("localhost", "localhost", False), ("::1", "[::1]", False),
+    ("0.0.0.0", "0.0.0.0", True)],
 )  # fmt: skip
 def test_the_address_that_is_printed(run_dir, open_runs, monkeypatch, capsys, host, url, warns):
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: sockets[0].close())

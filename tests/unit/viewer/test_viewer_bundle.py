@@ -125,7 +125,9 @@ def test_lines_and_controls_have_contrast(mode):
 
 @pytest.mark.parametrize("mode", COLORS)
 def test_scales_are_told_apart_without_hue(mode):
-    """Luminance alone orders sequential scales: they can be read by the colour-blind, and in grey."""
+    """Luminance alone orders sequential scales: they can be read by the colour-blind, and in
+    grey.
+    """
     for scale in ("sequential", "heat"):
         steps = [luminance(color) for color in COLORS[mode][scale]]
         assert steps == sorted(steps, reverse=mode == "light")

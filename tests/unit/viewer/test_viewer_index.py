@@ -116,7 +116,9 @@ def test_a_run_that_was_killed_in_its_last_step_writes_that_step_again(run_dir, 
 
 
 def test_a_sequence_before_the_first_id_that_is_repeated_stays(run_dir, opened):
-    """The first episode of the next attempt has two sequences, that of the abandoned one had one."""
+    """The first episode of the next attempt has two sequences, that of the abandoned one had
+    one.
+    """
     line = make_rollout(3, "Q0/0", "trained", "rollouts")[0]
     append(run_dir / "rollouts.jsonl", [line | {"id": "Q0/0/0", "episode": "Q0/0"}, line])
     assert [row["id"] for row in table(opened(), order="asc")["rows"] if row["step"] == 3] == [

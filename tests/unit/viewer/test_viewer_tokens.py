@@ -226,8 +226,10 @@ def test_without_the_trainers_half(tmp_path, open_runs):
 
 @pytest.mark.parametrize(
     "name, kind",
-    [("trained_000001", "old_logprobs"), ("trained_000001", "own_experts"), ("trained_000001", "flips"),
-     ("trained_000001", "margin"), ("rollouts_000001", "logprobs"), ("rollouts_000001", "routed_experts")],
+    [("trained_000001", "old_logprobs"), ("trained_000001", "own_experts"), ("trained_000001",
+    "flips"),
+     ("trained_000001", "margin"), ("rollouts_000001", "logprobs"), ("rollouts_000001",
+     "routed_experts")],
 )  # fmt: skip
 def test_a_tensor_of_another_length_is_named_and_not_shown(tmp_path, open_runs, name, kind):
     folder = write_run(tmp_path / "run", steps=1, tokenizer=False)
@@ -268,16 +270,21 @@ def test_a_trained_line_names_no_other_file(tmp_path, open_runs):
 
 
 def test_the_trainers_tensors_are_found_by_their_key(tmp_path, open_runs):
-    """Two replicas' rollouts of one id, trained on one replica: the second's tensors are KEY:KIND."""
+    """Two replicas' rollouts of one id, trained on one replica: the second's tensors are
+    KEY:KIND.
+    """
     folder = write_run(tmp_path / "run", steps=1, tokenizer=False)
     lines = [json.loads(line) for line in (folder / "trained.jsonl").read_text().splitlines()]
     swapped = {"Q0/0": "Q0/1@rollouts.dp1"}
     damage(
         folder,
         "trained_000001.safetensors",
-        lambda arrays: [arrays.update({f"Q0/1@rollouts.dp1:{k.rpartition(':')[2]}": arrays.pop(k)}) for k in [*arrays]
-                        if k.startswith("Q0/0:")],
-    )  # fmt: skip
+        lambda arrays: [
+            arrays.update({f"Q0/1@rollouts.dp1:{key.rpartition(':')[2]}": arrays.pop(key)})
+            for key in [*arrays]
+            if key.startswith("Q0/0:")
+        ],
+    )
     text = "".join(
         json.dumps(line | {"key": swapped.get(line["id"], line["id"])}) + "\n" for line in lines
     )

@@ -22,8 +22,10 @@ from tests.unit.weights.test_push_protocol import CPU, ORDER, ControlServer, che
 # that is not a child of this one
 READER = """
 import base64, io, pickle, sys
-ALLOWED = {"types.SimpleNamespace", "torch.uint8", "torch.bfloat16", "torch.multiprocessing.reductions.rebuild_tensor",
-           "torch.multiprocessing.reductions.rebuild_storage_filename", "torch.multiprocessing.reductions.rebuild_typed_storage",
+ALLOWED = {"types.SimpleNamespace", "torch.uint8", "torch.bfloat16",
+           "torch.multiprocessing.reductions.rebuild_tensor",
+           "torch.multiprocessing.reductions.rebuild_storage_filename",
+           "torch.multiprocessing.reductions.rebuild_typed_storage",
            "torch.storage.UntypedStorage", "torch.Tensor", "torch.Size"}
 class Reader(pickle.Unpickler):
     def find_class(self, module, name):
@@ -33,7 +35,8 @@ class Reader(pickle.Unpickler):
 for line in sys.stdin:
     read = Reader(io.BytesIO(base64.b64decode(line))).load()
     for meta in read["metadata"]:
-        values = read["flattened_tensor"][meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+        values = read["flattened_tensor"][meta.start_idx : meta.end_idx]
+        values = values.view(meta.dtype).reshape(meta.shape)
         assert meta.numel == values.nbytes
         print(meta.name, values.dtype, values.tolist())
     read["flattened_tensor"].fill_(7)

@@ -219,7 +219,7 @@ def test_the_other_run_fails_too_if_it_still_pushes(checkpoint):
 
 
 def test_requests_that_are_kept_are_paused_in_place_and_nothing_is_flushed(checkpoint):
-    """A server with running requests refuses a flush, and a flush within the update would kill it."""
+    """A server with running requests refuses a flush, and a flush in the update would kill it."""
     with ControlServer() as server:
         report = make_pusher(checkpoint, server.url).push(
             lambda: stream(checkpoint), 4, keep_requests=True
@@ -437,10 +437,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper
 body = json.loads(sys.argv[1])
-store = dist.TCPStore(body["master_address"], body["master_port"], body["world_size"], False, timedelta(seconds=60))
+minute = timedelta(seconds=60)
+store = dist.TCPStore(
+    body["master_address"], body["master_port"], body["world_size"], False, minute)
 name = body["group_name"]
-group, _ = _new_process_group_helper(2, 1, [], body["backend"], dist.PrefixStore(name, store), group_name=name,
-                                     timeout=timedelta(seconds=60))
+store = dist.PrefixStore(name, store)
+group, _ = _new_process_group_helper(
+    2, 1, [], body["backend"], store, group_name=name, timeout=minute)
 print("joined", flush=True)
 if len(sys.argv) > 2:
     options = dist.BroadcastOptions()
