@@ -167,68 +167,6 @@ def test_no_paths_of_one_machine():
     assert not found
 
 
-# The path of an expert id -------------------------------------------------------------------------
-
-ROUTE_PATH = (
-    "rollout/client/response_json.py", "rollout/client/response.py",
-    "rollout/client/routed_experts.py",
-    "rollout/missing_routes.py", "records.py", "batch/codec.py", "batch/pack.py",
-    "engine/engine.py", "engine/forward.py",
-    "replay/layout.py", "replay/manager.py",
-)  # fmt: skip
-"""Files that name expert ids between the answer of a server and replay/router.py, where the router
-gets them.
-"""
-BESIDE_ROUTE_PATH = (
-    # settings, sizes, checks at start-up
-    "config/", "metrics/", "models/", "plan/", "rollout/server/",
-    "rollout/recorder.py", "rollout/saved.py", "rollout/standalone.py",
-    "rollout/client/counters.py",
-    "trainer/build_inference.py", "checkpoint/bundle_sequences.py", "rollout/agents/recorded.py",
-    "trainer/token_recorder.py",
-)  # fmt: skip
-ROUTE_NAME = re.compile(r"(\w+_)?(routed_experts|routes|expert_ids)")
-# of yes and no, or counts
-ROUTE_FLAG = re.compile(r"(\w+_)?(want|needs|has|return|missing)_(routes|routed_experts)")
-
-
-def route_names(source: str) -> set[str]:
-    """Identifiers and keys that stand for expert ids, not for whether there are any."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
-            text = (
-                node.value if isinstance(node.value, str) else node.value.decode("ascii", "replace")
-            )
-            # a key, not a message or docstring
-            found.update([] if " " in text else re.findall(r"\w+", text))
-        found |= {str(getattr(node, field, None)) for field in ("id", "attr", "arg", "name")}
-    return {name for name in found if ROUTE_NAME.fullmatch(name) and not ROUTE_FLAG.fullmatch(name)}
-
-
-def test_names_of_expert_ids_are_recognised():
-    assert route_names("f(rollout.routed_experts, routes=tensors['1:recorded_routes'])") == {
-        "routed_experts", "routes", "recorded_routes",
-    }  # fmt: skip
-    assert not route_names(
-        "x = cfg.needs_routes and 'the server sent no routes' and count_missing_routes(groups)"
-    )
-
-
-def test_an_expert_id_passes_at_most_12_files():
-    """Other files pass records on, and name no ids: what happens to them can be read in these
-    alone.
-    """
-    package = ROOT / "megatron_rl"
-    named = {
-        path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        if route_names(path.read_text())
-    }
-    assert {path for path in named if not path.startswith(BESIDE_ROUTE_PATH)} == set(ROUTE_PATH)
-    assert len({*ROUTE_PATH, "replay/router.py"}) <= 12
-
-
 # Imports inside functions -------------------------------------------------------------------------
 
 
