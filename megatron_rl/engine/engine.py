@@ -35,7 +35,7 @@ from megatron_rl.engine.statistics import (
     add_update_pass,
     pass_tokens,
 )
-from megatron_rl.loss import policy_loss, token_shares
+from megatron_rl.loss import LossInputs, policy_loss, token_shares
 from megatron_rl.loss.custom import check_loss
 from megatron_rl.loss.policy import PolicyLoss
 from megatron_rl.metrics.reduce import MetricSums
@@ -217,16 +217,16 @@ class Engine:
         def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
             found = self._token_logprobs(output, micro_batch)
             logprobs = found.logprobs
-            loss = policy_loss(
+            inputs = LossInputs(
                 logprobs,
                 old.logprobs[index],
                 micro_batch.rollout_logprobs,
                 micro_batch.advantages,
                 micro_batch.loss_mask,
-                config=self.cfg.loss,
                 entropy=found.entropy,
                 **further[index],
             )
+            loss = policy_loss(inputs, self.cfg.loss)
             shares = token_shares(
                 loss,
                 further[index]["sequences"],
@@ -273,8 +273,8 @@ class Engine:
         routes: Sequence[Routes],
         old: OldPass,
     ) -> list[dict[str, Any]]:
-        """Per micro-batch, what policy_loss is given by name: made for the complete mini-batch
-        before its update.
+        """Return, for every micro-batch, the fields of LossInputs that are computed for the
+        complete mini-batch before its update.
         """
         router_shift = self._router_shift(micro_batches, routes, old.router)
         if not self.parallel.is_last_stage:  # where the loss is computed

@@ -16,21 +16,33 @@ from megatron_rl.loss.sequences import Sequences
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a loss; float32 (float64 where the log-probs are) [T], and 0 outside `mask`.
+    """Values of the T tokens of one micro-batch, from which `policy_loss` computes its loss.
 
-    Only `logprobs` has gradient.
+    A user's function gets them in float32 (float64 where the log-probs are float64), 0 outside
+    `mask`; only `logprobs` and `entropy` carry gradient.
     """
 
-    logprobs: Float[Tensor, " T"]  # log pi
-    old_logprobs: Float[Tensor, " T"]  # log pi_old
-    rollout_logprobs: Float[Tensor, " T"]  # log mu_old
+    logprobs: Float[Tensor, " T"]
+    """log pi_theta, of the current weights."""
+    old_logprobs: Float[Tensor, " T"]
+    """log pi_old, of the training engine before the step's updates."""
+    rollout_logprobs: Float[Tensor, " T"]
+    """log mu_old, of the inference engine."""
     advantages: Float[Tensor, " T"]
-    mask: Bool[Tensor, " T"]  # response tokens, all of them finite
+    mask: Bool[Tensor, " T"]
+    """Response tokens.  A user's function gets it without tokens that have a value not finite."""
     sequences: Sequences
     selected: Bool[Tensor, " T"] | None = None
-    """The tokens that loss.select chose (loss/covariance.py)."""
+    """Tokens that loss.select chose (loss/covariance.py)."""
     router_shift: Float[Tensor, " T"] | None = None
-    """With loss.router_shift (replay/router_shift.py), 0 outside `mask`."""
+    """Mean shift of the router's log-probabilities, with loss.router_shift
+    (replay/router_shift.py)."""
+    entropy: Float[Tensor, " T"] | None = None
+    """Entropy of pi_theta over the vocabulary, in nats; a user's function gets it where
+    loss.entropy_coef is not 0."""
+    reference_logprobs: Float[Tensor, " T"] | None = None
+    """log pi_ref, of the frozen model as loaded; a user's function gets it where loss.kl_coef is
+    not 0."""
 
 
 LossFunction = Callable[[LossInputs, LossConfig], Tensor]

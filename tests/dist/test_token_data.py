@@ -192,7 +192,7 @@ def check_recomputed(run_dir, found):
     import torch
 
     from megatron_rl.config import load_config
-    from megatron_rl.loss import Sequences, policy_loss, token_shares
+    from megatron_rl.loss import LossInputs, Sequences, policy_loss, token_shares
     from megatron_rl.trainer.token_files import Flag
 
     config = load_config(
@@ -212,11 +212,12 @@ def check_recomputed(run_dir, found):
         lengths = torch.full((size,), each["sample"].length)
         sequences = Sequences(torch.zeros(size, dtype=torch.int64), 1, lengths)
         mu = torch.from_numpy(each["rollout"].rollout_logprobs)
-        loss = policy_loss(
-            own["logprobs"][0], own["old_logprobs"], mu, torch.full((size,),
-            written[f"{name}:advantage"][0]), mask,
-            sequences, config, entropy=own["entropy"],
+        advantages = torch.full((size,), written[f"{name}:advantage"][0])
+        inputs = LossInputs(
+            own["logprobs"][0], own["old_logprobs"], mu, advantages, mask, sequences,
+            entropy=own["entropy"],
         )  # fmt: skip
+        loss = policy_loss(inputs, config)
         batch = each["batch"]
         counts = {
             "num_responses": batch.num_responses,

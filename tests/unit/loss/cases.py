@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.loss import (
     LossConfig,
+    LossInputs,
     Sequences,
     aggregate,
     count_kept,
@@ -178,15 +179,20 @@ def count_alone(packed, config):
         with_kept_lengths(packed, config, packed.sequences.ids, packed.sequences.count)
 
 
+def inputs_of(packed, config, logprobs, **optional):
+    return LossInputs(
+        logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences,
+        selected=packed.selected,
+        router_shift=shift_of(packed.old, packed.mu) if config.switches.router_shift else None,
+        **optional,
+    )  # fmt: skip
+
+
 def run(packed, config, **global_counts):
     """(total, gradient per row, PolicyLoss) of one micro-batch."""
     count_alone(packed, config)
     logprobs = packed.logprobs.clone().requires_grad_()
-    loss = policy_loss(
-        logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config,
-        selected=packed.selected,
-        router_shift=shift_of(packed.old, packed.mu) if config.switches.router_shift else None,
-    )  # fmt: skip
+    loss = policy_loss(inputs_of(packed, config, logprobs), config)
     total = aggregate(loss, packed.sequences, config, **global_counts)
     total.backward()
     return total.detach(), logprobs.grad, loss

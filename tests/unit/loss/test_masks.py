@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_rl.loss import policy_loss
-from tests.unit.loss.cases import Response, counts, loss_of, pack, responses, run
+from tests.unit.loss.cases import Response, counts, inputs_of, loss_of, pack, responses, run
 
 TOKEN = {  # name -> (settings, whether a token with the ratio rho stays)
     "none": ({}, lambda rho: True),
@@ -147,15 +148,9 @@ def test_responses_are_rejected_by_their_statistic(level, only):
 def test_what_a_preset_does_not_do_is_not_counted(name, mark):
     """Without a selection no token is selected; the soft forms clip none."""
     packed = pack(responses(0))
-    columns = (
-        packed.logprobs,
-        packed.old,
-        packed.mu,
-        packed.advantages,
-        packed.mask,
-        packed.sequences,
-    )
-    assert not getattr(policy_loss(*columns, loss_of(name)), mark).any()
+    config = loss_of(name)
+    loss = policy_loss(inputs_of(packed, config, packed.logprobs), config)
+    assert not getattr(loss, mark).any()
 
 
 def test_a_token_with_equal_logprobs_does_not_diverge():
@@ -181,15 +176,9 @@ def test_a_token_whose_router_shift_is_not_finite_is_masked():
     packed = pack(responses(0))
     shift = torch.zeros_like(packed.old)
     shift[packed.rows[1][2]] = math.inf
-    columns = (
-        packed.logprobs,
-        packed.old,
-        packed.mu,
-        packed.advantages,
-        packed.mask,
-        packed.sequences,
-    )
-    mask = policy_loss(*columns, loss_of("rspo"), router_shift=shift).mask
+    config = loss_of("rspo")
+    inputs = replace(inputs_of(packed, config, packed.logprobs), router_shift=shift)
+    mask = policy_loss(inputs, config).mask
     assert (packed.mask & ~mask).nonzero().flatten().tolist() == [int(packed.rows[1][2])]
 
 

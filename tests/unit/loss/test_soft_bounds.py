@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.loss import PRESETS, policy_loss
+from megatron_rl.loss import PRESETS, LossInputs, policy_loss
 from tests.unit.loss.cases import Response, counts, loss_of, pack, responses, run, run_whole
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -292,5 +292,6 @@ def test_a_token_exactly_at_the_floor_is_not_held_there():
 def test_a_missing_router_shift_is_named():
     batch = responses(0)
     p = pack(batch)
+    inputs = LossInputs(p.logprobs, p.old, p.mu, p.advantages, p.mask, p.sequences)
     with pytest.raises(ValueError, match="router_shift = true needs router_shift"):
-        policy_loss(p.logprobs, p.old, p.mu, p.advantages, p.mask, p.sequences, loss_of("rspo"))
+        policy_loss(inputs, loss_of("rspo"))

@@ -10,18 +10,15 @@ import torch
 from megatron_rl.config.loss_presets import PRESETS
 from megatron_rl.loss import aggregate, policy_loss
 from megatron_rl.loss.kl import kl_to_reference, weighted_by_sampler
-from tests.unit.loss.cases import Response, count_alone, counts, loss_of, pack, responses, shift_of
+from tests.unit.loss.cases import Response, count_alone, counts, inputs_of, loss_of, pack, responses
 
 
 def run_with(packed, config, entropy=None, reference=None, batch=None):
     count_alone(packed, config)
     logprobs = packed.logprobs.clone().requires_grad_()
     entropy = None if entropy is None else entropy.clone().requires_grad_()
-    loss = policy_loss(
-        logprobs, packed.old, packed.mu, packed.advantages, packed.mask, packed.sequences, config,
-        entropy=entropy, reference_logprobs=reference, selected=packed.selected,
-        router_shift=shift_of(packed.old, packed.mu) if config.switches.router_shift else None,
-    )  # fmt: skip
+    inputs = inputs_of(packed, config, logprobs, entropy=entropy, reference_logprobs=reference)
+    loss = policy_loss(inputs, config)
     total = aggregate(loss, packed.sequences, config, **counts(batch))
     total.backward()
     return total.detach(), logprobs.grad, None if entropy is None else entropy.grad, loss
