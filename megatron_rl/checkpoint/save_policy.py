@@ -28,7 +28,7 @@ from megatron_rl.config.renamed import new_metric
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.launch.signals import StoppedBySignal, StopSignal
 from megatron_rl.metrics.events import Events
-from megatron_rl.metrics.left_out import totals_of
+from megatron_rl.metrics.left_out_counts import totals_of
 from megatron_rl.records import Files
 
 PROGRESS = {"policy_version", "prompts", "totals"}

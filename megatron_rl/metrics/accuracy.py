@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Z = 1.959964  # 97.5 % quantile of the normal distribution
+Z = 1.959964
+"""The 97.5 % quantile of the normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,22 @@ class Estimate:
 
 
 def average(rewards: np.ndarray) -> Estimate:
-    """avg@n: mean over prompts of the mean of their rewards [P, n]; NaN: not scored, left out."""
+    """Return avg@n, the mean over prompts of the mean of their rewards [P, n].
+
+    A reward of NaN was not scored, and is left out.
+    """
     rows = [row[~np.isnan(row)] for row in rewards]
     return interval([float(row.mean()) for row in rows if len(row)], draws=rewards.shape[1])
 
 
 def pass_at(rewards: np.ndarray, k: int) -> Estimate:
-    """pass@k: mean over prompts of the expected best of k responses, estimated without bias from
-    rewards [P, n], n >= k.
+    """Return pass@k, the mean over prompts of the expected best of k responses, estimated without
+    bias from rewards [P, n], n >= k.
 
     For rewards 0 and 1 this is 1 - C(n - c, k) / C(n, k) with c correct (arXiv 2107.03374, Eq. 1).
-    In general, with the rewards in ascending order, sum_j C(j, k - 1) / C(n, k) r_j, j = 0 .. n -
-    1: of all subsets of k, the share whose best is r_j.  NaN: not scored, left out, as is a prompt
-    with fewer than k scored responses.
+    In general it is sum_j C(j, k - 1) / C(n, k) r_j, j = 0 .. n - 1, with the rewards in ascending
+    order: the weight of r_j is the share of the subsets of k whose best is r_j.  A reward of NaN
+    was not scored, and is left out, as is a prompt with fewer than k scored responses.
     """
     best = []
     for row in rewards:
@@ -50,19 +54,22 @@ def pass_at(rewards: np.ndarray, k: int) -> Estimate:
 
 @functools.lru_cache(maxsize=64)
 def shares_of_the_best(n: int, k: int) -> np.ndarray:
-    """float64 [n]: the share of the subsets of k of n in which the j-th smallest is the largest."""
+    """Return float64 [n]: for j, the share of the subsets of k of n whose largest element is the
+    j-th smallest of all.
+    """
     total = math.comb(n, k)
     return np.array([math.comb(j, k - 1) / total for j in range(n)])
 
 
 def interval(scores: Sequence[float], *, draws: int) -> Estimate:
-    """The mean of the prompts' scores and its interval for another set of prompts from the same
-    distribution.
+    """Return the mean of the prompts' scores, and the interval of the mean for another set of
+    prompts from the same distribution.
 
-    Prompts are the sampling unit.  For scores within [0, 1]: Wilson's interval of p = mean with the
-    effective size N = P p (1 - p) / s^2, s^2 the scores' variance: P for scores of 0 and 1, more
-    where the scores vary less, at most P x draws (independent responses per score); N = P where p
-    is 0 or 1, or P = 1. Other scores: p +- 1.96 s / sqrt(P - 1).  NaN without prompts.
+    Prompts are the sampling unit.  For scores in [0, 1] it is Wilson's interval of p = mean with
+    the effective size N = P p (1 - p) / s^2, s^2 the variance of the scores.  N is P for scores of
+    0 and 1, more where the scores vary less, and at most P x draws (independent responses per
+    score); it is P where p is 0 or 1, or where P = 1.  For other scores it is
+    p +- 1.96 s / sqrt(P - 1).  Without prompts everything is NaN.
     """
     count = len(scores)
     if not count:

@@ -1,9 +1,9 @@
 """The terminal output of a run: one line per step, one per evaluation, progress of long work, a
 summary at the end.
 
-A bar needs a terminal; into a file or a pipe progress is a plain line every PLAIN_PROGRESS_SECONDS.
-With run.log_format = json every line is a JSON object (launch/log_lines.py).  rich follows
-NO_COLOR.
+Progress is a bar on a terminal, and a plain line every PLAIN_PROGRESS_SECONDS in a file or a pipe.
+With run.log_format = json every line is a JSON object (launch/log_lines.py).  rich follows the
+environment variable NO_COLOR.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Item = TypeVar("Item")
 
 
 class Advance(Protocol):
-    """Counts `amount` more of a job's items."""
+    """Count `amount` more items of a job as done."""
 
     def __call__(self, amount: int = 1) -> None: ...
 
 
 class ShowProgress(Protocol):
-    """Console.progress."""
+    """The type of Console.progress."""
 
     def __call__(
         self, text: str, total: int, unit: str = ""
@@ -51,33 +51,31 @@ class ShowProgress(Protocol):
 
 
 class Console:
-    """Prints on the one rank where it is enabled; silent elsewhere."""
+    """The printer of a run: it prints on the one rank where it is enabled."""
 
     def __init__(self, *, enabled: bool, lines: LogLines | None = None) -> None:
         self.lines = lines or LogLines()
         self._rich = RichConsole(quiet=not enabled, highlight=False, markup=False, soft_wrap=True)
 
     def log(self, text: str) -> None:
-        """One line, without markup."""
+        """Print one line, without markup."""
         self._write("log", text)
 
     def step(
         self, result: StepResult, num_steps: int, totals: Mapping[str, float] | None = None
     ) -> None:
-        """The line of a finished step.  totals: see step_line."""
+        """Print the line of a finished step.  totals: see step_line."""
         values: dict[str, Value] = {"step": result.step + 1, "num_steps": num_steps}
         values |= {"policy_version": result.policy_version, "metrics": result.metrics}
         self._write("step", step_line(result, num_steps, totals), **values)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The line of an evaluation after `step` finished steps: avg@k and pass@k, without their
-        intervals, and what failed.
-        """
+        """Print the line of an evaluation after `step` finished steps (see evaluation_text)."""
         text = f"eval after step {step}: {evaluation_text(metrics)}"
         self._write("evaluation", text, step=step, metrics=metrics)
 
     def summary(self, text: str, values: Mapping[str, Value]) -> None:
-        """What a run changed, at its end; several lines of text."""
+        """Print what a run changed, at its end; `text` has several lines."""
         self._write("summary", text, **values)
 
     def _write(self, event: Event, text: str, **values: Value) -> None:
@@ -86,10 +84,10 @@ class Console:
 
     @contextmanager
     def progress(self, text: str, total: int, unit: str = "") -> Iterator[Advance]:
-        """Show `text`, how many of `total` items are done, their rate and the time left; yields a
-        function that counts more.
+        """Show `text`, how many of `total` items are done, their rate and the time left; yield a
+        function that counts more items as done.
 
-        unit: "MiB" for bytes, which are shown as such; else the name of an item.
+        unit: the name of an item, as "MiB"; may be empty.
         """
         job = Job(text, total, unit)
         if self._rich.is_terminal and not self._rich.quiet and not self.lines.is_json:
@@ -120,8 +118,8 @@ class Console:
 
 
 def evaluation_text(metrics: Mapping[str, float]) -> str:
-    """avg@k and pass@k of every set, without their intervals; the share of its responses that could
-    not be scored.
+    """Return avg@k and pass@k of every evaluation set, without their intervals, and the share of
+    responses that could not be scored where it is above 0.
     """
     shown = {
         name: value
@@ -132,7 +130,7 @@ def evaluation_text(metrics: Mapping[str, float]) -> str:
 
 
 class Rate(ProgressColumn):
-    """Items per second."""
+    """The column of a progress bar with the items per second."""
 
     def __init__(self, unit: str) -> None:
         super().__init__()
@@ -158,7 +156,7 @@ class Job:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the rate so far; None before the first item."""
+        """The time left at the rate so far; None before the first item is done."""
         return self.seconds * (self.total - self.done) / self.done if self.done else None
 
     @property
@@ -180,18 +178,19 @@ class Job:
 
 
 def rate_of(per_second: float, unit: str) -> str:
-    return f"{short(per_second) if per_second >= 0.95 else f'{per_second:.2g}'}{f' {unit}' if unit else ''}/s"
+    number = short(per_second) if per_second >= 0.95 else f"{per_second:.2g}"
+    return f"{number} {unit}/s" if unit else f"{number}/s"
 
 
 def clock(seconds: float) -> str:
-    """`0:03`, `12:45`, `3:05:00`."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Return the time as on a clock: `0:03`, `12:45`, `3:05:00`."""
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def counted(items: Iterator[Item], advance: Advance) -> Iterator[Item]:
-    """The items; each is counted when the next one is asked for."""
+    """Yield the items; an item is counted as done when the next one is requested."""
     for item in items:
         yield item
         advance()

@@ -1,7 +1,7 @@
-"""events.jsonl: what happened in a run beside its steps, for the time axis of the curves.
+"""events.jsonl: the events of a run beside its steps, for the time axis of the curves.
 
-One line is {"time": Unix seconds, "step": finished steps or the one in progress, counted from 1,
-"kind", "text"}, and "seconds" where it took some time.
+One line is {"time": Unix seconds, "step": the number of finished steps or of the one in progress,
+counted from 1, "kind", "text"}, with "seconds" for an event that took time.
 """
 
 from __future__ import annotations
@@ -17,23 +17,18 @@ from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.metrics.lines import append_lines
 
 EventKind = Literal[
-    "start",
-    "resume",
-    "stop",
-    "weight_sync",
-    "server_restart",
-    "skipped_update",
-    "checkpoint",
-    "anomaly",
-    "evaluation",
-]
+    "start", "resume", "stop", "weight_sync", "server_restart", "skipped_update", "checkpoint",
+    "anomaly", "evaluation",
+]  # fmt: skip
 EVENTS_FILE = "events.jsonl"
 
 
 class Events:
-    """Appends to `path`; None on ranks that write nothing.
+    """The writer of events.jsonl.
 
-    hidden: environment variables whose values no text may show.
+    path: the file; None on ranks that write nothing.
+    files: the writer that counts errors of the disk; without it they are raised.
+    hidden: names of environment variables whose values no text may show.
     """
 
     def __init__(
@@ -46,17 +41,12 @@ class Events:
         self._redactor = Redactor(hidden)
 
     def add(self, kind: EventKind, step: int, text: str, seconds: float | None = None) -> None:
-        """Append one event.
-
-        A file that cannot be written is counted by the FileWriter, if there is one.
-        """
+        """Append one event."""
         if self.path is None:
             return
-        text = self._redactor.text(text)  # an error's may hold the URL that failed
-        path, event = (
-            self.path,
-            {"time": round(time.time(), 3), "step": step, "kind": kind, "text": text},
-        )
+        path, now = self.path, round(time.time(), 3)
+        text = self._redactor.text(text)  # the text of an error may hold the URL that failed
+        event: dict[str, object] = {"time": now, "step": step, "kind": kind, "text": text}
         if seconds is not None:
             event["seconds"] = round(seconds, 3)
         if self.files is None:
@@ -66,7 +56,7 @@ class Events:
 
     @contextmanager
     def timed(self, kind: EventKind, step: int, text: str) -> Iterator[None]:
-        """Add the event with the seconds that the work inside took, when that is done."""
+        """Add the event after the work inside, with the seconds that it took."""
         start = time.monotonic()
         yield
         self.add(kind, step, text, time.monotonic() - start)

@@ -1,5 +1,5 @@
-"""Writes files that training can do without: in a thread, and an error is counted and logged, never
-raised.
+"""A writer of files that training does not need: it works in a thread, and counts and logs errors
+instead of raising them.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 MOST_WAITING = 4
-"""Jobs that may wait: each holds the arrays that it writes."""
+"""The largest number of waiting jobs: a job keeps the arrays that it writes in memory."""
 
 
 class FileWriter:
-    """`log` prints one line.  failed: files, or lines of one, that could not be written."""
+    """The thread that writes files, in the order of the calls.  log: prints one line."""
 
     def __init__(self, log: Callable[[str], None] = lambda text: None) -> None:
         self.failed = 0
+        """The number of writes that failed: of a file, or of lines of one."""
         self._log = log
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="file-writer")
         self._waiting: deque[Future[None]] = deque()
 
     def now(self, path: Path, write: Callable[[], None]) -> None:
-        """Call `write`, which writes `path`; a full disk or a folder that cannot be written is
-        reported once.
+        """Call `write`, which writes `path`.  The first error (a full disk, a folder without write
+        permission) is logged, all are counted.
         """
         try:
             write()
@@ -39,16 +40,13 @@ class FileWriter:
                 )
 
     def later(self, path: Path, write: Callable[[], None]) -> None:
-        """`now` in the thread, in the order of the calls.
-
-        Waits for older jobs where the disk is slower than training.
-        """
+        """Call `now` in the thread.  Wait for older jobs where the disk is slower than training."""
         self._waiting.append(self._pool.submit(self.now, path, write))
         while len(self._waiting) > MOST_WAITING:
             self._waiting.popleft().result()
 
     def wait(self) -> None:
-        """Until everything is written."""
+        """Wait until everything is written."""
         while self._waiting:
             self._waiting.popleft().result()
 

@@ -2,10 +2,10 @@
 was left out, replaced or repeated in the last steps (left_out.py).
 
 A rule compares the median of the last WINDOW steps, because single steps are noise, with a limit or
-with the run's own course. What must never happen (replay of other experts) needs no window.  The
-limits are chosen, not measured: values at which the direction that the guide describes is clear.
-Those of first_order/total_p95 follow examples/paper_long. Imports no torch: the report, the end of
-a run and the viewer use it.
+with earlier values of the run.  An event that must never happen (replay of other experts) needs no
+window.  The limits are chosen, not measured: values at which the direction that the guide describes
+is clear.  The limits of first_order/total_p95 follow examples/paper_long.  This module imports no
+torch, because the report, the end of a run and the viewer use it.
 """
 
 from __future__ import annotations
@@ -22,46 +22,47 @@ from megatron_rl.metrics.left_out import ENTRIES, LeftOut, entry_of
 if TYPE_CHECKING:  # it loads torch
     from megatron_rl.records import StepResult
 
-WINDOW = 5  # steps of the median; fewer steps say nothing
-BACK = 10  # steps between two values that show a sudden change
-RECENT = 20  # steps for which something that must never happen is shown
+WINDOW = 5
+"""The number of steps of a median; no rule holds before so many steps."""
+BACK = 10
+"""The number of steps between two values that show a sudden change."""
+RECENT = 20
+"""The number of steps for which an event that must never happen is shown."""
 
 Level = Literal["ok", "watch", "bad"]
 COLLAPSE, MISMATCH = "docs/guides/trouble.md", "docs/guides/mismatch.md"
-FIRST, SPLIT, CLIPPING = (
-    f"{COLLAPSE}#read-these-first",
-    f"{COLLAPSE}#the-split-logratio",
-    f"{COLLAPSE}#clipping-truncation-sample-size",
-)
+FIRST, SPLIT = f"{COLLAPSE}#read-these-first", f"{COLLAPSE}#the-split-logratio"
+CLIPPING = f"{COLLAPSE}#clipping-truncation-sample-size"
 BATCH, ROUTING = f"{COLLAPSE}#the-batch", f"{COLLAPSE}#routing-routing"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """bad: by the guide it precedes a collapse, or a step was wrong; since_step: where the stretch
-    begins that lasts to the end;
-    guide: a page of the repository with its anchor."""
+    """A statement about the health of a run at its last step."""
 
     level: Level
+    """bad: by the guide this precedes a collapse, or a step was wrong."""
     title: str
     since_step: int | None
+    """The step from which the finding holds without a gap to the last step."""
     text: str
     advice: str
     metric: str
     guide: str
+    """A page of the repository with its anchor."""
 
     @property
     def since(self) -> str:
         return "" if self.since_step is None else f" since step {self.since_step}"
 
     def to_json(self) -> dict[str, str | int | None]:
-        """With `advice` as "try", as the viewer names it."""
+        """Return the fields, with `advice` under the key "try", which the viewer reads."""
         return {"try" if name == "advice" else name: value for name, value in vars(self).items()}
 
 
 class Curves:
-    """Metrics of n steps, NaN where a step has no value; settings: {"section.key": value} of the
-    run.
+    """The metrics of n steps, NaN where a step has no value, and the settings of the run as
+    {"section.key": value}.
     """
 
     def __init__(
@@ -77,11 +78,13 @@ class Curves:
         return self._metrics.get(name, np.full(len(self.steps), np.nan))
 
     def recent(self, entry: LeftOut) -> np.ndarray:
-        """[n]: what was counted in the RECENT steps up to each."""
+        """Return float [n], what was counted in the last RECENT steps, for every step."""
         return recent_sum(entry.added(self.values(entry.metric), self.steps[0]))
 
     def median(self, name: str) -> np.ndarray:
-        """[n]: of the WINDOW steps up to each; NaN where one of them has no value."""
+        """Return float [n], the median of the last WINDOW steps, for every step; NaN where one of
+        them has no value.
+        """
         values = self.values(name)
         if len(values) < WINDOW:
             return np.full(len(values), np.nan)
@@ -91,10 +94,12 @@ class Curves:
 
 @dataclass(frozen=True)
 class Condition:
-    """holds: bool [n], a comparison with NaN is False; rule: what is said of it."""
+    """A condition on the metrics of a run, for every step."""
 
     holds: Callable[[Curves], np.ndarray]
+    """Return bool [n]; a comparison with NaN is False."""
     rule: str
+    """The condition in words, for the finding."""
 
 
 def above(name: str, limit: float) -> Condition:
@@ -114,8 +119,9 @@ def grew(name: str, factor: float, floor: float) -> Condition:
 
 
 def lost(name: str, share: float, floor: float) -> Condition:
-    """For metrics that are positive when all is well: a share of a value near 0 or below says
-    nothing.
+    """Hold where the median is `share` below its highest value so far, which was above `floor`.
+
+    `floor` must be positive: a share of a value near 0 or below says nothing.
     """
 
     def holds(curves: Curves) -> np.ndarray:
@@ -143,7 +149,7 @@ def happened(name: str) -> Condition:
 
 
 def recent_sum(values: np.ndarray) -> np.ndarray:
-    """[n]: the sum of the RECENT values up to each."""
+    """Return [n], the sum of the last RECENT values, for every step."""
     sums = np.cumsum(values)
     return sums - np.concatenate([np.zeros(min(RECENT, len(sums))), sums[:-RECENT]])
 
@@ -157,7 +163,7 @@ def under_r3(condition: Condition) -> Condition:
 
 @dataclass(frozen=True)
 class HealthRule:
-    """The worse condition counts where both hold."""
+    """Two conditions on a metric and what to say where they hold; bad counts where both hold."""
 
     metric: str
     title: str
@@ -171,9 +177,11 @@ class HealthRule:
 RULES = (
     HealthRule(
         "first_order/total_p95", "The first-order approximation breaks",
-        "For the worst twentieth of the responses the token-level surrogate no longer follows the sequence-level objective.",
-        "Compare first_order/train_infer_p95 and first_order/staleness_p95. The first: use R3, serve in a more precise dtype, "
-        "check the weight sync. The second: clip, fewer mini-batches, a lower learning rate.",
+        "For the worst twentieth of the responses the token-level surrogate no longer follows the"
+        " sequence-level objective.",
+        "Compare first_order/train_infer_p95 and first_order/staleness_p95. The first: use R3,"
+        " serve in a more precise dtype, check the weight sync. The second: clip, fewer"
+        " mini-batches, a lower learning rate.",
         FIRST, watch=above("first_order/total_p95", 1.0), bad=above("first_order/total_p95", 2.5),
     ),
     HealthRule(
@@ -185,10 +193,10 @@ RULES = (
     ),
     HealthRule(
         "logratio/f2_frac", "Extreme tokens",
-        "Tokens whose probability differs by more than a factor of 2 between the engines. arXiv 2510.11370 saw collapse coincide "
-        "with a share above 0.1.",
-        "See whether tokens with flips are the wide ones (logratio/train_infer_std by flips): then use R3, else look at "
-        "precision and kernels.",
+        "Tokens whose probability differs by more than a factor of 2 between the engines. arXiv"
+        " 2510.11370 saw collapse coincide with a share above 0.1.",
+        "See whether tokens with flips are the wide ones (logratio/train_infer_std by flips): then"
+        " use R3, else look at precision and kernels.",
         SPLIT, watch=above("logratio/f2_frac", 0.02), bad=above("logratio/f2_frac", 0.1),
     ),
     HealthRule(
@@ -205,14 +213,17 @@ RULES = (
     ),
     HealthRule(
         "train/ess", "Few tokens carry the weight",
-        "The effective sample size of the importance weights is small: the gradient is as noisy as that share of the tokens.",
-        "Look at logratio/train_infer_p99 and logratio/staleness_p99 for the part that grows; lower loss.weight_high.",
+        "The effective sample size of the importance weights is small: the gradient is as noisy as"
+        " that share of the tokens.",
+        "Look at logratio/train_infer_p99 and logratio/staleness_p99 for the part that grows;"
+        " lower loss.weight_high.",
         CLIPPING, watch=below("train/ess", 0.5), bad=below("train/ess", 0.1),
     ),
     HealthRule(
         "train/tis_truncated_frac", "Many truncated weights",
         "The weight of these tokens is biased.",
-        "Look at the tail of logratio/train_infer (p99, max): use R3 or a more precise dtype on the servers.",
+        "Look at the tail of logratio/train_infer (p99, max): use R3 or a more precise dtype on"
+        " the servers.",
         CLIPPING, watch=above("train/tis_truncated_frac", 0.02),
     ),
     HealthRule(
@@ -260,9 +271,10 @@ RULES = (
     HealthRule(
         "rollout/reward_mean", "The reward falls",
         "It is the last to move: look at the other curves before it.",
-        "Resume from a checkpoint before that step, with clipping, a lower learning rate or fewer mini-batches.",
-        BATCH, watch=lost("rollout/reward_mean", 0.3, 0.05), bad=lost("rollout/reward_mean", 0.6,
-        0.05),
+        "Resume from a checkpoint before that step, with clipping, a lower learning rate or fewer"
+        " mini-batches.",
+        BATCH, watch=lost("rollout/reward_mean", 0.3, 0.05),
+        bad=lost("rollout/reward_mean", 0.6, 0.05),
     ),
     HealthRule(
         "routing/replayed_mismatch", "Replay does not replay",
@@ -278,18 +290,21 @@ def examine(
     metrics: Mapping[str, Sequence[float]],
     settings: Mapping[str, object] | None = None,
 ) -> list[Finding]:
-    """What holds at the last step, the worst first; where nothing does, one finding of level "ok"."""
+    """Return the findings that hold at the last step, the worst first; where none does, one finding
+    of level "ok".
+
+    steps: numbers of the steps, from 1; metrics: name -> its value in each of them, NaN for none.
+    """
     curves = Curves(steps, metrics, settings or {})
     counters = [entry for name in sorted(metrics) if (entry := entry_of(name)) and entry.is_alarm]
-    findings: list[Finding] = []
     if curves.steps:
-        found = [
+        candidates = [
             *(apply(rule, curves) for rule in RULES),
             *(apply_counter(entry, curves) for entry in counters),
         ]
-        findings = [finding for finding in found if finding is not None]
-    if findings:
-        return sorted(findings, key=lambda finding: finding.level != "bad")
+        findings = [finding for finding in candidates if finding is not None]
+        if findings:
+            return sorted(findings, key=lambda finding: finding.level != "bad")
     looked = sum(bool(np.isfinite(curves.values(rule.metric)).any()) for rule in RULES)
     text = (
         f"{looked} of {len(RULES)} rules and {len(counters)} counters had values to look at, in"
@@ -303,7 +318,7 @@ def examine(
 def examine_results(
     results: Sequence[StepResult], settings: Mapping[str, object] | None = None
 ) -> list[Finding]:
-    """The same of the lines of metrics.jsonl; an evaluation before the first step is no step."""
+    """`examine` for the lines of metrics.jsonl, without an evaluation before the first step."""
     trained = [result for result in results if result.step >= 0]
     names = {name for result in trained for name in result.metrics}
     metrics = {name: [result.metrics.get(name, math.nan) for result in trained] for name in names}
@@ -311,25 +326,23 @@ def examine_results(
 
 
 def apply(rule: HealthRule, curves: Curves) -> Finding | None:
-    """None unless a condition of the rule holds at the last step."""
+    """Return the finding of a rule; None unless one of its conditions holds at the last step."""
     levels: tuple[tuple[Level, Condition | None], ...] = (("watch", rule.watch), ("bad", rule.bad))
-    held = {
-        level: (condition, condition.holds(curves))
-        for level, condition in levels
-        if condition is not None
-    }
-    reached = [level for level, (_, holds) in held.items() if holds[-1]]
+    conditions = {level: condition for level, condition in levels if condition is not None}
+    holds = {level: condition.holds(curves) for level, condition in conditions.items()}
+    reached = [level for level in conditions if holds[level][-1]]
     if not reached:
         return None
-    since = since_step(curves, np.any([holds for _, holds in held.values()], axis=0))
+    worst = reached[-1]
+    since = since_step(curves, np.any(list(holds.values()), axis=0))
     now = curves.median(rule.metric)[-1]
     value = "" if np.isnan(now) else f" Median of the last {WINDOW} steps: {now:.3g}."
-    said = f"{rule.text}{value} The rule: {held[reached[-1]][0].rule}."
-    return Finding(reached[-1], rule.title, since, said, rule.advice, rule.metric, rule.guide)
+    text = f"{rule.text}{value} The rule: {conditions[worst].rule}."
+    return Finding(worst, rule.title, since, text, rule.advice, rule.metric, rule.guide)
 
 
 def apply_counter(entry: LeftOut, curves: Curves) -> Finding | None:
-    """None unless something was counted in the last RECENT steps."""
+    """Return the finding of a counter; None where it counted nothing in the last RECENT steps."""
     recent = curves.recent(entry)
     amount = recent[-1]
     if not amount > 0:
@@ -352,5 +365,5 @@ def apply_counter(entry: LeftOut, curves: Curves) -> Finding | None:
 
 
 def since_step(curves: Curves, holds: np.ndarray) -> int:
-    """The step from which `holds` [n] is True to the end."""
+    """Return the number of the step from which `holds` [n] is True to the end."""
     return curves.steps[len(holds) - int(np.argmin(np.append(holds[::-1], False)))]

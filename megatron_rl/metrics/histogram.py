@@ -1,9 +1,9 @@
-"""The distribution of a quantity over tokens or responses: count, moments, largest and a histogram,
-which all add over ranks.
+"""The distribution of a quantity over tokens or responses: count, moments and a histogram, which
+add over ranks, and the largest value.
 
 Quantiles come from a fixed histogram of abs(x): 64 bins per decade from 1e-9 to 1e9.  A quantile is
-within 1.9 % of that of the sample, and 0 below the range.  The rest is exact.
-Shapes: n values, g groups (each value is in one), W columns.
+within 1.9 % of the quantile of the sample, and 0 below the range.  Everything else is exact.
+Shapes: n values, g groups (every value is in one), b bins, W columns (moments and bins).
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ HISTOGRAMS = {
     "rollout/request_seconds": ("median", "p95", "max"),
     "rollout/environment_seconds": ("mean", "p95", "max"),
 }
-"""Every such quantity and what is reported of it, as NAME_STATISTIC.
+"""Quantity -> the statistics of it that are reported, as NAME_STATISTIC.
 
-Mean and std are of x, the rest of abs(x).
+Mean and std are statistics of x, all others of abs(x).
 """
 
 QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99}
 BINS_PER_DECADE, LOWEST, DECADES = 64, -9, 18
-MOMENTS = 3  # count, sum of x, sum of x^2
-WIDTH = MOMENTS + BINS_PER_DECADE * DECADES + 2  # W: a bin below the range and one above it
+MOMENTS = 3
+"""The first columns: count, sum of x, sum of x^2."""
+WIDTH = MOMENTS + BINS_PER_DECADE * DECADES + 2
+"""W: moments, a bin below the range, the bins of the range and a bin above it."""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """sums float64 [g, W] add over ranks and calls, largest float64 [g] (0 where nothing was
-    counted) by maximum.
-    """
+    """The distribution in each of g groups."""
 
     sums: Float[Tensor, "g W"]
+    """Moments and bin counts, float64; they add over calls and ranks."""
     largest: Float[Tensor, " g"]
+    """The largest abs(x), float64, 0 where nothing was counted; combined by maximum."""
 
     def together(self) -> Histogram:
-        """All groups as one."""
+        """Return the distribution of all groups together."""
         return Histogram(self.sums.sum(0, keepdim=True), self.largest.amax(0, keepdim=True))
 
 
@@ -55,8 +57,9 @@ def tabulate(
     groups: Integer[Tensor, " n"],
     num_groups: int,
 ) -> Histogram:
-    """The distribution of the `values` under `mask`, which must be finite, in each of groups
-    0..num_groups - 1.  Never waits for the device."""
+    """Return the distribution of the `values` in `mask`, which must be finite, in each of the
+    groups 0 .. num_groups - 1.  It does not wait for the device.
+    """
     values = torch.where(mask, values.detach().double(), 0.0)
     groups = groups.long()
     member = (groups == torch.arange(num_groups, device=groups.device)[:, None]) & mask
@@ -64,9 +67,9 @@ def tabulate(
         [torch.ones_like(values), values, values.square()], dim=1
     )
     num_bins = WIDTH - MOMENTS
-    place = ((values.abs().log10() - LOWEST) * BINS_PER_DECADE).floor() + 1
-    # log10(0) is -inf: 0 is in the lowest bin
-    cell = groups * num_bins + place.clamp(0, num_bins - 1).long()
+    bin_ = ((values.abs().log10() - LOWEST) * BINS_PER_DECADE).floor() + 1
+    # log10(0) is -inf: the clamp puts 0 into the lowest bin
+    cell = groups * num_bins + bin_.clamp(0, num_bins - 1).long()
     counts = values.new_zeros(num_groups * num_bins).index_add_(0, cell, mask.double())
     largest = (
         torch.where(member, values.abs(), 0.0).amax(1)
@@ -79,24 +82,21 @@ def tabulate(
 def describe_histogram(
     sums: Float[Tensor, "g W"], largest: Float[Tensor, " g"]
 ) -> dict[str, Float[Tensor, " g"]]:
-    """Statistic -> its value per group, NaN where nothing was counted."""
+    """Return {statistic: its value per group}, NaN where nothing was counted."""
     count, total, squares = sums[:, :MOMENTS].unbind(1)
     mean = total / count
-    found = {
-        "mean": mean,
-        "std": (squares / count - mean.square()).clamp(min=0).sqrt(),
-        "max": largest,
-    }
+    std = (squares / count - mean.square()).clamp(min=0).sqrt()
+    statistics = {"mean": mean, "std": std, "max": largest}
     for name, fraction in QUANTILES.items():
-        found[name] = quantile(sums[:, MOMENTS:], largest, fraction)
-    return {name: torch.where(count > 0, value, math.nan) for name, value in found.items()}
+        statistics[name] = quantile(sums[:, MOMENTS:], largest, fraction)
+    return {name: torch.where(count > 0, value, math.nan) for name, value in statistics.items()}
 
 
 def quantile(
     histogram: Float[Tensor, "g b"], largest: Float[Tensor, " g"], fraction: float
 ) -> Float[Tensor, " g"]:
-    """The middle (by logarithm) of the bin that holds the smallest value with at least `fraction`
-    of all at or below it.
+    """Return, per group, the middle (by logarithm) of the bin of the smallest value that at least
+    `fraction` of all values do not exceed.
     """
     below = histogram.cumsum(1)
     bin_ = (below < fraction * below[:, -1:]).sum(1)

@@ -1,54 +1,50 @@
 """Everything that a run leaves out, replaces or repeats, as one table (LEFT_OUT): its name, how it
 is counted, how bad it is.
 
-Step line, summary, health and report show what the table says, and a checkpoint carries over the
-totals that it says count since the start.  A test compares it with every *_total that the program
-emits.  Imports no torch: the viewer uses it.
+The step line, the summary, the health and the report show what the table says.  A checkpoint keeps
+the totals that, by the table, count since the start of the run.  A test compares the table with
+every *_total that the program emits.  This module imports no torch, because the viewer uses it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-if TYPE_CHECKING:  # it loads torch
-    from megatron_rl.records import StepResult
-
 Level = Literal["base", "same", "normal", "watch", "bad"]
 """base: a number that others are a share of, not shown; same: counts the events of other entries
-from another side; normal: follows from a setting or from what the model writes; watch: worth a
+from another side; normal: follows from a setting or from what the model writes; watch: needs a
 look; bad: wrong."""
 
 Per = Literal["run", "step", "steps"]
-"""The scope of a value.  run: everything since the run's first start; step: its own step; steps: it
-is a share or a flag, and the steps in which it is above 0 are counted."""
+"""The scope of a value.  run: everything since the first start of the run; step: its step alone;
+steps: the value is a share or a flag, and the steps in which it is above 0 are counted."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """metric: a name, or a pattern in which NAME stands for any name, in the label too.  text: what
-    it means.  guide: a page of the repository with its anchor.
-
-    bad_above: bad where this share of the metric `of` is exceeded over the last steps; without
-    `of`, of the steps.
-    line: a template in the step line in place of label and count; `percent` is 100 x the value.
-    """
+    """An entry of the table: one metric, how it is counted and what is said about it."""
 
     metric: str
+    """The name of the metric, or a pattern in which NAME stands for any name, also in the label."""
     label: str
     level: Level
     guide: str
+    """A page of the repository with its anchor."""
     text: str = ""
+    """The meaning of the metric, a sentence."""
     advice: str = ""
     per: Per = "run"
     of: str = ""
+    """The metric that the count is a share of; empty: the share is one of the steps."""
     bad_above: float | None = None
+    """The share of `of`, over the last steps, above which the count is bad."""
     line: str = ""
+    """A template that the step line shows instead of label and count; `percent` is 100 x value."""
 
     @property
     def is_alarm(self) -> bool:
@@ -59,8 +55,10 @@ class LeftOut:
         return {"normal": " (normal)", "same": " (counted above)"}.get(self.level, "")
 
     def added(self, values: np.ndarray, first_step: int) -> np.ndarray:
-        """[n]: what was counted in each step, of the metric's values [n] (NaN: not reported);
-        first_step: of values[0].
+        """Return float64 [n], what was counted in each of n successive steps.
+
+        values: the metric in these steps, [n]; NaN where a step does not report it.
+        first_step: the number of the step of values[0], from 1.
         """
         if self.per == "steps":
             return (values > 0).astype(float)
@@ -68,65 +66,30 @@ class LeftOut:
             return np.nan_to_num(values)
         places = np.maximum.accumulate(np.where(np.isnan(values), -1, np.arange(len(values))))
         totals = np.where(places < 0, 0.0, values[places])
-        # a run that continues another's checkpoint in a new folder begins with what that one
-        # counted
+        # a run that continues the checkpoint of another run begins with the totals of that run
         before = totals[:1] if first_step > 1 else np.zeros(len(totals[:1]))
         return np.maximum(np.diff(totals, prepend=before), 0.0)
 
 
-@dataclass(frozen=True)
-class Count:
-    """amount: how many of `entry` in a step or a run; value: of the metric itself, as last
-    reported.
-    """
-
-    entry: LeftOut
-    amount: float
-    value: float
-
-    @property
-    def line(self) -> str:
-        """The text in the step line."""
-        return (
-            self.entry.line.format(percent=100 * self.value)
-            or f"{self.entry.label} {self.amount:.0f}"
-        )
-
-
-REWARD, DATA = (
-    "docs/guides/data_and_reward.md#what-a-failed-response-gets",
-    "docs/guides/data_and_reward.md#broken-rows",
-)
-FAULTS, LENGTHS = (
-    "docs/design/architecture.md#what-the-client-does",
-    "docs/guides/sampling.md#what-favours-short-responses",
-)
-OVER_SAMPLING, BUDGET = (
-    "docs/design/architecture.md#over-sampling",
-    "docs/guides/sampling.md#the-budget",
-)
-PARTIAL, RETRACTIONS = (
-    "docs/guides/sampling.md#partial-rollouts",
-    "docs/guides/sampling.md#retractions",
-)
-EPISODES, RESUMED = (
-    "docs/guides/agents.md#what-fails",
-    "docs/guides/agents.md#episodes-that-are-interrupted",
-)
+REWARD = "docs/guides/data_and_reward.md#what-a-failed-response-gets"
+DATA = "docs/guides/data_and_reward.md#broken-rows"
+SHAPING = "docs/guides/data_and_reward.md#shaping"
+FAULTS = "docs/design/architecture.md#what-the-client-does"
+OVER_SAMPLING = "docs/design/architecture.md#over-sampling"
+LENGTHS = "docs/guides/sampling.md#what-favours-short-responses"
+BUDGET = "docs/guides/sampling.md#the-budget"
+PARTIAL = "docs/guides/sampling.md#partial-rollouts"
+RETRACTIONS = "docs/guides/sampling.md#retractions"
+EPISODES = "docs/guides/agents.md#what-fails"
+RESUMED = "docs/guides/agents.md#episodes-that-are-interrupted"
 ANY_AGENT = "docs/guides/agents.md#any-agent"
-TOOLS, KNOWN = (
-    "docs/guides/agents.md#messages-and-tools",
-    "docs/guides/agents.md#routes-that-are-known-are-not-sent-again",
-)
-SERVER_DIES, ROUTES = (
-    "docs/guides/servers.md#a-server-dies",
-    "docs/concepts/routing_replay.md#tokens-without-a-route",
-)
-CLIPPING, BATCH = (
-    "docs/guides/trouble.md#clipping-truncation-sample-size",
-    "docs/guides/trouble.md#the-batch",
-)
-FIRST, SHAPING = "docs/guides/trouble.md#read-these-first", "docs/guides/data_and_reward.md#shaping"
+TOOLS = "docs/guides/agents.md#messages-and-tools"
+KNOWN = "docs/guides/agents.md#routes-that-are-known-are-not-sent-again"
+SERVER_DIES = "docs/guides/servers.md#a-server-dies"
+ROUTES = "docs/concepts/routing_replay.md#tokens-without-a-route"
+CLIPPING = "docs/guides/trouble.md#clipping-truncation-sample-size"
+BATCH = "docs/guides/trouble.md#the-batch"
+FIRST = "docs/guides/trouble.md#read-these-first"
 FILES = "docs/reference/token_data.md#size-and-cost"
 
 
@@ -146,35 +109,39 @@ LEFT_OUT = (
     LeftOut(
         "optim/skipped_updates", "steps with skipped updates", "bad", FIRST,
         "The gradient was not finite: optimizer and weights did not change.",
-        "Find the first step that has them, and compute its batch again (megatron-rl replay-batch).",
+        "Find the first step that has them, and compute its batch again (megatron-rl"
+        " replay-batch).",
         per="steps", line="UPDATE SKIPPED",
     ),
     LeftOut(
         "train/nonfinite_frac", "steps with non-finite log-probs", "bad", CLIPPING,
         "Tokens with a NaN or infinite log-prob were left out of the loss.",
-        "Find the first step that has them: a server that returns -inf, or an overflow in the model.",
+        "Find the first step that has them: a server that returns -inf, or an overflow in the"
+        " model.",
         per="steps", line="NONFINITE {percent:.2g}%",
     ),
     LeftOut(
         "rollout/zero_advantages", "steps that taught nothing", "watch", BATCH,
         "Every advantage was 0: in each group all rewards were equal.",
-        "The data is too easy or too hard, or the reward function gives everything the same: read responses and rewards of "
-        "such a step; other prompts, or batch.dynamic_sampling.",
+        "The data is too easy or too hard, or the reward function gives everything the same: read"
+        " responses and rewards of such a step; other prompts, or batch.dynamic_sampling.",
         per="steps", bad_above=0.5, line="no group taught anything",
     ),
     LeftOut(
         "rollout/zero_rewards", "steps with all rewards 0", "watch", BATCH,
         "Every response of the step got 0.",
-        "Read responses and rewards of such a step: the reward function may not recognise a right answer, or the task may be "
-        "too hard for this model.",
+        "Read responses and rewards of such a step: the reward function may not recognise a right"
+        " answer, or the task may be too hard for this model.",
         per="steps", bad_above=0.5, line="all rewards 0",
     ),
     LeftOut("optim/empty_updates", "steps with empty updates", "normal", BATCH, per="steps"),
-    LeftOut("train/rejected_frac", "steps with rejected responses", "normal", CLIPPING,
-    per="steps"),
+    LeftOut(
+        "train/rejected_frac", "steps with rejected responses", "normal", CLIPPING, per="steps"
+    ),
     LeftOut("train/masked_frac", "steps with masked tokens", "normal", CLIPPING, per="steps"),
-    LeftOut("rollout/discarded_groups_frac", "steps with discarded groups", "normal", BATCH,
-    per="steps"),
+    LeftOut(
+        "rollout/discarded_groups_frac", "steps with discarded groups", "normal", BATCH, per="steps"
+    ),
     LeftOut(
         "eval/NAME/failed_frac", "evaluations of NAME with failed rewards", "watch", REWARD,
         "Responses of the evaluation could not be scored.", "Read the first warnings in the log.",
@@ -184,12 +151,14 @@ LEFT_OUT = (
     LeftOut("reward/responses_total", "responses to score", "base", REWARD),
     reward_failure(
         "reward/errors_total", "reward errors", "The reward function raised",
-        'Read the first warnings in the log, which name its line; reward.on_error = "raise" stops at the first.',
+        'Read the first warnings in the log, which name its line; reward.on_error = "raise" stops'
+        " at the first.",
     ),
     reward_failure(
         "reward/timeouts_total", "reward time-outs",
         "The reward function did not answer within reward.timeout_seconds",
-        "Raise reward.timeout_seconds or reward.num_workers; the log has the responses that took too long.",
+        "Raise reward.timeout_seconds or reward.num_workers; the log has the responses that took"
+        " too long.",
     ),
     reward_failure(
         "reward/crashes_total", "reward crashes", "The process of the reward function died",
@@ -239,13 +208,15 @@ LEFT_OUT = (
     ),
     fault(
         "rollout/faults_timeout_total", "requests timed out",
-        "Requests passed their connect, idle or total deadline; what they lack was requested again.",
+        "Requests passed their connect, idle or total deadline; what they lack was requested"
+        " again.",
         "Look for a server that hangs; else raise rollout.request_timeout_seconds.",
     ),
     fault(
         "rollout/faults_connection_total", "requests cut",
         "Requests were refused, reset or cut, and sent again.",
-        "Read the servers' logs: one that died or is restarted, or a network that drops connections.",
+        "Read the servers' logs: one that died or is restarted, or a network that drops"
+        " connections.",
     ),
     fault(
         "rollout/faults_http_total", "requests refused",
@@ -274,18 +245,21 @@ LEFT_OUT = (
     ),
     fault(
         "rollout/faults_sample_total", "malformed samples",
-        "Samples with another id, or malformed tokens or log-probs, were dropped and sampled again.",
+        "Samples with another id, or malformed tokens or log-probs, were dropped and sampled"
+        " again.",
         "Read the warnings in the log: the servers' version, or a router between run and servers.",
         "bad",
     ),
     LeftOut(
         "rollout/lost_samples_total", "samples lost", "watch", PARTIAL,
-        "A server did not return aborted responses in time: what was sampled of them is sampled again.",
+        "A server did not return aborted responses in time: what was sampled of them is sampled"
+        " again.",
         "Look for a server that hangs: its log.",
     ),
     LeftOut(
         "rollout/stale_samples_total", "samples too old", "watch", BUDGET,
-        "Responses were dropped for their age and sampled again; the second time they may be shorter.",
+        "Responses were dropped for their age and sampled again; the second time they may be"
+        " shorter.",
         "Raise rollout.max_staleness, or lower rollout.over_sample.",
     ),
     LeftOut("rollout/stale_tokens_total", "tokens too old", "same", BUDGET),
@@ -323,7 +297,8 @@ LEFT_OUT = (
     LeftOut("rollout/diverged_tokens_total", "diverged tokens", "same", RESUMED),
     LeftOut(
         "rollout/unread_turns_total", "unread answers", "watch", ANY_AGENT,
-        "The client of the endpoint failed or hung up before it had read these answers: they are not learned from.",
+        "The client of the endpoint failed or hung up before it had read these answers: they are"
+        " not learned from.",
         "Raise the client's time-out, or ask for fewer tokens.",
     ),
     LeftOut("rollout/unread_tokens_total", "unread tokens", "same", ANY_AGENT),
@@ -352,8 +327,8 @@ ENTRIES = {entry.metric: entry for entry in LEFT_OUT}
 
 @cache
 def entry_of(metric: str) -> LeftOut | None:
-    """The entry of a metric, with the name that NAME stands for in its label; None where the table
-    has none.
+    """Return the entry of a metric, with its name in place of NAME; None where the table has
+    none.
     """
     if metric in ENTRIES:
         return ENTRIES[metric]
@@ -364,58 +339,3 @@ def entry_of(metric: str) -> LeftOut | None:
         ):
             return replace(entry, metric=metric, label=entry.label.replace("NAME", match[1]))
     return None
-
-
-def totals_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that count since the run's first start."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if (entry := entry_of(name)) and entry.per == "run"
-    }
-
-
-def counts_of_step(metrics: Mapping[str, float], totals: Mapping[str, float]) -> list[Count]:
-    """Return what a step counted, the worst first, without what is 0.
-
-    totals: those since the start, as the step before left them.
-    """
-    counts = []
-    for name, value in metrics.items():
-        if entry := entry_of(name):
-            before = totals.get(name, 0.0) if entry.per == "run" else 0.0
-            counts.append(Count(entry, float(entry.added(np.array([value - before]), 1)[0]), value))
-    return in_order(counts)
-
-
-def counts_of_run(results: Sequence[StepResult]) -> list[Count]:
-    """The same of all steps: the last of the totals since the start, else the sum over the steps."""
-    columns: dict[str, list[float]] = {}
-    for result in results:
-        for name, value in result.metrics.items():
-            if value == value:  # not NaN
-                columns.setdefault(name, []).append(value)
-    counts = []
-    for name, values in columns.items():
-        if entry := entry_of(name):
-            amount = values[-1] if entry.per == "run" else entry.added(np.array(values), 1).sum()
-            counts.append(Count(entry, float(amount), values[-1]))
-    return in_order(counts)
-
-
-def in_order(counts: Sequence[Count]) -> list[Count]:
-    """Without base entries and what is 0: those with a line of their own, then the bad, the largest
-    first; last the normal.
-    """
-    order = ("bad", "watch", "normal", "same")
-    shown = [count for count in counts if count.amount > 0 and count.entry.level in order]
-
-    def rank(count: Count) -> tuple[bool, int, float, str]:
-        return (
-            not count.entry.line,
-            order.index(count.entry.level),
-            -count.amount,
-            count.entry.metric,
-        )
-
-    return sorted(shown, key=rank)

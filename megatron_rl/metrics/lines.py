@@ -1,7 +1,7 @@
-"""Files of one JSON object a line: appended to without losing one, and the lines of metrics.jsonl
-as numbers.
+"""Files of one JSON object a line: appending without losing a line, and reading metrics.jsonl.
 
-A killed run may leave the last line incomplete.  Imports no torch: the viewer reads with it too.
+A killed run may leave the last line incomplete.  This module imports no torch, because the viewer
+uses it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from megatron_rl.config.renamed import new_metric
 
 logger = logging.getLogger(__name__)
 
+MALFORMED = ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
+"""Exceptions for a line that is not JSON, lacks a key or has a value of another type."""
+
 MetricLine = tuple[int, int, dict[str, float], dict[str, list[float]]]
-"""(finished steps, policy version, metrics, per layer)"""
+"""(finished steps, policy version, {metric: value}, {metric: one value per MoE layer})."""
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Append `rows` in one write: a kill leaves complete lines, or at most the last one cut, which
-    is removed here.
-    """
+    """Append `rows` in one write, after removing an incomplete last line."""
     append_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
 
 
 def append_text(path: Path, text: bytes) -> None:
-    """The same for complete lines."""
+    """Append complete lines in one write, after removing an incomplete last line."""
     with open(path, "a+b") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
@@ -39,9 +40,7 @@ def append_text(path: Path, text: bytes) -> None:
 
 
 def cut_partial_line(path: Path) -> None:
-    """Remove an incomplete last line, which a killed run leaves: an appended line would be joined
-    to it.
-    """
+    """Remove an incomplete last line: the next line appended would be joined to it."""
     content = path.read_bytes() if path.exists() else b""
     complete = content.rfind(b"\n") + 1
     if complete < len(content):
@@ -50,16 +49,19 @@ def cut_partial_line(path: Path) -> None:
 
 
 class MetricLines:
-    """Reads the lines of one file in order: lines of version 0.1, which numbered steps from 0, are
-    recognised by their metric names, and a line of an evaluation alone has none of these."""
+    """The reader of the lines of one metrics.jsonl, in order.
+
+    It has a state, because lines of version 0.1, which numbered steps from 0, are recognised by
+    their metric names, and a line of an evaluation alone has none of these names.
+    """
 
     def __init__(self) -> None:
         self._is_former = False
 
     def parse(self, line: str | bytes) -> MetricLine:
-        """null as NaN, former names of metrics replaced.
+        """Return the metrics of one line: null is NaN, former names are replaced by the new ones.
 
-        Raises ValueError for a line that is not a step's metrics.
+        Raises ValueError for a line that does not hold the metrics of a step.
         """
         try:
             row = json.loads(line)
@@ -75,14 +77,7 @@ class MetricLines:
                 for name, values in row.pop("per_layer", {}).items()
             }
             metrics = {new_metric(name): number_of(value) for name, value in row.items()}
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+        except MALFORMED as error:
             raise ValueError(f"not a step's metrics: {error!r}") from error
         return step, version, metrics, per_layer
 

@@ -21,16 +21,17 @@ Number: TypeAlias = float | Tensor
 
 
 class MetricSums:
-    """Accumulates on this rank; `reduce` ends the step.
+    """The metrics of one step on this rank: `add*` accumulates them, `reduce` ends the step.
 
-    Tensors stay on their device until then.
+    Tensors stay on their device until `reduce`.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Number, Number]] = {}
         self._maxima: dict[str, Number] = {}
         self._totals: dict[str, float] = {}
-        self._histograms: dict[str, tuple[Tensor, Tensor]] = {}  # "NAME GROUP" -> sums [W], largest
+        self._histograms: dict[str, tuple[Tensor, Tensor]] = {}
+        """ "NAME GROUP" -> (sums [W], largest []), a row of a Histogram."""
 
     def add(self, name: str, total: Number, count: Number = 1.0) -> None:
         """Add `total`, a sum over `count` items, to the mean `name`."""
@@ -42,7 +43,7 @@ class MetricSums:
         self._totals[name] = self._totals.get(name, 0.0) + total
 
     def add_max(self, name: str, value: Number) -> None:
-        """Raise the maximum `name` to `value`.  NaN counts as the largest, so that it shows."""
+        """Raise the maximum `name` to `value`.  NaN counts as the largest, to be visible."""
         value = exact(value)
         if name in self._maxima:
             old = torch.as_tensor(self._maxima[name], dtype=torch.float64)
@@ -52,9 +53,10 @@ class MetricSums:
         self._maxima[name] = value
 
     def add_histogram(self, name: str, histogram: Histogram, groups: Sequence[str] = ("",)) -> None:
-        """Add row i to group `groups[i]` of `name`, one of HISTOGRAMS; "" is everything.
+        """Add row i of the histogram to group `groups[i]` of `name`, a key of HISTOGRAMS.
 
-        Reported as NAME_STATISTIC and NAME_STATISTIC/GROUP.
+        It is reported as NAME_STATISTIC/GROUP; the group "" is everything, reported as
+        NAME_STATISTIC.
         """
         for group, sums, largest in zip(groups, histogram.sums, histogram.largest, strict=True):
             key = f"{name} {group}"
@@ -76,7 +78,7 @@ class MetricSums:
             self.add_histogram(name, Histogram(table.unsqueeze(0), largest.unsqueeze(0)), (group,))
 
     def mean(self, name: str, group: dist.ProcessGroup | None, device: torch.device | str) -> float:
-        """One mean over the job, NaN where nothing was counted.  Collective."""
+        """Return one mean over the ranks of `group`, NaN where nothing was counted.  Collective."""
         pair = stack(list(self._sums.get(name, (0.0, 0.0))), device)
         if group is not None:
             dist.all_reduce(pair, group=group)
@@ -86,23 +88,24 @@ class MetricSums:
     def reduce(
         self, group: dist.ProcessGroup | None, device: torch.device | str
     ) -> dict[str, float]:
-        """Every name that any rank of `group` counted -> its value, the same on all ranks.
-        Collective.
+        """Return {name: value} for every name that any rank of `group` counted, the same on all
+        ranks.
 
-        One sum and one maximum all-reduce, in float64.  NaN where nothing was counted.  `group`
-        None: this rank alone.
+        Collective: one sum and one maximum all-reduce, in float64.  A value is NaN where nothing
+        was counted.  group: None for this rank alone.
         """
-        mine = [sorted(kind) for kind in (self._sums, self._totals, self._maxima, self._histograms)]
-        mean_names, total_names, max_names, keys = (
-            mine if group is None else union_of_names(mine, group)
-        )
+        names = [
+            sorted(kind) for kind in (self._sums, self._totals, self._maxima, self._histograms)
+        ]
+        if group is not None:
+            names = union_of_names(names, group)
+        mean_names, total_names, max_names, keys = names
         pairs = [value for name in mean_names for value in self._sums.get(name, (0.0, 0.0))]
         totals: list[Number] = [self._totals.get(name, 0.0) for name in total_names]
-        nothing = (
-            torch.zeros(WIDTH, dtype=torch.float64, device=device),
-            torch.zeros((), device=device),
-        )
-        histograms = [self._histograms.get(key, nothing) for key in keys]
+        empty_table = torch.zeros(WIDTH, dtype=torch.float64, device=device)
+        empty = empty_table, torch.zeros((), device=device)
+        histograms = [self._histograms.get(key, empty) for key in keys]
+        # one tensor of everything that adds over ranks, and one of everything with a maximum
         sums = torch.cat(
             [stack(pairs + totals, device), *(table.to(device) for table, _ in histograms)]
         )
@@ -121,8 +124,8 @@ class MetricSums:
 
 
 def reduce_maxima(maxima: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Element-wise maximum over the ranks; NaN counts as the largest, which ReduceOp.MAX does not
-    guarantee.
+    """Return the element-wise maximum over the ranks of `group`.  NaN counts as the largest, which
+    ReduceOp.MAX does not guarantee.
     """
     is_nan = maxima.isnan().double()
     both = torch.cat([is_nan, maxima.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)])
@@ -132,26 +135,26 @@ def reduce_maxima(maxima: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def statistics_of(keys: Sequence[str], sums: Tensor, largest: Tensor) -> dict[str, float]:
-    """NAME_STATISTIC[/GROUP] -> value, of the statistics in HISTOGRAMS."""
+    """Return {NAME_STATISTIC[/GROUP]: value} for the statistics in HISTOGRAMS."""
     columns = {
         statistic: values.tolist()
         for statistic, values in describe_histogram(sums, largest).items()
     }
-    found = {}
+    metrics = {}
     for row, key in enumerate(keys):
         name, _, group = key.partition(" ")
         for statistic in HISTOGRAMS[name]:
-            found[f"{name}_{statistic}/{group}".removesuffix("/")] = columns[statistic][row]
-    return found
+            metrics[f"{name}_{statistic}/{group}".removesuffix("/")] = columns[statistic][row]
+    return metrics
 
 
 def exact(value: Number) -> Number:
-    """float64, which adds token counts of long runs exactly."""
+    """Return the number in float64, which adds token counts of long runs exactly."""
     return value.detach().double() if isinstance(value, Tensor) else float(value)
 
 
 def stack(values: list[Number], device: torch.device | str) -> Tensor:
-    """float64 [n] on `device`."""
+    """Return float64 [n] on `device`."""
     if not values:
         return torch.zeros(0, dtype=torch.float64, device=device)
     return torch.stack(
@@ -160,10 +163,10 @@ def stack(values: list[Number], device: torch.device | str) -> Tensor:
 
 
 def union_of_names(names: list[list[str]], group: dist.ProcessGroup) -> list[list[str]]:
-    """The names that any rank counted, kind by kind, in the same order on all: only leaders count
-    rewards, only last stages ratios."""
-    everyone: list[list[list[str]]] = [names] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, names, group=group)
-    return [
-        sorted({name for rank in everyone for name in rank[kind]}) for kind in range(len(names))
-    ]
+    """Return the names that any rank of `group` counted, kind by kind, in the same order on all.
+
+    Ranks count different names: only leaders count rewards, only last stages ratios.  Collective.
+    """
+    by_rank: list[list[list[str]]] = [names] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, names, group=group)
+    return [sorted({name for rank in by_rank for name in rank[kind]}) for kind in range(len(names))]

@@ -1,4 +1,4 @@
-"""Reading the results of a run: one metric over its steps, its evaluations, its settings.
+"""The results of a run for readers: one metric over its steps, its evaluations, its settings.
 
 A step is a number of finished steps: the policy that sampled step index s had finished s steps, and
 an evaluation after n steps is at n.
@@ -24,7 +24,7 @@ Results: TypeAlias = Sequence[StepResult]
 
 
 def series(results: Results, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(finished steps, values) of the finite values of a metric."""
+    """Return (finished steps, values) of a metric, where its value is finite."""
     points = [
         (result.step + 1, result.metrics[name]) for result in results if name in result.metrics
     ]
@@ -33,20 +33,15 @@ def series(results: Results, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def evaluations(results: Results) -> list[str]:
-    """Names of the avg@k metrics."""
-    return sorted(
-        {
-            name
-            for result in results
-            for name in result.metrics
-            if re.fullmatch(r"eval/.*/avg@\d+", name)
-        }
-    )
+    """Return the names of the avg@k metrics."""
+    names = {name for result in results for name in result.metrics}
+    return sorted(name for name in names if re.fullmatch(r"eval/.*/avg@\d+", name))
 
 
 def read_run_settings(run_dir: Path) -> dict[str, object]:
-    """{"section.key": value} of the run's config.toml; {} where there is none, or none that can be
-    read (a warning says so).
+    """Return the run's config.toml as {"section.key": value}.
+
+    It is {} where there is no such file, and, after a warning, where it cannot be read.
     """
     path = run_dir / "config.toml"
     try:

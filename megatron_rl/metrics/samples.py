@@ -15,14 +15,16 @@ logger = logging.getLogger(__name__)
 Row: TypeAlias = dict
 """A line of rollouts.jsonl."""
 
-NUM_SAMPLES = 8  # responses shown of each kind
-LAST_ROWS = 512  # of rollouts.jsonl that are read
+NUM_SAMPLES = 8
+"""The number of best, and of worst, responses."""
+LAST_ROWS = 512
+"""The number of rows of rollouts.jsonl that are read."""
 BLOCK_BYTES = 1 << 20
 
 
 def best_and_worst(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], str]:
-    """(title -> rows, which rows they were chosen from)."""
-    rows = [row for row in rows if not row.get("episode")]  # one sequence of an episode
+    """Return ({title: rows}, a sentence that says which rows they were chosen from)."""
+    rows = [row for row in rows if not row.get("episode")]  # these are one sequence of an episode
     scored = [
         row
         for row in rows
@@ -47,7 +49,10 @@ def one_per_prompt(rows: Iterable[Row]) -> list[Row]:
 
 
 def last_rollouts(run_dir: Path) -> list[Row]:
-    """The last rows of every rollouts*.jsonl under `run_dir`; a warning counts broken lines."""
+    """Return the last LAST_ROWS rows of all rollouts*.jsonl under `run_dir`, ordered by step.
+
+    A warning counts the lines of a file that cannot be read.
+    """
     rows: list[Row] = []
     for path in sorted(run_dir.rglob("rollouts*.jsonl")):
         if not path.is_file():
@@ -56,14 +61,8 @@ def last_rollouts(run_dir: Path) -> list[Row]:
         for line in last_lines(path, LAST_ROWS):
             try:
                 row = json.loads(line)
-                rows.append(
-                    {
-                        **row,
-                        "step": int(row["step"]),
-                        "prompt": str(row["prompt"]),
-                        "file": path.stem,
-                    }
-                )
+                fixed = {"step": int(row["step"]), "prompt": str(row["prompt"]), "file": path.stem}
+                rows.append({**row, **fixed})
             except (ValueError, KeyError, TypeError):
                 broken += 1
         if broken:
@@ -72,7 +71,9 @@ def last_rollouts(run_dir: Path) -> list[Row]:
 
 
 def last_lines(path: Path, count: int) -> list[bytes]:
-    """The last `count` lines that are not empty, read from the end: the file may have millions."""
+    """Return the last `count` lines that are not empty, read from the end of the file, which may
+    have millions.
+    """
     with open(path, "rb") as file:
         start = file.seek(0, os.SEEK_END)
         tail = b""

@@ -1,4 +1,4 @@
-"""Writes each step's results to metrics.jsonl and the trackers, and reads metrics.jsonl.
+"""metrics.jsonl and the trackers, which get the results of every step; reading metrics.jsonl.
 
 One line of metrics.jsonl is one StepResult: {"step", "policy_version", "group/name": number or
 null, ..., "per_layer": {"group/name": [one number per MoE layer]}}.  `step` counts finished steps,
@@ -22,7 +22,9 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Sinks:
-    """Appends: a resumed run writes the steps after its checkpoint again, and the last line of a
+    """The writer of metrics.jsonl, which also sends results to the trackers.
+
+    It appends: a resumed run writes the steps after its checkpoint again, and the last line of a
     step counts.
     """
 
@@ -34,10 +36,7 @@ class Sinks:
         self.trackers = trackers
 
     def write(self, result: StepResult) -> None:
-        """Write one result; its line is readable when this returns.
-
-        The trackers get it in the background.
-        """
+        """Write the line of one result before returning; the trackers get it in the background."""
         finished = result.step + 1
         row: dict[str, object] = {"step": finished, "policy_version": result.policy_version}
         row |= {name: finite(value) for name, value in result.metrics.items()}
@@ -63,19 +62,18 @@ class Sinks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        # a run that was interrupted, or asked to stop, is continued by the same command
-        self.close(
-            failed=kind is not None and not issubclass(kind, (KeyboardInterrupt, StoppedBySignal))
-        )
+        # an interrupted or stopped run has not failed: the same command continues it
+        stopped = kind is not None and issubclass(kind, (KeyboardInterrupt, StoppedBySignal))
+        self.close(failed=kind is not None and not stopped)
 
 
 def read_metrics(path: Path) -> list[StepResult]:
-    """The lines of a metrics.jsonl by step, null as NaN, former names of metrics replaced by the
-    current ones.
+    """Return the results in a metrics.jsonl, ordered by step.
 
-    Lines of the same step are merged; the later value counts.  Lines of version 0.1, which numbered
-    steps from 0, are recognised by their metric names.  Raises ValueError with the line number for
-    one that is not a result.
+    null is NaN, and former names of metrics are replaced by the new ones.  Lines of the same step
+    are merged, and the later value counts.  Lines of version 0.1, which numbered steps from 0, are
+    recognised by their metric names.  Raises ValueError with the number of a line that is not a
+    result.
     """
     merged: dict[int, StepResult] = {}
     lines = MetricLines()
@@ -98,5 +96,5 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no NaN or infinity: null."""
+    """Return the value, or None (null) for NaN and infinity, which JSON does not have."""
     return float(value) if math.isfinite(value) else None

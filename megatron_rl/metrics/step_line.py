@@ -1,49 +1,39 @@
-"""The line of a finished step: at most WIDTH columns, the most important values first to stay.
+"""The line of a finished step, at most WIDTH columns: a longer one loses parts in a fixed order.
 
-Details are in the metrics.
+It shows the main values; metrics.jsonl has all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron_rl.metrics.left_out import counts_of_step
+from megatron_rl.metrics.left_out_counts import counts_of_step
 from megatron_rl.records import StepResult
 
 WIDTH = 120
-COUNTS = 2  # counters that are named; "+N more" stands for the others
+COUNTS = 2
+"""The number of counters that are named; "+N more" stands for the others."""
 STAGES = {
-    "rollout": "rollout",
-    "reward": "reward",
-    "old_logprob": "old",
-    "update": "update",
+    "rollout": "rollout", "reward": "reward", "old_logprob": "old", "update": "update",
     "weight_sync": "sync",
-}
+}  # fmt: skip
 FIRST_TO_GO = (
-    "stages",
-    "environment",
-    "masked",
-    "episode",
-    "clip",
-    "trunc",
-    "entropy",
-    "turns",
-    "gnorm",
-    "len",
-    "KL",
-    "router",
-)
-"""Parts that a line too long loses, in this order; the step, its reward, its seconds and what is
+    "stages", "environment", "masked", "episode", "clip", "trunc", "entropy", "turns", "gnorm",
+    "len", "KL", "router",
+)  # fmt: skip
+"""Parts that a line too long loses, in this order.  The step, its reward, its seconds and what is
 wrong always stay.
 """
+LENGTH = "rollout/response_length_mean"
+ROUTER = "router_mismatch {routing/router_mismatch:.1%} (used {routing/replayed_mismatch:.1%})"
 
 
 def step_line(result: StepResult, num_steps: int, totals: Mapping[str, float] | None = None) -> str:
-    """E.g. `step 12/60  reward 0.430  len 3.4  entropy 0.610  KL +1.2e-03 ...  4.1s`, without what
-                         was not measured.
+    """Return, for instance, `step 12/60  reward 0.430  len 3.4  entropy 0.610 ...  4.1s`, without
+    the parts that were not measured.
 
-    totals: the metrics that count since the start, as the step before left them; by default nothing
-    was counted before.
+    totals: the metrics that count since the start, after the step before; by default nothing was
+    counted before.
     """
     counts = [
         count for count in counts_of_step(result.metrics, totals or {}) if count.entry.is_alarm
@@ -52,21 +42,16 @@ def step_line(result: StepResult, num_steps: int, totals: Mapping[str, float] | 
     for named in range(min(most, len(counts)), -1, -1):
         texts = [count.line for count in counts[:named]]
         texts += [f"+{len(counts) - named} more"] if named < len(counts) else []
-        line = fit(
-            {
-                name: text
-                for name, text in parts_of_line(result, num_steps, "  ".join(texts))
-                if text
-            }
-        )
+        parts = dict(parts_of_line(result, num_steps, "  ".join(texts)))
+        line = fit({name: text for name, text in parts.items() if text})
         if len(line) <= WIDTH:
             break
     return line
 
 
 def fit(parts: dict[str, str]) -> str:
-    """The parts in one line of at most WIDTH columns, if leaving out those of FIRST_TO_GO is
-    enough.
+    """Join the parts to one line, of at most WIDTH columns where it is enough to leave out parts of
+    FIRST_TO_GO.
     """
     for name in FIRST_TO_GO:
         if len("  ".join(parts.values())) <= WIDTH:
@@ -76,16 +61,15 @@ def fit(parts: dict[str, str]) -> str:
 
 
 def parts_of_line(result: StepResult, num_steps: int, left_out: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of every part, in the order of the line; text is empty where nothing was
-    measured.
+    """Yield (name, text) of every part in the order of the line; the text is empty where nothing
+    was measured.
     """
     metrics = result.metrics
+    length = f"len {short(metrics[LENGTH])}" if LENGTH in metrics else ""
+    clip = fill("clip {train/clip_high_frac:.2f}/{train/clip_low_frac:.2f}", metrics)
     yield "step", f"step {result.step + 1:>{len(str(num_steps))}}/{num_steps}"
     yield "reward", fill("reward {rollout/reward_mean:.3f}", metrics)
-    yield (
-        "len",
-        f"len {short(metrics['rollout/response_length_mean'])}" if LENGTH in metrics else "",
-    )
+    yield "len", length
     yield "turns", fill("turns {rollout/turns_mean:.2f}", metrics)
     yield "episode", "  ".join(episode_metrics(metrics))
     yield "masked", fill("masked {rollout/environment_length_mean:.1f}", metrics)
@@ -94,19 +78,8 @@ def parts_of_line(result: StepResult, num_steps: int, left_out: str) -> Iterator
     yield "trunc", fill("trunc {rollout/truncated_frac:.2f}", metrics)
     yield "entropy", fill("entropy {train/entropy:.3f}", metrics)
     yield "KL", fill("KL {train/kl_mu_pi:+.1e}", metrics)
-    yield (
-        "clip",
-        fill("clip {train/clip_high_frac:.2f}/{train/clip_low_frac:.2f}", metrics).replace(
-            "0.", "."
-        ),
-    )
-    yield (
-        "router",
-        fill(
-            "router_mismatch {routing/router_mismatch:.1%} (used {routing/replayed_mismatch:.1%})",
-            metrics,
-        ),
-    )
+    yield "clip", clip.replace("0.", ".")
+    yield "router", fill(ROUTER, metrics)
     yield "gnorm", fill("gnorm {optim/grad_norm:.2f}", metrics)
     yield "left_out", left_out
     if "time/step" in metrics:
@@ -114,11 +87,8 @@ def parts_of_line(result: StepResult, num_steps: int, left_out: str) -> Iterator
         yield "stages", stages(metrics)
 
 
-LENGTH = "rollout/response_length_mean"
-
-
 def fill(template: str, metrics: Mapping[str, float]) -> str:
-    """The template with its metrics; empty where one was not measured."""
+    """Fill the template with its metrics; return "" where one was not measured."""
     try:
         return template.format_map(metrics)
     except KeyError:
@@ -126,7 +96,7 @@ def fill(template: str, metrics: Mapping[str, float]) -> str:
 
 
 def short(value: float) -> str:
-    """One decimal below 1000, none above."""
+    """Format a number, with one decimal below 1000 and none above."""
     return f"{value:.1f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
@@ -137,11 +107,14 @@ def episode_metrics(metrics: Mapping[str, float]) -> Iterator[str]:
 
 
 def stages(metrics: Mapping[str, float]) -> str:
-    """Seconds of the step's stages, without those that round to 0.0; `other`: the rest."""
-    found = {
+    """Return the seconds of the step's stages, without stages that round to 0.0; `other` is the
+    remaining time of the step.
+    """
+    measured = {
         label: metrics[f"time/{name}"]
         for name, label in STAGES.items()
         if f"time/{name}" in metrics
     }
-    found["other"] = max(0.0, metrics["time/step"] - sum(found.values()))
-    return f"({' '.join(f'{label} {short(seconds)}' for label, seconds in found.items() if seconds >= 0.05)})"
+    measured["other"] = max(0.0, metrics["time/step"] - sum(measured.values()))
+    shown = [f"{label} {short(value)}" for label, value in measured.items() if value >= 0.05]
+    return f"({' '.join(shown)})"

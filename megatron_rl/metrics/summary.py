@@ -1,5 +1,5 @@
-"""What a run changed, in a few lines at its end: reward and evaluation from and to, mismatch, time,
-what was left out, health.
+"""A few lines at the end of a run: how reward and evaluations changed, the mismatch, the time, what
+was left out, the health.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.metrics.console import clock
 from megatron_rl.metrics.health import Finding, examine_results
-from megatron_rl.metrics.left_out import Count, counts_of_run
+from megatron_rl.metrics.left_out_counts import Count, counts_of_run
 from megatron_rl.metrics.results import evaluations, series
 from megatron_rl.records import StepResult
 
@@ -23,29 +23,29 @@ SHOWN = {
 MISMATCH = ("routing/router_mismatch", "routing/replayed_mismatch")
 STAGES = {
     "rollout": "rollout", "reward": "reward", "split": "split", "old_logprob": "old log-probs",
-    "update": "update",
-    "weight_sync": "weight sync", "other": "other",
+    "update": "update", "weight_sync": "weight sync", "other": "other",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the steps in metrics.jsonl.
-
-    changed: metric -> (mean of the first fifth of the steps, of the last fifth), of an evaluation
-    the first and the last one.
-    stages: seconds of all steps.  counts: what was left out, replaced or repeated (left_out.py),
-    without what is 0.  health: what is wrong, the worst first (health.py).  look_at: commands and
-    files.
-    """
+    """The summary of the steps in metrics.jsonl."""
 
     steps: int
+    """The number of steps."""
     seconds: float
+    """The sum of time/step."""
     changed: dict[str, tuple[float, float]]
+    """Metric -> (mean of the first fifth of the steps, mean of the last fifth); for an evaluation
+    (first value, last value)."""
     stages: dict[str, float]
+    """Stage -> its seconds in all steps."""
     counts: list[Count]
+    """What was left out, replaced or repeated (left_out.py), without counts of 0."""
     health: list[Finding] = field(default_factory=list)
+    """What is wrong, the worst first (health.py)."""
     look_at: list[str] = field(default_factory=list)
+    """Commands and files that show the run."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -82,11 +82,10 @@ class Summary:
         if not self.counts:
             lines.append("  nothing skipped or left out")
         lines.append("health")
-        for found in self.health:
-            lines.append(
-                f"  {found.title}{found.since}" + (f": {found.advice}" if found.advice else "")
-            )
-        return "\n".join([*lines, "look at", *(f"  {each}" for each in self.look_at)])
+        for finding in self.health:
+            advice = f": {finding.advice}" if finding.advice else ""
+            lines.append(f"  {finding.title}{finding.since}{advice}")
+        return "\n".join([*lines, "look at", *(f"  {place}" for place in self.look_at)])
 
 
 def summarize_run(
@@ -98,9 +97,9 @@ def summarize_run(
 ) -> Summary:
     """Summarize a run.
 
-    commands: those of `megatron-rl COMMAND RUN` that show a run.  page: its report.html, if there
-    is one.
-    settings: {"section.key": value}.
+    commands: names of the commands `megatron-rl COMMAND RUN` that show a run.
+    page: the report.html of the run, if there is one.
+    settings: the configuration as {"section.key": value}.
     """
     steps, seconds = series(results, "time/step")
     changed = {}

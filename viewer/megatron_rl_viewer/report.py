@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from megatron_rl.config.redact import Redactor
 from megatron_rl.metrics.health import examine_results
-from megatron_rl.metrics.left_out import counts_of_run
+from megatron_rl.metrics.left_out_counts import counts_of_run
 from megatron_rl.metrics.results import evaluations, read_run_settings, series
 from megatron_rl.metrics.samples import Row, best_and_worst, last_rollouts
 from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics

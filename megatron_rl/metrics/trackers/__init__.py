@@ -1,4 +1,4 @@
-"""Where metrics are sent: TensorBoard, W&B, MLflow, trackio, or a class of the user
+"""Trackers, to which metrics are sent: TensorBoard, W&B, MLflow, trackio, or a class of the user
 (docs/guides/look_at_a_run.md).
 """
 

@@ -1,8 +1,7 @@
-"""Calls a tracker on a thread of its own: whatever it does, training neither stops nor waits.
+"""The thread that calls a tracker: whatever the tracker does, training neither stops nor waits.
 
-Calls wait in a queue of QUEUE_SIZE.  A call that raises, and one that finds the queue full because
-an earlier one hangs, is a
-failure: counted in track/NAME_failures_total, the first of them logged.
+Calls wait in a queue of QUEUE_SIZE.  A call that raises, or that finds the queue full because an
+earlier one hangs, is a failure: track/NAME_failures_total counts it, and the first one is logged.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from megatron_rl.metrics.trackers.tracker import Tracker
 QUEUE_SIZE = 256
 Call: TypeAlias = Callable[[Tracker], None]
 
-
 abandoned: list[str] = []
-"""Trackers of this process that were not closed in time."""
+"""The names of this process's trackers that were not closed in time."""
 
 
 def leave(status: int) -> None:
-    """End the process with `status` where a tracker is abandoned: packages wait in hooks of their
-    own, W&B for 18 s or more.
+    """End the process at once with `status` where a tracker is abandoned.
+
+    Otherwise the exit hooks of its package would wait for it, W&B's for 18 s or more.
     """
     if abandoned:
         sys.stdout.flush()
@@ -36,9 +35,11 @@ def leave(status: int) -> None:
 
 
 class BackgroundTracker:
-    """make: opens the tracker, on the thread.
+    """One tracker, its thread and its queue.
 
-    log: prints one line.  on_open: gets the tracker's id once it is open.
+    make: opens the tracker; called on the thread.
+    log: prints one line.
+    on_open: called with the id of the tracker after it has opened.
     """
 
     def __init__(
@@ -56,20 +57,20 @@ class BackgroundTracker:
         self._thread.start()
 
     def put(self, call: Call) -> None:
-        """Have `call` made with the tracker, after those before it.  Returns at once."""
+        """Have `call` made with the tracker, in the order of the calls.  Returns at once."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
             self._count(f"does not keep up: {QUEUE_SIZE} calls wait for it")
 
     def close(self, *, failed: bool, seconds: float) -> None:
-        """Wait until everything is sent and the tracker closed, at most `seconds`."""
+        """Wait until everything is sent and the tracker is closed, at most `seconds`."""
         until = time.monotonic() + seconds
         try:
             for last in (lambda tracker: tracker.close(failed=failed), None):
                 self._calls.put(last, timeout=max(0.0, until - time.monotonic()))
         except queue.Full:
-            pass  # it hangs, as the next lines find
+            pass  # the tracker hangs, and the thread is still alive below
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             abandoned.append(self.name)
@@ -83,7 +84,8 @@ class BackgroundTracker:
         try:
             tracker = self._make()
             self._on_open(tracker.id)
-        except Exception as error:  # of another package, or of the user: counted and logged
+        # any error: the code is that of another package or of the user
+        except Exception as error:
             self._count(f"cannot be opened, nothing is sent to it: {error!r}")
         while (call := self._calls.get()) is not None:
             if tracker is None:
@@ -91,7 +93,7 @@ class BackgroundTracker:
                 continue
             try:
                 call(tracker)
-            except Exception as error:  # as above
+            except Exception as error:
                 self._count(f"failed: {error!r}")
 
     def _count(self, cause: str) -> None:

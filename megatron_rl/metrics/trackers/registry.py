@@ -1,4 +1,4 @@
-"""track.to -> trackers, each on a thread of its own."""
+"""The trackers that track.to names, every one on its own thread."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron_rl.metrics.trackers.background import BackgroundTracker, Call
 from megatron_rl.metrics.trackers.tracker import TrackedRun, Tracker
 
 IDS_FILE = "trackers.json"
-"""In the run's folder: {tracker: id of its run}."""
+"""The file in the run's folder with {tracker: id of its run}."""
 
 
 class TrackerClass(NamedTuple):
-    """Of a tracker: its class as module:Class, and the package that it needs, which is also the
-    name of its extra.
-    """
+    """The class of a tracker and its requirement."""
 
     target: str
+    """The class as "module:Class"."""
     package: str
+    """The package that it needs, which is also the name of the extra of megatron_rl."""
 
 
 PLACES = {
@@ -37,53 +37,55 @@ PLACES = {
     )
 }
 REMOTE_VARIABLES = {"trackio": ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")}
-"""Environment variables that send a tracker's values over the network whatever its options say."""
+"""Tracker -> environment variables that make it send its values over the network, whatever its
+options say.
+"""
 
 
 def check_trackers(track: TrackConfig) -> None:
-    """Raise ValueError for a tracker that cannot be used here: a missing package, module or class,
-    or a variable that contradicts track.mode."""
+    """Raise ValueError for a tracker that cannot be used: a package, module or class is missing, or
+    an environment variable contradicts track.mode.
+    """
     for name in track.to:
         if name not in PLACES:
             load_class(name)
         elif importlib.util.find_spec(PLACES[name].package) is None:
             raise ValueError(
                 f'track.to has "{name}", whose package is not installed; in the sources of'
-                " megatron_rl: "
-                f"pip install '.[{name}]', or remove it"
+                f" megatron_rl: pip install '.[{name}]', or remove it"
             )
-        if set_ := [
-            each
-            for each in REMOTE_VARIABLES.get(name, ())
-            if track.mode == "offline" and os.environ.get(each)
-        ]:
-            raise ValueError(
-                f'track.mode = offline with "{name}", but the environment variable {set_[0]} sends'
-                " its values over the network: unset it, or set track.mode = online"
-            )
+        if track.mode != "offline":
+            continue
+        for variable in REMOTE_VARIABLES.get(name, ()):
+            if os.environ.get(variable):
+                raise ValueError(
+                    f'track.mode = offline with "{name}", but the environment variable {variable}'
+                    " sends its values over the network: unset it, or set track.mode = online"
+                )
 
 
 def load_class(name: str) -> Callable[[TrackedRun], Tracker]:
-    """The class `package.module:Class`.  Raises ValueError where there is none."""
+    """Import the Tracker `package.module:Class`.  Raises ValueError where there is none."""
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(import_module(module), attribute)
+        loaded = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"track.to has {name!r}: {error}; modules are looked for in {Path.cwd()}, PYTHONPATH"
             " and installed packages"
         ) from error
-    if not isinstance(found, type) or not issubclass(found, Tracker):
+    if not isinstance(loaded, type) or not issubclass(loaded, Tracker):
         raise ValueError(
             f"track.to has {name!r}: must be a subclass of megatron_rl.metrics.trackers.Tracker"
         )
-    return found
+    return loaded
 
 
 class Trackers:
-    """Those of track.to.
+    """The trackers that track.to names.
 
-    Their runs continue those of trackers.json in the run's folder, else those of `ids`.
+    ids: tracker -> id of the run to continue, from a checkpoint; ids in the trackers.json of the
+    run's folder come first.
     """
 
     def __init__(
@@ -96,36 +98,39 @@ class Trackers:
         self._track, self._folder = track, run.folder
         self._ids = {**(ids or {}), **read_ids(run.folder)}
         self._log = log
-        # trackers open on several threads
+        # trackers open on several threads, and every one adds its id
         self._lock, self._file_lock = threading.Lock(), threading.Lock()
-        self._all = [self._start(name, run, log) for name in track.to]
+        self._trackers = [self._start(name, run, log) for name in track.to]
 
     @property
     def ids(self) -> dict[str, str]:
-        """Tracker -> id of its run, of those that are open."""
+        """The ids to continue with: tracker -> id of its run."""
         with self._lock:
             return dict(self._ids)
 
     @property
     def failures(self) -> dict[str, int]:
-        """Tracker (a class of the user's by its name alone) -> failed calls of this process."""
-        return {each.name: each.failures for each in self._all}
+        """The number of failed calls of this process, by tracker; a class of the user is named
+        without its module.
+        """
+        return {tracker.name: tracker.failures for tracker in self._trackers}
 
     def put(self, call: Call) -> None:
-        for each in self._all:
-            each.put(call)
+        """Have `call` made with every tracker.  Returns at once."""
+        for tracker in self._trackers:
+            tracker.put(call)
 
     def close(self, *, failed: bool) -> None:
-        # at once: a scheduler may be about to kill the job
-        with ThreadPoolExecutor(max(1, len(self._all))) as pool:
-            for each in self._all:
-                pool.submit(each.close, failed=failed, seconds=self._track.close_seconds)
+        # all at the same time: a scheduler may be about to kill the job
+        with ThreadPoolExecutor(max(1, len(self._trackers))) as pool:
+            for tracker in self._trackers:
+                pool.submit(tracker.close, failed=failed, seconds=self._track.close_seconds)
 
     def _start(self, name: str, run: TrackedRun, log: Callable[[str], None]) -> BackgroundTracker:
-        its_run = replace(run, id=self._ids.get(name, ""))
+        run = replace(run, id=self._ids.get(name, ""))
 
         def make() -> Tracker:
-            return load_class(PLACES[name].target if name in PLACES else name)(its_run)
+            return load_class(PLACES[name].target if name in PLACES else name)(run)
 
         return BackgroundTracker(
             name.rpartition(":")[2], make, log, lambda run_id: self._keep(name, run_id)
@@ -136,7 +141,7 @@ class Trackers:
             return
         with self._lock:
             self._ids[name] = run_id
-        # not the other one: training reads the ids at every step, and a disk may hang
+        # not under self._lock: training reads the ids at every step, and a disk may hang
         with self._file_lock:
             temporary = self._folder / f".{IDS_FILE}"
             try:
@@ -150,13 +155,9 @@ class Trackers:
 
 
 def read_ids(folder: Path) -> dict[str, str]:
-    """trackers.json; {} where there is none, or it is damaged: the trackers start new runs."""
+    """Return trackers.json; {} where it is missing or damaged: the trackers start new runs."""
     try:
-        found = json.loads((folder / IDS_FILE).read_text())
+        ids = json.loads((folder / IDS_FILE).read_text())
     except (OSError, ValueError):
         return {}
-    return (
-        {str(name): str(run_id) for name, run_id in found.items()}
-        if isinstance(found, dict)
-        else {}
-    )
+    return {str(name): str(run_id) for name, run_id in ids.items()} if isinstance(ids, dict) else {}

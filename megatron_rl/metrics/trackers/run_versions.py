@@ -1,5 +1,5 @@
-"""What a run was made with: versions of packages, and the git revisions of this package and of the
-working folder.
+"""Versions of the packages of a run, and the git revisions of this package and of the working
+folder.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ GIT_SECONDS = 5.0
 
 
 def versions() -> dict[str, str]:
-    """Package -> installed version; "git": the revision of the working folder, "megatron_rl git":
-    of this package.
+    """Return {package: installed version}, with the revision of the working folder as "git" and
+    that of this package as "megatron_rl git".
     """
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
     revisions = {
         "megatron_rl git": git_revision(Path(__file__).parent),
         "git": git_revision(Path.cwd()),
     }
-    return found | {name: revision for name, revision in revisions.items() if revision}
+    return installed | {name: revision for name, revision in revisions.items() if revision}
 
 
 def git_revision(folder: Path) -> str:
-    """The commit that is checked out, with "+changes" where tracked files differ from it; ""
+    """Return the commit that is checked out, with "+changes" where tracked files differ from it; ""
     without git or a repository.
     """
-    command = ["git", "-C", str(folder)]
-    try:
-        head = subprocess.run(
-            [*command, "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=GIT_SECONDS,
-            check=True,
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
         )
-        changes = subprocess.run(
-            [*command, "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True, text=True, timeout=GIT_SECONDS, check=True,
-        )  # fmt: skip
+        return result.stdout.strip()
+
+    try:
+        head, changes = (
+            git("rev-parse", "HEAD"),
+            git("status", "--porcelain", "--untracked-files=no"),
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+    return f"{head}+changes" if changes else head

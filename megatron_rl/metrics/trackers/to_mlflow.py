@@ -1,4 +1,4 @@
-"""MLflow (pip install '.[mlflow]'), at MLFLOW_TRACKING_URI; offline in RUN/mlflow.db and
+"""MLflow (pip install '.[mlflow]'): the server at MLFLOW_TRACKING_URI; offline RUN/mlflow.db and
 RUN/mlflow.
 
 MLflow's names have no "@": eval/heldout/avg@4 becomes eval/heldout/avg_at_4.  A per-layer metric is
@@ -26,9 +26,9 @@ from megatron_rl.metrics.trackers.tracker import (
 )
 
 BATCH, PARAMETERS = 1000, 100
-"""The most metrics, and parameters, of one request."""
+"""The largest numbers of metrics and of parameters in one request."""
 VALUE_CHARACTERS = 500
-"""The longest value of a parameter that every MLflow server takes."""
+"""The largest length of a parameter's value that every MLflow server accepts."""
 
 
 class MLflow(Tracker):
@@ -42,32 +42,31 @@ class MLflow(Tracker):
     def _new_run(self, run: TrackedRun) -> str:
         client = self._client
         folder = (run.folder.resolve() / "mlflow").as_uri() if run.mode == "offline" else None
-        found = client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._new_experiment(run.project, folder)
-        run_id: str = client.create_run(experiment, run_name=run.name).info.run_id
-        values = [
-            Param(name, str(value)[:VALUE_CHARACTERS])
-            for name, value in flat_config(run.config).items()
-        ]
+        experiment = client.get_experiment_by_name(run.project)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._new_experiment(run.project, folder)
+        )
+        run_id: str = client.create_run(experiment_id, run_name=run.name).info.run_id
+        config = flat_config(run.config)
+        values = [Param(name, str(value)[:VALUE_CHARACTERS]) for name, value in config.items()]
         for start in range(0, len(values), PARAMETERS):
             client.log_batch(run_id, params=values[start : start + PARAMETERS])
-        client.log_batch(
-            run_id, tags=[RunTag(f"version.{name}", value) for name, value in run.versions.items()]
-        )
-        client.log_dict(
-            run_id, {"config": dict(run.config), "versions": dict(run.versions)}, "config.json"
-        )
+        tags = [RunTag(f"version.{name}", value) for name, value in run.versions.items()]
+        client.log_batch(run_id, tags=tags)
+        content = {"config": dict(run.config), "versions": dict(run.versions)}
+        client.log_dict(run_id, content, "config.json")
         return run_id
 
     def _new_experiment(self, name: str, folder: str | None) -> str:
         try:
-            found: str = self._client.create_experiment(name, artifact_location=folder)
+            experiment_id: str = self._client.create_experiment(name, artifact_location=folder)
         except MlflowException:
-            other = self._client.get_experiment_by_name(name)  # another run has made it meanwhile
-            if other is None:
+            # another run may have created it since
+            experiment = self._client.get_experiment_by_name(name)
+            if experiment is None:
                 raise
-            found = other.experiment_id
-        return found
+            experiment_id = experiment.experiment_id
+        return experiment_id
 
     def log(
         self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]
@@ -87,9 +86,8 @@ class MLflow(Tracker):
     def samples(self, step: int, tables: Mapping[str, Sequence[Row]]) -> None:
         for title, rows in tables.items():
             file = f"samples/{title.replace(' ', '_')}_{step:06d}.json"
-            self._client.log_dict(
-                self.id, {"columns": list(COLUMNS), "data": [cells(row) for row in rows]}, file
-            )
+            table = {"columns": list(COLUMNS), "data": [cells(row) for row in rows]}
+            self._client.log_dict(self.id, table, file)
 
     def report(self, page: Path) -> None:
         for path in (page, page.with_suffix(".png")):
@@ -100,5 +98,5 @@ class MLflow(Tracker):
 
 
 def allowed(name: str) -> str:
-    """A metric's name in MLflow's characters."""
+    """Return the name of a metric in the characters that MLflow allows."""
     return re.sub(r"[^\w./ -]", "_", name.replace("@", "_at_"))

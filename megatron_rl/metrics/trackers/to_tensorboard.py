@@ -1,7 +1,7 @@
 """TensorBoard: event files in the run's folder.
 
-A per-layer metric is one scalar per layer, and a histogram with one bin per layer: the profile over
-depth.
+A per-layer metric is one scalar per layer, and a histogram with one bin per layer, which shows the
+profile over depth.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_rl.metrics.trackers.tracker import COLUMNS, Row, TrackedRun, Track
 
 class TensorBoard(Tracker):
     def __init__(self, run: TrackedRun) -> None:
-        # hides the steps that an earlier process wrote after the checkpoint, or before its first
-        # one
+        # purge_step hides the steps after the checkpoint that an earlier process wrote; these are
+        # all its steps where it had no checkpoint
         self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
         for name, content in (("run/config", run.config), ("run/versions", run.versions)):
             if content:
@@ -61,7 +61,7 @@ class TensorBoard(Tracker):
             )
 
     def report(self, page: Path) -> None:
-        from matplotlib.image import imread  # installed where there is a report: it draws with it
+        from matplotlib.image import imread  # installed where there is a report, which needs it
 
         self._board.add_image(
             "report", imread(page.with_suffix(".png"))[..., :3], dataformats="HWC"
@@ -73,8 +73,10 @@ class TensorBoard(Tracker):
 
 
 def line(values: Sequence[object]) -> str:
-    """A row of a Markdown table; the texts of a model are shown, not interpreted: an image in one
-    would be fetched.
+    """Return a row of a Markdown table.
+
+    The values are escaped, because they hold the texts of a model: an image in a text would be
+    fetched.
     """
     shown = (
         "<br>".join(MARKS.sub(entity, html.escape(part)) for part in str(value).splitlines())
@@ -84,8 +86,8 @@ def line(values: Sequence[object]) -> str:
 
 
 MARKS = re.compile(r"[|\\`*_\[\]]")
-"""What Markdown gives a meaning to within a row, where HTML is escaped."""
+"""Characters with a meaning in Markdown within a row, beside HTML."""
 
 
-def entity(found: re.Match[str]) -> str:
-    return f"&#{ord(found[0])};"
+def entity(match: re.Match[str]) -> str:
+    return f"&#{ord(match[0])};"

@@ -1,8 +1,8 @@
-"""trackio (pip install '.[trackio]'): a local database, or the server or Space that its own
-variables name.
+"""trackio (pip install '.[trackio]'): a local database, or the server or Space that trackio's
+environment variables name.
 
 A per-layer metric is one metric per layer.  trackio continues the run of the same name in a
-project, so that a new run gets a name of its own: run.name and six random digits.
+project, so a new run gets a unique name: run.name and six random digits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from megatron_rl.metrics.trackers.tracker import COLUMNS, Row, TrackedRun, Track
 class Trackio(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         self.id = run.id or f"{run.name}-{uuid.uuid4().hex[:6]}"
-        for module in [
-            each for name, each in sys.modules.items() if name.partition(".")[0] == "trackio"
-        ]:
-            # it writes to standard output, between the run's own lines
-            vars(module)["print"] = lambda *values: None
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "trackio":
+                # trackio prints to standard output, between the lines of the run
+                vars(module)["print"] = lambda *values: None
         self._project = run.project
         self._run = trackio.init(
             project=run.project,

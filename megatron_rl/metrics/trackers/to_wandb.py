@@ -1,8 +1,8 @@
-"""Weights & Biases (pip install '.[wandb]').  Offline it writes into RUN/wandb; `wandb sync` sends
-that later.
+"""Weights & Biases (pip install '.[wandb]').  Offline it writes to RUN/wandb, which `wandb sync`
+sends later.
 
-The x axis of every chart is `step`, a value of our own: a resumed run sends steps again that W&B's
-own counter would refuse. A per-layer metric is a histogram with one bin per layer.
+The x axis of every chart is `step`, a value that this module sends: a resumed run sends steps again
+that the counter of W&B would refuse.  A per-layer metric is a histogram with one bin per layer.
 """
 
 from __future__ import annotations
@@ -41,13 +41,8 @@ class WandB(Tracker):
     def log(
         self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]
     ) -> None:
-        self._run.log(
-            {
-                "step": step,
-                **metrics,
-                **{name: profile(values) for name, values in per_layer.items()},
-            }
-        )
+        profiles = {name: profile(values) for name, values in per_layer.items()}
+        self._run.log({"step": step, **metrics, **profiles})
 
     def samples(self, step: int, tables: Mapping[str, Sequence[Row]]) -> None:
         shown = {
@@ -66,6 +61,6 @@ class WandB(Tracker):
 
 
 def profile(values: Sequence[float]) -> wandb.Histogram:
-    """One bin per layer, whose count is the layer's value."""
+    """Return a histogram with one bin per layer, whose count is the value of the layer."""
     counts = np.array([value if math.isfinite(value) else 0.0 for value in values])
     return wandb.Histogram(np_histogram=(counts, np.arange(len(counts) + 1) - 0.5))

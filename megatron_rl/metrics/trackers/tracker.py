@@ -1,4 +1,4 @@
-"""What a tracker is.  Subclass Tracker for one of your own: every method may be left out."""
+"""The base class of trackers.  Subclass Tracker to add one: every method is optional."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ from typing import Any, Literal, TypeAlias
 Row: TypeAlias = Mapping[str, Any]
 """A line of rollouts.jsonl."""
 COLUMNS = ("prompt", "response", "label", "reward", "response_length", "step")
-"""Those of a sample table, keys of a Row."""
+"""The columns of a sample table, which are keys of a Row."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is made from.
-
-    id: that of the tracker's own run which this run continues, "" for a new one.
-    first_step: finished steps that it continues after; what an earlier process sent of later ones
-    is sent again.
-    config: the resolved configuration as {"section": {"key": value}}, and versions: of packages and
-    of git; without secrets.
-    """
+    """The run that a tracker is made for."""
 
     name: str
     folder: Path
@@ -30,43 +23,50 @@ class TrackedRun:
     entity: str = ""
     mode: Literal["online", "offline"] = "online"
     id: str = ""
+    """The id, in the tracker, of the run to continue; "" for a new one."""
     first_step: int = 0
+    """The number of finished steps to continue after.  Values of later steps that an earlier
+    process sent are sent again."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved configuration as {"section": {"key": value}}, without secrets."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of packages, and git revisions."""
 
 
 class Tracker:
-    """Made and called on one background thread; an exception that it raises is counted, and
-    training continues.
+    """A receiver of a run's metrics.
 
-    id: identifies its run in the tracker; kept in the run's folder and in checkpoints, and given to
-    the next process.
+    One background thread makes it and calls its methods.  An exception is counted, and training
+    continues.
     """
 
     id = ""
+    """The id of the run in the tracker.  It is kept in the run's folder and in checkpoints, and a
+    process that continues the run gets it as TrackedRun.id."""
 
     def __init__(self, run: TrackedRun) -> None:
-        """Open it."""
+        """Open the tracker, and set `id`."""
 
     def log(
         self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]
     ) -> None:
-        """The metrics after `step` finished steps, of training or of an evaluation; per_layer: one
-        value per MoE layer.
+        """Receive the metrics of training or of an evaluation after `step` finished steps.
+
+        per_layer: metric -> one value per MoE layer.
         """
 
     def samples(self, step: int, tables: Mapping[str, Sequence[Row]]) -> None:
-        """The best and the worst of the last responses: title -> rows, as in report.html."""
+        """Receive {title: rows}: the best and worst of the last responses, as in report.html."""
 
     def report(self, page: Path) -> None:
-        """The run has finished; `page` is its report.html, with report.png beside it."""
+        """Receive the report.html of a finished run; report.png is in the same folder."""
 
     def close(self, *, failed: bool) -> None:
-        """The process ends; failed: by an error."""
+        """Close the tracker at the end of the process.  failed: it ends with an error."""
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """{"section.key": value}."""
+    """Return the configuration as {"section.key": value}."""
     return {
         f"{section}.{key}": value
         for section, keys in config.items()
@@ -75,5 +75,5 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cells(row: Row) -> list[Any]:
-    """The row's values of COLUMNS."""
+    """Return the values of COLUMNS in a row, None where it has none."""
     return [row.get(column) for column in COLUMNS]

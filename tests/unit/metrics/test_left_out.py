@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.metrics.health import examine_results
-from megatron_rl.metrics.left_out import LEFT_OUT, counts_of_run, entry_of
+from megatron_rl.metrics.left_out import LEFT_OUT, entry_of
+from megatron_rl.metrics.left_out_counts import counts_of_run
 from megatron_rl.metrics.step_line import step_line
 from megatron_rl.metrics.summary import summarize_run
 from megatron_rl.records import StepResult
