@@ -1,6 +1,5 @@
-"""Policy losses on plain tensors: no Megatron, no SGLang.  Call `policy_loss`, then `aggregate`.
-
-An example is in docs/guides/algorithms.md.
+"""Policy losses on plain tensors, without Megatron and SGLang: call `policy_loss`, then `aggregate`
+(example in docs/guides/algorithms.md).
 """
 
 from megatron_rl.config import LossConfig

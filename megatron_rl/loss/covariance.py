@@ -1,8 +1,8 @@
-"""Tokens chosen by the covariance of log-prob and advantage (Clip-Cov and KL-Cov, arXiv
-2505.22617): `loss.select`.
+"""loss.select: tokens chosen by the covariance of log-prob and advantage (Clip-Cov and KL-Cov,
+arXiv 2505.22617).
 
-They are chosen once for a mini-batch, over all its ranks, before its update: the same ones however
-it is divided.
+They are chosen once for a mini-batch, over all its ranks, before its update.  The choice does not
+depend on how the mini-batch is divided into micro-batches and over ranks.
 Shapes: n tokens, this rank's rows of all micro-batches of one mini-batch.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.config.loss_presets import LossSpec
 
-LOWEST, HIGHEST = -(2**63), 2**63 - 1  # int64
+LOWEST, HIGHEST = -(2**63), 2**63 - 1  # the range of int64
 
 
 def select_tokens(
@@ -29,17 +29,19 @@ def select_tokens(
     switches: LossSpec,
     group: dist.ProcessGroup | None = None,
 ) -> Bool[Tensor, " n"]:
-    """Which tokens of `mask` loss.select chooses: max(floor(select_share * N), 1) of the N of the
-    whole mini-batch.
+    """Return the tokens of `mask` that loss.select chooses: max(floor(select_share * N), 1) of the
+    N tokens of the complete mini-batch.
 
-    cov_t = (A_t - mean A) (log pi_old_t - mean log pi_old), means over the mini-batch's tokens,
-    float64.
-    cov_band: of the tokens with cov_low < cov < cov_high those with the smallest `keys`, a random
-    draw (`token_keys`).
-    cov_top: those with the largest cov; of equal ones those with the smallest keys.
-    group: the ranks that hold the other tokens.  Collective over it; no wait for the device.
+    cov_t = (A_t - mean A) (log pi_old_t - mean log pi_old), with means over the mini-batch's
+    tokens, in float64.
+    cov_band: the tokens with the smallest `keys`, of those with cov_low < cov < cov_high; the keys
+    make it a random draw (`token_keys`).
+    cov_top: the tokens with the largest cov; of equal ones those with the smallest keys.
+    group: the ranks that have the other tokens.  Collective over it; it does not wait for the
+    device.
     """
     values = torch.stack([advantages.double(), old_logprobs.detach().double()])
+    # one all-reduce for the sums of A and of log pi_old, and for N
     sums = torch.cat([torch.where(mask, values, 0.0).sum(dim=1), mask.sum().double()[None]])
     sums = sum_over_group(sums, group)
     count = sums[2].clamp(min=1)
@@ -49,6 +51,7 @@ def select_tokens(
     if switches.select == "cov_band":
         candidates = mask & (covariance > switches.cov_low) & (covariance < switches.cov_high)
         return smallest(keys, candidates, wanted, group)
+    # ~ reverses the order of integers: the largest covariance is the smallest number
     order = ~ordered_bits(torch.where(mask, covariance, 0.0))
     last = nth_smallest(order, mask, wanted, group)
     larger = mask & (order < last)
@@ -62,8 +65,8 @@ def smallest(
     count: Int[Tensor, ""],
     group: dist.ProcessGroup | None,
 ) -> Bool[Tensor, " n"]:
-    """The `count` candidates with the smallest keys on all ranks, or all of them where there are
-    fewer.
+    """Return the `count` candidates with the smallest keys over all ranks, or all of them where
+    there are fewer.
     """
     return candidates & (keys <= nth_smallest(keys, candidates, count, group)) & (count > 0)
 
@@ -74,8 +77,9 @@ def nth_smallest(
     count: Int[Tensor, ""],
     group: dist.ProcessGroup | None,
 ) -> Int[Tensor, ""]:
-    """The smallest bound that `count` candidates' keys do not exceed, by bisection: 64 sums over
-    ranks, no keys travel.
+    """Return the smallest bound that the keys of at least `count` candidates do not exceed.
+
+    It is found by bisection over int64: 64 sums over the ranks, and no keys are sent.
     """
     low, high = (
         torch.full((), bound, dtype=torch.int64, device=keys.device) for bound in (LOWEST, HIGHEST)
@@ -93,24 +97,24 @@ def token_keys(
     positions: Int[Tensor, " T"],
     rollout_logprobs: Float[Tensor, " T"],
 ) -> Int[Tensor, " T"]:
-    """A pseudo-random int64 of each token of a micro-batch, the same wherever the token is packed.
+    """Return a pseudo-random int64 for every token of a micro-batch, which does not depend on where
+    the token is packed.
 
-    names: of the sequences; ids: which of them each token belongs to (-1 on pads); positions:
-    inside the sequence.  log mu, as the server reported it, makes the draw another one where a
-    prompt is sampled again.
+    names: ids of the rollouts of the sequences; ids: the index of the token's sequence in `names`,
+    -1 on pads; positions: places in the sequence.  log mu, as the server reported it, changes the
+    draw where a prompt is sampled again.
     """
     digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
-    numbers = [
-        int.from_bytes(digest, "little", signed=True) for digest in [*digests, bytes(8)]
-    ]  # ids of -1: the last one
+    # one more number, at the end: the id -1 of the pads selects it
+    numbers = [int.from_bytes(digest, "little", signed=True) for digest in [*digests, bytes(8)]]
     sequences = torch.tensor(numbers).to(ids.device, non_blocking=True)[ids]
     bits = rollout_logprobs.detach().float().view(torch.int32).long()
     return mixed(mixed(sequences + positions) + bits)
 
 
 def mixed(values: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014), modulo 2^64: every bit of the
-    input changes all others.
+    """Return the output function of SplitMix64 (Steele, Lea, Flood 2014), modulo 2^64: every bit of
+    the input affects all bits of the output.
     """
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         values = (values ^ ((values >> shift) & (HIGHEST >> (shift - 1)))) * factor
@@ -118,8 +122,9 @@ def mixed(values: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
 
 
 def ordered_bits(values: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """int64 in the order of the float64 values."""
+    """Return int64 numbers in the same order as the float64 values."""
     bits = values.view(torch.int64)
+    # the bits of negative floats ascend as the values descend: invert all but the sign
     return torch.where(bits < 0, bits ^ HIGHEST, bits)
 
 

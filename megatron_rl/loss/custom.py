@@ -1,4 +1,7 @@
-"""A user's own loss, `loss.name = "package.module:function"`.  Shapes: T packed tokens."""
+"""The inputs of a loss, and the loss of a user: `loss.name = "package.module:function"`.
+
+Shapes: T packed tokens.
+"""
 
 from __future__ import annotations
 
@@ -46,22 +49,20 @@ class LossInputs:
 
 
 LossFunction = Callable[[LossInputs, LossConfig], Tensor]
-"""(inputs, LossConfig) -> loss per token [T], to be minimised, differentiable in inputs.logprobs.
+"""(inputs, LossConfig) -> loss of every token [T], to be minimised, differentiable in
+inputs.logprobs.
 """
 
 
 def check_loss(config: LossConfig) -> None:
     """Raise ValueError for a user's loss that cannot be loaded."""
-    if ":" in config.name:
+    if ":" in config.name:  # else the name of a preset, which the configuration has checked
         load_loss(config.name)
 
 
 @functools.cache
 def load_loss(name: str) -> LossFunction:
-    """Import `package.module:function`.
-
-    Raises ValueError, naming the key, where there is no such function.
-    """
+    """Import the loss `package.module:function`.  Raises ValueError where there is none."""
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)

@@ -1,7 +1,7 @@
 """n_i of `kept_mean`: the number of a response's tokens that the masks on pi_old/mu keep.
 
-It is counted before the update: the sequences of a response may lie in several micro-batches and on
-several ranks.
+It is counted before the update, because the sequences of a response may be in several micro-batches
+and on several ranks.
 Shapes: T packed tokens of one micro-batch; n rows of all micro-batches of one mini-batch on this
 rank.
 """
@@ -27,11 +27,11 @@ def kept_tokens(
     sequences: Sequences,
     config: LossConfig,
 ) -> Bool[Tensor, " T"]:
-    """Tokens with finite log-probs that neither loss.mask nor weight_mode = mask removes (a user's
-    loss: all of them).
+    """Tokens with finite log-probs that neither loss.mask nor weight_mode = mask removes; all
+    tokens with finite log-probs for a user's loss.
 
-    The configuration refuses masks on other ratios than pi_old/mu beside `kept_mean`.  Collective
-    over `sequences.group` where the weight is that of a sequence.
+    With `kept_mean` the configuration refuses masks on other ratios than pi_old/mu.  Collective
+    over `sequences.group` where the weight is that of a response.
     """
     mask = loss_mask & finite_tokens(old_logprobs, rollout_logprobs)
     if ":" in config.name:
@@ -40,9 +40,9 @@ def kept_tokens(
         torch.where(mask, at_least_float32(value), 0.0)
         for value in (old_logprobs, rollout_logprobs)
     )
-    *_, removed = importance_weight(
-        LossInputs(old, old, mu, torch.zeros_like(old), mask, sequences), config.switches
-    )
+    # pi = pi_old: no mask depends on pi
+    inputs = LossInputs(old, old, mu, torch.zeros_like(old), mask, sequences)
+    *_, removed = importance_weight(inputs, config.switches)
     return mask & ~removed
 
 
@@ -52,10 +52,11 @@ def count_kept(
     num_responses: int,
     group: dist.ProcessGroup | None = None,
 ) -> Int[Tensor, " n"]:
-    """At every row, the kept tokens of its response, at least 1: `Sequences.kept_lengths`.
+    """Return, for every row, the number of kept tokens of its response, at least 1, which is
+    `Sequences.kept_lengths`.
 
     responses: 0 .. num_responses - 1, the same number for all sequences of a response; -1
-    elsewhere.  Collective over `group`, the ranks that hold the other rows of the mini-batch.
+    elsewhere.  Collective over `group`, the ranks that have the other rows of the mini-batch.
     """
     slots = torch.where(responses < 0, num_responses, responses)
     counts = torch.zeros(num_responses + 1, dtype=torch.int64, device=kept.device).index_add_(

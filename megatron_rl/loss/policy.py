@@ -94,6 +94,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> PolicyLoss:
     """
     inputs = finite_inputs(used_inputs(inputs, config))
     loss = user_loss(inputs, config) if ":" in config.name else kernel(inputs, config.switches)
+    # terms are separate from per_token: neither clips nor rejections drop them, and kept_mean
+    # divides them by another number
     terms, kl = loss.terms, None
     if inputs.entropy is not None:
         terms = terms - config.entropy_coef * inputs.entropy
@@ -163,16 +165,20 @@ def finite_inputs(inputs: LossInputs) -> LossInputs:
 def kernel(inputs: LossInputs, switches: LossSpec) -> PolicyLoss:
     """Return -keep_i * sg[W_t] * A_t * f_t and the penalty of every token, from the switches."""
     advantages, mask = inputs.advantages, inputs.mask
+    # W_t
     weight, bounded, removed = importance_weight(inputs, switches)
     selected = torch.zeros_like(mask) if inputs.selected is None else inputs.selected & mask
-    if switches.select == "cov_band":
+    if switches.select == "cov_band":  # Clip-Cov drops the selected tokens
         weight = torch.where(selected, 0.0, weight)
+    # 1 - keep_i
     rejected = rejected_tokens(inputs, switches) | vetoed_tokens(inputs, switches)
+    # q_t, 1 - M_t and f_t
     anchored = anchored_ratio(inputs, switches)
     high, low = dropped_tokens(inputs, anchored, switches)
     f = surrogate(inputs, anchored, high | low, switches)
     added, penalty_tokens = torch.zeros_like(inputs.logprobs), None
     if switches.penalty != "none":
+        # KL-Cov penalises the selected tokens only
         penalty_tokens = selected if switches.select == "cov_top" else mask
         added = torch.where(penalty_tokens, switches.penalty_coef * penalty(inputs, switches), 0.0)
     return PolicyLoss(
@@ -211,11 +217,12 @@ def rejected_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"
 
 
 def vetoed_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
-    """All tokens of responses that have at least one token whose ratio is out of bounds."""
+    """Tokens of responses that have at least one token whose ratio is out of bounds."""
     if switches.veto == "none":
         return torch.zeros_like(inputs.mask)
     ratio = ratio_at(inputs, switches.veto, "token")
     vetoes = outside(ratio, switches.veto_low, switches.veto_high) & inputs.mask
+    # one such token gives all tokens of its response a sum above 0, on every context-parallel rank
     return inputs.sequences.sum(vetoes.to(inputs.logprobs.dtype)) > 0
 
 
@@ -226,6 +233,8 @@ def penalty(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"]:
     if switches.penalty == "square":
         return log_ratio.square()
     distance = log_ratio.abs()
+    # without the dead zone the gradient in the first update of a step, where log q is the rounding
+    # of two passes, would be the sign of the rounding
     return torch.where(distance > switches.penalty_dead_zone, distance, 0.0)
 
 
@@ -248,4 +257,5 @@ def user_loss(inputs: LossInputs, config: LossConfig) -> PolicyLoss:
             f"loss.name = {config.name!r} returned shape {tuple(per_token.shape)}, must be one loss"
             f" per token, {tuple(inputs.logprobs.shape)}; loss.aggregation sums it"
         )
+    # the kernel without switches fills what the metrics read: ratios, and masks that are empty
     return replace(kernel(inputs, LossSpec()), per_token=per_token)
