@@ -62,7 +62,7 @@ def main() -> int:
                 f" pods: {bounds}"
             )
             if pod_size(replicas) < replicas:
-                with patch.object(assignment, "deal", deal_by_work):
+                with patch.object(assignment, "assign_pods", deal_by_work):
                     print(
                         "    by work:"
                         f" {shown(plan_of(ours(lengths.tolist(), replicas)[0]), lengths)}"

@@ -1,3 +1,3 @@
-"""Turns rollouts into training batches: advantages, mini-batch split, the packed order, exchange
-between ranks.
+"""Training batches from rollouts: advantages, mini-batch split, the packed order, exchange between
+ranks.
 """

@@ -1,11 +1,12 @@
-"""Which replica computes which sequences, micro-batch by micro-batch: equal work side by side, none
-above the token cap.
+"""The assignment of sequences to micro-batches and replicas: equal work side by side, and no
+micro-batch above the token cap.
 
 With expert parallelism the all-to-all of every layer spans data-parallel replicas, so replicas run
 in lockstep, one micro-batch at a time: an unequal count would hang the job, and in a slot (the
 micro-batches that run side by side) all wait for the slowest.  Responses to one prompt have similar
-lengths, so the replicas' work differs: sequences are redistributed over all replicas.  The plan is
-a pure function of the lengths, in integers: every rank computes it (many replicas: assignment.py).
+lengths, so the work of replicas differs, and sequences are redistributed over all replicas.  The
+plan is a pure function of the lengths, in integers, so that every rank computes the same.  Plans
+for many replicas are in assignment.py.
 """
 
 from __future__ import annotations
@@ -22,28 +23,26 @@ Slot = list[list[int]]
 """The sequences of the micro-batches that run side by side, one micro-batch per replica."""
 
 SLACK = 1.3
-"""A slot is filled to this x the mean of what is left: less takes more slots, more makes the first
-ones uneven.
+"""A slot is filled to SLACK x the mean cost of the micro-batches left: a smaller value takes more
+slots, a larger one makes the first slots uneven.
 """
 
 
 @dataclass(frozen=True)
 class Work:
-    """Rows of every sequence, the cap on the rows of a micro-batch, and what a sequence costs: rows
-    x (balance_length + rows).
-
-    balance_length: the number of rows at which a sequence's attention costs as much as everything
-    else.
-    padded: every sequence of a micro-batch counts the rows of its longest.
-    """
+    """The sequences to assign.  The cost of a sequence is rows x (balance_length + rows)."""
 
     rows: Sequence[int] | np.ndarray
+    """The number of rows of every sequence."""
     max_rows: int
+    """The cap on the rows of a micro-batch."""
     balance_length: int
+    """The number of rows at which a sequence's attention costs as much as everything else."""
     padded: bool = False
+    """Every sequence of a micro-batch has the rows of its longest."""
 
     def cost(self, sequences: Sequence[int]) -> int:
-        """What a micro-batch of these sequences costs."""
+        """Return the cost of a micro-batch of these sequences."""
         rows = [self.rows[i] for i in sequences]
         rows = [max(rows)] * len(rows) if self.padded else rows
         return sum(n * (self.balance_length + n) for n in rows)
@@ -52,11 +51,11 @@ class Work:
 def plan_slots(
     work: Work, replicas: int, *, count_multiple: int = 1, at_least: int = 1
 ) -> list[Slot]:
-    """Assign all sequences to slots of one micro-batch per replica, costliest first; as few as the
-    cap and `at_least` allow.
+    """Assign all sequences to slots of one micro-batch per replica, the costliest slot first.
 
-    No micro-batch is empty; one above the cap holds a single sequence; the number of slots is a
-    multiple of `count_multiple`. Raises ValueError where there are too few sequences for that.
+    The number of slots is the smallest multiple of `count_multiple` that the cap and `at_least`
+    allow.  No micro-batch is empty, and one above the cap has a single sequence.  Raises ValueError
+    where there are too few sequences.
     """
     most = len(work.rows) // replicas // count_multiple * count_multiple
     if most == 0:
@@ -69,11 +68,8 @@ def plan_slots(
     fewest = max(-(-least_rows // (work.max_rows * replicas)), at_least)
     fewest = -(-fewest // count_multiple) * count_multiple
     for count in range(min(fewest, most), most + 1, count_multiple):
-        slots = (
-            plan_padded(work, count, replicas)
-            if work.padded
-            else plan_packed(work, count, replicas)
-        )
+        plan = plan_padded if work.padded else plan_packed
+        slots = plan(work, count, replicas)
         if slots is not None:
             return sorted(slots, key=lambda slot: -max(work.cost(part) for part in slot))
     raise ValueError(
@@ -84,14 +80,17 @@ def plan_slots(
 
 
 def plan_packed(work: Work, count: int, replicas: int) -> list[Slot] | None:
-    """`count` slots, each filled from the longest sequences left, up to the cost of the longest or
-    its share; None: no room.
+    """Return `count` slots, or None where they have no room for all sequences.
+
+    A slot is filled with the longest sequences left, up to the cost of the longest one or to its
+    share of the cost left.
     """
     costs = [work.cost([i]) for i in range(len(work.rows))]
     left = sorted(range(len(work.rows)), key=lambda i: -work.rows[i])
     slots, cost_left = [], sum(costs)
     for slots_left in range(count, 0, -1):
         share = SLACK * cost_left / (slots_left * replicas)
+        # the last slot takes everything that is left
         limit = max(costs[left[0]], share) if slots_left > 1 else cost_left
         slot, left = fill_slot(work, costs, left, replicas, limit, keep=(slots_left - 1) * replicas)
         slots.append(slot)
@@ -108,11 +107,11 @@ def fill_slot(
     *,
     keep: int,
 ) -> tuple[Slot, list[int]]:
-    """(a slot, the rest): the longest sequence to each replica, then from long to short to the
-    cheapest one so far.
+    """Return (a slot, the sequences left).  Every replica gets one of the longest sequences; the
+    others go, from long to short, to the replica that has cost least so far.
 
-    A sequence that would exceed `limit` (cost) or the cap there is left, and so are the shortest
-    `keep` sequences.
+    A sequence is left where it would exceed `limit` (cost) or the cap there; so are at least `keep`
+    sequences, so that later slots are not empty.
     """
     slot = [[i] for i in descending[:replicas]]
     rows = [work.rows[i] for i in descending[:replicas]]
@@ -122,6 +121,7 @@ def fill_slot(
     left: list[int] = []
     may_take = len(descending) - replicas - keep
     for at in range(replicas, len(descending)):
+        # a replica without room for the shortest sequence gets no more
         while cheapest and no_room(
             work, rows[cheapest[0][1]], cheapest[0][0], work.rows[shortest], costs[shortest], limit
         ):
@@ -140,22 +140,25 @@ def fill_slot(
 
 
 def no_room(work: Work, rows: int, cost: int, more_rows: int, more_cost: int, limit: float) -> bool:
+    """Return True where a sequence would exceed the cap or the limit on the cost."""
     return rows + more_rows > work.max_rows or cost + more_cost > limit
 
 
 def plan_padded(work: Work, count: int, replicas: int) -> list[Slot] | None:
-    """`count` slots of sequences of similar length: few pads, and one shape side by side; None: no
-    room.
+    """Return `count` slots of sequences of similar length, or None where they have no room for all
+    sequences.  Similar lengths need few pads, and give micro-batches of one slot one shape.
 
     A slot is a run of the sequences in descending order, assigned to the replicas one by one.  The
-    shortest sequences, which `replicas` does not divide, go into a slot with room for one more.
+    shortest sequences, the remainder of a division by `replicas`, go to a slot with room for one
+    more on every replica.
     """
     order = sorted(range(len(work.rows)), key=lambda i: -work.rows[i])
     whole = len(order) // replicas * replicas
-    # the longest of each `replicas` neighbours
+    # the longest of every `replicas` neighbours
     sizes = [work.rows[i] for i in order[:whole:replicas]]
     if len(cuts(sizes, work.max_rows)) > count:
         return None
+    # the lowest cap that `count` runs can keep gives the most even runs
     lowest_cap = bisect_left(range(work.max_rows), -count, key=lambda cap: -len(cuts(sizes, cap)))
     runs = [range(a, b) for a, b in pairwise([*cuts(sizes, lowest_cap), len(sizes)])]
     while len(runs) < count:
@@ -165,19 +168,19 @@ def plan_padded(work: Work, count: int, replicas: int) -> list[Slot] | None:
         at = runs.index(costliest)
         half = len(costliest) // 2
         runs[at : at + 1] = [costliest[:half], costliest[half:]]
-    rest = order[whole:]
+    remaining = order[whole:]
     slots = []
     for run in reversed(runs):
-        dealt = order[run.start * replicas : run.stop * replicas]
+        sequences = order[run.start * replicas : run.stop * replicas]
         if (len(run) + 1) * sizes[run.start] <= work.max_rows:
-            dealt, rest = dealt + rest, []
-        slots.append([dealt[replica::replicas] for replica in range(replicas)])
-    return None if rest else slots
+            sequences, remaining = sequences + remaining, []
+        slots.append([sequences[replica::replicas] for replica in range(replicas)])
+    return None if remaining else slots
 
 
 def cuts(descending: Sequence[int], cap: int) -> list[int]:
-    """Where the runs of `descending` start; each is filled while its first length x its size stays
-    under the cap.
+    """Return the starts of runs of `descending`, of which every one is as long as its first length
+    x its size is at most `cap`.
     """
     starts, at = [], 0
     while at < len(descending):
@@ -189,11 +192,11 @@ def cuts(descending: Sequence[int], cap: int) -> list[int]:
 def assign(
     slots: Sequence[Slot], owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int
 ) -> list[Slot]:
-    """The slots with micro-batch r for replica r: each goes to the replica that holds most of its
-    rows, so that few are sent.
+    """Return the slots with micro-batch r for replica r.  A micro-batch goes to the replica that
+    has most of its rows, so that few are sent.
 
-    owners: the replica that holds each sequence, or any other number.  Sequences of a micro-batch
-    are in ascending order.
+    owners: the replica that has each sequence; any other number for none.  The sequences of a
+    micro-batch are returned in ascending order.
     """
     return [assign_slot(slot, owners, rows, replicas) for slot in slots]
 
@@ -201,18 +204,19 @@ def assign(
 def assign_slot(
     slot: Slot, owners: Sequence[int], rows: Sequence[int] | np.ndarray, replicas: int
 ) -> Slot:
-    given: dict[int, list[int]] = {}  # the first parts, which cost most, choose first
+    # replica -> its part.  The first parts, which cost most, choose first.
+    assigned: dict[int, list[int]] = {}
     unassigned = []
     for part in slot:
-        held: dict[int, int] = {}
+        owned_rows: dict[int, int] = {}  # of the part, by free replica
         for i in part:
-            if 0 <= owners[i] < replicas and owners[i] not in given:
-                held[owners[i]] = held.get(owners[i], 0) + rows[i]
-        if held:
-            given[max(held, key=lambda replica: held[replica])] = part
+            if 0 <= owners[i] < replicas and owners[i] not in assigned:
+                owned_rows[owners[i]] = owned_rows.get(owners[i], 0) + rows[i]
+        if owned_rows:
+            assigned[max(owned_rows, key=lambda replica: owned_rows[replica])] = part
         else:
             unassigned.append(part)
     return [
-        sorted(given[replica] if replica in given else unassigned.pop())
+        sorted(assigned[replica] if replica in assigned else unassigned.pop())
         for replica in range(replicas)
     ]

@@ -1,8 +1,8 @@
-"""A rollout as a JSON header and named arrays: the one form in which it is sent to ranks and
-written to files.
+"""A rollout as a JSON header and named arrays, the form in which it is sent to ranks and written to
+files.
 
-Used by transfer.py (between ranks), rollout/recorder.py and rollout/saved.py (files of a run) and
-rollout/partial.py (files of a checkpoint).
+The users are transfer.py (between ranks), rollout/recorder.py and rollout/saved.py (files of a run)
+and rollout/partial.py (files of a checkpoint).
 Shapes: S tokens of a rollout, R of them sampled, L MoE layers, K top-k, n rollouts.
 """
 
@@ -26,13 +26,15 @@ from megatron_rl.records import (
 )
 from megatron_rl.records.sampling_mask import SamplingMask, check_mask
 
-ALIGNMENT = 16  # bytes: every array starts at a multiple, so that views of any dtype are aligned
+ALIGNMENT = 16
+"""Every array starts at a multiple of this number of bytes, so that views of any dtype are aligned.
+"""
 
 
 def header_of(rollout: Rollout) -> dict[str, Any]:
-    """All fields of a sequence but the arrays.
+    """Return all fields of a sequence except its arrays, as JSON values.
 
-    versions: [[version, tokens], ...] of the response, in order.
+    Its "versions" are [[version, tokens], ...] of the response, in order.
     """
     episode = rollout.episode
     optional = {
@@ -52,11 +54,18 @@ def header_of(rollout: Rollout) -> dict[str, Any]:
 
 
 def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
-    """Of one sequence: tokens int64 [S], logprobs float32 [R]; environment int64 [spans, 2] where
-    it wrote any; with routes also routed_experts uint8 | int16 [S - 1, L, K] and routes_digest
-    uint8 [16], and missing_routes bool [S - 1] where some rows hold none; episode_digest uint8 [16]
-    where it ends an episode of several; with kept sets mask_sizes uint16 [R] and mask_codes uint8
-    [bytes], see SamplingMask."""
+    """Return the arrays of one sequence by kind:
+
+    tokens          int64 [S]
+    logprobs        float32 [R]
+    environment     int64 [spans, 2], where an environment wrote tokens
+    routed_experts  uint8 | int16 [S - 1, L, K], with routes
+    routes_digest   uint8 [16], with routes
+    missing_routes  bool [S - 1], where some rows have no route
+    mask_sizes      uint16 [R], with kept sets (see SamplingMask)
+    mask_codes      uint8 [bytes], with kept sets
+    episode_digest  uint8 [16], where the sequence ends an episode of several
+    """
     arrays = {"tokens": rollout.tokens, "logprobs": rollout.rollout_logprobs}
     if rollout.environment:
         arrays["environment"] = np.array(rollout.environment, np.int64)
@@ -76,9 +85,9 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
 
 
 def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | None]) -> Rollout:
-    """The sequence of `header`, without its text; array(kind): one of `to_arrays`, or None.  See
-    `joined` for an episode.
+    """Return the sequence of `header`, without its text; `joined` makes an episode.
 
+    array: kind -> the array of `to_arrays`, or None.
     Raises ValueError for arrays of other lengths than the header's, and for routes without a
     digest.  `pack` checks that the digest is that of these tokens and routes.
     """
@@ -136,7 +145,7 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
 
 
 def joined(rollout: Rollout, earlier: Sequence[Rollout]) -> Rollout:
-    """The episode that ends with `rollout`, as `from_arrays` returned it.
+    """Return the episode of the sequences `earlier` and `rollout`, which ends it.
 
     Raises ValueError unless these are all its sequences, in their order.
     """
@@ -151,14 +160,14 @@ def joined(rollout: Rollout, earlier: Sequence[Rollout]) -> Rollout:
 
 
 def to_spans(environment: np.ndarray | None) -> tuple[tuple[int, int], ...]:
-    """Rollout.environment of its array, int64 [spans, 2] or None."""
+    """Return Rollout.environment from its array, int64 [spans, 2] or None."""
     return (
         () if environment is None else tuple((int(start), int(end)) for start, end in environment)
     )
 
 
 def to_mask(sizes: np.ndarray | None, codes: np.ndarray | None, name: str) -> SamplingMask | None:
-    """Rollout.sampling_mask of its arrays."""
+    """Return Rollout.sampling_mask from its arrays; ValueError where one of them is missing."""
     if sizes is None and codes is None:
         return None
     if sizes is None or codes is None:
@@ -167,7 +176,7 @@ def to_mask(sizes: np.ndarray | None, codes: np.ndarray | None, name: str) -> Sa
 
 
 def check_origin(rollout: Rollout) -> Rollout:
-    """The rollout; ValueError where its routes or kept sets are not those of its tokens."""
+    """Return the rollout; raise ValueError where its routes or kept sets are not of its tokens."""
     if rollout.sampling_mask is not None:
         check_mask(rollout.id, rollout.sampling_mask, rollout.tokens[rollout.sampled])
     if rollout.routed_experts is not None:
@@ -186,9 +195,8 @@ FORMER_KINDS = {"routed_experts": "routes", "routes_digest": "digest", "missing_
 
 
 def file_arrays(name: str, rollout: Rollout) -> dict[str, np.ndarray]:
-    """`to_arrays` as tensors "NAME:KIND" of a safetensors file; "NAME/0:KIND", "NAME/1:KIND" ...
-
-    of earlier sequences.
+    """Return the arrays of a rollout as tensors of a safetensors file: "NAME:KIND", and
+    "NAME/0:KIND", "NAME/1:KIND" ... for earlier sequences.
     """
     names = [*(f"{name}/{number}" for number in range(len(rollout.episode.earlier))), name]
     return {
@@ -202,8 +210,8 @@ def file_arrays(name: str, rollout: Rollout) -> dict[str, np.ndarray]:
 def arrays_in_file(
     file: safe_open, names: Collection[str], name: str
 ) -> Callable[[str], np.ndarray | None]:
-    """For `from_arrays`: kind -> tensor "NAME:KIND" of an open safetensors file, None if not among
-    its `names`.
+    """Return a reader for `from_arrays`: kind -> tensor "NAME:KIND" of an open safetensors file,
+    None where it is not one of the file's `names`.
     """
 
     def array(kind: str) -> np.ndarray | None:
@@ -222,8 +230,8 @@ def arrays_in_file(
 
 
 def layer_major(routes: np.ndarray) -> np.ndarray:
-    """The same ids [S - 1, L, K], in memory [L, S - 1, K]: ranks copy some of the layers, all rows
-    of them.
+    """Return the same ids [S - 1, L, K] with the memory order [L, S - 1, K], because ranks copy all
+    rows of some layers.
     """
     return np.ascontiguousarray(routes.transpose(1, 0, 2)).transpose(1, 0, 2)
 
@@ -231,14 +239,13 @@ def layer_major(routes: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class Encoded:
     """Rollouts as bytes, of which any part can be copied: a step's routes take gigabytes, which are
-    never all copied.
-
-    blocks: uint8, views of the rollouts' arrays.  Each starts at a multiple of ALIGNMENT, after
-    zeros; starts: int64, with the number of all bytes at the end.
+    never copied as a whole.
     """
 
     blocks: Sequence[np.ndarray]
+    """uint8, views of the rollouts' arrays; zeros fill the space up to the next start."""
     starts: np.ndarray
+    """int64: the starts of the blocks, multiples of ALIGNMENT, and the number of all bytes."""
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -259,7 +266,7 @@ class Encoded:
 
 
 def to_bytes(rollouts: Sequence[Rollout], **columns: np.ndarray) -> np.ndarray:
-    """uint8 [bytes]: `encode` in one piece."""
+    """Return the bytes of `encode` in one array, uint8 [bytes]."""
     encoded = encode(rollouts, **columns)
     data = np.empty(len(encoded), np.uint8)
     encoded.copy_to(data)
@@ -267,9 +274,9 @@ def to_bytes(rollouts: Sequence[Rollout], **columns: np.ndarray) -> np.ndarray:
 
 
 def encode(rollouts: Sequence[Rollout], **columns: np.ndarray) -> Encoded:
-    """A JSON header, then every array; `columns`: more arrays, such as one value per rollout.
+    """Encode a JSON header, then every array.  columns: more arrays, such as one value per rollout.
 
-    An episode is written sequence by sequence, the one that ends it last.
+    An episode is written sequence by sequence; the one that ends it is the last.
     """
     headers, arrays = [], list(columns.values())
     for rollout in rollouts:
@@ -295,7 +302,9 @@ def encode(rollouts: Sequence[Rollout], **columns: np.ndarray) -> Encoded:
 
 
 def from_bytes(data: np.ndarray) -> tuple[list[Rollout], dict[str, np.ndarray]]:
-    """(rollouts, columns); inverse of `to_bytes` up to texts.  Arrays are views of `data`."""
+    """Return (rollouts, columns), the inverse of `to_bytes` except for texts, which are not sent.
+    Arrays are views of `data`.
+    """
     # the first block is the length of the header
     at, length = ALIGNMENT, int(data[:8].view(np.int64)[0])
     header = json.loads(data[at : at + length].tobytes())

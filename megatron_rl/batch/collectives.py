@@ -1,6 +1,4 @@
-"""Small sums and maxima over the ranks of a group, through whatever device the group's backend
-needs.
-"""
+"""Small sums and maxima over the ranks of a group, on the device that the group's backend needs."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import torch.distributed as dist
 
 
 def device_of_group(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors of this group's collectives must be."""
+    """Return the device on which the tensors of this group's collectives must be."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
@@ -21,8 +19,8 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType,
     group: dist.ProcessGroup | None,
 ) -> np.ndarray:
-    """int64 [n] of integers, float64 [n] of floats; the same on every rank of `group` (None: a
-    single replica).
+    """Reduce n values over `group` (None: a single replica), and return them on every rank: int64
+    [n] for integers, float64 [n] for floats.
     """
     array = np.array(values)
     if group is None or group.size() == 1:
@@ -35,5 +33,5 @@ def all_reduce(
 def all_reduce_ints(
     values: Sequence[int], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
 ) -> list[int]:
-    """Reduce a few integers over `group`."""
+    """Reduce a few integers over `group` (None: a single replica)."""
     return all_reduce(values, op, group).tolist()

@@ -1,10 +1,10 @@
-"""The packed order, defined once: sequences end to end, then pads.  Everything per token is built
-here together.
+"""The packed order of a micro-batch: sequences end to end, then pads.  All columns with a value per
+token are built here.
 
 Row t holds input token t and everything about predicting token t + 1 of the same sequence, so a
-sampled token at sequence position s is in row s - 1.  Context parallelism cuts every sequence into
-equal chunks, and a padded (BSHD) micro-batch has the same number of rows for all, so each may be
-followed by pads of its own, inside its bounds in cu_seqlens: causal attention hides them.
+sampled token at sequence position s is in row s - 1.  A sequence may be followed by pads inside its
+bounds in cu_seqlens, which causal attention hides: context parallelism cuts every sequence into
+equal chunks, and a padded (BSHD) micro-batch has the same number of rows for all sequences.
 Shapes: S tokens of a sequence, T packed rows, B sequences, L MoE layers, K top-k.
 """
 
@@ -23,47 +23,43 @@ from megatron_rl.records.sampling_mask import SamplingMask, check_mask
 
 @dataclass(frozen=True)
 class PackRule:
-    """What the engine's layout requires of a micro-batch's rows.
-
-    pad_multiple: T is a multiple of it (tensor ranks under sequence parallelism); a multiple of
-    sequence_multiple.
-    equal_sizes: rows are equal on all data-parallel replicas (the allgather dispatcher gathers
-    tokens over them).
-    sequence_multiple: every sequence's rows are a multiple of it (2 x cp under context
-    parallelism).
-    count_multiple: the number of micro-batches is a multiple of it (pp under the interleaved
-    schedule).
-    padded: all sequences of a micro-batch have the rows of its longest, T = B x rows; pad_multiple
-    then has no effect.
-    mask_missing_routes: a token predicted by a row without a route leaves the loss
-    (replay.on_missing_route = mask_token).
-    balance_length: rows at which a sequence's attention costs as much as everything else
-    (models/cost.py).
-    """
+    """The requirements of the engine's layout on the rows of a micro-batch."""
 
     pad_multiple: int = 1
+    """T is a multiple of it (tensor ranks under sequence parallelism).  It is a multiple of
+    sequence_multiple."""
     equal_sizes: bool = False
+    """T is equal on all data-parallel replicas (the allgather dispatcher gathers tokens over
+    them)."""
     sequence_multiple: int = 1
+    """The rows of every sequence are a multiple of it (2 x cp under context parallelism)."""
     count_multiple: int = 1
+    """The number of micro-batches is a multiple of it (pp under the interleaved schedule)."""
     padded: bool = False
+    """All sequences of a micro-batch have the rows of its longest, T = B x rows; pad_multiple then
+    has no effect."""
     mask_missing_routes: bool = False
+    """A token predicted by a row without a route leaves the loss (replay.on_missing_route =
+    mask_token)."""
     balance_length: int = 16_384
+    """The number of rows at which a sequence's attention costs as much as everything else
+    (models/cost.py)."""
 
     def sequence_rows(self, num_tokens: int) -> int:
-        """Rows of one sequence with this many tokens, its own pads included."""
+        """Return the rows of a sequence of `num_tokens`, with the pads inside its bounds."""
         return -(-num_tokens // self.sequence_multiple) * self.sequence_multiple
 
     def rows(self, lengths: Sequence[int], beside: Sequence[Sequence[int]] = ()) -> list[int]:
-        """Rows of every sequence of a micro-batch whose sequences need `lengths`, then of the pad
-        sequences, if any.
+        """Return the rows of every sequence of a micro-batch, then of the pad sequences, if any.
 
-        beside: the lengths of the micro-batches that run side by side with it on other replicas,
-        for equal_sizes.
+        lengths: the rows that the sequences need (`sequence_rows`).
+        beside: for equal_sizes, the lengths of the micro-batches of the same slot on all replicas.
         """
         equal = [lengths, *beside] if self.equal_sizes else [lengths]
         if self.padded:
             return [max(map(max, equal))] * max(map(len, equal))
-        pads = max(sum(each) + -sum(each) % self.pad_multiple for each in equal) - sum(lengths)
+        num_rows = max(sum(part) + -sum(part) % self.pad_multiple for part in equal)
+        pads = num_rows - sum(lengths)
         return [*lengths, pads] if pads else list(lengths)
 
 
@@ -73,16 +69,15 @@ def pack(
     *,
     mask_missing_routes: bool = False,
 ) -> PackedBatch:
-    """Pack `samples` in the given order into one micro-batch of `rows` each, see PackRule.rows
-    (default: no pads).
+    """Pack `samples`, in their order, into one micro-batch.
 
-    The last row of every sequence, and rows without a route, are RowState.LIVE.  A sequence with
-    fewer tokens than rows is followed by pads; `rows` beyond the samples are pad sequences: no real
-    token attends to a pad.
+    rows: the rows of every sample, then of pad sequences, see PackRule.rows; by default no pads.  A
+    sequence with fewer tokens than rows is followed by pads.  No real token attends to a pad.
     mask_missing_routes: the token that a row without a route predicts is left out of the loss mask.
     response_lengths and the counts that divide the loss still include it, so that the weight of all
-    other tokens does not change. Raises ValueError when arrays do not match the tokens, in length
-    or by their digest.
+    other tokens does not change.
+    The last row of every sequence, and rows without a route, are RowState.LIVE.  Raises ValueError
+    where arrays do not match the tokens in length, or routes do not match them by their digest.
     """
     if not samples:
         raise ValueError("a micro-batch needs at least one sequence")
@@ -111,9 +106,9 @@ def pack(
     for index, (sample, start, length) in enumerate(
         zip(samples, boundaries, lengths, strict=False)
     ):
-        own = {name: column[start : start + length] for name, column in columns.items()}
-        fill_sequence(own, index, sample)
-        mark_missing_routes(own, sample.rollout, mask=mask_missing_routes)
+        views = {name: column[start : start + length] for name, column in columns.items()}
+        fill_sequence(views, index, sample)
+        mark_missing_routes(views, sample.rollout, mask=mask_missing_routes)
     for start, stop in pairwise(boundaries):  # pads have positions too
         columns["positions"][start:stop] = np.arange(stop - start)
     masks, mask_tokens = pack_masks([sample.rollout for sample in samples], boundaries)
@@ -149,29 +144,31 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
 
 
 def mark_missing_routes(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: bool) -> None:
-    """In rows without a route the router chooses; with `mask` what they predict is left out of the
-    loss.
+    """Let the router choose in rows without a route; with `mask` leave the tokens that they predict
+    out of the loss.
     """
     if rollout.missing_routes is None:
         return
     missing = np.append(rollout.missing_routes, False)
     rows["row_state"][missing] = RowState.LIVE
     if mask:
-        # PackedBatch: the last two are 0 outside the mask
+        # PackedBatch promises that log-probs and advantages are 0 outside the mask
         for name in ("loss_mask", "rollout_logprobs", "advantages"):
             rows[name][missing] = 0
         rows["policy_versions"][missing] = -1
 
 
 def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
-    """Each rollout's expert ids [S - 1, L, K], not copied: most ranks need only a small part of
-    them.
+    """Return the expert ids [S - 1, L, K] of every rollout, or None where no rollout has any.
+
+    They are not copied, because most ranks need only a small part of them.
     """
     routes = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
     if routes and len(routes) < len(rollouts):
         missing = [rollout.id for rollout in rollouts if rollout.routed_experts is None]
         raise ValueError(
-            f"rollouts {missing} have no routed experts but others of the same micro-batch do"
+            f"rollouts {missing} have no routed experts but others of the same micro-batch do; all"
+            " or none must have them"
         )
     return tuple(routes) or None
 
@@ -179,8 +176,8 @@ def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
 def pack_masks(
     rollouts: Sequence[Rollout], boundaries: np.ndarray
 ) -> tuple[tuple[SamplingMask, ...] | None, torch.Tensor | None]:
-    """PackedBatch.sampling_masks, not decoded, and mask_tokens; (None, None) where no rollout has a
-    mask.
+    """Return PackedBatch.sampling_masks, not decoded, and mask_tokens; (None, None) where no
+    rollout has a mask.
     """
     masks = tuple(
         rollout.sampling_mask for rollout in rollouts if rollout.sampling_mask is not None
@@ -190,7 +187,8 @@ def pack_masks(
     if len(masks) < len(rollouts):
         missing = [rollout.id for rollout in rollouts if rollout.sampling_mask is None]
         raise ValueError(
-            f"rollouts {missing} have no kept sets but others of the same micro-batch do"
+            f"rollouts {missing} have no kept sets but others of the same micro-batch do; all or"
+            " none must have them"
         )
     tokens, first = np.full(int(boundaries[-1]), -1, np.int64), 0
     for rollout, start in zip(rollouts, boundaries, strict=False):
@@ -232,14 +230,14 @@ def check_rollout(rollout: Rollout) -> None:
             f"{name}: routed_experts has {len(routes)} rows, must be tokens - 1 = {length - 1}"
         )
     if missing is not None and (missing.shape != (length - 1,) or missing.dtype != bool):
-        found = f"{missing.dtype} {list(missing.shape)}"
-        raise ValueError(f"{name}: missing_routes is {found}, must be bool [{length - 1}]")
+        got = f"{missing.dtype} {list(missing.shape)}"
+        raise ValueError(f"{name}: missing_routes is {got}, must be bool [{length - 1}]")
     check_digest(rollout.id, rollout.tokens, routes, rollout.routes_digest, rollout.environment)
 
 
 def check_environment_tokens(rollout: Rollout) -> None:
-    """Raise ValueError unless a sampled token comes before, between and after the environment's
-    spans.
+    """Raise ValueError unless there are sampled tokens before, between and after the spans of the
+    environment.
     """
     bounds = [
         rollout.prompt_length,

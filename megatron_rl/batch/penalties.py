@@ -1,4 +1,4 @@
-"""Length penalties: DAPO's overlong shaping (arXiv 2503.14476, section 3.4) and a constant price
+"""Length penalties: DAPO's overlong shaping (arXiv 2503.14476, section 3.4) and a constant penalty
 per token.
 
 Shapes: G responses.
@@ -16,19 +16,16 @@ from megatron_rl.records import RolloutGroup
 
 
 def with_penalties(groups: Sequence[RolloutGroup], config: Config) -> list[RolloutGroup]:
-    """Fill `penalties` of every group, which advantages add to the rewards; unchanged groups where
-    none is configured.
+    """Fill `penalties` of every group, which advantages add to the rewards.  Without a configured
+    penalty the groups are unchanged.
 
     penalty = overlong_penalty (batch.overlong_cache) - batch.length_penalty x sampled tokens /
-    rollout.max_response_tokens. What an environment wrote counts towards the limit, and has no
-    price.  Of an episode of several sequences all sampled tokens are paid for; the limit is that of
-    a sequence, and the longest one counts.
+    rollout.max_response_tokens.  The second term counts all sampled tokens of an episode, and not
+    the tokens of its environment.  The first term is that of the episode's longest sequence, the
+    tokens of the environment included, because the limit is a limit of a sequence.
     """
-    cache, price, limit = (
-        config.batch.overlong_cache,
-        config.batch.length_penalty,
-        config.rollout.max_response_tokens,
-    )
+    cache, price = config.batch.overlong_cache, config.batch.length_penalty
+    limit = config.rollout.max_response_tokens
     if not cache and not price:
         return list(groups)
     shaped = []
@@ -45,12 +42,11 @@ def with_penalties(groups: Sequence[RolloutGroup], config: Config) -> list[Rollo
 
 
 def overlong_penalty(lengths: np.ndarray, max_tokens: int, cache_tokens: int) -> np.ndarray:
-    """float32 [G] for response lengths [G]: 0 up to L_max - L_c, then falling linearly to -1 at
-    L_max.
+    """Return float32 [G] for response lengths [G]: 0 up to L_max - L_c, then falling linearly to -1
+    at L_max.
 
     penalty = ((L_max - L_c) - length) / L_c, within [-1, 0]; L_max = max_tokens, L_c =
     cache_tokens.
     """
-    return np.clip((max_tokens - cache_tokens - lengths) / cache_tokens, -1.0, 0.0).astype(
-        np.float32
-    )
+    penalties = (max_tokens - cache_tokens - lengths) / cache_tokens
+    return np.clip(penalties, -1.0, 0.0).astype(np.float32)

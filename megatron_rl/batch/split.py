@@ -1,7 +1,7 @@
-"""Groups -> N mini-batches -> micro-batches under a token cap, the same number on every
-data-parallel replica.
+"""The division of groups into N mini-batches, and of these into micro-batches under a token cap,
+the same number on every data-parallel replica.
 
-Which sequences share a micro-batch, and which replica computes it: assignment.py and balance.py.
+assignment.py and balance.py choose the micro-batch and the replica of every sequence.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ def split(
 ) -> list[MiniBatch]:
     """Split this replica's groups into N mini-batches of packed micro-batches.
 
-    All responses to a prompt are in one mini-batch; every response is used exactly once; the
+    All responses to a prompt are in one mini-batch, and every response is used exactly once; the
     partition is a permutation seeded with (run.seed, `seed`).  Responses without a reward (NaN:
     reward.on_error = drop) are left out of the loss and its denominators; with
-    batch.filter_truncated also those cut off at the length limit (DAPO's overlong filtering).
-    save_tokens: indices of the groups whose token data is written, wherever they are trained.
-    policy_version: see MiniBatch. Collective over `dp_group` (None: a single replica).
+    batch.filter_truncated also responses cut off at the length limit (DAPO's overlong filtering).
+    save_tokens: indices of the groups whose token data is written, on whatever replica they are
+    trained.
+    policy_version: see MiniBatch.
+    Collective over `dp_group` (None: a single replica).
     """
     run = config.run
     if len(groups) % run.num_mini_batches:
@@ -49,11 +51,11 @@ def split(
             " times the data-parallel size"
         )
     order = np.random.default_rng([run.seed, seed]).permutation(len(groups))
-    own = 0 if dp_group is None else dp_group.rank()
+    replica = 0 if dp_group is None else dp_group.rank()
     batches = []
     for number, part in enumerate(np.array_split(order, run.num_mini_batches)):
         samples = [
-            replace(sample, sampled_by=own, save_tokens=int(index) in save_tokens)
+            replace(sample, sampled_by=replica, save_tokens=int(index) in save_tokens)
             for index in part
             for sample in make_samples(groups[index], config.batch.filter_truncated)
         ]
@@ -72,47 +74,49 @@ def make_mini_batch(
     dp_group: dist.ProcessGroup | None,
 ) -> MiniBatch:
     """Assign the sequences of all replicas' samples to micro-batches of equal work side by side,
-    send them there, and pack those of this replica.  Collective over `dp_group`.
+    send them to their replicas, and pack those of this one.  Collective over `dp_group`.
 
     Raises ValueError where there are too few samples for the number of micro-batches.
     """
-    replicas, own = (1, 0) if dp_group is None else (dp_group.size(), dp_group.rank())
-    # an episode of several sequences is one response
-    learned = [sample.length for sample in samples if sample.in_loss]
-    sizes = [len(learned) * (replica == own) for replica in range(replicas)]
+    num_replicas, replica = (1, 0) if dp_group is None else (dp_group.size(), dp_group.rank())
+    # sums over replicas: a vector with one entry per replica, which gathers, and the token count
+    lengths = [sample.length for sample in samples if sample.in_loss]
+    sizes = [len(lengths) * (other == replica) for other in range(num_replicas)]
     *sizes, num_response_tokens = all_reduce_ints(
-        [*sizes, sum(learned)], dist.ReduceOp.SUM, dp_group
+        [*sizes, sum(lengths)], dist.ReduceOp.SUM, dp_group
     )
     num_responses = sum(sizes)
-    samples = [
-        sequence for sample in numbered(samples, sum(sizes[:own])) for sequence in sample.sequences
-    ]
+    # an episode of several sequences is one response, whose sequences have one number
+    numbered_samples = numbered(samples, sum(sizes[:replica]))
+    samples = [sequence for sample in numbered_samples for sequence in sample.sequences]
     counts, rows = gather_rows(
         [rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group
     )
     try:
         plan, work = make_job_plan(counts, rows, max_tokens, rule, dp_group)
     except ValueError:  # the same on every rank
-        multiple = replicas * rule.count_multiple
+        multiple = num_replicas * rule.count_multiple
         if len(rows) < multiple or len(rows) % multiple == 0:
             raise
-        samples, counts, rows = with_copies(samples, counts, rows, own, -len(rows) % multiple)
+        samples, counts, rows = with_copies(samples, counts, rows, replica, -len(rows) % multiple)
         plan, work = make_job_plan(counts, rows, max_tokens, rule, dp_group)
-    start = sum(counts[:own])  # this replica's first sequence in the job's order
-    arrived = exchange(samples, plan.destinations(slice(start, start + len(samples))), dp_group)
-    parts = plan.micro_batches(own)
-    mine = dict(
-        zip(sorted(i for part in parts for i in part), chain.from_iterable(arrived), strict=True)
-    )
+    start = sum(counts[:replica])  # this replica's first sequence in the job's order
+    destinations = plan.destinations(slice(start, start + len(samples)))
+    arrived = exchange(samples, destinations, dp_group)
+    parts = plan.micro_batches(replica)
+    # samples arrive in the job's order: replica by replica, and in its order from each
+    indices = sorted(i for part in parts for i in part)
+    sample_of = dict(zip(indices, chain.from_iterable(arrived), strict=True))
     micro_batches, chosen = [], []
     for number, part in enumerate(parts):
         others = plan.side_by_side(number) if rule.equal_sizes else []
-        its_rows = rule.rows(rows[part].tolist(), beside=[rows[other].tolist() for other in others])
-        chosen.append(tuple(mine[i] for i in part))
+        beside = [rows[other].tolist() for other in others]
+        part_rows = rule.rows(rows[part].tolist(), beside=beside)
+        chosen.append(tuple(sample_of[i] for i in part))
         micro_batches.append(
-            pack(chosen[-1], its_rows, mask_missing_routes=rule.mask_missing_routes)
+            pack(chosen[-1], part_rows, mask_missing_routes=rule.mask_missing_routes)
         )
-    # at least 1: with no response in the loss, it is 0 whatever divides it
+    # at least 1: a loss without responses is 0, and must not become NaN by a division by 0
     return MiniBatch(
         tuple(micro_batches),
         num_responses=max(num_responses, 1),
@@ -123,11 +127,11 @@ def make_mini_batch(
 
 
 def numbered(samples: Sequence[Sample], first: int) -> Iterator[Sample]:
-    """The samples, those in the loss with the numbers from `first` on as their `response`."""
+    """Yield the samples; those in the loss get the numbers from `first` on as their `response`."""
     numbers = count(first)
     for sample in samples:
-        # a sequence of a saved mini-batch keeps its number: it may be one of several of its
-        # response
+        # a sequence of a saved mini-batch keeps its number, because its response may have several
+        # sequences
         is_new = sample.in_loss and sample.episode_length is None
         yield replace(sample, response=next(numbers)) if is_new else sample
 
@@ -139,10 +143,10 @@ def make_job_plan(
     rule: PackRule,
     dp_group: dist.ProcessGroup | None,
 ) -> tuple[Plan, Work]:
-    """The plan of all replicas' sequences, and what it was made from.  counts, rows: of
-    gather_rows.  Collective.
+    """Return the plan of all replicas' sequences, and the work that it divides.
 
-    Raises ValueError, on every rank, where there is none.
+    counts, rows: the result of gather_rows.  Collective over `dp_group`.  Raises ValueError, on
+    every rank, where no plan exists.
     """
     work = Work(rows, max_tokens, rule.balance_length, padded=rule.padded)
     plan = make_plan(
@@ -158,57 +162,57 @@ def make_job_plan(
 
 
 def with_copies(
-    samples: Sequence[Sample], counts: Sequence[int], rows: np.ndarray, own: int, number: int
+    samples: Sequence[Sample], counts: Sequence[int], rows: np.ndarray, replica: int, number: int
 ) -> tuple[list[Sample], list[int], np.ndarray]:
-    """(samples, counts, rows) with `number` copies of the job's shortest sequence, at the end of
-    its owner's sequences.
+    """Return (samples, counts, rows) with `number` copies of the job's shortest sequence, at the
+    end of the sequences of its owner.  replica: the one of this rank.
 
-    Episodes have any number of sequences: where two are too long for one micro-batch, some replicas
-    would have fewer than others. A copy is computed and not learned from; all its rows route live,
-    so that no metric counts them.
+    Episodes have any number of sequences: where no two fit into one micro-batch, some replicas
+    would have fewer micro-batches than others.  A copy is computed and not learned from; all its
+    rows route live, so that no metric counts them.
     """
     shortest, ends = int(rows.argmin()), np.cumsum(counts)
     owner = int(np.searchsorted(ends, shortest, side="right"))
     samples = list(samples)
-    if owner == own:
-        sample = samples[shortest - int(ends[own])]  # counted from the end
-        rollout = replace(
-            sample.rollout, missing_routes=np.ones(len(sample.rollout.tokens) - 1, bool)
+    if owner == replica:
+        sample = samples[shortest - int(ends[owner])]  # negative: counted from the end
+        no_routes = np.ones(len(sample.rollout.tokens) - 1, bool)
+        copy = replace(
+            sample,
+            rollout=replace(sample.rollout, missing_routes=no_routes),
+            in_loss=False,
+            episode_length=0,
+            save_tokens=False,
+            response=None,
         )
-        samples += [
-            replace(
-                sample,
-                rollout=rollout,
-                in_loss=False,
-                episode_length=0,
-                save_tokens=False,
-                response=None,
-            )
-        ] * number
-    counts = [count + number * (replica == owner) for replica, count in enumerate(counts)]
+        samples += [copy] * number
+    counts = [count + number * (other == owner) for other, count in enumerate(counts)]
     return samples, counts, np.insert(rows, int(ends[owner]), [rows[shortest]] * number)
 
 
 def gather_rows(
     rows: Sequence[int], group: dist.ProcessGroup | None
 ) -> tuple[list[int], np.ndarray]:
-    """(number of sequences of every replica, rows int64 [N] of all of them in the same order)."""
+    """Return (the number of sequences of every replica, the rows int64 [N] of all sequences, in the
+    order of the replicas).  Collective over `group`.
+    """
     if group is None or group.size() == 1:
         return [len(rows)], np.array(rows, np.int64)
-    counts = all_reduce_ints(
-        [len(rows) * (replica == group.rank()) for replica in range(group.size())],
-        dist.ReduceOp.SUM,
-        group,
-    )
+    sizes = [len(rows) * (replica == group.rank()) for replica in range(group.size())]
+    counts = all_reduce_ints(sizes, dist.ReduceOp.SUM, group)
     start = sum(counts[: group.rank()])
-    # a sum of disjoint parts is a gather, of unequal sizes
-    everyone = np.zeros(sum(counts), np.int64)
-    everyone[start : start + len(rows)] = rows
-    return counts, all_reduce(everyone, dist.ReduceOp.SUM, group)
+    # a sum of disjoint parts is a gather of unequal sizes
+    all_rows = np.zeros(sum(counts), np.int64)
+    all_rows[start : start + len(rows)] = rows
+    return counts, all_reduce(all_rows, dist.ReduceOp.SUM, group)
 
 
 def make_samples(group: RolloutGroup, filter_truncated: bool) -> Iterator[Sample]:
-    """The responses of one prompt with their advantages, and whether they are in the loss."""
+    """Yield the responses of one prompt as samples with their advantages.
+
+    Filtered responses and responses without a reward are not in the loss.  Raises ValueError where
+    the group has no advantages.
+    """
     if group.advantages is None:
         raise ValueError(
             f"prompt {group.prompt.id}: advantages are missing; call with_advantages first"

@@ -1,8 +1,8 @@
-"""Sends rollouts between ranks as bytes, without pickle: from the leader of a replica to its ranks,
-and between replicas.
+"""Transfer of rollouts between ranks as bytes, without pickle: from the leader of a replica to its
+ranks, and between replicas.
 
 NCCL and gloo support neither int16 nor bool; both support bytes.  A step's routes take up to tens
-of gigabytes: neither host nor GPU ever holds a second copy of them, only CHUNK_BYTES at a time.
+of gigabytes: neither host nor GPU ever has a second copy of them, only CHUNK_BYTES at a time.
 Shapes: n sequences, G responses of a group, R replicas.
 """
 
@@ -19,8 +19,10 @@ from megatron_rl.batch.collectives import all_reduce_ints, device_of_group
 from megatron_rl.batch.pack import Sample
 from megatron_rl.records import Prompt, RolloutGroup
 
-# of one collective: sent and received, limits the memory that a transfer takes
 CHUNK_BYTES = 64 * 2**20
+"""The largest number of bytes that one collective sends, and that it receives; it limits the memory
+of a transfer.
+"""
 
 
 def share_groups(
@@ -30,11 +32,11 @@ def share_groups(
     group: dist.ProcessGroup,
     leader: int,
 ) -> list[RolloutGroup]:
-    """Broadcast scored groups from global rank `leader` to all ranks of `group` (tp x cp x pp of
-    one replica, over gloo).
+    """Broadcast scored groups from global rank `leader` to all ranks of `group`, and return them.
 
-    Every rank passes the same `prompts`, in the groups' order; only the leader passes `groups`.
-    Texts are not sent.
+    group: the tp x cp x pp ranks of one replica, over gloo.
+    prompts: the same on every rank, in the order of the groups.
+    groups: only the leader passes them.  Texts are not sent.
     """
     if group.size() == 1 and groups is not None:
         return list(groups)
@@ -60,31 +62,31 @@ def share_groups(
 def exchange(
     samples: Sequence[Sample], destinations: Sequence[int], group: dist.ProcessGroup | None
 ) -> list[list[Sample]]:
-    """Send sample i to replica destinations[i]; returns the samples received from each replica, in
-    its order.
+    """Send sample i to replica destinations[i]; return the samples received from every replica, in
+    the order in which it passed them.
 
-    Every rank exchanges with the ranks at its own place in the other replicas, which spreads the
-    bytes over all links. Samples that stay are not copied.  Collective over `group` (None: a single
+    A rank exchanges with the ranks at the same place in the other replicas, which spreads the bytes
+    over all links.  Samples that stay are not copied.  Collective over `group` (None: a single
     replica).
     """
     if group is None or group.size() == 1:
         return [list(samples)]
-    own = group.rank()
+    replica = group.rank()
     leaving: list[list[Sample]] = [[] for _ in range(group.size())]
     for sample, to in zip(samples, destinations, strict=True):
         leaving[to].append(sample)
-    stay, leaving[own] = leaving[own], []  # not encoded
-    received = send_bytes([encode_samples(those) for those in leaving], group)
-    arrived = [decode_samples(those) for those in received]
-    arrived[own] = stay
+    staying, leaving[replica] = leaving[replica], []  # these are not encoded
+    received = send_bytes([encode_samples(part) for part in leaving], group)
+    arrived = [decode_samples(data) for data in received]
+    arrived[replica] = staying
     return arrived
 
 
 def encode_samples(samples: Sequence[Sample]) -> np.ndarray:
-    """uint8 [bytes], empty without samples."""
+    """Return the samples as uint8 [bytes], empty without samples."""
     if not samples:
         return np.zeros(0, np.uint8)
-    # float64: an advantage must not change by being sent
+    # float64, so that an advantage is sent exactly
     learned = np.array(
         [(sample.advantage, sample.in_loss, sample.length) for sample in samples], np.float64
     )
@@ -97,8 +99,8 @@ def encode_samples(samples: Sequence[Sample]) -> np.ndarray:
 
 
 def decode_samples(data: np.ndarray) -> list[Sample]:
-    """Inverse of `encode_samples` up to texts, which only recorders need; arrays are views of
-    `data`.
+    """Return the samples that `encode_samples` encoded, without their texts, which only recorders
+    need.  Arrays are views of `data`.
     """
     if not len(data):
         return []
@@ -106,28 +108,28 @@ def decode_samples(data: np.ndarray) -> list[Sample]:
     # older saved mini-batches have neither of these
     origins = columns.get("origins", np.zeros((len(rollouts), 2), np.int32)).tolist()
     responses = columns.get("responses", np.full(len(rollouts), -1)).tolist()
+    rows = zip(rollouts, columns["learned"].tolist(), origins, responses, strict=True)
     return [
         Sample(
             rollout,
             advantage,
-            bool(in_loss),
-            int(length),
-            by,
-            bool(save),
-            None if number < 0 else number,
+            in_loss=bool(in_loss),
+            episode_length=int(length),
+            sampled_by=sampled_by,
+            save_tokens=bool(save),
+            response=None if response < 0 else response,
         )
-        for rollout, (advantage, in_loss, length), (by, save), number in zip(
-            rollouts, columns["learned"].tolist(), origins, responses, strict=True
-        )
+        for rollout, (advantage, in_loss, length), (sampled_by, save), response in rows
     ]
 
 
 def broadcast_bytes(
     data: codec.Encoded | None, leader: int, group: dist.ProcessGroup
 ) -> np.ndarray:
-    """uint8 [bytes] of the leader on every other rank of `group`, a gloo one; on the leader, which
-    has them, none.
+    """Broadcast the leader's bytes over `group`, a gloo group; return uint8 [bytes] on every other
+    rank, and an empty array on the leader, which has them.
     """
+    # the other ranks must know the size first
     size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
     dist.broadcast(size, src=leader, group=group)
     total = int(size)
@@ -145,17 +147,17 @@ def broadcast_bytes(
 
 
 def send_bytes(outgoing: Sequence[np.ndarray], group: dist.ProcessGroup) -> list[np.ndarray]:
-    """uint8 arrays to each replica -> those from each.
+    """Send an array of bytes to every replica, and return the array received from each, uint8.
 
-    In rounds: the device holds CHUNK_BYTES to send and as many received.
+    The bytes are sent in rounds, in which the device has CHUNK_BYTES to send and as many received.
     """
     device = device_of_group(group)
     out_sizes = torch.tensor([len(part) for part in outgoing], dtype=torch.int64, device=device)
     in_sizes = torch.empty_like(out_sizes)
     dist.all_to_all_single(in_sizes, out_sizes, group=group)  # receivers must know the sizes first
     received = [np.empty(size, np.uint8) for size in in_sizes.tolist()]
-    # of thousands of replicas a rank sends to some tens, and receives from as many: only these
-    # share a round's bytes
+    # the bytes of a round are divided by the number of replicas that a rank exchanges with, which
+    # is some tens also where there are thousands of replicas
     peers = max(sum(len(part) > 0 for part in parts) for parts in (outgoing, received))
     longest, most_peers = all_reduce_ints(
         [max(map(len, outgoing)), peers], dist.ReduceOp.MAX, group

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.batch.assignment import LEAST_POD, POD, Plan, make_plan, plan_of, pod_size
 from megatron_rl.batch.balance import Work, assign, fill_slot, plan_padded, plan_slots
+from megatron_rl.batch.locality import assign_pods
 from megatron_rl.batch.pack import Sample
-from megatron_rl.batch.stay_home import deal
 from megatron_rl.batch.transfer import decode_samples, encode_samples
 from tests.unit.batch.rollouts import make_rollout
 
@@ -189,7 +189,7 @@ def test_pods_agree_on_one_plan_with_every_sequence_once(replicas, multiple, pad
     efficiency = sum(map(sum, costs)) / (replicas * sum(map(max, costs)))
     assert first.lockstep_efficiency(work) == pytest.approx(efficiency)
     size = pod_size(replicas)
-    pods = deal(work, owners // size, replicas // size, size)
+    pods = assign_pods(work, owners // size, replicas // size, size)
     assert all(
         pods[i] == replica // size
         for slot in slots
@@ -206,7 +206,7 @@ def test_all_pods_have_the_slots_of_the_one_that_needs_most():
     work, owners = Work(rows, 100, 10), make_owners(len(rows), 64)
     plans = plans_of(work, owners, 64)
     assert {plan.num_slots for plan in plans} == {2}
-    pods = deal(work, owners // 32, 2, 32)
+    pods = assign_pods(work, owners // 32, 2, 32)
     for slot in (0, 1):
         assert all(
             pods[i] == replica // 32

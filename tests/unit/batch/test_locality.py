@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.batch.assignment import POD, Plan, make_plan, plan_of
 from megatron_rl.batch.balance import Work, assign, plan_slots
-from megatron_rl.batch.stay_home import LONGEST, TOGETHER, alternating, deal, swap_home
+from megatron_rl.batch.locality import LONGEST, TOGETHER, alternating, assign_pods, swap_to_owners
 
 REPLICAS = 512
 works = st.builds(
@@ -64,7 +64,7 @@ def test_swaps_bring_sequences_home_and_leave_the_balance(work, replicas, random
     # some are held by none of them
     owners = [random.randrange(-1, replicas + 1) for _ in work.rows]
     before = assign(slots, owners, work.rows, replicas)
-    after = swap_home(before, owners, work, replicas)
+    after = swap_to_owners(before, owners, work, replicas)
     assert sorted(i for slot in after for part in slot for i in part) == list(range(len(work.rows)))
     assert [[len(part) for part in slot] for slot in after] == [
         [len(part) for part in slot] for slot in before
@@ -93,23 +93,23 @@ def test_swaps_bring_sequences_home_and_leave_the_balance(work, replicas, random
 def test_two_that_hold_each_others_sequences_swap_them():
     work = Work([10, 7, 10, 6], 100, 5)
     slots = [[[0, 3], [1, 2]]]  # 0 and 1 are held by replica 1, the others by replica 0
-    assert swap_home(slots, [1, 1, 0, 0], work, 2) == [[[2, 3], [0, 1]]], "two of equal length"
+    assert swap_to_owners(slots, [1, 1, 0, 0], work, 2) == [[[2, 3], [0, 1]]], "two of equal length"
     work = Work([10, 7, 9, 6], 100, 5)
-    assert swap_home(slots, [0, 0, 1, 1], work, 2) == slots, "17 rows, where 16 are most"
-    after = swap_home([[[0], [1]], [[2], [3]]], [1, 1, 0, 0], Work([9, 9, 9, 9], 9, 0), 2)
+    assert swap_to_owners(slots, [0, 0, 1, 1], work, 2) == slots, "17 rows, where 16 are most"
+    after = swap_to_owners([[[0], [1]], [[2], [3]]], [1, 1, 0, 0], Work([9, 9, 9, 9], 9, 0), 2)
     assert rows_away(after, [1, 1, 0, 0], [9] * 4) == 0, "one over slots, one beside another"
 
 
 def test_a_swap_prefers_one_that_comes_home_too():
     """Sequence 0 belongs to replica 1, where 1 (of replica 2) and 2 (of replica 0) are as long."""
     work = Work([5, 5, 5, 5], 20, 0)
-    assert swap_home([[[0], [1, 2], [3]]], [1, 2, 0, 2], work, 3) == [[[2], [0, 1], [3]]]
+    assert swap_to_owners([[[0], [1, 2], [3]]], [1, 2, 0, 2], work, 3) == [[[2], [0, 1], [3]]]
 
 
 def test_padded_sequences_are_swapped_with_equal_ones_alone():
     work = Work([9, 8, 9, 8], 100, 0, padded=True)
-    assert swap_home([[[0, 1], [2, 3]]], [1, 0, 0, 1], work, 2) == [[[1, 2], [0, 3]]]
-    assert swap_home([[[0, 1], [2, 3]]], [1, 0, 1, 0], work, 2) == [[[0, 1], [2, 3]]]
+    assert swap_to_owners([[[0, 1], [2, 3]]], [1, 0, 0, 1], work, 2) == [[[1, 2], [0, 3]]]
+    assert swap_to_owners([[[0, 1], [2, 3]]], [1, 0, 1, 0], work, 2) == [[[0, 1], [2, 3]]]
 
 
 # One replica --------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_a_single_replica_has_the_micro_batches_of_its_plan(work):
 )
 def test_every_pod_gets_as_many_of_each_round(rows, pods, size, random):
     rows, owners = np.array(rows), np.array([random.randrange(pods) for _ in rows])
-    found = deal(Work(rows, 100, 10), owners, pods, size)
+    found = assign_pods(Work(rows, 100, 10), owners, pods, size)
     order = alternating(rows, owners)
     assert sorted(order) == list(range(len(rows))) and (np.diff(rows[order]) <= 0).all()
     single = min(LONGEST * size * pods, len(rows))
@@ -159,9 +159,9 @@ def test_pods_with_the_same_mix_keep_everything():
     # five pods of 64 sequences each
     rows = np.tile(np.random.default_rng(0).integers(1, 500, 64), 5)
     owners = np.repeat(np.arange(5), 64)
-    assert (deal(Work(rows, 1000, 100), owners, 5, 8) == owners).all()
+    assert (assign_pods(Work(rows, 1000, 100), owners, 5, 8) == owners).all()
     same = np.full(320, 7)
-    assert (deal(Work(same, 1000, 100), owners, 5, 8) == owners).all()
+    assert (assign_pods(Work(same, 1000, 100), owners, 5, 8) == owners).all()
 
 
 def test_the_pod_that_has_cost_least_gets_the_longest():
@@ -169,7 +169,7 @@ def test_the_pod_that_has_cost_least_gets_the_longest():
     cost more than the other.
     """
     rows = np.array([9, 8, 7, 3, 2, 1])
-    assert deal(Work(rows, 100, 0), np.zeros(6, int), 2, 2).tolist() == [0, 1, 1, 0, 0, 1]
+    assert assign_pods(Work(rows, 100, 0), np.zeros(6, int), 2, 2).tolist() == [0, 1, 1, 0, 0, 1]
 
 
 @pytest.mark.parametrize(("kind", "most"), [("lognormal", 0.62), ("groups", 0.70)])

@@ -1,9 +1,11 @@
-"""Keeps sequences where they were sampled, as far as the balance allows it: every one that stays is
-not sent.
+"""Locality of sequences: computing them on the replica that sampled them, as far as the balance of
+work allows, because such a sequence is not sent.
 
-`deal` chooses pods, `swap_home` replicas within a pod.  Both are functions of the lengths and
-owners alone, in integers, so that every rank computes the same.  Shapes: N sequences, P pods, R
-replicas.
+The owner of a sequence is the replica that sampled it; a pod is a group of neighbouring replicas
+(assignment.py).  `assign_pods` chooses a pod for every sequence, `swap_to_owners` changes replicas
+within a pod.  Both depend only on lengths and owners, in integers, so that every rank computes the
+same.
+Shapes: N sequences, P pods, R replicas.
 """
 
 from __future__ import annotations
@@ -16,84 +18,90 @@ import numpy as np
 from megatron_rl.batch.balance import Slot, Work
 
 LONGEST, TOGETHER = 2, 8
-"""The longest sequences, LONGEST x the replicas of a pod for each pod, are dealt one by one, all
-others TOGETHER at a time: the more at a time, the more stay, and the more the pods differ in
-cost."""
-PASSES, TRIED = 3, 4
-"""Of `swap_home`; and how many of the next shorter and the next longer sequences are tried."""
+"""The sizes of rounds: a pod gets one sequence in a round until LONGEST x R sequences are assigned,
+then TOGETHER.  Larger rounds keep more sequences with their owners, and make the costs of the pods
+differ more."""
+PASSES = 3
+"""The largest number of passes of swaps over all sequences."""
+CANDIDATES = 4
+"""The number of next shorter, and of next longer, sequences that a swap is tried with."""
 
 
-def deal(work: Work, pod_of_owner: np.ndarray, pods: int, size: int) -> np.ndarray:
-    """int64 [N], a pod for each sequence.  pod_of_owner: int64 [N], of the replica that holds it;
-    size: replicas of a pod.
+def assign_pods(work: Work, pod_of_owner: np.ndarray, pods: int, size: int) -> np.ndarray:
+    """Return int64 [N], a pod for every sequence, so that all pods get the same number and mix of
+    lengths.
 
-    From long to short in rounds, in which every pod gets the same number of sequences of similar
-    lengths, its own first.  Of too many own ones, a pod that has cost more than the mean so far
-    gives the longest away; those that are given away go from long to short to the pods that have
-    cost least.  So all get the same number and mix of lengths.
+    pod_of_owner: int64 [N], the pod of the sequence's owner; size: the replicas of a pod.
+
+    Sequences are assigned from long to short in rounds, in which every pod gets the same number of
+    sequences of similar lengths.  A pod keeps sequences that it owns.  Where it owns too many, it
+    gives up the shortest ones, or the longest where it has cost more than the mean so far.  The
+    sequences given up go, from long to short, to the pods that have cost least.
     """
     rows = np.asarray(work.rows, np.int64)
     costs = rows * (work.balance_length + rows)
     order = alternating(rows, pod_of_owner)
-    found = np.empty(len(rows), np.int64)
-    spent = np.zeros(pods, np.int64)
+    pod_of = np.empty(len(rows), np.int64)
+    spent = np.zeros(pods, np.int64)  # the cost of the sequences that a pod has so far
     start = 0
     while start < len(order):
-        each = 1 if start < LONGEST * size * pods else TOGETHER
-        part = order[start : start + each * pods]
-        found[part] = deal_round(pod_of_owner[part], costs[part], spent)
-        np.add.at(spent, found[part], costs[part])
+        per_pod = 1 if start < LONGEST * size * pods else TOGETHER
+        part = order[start : start + per_pod * pods]
+        pod_of[part] = assign_round(pod_of_owner[part], costs[part], spent)
+        np.add.at(spent, pod_of[part], costs[part])
         start += len(part)
-    return found
+    return pod_of
 
 
 def alternating(rows: np.ndarray, pod_of_owner: np.ndarray) -> np.ndarray:
-    """int64 [N], the sequences from long to short; of equal ones first one of each pod, then a
-    second one of each, and so on.
+    """Return int64 [N], the sequences from long to short; equal lengths alternate between the pods
+    of their owners.
     """
     order = np.lexsort((pod_of_owner, -rows))
     number = np.arange(len(rows))
     sorted_rows, sorted_pods = rows[order], pod_of_owner[order]
     is_first = np.ones(len(rows), bool)
     is_first[1:] = (sorted_rows[1:] != sorted_rows[:-1]) | (sorted_pods[1:] != sorted_pods[:-1])
+    # the how many-th sequence of its length and pod it is
     turn = number - np.maximum.accumulate(np.where(is_first, number, 0))
     return order[np.lexsort((sorted_pods, turn, -sorted_rows))]
 
 
-def deal_round(pod_of_owner: np.ndarray, costs: np.ndarray, spent: np.ndarray) -> np.ndarray:
-    """The pods of n sequences, from long to short: n // P each, and one more where P does not
-    divide n.
+def assign_round(pod_of_owner: np.ndarray, costs: np.ndarray, spent: np.ndarray) -> np.ndarray:
+    """Return the pods of n sequences, which come from long to short: a pod gets n // P of them, and
+    n % P pods get one more.
     """
     pods = len(spent)
     owned = np.bincount(pod_of_owner, minlength=pods)
     share = np.full(pods, len(pod_of_owner) // pods)
+    # the remainder goes to pods that own most, of these to those that have cost least
     share[np.lexsort((spent, -owned))[: len(pod_of_owner) % pods]] += 1
     by_pod = np.argsort(pod_of_owner, kind="stable")
     pod = pod_of_owner[by_pod]
-    # among the own ones of its pod, from the longest
+    # the place among the sequences of its owner's pod, from the longest
     place = np.arange(len(pod)) - (np.cumsum(owned) - owned)[pod]
     is_expensive = spent > spent.sum() // pods
     stays = np.where(is_expensive[pod], owned[pod] - 1 - place, place) < share[pod]
-    found = np.full(len(pod), -1)
-    found[by_pod[stays]] = pod[stays]
+    pod_of = np.full(len(pod), -1)
+    pod_of[by_pod[stays]] = pod[stays]
     spent = spent.copy()
     np.add.at(spent, pod[stays], costs[by_pod[stays]])
-    lacks = share - np.minimum(owned, share)
+    lacking = share - np.minimum(owned, share)
     cheapest = np.argsort(spent, kind="stable")
-    found[found < 0] = np.repeat(cheapest, lacks[cheapest])
-    return found
+    pod_of[pod_of < 0] = np.repeat(cheapest, lacking[cheapest])
+    return pod_of
 
 
-def swap_home(
+def swap_to_owners(
     slots: Sequence[Slot], owners: Sequence[int], work: Work, replicas: int
 ) -> list[Slot]:
-    """The slots after swaps, each of which brings a sequence to the replica that holds it (owners:
-    that, or any other number).
+    """Return the slots after swaps, every one of which brings a sequence to its owner.
 
-    The other one of a swap is in the wrong place before and after it, or comes home too.  No swap
-    makes a micro-batch costlier than the costliest beside it was, or larger than the largest and
-    the cap: `lockstep_efficiency` never falls.  Where sequences are padded, only equal ones are
-    swapped.
+    The other sequence of a swap is away from its owner before and after it, or is brought to its
+    owner too.  A swap makes no micro-batch costlier than the costliest of its slot was, and none
+    larger than the largest of its slot and the cap, so `lockstep_efficiency` never falls.  Where
+    sequences are padded, only equal lengths are swapped.
+    owners: [N]; a number that is no replica of this pod: the sequence has no owner here.
     """
     swaps = Swaps(slots, owners, work, replicas)
     for _ in range(PASSES):
@@ -106,7 +114,7 @@ def swap_home(
 
 
 class Swaps:
-    """place: slot x R + replica of every sequence."""
+    """The state of swaps between the micro-batches ("parts") of a plan."""
 
     def __init__(
         self, slots: Sequence[Slot], owners: Sequence[int], work: Work, replicas: int
@@ -115,24 +123,26 @@ class Swaps:
         self.rows = [int(rows) for rows in work.rows]
         self.cost = [rows * (work.balance_length + rows) for rows in self.rows]
         self.place = [0] * len(self.rows)
+        """The part of every sequence: slot x R + replica."""
         parts = [part for slot in slots for part in slot]
         for place, part in enumerate(parts):
             for i in part:
                 self.place[i] = place
         self.part_rows = [sum(self.rows[i] for i in part) for part in parts]
         self.part_cost = [sum(self.cost[i] for i in part) for part in parts]
-        ends = range(0, len(parts), replicas)
+        # limits of every slot, from its parts before any swap
+        starts = range(0, len(parts), replicas)
         self.most_rows = [
-            min(max(self.part_rows[at : at + replicas]), work.max_rows) for at in ends
+            min(max(self.part_rows[at : at + replicas]), work.max_rows) for at in starts
         ]
-        self.most_cost = [max(self.part_cost[at : at + replicas]) for at in ends]
+        self.most_cost = [max(self.part_cost[at : at + replicas]) for at in starts]
 
     def is_away(self, i: int) -> bool:
         return self.owners[i] != self.place[i] % self.replicas
 
     def run(self) -> int:
-        """Swap once over all sequences, from long to short; returns the number of swaps."""
-        # of each replica: what others hold, by length
+        """Try a swap for every sequence, from long to short; return the number of swaps."""
+        # for every replica the sequences on it that other replicas own, by length
         guests: list[list[int]] = [[] for _ in range(self.replicas)]
         away = sorted(filter(self.is_away, range(len(self.rows))), key=self.length)
         for i in away:
@@ -143,14 +153,11 @@ class Swaps:
             if home == there or not 0 <= home < self.replicas:
                 continue
             at = bisect_left(guests[home], self.length(i), key=self.length)
-            similar = [
-                guest
-                for guest in guests[home][max(at - TRIED, 0) : at + TRIED]
-                if self.fits(i, guest)
-            ]
+            nearest = guests[home][max(at - CANDIDATES, 0) : at + CANDIDATES]
+            similar = [guest for guest in nearest if self.fits(i, guest)]
             if not similar:
                 continue
-            # one that comes home too, else the most similar one
+            # prefer a guest whose owner is `there`, then the one of the most similar length
             guest = min(
                 similar, key=lambda g: (self.owners[g] != there, abs(self.rows[g] - self.rows[i]))
             )
@@ -166,6 +173,7 @@ class Swaps:
         return self.rows[i]
 
     def fits(self, i: int, j: int) -> bool:
+        """Return True where swapping i and j exceeds no limit of the part that grows."""
         if self.padded:
             return self.rows[i] == self.rows[j]
         rows, cost = self.rows[i] - self.rows[j], self.cost[i] - self.cost[j]
@@ -177,6 +185,7 @@ class Swaps:
         )
 
     def swap(self, i: int, j: int) -> None:
+        """Swap the places of i and j, and update the sums of their parts."""
         for total, values in ((self.part_rows, self.rows), (self.part_cost, self.cost)):
             more = values[i] - values[j]
             total[self.place[j]] += more
