@@ -1,8 +1,8 @@
-"""Settings with which routing replay is not exact: refused at start-up, with reason and remedy.
-And a line of what is active.
+"""Settings with which routing replay is not exact, which are refused at start-up with reason and
+remedy; and a line that says what is active.
 
-Read from megatron-core's TransformerConfig, wherever its values came from.  Sizes that core
-computes wrongly whatever is replayed (expert replicas left unreduced) are refused earlier, by
+The settings are read from megatron-core's TransformerConfig, whatever set them.  Sizes that core
+computes wrongly also without replay (expert replicas left unreduced) are refused earlier, by
 models.fit.check_sizes.
 """
 
@@ -21,14 +21,15 @@ GRAPHS_WITHOUT_ROUTER = {"attn", "mlp", "mamba"}
 
 
 class ReplayIncompatible(ValueError):
-    """A setting with which replay would be silently off or wrong; the message names it, the reason
-    and the remedy.
+    """The error for a setting with which replay would be off or wrong without notice.
+
+    The message names the setting, the reason and the remedy.
     """
 
 
 class CoreSettings:
-    """megatron-core's TransformerConfig of any version: a setting that the version does not have is
-    None, that is off.
+    """megatron-core's TransformerConfig of any version; a setting that the version does not have is
+    None, which means off.
     """
 
     def __init__(self, config: object) -> None:
@@ -40,18 +41,22 @@ class CoreSettings:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting of core that breaks replay where `problem` holds, by default where it is on.
-
-    fixed_in: the first version of core that does not have the problem.
-    """
+    """A rule: a setting of core that breaks replay."""
 
     key: str
-    text: str  # "reason; remedy"
+    """The name of the setting in core."""
+    text: str
+    """The reason and the remedy, "reason; remedy"."""
     problem: Callable[[CoreSettings], object] | None = None
+    """Return a true value where the setting breaks replay; None: where it is on."""
     fixed_in: Version | None = None
+    """The first version of core that does not have the problem."""
 
     def holds(self, core: CoreSettings, version: Version | None) -> bool:
-        """version: core's, or None where it is not known: rules that depend on it are then skipped."""
+        """Return True where the setting breaks replay.
+
+        version: that of core; None where it is not known, and rules that depend on it are skipped.
+        """
         if self.fixed_in is not None and (version is None or version >= self.fixed_in):
             return False
         return bool(getattr(core, self.key) if self.problem is None else self.problem(core))
@@ -63,7 +68,7 @@ def check_compatibility(
     """Raise ReplayIncompatible, naming every problem, unless replay in this mode (none, R2, R3) is
     exact under `config`.
 
-    Mode none is checked too: activation recompute replays what the forward used.
+    Mode none is checked too, because an activation recompute replays what its forward used.
     """
     problems = list(refusals(config, Version(core_version)))
     has_experts = bool(CoreSettings(config).num_moe_experts)
@@ -82,7 +87,7 @@ def check_compatibility(
 
 
 def refusals(config: object, core_version: Version | None = None) -> Iterator[str]:
-    """One line for each setting of core's `config` that breaks replay."""
+    """Yield one line for every setting of core's `config` that breaks replay."""
     core = CoreSettings(config)
     for rule in REFUSALS:
         if rule.holds(core, core_version):
@@ -91,7 +96,9 @@ def refusals(config: object, core_version: Version | None = None) -> Iterator[st
 
 
 def compatibility_line(cfg: Config, core: object) -> str:
-    """What is active, e.g. "replay R3: tp2+sp pp2x2 ep2, recompute full, alltoall, packed"."""
+    """Return a line that says what is active, for instance "replay R3: tp2+sp pp2x2 ep2, recompute
+    full, alltoall, packed".
+    """
     parallel, model = cfg.parallel, cfg.model
     sizes = []
     if parallel.tp > 1:
@@ -106,38 +113,35 @@ def compatibility_line(cfg: Config, core: object) -> str:
         sizes.append(f"ep{parallel.ep}")
     if parallel.expert_tp != parallel.tp:
         sizes.append(f"etp{parallel.expert_tp}")
-    number = (
-        f" {model.recompute_layers}"
-        if model.recompute == "block" or model.recompute_layers > 1
-        else ""
-    )
+    recompute = f"recompute {model.recompute}"
+    if model.recompute == "block" or (model.recompute == "full" and model.recompute_layers > 1):
+        recompute += f" {model.recompute_layers}"
     parts = [
         " ".join(sizes) or "no model parallelism",
-        f"recompute {model.recompute}{number if model.recompute in ('full', 'block') else ''}",
+        recompute,
         model.token_dispatcher,
         "padded" if model.batch_format == "bshd" else "packed",
     ]
     if CoreSettings(core).mtp_num_layers:
         parts.append("MTP layers route live")
-    return (
-        f"replay {cfg.replay.mode}{', measured' if cfg.replay.measure else ''}: {', '.join(parts)}"
-    )
+    measured = ", measured" if cfg.replay.measure else ""
+    return f"replay {cfg.replay.mode}{measured}: {', '.join(parts)}"
 
 
 def captures_routers(core: CoreSettings) -> bool:
+    """Return True where a CUDA graph captures routers."""
     if core.cuda_graph_impl in ("none", None):
         return False
-    # cuda_graph_modules since core 0.19, which empties the former field
+    # core 0.19 has cuda_graph_modules, and empties the former cuda_graph_scope
     scopes = core.cuda_graph_modules or core.cuda_graph_scope or []
     names = {getattr(scope, "name", scope) for scope in as_list(scopes)}
     return not names or not names <= GRAPHS_WITHOUT_ROUTER  # an empty scope is the entire layer
 
 
 def balances_experts(core: CoreSettings) -> bool:
-    kinds, coefficients = (
-        as_list(core.moe_router_load_balancing_type),
-        as_list(core.moe_aux_loss_coeff),
-    )
+    """Return True where a balancing loss of core has a coefficient that is not 0."""
+    kinds = as_list(core.moe_router_load_balancing_type)
+    coefficients = as_list(core.moe_aux_loss_coeff)
     return any(
         str(kind).endswith("aux_loss") and value
         for kind, value in zip(kinds, coefficients, strict=False)
@@ -145,15 +149,17 @@ def balances_experts(core: CoreSettings) -> bool:
 
 
 def scores_groups_differently(core: CoreSettings) -> bool:
-    """core: a group's score is the sum of its best top_k // group_topk experts.
+    """Return True where core ranks groups of experts by other sums than HF and the servers.
 
-    HF and the servers: of its best two.
+    A group's score in core is the sum of its best top_k // group_topk experts, in HF and the
+    servers that of its best two.
     """
     groups, kept = core.moe_router_num_groups, core.moe_router_group_topk
     return bool(groups and kept and kept < groups and core.moe_router_topk // kept != 2)
 
 
 def rounds_scores(core: CoreSettings) -> bool:
+    """Return True where core before 0.17 rounds the router's scores to 16 bits."""
     is_rounded = core.moe_router_score_function == "sigmoid" or core.moe_router_pre_softmax
     return bool(is_rounded and (core.bf16 or core.fp16) and not core.moe_router_dtype)
 

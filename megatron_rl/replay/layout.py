@@ -1,11 +1,11 @@
-"""Packed order -> the rows of this rank's routers, and global MoE layers -> this stage's layers.
+"""The rows of the packed order, and the MoE layers of the model, that this rank's routers have.
 
 megatron-core's router flattens its input [S, B] sequence-major.  A packed (THD) micro-batch is one
 sequence, so the order of its rows is the packed order; in a padded one (BSHD) position s of every
-sequence comes before position s + 1 of any.  With context parallelism a rank holds two chunks of
-every sequence (zigzag), with sequence parallelism each tensor-parallel rank one contiguous slice of
-those: of all rows where packed, of the positions where padded.
-Shapes: T packed rows, t this rank's rows, B sequences, S rows of each where padded, L MoE layers of
+sequence comes before position s + 1 of any.  With context parallelism a rank has two chunks of
+every sequence (zigzag).  With sequence parallelism each tensor-parallel rank has one contiguous
+slice of these: of all rows where packed, of the positions where padded.
+Shapes: T packed rows, t this rank's rows, B sequences, S rows of a padded sequence, L MoE layers of
 the model, l this stage's, E experts, K top-k.
 """
 
@@ -31,7 +31,8 @@ WORDS = {
     np.dtype(kind).itemsize: np.dtype(kind)
     for kind in (np.uint8, np.uint16, np.uint32, np.uint64, np.complex128)
 }
-"""NumPy copies elements of these sizes two to three times faster than opaque ones of the same size.
+"""Size in bytes -> a type of that size, which NumPy copies two to three times faster than an opaque
+type of the same size.
 """
 
 Rows = slice | Tensor
@@ -40,14 +41,10 @@ Rows = slice | Tensor
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Where this rank's router rows lie in the packed order.
-
-    layers: for each local MoE layer, its index on the model's MoE-layer axis L (ascending).
-    padded: sequences have equal numbers of rows and are a batch [S, B] in the model, not end to
-    end.
-    """
+    """The places of this rank's router rows in the packed order."""
 
     layers: tuple[int, ...]
+    """The index of every MoE layer of this stage on the model's MoE-layer axis L, ascending."""
     tp_rank: int
     tp_size: int
     sequence_parallel: bool
@@ -57,13 +54,14 @@ class RankLayout:
     cp_rank: int = 0
     cp_size: int = 1
     padded: bool = False
+    """Sequences have equal numbers of rows and are a batch [S, B] in the model, not end to end."""
 
     def model_rows(self, cu_seqlens: Int[Tensor, " B_plus_1"]) -> Rows:
-        """The packed rows that go through this rank's model, sequence by sequence: the index for
-        tokens, labels and masks.
+        """Return the packed rows of this rank's model, sequence by sequence: the index for tokens,
+        labels and masks.
 
-        Raises ValueError for a sequence that context parallelism cannot cut, or that differs in
-        length where padded.
+        Raises ValueError for a sequence that context parallelism cannot cut, and for sequences of
+        different lengths where padded.
         """
         if self.padded and len(lengths := cu_seqlens.diff().unique()) != 1:
             raise ValueError(
@@ -71,24 +69,21 @@ class RankLayout:
                 " numbers of rows"
             )
         if self.cp_size == 1:
-            return slice(0, int(cu_seqlens[-1]))  # a view: nothing is copied in the common case
+            return slice(0, int(cu_seqlens[-1]))  # a slice copies nothing, in the common case
         return zigzag_rows(cu_seqlens, self.cp_rank, self.cp_size)
 
     def rows(self, cu_seqlens: Int[Tensor, " B_plus_1"]) -> Rows:
-        """The packed rows of this rank's routers, in their order: sequence parallelism cuts the
-        model's rows once more.
+        """Return the packed rows of this rank's routers, in their order.  With sequence parallelism
+        they are a slice of the model's rows.
 
-        Raises ValueError where the tensor ranks' slices would not be equal.
+        Raises ValueError where the slices of the tensor ranks would not be equal.
         """
         rows, width = self.model_rows(cu_seqlens), self.width(cu_seqlens)
         num_steps = int(cu_seqlens[-1]) // self.cp_size // width
         parts = self.tp_size if self.sequence_parallel else 1
         if num_steps % parts:
-            what, key = (
-                ("sequences", "sequence_multiple")
-                if self.padded
-                else ("micro-batch", "pad_multiple")
-            )
+            what = "sequences" if self.padded else "micro-batch"
+            key = "sequence_multiple" if self.padded else "pad_multiple"
             raise ValueError(
                 f"{what} of {num_steps} rows on a rank, not a multiple of parallel.tp ="
                 f" {self.tp_size}: sequence parallelism needs it; pack with {key} ="
@@ -102,13 +97,17 @@ class RankLayout:
         return part if isinstance(rows, slice) else rows[part]
 
     def width(self, cu_seqlens: Sequence[int] | Tensor) -> int:
-        """Distance in the model of a sequence's successive rows: B where padded, else 1."""
+        """Return the distance in the model of successive rows of a sequence: B where padded, else
+        1.
+        """
         return len(cu_seqlens) - 1 if self.padded else 1
 
     def by_sequence(
         self, values: Shaped[Tensor, " t"], cu_seqlens: Int[Tensor, " B_plus_1"]
     ) -> Shaped[Tensor, " t"]:
-        """Values of all tensor ranks' router rows, end to end, put in the order of `model_rows`."""
+        """Return values of the router rows of all tensor ranks, end to end, in the order of
+        `model_rows`.
+        """
         return values.view(-1, self.width(cu_seqlens)).T.flatten()
 
     def local_routes(
@@ -117,42 +116,40 @@ class RankLayout:
         cu_seqlens: Int[Tensor, " B_plus_1"],
         out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """This rank's ids [l, t, K] of sequences with routes [S - 1, L, K] each; reads only this
-        rank's part of them.
+        """Return this rank's ids [l, t, K]; only this rank's part of the routes is read.
 
-        Rows of last tokens are 0 (they route live); pads get spread distinct experts.  `out`: flat
-        memory with room for the ids, to write into; without it new memory is allocated, whose page
-        faults cost ten times the copy.
+        routes: [S - 1, L, K] of every sequence.
+        out: flat memory with room for the ids, which is written; without it new memory is
+        allocated, whose page faults cost ten times the copy.
+        Rows of last tokens are 0 (they route live); pads get distinct experts, spread over all.
         """
         bounds = cu_seqlens.tolist()
         shape = (len(self.layers), self.num_rows(bounds[-1]), self.top_k)
         dtype, width, layer_runs = routes[0].dtype, self.width(bounds), self._layer_runs
         word = word_type(dtype.itemsize * self.top_k)
         memory = np.empty(math.prod(shape), dtype) if out is None else out
-        # two views of one memory: `words` has all K ids of a row as one element, which copies
+        # two views of one memory: `words` has all K ids of a row as one element, which is copied
         # several times faster
         local, words = np.ndarray(shape, dtype, memory), np.ndarray(shape[:2], word, memory)
         pads: list[np.ndarray] = []
         for sequence, start, stop, to in self.runs(bounds):
-            known, last = start, to + (stop - start) * width  # positions up to `known` are done
-            # otherwise a sequence of pads, at the end of the micro-batch
-            if sequence < len(routes):
+            # rows of positions start .. known - 1 are written
+            known, end = start, to + (stop - start) * width
+            if sequence < len(routes):  # else it is a pad sequence, at the end of the micro-batch
                 length = len(routes[sequence])
                 if length > start:
                     known = stop if length >= stop else length
-                    source, rows = (
-                        routes[sequence].view(word),
-                        slice(to, to + (known - start) * width, width),
-                    )
-                    for here, layers in layer_runs:
-                        words[here, rows] = source[start:known, layers, 0].T
+                    source = routes[sequence].view(word)
+                    rows = slice(to, to + (known - start) * width, width)
+                    for stage_layers, layers in layer_runs:
+                        words[stage_layers, rows] = source[start:known, layers, 0].T
                 if known == length < stop:  # the last token: the server has no route for it
                     local[:, to + (known - start) * width] = 0
                     known += 1
             if known < stop:
-                pads.append(local[:, to + (known - start) * width : last : width])
-        # dealt over all pads of the micro-batch together, so that short runs do not share their
-        # experts
+                pads.append(local[:, to + (known - start) * width : end : width])
+        # experts are spread over all pads of the micro-batch together: spread over every short run,
+        # they would begin with the same experts
         if pads:
             ends = np.cumsum([ids.shape[1] for ids in pads])
             spread = pad_routes(int(ends[-1]), self.num_experts, self.top_k, self.ep_size).numpy()
@@ -161,58 +158,52 @@ class RankLayout:
         return local
 
     def num_rows(self, num_packed: int) -> int:
-        """t: this rank's router rows of `num_packed` rows."""
+        """Return t, the number of this rank's router rows, for `num_packed` packed rows."""
         return num_packed // self._num_shares
 
     def runs(self, bounds: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """`rows`, as runs: (sequence, first and end position in it, the rank's row of the first);
-        the next are `width` apart.
+        """Return `rows` as runs (sequence, first position in it, end position, this rank's row of
+        the first position).  The rows of a run are `width` apart.
         """
         width = self.width(bounds)
         size = self.num_rows(bounds[-1]) // width
         low = self.tp_rank * size if self.sequence_parallel else 0
-        num_chunks, held = self._chunks
-        found = []
-        # row of this rank at which the next chunk starts; below 0 it is on an earlier tensor rank,
-        # from `size` on a later one
+        num_chunks, chunks = self._chunks
+        runs = []
+        # the row of this rank at which the next chunk starts: below 0 the chunk starts on an
+        # earlier tensor rank, from `size` on it is on a later one
         ahead, column = -low, 0
         for sequence, (begin, end) in enumerate(pairwise(bounds)):
             chunk = (end - begin) // num_chunks
             if self.padded:  # every sequence starts at position 0 of the batch, in its own column
                 ahead, column = -low, sequence
-            for index in held:
+            for index in chunks:
                 after = ahead + chunk
                 if chunk and after > 0 and ahead < size:
                     first = ahead if ahead > 0 else 0
-                    # from the rank's row to the position in the sequence
+                    # the difference between a position in the sequence and this rank's row
                     offset = index * chunk - ahead
-                    found.append(
-                        (
-                            sequence,
-                            first + offset,
-                            min(after, size) + offset,
-                            first * width + column,
-                        )
-                    )
+                    start, stop = first + offset, min(after, size) + offset
+                    runs.append((sequence, start, stop, first * width + column))
                 ahead = after
-        return found
+        return runs
 
     @cached_property
     def _chunks(self) -> tuple[int, tuple[int, ...]]:
-        """(number of chunks that a sequence is cut into, those of this rank in its order)."""
+        """(The number of chunks of a sequence, the indices of this rank's chunks in its order)."""
         if self.cp_size == 1:
             return 1, (0,)
         return 2 * self.cp_size, (self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank)
 
     @cached_property
     def _num_shares(self) -> int:
-        """Number of ranks that a micro-batch's router rows are spread over."""
+        """The number of ranks over which the router rows of a micro-batch are spread."""
         return self.cp_size * (self.tp_size if self.sequence_parallel else 1)
 
     @cached_property
     def _layer_runs(self) -> list[tuple[slice, slice]]:
-        """`layers` as (slice of this stage's, slice of the model's) of consecutive ones: slices
-        copy faster than indices.
+        """Runs of consecutive `layers`, as (slice of this stage's layers, slice of the model's):
+        slices are copied faster than indices.
         """
         starts = [
             i for i, layer in enumerate(self.layers) if i == 0 or layer != self.layers[i - 1] + 1
@@ -226,16 +217,16 @@ class RankLayout:
 
     @property
     def pad_multiple(self) -> int:
-        """T must be a multiple of this: complete chunks for every CP rank, equal slices for every
-        tensor rank.
+        """T must be a multiple of this number: complete chunks for every context-parallel rank, and
+        equal slices for every tensor rank.
         """
         per_cp_rank = self.tp_size if self.sequence_parallel else 1
         return self.cp_size * math.lcm(per_cp_rank, 2) if self.cp_size > 1 else per_cp_rank
 
     @property
     def sequence_multiple(self) -> int:
-        """Every sequence is padded to a multiple of this: complete chunks; where `padded` also
-        equal slices of tensor ranks.
+        """Every sequence is padded to a multiple of this number: complete chunks, and where
+        `padded` also equal slices for every tensor rank.
         """
         if self.padded:
             return self.pad_multiple
@@ -243,20 +234,20 @@ class RankLayout:
 
 
 def indices(rows: Rows) -> Int[Tensor, " t"]:
-    """The packed rows, one by one."""
+    """Return the packed rows as numbers, also where `rows` is a slice."""
     return torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
 
 
 class RouteMemory:
-    """Host memory that every pass reuses, one piece per micro-batch: page faults of new memory cost
-    ten times the copy.
+    """Host memory that every pass uses again, one piece per micro-batch, because page faults of new
+    memory cost ten times the copy.
     """
 
     def __init__(self) -> None:
         self._pieces: dict[int, np.ndarray] = {}
 
     def take(self, index: int, size: int, dtype: np.dtype) -> np.ndarray:
-        """At least `size` elements; overwrites what was taken as `index` before."""
+        """Return memory of at least `size` elements, the same that was taken as `index` before."""
         piece = self._pieces.get(index)
         if piece is None or piece.size < size or piece.dtype != dtype:
             piece = self._pieces[index] = np.empty(size, dtype)
@@ -264,19 +255,19 @@ class RouteMemory:
 
 
 def word_type(size: int) -> np.dtype:
-    """One element for all K ids of a row, `size` bytes: they move together."""
+    """Return a type of `size` bytes, which makes one element of all K ids of a row."""
     return WORDS[size] if size in WORDS else np.dtype(f"V{size}")
 
 
 def zigzag_rows(
     cu_seqlens: Int[Tensor, " B_plus_1"], cp_rank: int, cp_size: int
 ) -> Int[Tensor, " t"]:
-    """The packed rows of a context-parallel rank, as megatron-core and TransformerEngine lay them
-    out.
+    """Return the packed rows of a context-parallel rank, in the layout of megatron-core and
+    TransformerEngine.
 
-    Every sequence is cut into 2 x cp equal chunks; rank r holds chunks r and 2 cp - 1 - r, so that
-    each rank gets an equal share of causal attention's work.  Raises ValueError for a sequence that
-    is not a multiple of 2 x cp.
+    Every sequence is cut into 2 x cp equal chunks; rank r has chunks r and 2 cp - 1 - r, so that
+    the work of causal attention is equal on all ranks.  Raises ValueError for a sequence whose
+    length is not a multiple of 2 x cp.
     """
     starts = cu_seqlens[:-1].long()
     lengths = cu_seqlens[1:].long() - starts
@@ -290,17 +281,16 @@ def zigzag_rows(
         [starts + cp_rank * chunks, starts + (2 * cp_size - 1 - cp_rank) * chunks], dim=1
     ).flatten()
     sizes = chunks.repeat_interleave(2)
-    before = sizes.cumsum(0) - sizes  # this rank's rows before each chunk
-    return torch.arange(int(sizes.sum()), device=starts.device) + (
-        first - before
-    ).repeat_interleave(sizes)
+    before = sizes.cumsum(0) - sizes  # the number of this rank's rows before each chunk
+    rows = torch.arange(int(sizes.sum()), device=starts.device)
+    return rows + (first - before).repeat_interleave(sizes)
 
 
 def pad_routes(num_rows: int, num_experts: int, top_k: int, ep_size: int) -> Int[Tensor, "R K"]:
-    """Distinct expert ids for pad rows, dealt rank-first over the EP ranks so that none becomes a
-    hot spot.
+    """Return expert ids for pad rows, distinct in a row and spread evenly over the expert-parallel
+    ranks.
 
-    Slot n = row * K + k goes to EP rank n % ep, expert (n // ep) % (E / ep) of it.  E consecutive
+    Slot n = row * K + k goes to rank n % ep and its expert (n // ep) % (E / ep).  E consecutive
     slots are all different, so the K ids of a row are too.
     """
     slot = torch.arange(num_rows * top_k) % num_experts
@@ -316,8 +306,8 @@ def check_routes(
     num_experts: int,
     top_k: int,
 ) -> None:
-    """Raise ValueError unless every rollout's routes [S - 1, L, K] have the model's shape and a
-    type that holds its ids.
+    """Raise ValueError unless the routes [S - 1, L, K] of every rollout have the model's shape and
+    a dtype for its ids.
     """
     for ids, name in zip(routes, rollout_ids, strict=True):
         where = f"rollout {name}: routed experts"
@@ -350,23 +340,24 @@ def check_local_routes(
     num_experts: int,
     name_row: Callable[[int], str],
 ) -> None:
-    """Raise ValueError unless ids [l, t, K] of every REPLAYED row are in range and distinct.
-    name_row: for the message.
+    """Raise ValueError unless the ids [l, t, K] of every REPLAYED row are in range and distinct.
 
-    megatron-core would not notice: a duplicate silently gives wrong output on 0.16.1.  On the host,
-    before anything is sent; every row is checked by the ranks that use it.
+    name_row: row -> its name in the message.
+    megatron-core does not check them: with 0.16.1 a duplicate gives wrong output without an error.
+    The check runs on the host, before anything is sent; every row is checked by the ranks that use
+    it.
     """
     replayed = (row_state == RowState.REPLAYED).numpy()
     if not replayed.any():
         return
     for layer, ids in zip(layers, local, strict=True):
-        # [K, t]: comparisons of contiguous columns are vectorised
+        # [K, t], because comparisons of contiguous columns are vectorised
         columns = np.ascontiguousarray(ids.T)
         outside = (columns >= num_experts).any(0)
         if columns.dtype.kind == "i":
             outside |= (columns < 0).any(0)
         repeated = np.zeros(len(ids), bool)
-        # K is small: cheaper than sorting every row
+        # K is small: comparing all pairs is cheaper than sorting every row
         for a, b in itertools.combinations(columns, 2):
             repeated |= a == b
         for broken, rule in (

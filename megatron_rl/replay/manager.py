@@ -1,11 +1,14 @@
-"""Which pass records, replays, recomputes: routes keyed by (micro-batch, layer), each consumed
-exactly once per pass.
+"""The manager of replay: it decides what a router call records, replays or recomputes.
 
-A pass is one run of the pipeline schedule over a mini-batch.  Forward calls run inside
-`forward(micro_batch)`; a router call outside it is an activation recompute and replays what the
-forward of the same (micro-batch, layer) used, also where nothing else is replayed: a live recompute
-could choose other experts than its forward.  Recompute order per router equals forward order under
-1F1B and interleaved schedules (each is first-in first-out per layer), and the row count is checked.
+A pass is one run of the pipeline schedule over a mini-batch.  Routes are keyed by (micro-batch,
+layer), and a pass consumes every key exactly once.  A forward runs inside `forward(micro_batch)`.
+A router call outside is an activation recompute, and replays the ids that the forward of the same
+(micro-batch, layer) used.  It does so also where nothing else is replayed, because a live recompute
+could choose other experts than its forward.
+
+A recompute does not say of which micro-batch it is.  The order of recomputes of a router equals the
+order of its forwards under 1F1B and interleaved schedules (every layer is first-in first-out), and
+the number of rows is checked.
 
 Shapes: t this rank's rows of a micro-batch, l this stage's MoE layers, E experts, K top-k.
 """
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
 
 
 WatchRouters = Callable[[int, int, Tensor, Tensor], None]
-"""(this stage's layer, micro-batch, scores [t, E], ids [t, K] that were used) of one router call in
-a forward.
+"""An observer of one router call in a forward: (index of this stage's layer, micro-batch, scores
+[t, E], ids [t, K] that were used).
 """
 
 
@@ -39,39 +42,48 @@ class Routes:
     """The routes of one micro-batch on this rank."""
 
     replay: Tensor | None = None
-    """Uint8 | int16 [l, t, K] ids to use; None: the router decides every row."""
-    live_rows: Tensor | None = None  # int64 [n] rows that route live although `replay` is given
-    reference: Tensor | None = None  # uint8 | int16 [l, t, K] the rollout's ids to compare with
-    compared: Tensor | None = None  # bool [t] rows of `reference` that hold real ids
+    """The ids to use, uint8 | int16 [l, t, K]; None: the router decides every row."""
+    live_rows: Tensor | None = None
+    """The rows, int64 [n], that route live although there is a `replay`."""
+    reference: Tensor | None = None
+    """The rollout's ids to compare with, uint8 | int16 [l, t, K]."""
+    compared: Tensor | None = None
+    """The rows of `reference` with real ids, bool [t]."""
 
 
 @dataclass
 class ReplayPass:
-    """State of one pass, and after it its results; the manager drops it when the pass ends or
+    """The state of one pass, and its results after it.  The manager drops it when the pass ends or
     fails.
-
-    recorded: per micro-batch ids [l, t, K] that were used, after a recording pass; mismatch: see
-    mismatch.py, or None.
     """
 
     routes: Sequence[Routes]
+    """The routes of every micro-batch."""
     record: bool
+    """Keep the ids that are used."""
     training: bool
+    """A backward follows."""
     mismatch: Mismatch | None
+    """The comparison with the rollout's routes (mismatch.py); None where nothing is compared."""
     watch: WatchRouters | None = None
     recorded: tuple[Tensor, ...] | None = None
-    micro_batch: int | None = None  # whose forward runs now
-    consumed: set[tuple[int, int]] = field(default_factory=set)  # (micro-batch, layer)
-    used: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # their ids, where `record`
+    """The ids [l, t, K] of every micro-batch, after a pass that records."""
+    micro_batch: int | None = None
+    """The micro-batch whose forward runs now; None between forwards."""
+    consumed: set[tuple[int, int]] = field(default_factory=set)
+    """The (micro-batch, layer) pairs whose forward has been decided."""
+    used: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(micro-batch, layer) -> the ids [t, K] that were used, in a pass that records."""
     to_recompute: dict[int, deque[tuple[int, Tensor]]] = field(default_factory=dict)
-    """Layer -> (micro-batch, ids)."""
+    """Layer -> the (micro-batch, ids [t, K]) of forwards that will be recomputed, oldest first."""
 
 
 class ReplayManager:
-    """Owns the overrides of one model's decoder routers.
+    """The owner of the overrides on the decoder routers of one model.
 
     routers: (index on the model's MoE-layer axis, router) of every live decoder MoE layer on this
     rank, in layer order.
+    num_experts: E, which decides the dtype of ids, uint8 or int16.
     scores_are_logits: False where routers select by probabilities (sigmoid, pre-softmax): see
     mismatch.py.
     """
@@ -89,6 +101,7 @@ class ReplayManager:
         )
         self.scores_are_logits = scores_are_logits
         self.id_dtype = torch.uint8 if num_experts <= 256 else torch.int16
+        # index on the model's axis -> index among this stage's layers
         self._local = {layer: index for index, layer in enumerate(self.layers)}
         self._routers = dict(routers)
         self._pass: ReplayPass | None = None
@@ -105,26 +118,28 @@ class ReplayManager:
         record: bool = False,
         watch: WatchRouters | None = None,
     ) -> Iterator[ReplayPass]:
-        """Run the schedule inside; afterwards the yielded pass has its results.
+        """Run the schedule inside; the yielded pass has its results afterwards.
 
-        watch: called by every router of a forward, and must not wait for the device.
-        training: a backward follows, so a forward without gradient is a checkpointed one whose
-        recompute will come. Raises RuntimeError when a (micro-batch, layer) was not consumed
-        exactly once or a recompute is missing.
+        routes: those of every micro-batch.
+        training: a backward follows, so a forward without gradient is a checkpointed one, which
+        will be recomputed.
+        record: keep the ids that are used, in ReplayPass.recorded.
+        watch: called by every router of a forward; it must not wait for the device.
+        Raises RuntimeError when a (micro-batch, layer) was not consumed exactly once, or when a
+        recompute is missing.
         """
         assert self._pass is None, "a replay pass is already running"
-        self._pass = state = ReplayPass(
-            routes, record, training, self._make_mismatch(routes), watch
-        )
+        mismatch = self._make_mismatch(routes)
+        self._pass = state = ReplayPass(routes, record, training, mismatch, watch)
         try:
             yield state
             self._finish(state)
         finally:
-            self._pass = None  # also after an error: the next pass must not find this one's routes
+            self._pass = None  # also after an error: the next pass must not use these routes
 
     @contextmanager
     def observed(self, observe: ObserveRoutes) -> Iterator[None]:
-        """Call `observe` with every comparison that a pass inside makes: see Mismatch."""
+        """Call `observe` with every comparison of the passes inside: see Mismatch."""
         self._observe = observe
         try:
             yield
@@ -133,9 +148,8 @@ class ReplayManager:
 
     @contextmanager
     def forward(self, micro_batch: int) -> Iterator[None]:
-        """Name the micro-batch whose forward runs inside.
-
-        Does nothing outside a pass (plain inference).
+        """Name the micro-batch whose forward runs inside.  Outside a pass (plain inference) this
+        has no effect.
         """
         state = self._pass
         if state is None:
@@ -149,10 +163,10 @@ class ReplayManager:
             state.micro_batch = None  # from here on a router call is a recompute
 
     def decide(self, layer: int, scores: Tensor, live_topk: LiveTopK) -> tuple[Tensor, Tensor]:
-        """(scores [t, K] of the decided ids, ids int64 [t, K]) for this router call.
+        """Return (scores [t, K] of the decided ids, ids int64 [t, K]) for one router call.
 
-        Nothing here reads a value from the device, which would wait for it in every layer: only
-        shapes are looked at.
+        Nothing here reads a value from the device, because every layer would wait for it: only
+        shapes are read.
         """
         state = self._pass
         if state is None:
@@ -167,8 +181,8 @@ class ReplayManager:
             )
         state.consumed.add(key)
         local, routes = self._local[layer], state.routes[state.micro_batch]
-        live: Tensor | None = None
-        # replayed rows need their live top-k only where it is measured
+        live: Tensor | None = None  # the live choice, where it is computed
+        # replayed rows need their live choice only where the mismatch is measured
         if routes.replay is None or state.mismatch is not None:
             used = live_topk(None)
             live = used[1]
@@ -186,15 +200,15 @@ class ReplayManager:
             state.watch(local, state.micro_batch, scores, used[1])
         if state.record:
             state.used[key] = used[1].to(self.id_dtype)
-        # core checkpoints this layer: it will run again in backward
+        # a forward without gradient before a backward: core checkpoints this layer, and will run it
+        # again in the backward
         if state.training and not torch.is_grad_enabled():
-            state.to_recompute.setdefault(layer, deque()).append(
-                (key[0], used[1].to(self.id_dtype))
-            )
+            waiting = state.to_recompute.setdefault(layer, deque())
+            waiting.append((key[0], used[1].to(self.id_dtype)))
         return used
 
     def _make_mismatch(self, routes: Sequence[Routes]) -> Mismatch | None:
-        """None unless every micro-batch has a reference to compare with."""
+        """Return the comparison of a pass; None where the micro-batches have no reference."""
         compared = [route.compared for route in routes if route.compared is not None]
         if not compared:
             return None
@@ -212,27 +226,28 @@ class ReplayManager:
         live: Tensor | None,
         live_topk: LiveTopK,
     ) -> Tensor:
-        """int64 [t, K]: `replay`, with the router's own choice (`live`, where it is known) in
-        `live_rows`.
+        """Return int64 [t, K]: `replay`, with the live choice in the rows `live_rows`.
+
+        live: the live choice of all rows, where it is known; else it is computed for `live_rows`.
         """
         ids = replay.to(device=scores.device, dtype=torch.int64)
-        if len(ids) != len(scores):  # core would not notice: it silently routes what it is given
+        if len(ids) != len(scores):  # core does not check this: it would route by these ids
             raise RuntimeError(
                 f"MoE layer {layer}: {len(ids)} rows of routes for {len(scores)} router rows"
             )
         if live_rows is None or not len(live_rows):
             return ids
-        return ids.index_copy(
-            0, live_rows, live_topk(live_rows)[1] if live is None else live[live_rows]
-        )
+        live_ids = live_topk(live_rows)[1] if live is None else live[live_rows]
+        return ids.index_copy(0, live_rows, live_ids)
 
     def _recompute(self, state: ReplayPass, layer: int, scores: Tensor) -> Tensor:
+        """Return the ids int64 [t, K] that the forward of this recompute used."""
         waiting = state.to_recompute.get(layer)
         if not waiting:
             raise RuntimeError(
                 f"MoE layer {layer}: router called outside a forward with nothing left to recompute"
             )
-        # the oldest: schedules run backwards in the order of the forwards
+        # the oldest, because schedules run backwards in the order of the forwards
         micro_batch, ids = waiting.popleft()
         if len(ids) != len(scores):
             raise RuntimeError(
@@ -242,7 +257,7 @@ class ReplayManager:
         return ids.to(torch.int64)
 
     def _finish(self, state: ReplayPass) -> None:
-        """Check that every route was consumed, and keep the record."""
+        """Check that every route was consumed and every recompute made, and stack the record."""
         micro_batches = range(len(state.routes))
         expected = {(index, layer) for index in micro_batches for layer in self.layers}
         if state.consumed != expected:
@@ -267,7 +282,8 @@ class ReplayManager:
 
 
 def gather(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The live scores [t, K] of given ids: gate weights, and with them the router's gradient, come
-    from these.
+    """Return the live scores [t, K] of ids [t, K], and the ids.
+
+    Gate weights come from these scores, and with them the gradient of the router.
     """
     return scores.gather(1, ids), ids

@@ -1,9 +1,9 @@
-"""How often, where and by how much the trainer's own choice of experts differs from the rollout's,
+"""Router mismatch: the differences between the trainer's live choice of experts and the rollout's,
 measured while replaying.
 
-d(t, l) = K - |S_live(t, l) & S_rollout(t, l)| compares SETS: neither engine promises an order.
-Counted on the device, read once per step.  Under R3 "live" means: what this layer's router would
-pick given the replayed layers below it.
+d(t, l) = K - |S_live(t, l) & S_rollout(t, l)| compares sets, because neither engine promises an
+order.  Counts stay on the device and are read once per step.  Under R3 the live choice of a layer
+is the one that its router would make after the replayed layers below it.
 Shapes: t this rank's rows of a micro-batch, l this stage's MoE layers, L the model's, E experts, K
 top-k.
 """
@@ -22,35 +22,31 @@ from megatron_rl.replay.layout import RankLayout
 from megatron_rl.replay.router_shift import sum_over_stages
 
 ObserveRoutes = Callable[[int, int, Tensor, Tensor, Tensor], None]
-"""(this stage's layer, micro-batch, live ids [t, K], margins [t], flipped [t]) of one router call.
+"""An observer of one comparison: (index of this stage's layer, micro-batch, live ids [t, K],
+margins [t], flipped [t]).
 """
 
 MANY_FLIPS = 8
-"""`flips_per_token` stops counting here."""
+"""The largest count of `flips_per_token`, which stands for this number or more."""
 
 NO_FLIP = torch.iinfo(torch.int16).max
-"""The first flipped layer of a token that has none."""
+"""The first flipped layer of a token without a flip."""
 
 COLUMNS = (
-    "pairs",
-    "flips",
-    "used_flips",
-    "missing",
-    "flipped_margin",
-    "kept_margin",
-    "replaced_mass",
-)
-"""Sums kept per layer over compared rows; see MismatchReport for what they become."""
+    "pairs", "flips", "used_flips", "missing", "flipped_margin", "kept_margin", "replaced_mass",
+)  # fmt: skip
+"""The sums of a layer over compared rows, from which MismatchReport is computed."""
 
 
 class Mismatch:
-    """Accumulates one pass on this rank.  No host sync here: everything is read by
-    `reduce_mismatch`.
+    """The comparison of one pass on this rank.  Nothing here waits for the device; the sums are
+    read by `reduce_mismatch`.
 
-    layers: this stage's indices on the model's MoE-layer axis; compared: per micro-batch bool [t],
-    rows that hold real ids.  scores_are_logits: gate weights are a softmax of the selected scores,
-    otherwise their shares.  observe: called with every comparison, and must not wait for the device
-    either.
+    layers: the indices of this stage's layers on the model's MoE-layer axis.
+    compared: bool [t] of every micro-batch, the rows with real ids.
+    scores_are_logits: gate weights are a softmax of the selected scores; else they are the shares
+    of these scores in their sum.
+    observe: called with every comparison; it must not wait for the device either.
     """
 
     def __init__(
@@ -69,11 +65,11 @@ class Mismatch:
         self.sums = torch.zeros(len(self.layers), len(COLUMNS), dtype=torch.float64, device=device)
         self.largest_gap = torch.zeros((), dtype=torch.float64, device=device)
         self.flips = tuple(torch.zeros_like(rows, dtype=torch.int16) for rows in compared)
-        """Per micro-batch [t]: how many of this stage's layers flip."""
+        """The number of this stage's layers that flip, int16 [t] of every micro-batch."""
         self.first_flip = tuple(
             torch.full_like(rows, NO_FLIP, dtype=torch.int16) for rows in compared
         )
-        """Per micro-batch [t]: the lowest of this stage's layers that flips."""
+        """The lowest layer of this stage that flips, int16 [t] of every micro-batch."""
 
     def add(
         self,
@@ -86,23 +82,24 @@ class Mismatch:
         *,
         bias: Tensor | None = None,
     ) -> None:
-        """Compare live [t, K] and used [t, K] with reference [t, K]; `scores` [t, E] are what the
-        router selects by.
+        """Compare the ids live [t, K] and used [t, K] with reference [t, K] in layer `local`.
 
-        bias: the part [E] of `scores` that selects but is no part of gate weights (expert bias).
+        scores: [t, E], by which the router selects.
+        bias: [E], the part of `scores` that is no part of gate weights (expert bias).
         """
         compared = self.compared[micro_batch]
-        # rows without a reference are compared with themselves: they count nowhere, and no row
-        # needs to be selected
+        # a row without a reference is compared with itself and counts as equal; selecting rows
+        # would wait for the device
         reference = torch.where(
             compared[:, None], reference.to(device=live.device, dtype=torch.int64), live
         )
         scores = scores.detach().float()
         shared = contained(live, reference)
         missing = (~shared).sum(1)
-        flipped = missing > 0  # never where not compared
+        flipped = missing > 0  # never in rows that are not compared
         chosen = scores.gather(1, live)
         lowest = chosen.amin(1)
+        # k-th chosen score - best score not chosen
         margin = lowest - scores.scatter(1, live, -math.inf).amax(1)
         gates = chosen if bias is None else chosen - bias.float()[live]
         weights = gates.softmax(1) if self.scores_are_logits else gates / gates.sum(1, keepdim=True)
@@ -118,9 +115,9 @@ class Mismatch:
             ]
         )
         gap = torch.where(flipped, lowest - scores.gather(1, reference).amin(1), 0.0)
-        if gap.numel():  # amax of nothing is an error: a rank may have no rows
+        if gap.numel():  # a rank may have no rows, and amax of an empty tensor is an error
             self.largest_gap = torch.maximum(self.largest_gap, gap.amax().double())
-        self.flips[micro_batch].add_(flipped)  # layers add up over the calls of a pass
+        self.flips[micro_batch].add_(flipped)  # adds up over the layers of a pass
         first = self.first_flip[micro_batch]
         first.copy_(torch.where(flipped, first.clamp(max=self.layers[local]), first))
         if self.observe is not None:
@@ -130,14 +127,15 @@ class Mismatch:
 def flips_per_token(
     mismatch: Mismatch, layout: RankLayout, bounds: Sequence[Tensor], model_group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Per micro-batch uint8 [T]: in how many of all MoE layers a token flips; MANY_FLIPS means so
-    many or more.
+    """Return uint8 [T] of every micro-batch, the number of MoE layers of the model in which a token
+    flips; MANY_FLIPS means this number or more.
 
-    T are the rows of this context rank's log-probs, in their order; `bounds`: each micro-batch's
-    cu_seqlens. Collective over `model_group` (tp x pp): T bytes a pass.
+    T are the rows of this context-parallel rank's log-probs, in their order.
+    bounds: the cu_seqlens of every micro-batch.
+    Collective over `model_group` (tp x pp): T bytes a pass.
     """
     stages = model_group.size() // layout.tp_size
-    # each stage adds at most MANY_FLIPS
+    # the sum must not overflow: every stage adds at most MANY_FLIPS
     dtype = torch.uint8 if stages * MANY_FLIPS <= 255 else torch.int32
     parts = [flips.clamp(max=MANY_FLIPS).to(dtype) for flips in mismatch.flips]
     totals = sum_over_stages(parts, layout, model_group)
@@ -149,27 +147,34 @@ def flips_per_token(
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Reduced over all ranks of the job.  Means are NaN where there is nothing to count."""
+    """The mismatch over all ranks of the job.  A mean is NaN where there is nothing to count."""
 
-    router_mismatch: float  # mean over (token, layer) of 1[d > 0], live against rollout
-    replayed_mismatch: float  # the same of the experts that were used: 0 under R3
-    token_mismatch: float  # mean over tokens of 1[max_l d > 0]
-    layers_per_token: float  # mean over tokens of sum_l 1[d > 0]
-    expert_overlap: float  # 1 - mean d / K
+    router_mismatch: float
+    """The mean over (token, layer) of 1[d > 0], live against rollout."""
+    replayed_mismatch: float
+    """The same for the experts that were used, instead of live ones: 0 under R3."""
+    token_mismatch: float
+    """The mean over tokens of 1[max_l d > 0]."""
+    layers_per_token: float
+    """The mean over tokens of sum_l 1[d > 0]."""
+    expert_overlap: float
+    """1 - mean d / K."""
     first_flip_layer: float
-    """Mean over tokens that flip of the lowest layer with d > 0 (MoE layers, from 0)."""
+    """The mean over tokens that flip of the lowest layer with d > 0 (MoE layers, from 0)."""
     flip_margin_max: float
-    """Largest (k-th live score - lowest rollout expert's score) of a flipped row; 0 = only ties."""
+    """The largest (k-th live score - lowest score of a rollout expert) of a flipped row; 0: only
+    ties."""
     flipped_margin: float
-    """Mean over (token, layer) with d > 0 of k-th chosen score - best score not chosen."""
-    kept_margin: float  # the same over (token, layer) with d = 0
-    replaced_gate_mass: (
-        # mean over (token, layer) of the live gate weight on experts that the rollout did not use
-        float
-    )
-    flip_rate: list[float]  # per MoE layer of the model [L]: tokens with d > 0 / tokens
+    """The mean over (token, layer) with d > 0 of (k-th chosen score - best score not chosen)."""
+    kept_margin: float
+    """The same over (token, layer) with d = 0."""
+    replaced_gate_mass: float
+    """The mean over (token, layer) of the live gate weight on experts that the rollout did not
+    use."""
+    flip_rate: list[float]
+    """[L]: tokens with d > 0 in the layer / tokens."""
     first_flip: list[float]
-    """Per MoE layer [L]: tokens that flip here and in no lower layer / tokens."""
+    """[L]: tokens that flip in the layer and in no lower one / tokens."""
 
 
 def reduce_mismatch(
@@ -181,22 +186,22 @@ def reduce_mismatch(
     pp_group: dist.ProcessGroup,
     device: torch.device,
 ) -> MismatchReport | None:
-    """Gather tokens over the pipeline stages, then one sum over all ranks (world).  None when
-    nothing was compared.
+    """Return the mismatch over all ranks, or None where nothing was compared.
 
-    layers: this stage's indices on the MoE-layer axis of `num_layers`.  Every stage has the same
-    rows.
+    layers: the indices of this stage's layers on the MoE-layer axis of `num_layers`.
+    Collective: tokens are gathered over the pipeline stages, which have the same rows, and one sum
+    over all ranks (world) follows.
     """
     table = torch.zeros(num_layers, len(COLUMNS), dtype=torch.float64, device=device)
-    # one slot per rank, so that the one sum over ranks also carries their maxima
+    # one slot per rank, so that the same sum over ranks also carries their maxima
     gaps = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
     for mismatch in mismatches:
         table[list(layers)] += mismatch.sums
         gaps[dist.get_rank()] = torch.maximum(gaps[dist.get_rank()], mismatch.largest_gap)
     tokens = count_tokens(mismatches, num_layers, pp_group, device)
-    everything = torch.cat([table.flatten(), tokens, gaps])
-    dist.all_reduce(everything)
-    flat, counts, maxima = everything.cpu().split([table.numel(), len(tokens), len(gaps)])
+    sums = torch.cat([table.flatten(), tokens, gaps])
+    dist.all_reduce(sums)
+    flat, counts, maxima = sums.cpu().split([table.numel(), len(tokens), len(gaps)])
     table = flat.view(num_layers, len(COLUMNS))
     total = dict(zip(COLUMNS, table.sum(0).tolist(), strict=True))
     compared, layer_flips, *first = counts.tolist()
@@ -225,8 +230,8 @@ def count_tokens(
     pp_group: dist.ProcessGroup,
     device: torch.device,
 ) -> Tensor:
-    """f64 [2 + L]: tokens compared, flips, tokens by the first layer that flips; the same on every
-    pipeline stage.
+    """Return float64 [2 + L], the same on every pipeline stage: tokens compared, flips, and tokens
+    by the first layer that flips.  Collective over `pp_group`.
     """
     if not mismatches:
         return torch.zeros(2 + num_layers, dtype=torch.float64, device=device)
@@ -234,19 +239,17 @@ def count_tokens(
     flips = torch.cat([rows for mismatch in mismatches for rows in mismatch.flips])
     first = torch.cat([rows for mismatch in mismatches for rows in mismatch.first_flip])
     if pp_group.size() > 1:
-        mine = torch.stack([flips, first]).int()  # neither gloo nor nccl sends int16
-        stages = [torch.empty_like(mine) for _ in range(pp_group.size())]
-        dist.all_gather(stages, mine, group=pp_group)
-        flips, first = (
-            torch.stack([s[0] for s in stages]).sum(0),
-            torch.stack([s[1] for s in stages]).amin(0),
-        )
+        columns = torch.stack([flips, first]).int()  # neither gloo nor nccl sends int16
+        stages = [torch.empty_like(columns) for _ in range(pp_group.size())]
+        dist.all_gather(stages, columns, group=pp_group)
+        flips = torch.stack([stage[0] for stage in stages]).sum(0)
+        first = torch.stack([stage[1] for stage in stages]).amin(0)
     by_layer = torch.bincount(first[first < NO_FLIP].long(), minlength=num_layers)
     return torch.cat([torch.stack([compared.sum(), flips.sum()]), by_layer]).double()
 
 
 def contained(a: Tensor, b: Tensor) -> Tensor:
-    """bool [t, K]: which ids of a [t, K] are also in the same row of b [t, K]."""
+    """Return bool [t, K], the ids of a [t, K] that are also in the same row of b [t, K]."""
     return (a[:, :, None] == b[:, None, :]).any(2)
 
 

@@ -1,9 +1,9 @@
-"""The routing-override path: an object of ours set as `router_replay` on each live TopKRouter.
+"""The override of routes: an object that is set as `router_replay` on every live TopKRouter.
 
 megatron-core calls `router_replay.get_replay_topk(scores, topk, num_groups, group_topk,
-default_compute_topk)` in place of its own top-k when the attribute is not None (0.16.1 to 0.19.x;
-the fused router returns before it, so it is refused). Only ids are overridden: gate weights come
-from the live scores, so the router still gets gradient.
+default_compute_topk)` instead of its top-k when the attribute is not None (0.16.1 to 0.19.x; the
+fused router returns before this call, so it is refused).  Only ids are overridden: gate weights
+come from the live scores, so the router still gets gradient.
 Shapes: t this rank's rows, E experts, K top-k.
 """
 
@@ -21,25 +21,24 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
-"""core's top-k of rows [n, E] -> (scores [n, K], ids int64 [n, K])."""
+"""core's top-k: scores [n, E] -> (scores [n, K], ids int64 [n, K])."""
 
 LiveTopK = Callable[[Tensor | None], tuple[Tensor, Tensor]]
-"""Rows int64 [n] of this call, or None for all t -> (scores [n, K], ids int64 [n, K]) that the
-router itself would choose.
+"""The live choice of the router: rows int64 [n] of this call, or None for all t -> (scores [n, K],
+ids int64 [n, K]).
 """
 
 Decide = Callable[[int, Tensor, LiveTopK], tuple[Tensor, Tensor]]
-"""(MoE layer, scores [t, E], the router's own choice) -> (scores [t, K] of the ids to use, ids
-int64 [t, K]).
+"""(MoE layer, scores [t, E], live choice) -> (scores [t, K] of the ids to use, ids int64 [t, K]).
 """
 
 
 class GroupLimit:
-    """Top-k inside the `group_topk` best of equal groups, each ranked by the sum of its `best`
-    largest scores.
+    """A top-k that chooses inside the `group_topk` best of equal groups, where a group is ranked by
+    the sum of its `best` largest scores.
 
-    core itself always sums the best top_k // group_topk.  The model sets this object on its routers
-    where that differs; `install` keeps it for live choices.
+    core always sums the best top_k // group_topk.  The model sets this object on its routers where
+    `best` is another number; `install` keeps it for live choices.
     """
 
     def __init__(self, num_groups: int, group_topk: int, best: int) -> None:
@@ -48,27 +47,27 @@ class GroupLimit:
     def get_replay_topk(
         self, scores: Tensor, topk: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """(scores [n, K], ids int64 [n, K]) for scores [n, E]."""
+        """Return (scores [n, K], ids int64 [n, K]) for scores [n, E]."""
         groups = scores.unflatten(1, (self.num_groups, -1))
         ranking = groups.topk(self.best, dim=-1).values.sum(-1)
         kept = ranking.topk(self.group_topk, dim=-1, sorted=False).indices
         outside = torch.ones_like(ranking, dtype=torch.bool).scatter(1, kept, False)
-        values, ids = (
-            groups.masked_fill(outside[..., None], -torch.inf).flatten(1).topk(topk, dim=1)
-        )
+        limited = groups.masked_fill(outside[..., None], -torch.inf).flatten(1)
+        values, ids = limited.topk(topk, dim=1)
         return values, ids
 
 
 class RouteOverride:
-    """Asks `decide` which ids to use; one per router.
+    """The object on one router, which asks `decide` for the ids to use.
 
-    layer: its index on the model's MoE-layer axis.
+    layer: the router's index on the model's MoE-layer axis.
     """
 
     def __init__(self, decide: Decide, layer: int) -> None:
         self.decide = decide
         self.layer = layer
         self.limit: GroupLimit | None = None
+        """The top-k of live choices; None for core's."""
 
     def get_replay_topk(
         self,
@@ -78,23 +77,21 @@ class RouteOverride:
         group_topk: int | None,
         default_compute_topk: TopK,
     ) -> tuple[Tensor, Tensor]:
-        """(scores [t, K] of the decided ids, ids int64 [t, K]).  `scores` [t, E] are what the
-        router selects by.
+        """Return (scores [t, K] of the decided ids, ids int64 [t, K]).
 
-        With an expert bias they hold the bias; core then takes gate weights from scores without it,
-        at the same ids.
+        scores: [t, E], by which the router selects.  With an expert bias they include the bias;
+        core then takes gate weights from scores without it, at the same ids.
         """
         compute = default_compute_topk if self.limit is None else self.limit.get_replay_topk
 
-        # core 0.19 sorts its top-k only where gradients are on; the record of a pass without
-        # gradient must have the order of the update's pass, else sums over the K experts round
-        # differently
+        # core 0.19 sorts its top-k only where gradients are on.  The record of a pass without
+        # gradient must have the order of the update's pass, or sums over the K experts would round
+        # differently.
         @torch.enable_grad()
         def live_topk(rows: Tensor | None) -> tuple[Tensor, Tensor]:
             if rows is not None and not group_topk:
                 return compute(scores[rows], topk)
-            # core's group-limited top-k only takes all rows of its call: compute them all, then
-            # select
+            # core's group-limited top-k accepts only all rows of its call: compute all, then select
             values, ids = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
             return (values, ids) if rows is None else (values[rows], ids[rows])
 
@@ -109,7 +106,7 @@ def install(router: TopKRouter, override: RouteOverride) -> None:
     problems = list(refusals(router.config))
     if problems:
         raise ReplayIncompatible("; ".join(problems))
-    # a GroupLimit, or the override of an earlier manager of this model, which has one
+    # a GroupLimit, or the override of an earlier manager of this model, which may have one
     before = router.router_replay
     override.limit = before if isinstance(before, GroupLimit) else getattr(before, "limit", None)
     router.router_replay = override

@@ -1,10 +1,10 @@
-"""Router shift (RSPO, arXiv 2510.23027): how far the router's probabilities of the old pass's
-experts have moved since.
+"""Router shift (RSPO, arXiv 2510.23027): the change of the router's probabilities of the experts
+that the old-logprob pass used.
 
     shift_t = 1/(L K) sum_l sum_{e in S_old} |log r(e) - log r_old(e)|
 
 r: the router's softmax over all E experts; S_old: the K experts that the old-logprob pass used, in
-each of the L MoE layers.
+every one of the L MoE layers.
 Shapes: t this rank's router rows of a micro-batch, T the rows of its log-probs, E experts, K top-k.
 """
 
@@ -21,9 +21,9 @@ from megatron_rl.replay.layout import RankLayout
 
 
 def router_logprobs(scores: Tensor, ids: Tensor, *, scores_are_logits: bool) -> Tensor:
-    """float32 [t, K]: log of the router's softmax over all experts, at ids [t, K].
+    """Return float32 [t, K], the log of the router's softmax over all experts, at ids [t, K].
 
-    scores [t, E]: logits, or that softmax.
+    scores: [t, E], logits or that softmax.
     """
     scores = scores.detach().float()
     if scores_are_logits:
@@ -33,31 +33,34 @@ def router_logprobs(scores: Tensor, ids: Tensor, *, scores_are_logits: bool) -> 
 
 @dataclass
 class RouterRecord:
-    """Of a pass: experts that were used and their log-probabilities, per (micro-batch, this stage's
-    layer).
+    """The experts that a pass used, and their log-probabilities: a WatchRouters for the old-logprob
+    pass.
 
-    On the device until the update: rows x MoE layers of the stage x K x (4 bytes + 1 of an id, 2
-    above 256 experts).
+    It is on the device until the update, and takes rows x MoE layers of the stage x K x (4 bytes,
+    and 1 for an id, or 2 above 256 experts).
     """
 
     scores_are_logits: bool
     id_dtype: torch.dtype
     kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """(micro-batch, index of this stage's layer) -> (ids [t, K], log-probabilities [t, K])."""
 
     def __call__(self, local: int, micro_batch: int, scores: Tensor, used: Tensor) -> None:
         values = router_logprobs(scores, used, scores_are_logits=self.scores_are_logits)
         self.kept[micro_batch, local] = used.to(self.id_dtype), values
 
     def stacked(self, micro_batch: int) -> tuple[Tensor, Tensor] | None:
-        """(ids, log-probabilities) [l, t, K] of this stage's l layers; None where it has none."""
-        found = [self.kept[key] for key in sorted(self.kept) if key[0] == micro_batch]
-        if not found:
+        """Return (ids, log-probabilities), [l, t, K] each, of this stage's l layers; None where it
+        has no layer.
+        """
+        layers = [self.kept[key] for key in sorted(self.kept) if key[0] == micro_batch]
+        if not layers:
             return None
-        ids, values = zip(*found, strict=True)
+        ids, values = zip(*layers, strict=True)
         return torch.stack(ids), torch.stack(values)
 
     def put(self, micro_batch: int, ids: Tensor, values: Tensor) -> None:
-        """What `stacked` gave."""
+        """Restore the record of a micro-batch from the result of `stacked`."""
         self.kept |= {
             (micro_batch, local): parts for local, parts in enumerate(zip(ids, values, strict=True))
         }
@@ -65,12 +68,13 @@ class RouterRecord:
 
 @dataclass
 class RouterShift:
-    """Of a later pass over the same micro-batches: sums over this stage's layers of the change,
-    averaged over K.
+    """The change since the record `old`, averaged over K and added over this stage's layers: a
+    WatchRouters for a later pass over the same micro-batches.
     """
 
     old: RouterRecord
-    sums: dict[int, Tensor] = field(default_factory=dict)  # micro-batch -> float32 [t]
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    """Micro-batch -> float32 [t]."""
 
     def __call__(self, local: int, micro_batch: int, scores: Tensor, used: Tensor) -> None:
         ids, before = self.old.kept[micro_batch, local]
@@ -90,11 +94,11 @@ def shift_per_token(
     num_layers: int,
     device: torch.device,
 ) -> tuple[Tensor, ...]:
-    """Per micro-batch shift_t, float32 [T]; the layers of all pipeline stages are added before
-    anything else is done with it.
+    """Return shift_t, float32 [T], of every micro-batch, over the layers of all pipeline stages.
 
-    bounds: each micro-batch's cu_seqlens; num_layers: L, MoE layers of the model.  Collective over
-    `model_group` (tp x pp).
+    bounds: the cu_seqlens of every micro-batch.
+    num_layers: L, the MoE layers of the model.
+    Collective over `model_group` (tp x pp).
     """
     rows = [layout.num_rows(int(cu_seqlens[-1])) for cu_seqlens in bounds]
     # a stage without MoE layers adds zeros
@@ -111,21 +115,22 @@ def shift_per_token(
 def sum_over_stages(
     parts: Sequence[Tensor], layout: RankLayout, model_group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Values [t] of this stage's layers, per micro-batch -> their sums over all stages, for the
-    rows of every tensor rank.
+    """Add values of this stage's layers over all stages, for the rows of all tensor ranks.
 
-    A tensor rank has its slice of the rows under sequence parallelism, else all of them: every rank
-    fills its part of a table of zeros, and the tables are added.  Collective over `model_group` (tp
-    x pp).
+    parts: values [t] of every micro-batch.  The result is, for every micro-batch, the sums for the
+    rows of all tensor ranks, end to end.  A tensor rank has its slice of the rows under sequence
+    parallelism, else all of them: every rank fills its part of a table of zeros, and one all-reduce
+    adds the tables.  Collective over `model_group` (tp x pp).
     """
-    slices, mine = (layout.tp_size, layout.tp_rank) if layout.sequence_parallel else (1, 0)
+    num_slices, index = (layout.tp_size, layout.tp_rank) if layout.sequence_parallel else (1, 0)
     tables = []
     for values in parts:
-        table = values.new_zeros(slices, len(values))
-        if layout.sequence_parallel or layout.tp_rank == 0:  # else tensor ranks have the same rows
-            table[mine] = values
+        table = values.new_zeros(num_slices, len(values))
+        # without sequence parallelism tensor ranks have the same rows, which must count once
+        if layout.sequence_parallel or layout.tp_rank == 0:
+            table[index] = values
         tables.append(table.flatten())
-    everything = torch.cat(tables)
+    all_tables = torch.cat(tables)
     if model_group.size() > 1:
-        dist.all_reduce(everything, group=model_group)
-    return list(everything.split([len(table) for table in tables]))
+        dist.all_reduce(all_tables, group=model_group)
+    return list(all_tables.split([len(table) for table in tables]))
