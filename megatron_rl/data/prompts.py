@@ -1,7 +1,7 @@
-"""Prompt files (jsonl, parquet) -> Prompt records, and the order in which training takes them.
+"""Prompt records from files (jsonl, parquet), and the order in which training takes them.
 
-A row has a prompt (text or chat messages), a label (text or a number) and optionally an "id"; under
-which keys: data/rows.py. Further columns are its metadata.
+A row has a prompt (text or chat messages), a label (text or a number) and optionally an "id", under
+the keys of data/rows.py.  Its other columns are its metadata.
 """
 
 from __future__ import annotations
@@ -25,53 +25,46 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 __all__ = [
-    "DataError",
-    "PromptFile",
-    "PromptSource",
-    "load_prompt_files",
-    "load_prompts",
-    "load_tokenizer",
-    "trained_on",
-]
-
+    "DataError", "PromptFile", "PromptSource", "load_prompt_files", "load_prompts",
+    "load_tokenizer", "trained_on",
+]  # fmt: skip
 
 PromptState: TypeAlias = dict[str, Any]
-"""Where a PromptSource is, as plain ints and a list of them."""
+"""The place of a PromptSource in its order: integers, and a list of integers."""
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """The usable prompts of a file, in its order.
-
-    num_long: rows dropped for their length (data.on_long_prompt = drop).
-    """
+    """The prompts of a file."""
 
     path: Path
     prompts: list[Prompt]
+    """The prompts that can be used, in the order of the file."""
     num_long: int
+    """The number of rows dropped for their length (data.on_long_prompt = drop)."""
     prompt_key: str
     label_key: str
 
     def line(self, config: DataConfig) -> str:
-        """One line for the log."""
-        text = (
-            f"{len(self.prompts)} prompts of {self.path} (keys {self.prompt_key}, {self.label_key})"
-        )
+        """Return a line about the file for the log."""
+        keys = f"{self.prompt_key}, {self.label_key}"
+        text = f"{len(self.prompts)} prompts of {self.path} (keys {keys})"
+        if not self.num_long:
+            return text
         rows = len(self.prompts) + self.num_long
         limit = f"data.max_prompt_tokens = {config.max_prompt_tokens}"
-        return text + (
-            f"; {self.num_long} of {rows} dropped, longer than {limit}" if self.num_long else ""
-        )
+        return f"{text}; {self.num_long} of {rows} dropped, longer than {limit}"
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The HF tokenizer of a checkpoint directory.
+    """Load the HF tokenizer of a checkpoint directory.
 
-    ValueError when there is none or it has no end token.
+    Raises ValueError where there is none, or where it has no end token.
     """
     if not Path(path).is_dir():
         raise ValueError(f"model.path = {path}: no such directory")
-    from transformers import AutoTokenizer  # takes seconds: not for ranks that tokenize nothing
+    # the import takes seconds, which ranks that tokenize nothing do not need
+    from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -89,7 +82,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def load_prompt_files(
     files: Mapping[str, tuple[Path, DataConfig]], tokenizer: Tokenizer
 ) -> dict[str, PromptFile]:
-    """Name -> load_prompts of each file.  Raises one DataError with the errors of all files."""
+    """Return {name: load_prompts of the file}; raise one DataError with the errors of all files."""
     loaded, errors = {}, []
     for name, (path, config) in files.items():
         try:
@@ -102,12 +95,12 @@ def load_prompt_files(
 
 
 def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
-    """Every row of `path` as a Prompt, in file order.
+    """Return every row of `path` as a Prompt, in file order.
 
-    Ids are the row's "id" or "FILE:LINE"; equal ids are allowed.  Raises DataError listing the
+    The id is the row's "id" or "FILE:LINE"; equal ids are allowed.  Raises DataError listing the
     first broken rows with their line (jsonl) or row (parquet), counted from 1: a broken row is
-    never skipped.  Prompts longer than data.max_prompt_tokens are broken, or are dropped and
-    counted (data.on_long_prompt).
+    never skipped.  A prompt longer than data.max_prompt_tokens is broken, or is dropped and
+    counted, as data.on_long_prompt says.
     """
     path = Path(path)
     if config.chat_template and tokenizer.chat_template is None:
@@ -121,9 +114,9 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Prompt
             errors.append(row)
         else:
             rows.append((row, prompt_text(row.messages, config, tokenizer)))
-    token_ids = (
-        tokenizer([text for _, text in rows], add_special_tokens=False)["input_ids"] if rows else []
-    )
+    # one call for all texts, which fast tokenizers divide over threads; an empty list is an error
+    texts = [text for _, text in rows]
+    token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     prompts, num_long = [], 0
     for (row, text), tokens in zip(rows, token_ids, strict=True):
         is_long = len(tokens) > config.max_prompt_tokens and config.on_long_prompt == "drop"
@@ -135,18 +128,14 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Prompt
     if errors:
         raise DataError(describe_broken_rows(path, errors))
     if not prompts:
-        why = (
-            f" within data.max_prompt_tokens = {config.max_prompt_tokens}; raise it"
-            if num_long
-            else ""
-        )
-        raise DataError(f"{path}: no prompts in it{why}")
+        limit = f" within data.max_prompt_tokens = {config.max_prompt_tokens}; raise it"
+        raise DataError(f"{path}: no prompts in it{limit if num_long else ''}")
     return PromptFile(path, prompts, num_long, *rows[0][0].keys)
 
 
 def trained_on(train: PromptFile, sets: Mapping[str, PromptFile]) -> Iterator[str]:
-    """A warning for every evaluation set that has prompts of the training file: avg@k also measures
-    what was memorised.
+    """Yield a warning for every evaluation set that has prompts of the training file, because its
+    avg@k also measures memorised answers.
     """
     known = {prompt.text for prompt in train.prompts}
     for name, file in sets.items():
@@ -156,11 +145,10 @@ def trained_on(train: PromptFile, sets: Mapping[str, PromptFile]) -> Iterator[st
 
 
 class PromptSource:
-    """An endless, seeded, resumable order over `prompts`: one epoch after another, each shuffled
-    differently.
+    """An endless, seeded order over `prompts` that a checkpoint can continue: one epoch after
+    another, every one shuffled differently.  A prompt appears once per epoch.
 
-    The same on every rank: each takes all prompts of a step and uses its share.  A prompt appears
-    once per epoch.
+    The order is the same on every rank: a rank takes all prompts of a step and uses its share.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
@@ -170,10 +158,11 @@ class PromptSource:
         self.seed = seed
         self.shuffle = shuffle
         self.returned: list[Prompt] = []
+        """Prompts to be taken again before any other."""
         self._start_epoch(0)
 
     def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts."""
+        """Take the next `n` prompts."""
         taken, self.returned = self.returned[:n], self.returned[n:]
         for _ in range(n - len(taken)):
             if self.position == len(self.prompts):
@@ -183,19 +172,21 @@ class PromptSource:
         return taken
 
     def peek(self, n: int) -> list[int]:
-        """Numbers of the prompts that take(n) would return."""
-        # take() replaces attributes and changes none in place
+        """Return the numbers of the prompts that take(n) would return."""
+        # a shallow copy is enough, because take() changes no attribute in place
         return self.numbers(copy.copy(self).take(n))
 
     def numbers(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Indices of taken prompts in `self.prompts`: the same in every run on the same data."""
-        if not prompts:  # as in most steps: saves an index of perhaps a million prompts
+        """Return the indices of taken prompts in `self.prompts`, which are the same in every run on
+        the same data.
+        """
+        if not prompts:  # as in most steps, which need no index of perhaps a million prompts
             return []
         index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
         return [index[id(prompt)] for prompt in prompts]
 
     def state_dict(self, first: Sequence[Prompt] = ()) -> PromptState:
-        """`first`: taken prompts, to be taken again before any other."""
+        """Return the place in the order.  first: taken prompts, to be taken again before others."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -211,22 +202,23 @@ class PromptSource:
     def load_state_dict(self, state: PromptState) -> None:
         """Continue from `state`.
 
-        Raises DataError when it was made with other prompts, another seed or another `shuffle`.
+        Raises DataError where it was made with other prompts, another seed or another `shuffle`, or
+        where this numpy shuffles differently.
         """
-        mine = self.state_dict()
-        hint = (
-            "resume with the same data file, run.seed and data.shuffle, or use a new run directory"
-        )
+        current = self.state_dict()
         for key in ("num_prompts", "crc32", "metadata_crc32", "seed", "shuffle"):
-            if state.get(key, mine[key]) != mine[key]:  # older checkpoints have no metadata_crc32
+            value = current[key]
+            if state.get(key, value) != value:  # older checkpoints have no metadata_crc32
                 raise DataError(
-                    f"data order: {key} = {mine[key]}, the checkpoint was made with {state[key]};"
-                    f" {hint}"
+                    f"data order: {key} = {value}, the checkpoint was made with {state[key]};"
+                    " resume with the same data file, run.seed and data.shuffle, or use a new run"
+                    " directory"
                 )
         self._start_epoch(state["epoch"], state["position"])
-        # older checkpoints have none
+        # older checkpoints have no "returned"
         self.returned = [self.prompts[number] for number in state.get("returned", [])]
-        if self._order_crc32 != state.get("order_crc32"):  # numpy versions may permute differently
+        # numpy does not promise the same permutation in every version
+        if self._order_crc32 != state.get("order_crc32"):
             raise DataError(
                 f"data order: numpy {np.__version__} shuffles epoch {self.epoch} with seed"
                 f" {self.seed} into another order than the checkpoint's; resume with the numpy that"
@@ -235,18 +227,15 @@ class PromptSource:
 
     def _start_epoch(self, epoch: int, position: int = 0) -> None:
         self.epoch, self.position, size = epoch, position, len(self.prompts)
-        # a new generator per epoch: a resumed run need not replay the earlier ones
-        self._order = (
-            np.random.default_rng([self.seed, epoch]).permutation(size)
-            if self.shuffle
-            else np.arange(size)
-        )
-        # here: state_dict is called in every step
+        # a generator per epoch, so that a resumed run does not compute the earlier epochs
+        generator = np.random.default_rng([self.seed, epoch])
+        self._order = generator.permutation(size) if self.shuffle else np.arange(size)
+        # computed here, once per epoch, because state_dict is called in every step
         self._order_crc32 = zlib.crc32(self._order.astype("<i8").tobytes())
 
     @cached_property
     def _fingerprint(self) -> int:
-        """CRC-32 of all prompts and labels."""
+        """The CRC-32 of all prompts and labels."""
         crc = 0
         for prompt in self.prompts:
             crc = zlib.crc32(f"{prompt.text}\0{prompt.label}\0".encode(), crc)
@@ -254,7 +243,7 @@ class PromptSource:
 
     @cached_property
     def _metadata_crc32(self) -> int:
-        """CRC-32 of the further columns, which reward functions see; 0 without any."""
+        """The CRC-32 of the further columns, which reward functions see; 0 where there are none."""
         crc = 0
         for prompt in self.prompts:
             if prompt.metadata:
@@ -263,7 +252,7 @@ class PromptSource:
 
 
 def prompt_text(messages: Sequence[Message], config: DataConfig, tokenizer: Tokenizer) -> str:
-    """The text the model sees: rendered with the chat template, or the prompt unchanged."""
+    """Return the text that the model sees: the rendered chat, or the prompt itself."""
     if not config.chat_template:
         return messages[-1]["content"]
     return tokenizer.apply_chat_template(
@@ -272,7 +261,7 @@ def prompt_text(messages: Sequence[Message], config: DataConfig, tokenizer: Toke
 
 
 def token_problem(tokens: Sequence[int], config: DataConfig, tokenizer: Tokenizer) -> str | None:
-    """What is wrong with a tokenized prompt, or None."""
+    """Return the reason why a tokenized prompt cannot be used, or None."""
     if not tokens:
         return "prompt has no tokens"
     if len(tokens) > config.max_prompt_tokens:

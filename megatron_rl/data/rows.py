@@ -1,4 +1,4 @@
-"""Rows of a prompt file (jsonl, parquet), and the keys of a row's prompt and label: those of public
+"""Rows of a prompt file (jsonl, parquet), and the keys of a row's prompt and label: keys of public
 datasets, or dotted keys.
 
 No tokenizer is needed here, so a dry run checks files by the same rules as a run.
@@ -20,72 +20,70 @@ from typing import Any, TypeAlias
 from megatron_rl.config import DataConfig
 
 Message: TypeAlias = dict[str, Any]
-"""{"role": text, "content": text} and whatever else a chat template reads."""
+"""{"role": text, "content": text}, and any other field that a chat template reads."""
 JsonRow: TypeAlias = dict[str, object]
 
 AUTO = "auto"
 PROMPT_KEYS = ("prompt", "messages", "problem", "question", "Problem", "Question")
 LABEL_KEYS = ("label", "reward_model.ground_truth", "final_answer", "answer", "Answer")
-"""Tried in this order for auto.  slime: prompt, label.  verl: prompt, reward_model.ground_truth.
-AIME, AMC, MATH-500, HMMT: problem or question, answer."""
+"""The keys that "auto" tries, in this order.  slime: prompt, label.  verl: prompt,
+reward_model.ground_truth.  AIME, AMC, MATH-500, HMMT: problem or question, answer."""
 MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 MISSING = object()
+"""The result of `lookup` for a key that a row does not have; None is a value."""
 MAX_ERRORS_SHOWN = 5
 
 
 class DataError(ValueError):
-    """Prompts that cannot be used; the message names file, line, key, value and rule."""
+    """An error in a prompt file; the message names file, line, key, value and rule."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt before it is rendered.  `messages` end with the one to answer, in data.template;
-    keys: (prompt, label).
-
-    metadata: the further columns, for reward functions; every value is JSON.
-    """
+    """One prompt before it is rendered."""
 
     number: int
+    """The line (jsonl) or row (parquet) of the file, from 1."""
     id: str
     messages: tuple[Message, ...]
+    """The chat; its last message, which is to be answered, is put into data.template."""
     label: str
     keys: tuple[str, str]
+    """The keys of the prompt and of the label."""
     metadata: JsonRow
+    """The further columns, for reward functions; every value is JSON."""
 
 
 @dataclass(frozen=True, order=True)
 class BrokenRow:
+    """A row that cannot be used."""
+
     number: int
     why: str
 
 
 def parse_rows(path: Path, config: DataConfig) -> Iterator[Row | BrokenRow]:
-    """Every row of the file, in its order.  Raises DataError for a file that cannot be read."""
+    """Yield every row of the file, in its order.
+
+    The first row decides the keys.  Raises DataError for a file that cannot be read.
+    """
     keys: tuple[str, str] | None = None
     for number, raw in read_rows(path):
         try:
             row = parse_line(raw) if isinstance(raw, bytes) else raw
             keys = keys or resolve_keys(row, config.prompt_key, config.label_key)
-            name = (
-                f"{path.stem}:{number}"
-                if row.get("id") is None
-                else checked_unicode(str(row["id"]), "id")
-            )
+            name = f"{path.stem}:{number}"
+            if row.get("id") is not None:
+                name = checked_unicode(str(row["id"]), "id")
             messages, label = tuple(prompt_messages(row, keys[0], config)), label_text(row, keys[1])
-            yield Row(
-                number,
-                name,
-                messages,
-                label,
-                keys,
-                metadata_of(row, keys, config.max_metadata_bytes),
-            )
+            metadata = metadata_of(row, keys, config.max_metadata_bytes)
+            yield Row(number, name, messages, label, keys, metadata)
         except DataError as error:
             yield BrokenRow(number, str(error))
 
 
 def check_rows(path: Path, config: DataConfig, most: int) -> None:
-    """Raise DataError listing the broken ones of the first `most` rows, or that there is none."""
+    """Raise DataError where one of the first `most` rows is broken, or where there are none."""
     rows = list(islice(parse_rows(path, config), most))
     broken = [row for row in rows if isinstance(row, BrokenRow)]
     if broken:
@@ -95,22 +93,20 @@ def check_rows(path: Path, config: DataConfig, most: int) -> None:
 
 
 def describe_broken_rows(path: Path, broken: Sequence[BrokenRow]) -> str:
-    """The first few broken rows, and how many more there are."""
-    lines = [
-        f"{path}, {unit(path)} {row.number}: {row.why}" for row in sorted(broken)[:MAX_ERRORS_SHOWN]
-    ]
+    """Return one line for each of the first broken rows, and one with the number of the others."""
+    shown = sorted(broken)[:MAX_ERRORS_SHOWN]
+    lines = [f"{path}, {unit(path)} {row.number}: {row.why}" for row in shown]
     more = len(broken) - MAX_ERRORS_SHOWN
     return "\n".join([*lines, f"... and {more} more"] if more > 0 else lines)
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, JsonRow | bytes]]:
-    """(line or row number from 1, the row or its bytes); blank lines of a jsonl file are skipped."""
+    """Yield (line or row number from 1, the row or its bytes); blank lines are skipped."""
     if not path.is_file():
-        raise DataError(
-            f"{path}: cannot be read: {'it is a directory' if path.is_dir() else 'No such file'}"
-        )
+        problem = "it is a directory" if path.is_dir() else "No such file"
+        raise DataError(f"{path}: cannot be read: {problem}")
     if path.suffix == ".parquet":
-        import pyarrow.parquet  # takes 0.3 s: not for jsonl files
+        import pyarrow.parquet  # the import takes 0.3 s, which jsonl files do not need
 
         try:
             batches = pyarrow.parquet.ParquetFile(path).iter_batches()
@@ -129,7 +125,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, JsonRow | bytes]]:
 
 
 def unit(path: Path) -> str:
-    """How messages call a row of the file."""
+    """Return the word for a row of the file in messages."""
     return "row" if path.suffix == ".parquet" else "line"
 
 
@@ -148,8 +144,9 @@ def parse_line(line: bytes) -> JsonRow:
 
 
 def resolve_keys(row: JsonRow, prompt_key: str, label_key: str) -> tuple[str, str]:
-    """The keys of a file, from its first row: for "auto" the first known one that the row has, else
-    the first.
+    """Return the keys of a file's prompts and labels, from its first row.
+
+    "auto" stands for the first known key that the row has, or the first known key.
     """
 
     def resolve(key: str, known: Sequence[str]) -> str:
@@ -161,19 +158,20 @@ def resolve_keys(row: JsonRow, prompt_key: str, label_key: str) -> tuple[str, st
 
 
 def lookup(row: object, key: str) -> object:
-    """The value at `key`: a key of exactly that name, or a path of keys and list indices joined by
-    dots; else MISSING.
+    """Return the value of a row at `key`, or MISSING.
+
+    The key is a name in the row, or a path of names and list indices joined by dots.
     """
     if isinstance(row, dict) and key in row:
         return row[key]
-    head, dot, rest = key.partition(".")
+    head, dot, tail = key.partition(".")
     if isinstance(row, list) and head.isdecimal() and int(head) < len(row):
         value = row[int(head)]
     elif dot and isinstance(row, dict) and head in row:
         value = row[head]
     else:
         return MISSING
-    return lookup(value, rest) if dot else value
+    return lookup(value, tail) if dot else value
 
 
 def required(row: JsonRow, key: str) -> object:
@@ -184,7 +182,9 @@ def required(row: JsonRow, key: str) -> object:
 
 
 def prompt_messages(row: JsonRow, key: str, config: DataConfig) -> list[Message]:
-    """The row's chat, or its text as a chat of one message; the last one is put into data.template."""
+    """Return the chat of a row, or its text as a chat of one message, with the last message put
+    into data.template.
+    """
     prompt = required(row, key)
     for media in MEDIA_KEYS:
         if row.get(media):
@@ -213,7 +213,9 @@ def prompt_messages(row: JsonRow, key: str, config: DataConfig) -> list[Message]
 
 
 def checked_message(message: object, key: str) -> Message:
-    """The message without its null fields: in parquet every message has the fields of all."""
+    """Return the message without null fields: in parquet every message has the fields of all
+    messages.  Raises DataError for a value that is no message.
+    """
     if not (
         isinstance(message, dict)
         and all(isinstance(message.get(k), str) for k in ("role", "content"))
@@ -224,9 +226,9 @@ def checked_message(message: object, key: str) -> Message:
 
 
 def label_text(row: JsonRow, key: str) -> str:
-    """The label as text; of a number, its str()."""
+    """Return the label as text, for a number its str()."""
     label = required(row, key)
-    # bool is an int in Python; as a label it is most likely a mistake
+    # bool is an int in Python, but as a label it is most likely a mistake
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         hint = f"; {key}.0 is the first of a list" if isinstance(label, list) else ""
         raise DataError(f"{key!r} must be text or a number, got {kind(label)}{hint}")
@@ -237,25 +239,22 @@ def label_text(row: JsonRow, key: str) -> str:
 
 
 def metadata_of(row: JsonRow, keys: tuple[str, str], limit: int) -> JsonRow:
-    """The columns of a row but for those of its prompt, label and id, and empty ones.  limit:
-    data.max_metadata_bytes; 0: none.
+    """Return the columns of a row without its prompt, label and id, and without empty columns.
 
-    The column of a dotted key is kept.  Dates, decimals and UUIDs, which parquet has and JSON has
-    not, become text.
+    The column of a dotted key is kept.  Dates, decimals and UUIDs, which JSON does not have, become
+    text.
+    limit: data.max_metadata_bytes; with 0 nothing is kept.
     """
-    kept = (
-        {key: value for key, value in row.items() if key not in (*keys, "id") and value is not None}
-        if limit
-        else {}
-    )
+    if not limit:
+        return {}
+    left_out = (*keys, "id")
+    kept = {key: value for key, value in row.items() if key not in left_out and value is not None}
     if not kept:
         return {}
     text = json.dumps(kept, default=to_json)
     if len(text) > limit:
-        key, size = max(
-            ((key, len(json.dumps(kept[key], default=to_json))) for key in kept),
-            key=lambda pair: pair[1],
-        )
+        sizes = {name: len(json.dumps(value, default=to_json)) for name, value in kept.items()}
+        key, size = max(sizes.items(), key=lambda pair: pair[1])
         raise DataError(
             f"the columns besides prompt and label take {len(text)} bytes as JSON,"
             f" data.max_metadata_bytes = {limit} (the longest is {key!r} with {size}); raise the"
@@ -264,10 +263,12 @@ def metadata_of(row: JsonRow, keys: tuple[str, str], limit: int) -> JsonRow:
     return json.loads(text)
 
 
+TEXT_TYPES = datetime.date | datetime.time | datetime.timedelta | decimal.Decimal | uuid.UUID
+"""Types of parquet values that become text in JSON."""
+
+
 def to_json(value: object) -> str:
-    if isinstance(
-        value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal | uuid.UUID
-    ):
+    if isinstance(value, TEXT_TYPES):
         return str(value)
     raise DataError(
         f"a column has a value of type {kind(value)}, which is not JSON; leave out the column, or"
@@ -276,15 +277,15 @@ def to_json(value: object) -> str:
 
 
 def check_text(text: str, key: str) -> None:
-    """Raise DataError for text that is empty, and as `checked_unicode`."""
+    """Raise DataError for text that is empty or not valid Unicode."""
     if not text.strip():
         raise DataError(f"{key!r} must be text that is not empty, got {text!r}")
     checked_unicode(text, key)
 
 
 def checked_unicode(text: str, key: str) -> str:
-    """The text; DataError where it is not valid Unicode, which tokenizers, files and servers
-    refuse.
+    """Return the text; raise DataError where it is not valid Unicode, which tokenizers, files and
+    servers refuse.
     """
     try:
         text.encode()
