@@ -57,6 +57,7 @@ def plan_slots(
     allow.  No micro-batch is empty, and one above the cap has a single sequence.  Raises ValueError
     where there are too few sequences.
     """
+    # no micro-batch may be empty
     most = len(work.rows) // replicas // count_multiple * count_multiple
     if most == 0:
         raise ValueError(
@@ -161,7 +162,7 @@ def plan_padded(work: Work, count: int, replicas: int) -> list[Slot] | None:
     # the lowest cap that `count` runs can keep gives the most even runs
     lowest_cap = bisect_left(range(work.max_rows), -count, key=lambda cap: -len(cuts(sizes, cap)))
     runs = [range(a, b) for a, b in pairwise([*cuts(sizes, lowest_cap), len(sizes)])]
-    while len(runs) < count:
+    while len(runs) < count:  # halve the run with most rows until there are `count`
         costliest = max(
             (run for run in runs if len(run) > 1), key=lambda run: len(run) * sizes[run.start]
         )

@@ -252,7 +252,7 @@ class Encoded:
 
     def copy_to(self, out: np.ndarray, start: int = 0) -> None:
         """Fill `out`, uint8, with the bytes from `start` on."""
-        out[:] = 0
+        out[:] = 0  # also the space between blocks, so that equal rollouts have equal bytes
         end = start + len(out)
         for index in range(
             int(np.searchsorted(self.starts, start, side="right")) - 1, len(self.blocks)
@@ -296,6 +296,7 @@ def encode(rollouts: Sequence[Rollout], **columns: np.ndarray) -> Encoded:
         "arrays": [(array.dtype.str, array.shape) for array in arrays],
     }
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    # the first block is the length of the header, which `from_bytes` needs first
     blocks = [np.array([len(text)], np.int64).view(np.uint8), text]
     blocks += [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     return Encoded(blocks, np.cumsum([0, *(aligned(len(block)) for block in blocks)]))

@@ -80,10 +80,13 @@ def assign_round(pod_of_owner: np.ndarray, costs: np.ndarray, spent: np.ndarray)
     pod = pod_of_owner[by_pod]
     # the place among the sequences of its owner's pod, from the longest
     place = np.arange(len(pod)) - (np.cumsum(owned) - owned)[pod]
+    # a pod keeps its share: its longest sequences, or its shortest where it has cost more than the
+    # mean so far
     is_expensive = spent > spent.sum() // pods
     stays = np.where(is_expensive[pod], owned[pod] - 1 - place, place) < share[pod]
     pod_of = np.full(len(pod), -1)
     pod_of[by_pod[stays]] = pod[stays]
+    # the longest of the others go to the pods that have cost least, with the sequences they keep
     spent = spent.copy()
     np.add.at(spent, pod[stays], costs[by_pod[stays]])
     lacking = share - np.minimum(owned, share)
@@ -104,7 +107,7 @@ def swap_to_owners(
     owners: [N]; a number that is no replica of this pod: the sequence has no owner here.
     """
     swaps = Swaps(slots, owners, work, replicas)
-    for _ in range(PASSES):
+    for _ in range(PASSES):  # a swap may give room for another one
         if not swaps.run():
             break
     parts: list[list[list[int]]] = [[[] for _ in range(replicas)] for _ in slots]
@@ -121,6 +124,7 @@ class Swaps:
     ) -> None:
         self.owners, self.replicas, self.padded = owners, replicas, work.padded
         self.rows = [int(rows) for rows in work.rows]
+        # Python integers, which are faster than NumPy's one by one
         self.cost = [rows * (work.balance_length + rows) for rows in self.rows]
         self.place = [0] * len(self.rows)
         """The part of every sequence: slot x R + replica."""
@@ -174,7 +178,7 @@ class Swaps:
 
     def fits(self, i: int, j: int) -> bool:
         """Return True where swapping i and j exceeds no limit of the part that grows."""
-        if self.padded:
+        if self.padded:  # another length would change the rows of the complete micro-batch
             return self.rows[i] == self.rows[j]
         rows, cost = self.rows[i] - self.rows[j], self.cost[i] - self.cost[j]
         grows = self.place[j] if rows > 0 else self.place[i]

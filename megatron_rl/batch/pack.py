@@ -128,7 +128,7 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
     rollout = sample.rollout
     predicts = rollout.sampled - 1  # the rows whose next token was sampled
     rows["tokens"][:] = rollout.tokens
-    rows["labels"][:-1] = rollout.tokens[1:]
+    rows["labels"][:-1] = rollout.tokens[1:]  # the last row predicts nothing: its label stays 0
     if sample.in_loss:
         rows["loss_mask"][predicts] = True
         rows["rollout_logprobs"][predicts] = rollout.rollout_logprobs
@@ -149,7 +149,7 @@ def mark_missing_routes(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: 
     """
     if rollout.missing_routes is None:
         return
-    missing = np.append(rollout.missing_routes, False)
+    missing = np.append(rollout.missing_routes, False)  # the row of the last token is live anyway
     rows["row_state"][missing] = RowState.LIVE
     if mask:
         # PackedBatch promises that log-probs and advantages are 0 outside the mask
@@ -190,6 +190,7 @@ def pack_masks(
             f"rollouts {missing} have no kept sets but others of the same micro-batch do; all or"
             " none must have them"
         )
+    # row -> the number of the sampled token that it predicts, over all masks end to end; -1: none
     tokens, first = np.full(int(boundaries[-1]), -1, np.int64), 0
     for rollout, start in zip(rollouts, boundaries, strict=False):
         count = rollout.response_length

@@ -35,7 +35,7 @@ def with_penalties(groups: Sequence[RolloutGroup], config: Config) -> list[Rollo
             [max(len(s.tokens) - s.prompt_length for s in r.sequences) for r in group.rollouts]
         )
         penalties = (-price * sampled / limit).astype(np.float32)
-        if cache:
+        if cache:  # 0 would be a division by 0
             penalties += overlong_penalty(longest, limit, cache)
         shaped.append(replace(group, penalties=penalties))
     return shaped

@@ -137,6 +137,7 @@ def trained_on(train: PromptFile, sets: Mapping[str, PromptFile]) -> Iterator[st
     """Yield a warning for every evaluation set that has prompts of the training file, because its
     avg@k also measures memorised answers.
     """
+    # by text: ids of files differ
     known = {prompt.text for prompt in train.prompts}
     for name, file in sets.items():
         if count := sum(prompt.text in known for prompt in file.prompts):
@@ -182,6 +183,7 @@ class PromptSource:
         """
         if not prompts:  # as in most steps, which need no index of perhaps a million prompts
             return []
+        # by identity: two rows of a file may be equal
         index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
         return [index[id(prompt)] for prompt in prompts]
 
@@ -269,6 +271,7 @@ def token_problem(tokens: Sequence[int], config: DataConfig, tokenizer: Tokenize
             f"prompt has {len(tokens)} tokens, data.max_prompt_tokens = {config.max_prompt_tokens};"
             " shorten it, raise the limit, or set data.on_long_prompt = drop"
         )
+    # some tokenizers use one token for unknown characters and for the end of a text
     unknown = tokenizer.unk_token_id
     if unknown is not None and unknown != tokenizer.eos_token_id and unknown in tokens:
         return f"prompt has characters the tokenizer does not know (token {tokenizer.unk_token!r})"

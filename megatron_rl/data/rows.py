@@ -71,6 +71,7 @@ def parse_rows(path: Path, config: DataConfig) -> Iterator[Row | BrokenRow]:
     for number, raw in read_rows(path):
         try:
             row = parse_line(raw) if isinstance(raw, bytes) else raw
+            # the same keys for all rows, so that a row with another key is an error
             keys = keys or resolve_keys(row, config.prompt_key, config.label_key)
             name = f"{path.stem}:{number}"
             if row.get("id") is not None:
@@ -186,7 +187,7 @@ def prompt_messages(row: JsonRow, key: str, config: DataConfig) -> list[Message]
     into data.template.
     """
     prompt = required(row, key)
-    for media in MEDIA_KEYS:
+    for media in MEDIA_KEYS:  # the model would not get what the prompt is about
         if row.get(media):
             raise DataError(
                 f"{media!r} is not empty: prompts are text only; leave out rows with images, video"
@@ -252,7 +253,7 @@ def metadata_of(row: JsonRow, keys: tuple[str, str], limit: int) -> JsonRow:
     if not kept:
         return {}
     text = json.dumps(kept, default=to_json)
-    if len(text) > limit:
+    if len(text) > limit:  # reward functions get it with every response
         sizes = {name: len(json.dumps(value, default=to_json)) for name, value in kept.items()}
         key, size = max(sizes.items(), key=lambda pair: pair[1])
         raise DataError(

@@ -77,7 +77,7 @@ def interval(scores: Sequence[float], *, draws: int) -> Estimate:
     values = np.asarray(scores, np.float64)
     p = float(values.mean())
     variance = float(values.var())
-    if values.min() < 0 or values.max() > 1:
+    if values.min() < 0 or values.max() > 1:  # Wilson's interval is for shares
         half = Z * math.sqrt(variance / (count - 1)) if count > 1 else math.inf
         return Estimate(p, p - half, p + half, count)
     spread = p * (1 - p)

@@ -55,6 +55,7 @@ class Console:
 
     def __init__(self, *, enabled: bool, lines: LogLines | None = None) -> None:
         self.lines = lines or LogLines()
+        # soft_wrap: a line is not broken at the width of the terminal, so that it can be searched
         self._rich = RichConsole(quiet=not enabled, highlight=False, markup=False, soft_wrap=True)
 
     def log(self, text: str) -> None:
@@ -98,6 +99,7 @@ class Console:
                 Rate(unit),
             )
             times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+            # transient: the bar disappears when the work is done
             with Progress(*columns, *times, console=self._rich, transient=True) as bar:
                 task = bar.add_task(text, total=total)
                 yield lambda amount=1: bar.advance(task, amount)
@@ -110,6 +112,7 @@ class Console:
         def advance(amount: int = 1) -> None:
             nonlocal next_line
             job.done += amount
+            # no line for the last item: the work's result follows
             if time.monotonic() >= next_line and job.done < job.total:
                 self._write("progress", job.line, **job.values)
                 next_line = time.monotonic() + PLAIN_PROGRESS_SECONDS
@@ -142,7 +145,7 @@ class Rate(ProgressColumn):
 
 @dataclass
 class Job:
-    """Long work: `done` of `total` items since `started`."""
+    """Long work, of which `done` of `total` items are done since `started`."""
 
     text: str
     total: int
@@ -161,7 +164,7 @@ class Job:
 
     @property
     def line(self) -> str:
-        """`step 3: sampling 12/16, 1.3/s, 0:03 left`."""
+        """The progress as a line: `step 3: sampling 12/16, 1.3/s, 0:03 left`."""
         unit = f" {self.unit}" if self.unit else ""
         rate = rate_of(self.done / max(self.seconds, 1e-9), self.unit)
         left = "" if self.seconds_left is None else f", {clock(self.seconds_left)} left"

@@ -51,7 +51,7 @@ class Events:
             event["seconds"] = round(seconds, 3)
         if self.files is None:
             append_lines(path, [event])
-        else:
+        else:  # counts and logs an error of the disk instead of raising it
             self.files.now(path, lambda: append_lines(path, [event]))
 
     @contextmanager

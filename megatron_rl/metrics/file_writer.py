@@ -22,6 +22,7 @@ class FileWriter:
         self.failed = 0
         """The number of writes that failed: of a file, or of lines of one."""
         self._log = log
+        # one thread, so that jobs run in the order of the calls
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="file-writer")
         self._waiting: deque[Future[None]] = deque()
 

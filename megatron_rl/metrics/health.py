@@ -89,6 +89,7 @@ class Curves:
         if len(values) < WINDOW:
             return np.full(len(values), np.nan)
         medians = np.median(np.lib.stride_tricks.sliding_window_view(values, WINDOW), axis=1)
+        # the first windows are incomplete
         return np.concatenate([np.full(WINDOW - 1, np.nan), medians])
 
 
@@ -113,6 +114,7 @@ def below(name: str, limit: float) -> Condition:
 def grew(name: str, factor: float, floor: float) -> Condition:
     def holds(curves: Curves) -> np.ndarray:
         median = curves.median(name)
+        # fmin ignores NaN: steps without a value
         return (median > floor) & (median > factor * np.fmin.accumulate(median))
 
     return Condition(holds, f"above {factor:g} x its lowest so far, and above {floor:g}")
@@ -135,6 +137,7 @@ def lost(name: str, share: float, floor: float) -> Condition:
 def fell(name: str, factor: float) -> Condition:
     def holds(curves: Curves) -> np.ndarray:
         median = curves.median(name)
+        # the median BACK steps before every step; NaN, which fulfils nothing, for the first ones
         earlier = np.concatenate([np.full(min(BACK, len(median)), np.nan), median[:-BACK]])
         return median * factor < earlier
 
@@ -333,7 +336,8 @@ def apply(rule: HealthRule, curves: Curves) -> Finding | None:
     reached = [level for level in conditions if holds[level][-1]]
     if not reached:
         return None
-    worst = reached[-1]
+    worst = reached[-1]  # "bad" comes after "watch"
+    # the stretch may have begun with the milder condition
     since = since_step(curves, np.any(list(holds.values()), axis=0))
     now = curves.median(rule.metric)[-1]
     value = "" if np.isnan(now) else f" Median of the last {WINDOW} steps: {now:.3g}."
@@ -352,6 +356,7 @@ def apply_counter(entry: LeftOut, curves: Curves) -> Finding | None:
         said = f"In {amount:.0f} of the last {RECENT} steps"
     elif entry.of:
         of = ENTRIES[entry.of]
+        # at most 1, also where the base has counted less than the entry
         share = amount / max(curves.recent(of)[-1], amount)
         said += f", {share:.2%} of the {of.label}"
     is_above = entry.bad_above is not None and share > entry.bad_above
@@ -366,4 +371,5 @@ def apply_counter(entry: LeftOut, curves: Curves) -> Finding | None:
 
 def since_step(curves: Curves, holds: np.ndarray) -> int:
     """Return the number of the step from which `holds` [n] is True to the end."""
+    # argmin finds the last False; one is appended for a condition that has always held
     return curves.steps[len(holds) - int(np.argmin(np.append(holds[::-1], False)))]

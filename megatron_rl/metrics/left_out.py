@@ -64,10 +64,12 @@ class LeftOut:
             return (values > 0).astype(float)
         if self.per == "step":
             return np.nan_to_num(values)
+        # a step that does not report the total keeps the last reported one
         places = np.maximum.accumulate(np.where(np.isnan(values), -1, np.arange(len(values))))
         totals = np.where(places < 0, 0.0, values[places])
         # a run that continues the checkpoint of another run begins with the totals of that run
         before = totals[:1] if first_step > 1 else np.zeros(len(totals[:1]))
+        # a total that falls, as after a resume from an earlier checkpoint, counts nothing
         return np.maximum(np.diff(totals, prepend=before), 0.0)
 
 

@@ -32,6 +32,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 def append_text(path: Path, text: bytes) -> None:
     """Append complete lines in one write, after removing an incomplete last line."""
     with open(path, "a+b") as file:
+        # one byte tells whether the last line is complete; the file is read only where it is not
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
@@ -71,6 +72,7 @@ class MetricLines:
                 or has_former
                 or (self._is_former and "time/weight_sync" not in row)
             )
+            # version 0.1 wrote one step less
             step, version = int(row.pop("step")) + self._is_former, int(row.pop("policy_version"))
             per_layer = {
                 new_metric(name): [number_of(value) for value in values]

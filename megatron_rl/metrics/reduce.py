@@ -46,6 +46,7 @@ class MetricSums:
         """Raise the maximum `name` to `value`.  NaN counts as the largest, to be visible."""
         value = exact(value)
         if name in self._maxima:
+            # torch.maximum returns NaN where one value is NaN; Python's max does not
             old = torch.as_tensor(self._maxima[name], dtype=torch.float64)
             value = torch.maximum(
                 old.to(value.device) if isinstance(value, Tensor) else old, torch.as_tensor(value)
@@ -82,7 +83,7 @@ class MetricSums:
         pair = stack(list(self._sums.get(name, (0.0, 0.0))), device)
         if group is not None:
             dist.all_reduce(pair, group=group)
-        total, count = pair.tolist()
+        total, count = pair.tolist()  # waits for the device
         return total / count if count else math.nan
 
     def reduce(
@@ -109,6 +110,7 @@ class MetricSums:
         sums = torch.cat(
             [stack(pairs + totals, device), *(table.to(device) for table, _ in histograms)]
         )
+        # -inf changes no maximum of the ranks that counted
         largest = [self._maxima.get(name, -math.inf) for name in max_names]
         maxima = stack(largest + [value for _, value in histograms], device)
         if group is not None:
@@ -127,6 +129,7 @@ def reduce_maxima(maxima: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the element-wise maximum over the ranks of `group`.  NaN counts as the largest, which
     ReduceOp.MAX does not guarantee.
     """
+    # NaN travels as a flag, which has a maximum, and as -inf, which changes none
     is_nan = maxima.isnan().double()
     both = torch.cat([is_nan, maxima.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)

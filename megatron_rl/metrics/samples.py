@@ -35,6 +35,7 @@ def best_and_worst(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], str]:
     first, last = min(row["step"] for row in scored), max(row["step"] for row in scored)
     ordered = sorted(scored, key=lambda row: -row["reward"])
     best = one_per_prompt(ordered)
+    # responses as good as the best are not shown as the worst
     worst = [row for row in one_per_prompt(reversed(ordered)) if row["reward"] < best[0]["reward"]]
     note = f"Of the last {len(scored)} responses (steps {first} to {last})."
     return {"Best responses": best, "Worst responses": worst}, note

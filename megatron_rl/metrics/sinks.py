@@ -31,6 +31,7 @@ class Sinks:
     def __init__(self, run_dir: Path, trackers: Trackers | None = None) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / METRICS_FILE
+        # a killed run may have left half a line, to which the first new line would be joined
         cut_partial_line(path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
         self.trackers = trackers

@@ -69,7 +69,7 @@ class Summary:
         rows = []
         for name, (before, after) in self.changed.items():
             label, form = SHOWN.get(name, (name.removeprefix("eval/"), ".3f"))
-            if name not in MISMATCH:
+            if name not in MISMATCH:  # these two share a row
                 rows.append((label, f"{before:{form}} -> {after:{form}}"))
         if all(name in self.changed for name in MISMATCH):
             alone, used = (self.changed[name][1] for name in MISMATCH)
@@ -106,6 +106,7 @@ def summarize_run(
     for name in (*SHOWN, *MISMATCH):
         _, values = series(results, name)
         if len(values):
+            # means of a fifth of the steps, because single steps are noise
             part = max(1, len(values) // 5)
             changed[name] = float(values[:part].mean()), float(values[-part:].mean())
     for name in evaluations(results):

@@ -53,6 +53,7 @@ class BackgroundTracker:
         self._make, self._log, self._on_open = make, log, on_open
         self._calls: queue.Queue[Call | None] = queue.Queue(QUEUE_SIZE)
         self._lock = threading.Lock()  # both threads count failures
+        # daemon: the process can end while the tracker hangs
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -67,6 +68,7 @@ class BackgroundTracker:
         """Wait until everything is sent and the tracker is closed, at most `seconds`."""
         until = time.monotonic() + seconds
         try:
+            # None ends the thread
             for last in (lambda tracker: tracker.close(failed=failed), None):
                 self._calls.put(last, timeout=max(0.0, until - time.monotonic()))
         except queue.Full:

@@ -145,6 +145,7 @@ class Trackers:
         with self._file_lock:
             temporary = self._folder / f".{IDS_FILE}"
             try:
+                # written beside and renamed: a killed process leaves the old file or the new one
                 temporary.write_text(json.dumps(self.ids))
                 temporary.replace(self._folder / IDS_FILE)
             except OSError as error:

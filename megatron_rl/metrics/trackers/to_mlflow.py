@@ -36,7 +36,7 @@ class MLflow(Tracker):
         uri = f"sqlite:///{run.folder.resolve() / 'mlflow.db'}" if run.mode == "offline" else None
         self._client = MlflowClient(tracking_uri=uri)
         self.id = run.id or self._new_run(run)
-        if run.id:
+        if run.id:  # an earlier process may have set it to finished or failed
             self._client.update_run(self.id, status="RUNNING")
 
     def _new_run(self, run: TrackedRun) -> str:

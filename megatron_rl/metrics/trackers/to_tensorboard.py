@@ -40,6 +40,7 @@ class TensorBoard(Tracker):
             self._draw_layers(name, values, step)
 
     def _draw_layers(self, name: str, values: Sequence[float], step: int) -> None:
+        # one bin per layer, from -0.5 to 0.5 and so on, whose "count" is the value of the layer
         counts = [value if math.isfinite(value) else 0.0 for value in values]
         self._board.add_histogram_raw(
             name,
