@@ -337,7 +337,7 @@ def apply(rule: HealthRule, curves: Curves) -> Finding | None:
     if not reached:
         return None
     worst = reached[-1]  # "bad" comes after "watch"
-    # the stretch may have begun with the milder condition
+    # the stretch may start with the milder condition
     since = since_step(curves, np.any(list(holds.values()), axis=0))
     now = curves.median(rule.metric)[-1]
     value = "" if np.isnan(now) else f" Median of the last {WINDOW} steps: {now:.3g}."
