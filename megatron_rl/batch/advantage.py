@@ -190,7 +190,8 @@ def checked_rewards(group: RolloutGroup) -> np.ndarray:
         )
     if np.isinf(group.rewards).any():
         raise ValueError(
-            f"prompt {group.prompt.id}: reward is not finite: {group.rewards.tolist()}"
+            f"prompt {group.prompt.id}: reward is not finite: {group.rewards.tolist()};"
+            " reward.function must return finite numbers"
         )
     rewards = np.asarray(group.rewards, np.float64)  # the mean of equal rewards is then exact
     return rewards if group.penalties is None else rewards + group.penalties

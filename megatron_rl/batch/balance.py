@@ -62,7 +62,8 @@ def plan_slots(
     if most == 0:
         raise ValueError(
             f"cannot make {count_multiple * replicas} non-empty micro-batches from {len(work.rows)}"
-            f" sequences: {count_multiple} for each of {replicas} data-parallel replicas"
+            f" sequences: {count_multiple} for each of {replicas} data-parallel replicas; use fewer"
+            " replicas, or more prompts or a larger group per mini-batch"
         )
     # a sequence above the cap takes one micro-batch, like one at the cap
     least_rows = sum(min(rows, work.max_rows) for rows in work.rows)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it loads torch
     from megatron_rl.records import StepResult
 
 WINDOW = 5
-"""The number of steps of a median; no rule holds before so many steps."""
+"""The number of steps of a median, which the first WINDOW - 1 steps do not have."""
 BACK = 10
 """The number of steps between two values that show a sudden change."""
 RECENT = 20

@@ -134,7 +134,7 @@ class RankLayout:
         pads: list[np.ndarray] = []
         for sequence, start, stop, to in self.runs(bounds):
             # rows of positions start .. known - 1 are written
-            known, end = start, to + (stop - start) * width
+            known, end_row = start, to + (stop - start) * width
             if sequence < len(routes):  # else it is a pad sequence, at the end of the micro-batch
                 length = len(routes[sequence])
                 if length > start:
@@ -147,7 +147,7 @@ class RankLayout:
                     local[:, to + (known - start) * width] = 0
                     known += 1
             if known < stop:
-                pads.append(local[:, to + (known - start) * width : end : width])
+                pads.append(local[:, to + (known - start) * width : end_row : width])
         # experts are spread over all pads of the micro-batch together: spread over every short run,
         # they would begin with the same experts
         if pads:
