@@ -182,7 +182,7 @@ def ours(url: str, folder: Path, checkout: Path) -> Round:
     ids = tuple(tokenizer.encode(text))
 
     async def run(sessions: int) -> Callable[[], None]:
-        from megatron_rl.rollout.client.request import Sampling
+        from megatron_rl.rollout.client.sampling import Sampling
         from megatron_rl.rollout.partial import PartialGroup
 
         groups = [

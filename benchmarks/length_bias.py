@@ -38,7 +38,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.client.response import SampleDropped
+from megatron_rl.rollout.client.sample_fields import SampleDropped
 from megatron_rl.rollout.server.process import launch_server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

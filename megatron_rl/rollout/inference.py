@@ -28,7 +28,7 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.call import Commands, Ending, NewWeights
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.counters import drop_older
-from megatron_rl.rollout.client.request import Sampling, SamplingSettings
+from megatron_rl.rollout.client.sampling import Sampling, SamplingSettings
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.weights.hf.export import HFStream

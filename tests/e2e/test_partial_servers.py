@@ -13,7 +13,7 @@ from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt, Rollout, version_spans
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.server_info import server_info
 from megatron_rl.weights.sync.push import WeightPusher

@@ -22,7 +22,7 @@ from megatron_rl.engine.logprobs import kept_token_logprobs
 from megatron_rl.records import Prompt
 from megatron_rl.records.sampling_mask import sets_of_tokens
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.sampling_defaults import (
     check_masks,

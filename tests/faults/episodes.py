@@ -23,7 +23,7 @@ from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup, copied, find_groups, read_groups, write_groups
 from tests.fake_model import END, TurnModel, assert_turn_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for

@@ -24,8 +24,10 @@ import numpy as np
 
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.client.response import SampleDropped, parse_sample
+from megatron_rl.rollout.client.response import ExpectedSample, parse_sample
 from megatron_rl.rollout.client.routed_experts import RoutedExpertsError, decode_routed_experts
+from megatron_rl.rollout.client.sample_fields import SampleDropped
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from tests.faults import samples
 
 SPECS = (
@@ -284,13 +286,9 @@ def judge_sample(sample: Any, honest: dict[str, Any]) -> str:
     try:
         rollout = parse_sample(
             sample,
-            PROMPT,
-            "q/0",
-            spec=samples.SPEC,
-            want_routes=True,
-            policy_version=samples.VERSION,
-            max_tokens=MAX_TOKENS,
-            sample_id=sample_id,
+            ExpectedSample(PROMPT, "q/0", sample_id),
+            Sampling(1.0, MAX_TOKENS, (), samples.VERSION),
+            SampleRules(samples.SPEC, want_routes=True),
         )
     except SampleDropped:
         return "refused"

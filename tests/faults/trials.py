@@ -22,7 +22,8 @@ from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.agents import Episode, Session
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.response import parse_sample
+from megatron_rl.rollout.client.response import ExpectedSample, parse_sample
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from tests.fake_server import (
     ANSWERS,
     POINTS,
@@ -225,10 +226,9 @@ def correct_samples(server: FakeServer) -> Iterator[Rollout]:
         for i, ids in enumerate(body["input_ids"])
     }
     for name, content in server.served.items():
-        prompt = Prompt("", "", tuple(prompts[name]), "")
-        yield parse_sample(
-            content, prompt, "", spec=SPEC, want_routes=True, policy_version=VERSION, max_tokens=8
-        )
+        expected = ExpectedSample(Prompt("", "", tuple(prompts[name]), ""), "")
+        sampling, rules = Sampling(1.0, 8, (), VERSION), SampleRules(SPEC, want_routes=True)
+        yield parse_sample(content, expected, sampling, rules)
 
 
 def sent(

@@ -30,7 +30,8 @@ from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, EpisodeStopped
 from megatron_rl.rollout.agents.session import Session
 from megatron_rl.rollout.client.call import Call, GroupCancelled, SampleTurn
-from megatron_rl.rollout.client.request import RolloutError, Sampling
+from megatron_rl.rollout.client.request import RolloutError
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 
 RolloutFunction = Callable[[Session, Prompt], Awaitable[Episode]]

@@ -1,4 +1,4 @@
-"""What one call of RolloutClient.fill keeps of its requests while they are in flight."""
+"""State of one call of RolloutClient.fill: its tasks, its requests in flight, and how it ends."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from megatron_rl.launch.trace import OFF, Trace
 from megatron_rl.rollout.client.clock import Alarm, Clock
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters, drop_older
 from megatron_rl.rollout.client.load_balancer import ServerState
-from megatron_rl.rollout.client.request import ABORT_SECONDS, Sampling, abort
+from megatron_rl.rollout.client.request import ABORT_SECONDS, abort
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 
 Tasks = set[asyncio.Task[None]]
 Ending = Literal["drain", "abort"]
 """How an open call ends.  drain: groups in progress are completed, the others are not started;
-abort: every request is aborted, and what there is of its responses is kept."""
+abort: every request is aborted, and the sampled part of its responses is kept."""
 
 
 @dataclass(frozen=True)
 class NewWeights:
-    """The servers have other weights since, and kept their requests (rollout.weight_update =
-    in_place).
-
-    version: of these weights, which sample the next requests; oldest: of the tokens that may be
-    kept.  groups: all that the call samples, and complete ones that it sampled.  done: called, in
-    the thread of the call, when no group of them has older tokens except those whose requests are
-    aborted for it.
+    """Command of an open call: the servers have received new weights and kept their requests
+    (rollout.weight_update = in_place).
     """
 
     version: int
+    """Version of these weights, which sample the next requests."""
     oldest: int
+    """Oldest version of a token that may be kept."""
     groups: Sequence[PartialGroup]
+    """All groups that the call samples, and complete ones that it has sampled."""
     done: Callable[[], object]
+    """Called in the thread of the call when no group has older tokens, except those whose requests
+    are aborted for that reason."""
 
 
 Commands = SimpleQueue[Sequence[PartialGroup] | NewWeights | Ending]
@@ -46,7 +47,7 @@ Commands = SimpleQueue[Sequence[PartialGroup] | NewWeights | Ending]
 
 
 SampleTurn = Callable[[PartialGroup], Awaitable[None]]
-"""Fills a group of one response: the client's retries, deadlines and servers."""
+"""Fills a group of one response with the client's retries, deadlines and servers."""
 
 
 class EpisodeSampler(Protocol):
@@ -57,7 +58,7 @@ class EpisodeSampler(Protocol):
 
 
 class Episodes(Protocol):
-    """What the client needs of rollout/agents to sample a response of several turns."""
+    """The interface of rollout/agents by which the client samples a response of several turns."""
 
     def adapt(self, sampling: Sampling) -> Sampling: ...
     def serving(self) -> AbstractAsyncContextManager[None]: ...
@@ -70,20 +71,19 @@ class GroupCancelled(Exception):
 
 @dataclass(eq=False)
 class Request:
-    """In flight: it may still be answered.
-
-    sampling: as it was sent.  indexes: of the responses that it asks for.  timer: of its deadline,
-    or of the next abort.
-    cut_by: why it was aborted by itself, before all others are.
-    """
+    """A request in flight: the server may still answer it."""
 
     rid: str
     server: ServerState
     group: PartialGroup
     sampling: Sampling
+    """The settings that it was sent with."""
     indexes: list[int]
+    """Places in the group of the responses that it asks for."""
     timer: Alarm = field(init=False)
+    """Calls `Call.cut` at its deadline, then at its next abort."""
     cut_by: Literal["", "deadline", "age"] = ""
+    """Why it was aborted alone, before all others are; "": it was not."""
 
     @property
     def num_samples(self) -> int:
@@ -91,57 +91,59 @@ class Request:
 
     @property
     def oldest_version(self) -> int:
-        """No token of its responses, and no key or value that they attend to, is of older weights."""
-        known = [
-            self.group.prefixes[index] for index in self.indexes if index in self.group.prefixes
-        ]
+        """The version than which no token of its responses, and no key or value that they attend
+        to, is older.
+        """
+        prefixes = self.group.prefixes
+        known = [prefixes[index] for index in self.indexes if index in prefixes]
         return min([self.sampling.policy_version, *(rollout.oldest_version for rollout in known)])
 
 
 @dataclass
 class Call:
-    """One fill() call in progress.
-
-    tasks       of the groups that are sampled
-    enough      no more requests: what is in flight is aborted; drains: no more groups; is_over:
-                every task is cancelled
-    keeps_parts  responses that an abort cut short are kept, to be continued
-    busy        tasks that wait for an answer or read it, not for their turn; asking: those that
-                wait for it
-    in_flight   requests that may still be answered, by id
-    episodes    tasks of agent.function
-    clock       of deadlines: a paused server returns nothing
-    """
+    """One fill() call in progress."""
 
     http: aiohttp.ClientSession
     sampling: Sampling
+    """Settings of the next requests."""
     get_stats: Callable[[], CallStats]
     counters: RolloutCounters
     keeps_parts: bool
+    """Responses that an abort cut short are kept, to be continued."""
     trace: Trace = OFF
     clock: Clock = field(default_factory=Clock)
+    """Clock of deadlines, which stands still while servers are paused and return nothing."""
     enough: bool = False
+    """No more requests: those in flight are aborted."""
     drains: bool = False
+    """No more groups: those in progress are completed."""
     is_over: bool = False
+    """Every task is cancelled."""
     tasks: dict[asyncio.Task[None], PartialGroup] = field(default_factory=dict)
+    """Task of every group that is sampled."""
     busy: Tasks = field(default_factory=set)
+    """Tasks that wait for an answer or read it, without those that wait for a slot."""
     asking: Tasks = field(default_factory=set)
+    """The busy tasks that wait for an answer."""
     in_flight: dict[str, Request] = field(default_factory=dict)
+    """Requests that may still be answered, by id."""
     aborts: Tasks = field(default_factory=set)
+    """Tasks that send an abort."""
     episodes: Tasks = field(default_factory=set)
+    """Tasks that run agent.function."""
 
     @property
     def stats(self) -> CallStats:
-        """Those of now: the client's are taken while the call is in progress."""
+        """The client's present record, which take_stats() replaces during a call."""
         return self.get_stats()
 
     async def first_to_finish(
         self, groups: Sequence[PartialGroup], keep: int
     ) -> list[PartialGroup]:
-        """Wait for `keep` complete groups and for all that are due; return `keep`, those that are
-        due before others.
+        """Wait for `keep` complete groups and for all that are due.
 
-        They are in the order of `groups`.  Raises what a task raised.
+        Returns `keep` complete groups, those that are due before others, in the order of `groups`.
+        Raises what a task raised.
         """
         complete = [group for group in groups if group.is_complete]
         waiting = set(self.tasks)
@@ -149,9 +151,8 @@ class Call:
             group.is_complete for group in groups if group.is_due
         ):
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in [
-                task for task in self.tasks if task in done
-            ]:  # a set has no order: `tasks` makes ties repeatable
+            # in the order of `tasks`, as a set has none: ties are repeatable
+            for task in [task for task in self.tasks if task in done]:
                 task.result()
                 complete.append(self.tasks[task])
         complete = sorted(complete, key=lambda group: not group.is_due)[:keep]
@@ -160,28 +161,28 @@ class Call:
     async def follow(
         self, commands: Commands, begin: Callable[[Sequence[PartialGroup]], None]
     ) -> Ending:
-        """Sample what is added until a command ends the call.  Raises what a task raised."""
-        command = None
+        """Obey commands until one ends the call, and return it.  Raises what a task raised."""
+        waiting = None
         while True:
-            command = command or asyncio.create_task(asyncio.to_thread(commands.get))
-            await asyncio.wait([command, *self.tasks], return_when=asyncio.FIRST_COMPLETED)
+            waiting = waiting or asyncio.create_task(asyncio.to_thread(commands.get))
+            await asyncio.wait([waiting, *self.tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in self.tasks if task.done()]:
                 # its group may be trained on, and released, before the call ends
                 del self.tasks[task]
                 task.result()
-            if command.done():
-                given, command = command.result(), None
-                if isinstance(given, str):
-                    return given
-                if isinstance(given, NewWeights):
-                    begin(self.renew(given))
-                    given.done()
+            if waiting.done():
+                command, waiting = waiting.result(), None
+                if isinstance(command, str):
+                    return command
+                if isinstance(command, NewWeights):
+                    begin(self.renew(command))
+                    command.done()
                 else:
-                    begin(given)
+                    begin(command)
 
     def renew(self, new: NewWeights) -> Sequence[PartialGroup]:
-        """Abort the requests whose responses may be too old, drop what is; returns the groups that
-        nothing samples.
+        """Abort the requests whose responses may be too old, drop responses that are too old, and
+        return the groups that no task samples.
         """
         self.sampling = replace(self.sampling, policy_version=new.version)
         for request in self.in_flight.values():
@@ -190,17 +191,17 @@ class Call:
         running = [*self.tasks.values()]
         idle = [group for group in new.groups if group not in running]
         drop_older(idle, new.oldest, self.counters)
-        # the others when their requests are answered
+        # prefixes of running groups are dropped when their requests are answered
         drop_older(running, new.oldest, self.counters, is_asked=True)
         return idle
 
     async def collect(self, seconds: float) -> None:
-        """Abort every request in flight and read the answers that come within `seconds`."""
+        """Abort every request in flight and read the answers that arrive within `seconds`."""
         self.enough = True
         deadline = self.clock() + seconds
         while (unfinished := {*self.busy, *self.aborts}) and self.clock() < deadline:
-            # again: an abort may overtake its request. Not in a pause: SGLang would not find a
-            # request that came during it, and ignores a second abort
+            # repeatedly, as an abort may overtake its request, but not in a pause: SGLang would not
+            # find a request that came during it, and ignores a second abort
             for request in () if self.clock.is_paused else [*self.in_flight.values()]:
                 self.abort(request)
             await asyncio.wait(unfinished | self.aborts, timeout=ABORT_SECONDS)
@@ -214,7 +215,7 @@ class Call:
     async def drain(self) -> None:
         """Complete the groups in progress.  Raises what a task raised."""
         self.drains = True
-        # not gather: a signal would cancel it with its tasks, and lose what they have sampled
+        # not gather: a signal would cancel it with its tasks, and what they sampled would be lost
         if self.tasks:
             await asyncio.wait(self.tasks)
         for task in self.tasks:
@@ -222,15 +223,15 @@ class Call:
                 task.result()
 
     async def end(self) -> None:
-        """Cancel what still runs."""
+        """Cancel the tasks that still run."""
         self.is_over = True
         for task in (unfinished := [*self.tasks, *self.episodes, *self.aborts]):
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
 
     def sampling_of(self, group: PartialGroup) -> Sampling:
-        """With the group's own limit and stop tokens, where it has them, and the rows that are
-        known.
+        """Return the call's settings with the group's limit and stop tokens, where it has them, and
+        its first row without a known route.
         """
         call = self.sampling
         return replace(
@@ -242,7 +243,7 @@ class Call:
 
     @contextmanager
     def sending(self, request: Request, seconds: float) -> Iterator[None]:
-        """`request` is in flight inside; after `seconds` it is cut short."""
+        """Register `request` as in flight inside the context; cut it short after `seconds`."""
         self.in_flight[request.rid] = request
         request.group.sent_to = request.sampling.policy_version
         request.timer = self.clock.alarm(seconds, lambda: self.cut(request, "deadline"))
@@ -253,10 +254,10 @@ class Call:
             request.timer.cancel()
 
     def cut(self, request: Request, why: Literal["deadline", "age"]) -> None:
-        """Abort a request by itself, again and again until it is answered: an abort may be lost."""
+        """Abort one request, repeatedly until it is answered: an abort may be lost."""
         request.cut_by = request.cut_by or why
         self.abort(request)
-        request.timer.cancel()  # of the deadline
+        request.timer.cancel()  # the deadline's, where the reason is age
         request.timer = self.clock.alarm(ABORT_SECONDS, lambda: self.cut(request, why))
 
     def abort(self, request: Request) -> None:
@@ -279,7 +280,7 @@ class Call:
 
 @contextmanager
 def among(tasks: Tasks) -> Iterator[None]:
-    """The current task is one of `tasks` inside."""
+    """Count the current task among `tasks` inside the context."""
     task = this_task()
     tasks.add(task)
     try:

@@ -1,11 +1,10 @@
-"""One /generate request to one server: its body, deadlines and answer; and the abort of one that is
-not needed any more.
+"""One /generate request to one server: its body, deadlines and answer, and its abort.
 
-A request is a batch of n copies of one prompt, each perhaps with the start of a response, with an
-id of its own, RID; SGLang then calls the samples RID_0 .. RID_{n-1} and repeats that in each.
-(With sampling_params.n it would give them random
-ids: no abort, and no way to recognise a late or foreign answer.)  Where copies would cost much, the
-prompt is prefilled once before, so that all copies find it in the prefix cache.
+A request is a batch of n copies of one prompt, each perhaps with the start of a response.  It has
+an id of its own, RID; SGLang then calls the samples RID_0 .. RID_{n-1} and repeats that in each.
+(With sampling_params.n it would give them random ids: no abort, and no way to recognise a late or
+foreign answer.)  Where copies would cost much, the prompt is prefilled once before, so that all
+copies find it in the prefix cache.
 
 Sampling is not seeded per request: SGLang honours sampling_seed only with
 --enable-deterministic-inference and would then give all samples of a request the same seed.  The
@@ -19,19 +18,18 @@ import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import NotRequired, TypedDict
 
 import aiohttp
 import orjson
 from aiohttp.abc import AbstractStreamWriter
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.clock import Clock
 from megatron_rl.rollout.client.request_trace import UNTRACED, RequestTrace
 from megatron_rl.rollout.client.response_json import PIECE_BYTES, Received, parse_body
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from megatron_rl.rollout.server.server_info import auth_headers
 from megatron_rl.weights.version import version_name
@@ -41,23 +39,22 @@ BODY_SLACK_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 128  # id, [log-prob, id, text] and separators are about 50
 BODY_BYTES_PER_KEPT = 12  # an id of a kept set, up to 2**31, and separators
 ABORT_SECONDS = 0.9
-"""How long a server may take to confirm an abort; closing the connection makes SGLang abort by
-itself, only later.
-"""
+"""Time for a server to confirm an abort; closing the connection makes SGLang abort by itself, only
+later."""
 RETURN_SECONDS = 30.0
-"""How long servers may take to return what an abort cut short, where that is resumed: up to a
-step's routes.
-"""
+"""Time for servers to return what an abort cut short, where that is resumed: up to a step's
+routes."""
 STOP_SECONDS = 5.0
-"""The same where a signal stops the run, which has checkpoint.grace_seconds in all."""
+"""The same time where a signal stops the run, which has checkpoint.grace_seconds in all."""
 LATE_FRAC = 0.1
-"""The same after rollout.request_timeout_seconds, as a share of it, where that is less than
-RETURN_SECONDS.
-"""
+"""The same time after a request's deadline, as a share of rollout.request_timeout_seconds, where
+that is less than RETURN_SECONDS."""
 SHARED_PREFILL_TOKENS = 1024
-"""From this many prompt tokens that copies would compute again, the prompt is prefilled once
-before.
-"""
+"""Number of prompt tokens that copies would compute again from which the prompt is prefilled once
+before."""
+KEEPALIVE_SECONDS = 4.0
+"""Time for which a connection without a request stays open; SGLang closes its end after 5 s,
+perhaps as a request arrives."""
 
 
 class RolloutError(RuntimeError):
@@ -74,52 +71,11 @@ class RetryableError(Exception):
         self.reason = reason
 
 
-class SamplingSettings(TypedDict):
-    """The fields of Sampling beside the weights' version.  temperature 0 is greedy."""
-
-    temperature: float
-    max_tokens: int
-    stop_token_ids: Sequence[int]
-    id_prefix: NotRequired[str]
-    single_turn: NotRequired[bool]
-    truncation: NotRequired[Truncation | None]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """What all requests of one call share.
-
-    policy_version: of the weights that the servers have; they sample every token, unless newer ones
-    come meanwhile.
-    run: that pushed them (weights/version.py).
-    single_turn: without agent.function.  first_row: routes of the rows before it are known, and not
-    requested (0: all are).
-    truncation: sample from kept sets, and return them (for training; parity check and evaluation do
-    not).
-    """
-
-    temperature: float
-    max_tokens: int
-    stop_token_ids: Sequence[int]
-    policy_version: int
-    run: str = ""
-    id_prefix: str = ""
-    single_turn: bool = False
-    first_row: int = 0
-    truncation: Truncation | None = None
-
-
-KEEPALIVE_SECONDS = 4.0
-"""For how long a connection without a request stays open; SGLang closes its end after 5 s, perhaps
-as a request arrives.
-"""
-
-
 @asynccontextmanager
 async def connections(
     cfg: RolloutConfig, tls: ssl.SSLContext
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """A pool of connections to all servers.  Reading has no deadline here: see `post`."""
+    """Open a pool of connections to all servers.  Reading has no deadline here: see `post`."""
     # no limit of connections: an abort must not wait for the requests that it ends
     pool = aiohttp.TCPConnector(limit=0, ssl=tls, keepalive_timeout=KEEPALIVE_SECONDS)
     async with aiohttp.ClientSession(
@@ -136,7 +92,7 @@ async def connections(
 class Body(aiohttp.BytesPayload):
     """The JSON of a request.
 
-    Raises SocketTimeoutError where the server does not read it in `seconds`.
+    Raises SocketTimeoutError if the server does not read it within `seconds`.
     """
 
     def __init__(self, body: dict[str, object], seconds: float) -> None:
@@ -155,46 +111,107 @@ class Body(aiohttp.BytesPayload):
             ) from error
 
 
+@dataclass(frozen=True)
+class GenerateRequest:
+    """The content of one /generate request."""
+
+    rid: str
+    prompt: Prompt
+    prefixes: Sequence[Sequence[int]]
+    """Response tokens that each sample continues; () for a new response."""
+    sampling: Sampling
+    want_routes: bool
+    in_place: bool
+    """Weights change without a flush of the prefix cache (rollout.weight_update).  The request then
+    matches only cache entries of requests with the same version, so that no key or value is older
+    than that."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.prefixes)
+
+    def body(self) -> dict[str, object]:
+        """Return the JSON body.
+
+        It states everything that shapes the distribution: a server may have other defaults.
+        """
+        sampling, prompt_ids = self.sampling, self.prompt.token_ids
+        params: dict[str, object] = {
+            "n": 1,
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            **FULL_SOFTMAX,
+        }
+        body: dict[str, object] = {
+            "rid": self.rid,
+            "input_ids": [[*prompt_ids, *prefix] for prefix in self.prefixes],
+            "sampling_params": params,
+            "return_logprob": True,
+            "return_routed_experts": self.want_routes,
+        }
+        if sampling.truncation is not None:
+            params |= sampling.truncation._asdict()
+            body["return_sampling_mask"] = True  # and log-probs over the kept sets
+        if any(self.prefixes):  # each sample has its own limit of new tokens
+            limits = [sampling.max_tokens - len(prefix) for prefix in self.prefixes]
+            body["sampling_params"] = [params | {"max_new_tokens": limit} for limit in limits]
+        if self.in_place:
+            body["extra_key"] = version_name(sampling.policy_version, sampling.run)
+        if self.want_routes and sampling.first_row:
+            body["routed_experts_start_len"] = sampling.first_row
+        return body
+
+    def prefill_body(self) -> dict[str, object] | None:
+        """Return the body of the request that computes the prompt before its copies, or None where
+        that would save less than SHARED_PREFILL_TOKENS.
+        """
+        if (self.num_samples - 1) * len(self.prompt.token_ids) < SHARED_PREFILL_TOKENS:
+            return None
+        nothing = replace(self.sampling, max_tokens=0, first_row=0, truncation=None)
+        prompt_alone = replace(self, rid=f"{self.rid}.prefill", prefixes=[()], sampling=nothing)
+        return prompt_alone.body() | {"return_logprob": False}
+
+    def max_body_bytes(self, spec: ModelSizes) -> int:
+        """Return an upper bound of the size of a correct answer; more than this is not read."""
+        tokens = len(self.prompt.token_ids) + self.sampling.max_tokens
+        token_bytes, truncation = BODY_BYTES_PER_TOKEN, self.sampling.truncation
+        if self.want_routes:
+            token_bytes += spec.num_layers * spec.top_k * 4 * 4 // 3 + 4  # base64 of int32
+        if truncation is not None:
+            token_bytes += truncation.top_k * BODY_BYTES_PER_KEPT
+        return BODY_SLACK_BYTES + self.num_samples * tokens * token_bytes
+
+
 async def request_samples(
     http: aiohttp.ClientSession,
     url: str,
-    rid: str,
-    prompt: Prompt,
-    prefixes: Sequence[Sequence[int]],
-    sampling: Sampling,
+    request: GenerateRequest,
     *,
     cfg: RolloutConfig,
     spec: ModelSizes,
-    want_routes: bool,
     clock: Clock,
     spans: RequestTrace = UNTRACED,
 ) -> list[object]:
-    """One sample, undecoded, for each of `prefixes`: the response tokens that it continues, none
-    for a new response.
+    """Send a request and return its samples, undecoded, one for each of its prefixes.
 
-    At cfg.request_timeout_seconds the caller aborts the request; here it ends when no answer to
-    that came either. Raises RetryableError, or RolloutError where the server refuses.
+    At cfg.request_timeout_seconds the caller aborts the request; this function gives up when no
+    answer to the abort came either.  Raises RetryableError, or RolloutError where the server
+    refuses.
     """
-    num_samples, in_place = len(prefixes), cfg.weight_update == "in_place"
-    body = Body(
-        request_body(rid, prompt, prefixes, sampling, want_routes, in_place),
-        cfg.idle_timeout_seconds,
-    )
-    max_bytes = max_body_bytes(prompt, num_samples, sampling, spec, want_routes)
+    max_bytes, idle_seconds = request.max_body_bytes(spec), cfg.idle_timeout_seconds
+
+    async def send(body: dict[str, object]) -> memoryview:
+        payload = Body(body, idle_seconds)
+        status, content = await post(http, url, payload, max_bytes, idle_seconds, spans)
+        check_status(url, request.prompt, status, content)
+        return content
+
     try:
         async with clock.timeout(cfg.request_timeout_seconds + late_seconds(cfg)):
-            if (num_samples - 1) * len(prompt.token_ids) >= SHARED_PREFILL_TOKENS:
-                nothing = replace(sampling, max_tokens=0, first_row=0, truncation=None)
-                prefill = request_body(
-                    f"{rid}.prefill", prompt, [()], nothing, want_routes, in_place
-                )
-                prefill["return_logprob"] = False
-                start = Body(prefill, cfg.idle_timeout_seconds)
-                answer = await post(http, url, start, max_bytes, cfg.idle_timeout_seconds, spans)
-                check_status(url, prompt, *answer)
-            status, content = await post(
-                http, url, body, max_bytes, cfg.idle_timeout_seconds, spans
-            )
+            if (prefill := request.prefill_body()) is not None:
+                await send(prefill)
+            content = await send(request.body())
     except aiohttp.ServerTimeoutError as error:  # to connect or to send, also a TimeoutError
         raise RetryableError("timeout", repr(error)) from error
     except TimeoutError as error:
@@ -203,34 +220,38 @@ async def request_samples(
         ) from error
     except aiohttp.ClientError as error:
         raise RetryableError("connection", repr(error)) from error
-    check_status(url, prompt, status, content)
+    return await read_samples(content, request.num_samples, spans)
+
+
+async def read_samples(content: memoryview, num_samples: int, spans: RequestTrace) -> list[object]:
+    """Return the samples in an answer.
+
+    Raises RetryableError where it is not a JSON list of `num_samples`.
+    """
     try:
         with spans.span("parse", bytes=len(content)):
             if len(content) <= PIECE_BYTES:
                 samples = parse_body(content)
-            else:  # up to tens of MB: other answers are read meanwhile
+            else:  # up to tens of MB: a thread parses it while other answers are read
                 samples = await asyncio.to_thread(parse_body, content)
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise RetryableError(
             "bad_body", f"not JSON ({error}): {bytes(content[:80]).decode(errors='replace')!r}"
         ) from error
-    if not isinstance(samples, list) or len(samples) != num_samples:
-        found = (
-            f"{len(samples)} samples"
-            if isinstance(samples, list)
-            else f"a {type(samples).__name__}"
-        )
-        raise RetryableError("bad_body", f"{found} for {num_samples} copies of a prompt")
-    return samples
+    if isinstance(samples, list) and len(samples) == num_samples:
+        return samples
+    is_list = isinstance(samples, list)
+    answer = f"{len(samples)} samples" if is_list else f"a {type(samples).__name__}"
+    raise RetryableError("bad_body", f"{answer} for {num_samples} copies of a prompt")
 
 
 def late_seconds(cfg: RolloutConfig) -> float:
-    """How long an answer may take after the abort at the request's deadline."""
+    """Return how long an answer may take after the abort at the request's deadline."""
     return min(RETURN_SECONDS, LATE_FRAC * cfg.request_timeout_seconds)
 
 
 def check_prompt(prompt: Prompt, vocab_size: int) -> None:
-    """Raise ValueError for a prompt without tokens or with one outside the vocabulary: such an id
+    """Raise ValueError for a prompt without tokens or with a token id outside the vocabulary, which
     kills an SGLang server.
     """
     ids = prompt.token_ids
@@ -244,54 +265,8 @@ def check_prompt(prompt: Prompt, vocab_size: int) -> None:
         )
 
 
-def request_body(
-    rid: str,
-    prompt: Prompt,
-    prefixes: Sequence[Sequence[int]],
-    sampling: Sampling,
-    want_routes: bool,
-    in_place: bool,
-) -> dict[str, object]:
-    """The /generate request.  Everything that shapes the distribution is stated: a server may have
-    other defaults.
-
-    in_place: weights change without a flush of the prefix cache (rollout.weight_update); of its
-    entries the request finds those of requests with the same version, so that no key or value is
-    older than that.
-    """
-    params: dict[str, object] = {
-        "n": 1,
-        "temperature": sampling.temperature,
-        "max_new_tokens": sampling.max_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        **FULL_SOFTMAX,
-    }
-    if sampling.truncation is not None:
-        params |= sampling.truncation._asdict()
-    limits = [sampling.max_tokens - len(prefix) for prefix in prefixes]  # of what is still to come
-    return {
-        "rid": rid,
-        "input_ids": [[*prompt.token_ids, *prefix] for prefix in prefixes],
-        "sampling_params": params
-        if not any(prefixes)
-        else [params | {"max_new_tokens": limit} for limit in limits],
-        "return_logprob": True,
-        "return_routed_experts": want_routes,
-        **(
-            {"extra_key": version_name(sampling.policy_version, sampling.run)} if in_place else {}
-        ),  # else caches are flushed
-        **(
-            {"routed_experts_start_len": sampling.first_row}
-            if want_routes and sampling.first_row
-            else {}
-        ),
-        # with log-probs over the kept sets
-        **({} if sampling.truncation is None else {"return_sampling_mask": True}),
-    }
-
-
 def sample_ids(rid: str, num_samples: int) -> list[str]:
-    """What the server calls the samples of request `rid`."""
+    """Return the names that the server gives to the samples of request `rid`."""
     return [f"{rid}_{index}" for index in range(num_samples)]
 
 
@@ -303,10 +278,10 @@ async def post(
     idle_seconds: float,
     spans: RequestTrace = UNTRACED,
 ) -> tuple[int, memoryview]:
-    """POST to /generate; (status, content).  The caller bounds the total time; here, the pauses
-    within the answer.
+    """POST to /generate and return (status, content).
 
-    Raises RetryableError for a body above `max_bytes` or a pause above `idle_seconds`,
+    The caller limits the total time; this function limits the pauses within the answer.  Raises
+    RetryableError for a body above `max_bytes` or a pause above `idle_seconds`, and
     aiohttp.ClientError.
     """
     with spans.span("until first byte"):
@@ -318,7 +293,7 @@ async def post(
 async def read(
     response: aiohttp.ClientResponse, max_bytes: int, idle_seconds: float
 ) -> tuple[int, memoryview]:
-    """(status, content): see `post`."""
+    """Return (status, content) of an answer; see `post`."""
     async with response:
         content = Received(response.headers.get("Content-Length"), max_bytes)
         while not response.content.at_eof():
@@ -346,22 +321,10 @@ def check_status(url: str, prompt: Prompt, status: int, content: memoryview) -> 
         )
 
 
-def max_body_bytes(
-    prompt: Prompt, num_samples: int, sampling: Sampling, spec: ModelSizes, want_routes: bool
-) -> int:
-    """An upper bound of a correct answer; more than this is not read."""
-    tokens = len(prompt.token_ids) + sampling.max_tokens
-    route_bytes = spec.num_layers * spec.top_k * 4 * 4 // 3 + 4 if want_routes else 0
-    mask_bytes = (
-        0 if sampling.truncation is None else sampling.truncation.top_k * BODY_BYTES_PER_KEPT
-    )
-    return BODY_SLACK_BYTES + num_samples * tokens * (
-        route_bytes + mask_bytes + BODY_BYTES_PER_TOKEN
-    )
-
-
 async def abort(http: aiohttp.ClientSession, url: str, rid: str, num_samples: int) -> bool:
-    """Abort the samples of `rid` on the server; whether it confirmed all of them in ABORT_SECONDS."""
+    """Abort the samples of `rid` on the server; True if it confirmed all of them within
+    ABORT_SECONDS.
+    """
 
     async def confirmed(name: str) -> bool:
         body = Body({"rid": name}, ABORT_SECONDS)

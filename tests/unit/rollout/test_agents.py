@@ -19,8 +19,8 @@ from megatron_rl.reward.pool import Rewarded
 from megatron_rl.rollout.agents import EpisodeError, Step
 from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.request import Sampling
-from megatron_rl.rollout.client.response import join_rollouts, parse_sample
+from megatron_rl.rollout.client.response import ExpectedSample, join_rollouts, parse_sample
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.missing_routes import count_missing_routes
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.recorder import Recorder
@@ -111,18 +111,10 @@ def parts_of(servers, rollout):
                     content
                     and list(rollout.tokens[: len(ids) + TURN]) == ids + content["output_ids"]
                 ):
-                    prompt = Prompt("", "", tuple(ids), "")
-                    parts.append(
-                        parse_sample(
-                            content,
-                            prompt,
-                            "",
-                            spec=SPEC,
-                            want_routes=True,
-                            policy_version=VERSION,
-                            max_tokens=TURN,
-                        )
-                    )
+                    expected = ExpectedSample(Prompt("", "", tuple(ids), ""), "")
+                    sampling = Sampling(1.0, TURN, (), VERSION)
+                    rules = SampleRules(SPEC, want_routes=True)
+                    parts.append(parse_sample(content, expected, sampling, rules))
     return sorted(parts, key=lambda part: len(part.tokens))
 
 

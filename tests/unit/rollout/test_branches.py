@@ -15,7 +15,8 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.episode import EpisodeError
 from megatron_rl.rollout.agents.runner import EpisodeRunner, sequence_limit
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.response import parse_sample
+from megatron_rl.rollout.client.response import ExpectedSample, parse_sample
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from tests.fake_server import SPEC, VERSION, FakeServer
 from tests.faults.samples import honest_sample
 from tests.unit.rollout.test_endpoint import CHAT_SPEC, PROMPT, TOKENIZER, USER, chat_sample
@@ -91,14 +92,11 @@ def answers(server):
     """
     for body in server.requests:
         (ids,) = body["input_ids"]
-        settings = {
-            "spec": SPEC,
-            "want_routes": True,
-            "policy_version": VERSION,
-            "max_tokens": TURN,
-        }
         yield parse_sample(
-            server.served[f"{body['rid']}_0"], Prompt("", "", tuple(ids), ""), "", **settings
+            server.served[f"{body['rid']}_0"],
+            ExpectedSample(Prompt("", "", tuple(ids), ""), ""),
+            Sampling(1.0, TURN, (), VERSION),
+            SampleRules(SPEC, want_routes=True),
         )
 
 

@@ -14,11 +14,13 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import call as call_module
 from megatron_rl.rollout.client import client as client_module
+from megatron_rl.rollout.client import group_sampler
 from megatron_rl.rollout.client.call import Call, Request
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.load_balancer import ServerState
-from megatron_rl.rollout.client.request import ABORT_SECONDS, RETURN_SECONDS, STOP_SECONDS, Sampling
+from megatron_rl.rollout.client.request import ABORT_SECONDS, RETURN_SECONDS, STOP_SECONDS
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 from tests.fake_model import FakeModel, assert_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
@@ -139,7 +141,7 @@ def test_what_is_not_returned_is_not_lost_where_it_would_be_dropped(monkeypatch)
 
 def test_an_answer_that_has_arrived_is_kept_however_long_it_takes_to_read(monkeypatch):
     monkeypatch.setattr(client_module, "RETURN_SECONDS", 0.05)
-    monkeypatch.setattr(client_module, "is_small", lambda *_: False)
+    monkeypatch.setattr(group_sampler, "is_small", lambda *_: False)
     parse = RolloutClient._parse
 
     def slowly(*args):

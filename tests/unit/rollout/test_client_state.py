@@ -11,10 +11,11 @@ import pytest
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.client import client as client_module
-from megatron_rl.rollout.client.client import RETRY_SECONDS, RolloutClient, RolloutError
+from megatron_rl.rollout.client import group_sampler
+from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.group_sampler import RETRY_SECONDS
 from megatron_rl.rollout.client.load_balancer import COOLDOWN_SECONDS, FAILURES_TO_OPEN
-from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 from tests.fake_model import END, FakeModel, answer, assert_fingerprints
 from tests.fake_server import SPEC, FakeServer, send
@@ -158,9 +159,9 @@ def test_pauses_before_a_request_is_repeated_double_up_to_a_limit_and_differ(mon
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(client_module, "RETRY_SECONDS", RETRY_SECONDS)
+    monkeypatch.setattr(group_sampler, "RETRY_SECONDS", RETRY_SECONDS)
     monkeypatch.setattr(
-        client_module, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep})
+        group_sampler, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep})
     )
     with FakeServer("http_429") as server:
         client = client_of(server, max_retries=9)

@@ -2,19 +2,21 @@
 limits, token by token.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client.response import (
     SMALL_VALUES,
-    SampleDropped,
-    checked_logprobs,
+    ExpectedSample,
     is_small,
     join_rollouts,
     parse_sample,
-    parse_tokens,
 )
+from megatron_rl.rollout.client.sample_fields import SampleDropped, checked_logprobs, parse_tokens
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from tests.fake_model import assert_fingerprints, logprob, mixed_answer, route
 from tests.fake_server import SPEC
 from tests.faults.samples import cut_start, edit_routes, set_at, with_meta
@@ -31,19 +33,28 @@ def parse(
     lost: tuple[int, ...] = (),
     sent_from: int = 0,
     fields: dict | None = None,
+    newest_version: int = 0,
+    drop_missing_routes: bool = False,
     **settings,
 ) -> Rollout:
     """TOKENS after the first `num_known`, one for each of `versions`.  lost: rows without a route;
-    sent_from: the first row that the server sends; fields: others of meta_info."""
+    sent_from: the first row that the server sends; fields: others of meta_info; settings: fields of
+    ExpectedSample and Sampling."""
     tokens = TOKENS[num_known : num_known + len(versions)]
     sample = mixed_answer(versions, TOKENS[:num_known].tolist(), tokens, "q", {"type": "abort"})
     sample = edit_routes(set_at((list(lost),), -1))(with_meta(**fields or {})(sample))
     sample = cut_start(sample, {"routed_experts_start_len": sent_from})
-    prompt = Prompt(
-        "q", "", tuple(TOKENS[: num_known if settings.get("prefix") is None else P].tolist()), ""
+    size = num_known if settings.get("prefix") is None else P
+    prompt, names = Prompt("q", "", tuple(TOKENS[:size].tolist()), ""), {*settings}
+    known = {name: settings.pop(name) for name in names & {"sample_id", "prefix", "known"}}
+    return parse_sample(
+        sample,
+        ExpectedSample(prompt, "q/0", **known),
+        replace(Sampling(1.0, 99, (), policy_version=versions[0]), **settings),
+        SampleRules(SPEC, want_routes=True, drop_missing_routes=drop_missing_routes),
+        newest_version=newest_version,
+        may_be_cut=True,
     )
-    defaults = {"policy_version": versions[0], "max_tokens": 99, "may_be_cut": True}
-    return parse_sample(sample, prompt, "q/0", spec=SPEC, want_routes=True, **(defaults | settings))
 
 
 def assert_rows(rollout: Rollout, versions: list[int], missing: set[int]) -> None:
@@ -124,11 +135,11 @@ def test_samples_with_many_ids_are_read_in_a_thread():
         (True, (SMALL_VALUES - 1) // (1 + ids) - 100),
     ):
         for tokens in (1, most, most + 1, 10 * most):
-            is_read_at_once = is_small({"output_ids": [5] * tokens}, prompt, SPEC, want_routes)
+            rules = SampleRules(SPEC, want_routes)
+            is_read_at_once = is_small({"output_ids": [5] * tokens}, prompt, rules)
             assert is_read_at_once == (tokens <= most), (want_routes, tokens)
-    assert is_small("no sample", prompt, SPEC, True) and is_small(
-        {"output_ids": 7}, prompt, SPEC, True
-    )
+    rules = SampleRules(SPEC, want_routes=True)
+    assert is_small("no sample", prompt, rules) and is_small({"output_ids": 7}, prompt, rules)
 
 
 def test_an_answer_to_something_else_is_dropped_with_its_reason():

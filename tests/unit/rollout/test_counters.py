@@ -10,7 +10,7 @@ from megatron_rl.rollout.client import client as client_module
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.client.load_balancer import COOLDOWN_SECONDS
-from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 from tests.fake_model import FakeModel
 from tests.fake_server import SPEC, VERSION, FakeServer, send

@@ -15,7 +15,7 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import EpisodeError
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.inference import GenerationTask
 from megatron_rl.rollout.partial import PartialGroup
 from tests.fake_model import TurnModel

@@ -14,7 +14,9 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import call
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import STOP_SECONDS
-from megatron_rl.rollout.client.response import SampleDropped, parse_sample, parse_versions
+from megatron_rl.rollout.client.response import ExpectedSample, parse_sample
+from megatron_rl.rollout.client.sample_fields import SampleDropped, parse_versions
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.server.process import server_command
 from megatron_rl.rollout.server.server_info import ServerError, check_in_place
 from megatron_rl.weights.sync.push import WeightPushError
@@ -332,13 +334,10 @@ PROMPT = SimpleNamespace(token_ids=(3, 4, 5))
 def parsed(sample, *, oldest: int = 4, newest: int = 7):
     return parse_sample(
         sample,
-        PROMPT,
-        "q/0",
-        spec=SPEC,
-        want_routes=True,
-        policy_version=oldest,
+        ExpectedSample(PROMPT, "q/0"),
+        Sampling(1.0, 9, (), policy_version=oldest),
+        SampleRules(SPEC, want_routes=True),
         newest_version=newest,
-        max_tokens=9,
     )
 
 

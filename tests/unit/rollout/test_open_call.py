@@ -13,7 +13,7 @@ from megatron_rl.launch.trace import OFF
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.call import Call
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.inference import GenerationTask
 from megatron_rl.rollout.partial import PartialGroup
 from tests.fake_model import FakeModel, assert_fingerprints

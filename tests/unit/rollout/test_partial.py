@@ -14,8 +14,8 @@ from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client import client as client_module
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.counters import drop_older
-from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.client.response import ended, join_rollouts
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 from tests.fake_model import END, FakeModel, assert_fingerprints, logprob, route
 from tests.fake_server import SPEC, FakeServer, wait_for

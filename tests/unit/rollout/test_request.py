@@ -17,16 +17,15 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.client import request
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.request import (
+    GenerateRequest,
     RetryableError,
     RolloutError,
-    Sampling,
     check_prompt,
     check_status,
     connections,
     late_seconds,
-    max_body_bytes,
-    request_body,
 )
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from tests.fake_server import SPEC, VERSION, FakeServer, send
@@ -100,7 +99,9 @@ def test_the_longest_correct_answer_is_read_and_not_much_more(want_routes, trunc
             "output_token_sampling_logprobs": (-rng.random(longest)).tolist()
         }
     answer = len(json.dumps([sample] * copies))
-    most = max_body_bytes(Prompt("q", "", (3,) * size, ""), copies, sampling, SPEC, want_routes)
+    prompt = Prompt("q", "", (3,) * size, "")
+    content = GenerateRequest("r", prompt, [()] * copies, sampling, want_routes, in_place=False)
+    most = content.max_body_bytes(SPEC)
     assert answer <= most <= 3 * answer
     # of a token: its id and log-prob; base64 of 6 int32, which are 32 characters, and 4; 40 ids of
     # a kept set
@@ -119,13 +120,14 @@ def test_a_body_states_all_that_shapes_the_distribution():
     body = {"rid": "r", "input_ids": [[3, 4, 5]] * 2, "sampling_params": params}
     body |= {"return_logprob": True, "return_routed_experts": False}
     sampling = Sampling(0.7, 6, (1,), 3)
-    assert request_body("r", PROMPT, [(), ()], sampling, False, False) == body
-    assert request_body("r", PROMPT, [(), ()], sampling, True, False) == body | {
-        "return_routed_experts": True
-    }
+    content = GenerateRequest("r", PROMPT, [(), ()], sampling, want_routes=False, in_place=False)
+    assert content.body() == body
+    content = replace(content, want_routes=True)
+    assert content.body() == body | {"return_routed_experts": True}
     truncated, cut = Truncation(0.9, 40, 0.05), params | {"top_p": 0.9, "top_k": 40, "min_p": 0.05}
     sampling = replace(sampling, truncation=truncated, first_row=4, run="a")
-    assert request_body("r", PROMPT, [(), (7, 8)], sampling, True, True) == body | {
+    content = replace(content, prefixes=[(), (7, 8)], sampling=sampling, in_place=True)
+    assert content.body() == body | {
         "input_ids": [[3, 4, 5], [3, 4, 5, 7, 8]],
         "sampling_params": [cut, cut | {"max_new_tokens": 4}],
         "return_routed_experts": True,

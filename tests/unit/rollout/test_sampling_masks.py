@@ -24,8 +24,10 @@ from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.records import Prompt
 from megatron_rl.records.sampling_mask import SamplingMask, join_masks, sets_of_tokens
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.request import Sampling, max_body_bytes
-from megatron_rl.rollout.client.response import SampleDropped, join_rollouts, parse_sample
+from megatron_rl.rollout.client.request import GenerateRequest
+from megatron_rl.rollout.client.response import ExpectedSample, join_rollouts, parse_sample
+from megatron_rl.rollout.client.sample_fields import SampleDropped
+from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.recorder import RecordedRollout
 from megatron_rl_tools.check_rollouts.dumped import Dumped
@@ -78,8 +80,8 @@ def test_a_request_asks_for_the_sets_and_a_response_has_them():
         assert [own.tolist() for own in np.split(mask.ids(), np.cumsum(mask.sizes)[:-1])] == sets
         assert rollout.rollout_logprobs.tolist() == [-float(len(own)) for own in sets]
     plain_bytes, bytes_ = (
-        max_body_bytes(PROMPT, 1, each, SPEC, True)
-        for each in (replace(SAMPLING, truncation=None), SAMPLING)
+        GenerateRequest("r", PROMPT, [()], sampling, True, False).max_body_bytes(SPEC)
+        for sampling in (replace(SAMPLING, truncation=None), SAMPLING)
     )
     assert bytes_ - plain_bytes >= 11 * 20 * 8, "20 ids of a token"
 
@@ -123,17 +125,12 @@ FAULTS = {
 def test_sets_that_do_not_belong_to_the_tokens_are_refused(name):
     fault, found = FAULTS[name]
     sample = masked_sample({"return_routed_experts": False}, [3, 4, 5], "s0")
-    settings = {
-        "spec": SPEC,
-        "want_routes": False,
-        "policy_version": VERSION,
-        "max_tokens": 8,
-        "want_mask": True,
-    }
-    assert len(parse_sample(sample, PROMPT, "q1/0", **settings).sampling_mask) == 5
+    expected = ExpectedSample(PROMPT, "q1/0")
+    sampling, rules = replace(SAMPLING, max_tokens=8), SampleRules(SPEC, want_routes=False)
+    assert len(parse_sample(sample, expected, sampling, rules).sampling_mask) == 5
     fault(sample["meta_info"])
     with pytest.raises(SampleDropped, match=found) as caught:
-        parse_sample(sample, PROMPT, "q1/0", **settings)
+        parse_sample(sample, expected, sampling, rules)
     assert caught.value.reason in ("bad_mask", "bad_logprobs")
 
 

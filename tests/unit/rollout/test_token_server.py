@@ -4,7 +4,7 @@ reads it.
 
 import pytest
 
-from megatron_rl.rollout.client.response import parse_spans, parse_versions
+from megatron_rl.rollout.client.sample_fields import parse_spans, parse_versions
 from tests.token_server import END_OF_PROMPT, Handler, response
 
 PROMPT = [4, 5, END_OF_PROMPT]

@@ -18,7 +18,7 @@ from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.records.sampling_mask import SamplingMask, check_mask
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.client.request import Sampling
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup, copied, find_groups, read_groups, write_groups
 from tests.fake_server import VERSION, FakeServer, wait_for
 from tests.unit.rollout.test_endpoint import (

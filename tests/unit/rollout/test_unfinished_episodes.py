@@ -19,8 +19,8 @@ from megatron_rl.rollout.agents import Step
 from megatron_rl.rollout.agents.recorded import RecordedTurns, turns_of
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.client.response import join_rollouts
+from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup, copied, find_groups, read_groups, write_groups
 from tests.fake_model import TurnModel, assert_turn_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for

@@ -19,12 +19,8 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.config.sglang_settings import reason, unusual, verdict
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import Rollout
-from megatron_rl.rollout.client.response import (
-    SampleDropped,
-    parse_logprobs,
-    parse_routes,
-    parse_tokens,
-)
+from megatron_rl.rollout.client.response import parse_routes
+from megatron_rl.rollout.client.sample_fields import SampleDropped, parse_logprobs, parse_tokens
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from megatron_rl.rollout.server.server_info import (
     Json,
