@@ -1,5 +1,5 @@
-"""A clock that stands still while servers are paused: deadlines of requests that they keep do not
-run then.
+"""A clock that stands still while servers are paused, so that the deadlines of requests that they
+keep are extended by the pause.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 POLL_SECONDS = 0.05
-"""How late an alarm may be whose deadline a pause has moved."""
+"""The longest delay of an alarm whose deadline a pause has moved."""
 
 
 class Clock:
     """Seconds of `now` without the pauses.
 
-    From any thread; `alarm` and `timeout` in an event loop.
+    All methods may be called from any thread, but `alarm` and `timeout` only in an event loop.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._lock = threading.Lock()  # of both
+        self._lock = threading.Lock()  # guards the two fields below
         self._paused_at: float | None = None
         self._paused_seconds = 0.0
 
     def __call__(self) -> float:
         with self._lock:
-            return (
-                self._now() if self._paused_at is None else self._paused_at
-            ) - self._paused_seconds
+            now = self._now() if self._paused_at is None else self._paused_at
+            return now - self._paused_seconds
 
     @property
     def is_paused(self) -> bool:
@@ -38,7 +37,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """It stands still inside."""
+        """Stop the clock inside the context."""
         start = self._now()
         with self._lock:
             self._paused_at = start
@@ -46,18 +45,16 @@ class Clock:
             yield
         finally:
             with self._lock:
-                self._paused_at, self._paused_seconds = (
-                    None,
-                    self._paused_seconds + self._now() - start,
-                )
+                self._paused_seconds += self._now() - start
+                self._paused_at = None
 
     def alarm(self, seconds: float, call: Callable[[], object]) -> Alarm:
-        """call() in so many seconds of this clock."""
+        """Call `call` after so many seconds of this clock."""
         return Alarm(self, self() + seconds, call)
 
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """asyncio.timeout in seconds of this clock."""
+        """Raise TimeoutError after so many seconds of this clock, as asyncio.timeout does."""
         async with asyncio.timeout(None) as limit:
             alarm = self.alarm(seconds, lambda: limit.reschedule(asyncio.get_running_loop().time()))
             try:
@@ -67,6 +64,8 @@ class Clock:
 
 
 class Alarm:
+    """A call at a time of a clock, unless it is cancelled before."""
+
     def __init__(self, clock: Clock, end: float, call: Callable[[], object]) -> None:
         self._clock, self._end, self._call = clock, end, call
         self._wait(end - clock())

@@ -1,9 +1,9 @@
-"""Which server gets the next request: the one with the fewest outstanding tokens among those whose
-circuit is closed.
+"""The choice of a server for every request: the one with the fewest outstanding tokens among those
+whose circuit is closed.
 
-Circuit breaker per server: after FAILURES_TO_OPEN failures in a row it opens, and the server gets
-no request for a time that doubles with every further failure; then one request may try it, whose
-success closes the circuit.
+Each server has a circuit breaker.  After FAILURES_TO_OPEN failures in a row it opens, and the
+server gets no request for a time that doubles with every further failure.  Then one request may try
+the server, and its success closes the circuit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 FAILURES_TO_OPEN = 3
-# integers: doubled without a limit, no float would hold it
+# integers: a float would overflow when it is doubled without a limit
 COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = 5, 80
 
 logger = logging.getLogger(__name__)
@@ -23,15 +23,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ServerState:
-    """tokens: upper bound of the prompt and response tokens requested and not answered yet;
-    failures: in a row.
-    """
+    """Load and circuit of one server."""
 
     url: str
     tokens: int = 0
+    """Upper bound of the prompt and response tokens that were requested and are not answered."""
     requests: int = 0
+    """Number of requests that are not answered."""
     failures: int = 0
+    """Number of failures in a row."""
     open_until: float = 0.0
+    """Time before which an open circuit admits no request, in seconds of the balancer's clock."""
 
     @property
     def is_open(self) -> bool:
@@ -39,7 +41,7 @@ class ServerState:
 
 
 class LoadBalancer:
-    """Holds the state of every server over all calls of a client.  `clock` gives seconds."""
+    """State of every server over all calls of a client.  `clock` returns seconds."""
 
     def __init__(self, urls: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -47,10 +49,11 @@ class LoadBalancer:
         self.set_urls(urls)
 
     def set_urls(self, urls: Sequence[str]) -> None:
-        """Use these from now on; a server that was among them before keeps its state."""
+        """Use these servers for all further requests; one that was in use keeps its state."""
         if not urls:
             raise ValueError(
-                "RolloutClient needs at least one server URL (rollout.urls, or a server of its own)"
+                "RolloutClient needs at least one server URL: set rollout.urls, or leave it out to"
+                " let the run start its own servers"
             )
         known = {server.url: server for server in self.servers}
         self.servers = [
@@ -58,12 +61,13 @@ class LoadBalancer:
         ]
 
     def pick(self, avoid: Collection[str] = (), prefer: str = "") -> ServerState:
-        """The server for a request; `avoid`: URLs that failed this group before, taken only where
-        there is no other; `prefer`: the URL that has the beginning of the request in its prefix
-        cache.
+        """Return the server for a request.
 
-        With every circuit open it is the server that will be tried again soonest: the caller's
-        retries are bounded.
+        avoid: URLs that failed this group before, used only where there is no other.
+        prefer: the URL that has the beginning of the request in its prefix cache.
+
+        If every circuit is open, it is the server that will be tried again soonest: the caller
+        limits its retries.
         """
         now = self.clock()
 
@@ -80,7 +84,7 @@ class LoadBalancer:
         return min(self.servers, key=order)
 
     def waiting_for(self) -> str:
-        """Servers with requests that they have not answered; "" for none."""
+        """Return the servers with requests that they have not answered, as text; "" for none."""
         return ", ".join(
             f"{server.url} ({server.requests} requests)"
             for server in self.servers
@@ -93,11 +97,11 @@ class LoadBalancer:
         server.failures = 0
 
     def failed(self, server: ServerState, why: str) -> bool:
-        """Count a failure; True where it opened the circuit, which is logged with the server's
-        name.
+        """Count a failure and return True if it opened the circuit, which is logged with the
+        server's name.
         """
         now, was_open = self.clock(), server.is_open
-        if was_open and now < server.open_until:  # of a request sent before the circuit opened
+        if was_open and now < server.open_until:  # the request was sent before the circuit opened
             return False
         server.failures += 1  # past the threshold every further one doubles the cooldown
         if not server.is_open:

@@ -1,4 +1,4 @@
-"""The spans of one request in the trace of a step (run.trace): on a lane of the server that got it."""
+"""Spans of one request in the trace of a step (run.trace), on the lane of its server."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from megatron_rl.rollout.client.counters import meta_info, num_tokens
 from megatron_rl.rollout.partial import PartialGroup
 
 SERVER_SECONDS = ("queue_time", "e2e_latency")
-"""What servers may say about a sample in meta_info, in seconds."""
+"""Times of a sample that servers may report in meta_info, in seconds."""
 
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """url: of the server."""
+    """Writer of one request's spans."""
 
     trace: Trace = OFF
     url: str = ""
+    """URL of the server."""
     rid: str = ""
 
     def span(self, name: str, **values: object) -> AbstractContextManager[dict[str, object]]:
@@ -28,30 +29,23 @@ class RequestTrace:
         )
 
     def request(self, group: PartialGroup) -> AbstractContextManager[dict[str, object]]:
-        """From when it is sent until its answer is read."""
-        turn = 1 if group.known is None else 1 + group.known.num_turns
-        tokens = len(group.prompt.token_ids)
+        """Open the span from sending the request to the end of reading its answer."""
+        prompt, turn = group.prompt, 1 if group.known is None else 1 + group.known.num_turns
+        tokens, samples = len(prompt.token_ids), len(group.missing)
         return self.span(
-            "request",
-            prompt=group.prompt.id,
-            turn=turn,
-            samples=len(group.missing),
-            prompt_tokens=tokens,
+            "request", prompt=prompt.id, turn=turn, samples=samples, prompt_tokens=tokens
         )
 
     def answered(self, values: dict[str, object], samples: Sequence[object]) -> None:
-        """Add the response tokens to `values` of `request`, and the longest of SERVER_SECONDS,
-        where servers send them.
+        """Add the number of response tokens to `values` of the request's span, and the longest of
+        SERVER_SECONDS, where servers send them.
         """
         values["tokens"] = sum(map(num_tokens, samples))
         for name in SERVER_SECONDS:
-            found = [
-                value
-                for value in (meta_info(each).get(name) for each in samples)
-                if isinstance(value, int | float)
-            ]
-            if found:
-                values[f"server_{name}"] = max(found)
+            reported = [meta_info(sample).get(name) for sample in samples]
+            seconds = [value for value in reported if isinstance(value, int | float)]
+            if seconds:
+                values[f"server_{name}"] = max(seconds)
 
 
 UNTRACED = RequestTrace()

@@ -1,10 +1,10 @@
-"""The body of a /generate answer -> its samples, without holding the interpreter lock for long or
-copying routes.
+"""The body of a /generate answer -> its samples, without holding the interpreter lock for long and
+without copying routes.
 
 A body is nearly all routes: 67 MB of base64 for 32,768 tokens of 48 layers x 8 experts, beside 1.4
-MB of tokens and log-probs. json.loads would copy those, and hold the interpreter lock for tens of
-milliseconds in which no other answer is read.  So the long values are cut out of the text first:
-routes stay where they are (a memoryview), lists are parsed piece by piece.
+MB of tokens and log-probs.  json.loads would copy the routes, and hold the interpreter lock for
+tens of milliseconds in which no other answer is read.  So the long values are cut out of the text
+first: routes stay where they are (a memoryview), and lists are parsed piece by piece.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ import numpy as np
 import orjson
 
 Content = bytes | bytearray | memoryview
-KEY = re.compile(
-    rb'(?<!\\)"(routed_experts|output_token_logprobs|output_token_sampling_mask|output_token_sampling_logprobs|output_ids)"'
-    rb'\s*:\s*(?=["\[])'
+LONG_VALUES = (
+    b"routed_experts",
+    b"output_token_logprobs",
+    b"output_token_sampling_mask",
+    b"output_token_sampling_logprobs",
+    b"output_ids",
 )
-"""A quote inside a JSON string is escaped, so this text cannot be part of one."""
+KEY = re.compile(rb'(?<!\\)"(' + b"|".join(LONG_VALUES) + rb')"\s*:\s*(?=["\[])')
+"""A key and its colon before a long value.  A quote inside a JSON string is escaped, so this text
+cannot be part of one."""
 NESTED, FLAT = re.compile(rb"\]\]"), re.compile(rb"\]")
 ENDS = {b"output_token_logprobs": NESTED, b"output_token_sampling_mask": NESTED}
 BETWEEN = {key: re.compile(rb"\],") for key in ENDS}
@@ -34,9 +39,9 @@ MIN_BYTES = 64 * 1024
 class Received:
     """The body of an answer as it arrives: `received += chunk`, then `content()`.
 
-    Memory for `expected` bytes (Content-Length, None without one; at most `max_bytes` of them) is
-    reserved first: a bytearray of that size would be moved again and again as it grows.  Beyond
-    that, and without a length, it doubles.
+    Memory for `expected` bytes (Content-Length, None without one), at most `max_bytes`, is reserved
+    first: a bytearray would be moved again and again as it grows to that size.  Beyond that size,
+    and without a length, the memory doubles.
     """
 
     def __init__(self, expected: str | None, max_bytes: int) -> None:
@@ -62,27 +67,28 @@ class Received:
 
 
 def parse_body(content: Content) -> object:
-    """What json.loads(content) returns, with `routed_experts` texts as read-only memoryviews of
-    `content`.
+    """Return what json.loads(content) returns, but with `routed_experts` texts as read-only
+    memoryviews of `content`.
 
     Raises ValueError for what is not JSON.
     """
     try:
         return orjson.loads(content) if len(content) <= PIECE_BYTES else parse_in_pieces(content)
-    except (
-        ValueError
+    except ValueError:
         # not JSON (NaN is none for orjson), or formatted in a way that the cuts do not expect:
         # json.loads decides
-    ):
         return json.loads(bytes(content))
 
 
 def parse_in_pieces(content: Content) -> object:
-    """Raises ValueError where a value does not end as expected."""
+    """Parse a body around its long values.
+
+    Raises ValueError where a value does not end as expected.
+    """
     # random: a server cannot send a text that is taken for a cut
     mark, at = secrets.token_hex(16), 0
     values: list[object] = []
-    rest: list[Content] = []
+    pieces: list[Content] = []
     while (match := KEY.search(content, at)) is not None:
         start = match.end()
         if content[start] == ord('"'):
@@ -93,24 +99,23 @@ def parse_in_pieces(content: Content) -> object:
             if close is None:
                 raise ValueError("a list without an end")
             end = close.end()
-            values.append(
-                parse_list(content, start + 1, end - 1, BETWEEN.get(match[1], BETWEEN_FLAT))
-            )
-        rest += [content[at:start], f'"{mark}:{len(values) - 1}"'.encode()]
+            between = BETWEEN.get(match[1], BETWEEN_FLAT)
+            values.append(parse_list(content, start + 1, end - 1, between))
+        pieces += [content[at:start], f'"{mark}:{len(values) - 1}"'.encode()]
         at = end
-    rest.append(content[at:])
-    return restore_values(orjson.loads(b"".join(rest)), mark, values)
+    pieces.append(content[at:])
+    return restore_values(orjson.loads(b"".join(pieces)), mark, values)
 
 
 def end_of_text(content: Content, start: int) -> int:
-    """The index after the closing quote of the string that begins at `start`.
+    """Return the index after the closing quote of the string that begins at `start`.
 
-    ValueError for one with escapes, or cut.
+    Raises ValueError for a string with escapes or without an end.
     """
     characters = np.frombuffer(content, np.uint8)
     for at in range(start, len(content), SCAN_BYTES):
         piece = characters[at : at + SCAN_BYTES]
-        quotes = piece == ord('"')  # found several times faster than by a regular expression
+        quotes = piece == ord('"')  # several times faster than a regular expression
         quote = int(quotes.argmax())
         is_end = bool(quotes[quote])
         if (piece[: quote if is_end else None] == ord("\\")).any():
@@ -121,8 +126,8 @@ def end_of_text(content: Content, start: int) -> int:
 
 
 def parse_list(content: Content, start: int, stop: int, between: re.Pattern[bytes]) -> list[object]:
-    """The elements in content[start:stop]; `between` matches the end of an element and the comma
-    after it.
+    """Return the elements in content[start:stop]; `between` matches the end of an element and the
+    comma after it.
     """
     elements: list[object] = []
     while start < stop:
@@ -136,7 +141,7 @@ def parse_list(content: Content, start: int, stop: int, between: re.Pattern[byte
 
 
 def restore_values(value: object, mark: str, values: list[object]) -> object:
-    """`value` with the values that were cut out in their places."""
+    """Return `value` with the values that were cut out in place of their marks."""
     if isinstance(value, list):
         return [restore_values(item, mark, values) for item in value]
     if isinstance(value, dict):

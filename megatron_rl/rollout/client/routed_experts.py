@@ -1,9 +1,9 @@
 """Expert ids of a response: decode and validate what SGLang sends, and keep them compact.
 
-SGLang sends base64 of little-endian int32 in C order, shape [num_rows, num_layers, K]: row j holds
-the experts of the forward of token j, layer l is decoder layer l (dense layers included,
-meaningless), ids are logical expert ids. Plain NumPy and pybase64: under 4 times the memcpy of the
-payload (benchmarks/decode.py).
+SGLang sends base64 of little-endian int32 in C order, shape [num_rows, num_layers, K].  Row j holds
+the experts of the forward of token j, layer l is decoder layer l (dense layers are included and
+meaningless), ids are logical expert ids.  Plain NumPy and pybase64 take less than 4 times the
+memcpy of the payload (benchmarks/decode.py).
 Shapes: N rows, L MoE layers, K top-k, E experts; n rows of one block.
 """
 
@@ -18,15 +18,16 @@ import numpy as np
 import pybase64
 
 BLOCK_BYTES = 288 * 1024  # int32 bytes decoded at a time: all arrays of a block stay in the cache
-# by bytes: faster to move than an opaque type
 ROW_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Bytes of a row's K ids -> an integer type of that size, which is faster to move than an opaque
+type."""
 
 
 class RoutedExpertsError(ValueError):
     """A routed_experts payload that must not be used.
 
     `reason` is a short code for counting; `layer` (decoder layer), `row` and `value` locate the
-    first error, None where it has no place.
+    first error and are None where it has no place.
     """
 
     def __init__(
@@ -52,22 +53,22 @@ def decode_routed_experts(
     top_k: int,
     num_experts: int,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return (ids, missing): ids uint8 (int16 above 256 experts) [N, L, K], the MoE layers of a
-    base64 int32 [num_rows, num_layers, K]; missing bool [N], the rows that hold no route (their ids
-    are 0), None where all hold one.
+    """Return (ids, missing) of a base64 int32 [num_rows, num_layers, K].
 
-    In memory ids are layer-major, [L, N, K]: training ranks copy complete layers of them.
+    ids: uint8 (int16 above 256 experts) [N, L, K], the MoE layers.  In memory they are layer-major,
+    [L, N, K]: training ranks copy complete layers of them.
+    missing: bool [N], the rows that hold no route (their ids are 0); None where all hold one.
 
     A row holds no route where all its MoE layers are -1 (how engines mark one), or all are 0 and K
     > 1: ids of a row are distinct, so zeros were never written; with K = 1 zero is expert 0.
-    replay.on_missing_route handles such rows. A row that lacks only some layers is damaged.  So is
+    replay.on_missing_route handles such rows.  A row that lacks only some layers is damaged.  So is
     a payload that is too short: which rows are missing is unknown.
 
     Raises RoutedExpertsError for a payload that is not strict base64 (not_base64) or not exactly as
     long as the shape requires (wrong_size), an id outside 0..E-1 (out_of_range), an id twice in one
-    row of one layer (duplicate), no route in any row (never_written).  What structure cannot show -
-    a shift by one token, swapped layers, another request's routes - is found by comparing with the
-    model's own routing.
+    row of one layer (duplicate), no route in any row (never_written).  Errors that keep this
+    structure - a shift by one token, swapped layers, another request's routes - are detected by
+    comparison with the model's own routing.
     """
     row_bytes = num_layers * top_k * 4
     check_length(payload, num_rows * row_bytes)
@@ -106,7 +107,8 @@ def checked_block(
     moe_layers: Sequence[int],
     num_experts: int,
 ) -> np.ndarray:
-    """The ids [n, L, K] of the rows from `start`, with 0 in those noted in `missing`.
+    """Check the rows from `start` and return their ids [n, L, K], with 0 in the rows that hold no
+    route, which are noted in `missing`.
 
     Raises RoutedExpertsError.
     """
@@ -124,17 +126,17 @@ def checked_block(
 
 
 class DistinctCheck:
-    """Whether the K ids of every row are distinct, without gathering columns: memory for one block,
-    used again.
+    """The check that the K ids of every row are distinct, without gathering columns.  Its memory is
+    for one block and is used again.
 
-    An id equals another of its row if and only if, with the rows end to end, it equals the one
+    With the rows end to end, an id equals another of its row if and only if it equals the one
     `shift` places later, for a shift of 1..K-1.  Every second row has its free top bit set during
-    the comparison: neighbouring rows never match.
+    the comparison, so that ids of neighbouring rows never match.
     """
 
     def __init__(self, max_rows: int, top_k: int, num_experts: int) -> None:
         self.top_k = top_k
-        # with the top bit free
+        # a type with one bit more than the ids need
         self.lanes = np.empty(max_rows * top_k, np.uint8 if num_experts <= 128 else np.uint16)
         top_bit = 1 << (8 * self.lanes.itemsize - 1)
         self.marks = np.repeat(
@@ -144,18 +146,18 @@ class DistinctCheck:
         self.equal = np.frombuffer(self.flags, bool)
 
     def narrowed(self, ids: np.ndarray) -> np.ndarray:
-        """The ids, in range, in the memory and type that `holds` reads."""
+        """Return the ids, which are in range, in the memory and type that `holds` reads."""
         lanes = self.lanes[: ids.size].reshape(ids.shape)
         np.copyto(lanes, ids, casting="unsafe")
         return lanes
 
     def holds(self, size: int) -> bool:
-        """For the first `size` of the ids that `narrowed` took."""
+        """Return True if the first `size` ids that `narrowed` copied are distinct in every row."""
         lanes, marks = self.lanes[:size], self.marks[:size]
         np.bitwise_xor(lanes, marks, out=lanes)
-        found = any(self._matches(lanes, shift) for shift in range(1, self.top_k))
-        np.bitwise_xor(lanes, marks, out=lanes)  # the ids again: the caller copies them from here
-        return not found
+        is_repeated = any(self._matches(lanes, shift) for shift in range(1, self.top_k))
+        np.bitwise_xor(lanes, marks, out=lanes)  # restores the ids, which the caller copies
+        return not is_repeated
 
     def _matches(self, lanes: np.ndarray, shift: int) -> bool:
         count = len(lanes) - shift
@@ -164,13 +166,13 @@ class DistinctCheck:
 
 
 def as_slice(indices: Sequence[int]) -> slice | list[int]:
-    """A slice where the indices are consecutive, which selects without a copy."""
+    """Return a slice, which selects without a copy, where the indices are consecutive."""
     run = range(indices[0], indices[0] + len(indices))
     return slice(run.start, run.stop) if list(indices) == list(run) else list(indices)
 
 
 def encoded_length(num_bytes: int) -> int:
-    """Characters of the base64 of so many bytes."""
+    """Return the number of base64 characters of so many bytes."""
     return (num_bytes + 2) // 3 * 4
 
 
@@ -184,7 +186,9 @@ def check_length(payload: str | bytes | memoryview, num_bytes: int) -> None:
 
 
 def decode_block(text: str | bytes | memoryview, num_bytes: int) -> np.ndarray:
-    """int32 ids of one block of base64 text; `num_bytes` decides whether it may end in padding."""
+    """Return the int32 ids of one block of base64 text; `num_bytes` decides whether it may end in
+    padding.
+    """
     try:
         data = pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -203,9 +207,10 @@ def note_missing(ids: np.ndarray, missing: np.ndarray, start: int, mark: int) ->
     with 0 in them.
     """
     # with K = 1 a row of zeros is a valid route to expert 0
-    found = (ids == mark).all((1, 2)) if ids.shape[2] > 1 or mark < 0 else np.zeros(len(ids), bool)
-    missing[start : start + len(ids)] |= found
-    return np.where(found[:, None, None], ids.dtype.type(0), ids)
+    may_be_marked = ids.shape[2] > 1 or mark < 0
+    marked = (ids == mark).all((1, 2)) if may_be_marked else np.zeros(len(ids), bool)
+    missing[start : start + len(ids)] |= marked
+    return np.where(marked[:, None, None], ids.dtype.type(0), ids)
 
 
 def check_distinct(
@@ -214,8 +219,8 @@ def check_distinct(
     """Raise RoutedExpertsError for an id that occurs twice in one row of one layer of ids [n, L,
     K], among `rows` bool [n].
 
-    Compares every pair of the K columns, for an error message or next to missing rows;
-    DistinctCheck is faster.
+    It compares every pair of the K columns.  DistinctCheck is faster; this function names the error
+    and handles blocks with missing rows.
     """
     columns = np.ascontiguousarray(ids.reshape(-1, ids.shape[-1]).T)
     considered = np.repeat(rows, ids.shape[1])
