@@ -1,1 +1,1 @@
-"""SGLang servers: processes, a pool of them, what they report about themselves."""
+"""SGLang servers: processes, a pool of them, and checks of what they report about themselves."""

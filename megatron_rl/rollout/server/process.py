@@ -1,8 +1,8 @@
-"""Start, wait for and stop one SGLang server; server_pool.py looks after several.
+"""Start, wait for and stop one SGLang server; server_pool.py runs several.
 
-A server started here is a child in its own session: it dies with this process (also under SIGKILL)
-and stop() kills every process of its session.  Its output goes to a log file.  Servers that others
-started are only inspected.
+A server started here is a child in its own session: it dies with this process (also under SIGKILL),
+and stop() kills every process of its session.  Its output is written to a log file.  Servers that
+others started are only inspected.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ PR_SET_PDEATHSIG = 1
 PING_SECONDS = 5.0
 PROGRESS_SECONDS = 30.0
 STOP_GRACE_SECONDS = 3.0  # SGLang needs about 8 s to exit by itself and has nothing to save
-LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() only a call into it is safe
+# loaded at import, as after fork() only a call into it is safe
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class ServerOptions(TypedDict):
-    """What the command line of a server needs beside the model and [rollout]."""
+    """Parameters of a server's command line beside the model and [rollout]."""
 
     device: Device
     seed: int
@@ -50,17 +51,17 @@ class ServerOptions(TypedDict):
 
 @dataclass(eq=False)
 class Server:
-    """An SGLang server that this process owns, running or starting.
-
-    private_dir holds its API key while it starts, and is removed when it answers or is stopped.
-    """
+    """An SGLang server that this process owns, running or starting."""
 
     url: str
     process: subprocess.Popen[bytes]
     log_path: Path
     headers: dict[str, str] | None = None
+    """Authorization header of requests to it."""
     start_timeout: float = 0.0
+    """Seconds from the creation of this object in which it must answer."""
     private_dir: tempfile.TemporaryDirectory[str] | None = None
+    """Folder with its API key while it starts, removed when it answers or is stopped."""
 
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.start_timeout
@@ -74,20 +75,20 @@ class Server:
             )
 
     def ping(self, seconds: float) -> bool:
-        """Whether /model_info answers 200.
+        """Return True if /model_info answers 200.
 
-        Raises httpx.TransportError, of which TimeoutException after `seconds`.
+        Raises httpx.TransportError, and its subclass TimeoutException after `seconds`.
         """
         # not /health: it hangs while the server is paused; no proxy: the server is ours
-        found = httpx.get(
+        answer = httpx.get(
             f"{self.url}/model_info", headers=self.headers, timeout=seconds, trust_env=False
         )
-        return found.status_code == 200
+        return answer.status_code == 200
 
     def is_ready(self) -> bool:
-        """Whether it answers.
+        """Return True if the server answers.
 
-        Raises ServerError when it has exited, or does not answer within its start time.
+        Raises ServerError when it has exited or did not answer within its start time.
         """
         self.check_alive()
         with contextlib.suppress(httpx.TransportError):  # not listening yet
@@ -104,19 +105,19 @@ class Server:
         return False
 
     def cpu_seconds(self) -> float:
-        """The CPU time that its processes have used so far: little of it on a machine that others
-        keep busy.
+        """Return the CPU time that the server's processes have used, which is little on a machine
+        that other programs keep busy.
         """
         total = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
-            own = psutil.Process(self.process.pid)
-            for process in (own, *own.children(recursive=True)):
+            parent = psutil.Process(self.process.pid)
+            for process in (parent, *parent.children(recursive=True)):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     total += sum(process.cpu_times()[:2])
         return total
 
     def wait_until_ready(self, log: Callable[[str], None] | None = None) -> None:
-        """Return when it answers; `log` gets a line every PROGRESS_SECONDS.
+        """Wait until the server answers; `log` gets a line every PROGRESS_SECONDS.
 
         Raises ServerError as is_ready does.
         """
@@ -138,9 +139,8 @@ class Server:
             self.private_dir = None
 
     def stop(self) -> None:
-        """SIGTERM, a short grace, then SIGKILL for what is left of the server's session.
-
-        Idempotent.
+        """Send SIGTERM, wait a short time, then send SIGKILL to the remaining processes of the
+        server's session.  A second call does nothing.
         """
         if self.process.poll() is None:
             self.process.terminate()
@@ -161,9 +161,9 @@ class Server:
 def launch_server(
     model: Path, rollout: RolloutConfig, *, log_path: Path, **options: Unpack[ServerOptions]
 ) -> Server:
-    """start_server, and return when it answers.
+    """Start an SGLang server, a context manager, and wait until it answers.
 
-    Use as a context manager.  Raises ServerError when it does not in time.
+    Raises what start_server raises, and ServerError when the server does not answer in time.
     """
     server = start_server(model, rollout, log_path=log_path, **options)
     try:
@@ -183,13 +183,14 @@ def start_server(
     gpus: Sequence[int] = (),
     **options: Unpack[ServerOptions],
 ) -> Server:
-    """Start an SGLang server on checkpoint `model` and return immediately; its output is appended
-    to `log_path`.
+    """Start an SGLang server on checkpoint `model` and return immediately.
 
-    `port` defaults to rollout.port, or a free one.  `seed` is SGLang's --random-seed: what it
-    samples also depends on how requests are batched, so a run is repeatable in distribution, not
-    bit by bit.  The kernel ties the child to the calling
-    THREAD: it is killed when that thread ends.
+    log_path: file to which its output is appended.
+    port: rollout.port by default, or a free one.
+    seed: SGLang's --random-seed.  What it samples also depends on how requests are batched, so a
+    run is repeatable in distribution, not bit by bit.
+
+    The kernel ties the child to the calling THREAD: it is killed when that thread ends.
 
     Raises ServerError (port in use) and ValueError (unsafe host, missing API key, no such
     rollout.python).
@@ -227,20 +228,13 @@ def server_command(
     want_routes: bool = True,
     weight_version: str = "0",
 ) -> list[str]:
-    """The command line of the server, without the API key; `rollout.server_args` come last and win."""
+    """Return the command line of the server, without the API key; `rollout.server_args` come last
+    and override the others.
+    """
     module = "megatron_rl.rollout.server.sglang_cpu" if device == "cpu" else "sglang.launch_server"
     python = str(rollout.python or sys.executable)
-    command = [
-        python,
-        "-m",
-        module,
-        "--model-path",
-        str(model),
-        "--host",
-        rollout.host,
-        "--port",
-        str(port),
-    ]
+    command = [python, "-m", module, "--model-path", str(model)]
+    command += ["--host", rollout.host, "--port", str(port)]
     command += ["--dtype", server_dtype(model, rollout.dtype), "--random-seed", str(seed)]
     # requests and answers are token ids
     command += ["--weight-version", weight_version, "--skip-tokenizer-init", "--skip-server-warmup"]
@@ -252,7 +246,7 @@ def server_command(
     if rollout.release_memory:
         command += ["--enable-memory-saver"]
     if rollout.weight_update == "in_place":
-        command += ["--disable-overlap-schedule"]  # server_info.check_in_place
+        command += ["--disable-overlap-schedule"]  # reason: server_info.check_in_place
     if device == "cpu":
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
     elif size := derived_tensor_ranks(rollout):
@@ -261,30 +255,34 @@ def server_command(
 
 
 def server_dtype(model: Path, dtype: str) -> str:
-    """`dtype`, or the checkpoint's own for "auto": SGLang's auto would serve a float32 checkpoint
-    in float16.
+    """Return `dtype`, or for "auto" the checkpoint's, as SGLang's own auto would serve a float32
+    checkpoint in float16.
     """
     if dtype != "auto":
         return dtype
     try:
         config = json.loads((model / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path = {model}: cannot read config.json: {error}") from error
+        raise ValueError(
+            f"model.path = {model}: cannot read config.json: {error}; rollout.dtype = auto needs"
+            " the checkpoint's dtype: correct the path, or set rollout.dtype"
+        ) from error
     return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
 def spawn(
     command: list[str], device: Device, log: IO[bytes], *, gpus: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start `command` in a new session that is killed when the calling thread ends; it sees `gpus`,
-    or all that we see.
+    """Start `command` in a new session that is killed when the calling thread ends.
+
+    gpus: the GPUs that it sees; () for all that this process sees.
     """
     # torchrun's variables would make SGLang's own process groups look for torchrun's store
     torchrun = ("TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_")
     env = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "WORLD_SIZE") and not k.startswith(torchrun)
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE") and not name.startswith(torchrun)
     }
     env["PYTHONUNBUFFERED"] = "1"
     # log-probs of the distribution that was sampled, temperature included
@@ -315,8 +313,8 @@ def spawn(
 
 
 def write_key_file(folder: Path, headers: dict[str, str]) -> Path:
-    """The API key in a file only this user can read: SGLang takes it as --api-key, and a command
-    line is public.
+    """Write the API key to a file that only this user can read, and return its path: SGLang takes
+    the key as --api-key, and every user can read a command line.
 
     SGLang logs all its arguments, key included, at level info; level warning keeps the key out of
     the log.
@@ -346,7 +344,7 @@ def check_port_is_free(host: str, port: int) -> None:
 
 def listen(host: str, port: int) -> socket.socket:
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    # with SO_REUSEADDR, as the server does: a port in TIME_WAIT is free
+    # with SO_REUSEADDR, as in the server: a port in TIME_WAIT is free
     return socket.create_server((host, address[1]), family=family)
 
 

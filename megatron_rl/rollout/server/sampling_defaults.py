@@ -1,10 +1,10 @@
-"""The distribution that servers sample from must be the one whose log-probs the trainer computes.
+"""Checks that servers sample from the distribution whose log-probs the trainer computes.
 
 That is softmax(logits / temperature) over the entire vocabulary, or over the kept set of each token
-(rollout.top_p, top_k, min_p), which the server must return.  A penalised mu would make pi/mu wrong.
-Every request sets everything that shapes it (in SGLang a request's value wins over the server's); a
-server is refused that adds what a request does not set, or that reports log-probs of another
-temperature than it samples at.
+(rollout.top_p, top_k, min_p), which the server must return.  With a penalty in mu, pi/mu would be
+wrong.  Every request states everything that shapes the distribution (in SGLang a request's value
+overrides the server's).  A server is refused that adds what a request does not state, or that
+reports log-probs of another temperature than it samples at.
 """
 
 from __future__ import annotations
@@ -37,23 +37,26 @@ FULL_SOFTMAX = {
 """Sampling parameters of /generate that do not change the distribution."""
 
 STATED = {*FULL_SOFTMAX, "n", "temperature", "max_new_tokens", "stop_token_ids"}
-# these change the text, which is not used: tokens are
+"""Sampling parameters that every request states."""
 TEXT_ONLY = {
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "no_stop_trim",
     "stream_interval",
 }
+"""Sampling parameters that change only the text, which is not used: tokens are."""
 PROBE_TOKENS = 16
+"""Number of tokens whose log-probs are compared between two temperatures."""
 
 
 def check_sampling(
     url: str, rollout: RolloutConfig, *, vocab_size: int, device: Device = "cpu"
 ) -> None:
-    """Probe the server at `url`, which must not be paused.  Raises ServerError when mu would not be
-    the trainer's softmax.
+    """Probe the server at `url`, which must not be paused.
 
-    device: of the run, for rollout.probe_timeout_seconds.
+    device: the run's, which determines rollout.probe_timeout_seconds.
+
+    Raises ServerError when mu would not be the trainer's softmax.
     """
     with httpx.Client(
         base_url=url, headers=auth_headers(rollout), timeout=rollout.probe_seconds(device)
@@ -70,7 +73,7 @@ def check_sampling(
     if not is_scaled(plain, scaled, rollout.temperature):
         raise ServerError(
             f"SGLang server {url} reports log-probs of temperature 1 for tokens sampled at"
-            f" rollout.temperature = {rollout.temperature:g}: they must be of the sampled"
+            f" rollout.temperature = {rollout.temperature:g}: they must be those of the sampled"
             " distribution; start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or set"
             " rollout.temperature = 1"
         )
@@ -80,7 +83,7 @@ def check_masks(http: httpx.Client, truncation: Truncation) -> None:
     """Raise ServerError unless the server returns the kept set of a token sampled with
     `truncation`.
 
-    It refuses by itself, with the reason, what it cannot do: a larger top_k than
+    The server itself refuses what it cannot do, with the reason: a larger top_k than
     --sampling-mask-max-tokens, speculative decoding, the ascend sampling backend.  A version that
     does not know the request answers without a set.
     """
@@ -89,23 +92,16 @@ def check_masks(http: httpx.Client, truncation: Truncation) -> None:
         f" {truncation.min_p:g} need the kept set of every token from the server"
         " (return_sampling_mask)"
     )
-    fix = "mend the server's options, or remove the three keys"
+    fix = "change the server's options, or remove the three keys"
     try:
         meta = sample_one_token(
             http, {**FULL_SOFTMAX, **truncation._asdict()}, return_sampling_mask=True
         )
     except ServerError as error:
         raise ServerError(f"{error}; {needs}: {fix}") from error
-    sets, logprobs = (
-        meta.get("output_token_sampling_mask"),
-        meta.get("output_token_sampling_logprobs"),
-    )
-    if not (
-        isinstance(sets, list)
-        and len(sets) == 1
-        and isinstance(logprobs, list)
-        and len(logprobs) == 1
-    ):
+    sets = meta.get("output_token_sampling_mask")
+    logprobs = meta.get("output_token_sampling_logprobs")
+    if not all(isinstance(values, list) and len(values) == 1 for values in (sets, logprobs)):
         reason = meta.get("finish_reason")
         raise ServerError(
             f"SGLang server {http.base_url} returned no kept set ({reason}): {needs}; upgrade it to"
@@ -114,8 +110,8 @@ def check_masks(http: httpx.Client, truncation: Truncation) -> None:
 
 
 def check_preferred(url: str, preferred: Json | None) -> None:
-    """Raise ServerError for a preference of the server that applies to our requests and shapes what
-    is sampled.
+    """Raise ServerError for a preferred sampling parameter of the server that applies to our
+    requests and changes the distribution.
     """
     added = {
         key: value
@@ -131,8 +127,10 @@ def check_preferred(url: str, preferred: Json | None) -> None:
 
 
 def probe_logprobs(http: httpx.Client, temperature: float, *, vocab_size: int) -> list[float]:
-    """Log-probs of a few tokens, spread over the vocabulary, after a one-token prompt."""
-    # given tokens, not the sampled one: the same for both temperatures
+    """Return log-probs of PROBE_TOKENS tokens, spread over the vocabulary, after a one-token
+    prompt.
+    """
+    # not the sampled token, which differs between temperatures
     ids = sorted({index * vocab_size // PROBE_TOKENS for index in range(PROBE_TOKENS)})
     params = {**FULL_SOFTMAX, "temperature": temperature}
     meta = sample_one_token(http, params, return_logprob=True, token_ids_logprob=ids)
@@ -140,15 +138,17 @@ def probe_logprobs(http: httpx.Client, temperature: float, *, vocab_size: int) -
         return [float(entry[0]) for entry in meta["output_token_ids_logprobs"][0]]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServerError(
-            f"{http.base_url}generate returned no log-probs of given tokens: {error!r}"
+            f"{http.base_url}generate returned no log-probs of the tokens in token_ids_logprob:"
+            f" {error!r}"
         ) from error
 
 
 def is_scaled(plain: Sequence[float], scaled: Sequence[float], temperature: float) -> bool:
-    """Whether differences of log-probs are divided by the temperature: log p_T(a) - log p_T(b) =
-    (log p(a) - log p(b)) / T.
+    """Return True if differences of log-probs are divided by the temperature:
+    log p_T(a) - log p_T(b) = (log p(a) - log p(b)) / T.
 
-    Scaled or equal, whichever is nearer: servers have the noise of their precision.
+    The nearer of two hypotheses decides, scaled or equal: servers have the noise of their
+    precision.
     """
     differences = [(a - plain[0], b - scaled[0]) for a, b in zip(plain, scaled, strict=True)]
     if_scaled = sum(abs(a / temperature - b) for a, b in differences)

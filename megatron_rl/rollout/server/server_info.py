@@ -1,4 +1,4 @@
-"""What a running SGLang server reports about itself, and whether it is the one this run needs."""
+"""The report of a running SGLang server about itself, and checks that this run can use it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ Json = dict[str, Any]
 """A JSON object: a server's answer, or a checkpoint's config.json."""
 
 OLDEST_WITH_ROUTES = least("sglang")
-"""Older servers returned physical expert ids (up to 0.5.9), or not base64 without a tokenizer
-(0.5.10).
-"""
+"""The oldest usable version: older servers return physical expert ids (up to 0.5.9), or do not
+encode them without a tokenizer (0.5.10)."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 ROUTER_PATHS = ("/workers", "/list_workers")
 IF_PAUSED = (
-    "a run that ended during a weight sync leaves it paused: POST /continue_generation to it, or"
-    " start the next run"
+    "a run that ended during a weight sync leaves a server paused: POST /continue_generation to it,"
+    " or start the next run"
 )
 
 
@@ -40,14 +39,10 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server reports about itself.
+    """Report of one server about itself.
 
-    `num_layers`, `num_experts`, `top_k` and `vocab_size` come from the config.json at the server's
-    model path and are None where this machine cannot read it; `route_width` = layers x top-k comes
-    from the server's own answer to a one-token prompt and is None without
-    --enable-return-routed-experts.  `tokenizer` is the tokenizer_digest() at that path. `settings`
-    are those with a verdict (config/sglang_settings.toml).  token_versions: it names the weights of
-    every token.
+    Values of its checkpoint come from the files at its model path and are None where this machine
+    cannot read them.
     """
 
     url: str
@@ -56,14 +51,20 @@ class ServerInfo:
     dtype: str
     weight_version: str
     routed_experts: bool
+    """It was started with --enable-return-routed-experts."""
     route_width: int | None
+    """Layers x top-k in its answer to a one-token prompt; None without routed_experts."""
     num_layers: int | None
+    """From config.json, as are the next three."""
     num_experts: int | None
     top_k: int | None
     vocab_size: int | None
     tokenizer: str | None = None
+    """tokenizer_digest() of the model path."""
     settings: Mapping[str, object] = field(default_factory=dict)
+    """Its settings that have a verdict in config/sglang_settings.toml."""
     token_versions: bool = False
+    """Its answers name the weight version of every token."""
 
 
 def server_info(
@@ -73,22 +74,25 @@ def server_info(
     timeout: float = PROBE_SECONDS["cpu"],
     resume: bool = False,
 ) -> ServerInfo:
-    """Ask the server at `url`; it must not be paused.  Raises ServerError when it does not answer
-    as SGLang does.
+    """Ask the server at `url`, which must not be paused, about itself.
 
-    timeout: seconds of each request.  resume: it may be paused, by a run that ended during a weight
-    sync.  Only for one that sends all weights before it samples: they may be half-updated.
+    timeout: seconds of each request.
+    resume: first resume a server that a run paused and that ended during a weight sync.  Its
+    weights may be half-updated, so only a caller that sends all weights before it samples may do
+    this.
+
+    Raises ServerError when the server does not answer as SGLang does.
     """
     with httpx.Client(base_url=url, headers=headers, timeout=timeout) as http:
         check_no_router(http)
-        if resume:  # no effect on one that is not paused
+        if resume:  # without effect on a server that is not paused
             ask(http, "POST", "/continue_generation", {})
         model = ask(http, "GET", "/model_info")
         server = ask(http, "GET", "/server_info")
         routed = bool(server.get("enable_return_routed_experts"))
         meta = sample_one_token(http, {"temperature": 0.0}, return_routed_experts=routed)
-    # /server_info keeps the path the server was started on; /model_info's moves with every push
-    # through the disk
+    # the path that the server was started on: /model_info's changes with every weight sync through
+    # the disk
     model_path = str(server.get("model_path"))
     config = read_served_config(Path(model_path))
     return ServerInfo(
@@ -119,8 +123,8 @@ def check_server(
     dtype: str | None = None,
     tokenizer: str | None = None,
 ) -> None:
-    """Raise ServerError unless the server serves the model of `spec` (and `dtype`, `tokenizer`,
-    where given) in a usable way.
+    """Raise ServerError unless the server has the model of `spec`, and the `dtype` and `tokenizer`
+    digest unless they are None.
     """
     if want_routes:
         check_returned_routes(info, spec)
@@ -146,22 +150,19 @@ def check_settings(
 ) -> None:
     """Raise ServerError for a setting that may make expert ids, log-probs or weights wrong.
 
-    gets_weights: whether this run sends weights to the server.
+    gets_weights: this run sends weights to the server.
     """
-    found = list(problems(info.settings, rollout.allow_unproven, needs_routes=want_routes))
-    if (
-        gets_weights
-        and rollout.weight_sync != "disk"
-        and (problem := broadcast_problem(info.settings))
-    ):
-        found.append(problem)
-    if found:
-        raise ServerError("\n".join(f"SGLang server {info.url} has {each}" for each in found))
+    wrong = list(problems(info.settings, rollout.allow_unproven, needs_routes=want_routes))
+    is_broadcast = gets_weights and rollout.weight_sync != "disk"
+    if is_broadcast and (problem := broadcast_problem(info.settings)):
+        wrong.append(problem)
+    if wrong:
+        raise ServerError("\n".join(f"SGLang server {info.url} has {text}" for text in wrong))
 
 
 def check_in_place(info: ServerInfo, rollout: RolloutConfig) -> None:
-    """Raise ServerError for a server whose requests must not continue under other weights
-    (rollout.weight_update = in_place).
+    """Raise ServerError if rollout.weight_update = in_place and the server's requests must not
+    continue under other weights.
     """
     if rollout.weight_update != "in_place":
         return
@@ -172,21 +173,21 @@ def check_in_place(info: ServerInfo, rollout: RolloutConfig) -> None:
             " weight_versions: rollout.weight_update = in_place needs the weight version of every"
             f" token; upgrade it to SGLang 0.5.19 or newer, {fix}"
         )
-    found = info.settings.get("disable_overlap_schedule")
-    if found is not True:
+    is_disabled = info.settings.get("disable_overlap_schedule")
+    if is_disabled is not True:
         raise ServerError(
-            f"SGLang server {info.url} has disable_overlap_schedule = {json.dumps(found)}: must be"
-            " true with rollout.weight_update = in_place, as a token that the old weights have"
-            " sampled when the server pauses is otherwise reported as the new weights'; start it"
-            f" with --disable-overlap-schedule, {fix}"
+            f"SGLang server {info.url} has disable_overlap_schedule = {json.dumps(is_disabled)}:"
+            " must be true with rollout.weight_update = in_place, as a token that the old weights"
+            " sampled just before the server pauses is otherwise reported as the new weights';"
+            f" start it with --disable-overlap-schedule, {fix}"
         )
 
 
 def accepted_lines(
     infos: Sequence[ServerInfo], rollout: RolloutConfig, *, want_routes: bool
 ) -> list[str]:
-    """One line for each unproven setting that rollout.allow_unproven accepts, with the servers that
-    have it.
+    """Return one line for each unproven setting that rollout.allow_unproven accepts, with the
+    servers that have it.
     """
     urls: dict[str, list[str]] = {}
     for info in infos:
@@ -196,7 +197,7 @@ def accepted_lines(
 
 
 def check_returned_routes(info: ServerInfo, spec: ModelSizes) -> None:
-    """Raise ServerError unless expert ids come back, in a form this run understands."""
+    """Raise ServerError unless the server returns expert ids in a form that this run can read."""
     if not info.routed_experts:
         raise ServerError(
             f"SGLang server {info.url} was started without --enable-return-routed-experts and would"
@@ -205,8 +206,8 @@ def check_returned_routes(info: ServerInfo, spec: ModelSizes) -> None:
         )
     if info.route_width == 0:  # the server returns ids, but not to this client
         raise ServerError(
-            f"SGLang server {info.url} runs with --enable-return-routed-experts, but a request that"
-            " asks for expert ids comes back with none, this run needs"
+            f"SGLang server {info.url} runs with --enable-return-routed-experts, but its answer to"
+            " a request for expert ids has none, and this run needs"
             f" {spec.num_layers * spec.top_k} per token: something in front of the server drops"
             " return_routed_experts, as sglang-router does; put the servers' own URLs into"
             " rollout.urls"
@@ -224,7 +225,7 @@ def check_returned_routes(info: ServerInfo, spec: ModelSizes) -> None:
 
 
 def check_identical(infos: Sequence[ServerInfo]) -> None:
-    """Raise ServerError unless all servers are of one version and precision: mu must be one
+    """Raise ServerError unless all servers have the same version and precision: mu must be one
     distribution.
     """
     for info in infos[1:]:
@@ -233,50 +234,51 @@ def check_identical(infos: Sequence[ServerInfo]) -> None:
             if ours != theirs:
                 raise ServerError(
                     f"SGLang server {info.url} has {what} = {theirs}, {infos[0].url} has {ours}:"
-                    " they must be the same in a run"
+                    " they must be the same in a run; start both with one SGLang and one --dtype"
                 )
 
 
 def check_no_router(http: httpx.Client) -> None:
-    """Raise ServerError when a router answers instead of a server: it knows its workers, but no
-    weights and versions.
+    """Raise ServerError when a router answers instead of a server: it has workers, but no weights
+    and versions.
     """
     try:
         if http.get("/model_info").status_code != 404:
             return
-        found = [path for path in ROUTER_PATHS if http.get(path).status_code == 200]
+        router_paths = [path for path in ROUTER_PATHS if http.get(path).status_code == 200]
     except httpx.HTTPError as error:
         raise ServerError(
             f"SGLang server {http.base_url} did not answer /model_info: {error!r}"
         ) from error
-    if found:
+    if router_paths:
         raise ServerError(
-            f"{http.base_url} is a router in front of SGLang servers (it answers {found[0]}, not"
-            " /model_info): weights, versions and cache flushes must reach every server, and"
+            f"{http.base_url} is a router in front of SGLang servers (it answers {router_paths[0]},"
+            " not /model_info): weights, versions and cache flushes must reach every server, and"
             " sglang-router drops return_routed_experts; put the servers' own URLs into"
             " rollout.urls"
         )
 
 
 def tokenizer_digest(path: Path) -> str | None:
-    """The first 16 hex digits of the sha256 of the tokenizer's files in a checkpoint; None where
-    none can be read.
+    """Return the first 16 hex digits of the sha256 of the tokenizer's files in a checkpoint, or
+    None where none can be read.
     """
-    digest, found = hashlib.sha256(), False
+    digest, is_read = hashlib.sha256(), False
     for name in TOKENIZER_FILES:
         try:
             content = (path / name).read_bytes()
         except OSError:
             continue
-        found = True
+        is_read = True
         # with name and length: moving bytes between files changes the digest
         digest.update(name.encode() + len(content).to_bytes(8, "little") + content)
-    return digest.hexdigest()[:16] if found else None
+    return digest.hexdigest()[:16] if is_read else None
 
 
 def auth_headers(rollout: RolloutConfig) -> dict[str, str]:
-    """The Authorization header for the servers, {} without rollout.api_key_env; ValueError if the
-    variable is unset.
+    """Return the Authorization header for the servers, {} without rollout.api_key_env.
+
+    Raises ValueError if that variable is unset or empty.
     """
     if rollout.api_key_env is None:
         return {}
@@ -284,21 +286,21 @@ def auth_headers(rollout: RolloutConfig) -> dict[str, str]:
     if not key:
         raise ValueError(
             f"rollout.api_key_env = {rollout.api_key_env!r}: that environment variable is unset or"
-            " empty"
+            " empty; set it to the servers' API key, or remove the setting"
         )
     return {"Authorization": f"Bearer {key}"}
 
 
 def ask(http: httpx.Client, method: str, path: str, body: Json | None = None) -> Json:
-    """The answer to one request, which must be a JSON object; ServerError, without the API key, if
-    it is not.
+    """Return the answer to one request.
+
+    Raises ServerError, without the API key, where it is not a JSON object with status 200.
     """
     try:
         response = http.request(method, path, json=body)
     except httpx.HTTPError as error:
-        hint = (
-            f"; {IF_PAUSED}" if path == "/generate" and isinstance(error, httpx.ReadTimeout) else ""
-        )
+        may_be_paused = path == "/generate" and isinstance(error, httpx.ReadTimeout)
+        hint = f"; {IF_PAUSED}" if may_be_paused else ""
         raise ServerError(
             f"SGLang server {http.base_url} did not answer {path}: {error!r}{hint}"
         ) from error
@@ -323,34 +325,34 @@ def ask(http: httpx.Client, method: str, path: str, body: Json | None = None) ->
 
 
 def sample_one_token(http: httpx.Client, sampling_params: Json, **body: object) -> Json:
-    """meta_info of one token sampled after a one-token prompt."""
-    sampling_params = {**sampling_params, "max_new_tokens": 1, "ignore_eos": True}
-    answer = ask(
-        http, "POST", "/generate", {"input_ids": [0], "sampling_params": sampling_params, **body}
-    )
+    """Sample one token after a one-token prompt and return its meta_info."""
+    params = {**sampling_params, "max_new_tokens": 1, "ignore_eos": True}
+    answer = ask(http, "POST", "/generate", {"input_ids": [0], "sampling_params": params, **body})
     return answer.get("meta_info", {})
 
 
 def route_width(meta: Json) -> int:
-    """Layers x top-k, from the routes of the only row of a one-token prompt."""
+    """Return layers x top-k, from the routes of the only row of a one-token prompt."""
     payload = meta.get("routed_experts") or ""
     return len(payload.rstrip("=")) * 3 // 4 // 4  # base64 characters -> bytes -> int32
 
 
 def read_served_config(model_path: Path) -> Json:
-    """config.json of a checkpoint, {} where it is not readable from this machine (a remote server's
+    """Return config.json of a checkpoint, {} where this machine cannot read it (a remote server's
     path).
     """
     try:
         config = json.loads((model_path / "config.json").read_text())
     except (OSError, ValueError):
         return {}
-    # multimodal checkpoints nest that of the language model
+    # multimodal checkpoints nest the language model's config
     return config.get("text_config", config)
 
 
 def resolved_dtype(dtype: str, config: Json) -> str:
-    """What SGLang's --dtype resolves to: its auto serves a float32 checkpoint in float16."""
+    """Return the dtype that SGLang's --dtype resolves to; its auto serves a float32 checkpoint in
+    float16.
+    """
     if dtype != "auto":
         return {"half": "float16", "float": "float32"}.get(dtype, dtype)
     stored = config.get("dtype") or config.get("torch_dtype")

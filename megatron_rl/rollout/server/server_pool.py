@@ -1,10 +1,10 @@
 """The SGLang servers of a run: started together, watched, and restarted when they die.
 
-A server serves only after a push of weights: `take()` returns those that answer now, the caller
-pushes to them and samples from them alone.  One that dies is replaced in the background, at most
-rollout.max_server_restarts times in all; its replacement is among the next `take()` that finds it
-ready, and until then reports the weight version UNPUSHED (or another one, where the checkpoint's
-own weights are to be sampled).
+A server serves only after a weight sync: `take()` returns those that answer now, and the caller
+sends weights to exactly these and samples from them alone.  A server that dies is replaced in the
+background, at most rollout.max_server_restarts times in all.  The first `take()` after its
+replacement answers returns it; until then the replacement reports the weight version UNPUSHED (or
+another one, where the checkpoint's own weights are to be sampled).
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from megatron_rl.rollout.server.server_info import ServerError
 
 UNPUSHED = "unpushed"
 POLL_SECONDS = 0.2
-NOTICE_SECONDS = 5.0  # between a failed request and the exit of its server's process
-ANSWER_SECONDS = 30.0  # a server whose /model_info takes longer hangs
+NOTICE_SECONDS = 5.0
+"""Longest time between a failed request and the exit of its server's process."""
+ANSWER_SECONDS = 30.0
+"""Time after which a server that does not answer /model_info hangs."""
 
 
 @dataclass
 class Slot:
-    """One of the servers; `server` changes with every restart, `log_path` does not."""
+    """The place of one server of the pool."""
 
     index: int
+    """Number in the pool, which also determines the log file, port and GPUs."""
     server: Server
+    """The server now in this place; a restart replaces it."""
     ready: bool = False
 
 
 class ServerPool:
-    """rollout.num_servers servers on checkpoint `model`.  Use as a context manager; `log` prints
-    one line.
+    """rollout.num_servers servers on checkpoint `model`, a context manager.
 
-    Logs: server.log in `log_dir`, or server_INDEX.log for more than one server; restarts are
+    log: prints one line.
+    log_dir: folder of server.log, or of server_INDEX.log for more than one server; restarts are
     appended.
 
     A thread watches the servers and starts the replacements.  It lives as long as the pool: the
@@ -94,12 +98,12 @@ class ServerPool:
         self._stop_all()
 
     def take(self) -> list[str]:
-        """URLs of the servers that answer now, at least one: the caller pushes weights to exactly
-        these.
+        """Return the URLs of the servers that answer now, at least one: the caller sends weights to
+        exactly these.
 
-        Raises ServerError when a server died once too often, naming it and its last log lines, or
-        when none of them answers within its start time and ANSWER_SECONDS, counted from the last
-        restart.
+        Raises ServerError when a server has died more often than rollout.max_server_restarts, with
+        its name and its last log lines, or when none answers within its start time and
+        ANSWER_SECONDS, counted from the last restart.
         """
         restarts, patience = -1, self.rollout.start_seconds(self.options["device"]) + ANSWER_SECONDS
         while True:
@@ -113,23 +117,23 @@ class ServerPool:
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"no server answers, {patience:g} s after the last start:"
-                    f" {', '.join(self.not_ready())}"
+                    f" {', '.join(self.not_ready())}; see the logs in {self.log_dir}"
                 )
             time.sleep(POLL_SECONDS)
 
     def index(self, url: str) -> int:
-        """Which of the rollout.num_servers servers listens at `url`."""
+        """Return the index of the server that listens at `url`."""
         return next(slot.index for slot in self.slots if slot.server.url == url)
 
     def not_ready(self) -> list[str]:
-        """URLs of the servers that do not serve (yet)."""
+        """Return the URLs of the servers that do not answer, or not yet."""
         return [slot.server.url for slot in self.slots if not slot.ready]
 
     def lost(self) -> list[str]:
-        """After a failed request: URLs of the last take() that do not serve any more.
+        """Return the URLs of the last take() that do not answer any more, after a failed request.
 
-        The exit of a process may be seen a moment after its connections broke, so this waits for
-        it.  A server whose process is there but does not answer /model_info is killed, and counts
+        The exit of a process may be seen a moment after its connections broke, so this method waits
+        for it.  A server whose process lives but does not answer /model_info is killed, and counts
         as lost.
         """
         self._kill_hanging()
@@ -142,16 +146,15 @@ class ServerPool:
             time.sleep(POLL_SECONDS)
 
     def log_path(self, index: int) -> Path:
-        return self.log_dir / (
-            "server.log" if self.rollout.num_servers == 1 else f"server_{index}.log"
-        )
+        is_alone = self.rollout.num_servers == 1
+        return self.log_dir / ("server.log" if is_alone else f"server_{index}.log")
 
     def _start(self, index: int) -> Server:
-        each = len(self.rollout.gpus) // self.rollout.num_servers
-        # with one seed they would sample the same responses
+        num_gpus = len(self.rollout.gpus) // self.rollout.num_servers
+        # with the same seed two servers would sample the same responses
         seed = self.options["seed"] + index + self.rollout.num_servers * self.restarts
         options: ServerOptions = {**self.options, "seed": seed}
-        gpus = self.rollout.gpus[index * each : (index + 1) * each]
+        gpus = self.rollout.gpus[index * num_gpus : (index + 1) * num_gpus]
         return start_server(
             self.model,
             self.rollout,
@@ -162,13 +165,13 @@ class ServerPool:
         )
 
     def _port(self, index: int) -> int:
-        """rollout.port + index, or a free one that no other server of the pool was given (it may
-        not listen yet).
+        """Return rollout.port + index, or a free port that no other server of the pool has, which
+        may not listen yet.
         """
         if self.rollout.port:
             return self.rollout.port + index
-        given = {slot.server.url.rpartition(":")[2] for slot in self.slots}
-        while str(port := free_port(self.rollout.host)) in given:
+        taken = {slot.server.url.rpartition(":")[2] for slot in self.slots}
+        while str(port := free_port(self.rollout.host)) in taken:
             pass
         return port
 
@@ -180,14 +183,15 @@ class ServerPool:
             except ServerError as error:
                 self.failure = error
                 break
-            except Exception as error:  # any: the run must not continue as if servers were watched
+            # any error: the run must not continue as if its servers were watched
+            except Exception as error:
                 self.failure = ServerError(f"watching the SGLang servers failed: {error!r}")
                 self.failure.__cause__ = error
                 break
         self.closing.wait()  # servers that this thread has started die with it
 
     def _check(self, slot: Slot) -> None:
-        """Replace a dead server; a replacement that answers is ready."""
+        """Replace a dead server, and note when a replacement answers."""
         try:
             if slot.ready:
                 slot.server.check_alive()
@@ -198,14 +202,15 @@ class ServerPool:
                 slot.ready = True
         except ServerError as error:
             slot.ready = False
-            slot.server.stop()  # what is left of its session
+            slot.server.stop()  # the remaining processes of its session
             self._replace(slot, error)
 
     def _replace(self, slot: Slot, error: ServerError) -> None:
         most = self.rollout.max_server_restarts
         if self.restarts >= most:
             raise ServerError(
-                f"{error}\nrollout.max_server_restarts = {most} restarts are spent: the run stops"
+                f"{error}\nrollout.max_server_restarts = {most} restarts are spent: the run stops;"
+                " the log lines above show why servers die"
             )
         self.restarts += 1  # before the start: the replacement's seed depends on it
         dead = slot.server.url
@@ -227,7 +232,8 @@ class ServerPool:
                 pass
 
     def _stop_all(self) -> None:
-        with contextlib.ExitStack() as stack:  # all are stopped, even if stopping one of them fails
+        # an ExitStack stops all servers even if stopping one of them fails
+        with contextlib.ExitStack() as stack:
             for slot in self.slots:
                 slot.server.process.terminate()
                 stack.callback(slot.server.stop)

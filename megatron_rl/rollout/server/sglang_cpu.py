@@ -1,9 +1,10 @@
-"""Start an unmodified SGLang server on a machine without a GPU: python -m
-megatron_rl.rollout.server.sglang_cpu OPTIONS
+"""Start an unmodified SGLang server on a machine without a GPU:
 
-SGLang ships a CPU path, but importing it and capturing routed experts still touch CUDA-only pieces.
+    python -m megatron_rl.rollout.server.sglang_cpu OPTIONS
+
+SGLang ships a CPU path, but importing it and capturing routed experts still use CUDA-only parts.
 Each function of WORK_AROUNDS removes one obstacle; tests/unit/rollout/test_sglang_cpu.py fails as
-soon as SGLang no longer needs one. Needs SGLang >= 0.5.20 (0.5.21 tested).  Nothing is imported or
+soon as SGLang no longer needs one.  Needs SGLang >= 0.5.20 (0.5.21 tested).  Nothing is imported or
 patched until this module is the main program.
 """
 
@@ -28,7 +29,7 @@ TORCHVISION_MODULES = (
 
 
 def main(argv: list[str]) -> None:
-    """Run the server in the foreground; the options are SGLang's own."""
+    """Run the server in the foreground; `argv` are SGLang's own options."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -49,13 +50,15 @@ def prepare(skip: Collection[str] = ()) -> None:
 
 
 def select_cpu_engine() -> None:
-    """Without this variable SGLang's is_cpu() is False on x86 and the CUDA code paths are taken."""
+    """Set the variable without which SGLang's is_cpu() is False on x86 and it takes the CUDA code
+    paths.
+    """
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 
 def stub_sgl_kernel() -> None:
-    """Speculative-decoding modules import names of the CUDA kernel wheel at module level; no CPU
-    code calls them.
+    """Stub the CUDA kernel wheel: speculative-decoding modules import names of it at module level,
+    which no CPU code calls.
     """
     if importlib.util.find_spec("sgl_kernel") is not None:
         return
@@ -75,9 +78,11 @@ def stub_sgl_kernel() -> None:
 
 
 def stub_image_processor() -> None:
-    """Without torchvision, transformers' AutoImageProcessor is a dummy whose every attribute
-    raises; SGLang registers vision processors with it at import.  `import sglang` re-creates the
-    transformers module, so it must come first."""
+    """Replace transformers' AutoImageProcessor where torchvision is missing: it is then a dummy
+    whose every attribute raises, and SGLang registers vision processors with it at import.
+
+    `import sglang` re-creates the transformers module, so it must come first.
+    """
     if importlib.util.find_spec("torchvision") is not None:
         return
     import sglang  # noqa: F401
@@ -85,17 +90,17 @@ def stub_image_processor() -> None:
     class AutoImageProcessor:
         @staticmethod
         def register(*args: object, **kwargs: object) -> None:
-            """No vision model runs here."""
+            """Do nothing: no vision model runs here."""
 
     sys.modules["transformers"].__dict__["AutoImageProcessor"] = AutoImageProcessor
 
 
 def stub_torchvision() -> None:
-    """Some vision configs import torchvision at module level.  A real torchvision does not help:
-    its wheel for another torch build breaks transformers in every process of the environment.
+    """Stub torchvision, which some vision configs import at module level.
 
-    Runs after `stub_image_processor`, whose `import sglang` lets transformers see that torchvision
-    is absent.
+    A real torchvision does not help: its wheel for another torch build breaks transformers in every
+    process of the environment.  Runs after `stub_image_processor`, whose `import sglang` lets
+    transformers see that torchvision is absent.
     """
     if importlib.util.find_spec("torchvision") is not None:
         return
@@ -110,8 +115,8 @@ def stub_torchvision() -> None:
 
 
 def allocate_without_pinning() -> None:
-    """The routed-experts capturer pins its host buffer with cudaHostRegister; without CUDA plain
-    memory is right.
+    """Give the routed-experts capturer plain memory instead of a host buffer that it pins with
+    cudaHostRegister.
     """
     import torch
     from sglang.srt.mem_cache.pool_host import common
@@ -125,7 +130,7 @@ def allocate_without_pinning() -> None:
 
 
 def synchronize_nothing() -> None:
-    """The checksums of /weights_checker wait for CUDA before and after, on any device."""
+    """Disable torch.cuda.synchronize: the checksums of /weights_checker call it on any device."""
     import torch
 
     if not torch.cuda.is_available():
@@ -143,8 +148,8 @@ WORK_AROUNDS: tuple[Callable[[], None], ...] = (
 
 
 def stub_module(name: str, attribute: Callable[[str], object]) -> types.ModuleType:
-    """Put an importable package `name` into sys.modules (and on its parent) whose attributes come
-    from `attribute`.
+    """Put an importable package `name`, whose attributes `attribute` makes, into sys.modules and on
+    its parent.
     """
     module = types.ModuleType(name)
     module.__path__ = []
