@@ -68,7 +68,7 @@ class RolloutClient(GroupSampler):
     ) -> None:
         super().__init__(urls, cfg, SampleRules(spec, want_routes, drop_missing_routes), run)
         self.episodes = episodes
-        # made once: reading certificates takes 20 ms, too long for the event loop
+        # made once, as reading certificates takes 20 ms, too long for the event loop
         self._tls = httpx.create_ssl_context(trust_env=False)
         self._lock = threading.Lock()  # guards the fields below
         self._stats = CallStats()
@@ -126,7 +126,7 @@ class RolloutClient(GroupSampler):
         an SGLang server).
         """
         for group in groups:
-            group.server = ""  # prefix caches were flushed since
+            group.server = ""  # no preference: prefix caches were flushed since its last request
         keep = len(groups) if keep is None else keep
         if not 0 <= keep <= len(groups):
             raise ValueError(
@@ -248,11 +248,12 @@ class RolloutClient(GroupSampler):
         group: PartialGroup,
     ) -> None:
         """Complete one group as soon as a slot is free, and report it."""
+        # the slot is taken for all turns and retries of the group
         async with slots:
             if call.drains:
                 raise GroupCancelled
             await fill(group)
-        if not call.enough:
+        if not call.enough:  # a group that completes while it is aborted is not reported
             call.stats.tokens += sum(r.episode_length for r in group.rollouts.values())
             if on_progress is not None:
                 on_progress(group)

@@ -98,6 +98,7 @@ class GroupSampler:
         """
         if call.enough:
             raise GroupCancelled
+        # responses may have become too old while the group waited for its slot or its retry
         drop_older([group], self.oldest_version, self.counters)
         missing = group.missing
         server = self.balancer.pick([url for url, _ in group.troubles], group.server)
@@ -114,6 +115,7 @@ class GroupSampler:
             self.counters.failures[error.reason] += 1
             self._blame(group, server, str(error), is_servers=True)
             raise
+        # an answer after the abort of all requests: it may be incomplete, and no retry follows
         is_cut = call.enough
         if is_cut and not call.keeps_parts:
             self.counters.count_cancelled(samples)
@@ -206,6 +208,7 @@ class GroupSampler:
             want_routes=self.rules.want_routes,
             in_place=self.cfg.weight_update == "in_place",
         )
+        # an upper bound of the load: responses may end earlier
         tokens = request.num_samples * (len(group.prompt.token_ids) + sampling.max_tokens)
         spans = RequestTrace(self.trace, server.url, request.rid)
         server.tokens += tokens

@@ -73,11 +73,11 @@ class LoadBalancer:
 
         def order(server: ServerState) -> tuple[float, bool, bool, int]:
             # an open circuit is tried by one request at a time
-            closed = not server.is_open or (now >= server.open_until and server.requests == 0)
+            is_usable = not server.is_open or (now >= server.open_until and server.requests == 0)
             return (
-                -math.inf if closed else server.open_until,
+                -math.inf if is_usable else server.open_until,
                 server.url in avoid,
-                server.url != prefer,
+                server.url != prefer,  # a cached prefix counts before the load
                 server.tokens,
             )
 

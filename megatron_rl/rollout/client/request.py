@@ -80,6 +80,7 @@ async def connections(
     pool = aiohttp.TCPConnector(limit=0, ssl=tls, keepalive_timeout=KEEPALIVE_SECONDS)
     async with aiohttp.ClientSession(
         connector=pool,
+        # no compression: a body is limited and cut as it arrives
         headers={"Accept-Encoding": "identity", "Content-Type": "application/json"}
         | auth_headers(cfg),
         timeout=aiohttp.ClientTimeout(sock_connect=cfg.connect_timeout_seconds),
@@ -95,6 +96,7 @@ class Body(aiohttp.BytesPayload):
     Raises SocketTimeoutError if the server does not read it within `seconds`.
     """
 
+    # aiohttp has deadlines for connecting and reading, and none for sending
     def __init__(self, body: dict[str, object], seconds: float) -> None:
         super().__init__(orjson.dumps(body))
         self._seconds = seconds
@@ -168,6 +170,7 @@ class GenerateRequest:
         """
         if (self.num_samples - 1) * len(self.prompt.token_ids) < SHARED_PREFILL_TOKENS:
             return None
+        # no routes of known rows either: the prompt alone may be shorter than what is known
         nothing = replace(self.sampling, max_tokens=0, first_row=0, truncation=None)
         prompt_alone = replace(self, rid=f"{self.rid}.prefill", prefixes=[()], sampling=nothing)
         return prompt_alone.body() | {"return_logprob": False}
@@ -238,10 +241,12 @@ async def read_samples(content: memoryview, num_samples: int, spans: RequestTrac
         raise RetryableError(
             "bad_body", f"not JSON ({error}): {bytes(content[:80]).decode(errors='replace')!r}"
         ) from error
-    if isinstance(samples, list) and len(samples) == num_samples:
+    if not isinstance(samples, list):
+        answer = f"a {type(samples).__name__}"
+    elif len(samples) != num_samples:
+        answer = f"{len(samples)} samples"
+    else:
         return samples
-    is_list = isinstance(samples, list)
-    answer = f"{len(samples)} samples" if is_list else f"a {type(samples).__name__}"
     raise RetryableError("bad_body", f"{answer} for {num_samples} copies of a prompt")
 
 
@@ -284,6 +289,7 @@ async def post(
     RetryableError for a body above `max_bytes` or a pause above `idle_seconds`, and
     aiohttp.ClientError.
     """
+    # no redirects: the answer must come from the server whose weights are known
     with spans.span("until first byte"):
         response = await http.post(f"{url}/generate", data=body, allow_redirects=False)
     with spans.span("answer"):

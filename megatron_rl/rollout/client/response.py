@@ -104,6 +104,7 @@ def parse_sample(
     response = parse_tokens(fields, meta, spec.vocab_size, max_tokens)
     logprobs, mask, routes, missing = parse_logprobs(meta, response), None, None, None
     if sampling.truncation is not None:
+        # over the kept sets: these replace the log-probs over the vocabulary
         mask, logprobs = parse_mask(meta, rollout_id, response, spec.vocab_size)
     versions = parse_versions(spans, len(response))
     if rules.want_routes:
@@ -111,6 +112,7 @@ def parse_sample(
         length = len(inputs) + len(response)
         routes, missing = parse_routes(meta, rollout_id, length, spec, known, first_row)
         if versions[-1] > version:
+            # only rows that were known before the request keep their routes
             first_row = 0 if known is None else first_row
             routes, missing = after_retraction(meta, routes, missing, first_row)
     if rules.drop_missing_routes:
@@ -140,6 +142,7 @@ def check_all_rows(rollout_id: str, missing: np.ndarray | None) -> None:
 def is_small(sample: object, prompt: Prompt, rules: SampleRules) -> bool:
     """Return True if reading the sample takes less time than starting a thread for it."""
     tokens = len(prompt.token_ids) + num_tokens(sample)
+    # per token its id, and its expert ids where they are requested
     ids_per_token = rules.spec.num_layers * rules.spec.top_k * rules.want_routes
     return tokens * (1 + ids_per_token) < SMALL_VALUES
 
@@ -182,6 +185,7 @@ def check_continues(prefix: Rollout, more: Rollout) -> None:
             f"rollout {prefix.id}: its continuation begins with other tokens than were sampled"
             " before"
         )
+    # servers' weights only become newer, and so do the versions of a response's tokens
     if more.oldest_version < prefix.policy_versions[-1]:
         raise ValueError(
             f"rollout {prefix.id}: its continuation is of older weights than its prefix"
@@ -287,6 +291,7 @@ def payload_length(num_rows: int, spec: ModelSizes) -> int:
 
 def sends_all_rows(sample: object, rollout: Rollout, spec: ModelSizes) -> bool:
     """Return True if the sample that became `rollout` holds the routes of all tokens."""
-    payload, num_rows = meta_info(sample).get("routed_experts"), len(rollout.tokens) - 1
-    is_payload = isinstance(payload, str | memoryview)
-    return is_payload and len(payload) == payload_length(num_rows, spec)
+    payload = meta_info(sample).get("routed_experts")
+    if not isinstance(payload, str | memoryview):
+        return False
+    return len(payload) == payload_length(len(rollout.tokens) - 1, spec)

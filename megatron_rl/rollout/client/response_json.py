@@ -27,6 +27,7 @@ LONG_VALUES = (
 KEY = re.compile(rb'(?<!\\)"(' + b"|".join(LONG_VALUES) + rb')"\s*:\s*(?=["\[])')
 """A key and its colon before a long value.  A quote inside a JSON string is escaped, so this text
 cannot be part of one."""
+# ends of a list of lists, written without spaces, and of a flat list
 NESTED, FLAT = re.compile(rb"\]\]"), re.compile(rb"\]")
 ENDS = {b"output_token_logprobs": NESTED, b"output_token_sampling_mask": NESTED}
 BETWEEN = {key: re.compile(rb"\],") for key in ENDS}
@@ -85,7 +86,7 @@ def parse_in_pieces(content: Content) -> object:
 
     Raises ValueError where a value does not end as expected.
     """
-    # random: a server cannot send a text that is taken for a cut
+    # random, so that no text of a server can be taken for a mark
     mark, at = secrets.token_hex(16), 0
     values: list[object] = []
     pieces: list[Content] = []
@@ -132,7 +133,7 @@ def parse_list(content: Content, start: int, stop: int, between: re.Pattern[byte
     elements: list[object] = []
     while start < stop:
         cut = between.search(content, min(start + PIECE_BYTES, stop), stop)
-        end = stop if cut is None else cut.end() - 1
+        end = stop if cut is None else cut.end() - 1  # without the comma
         elements += orjson.loads(b"[" + bytes(content[start:end]) + b"]")
         start = end + 1
         if start == stop:  # a comma before the closing bracket

@@ -32,7 +32,7 @@ from megatron_rl.config.rules.server_rules import check_host, check_python
 from megatron_rl.launch import nccl
 from megatron_rl.rollout.server.server_info import ServerError, auth_headers
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent dies
 PING_SECONDS = 5.0
 PROGRESS_SECONDS = 30.0
 STOP_GRACE_SECONDS = 3.0  # SGLang needs about 8 s to exit by itself and has nothing to save
@@ -304,10 +304,10 @@ def spawn(
     return subprocess.Popen(
         command,
         env=env,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,  # SGLang must not read the terminal of the run
         stdout=log,
         stderr=subprocess.STDOUT,
-        start_new_session=True,
+        start_new_session=True,  # stop() kills the processes of this session
         preexec_fn=die_with_parent,
     )
 
