@@ -137,27 +137,6 @@ class Call:
         """The client's present record, which take_stats() replaces during a call."""
         return self.get_stats()
 
-    async def first_to_finish(
-        self, groups: Sequence[PartialGroup], keep: int
-    ) -> list[PartialGroup]:
-        """Wait for `keep` complete groups and for all that are due.
-
-        Returns `keep` complete groups, those that are due before others, in the order of `groups`.
-        Raises what a task raised.
-        """
-        complete = [group for group in groups if group.is_complete]
-        waiting = set(self.tasks)
-        while len(complete) < keep or not all(
-            group.is_complete for group in groups if group.is_due
-        ):
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            # in the order of `tasks`, as a set has none: ties are repeatable
-            for task in [task for task in self.tasks if task in done]:
-                task.result()
-                complete.append(self.tasks[task])
-        complete = sorted(complete, key=lambda group: not group.is_due)[:keep]
-        return [group for group in groups if group in complete]
-
     async def follow(
         self, commands: Commands, begin: Callable[[Sequence[PartialGroup]], None]
     ) -> Ending:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -206,7 +206,7 @@ class RolloutClient(GroupSampler):
             try:
                 begin(groups)
                 if commands is None:
-                    kept = await call.first_to_finish(groups, keep)
+                    kept = await first_to_finish(call.tasks, groups, keep)
                     self.counters.cancelled_groups += 0 if call.keeps_parts else len(groups) - keep
                 elif await call.follow(commands, begin) == "drain":
                     await call.drain()
@@ -263,3 +263,23 @@ class RolloutClient(GroupSampler):
             if self.is_stopped:
                 raise RolloutError("the rollout client was stopped")
             self._running = asyncio.get_running_loop(), this_task()
+
+
+async def first_to_finish(
+    tasks: Mapping[asyncio.Task[None], PartialGroup], groups: Sequence[PartialGroup], keep: int
+) -> list[PartialGroup]:
+    """Wait until `keep` groups and all that are due are complete.
+
+    Returns `keep` complete groups, those that are due before others, in the order of `groups`.
+    Raises what a task raised.
+    """
+    complete = [group for group in groups if group.is_complete]
+    waiting = set(tasks)
+    while len(complete) < keep or not all(group.is_complete for group in groups if group.is_due):
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        # in the order of `tasks`, as a set has none: ties are repeatable
+        for task in [task for task in tasks if task in done]:
+            task.result()
+            complete.append(tasks[task])
+    complete = sorted(complete, key=lambda group: not group.is_due)[:keep]
+    return [group for group in groups if group in complete]
