@@ -168,7 +168,7 @@ def launch_server(
     server = start_server(model, rollout, log_path=log_path, **options)
     try:
         server.wait_until_ready()
-    except BaseException:
+    except BaseException:  # an interrupt, too, must not leave a server running
         server.stop()
         raise
     return server
@@ -292,6 +292,7 @@ def spawn(
     if device == "cuda":
         nccl.set_defaults(env, command)
     else:
+        # servers share the cores with the ranks: one thread each, unless the user sets more
         env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     parent = os.getpid()
 

@@ -81,12 +81,14 @@ class ServerPool:
         """
         try:
             for index in range(self.rollout.num_servers):
+                # restarts append to the log, an earlier run's is deleted
                 self.log_path(index).unlink(missing_ok=True)
                 self.slots.append(Slot(index, self._start(index)))
+            # all load their checkpoints at the same time
             for slot in self.slots:
                 slot.server.wait_until_ready(self.log)
                 slot.ready = True
-        except BaseException:
+        except BaseException:  # an interrupt, too, must not leave a server running
             self._stop_all()
             raise
         self.watcher.start()
@@ -235,5 +237,6 @@ class ServerPool:
         # an ExitStack stops all servers even if stopping one of them fails
         with contextlib.ExitStack() as stack:
             for slot in self.slots:
+                # all get the signal first, so that they exit at the same time
                 slot.server.process.terminate()
                 stack.callback(slot.server.stop)
