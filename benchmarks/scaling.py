@@ -72,7 +72,7 @@ from megatron_rl.batch.assignment import POD, Plan, make_plan
 from megatron_rl.batch.balance import Work
 from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.checkpoint.manifest import FileDigest, digest_files, manifest_text
-from megatron_rl.checkpoint.places import beginning, complete, piece
+from megatron_rl.checkpoint.torch_dist.metadata_pieces import beginning, complete, piece
 from megatron_rl.config import load_config
 from megatron_rl.launch.status import StatusWriter
 from megatron_rl.launch.watchdog import READ_AT_ONCE, Heartbeat, Watchdog

@@ -6,7 +6,7 @@ checkpointer  save (in the background, if set), load, and the alternative to a d
 save_policy   when the training loop saves, on signals, and what it resumes from
 state         model, optimizer and random generators <-> what megatron-core's dist_checkpointing
               shards
-writer        core's torch_dist format, written by threads of this process, errors reported to every
+
               rank
 manifest      digests of every file
 folder        names, atomic commit, the `latest` pointer, retention

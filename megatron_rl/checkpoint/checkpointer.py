@@ -68,14 +68,14 @@ from megatron_rl.checkpoint.state import (
     set_rng_state,
     sharded_state,
 )
+from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint
+from megatron_rl.checkpoint.torch_dist.shard_writer import Planner, Shards, write_common
 from megatron_rl.checkpoint.write_progress import show_writing
-from megatron_rl.checkpoint.writer import Planner, Shards, write_common
 from megatron_rl.config import plain_values
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.console import ShowProgress
 from megatron_rl.records import Files
-from megatron_rl.weights.safe_load import SafeCheckpoint
 
 FORMAT_VERSION = 1
 MAX_SHOWN = 5
@@ -102,7 +102,7 @@ class Snapshot:
 class Written(NamedTuple):
     """Of one rank.
 
-    places: of its parts, for the metadata (places.piece); digests: of the rank's files.
+    places: of its parts, for the metadata (metadata_pieces.piece); digests: of the rank's files.
     """
 
     places: bytes

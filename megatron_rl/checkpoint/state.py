@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.checkpoint.optimizer_parts import load_parts, sharded_parts
+from megatron_rl.checkpoint.torch_dist.optimizer_parts import load_parts, sharded_parts
 from megatron_rl.engine.engine import Engine
 
 # Model and optimizer ------------------------------------------------------------------------------

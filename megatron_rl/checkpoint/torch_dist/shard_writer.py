@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_rl.checkpoint import places
+from megatron_rl.checkpoint.torch_dist import metadata_pieces
 
 FORMAT = ("torch_dist", 1)
 FILES_PER_RANK = 2
@@ -58,7 +58,7 @@ Bucket = tuple[
 
 @dataclass
 class Shards:
-    """What this rank writes, one file per bucket.  metadata: on rank 0, places.beginning of the
+    """What this rank writes, one file per bucket.  metadata: on rank 0, metadata_pieces.beginning of the
     checkpoint's.
 
     live: addresses of the memory that training will change; core's plan has already copied views of
@@ -103,7 +103,7 @@ class Shards:
         with ThreadPoolExecutor(FILES_PER_RANK) as pool:
             results = list(pool.map(self._write_bucket, self.buckets))
         self.buckets = []  # frees the copies
-        return places.piece(item for result in results for item in result)
+        return metadata_pieces.piece(item for result in results for item in result)
 
     def _write_bucket(self, bucket: Bucket) -> list[WriteResult]:
         results: queue.SimpleQueue[tuple[int, list[WriteResult] | BaseException]] = (
@@ -123,7 +123,7 @@ class Shards:
     def write_metadata(self, pieces: list[bytes]) -> None:
         """On rank 0, when all ranks have written: the file and offset of each tensor."""
         with open(Path(self.writer.checkpoint_dir) / METADATA, "wb") as file:
-            file.writelines(places.complete(self.metadata, pieces))
+            file.writelines(metadata_pieces.complete(self.metadata, pieces))
             file.flush()
             os.fsync(file.fileno())
 
@@ -155,7 +155,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
         # only here: freed when they are written
         buckets, writer.write_buckets = writer.write_buckets or [], None
         if plan[1] is not None:  # on rank 0, in the first save
-            self.metadata = places.beginning(plan[1])
+            self.metadata = metadata_pieces.beginning(plan[1])
         self.validated_cache_reuse = True  # core would gather and compare all plans once more
         return Shards(writer, buckets, self.metadata)
 

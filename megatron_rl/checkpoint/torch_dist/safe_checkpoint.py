@@ -33,9 +33,10 @@ from megatron.core.dist_checkpointing.validation import (
     validate_sharding_integrity,
 )
 
+from megatron_rl.checkpoint.torch_dist.chunk_reader import TorchDist, check_keys
+from megatron_rl.checkpoint.torch_dist.chunks import Chunk
 from megatron_rl.weights.hf.files import CheckpointError, load_plain
 from megatron_rl.weights.names import canonical
-from megatron_rl.weights.torch_dist import Chunk, TorchDist, check_keys
 
 COMMON_FILE = "common.pt"  # core's common state, which we keep empty
 
