@@ -32,6 +32,7 @@ from torch import Tensor
 from megatron_rl.batch.pack import pack
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.batch.transfer import encode_samples
+from megatron_rl.checkpoint.all_ranks import gather_values, layout_name, on_every_rank
 from megatron_rl.checkpoint.bundle_sequences import (
     BundleError,
     SavedSequences,
@@ -41,12 +42,7 @@ from megatron_rl.checkpoint.bundle_sequences import (
     read_replica,
     replica_name,
 )
-from megatron_rl.checkpoint.checkpointer import (
-    CheckpointError,
-    gather_values,
-    layout_name,
-    on_every_rank,
-)
+from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.config import ParallelConfig, plain_values
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.engine.engine import Engine, OldPass, ReplayMode

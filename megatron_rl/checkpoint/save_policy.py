@@ -15,7 +15,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron_rl.batch.collectives import all_reduce_ints
-from megatron_rl.checkpoint.checkpointer import Checkpointer, Restored, Snapshot
+from megatron_rl.checkpoint.checkpoint_loader import Restored
+from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
 from megatron_rl.checkpoint.folder import (
     STATE,
     STOPPED,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.bundle import results_of, write_bundle
-from megatron_rl.checkpoint.checkpointer import CheckpointError
+from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine, OldPass
 from megatron_rl.metrics.events import Events

@@ -234,7 +234,8 @@ def spoil_and_load(checkpoint, folder, trials):
     """
     import random
 
-    from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
+    from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+    from megatron_rl.checkpoint.folder import CheckpointError
     from megatron_rl.distributed import from_rank_0
     from tests.dist.engines import make_engine
     from tests.unit.checkpoint.test_manifest import KINDS, spoil
@@ -278,8 +279,8 @@ def fail_to_write(checkpoint, folder):
 
     import torch.distributed as dist
 
-    from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
-    from megatron_rl.checkpoint.folder import latest_checkpoint
+    from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+    from megatron_rl.checkpoint.folder import CheckpointError, latest_checkpoint
     from megatron_rl.checkpoint.torch_dist.shard_writer import Shards
     from tests.dist.engines import make_engine
 

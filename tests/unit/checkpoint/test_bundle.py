@@ -20,7 +20,7 @@ from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.checkpoint import bundle as bundle_module
 from megatron_rl.checkpoint.bundle import Bundle, read_header, results_of, write_bundle
 from megatron_rl.checkpoint.bundle_sequences import BundleError
-from megatron_rl.checkpoint.checkpointer import CheckpointError
+from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.metrics.reduce import MetricSums
 from tests.dist.engines import make_engine, random_batch
 from tests.tiny import random_checkpoint

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
+from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.checkpoint.manifest import MANIFEST, digest_files, manifest_text, read_manifest
 from megatron_rl.checkpoint.torch_dist.metadata import read_metadata
 from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.checkpointer import CheckpointError
+from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.config import load_config
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.reduce import MetricSums
