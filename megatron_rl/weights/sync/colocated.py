@@ -27,10 +27,8 @@ from torch.multiprocessing import reductions
 
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.servers import Calls, Servers, WeightPushError
-from megatron_rl.weights.sync.transports import Targets, Transport, Turn
+from megatron_rl.weights.sync.transports import Places, Targets, Transport, Turn
 
-Places = Callable[[str], Sequence[torch.device]]
-"""URL of a server -> the GPU of each of its tensor-parallel ranks, as this process numbers them."""
 SHARED_MEMORY = "/dev/shm"
 STORAGE_DEVICE = 6  # the argument of torch's rebuild_cuda_tensor that SGLang takes as a GPU's uuid
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
@@ -30,6 +31,20 @@ class WeightPushError(RuntimeError):
     """New weights did not reach every server, which stay paused; the message names server, call and
     answer.
     """
+
+
+@dataclass(frozen=True)
+class ServerAccess:
+    """The servers that a WeightPusher sends to, and how it reaches them."""
+
+    urls: Sequence[str]
+    timeout_seconds: float
+    """Limit of one call."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """HTTP headers of every call, such as the servers' API key."""
+    settings: Mapping[str, Values] | None = None
+    """URL -> the server's settings when it was checked, which must not have changed at a later
+    push; None: they are not compared."""
 
 
 class Servers:

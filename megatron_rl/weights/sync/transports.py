@@ -11,16 +11,18 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait as wait_for_all
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
 
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.weights.hf.files import write_index
+from megatron_rl.weights.sync.bucket_order import one_at_a_time
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, BucketSender, connect
 from megatron_rl.weights.sync.servers import Calls, Json, Servers, WeightPushError
-from megatron_rl.weights.sync.turns import one_at_a_time
 
 SETTLE_SECONDS = 10.0  # for the other servers to notice that a broadcast was aborted
 LEAVE_SECONDS = 30.0  # for the source before this one to leave its group
@@ -30,7 +32,28 @@ sent.
 """
 
 Targets = list[list[torch.device]]
-"""Of each server, the GPU of each rank; [] where that does not matter."""
+"""The GPU of each rank of each server; [] where that does not matter."""
+
+Places = Callable[[str], Sequence[torch.device]]
+"""URL of a server -> the GPU of each of its tensor-parallel ranks, as this process numbers them."""
+
+
+@dataclass(frozen=True)
+class TransportSettings:
+    """The way of a push to the servers."""
+
+    transport: Literal["distributed", "disk", "colocated"]
+    """distributed: one broadcast for each bucket.  disk: safetensors files in `disk_dir`.
+    colocated: memory that servers on this machine map."""
+    bucket_mb: int
+    """Most MiB of a bucket."""
+    device: torch.device
+    """Device on which buckets are built.  cpu broadcasts over gloo and shares host memory; cuda
+    broadcasts over nccl and shares CUDA-IPC handles."""
+    disk_dir: Path
+    """Folder of `disk`, which the servers must be able to read."""
+    places: Places | None = None
+    """The servers' GPUs, for `colocated` on rank 0; None: `device` for all of them."""
 
 
 class Transport(ABC):

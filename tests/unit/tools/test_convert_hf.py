@@ -26,7 +26,7 @@ from megatron_rl.models.spec import load_hf_config
 from megatron_rl.weights.hf.files import CheckpointError
 from megatron_rl.weights.hf.load import load_hf
 from megatron_rl.weights.hf.mapping import local_parameters
-from megatron_rl.weights.sync.push import expected_tensors
+from megatron_rl.weights.sync.pushed_weights import expected_tensors
 from megatron_rl_tools.convert import conversion_sides
 from megatron_rl_tools.convert.convert_hf import convert as convert_hf
 from megatron_rl_tools.convert.convert_hf import main
