@@ -1,4 +1,4 @@
-"""Save runs, and load them. Every method is collective; an error on one rank is raised on all of
+"""Save runs, and load them.  Every method is collective; an error on one rank is raised on all of
 them.
 
 A checkpoint folder holds
@@ -137,7 +137,7 @@ class Checkpointer:
     # Saving
 
     def save(self, snapshot: Snapshot) -> None:
-        """Write a checkpoint. With checkpoint.async_save it is still being written on return: call
+        """Write a checkpoint.  With checkpoint.async_save it is still being written on return: call
         `poll` or `wait`.
 
         Raises CheckpointError on every rank, and leaves no part of the checkpoint, when any rank
@@ -180,13 +180,13 @@ class Checkpointer:
         )
 
     def poll(self) -> None:
-        """Finish a background save once all ranks have written. Raises as `save` does."""
+        """Finish a background save once all ranks have written.  Raises as `save` does."""
         # all ranks must decide alike: `wait` is collective
         if self._pending is not None and all(gather_values(self._pending.outcome is not None)):
             self.wait()
 
     def wait(self) -> None:
-        """Finish a background save now. Raises as `save` does."""
+        """Finish a background save now.  Raises as `save` does."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

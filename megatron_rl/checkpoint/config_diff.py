@@ -53,7 +53,7 @@ def check_changes(saved: Sections, cfg: Config, where: str) -> list[str]:
     names.
 
     Raises ValueError listing every key that changed and may not, with both values, unless
-    checkpoint.allow_changes names it. A key that one side does not know has its default there.
+    checkpoint.allow_changes names it.  A key that one side does not know has its default there.
     """
     fresh = type(cfg)(model={"path": cfg.model.path}, data={"train": cfg.data.train})  # type: ignore[arg-type]
     defaults = flat_settings(fresh.model_dump(mode="json"))

@@ -2,7 +2,7 @@
 writing.
 
 An advisory lock (flock) on LOCK, held by rank 0's process.  The kernel releases it when that
-process ends, however it ends. Between nodes it works where the file system forwards flock: NFS,
+process ends, however it ends.  Between nodes it works where the file system forwards flock: NFS,
 Lustre mounted with -o flock, GPFS; without support there is a warning, and the run continues
 without a lock.
 """

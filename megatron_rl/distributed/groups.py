@@ -139,7 +139,7 @@ def lazy_gloo() -> Iterator[None]:
     TORCH_GLOO_LAZY_INIT says otherwise.
 
     Else each rank connects to all n as a group is made: 2n + 1 requests to the job's store instead
-    of 1 (benchmarks/scaling.py). The variable is removed afterwards: servers that this process
+    of 1 (benchmarks/scaling.py).  The variable is removed afterwards: servers that this process
     starts would inherit it.
     """
     if LAZY_GLOO in os.environ:
@@ -160,7 +160,7 @@ def make_parallel(
     build all groups.
 
     `device` is auto, cpu or cuda (nccl, one GPU per local rank).  Seeds every RNG; tensor and
-    expert ranks get different seeds. Raises ValueError, naming key, value and rule, for sizes that
+    expert ranks get different seeds.  Raises ValueError, naming key, value and rule, for sizes that
     do not fit the number of ranks.
     """
     if device == "cuda" and not torch.cuda.is_available():
@@ -216,7 +216,7 @@ def from_rank_0(make: Callable[[], T], group: dist.ProcessGroup | None = None) -
     of the job.
 
     group: Parallel.host_group where `make` takes long, such as the start of a server; None for the
-    default group. Rank 0 raises what `make` raises; then the other ranks raise RuntimeError with
+    default group.  Rank 0 raises what `make` raises; then the other ranks raise RuntimeError with
     the same message.
     """
     box: list[tuple[T | None, str | None]] = [(None, None)]

@@ -1,6 +1,6 @@
 """Prints the error that ends a rank's run, in at most 15 lines.
 
-The cause comes first and last, the user's frames in between. The full traceback is in
+The cause comes first and last, the user's frames in between.  The full traceback is in
 error_rankN.txt of the run directory.
 """
 

@@ -70,7 +70,7 @@ def memory_in_use() -> int:
 def find_stalled(beats: Mapping[int, Heartbeat], stage_seconds: float) -> str | None:
     """Name the ranks that keep the others waiting, where one has been in a stage for too long.
 
-    Ranks that have ended count as ahead. Loading weights has no limit: ranks that load are named
+    Ranks that have ended count as ahead.  Loading weights has no limit: ranks that load are named
     only where others wait for them.
     """
     running = {

@@ -1,7 +1,7 @@
 """NCCL's environment, in which ranks and servers must have the same settings.
 
-Both form one communicator for weight syncs. SGLang sets these variables in its own process where
-they are unset (entrypoints/engine.py, 0.5.21); NCCL's defaults are others. A value that the user
+Both form one communicator for weight syncs.  SGLang sets these variables in its own process where
+they are unset (entrypoints/engine.py, 0.5.21); NCCL's defaults are others.  A value that the user
 sets is used on both sides.
 """
 

@@ -1,8 +1,8 @@
 """SIGTERM and SIGUSR1: save and stop between two stages of a step, within checkpoint.grace_seconds.
 
-A separate thread notices the signal, also while the main thread waits in a collective. No rank
-decides alone: the ranks agree at the places where they can stop (`Trainer.stop_if_signalled`). When
-the grace period is over, for instance because a peer hangs, the process exits immediately; a
+A separate thread notices the signal, also while the main thread waits in a collective.  No rank
+decides alone: the ranks agree at the places where they can stop (`Trainer.stop_if_signalled`).
+When the grace period is over, for instance because a peer hangs, the process exits immediately; a
 restart continues from the last complete checkpoint.
 """
 
@@ -90,7 +90,7 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Read the numbers of signals, which the interpreter's wakeup descriptor writes. Runs in
+        """Read the numbers of signals, which the interpreter's wakeup descriptor writes.  Runs in
         the thread.
         """
         while numbers := os.read(self._read, 64):

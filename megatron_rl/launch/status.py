@@ -1,7 +1,7 @@
-"""status.json of a run's folder: what every rank does, for `megatron-rl top`. Imports no torch.
+"""status.json of a run's folder: what every rank does, for `megatron-rl top`.  Imports no torch.
 
 Rank 0 writes it every STATUS_SECONDS, on a thread of its own: a file system that hangs must not
-stop the heartbeats. A file without a recent `time` belongs to a run that was killed.
+stop the heartbeats.  A file without a recent `time` belongs to a run that was killed.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ SHOWN = (
 
 
 class StatusWriter:
-    """Keeps status.json of `folder` up to date. Use it as a context manager.
+    """Keeps status.json of `folder` up to date.  Use it as a context manager.
 
-    All methods but `close` return at once. `stopped` are exceptions that end a run without a
+    All methods but `close` return at once.  `stopped` are exceptions that end a run without a
     failure.
     """
 
@@ -206,7 +206,7 @@ class StatusWriter:
 
 
 def read_status(folder: Path) -> Status:
-    """Read status.json of a run's folder. Raises ValueError where there is none of this schema."""
+    """Read status.json of a run's folder.  Raises ValueError where there is none of this schema."""
     path = folder / STATUS_FILE
     try:
         row = json.loads(path.read_text())

@@ -52,8 +52,8 @@ They save together, and one that is stopped would never end.
 class Agent(LocalElasticAgent):
     """torchrun's agent: starts, watches and restarts the ranks of this node.
 
-    `codes` are the ranks' exit statuses in the last attempt. While the ranks run, the agent asks
-    the rendezvous for new nodes. Where the network of its node is down that call never returns;
+    `codes` are the ranks' exit statuses in the last attempt.  While the ranks run, the agent asks
+    the rendezvous for new nodes.  Where the network of its node is down that call never returns;
     then this process exits once its ranks have.
     """
 

@@ -1,6 +1,6 @@
-"""Spans of run.trace: what this process did, and when. Imports no torch.
+"""Spans of run.trace: what this process did, and when.  Imports no torch.
 
-A span belongs to a thread, where spans nest, or to a `key`, such as a request or an episode. Those
+A span belongs to a thread, where spans nest, or to a `key`, such as a request or an episode.  Those
 overlap, and get lanes in the file that trace_file.py writes for Perfetto.
 """
 
@@ -58,7 +58,7 @@ class Trace:
     ) -> AbstractContextManager[dict[str, object]]:
         """Record what happens inside the block.
 
-        The values that it yields are shown with the span, and the block may add to them. `thread`
+        The values that it yields are shown with the span, and the block may add to them.  `thread`
         is by default the current one.
         """
         if not self.is_on:

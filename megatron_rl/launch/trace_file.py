@@ -1,12 +1,12 @@
 """Traces of a step as files in the Trace Event Format, for Perfetto (ui.perfetto.dev) and
 chrome://tracing.
 
-A rank's file has its own process and its requests, with one process for each server. The ids of
+A rank's file has its own process and its requests, with one process for each server.  The ids of
 processes and threads are unique over all ranks, so that the events of several files together are
 one trace (`merge`).
 
-Times are those of the host's monotonic clock, the same for all processes of a host. Every rank
-notes when it left a barrier as the step began. Between hosts `merge` lets these moments coincide,
+Times are those of the host's monotonic clock, the same for all processes of a host.  Every rank
+notes when it left a barrier as the step began.  Between hosts `merge` lets these moments coincide,
 which is as exact as ranks leave a barrier together.
 """
 
@@ -88,7 +88,7 @@ def write_trace(
     clock: SharedClock,
     redact: Callable[[str], str] = str,
 ) -> None:
-    """Replace the file of a rank. `redact` removes secrets from the file's text."""
+    """Replace the file of a rank.  `redact` removes secrets from the file's text."""
     about = {"schema": SCHEMA, "rank": rank, "world_size": world_size, "step": step, **vars(clock)}
     write_lines(path, [*rank_events(spans, rank, clock.host)], about, redact)
 
@@ -108,7 +108,7 @@ def write_lines(
 
 
 def read_rank(path: Path) -> RankTrace:
-    """Read the file of a rank. Raises ValueError for a file that `write_trace` has not written."""
+    """Read the file of a rank.  Raises ValueError for a file that `write_trace` has not written."""
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
         about = content["otherData"]

@@ -1,13 +1,13 @@
 """Finds the rank that keeps the others waiting, and ends all ranks instead of letting them hang.
 
 A thread of each rank writes a heartbeat to the job's store: a count, and the stage that the main
-thread is in. Rank 0 reads all heartbeats in one request (with thousands of ranks less often, until
-one reports an error). It writes a verdict when a rank has failed, is silent, or stays in a stage
-for too long. Every rank that reads the verdict (or finds rank 0 silent, or the store gone) prints
+thread is in.  Rank 0 reads all heartbeats in one request (with thousands of ranks less often, until
+one reports an error).  It writes a verdict when a rank has failed, is silent, or stays in a stage
+for too long.  Every rank that reads the verdict (or finds rank 0 silent, or the store gone) prints
 it, writes the stacks of its threads, and exits: the main thread waits in a collective that nothing
 else can end.
 
-A rank whose connection to another one broke waits a moment for the verdict. The verdict names the
+A rank whose connection to another one broke waits a moment for the verdict.  The verdict names the
 rank that is gone; the error does not.
 """
 
@@ -44,8 +44,8 @@ from megatron_rl.launch.status import names
 
 HEARTBEAT_SECONDS = 2.0
 READ_AT_ONCE = 1024
-"""Ranks whose heartbeats rank 0 reads at every tick. With k times as many ranks it reads all of
-them at every k-th tick, which takes less than 1 % of its time. Once a rank reports an error it
+"""Ranks whose heartbeats rank 0 reads at every tick.  With k times as many ranks it reads all of
+them at every k-th tick, which takes less than 1 % of its time.  Once a rank reports an error it
 reads them at every tick.
 """
 LOST_HEARTBEATS = 5
@@ -171,7 +171,7 @@ class Watchdog:
             time.sleep(HEARTBEAT_SECONDS / 20)
 
     def enter(self, stage: str, step: int = -1) -> None:
-        """Begin a stage. `step` counts from 0; -1 outside steps. Called in the main thread."""
+        """Begin a stage.  `step` counts from 0; -1 outside steps.  Called in the main thread."""
         # memory is read here: in the watchdog's thread CUDA would mean GPU 0, might raise the error
         # of a kernel, or wait for an allocation that hangs
         entered = self._state.entered + 1

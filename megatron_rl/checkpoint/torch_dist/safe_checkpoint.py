@@ -45,7 +45,7 @@ class SafeCheckpoint:
     """A torch_dist checkpoint whose `.metadata` and common.pt have been read.
 
     saved_by: version of megatron-core that wrote it; "" where it is not known and not to be
-    suspected. Raises CheckpointError, which names the file, where they hold anything but metadata,
+    suspected.  Raises CheckpointError, which names the file, where they hold anything but metadata,
     tensors and plain values.
     """
 

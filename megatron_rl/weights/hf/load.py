@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def load_hf(chunks: Iterable[GPTModel], path: Path, spec: ModelSpec, parallel: Parallel) -> None:
-    """Fill every parameter of `chunks` from the safetensors checkpoint at `path`, reading only what
-    this rank needs.
+    """Fill every parameter of `chunks` from the safetensors checkpoint at `path`.
 
-    Raises one CheckpointError that names the tensors that are missing, left over, of another shape,
-    not floating point or (those this rank reads) not finite; and for pickle checkpoints, which are
-    refused.  The chunks are then partly filled.
+    Only what this rank needs is read.  Raises one CheckpointError that names the tensors that are
+    missing, left over, of another shape, not floating point or (of those this rank reads) not
+    finite; and for pickle checkpoints, which are refused.  The chunks are then partly filled.
     """
     chunks = list(chunks)
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)

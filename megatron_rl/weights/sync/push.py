@@ -7,8 +7,8 @@ order, in which no server ever serves stale or half-updated weights:
     1. pause_generation (abort), and flush_cache until every server accepts it
     2. set the version "updating to N"
     3. every source sends its tensors, in buckets
-    4. check that every server still reports "updating to N", compare checksums if that is due, check
-       the version again
+    4. check that every server still reports "updating to N", compare checksums if that is due,
+       check the version again
     5. set version N, confirm it on every server, continue_generation
 
 Where requests are kept (rollout.weight_update = in_place), step 1 pauses with mode in_place and
@@ -124,12 +124,12 @@ class WeightPusher:
         serve: bool = True,
         keep_requests: bool = False,
     ) -> PushReport:
-        """Replace every weight of every server by the tensors of export(). Collective.
+        """Replace every weight of every server by the tensors of export().  Collective.
 
-        The tensors may come in any order, dtype and layout; each source sends its own. On return
+        The tensors may come in any order, dtype and layout; each source sends its own.  On return
         every server has all of them, runs again and reports weight version `version`; with serve =
-        False only after `serve`. With `keep_requests`, requests in progress continue with the new
-        weights over keys and values of the old ones, and prefix caches keep theirs. Raises
+        False only after `serve`.  With `keep_requests`, requests in progress continue with the new
+        weights over keys and values of the old ones, and prefix caches keep theirs.  Raises
         WeightPushError on every rank; export() is exhausted even then, because it is collective.
         """
         start = time.monotonic()
@@ -176,9 +176,9 @@ class WeightPusher:
         self.servers.post("/continue_generation", {})
 
     def release_memory(self) -> None:
-        """Let the servers free their GPU memory until the next push. Called on rank 0.
+        """Let the servers free their GPU memory until the next push.  Called on rank 0.
 
-        Meanwhile they serve nothing. They need --enable-memory-saver.
+        Meanwhile they serve nothing.  They need --enable-memory-saver.
         """
         self._pause()
         self.servers.post("/release_memory_occupation", {"tags": list(MEMORY_TAGS)})
@@ -240,8 +240,8 @@ class WeightPusher:
     def _check_alone(self, version: int) -> None:
         """Raise WeightPushError where another run pushes to a server, too.
 
-        That server has tensors of both runs. It gets a version that is neither's, so that the other
-        run notices it here, or in its samples.
+        That server has tensors of both runs.  It gets a version that is neither's, so that the
+        other run notices it here, or in its samples.
         """
         name = version_name(version, self.run)
         try:
@@ -254,7 +254,7 @@ class WeightPusher:
     def _send(
         self, export: Callable[[], Iterable[HFTensor]], version: int, order: BucketOrder, sent: Sent
     ) -> int:
-        """Send this rank's buckets and return their bytes. `sent` counts the buckets of all
+        """Send this rank's buckets and return their bytes.  `sent` counts the buckets of all
         sources.
         """
         stream = iter(export())

@@ -10,7 +10,7 @@ from megatron_rl.weights.sync.transports import Targets
 
 @dataclass(frozen=True)
 class PushReport:
-    """What a push sent, and how long it took."""
+    """Measures of one push."""
 
     seconds: float
     """From pause to continue."""
@@ -27,7 +27,7 @@ class PushReport:
 
 @dataclass(frozen=True)
 class Opened:
-    """What every rank knows of a push that rank 0 has opened."""
+    """A push that rank 0 has opened, as every rank knows it."""
 
     name: str
     """Unique in the job's store."""

@@ -29,8 +29,9 @@ class PushedWeights:
     """Dtype that the servers run in.  Tensors that the checkpoint stores in another dtype than most
     keep theirs."""
     fp8_keep: Sequence[str] | None = None
-    """None: weights are not rounded.  Else they are rounded to FP8 and back, except names that match
-    one of these patterns."""
+    """None: weights are not rounded.  Else they are rounded to FP8 and back, except names that
+    match one of these patterns.
+    """
 
 
 def expected_tensors(checkpoint: Path, dtype: torch.dtype) -> Expected:
