@@ -1,4 +1,4 @@
-"""What the ranks tell one another about a save or a load, so that all of them succeed or fail."""
+"""Exchanges between ranks about a save or a load, so that all of them succeed or fail."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A saved mini-batch, loaded into an engine of any layout (`megatron-rl replay-batch`).
 
-bundle_header.py lists the files.  Shapes: T rows of a rank's micro-batch, l MoE layers of its stage,
-t router rows, K top-k.
+bundle_header.py lists the files.  Shapes: T rows of a rank's micro-batch, l MoE layers of its
+stage, t router rows, K top-k.
 """
 
 from __future__ import annotations

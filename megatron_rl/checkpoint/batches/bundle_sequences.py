@@ -33,7 +33,7 @@ def rank_name(rank: int) -> str:
 
 
 class SavedSequences:
-    """The sequences of all replicas, and the values that the saved ranks had for the rows of each."""
+    """The sequences of all replicas, and the values that the saved ranks had for their rows."""
 
     def __init__(self, folder: Path, replicas: int, ranks: int) -> None:
         self._samples: list[Sample] = []
@@ -58,7 +58,7 @@ class SavedSequences:
         )
 
     def values(self, name: str, kind: str) -> Tensor | None:
-        """Return the values of a sequence's rows, or None where no values of this kind were saved."""
+        """Return the values of a sequence's rows; None where no values of this kind were saved."""
         replica, number, rows = self._places[name]
         table = self._rows.get((replica, number, kind))
         return None if table is None else table[rows]

@@ -1,7 +1,7 @@
 """Writes one mini-batch with everything that its update is computed from.
 
-bundle_header.py lists the files.  Shapes: T rows of a rank's micro-batch, l MoE layers of its stage,
-t router rows, K top-k.
+bundle_header.py lists the files.  Shapes: T rows of a rank's micro-batch, l MoE layers of its
+stage, t router rows, K top-k.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Results:
 
 @dataclass(frozen=True)
 class BundleNote:
-    """What a person reads first about a bundle: why it was saved, and where its weights are."""
+    """The parts of a bundle's header that are for people: why it was saved, and where its weights
+    are.
+    """
 
     step: int
     """Counted from 0."""

@@ -30,8 +30,7 @@ MAX_SHOWN = 4
 
 
 class TorchDist:
-    """Reads parameters from a torch_dist checkpoint, from this module or from a run, saved in any
-    layout.
+    """Reads parameters from a torch_dist checkpoint of any layout, converted or saved by a run.
 
     A key may have the spelling of any layers (weights/names.py), whichever the checkpoint has.
     """
@@ -41,9 +40,10 @@ class TorchDist:
         self.metadata = read_metadata(self.path)
         self.stored_keys = {canonical(key): key for key in self.metadata.state_dict_metadata}
         self._by_axis: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+        """Key and number of leading axes -> leading offsets -> chunks with these offsets."""
 
     def tensors(self) -> set[str]:
-        """Canonical keys of the tensors."""
+        """Return the canonical keys of the tensors."""
         content = self.metadata.state_dict_metadata
         return {
             name
@@ -52,14 +52,14 @@ class TorchDist:
         }
 
     def dtype(self, key: str) -> torch.dtype:
-        found: torch.dtype = self._tensor(key).properties.dtype
-        return found
+        dtype: torch.dtype = self._tensor(key).properties.dtype
+        return dtype
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._tensor(key).size)
 
     def read_object(self, key: str) -> object:
-        """A stored object.
+        """Return a stored object.
 
         Raises CheckpointError for one that is more than tensors and plain values.
         """
@@ -78,7 +78,8 @@ class TorchDist:
     def read_rows(
         self, chunks: Sequence[tuple[Chunk, int]], shape: tuple[int, ...], start: int, stop: int
     ) -> torch.Tensor:
-        """Rows [start, stop) of the parameter of this shape that is stored in `chunks` (Slots.cut).
+        """Return rows [start, stop) of the parameter of this shape that is stored in `chunks`
+        (Slots.cut).
 
         Missing rows are an error; rows beyond `shape` (a padded vocabulary) are not read.
         """
@@ -97,10 +98,11 @@ class TorchDist:
     def fill(
         self, chunk: Chunk, axes: int, values: torch.Tensor, *, allow_missing: bool = False
     ) -> None:
-        """Copy into `values`, of the chunk's sizes, the stored chunks that overlap with it; `axes`
-        leading ones come before rows.
+        """Copy the stored chunks that overlap with `chunk` into `values`, which has the chunk's
+        sizes.
 
-        Raises CheckpointError where stored chunks do not cover it, unless allow_missing.
+        `axes` leading axes come before that of the rows.  Raises CheckpointError where stored
+        chunks do not cover the chunk, unless allow_missing.
         """
         covered = 0
         for stored in self._near(chunk):
@@ -126,7 +128,7 @@ class TorchDist:
     def _load(
         self, key: str, stored: ChunkStorageMetadata, axes: int, where: list[slice]
     ) -> torch.Tensor:
-        """This part of a stored chunk.
+        """Return this part of a stored chunk.
 
         Where the file has it as a plain tensor, only the rows in question are read.
         """
@@ -134,22 +136,16 @@ class TorchDist:
         sizes, dtype = tuple(stored.sizes), self.dtype(key)
         # if the chunk starts with it, it is a plain tensor: values follow, uncompressed
         head, _ = frame(sizes, dtype)
+        has_rows = axes < len(sizes) and torch.Size(sizes[:axes]).numel() == 1
         try:
             with (self.path / place.relative_path).open("rb") as stream:
                 stream.seek(place.offset)
-                if (
-                    axes < len(sizes)
-                    and torch.Size(sizes[:axes]).numel() == 1
-                    and stream.read(len(head)) == head
-                ):
+                if has_rows and stream.read(len(head)) == head:
                     rows = where[axes]
-                    tensor = torch.empty(
-                        (*sizes[:axes], rows.stop - rows.start, *sizes[axes + 1 :]), dtype=dtype
-                    )
-                    row_bytes = tensor.nbytes // (rows.stop - rows.start)
-                    if not read_into(
-                        tensor, stream, place.offset + len(head) + rows.start * row_bytes
-                    ):
+                    count = rows.stop - rows.start
+                    tensor = torch.empty((*sizes[:axes], count, *sizes[axes + 1 :]), dtype=dtype)
+                    start = place.offset + len(head) + rows.start * (tensor.nbytes // count)
+                    if not read_into(tensor, stream, start):
                         raise EOFError("the file ends before its values do")
                     return tensor[(*where[:axes], slice(None), *where[axes + 1 :])]
                 view = _create_file_view(stream, place.offset, place.length)
@@ -163,7 +159,7 @@ class TorchDist:
         return complete[tuple(where)]
 
     def _place(self, index: MetadataIndex) -> _StorageInfo:
-        """Where a chunk or object is stored.
+        """Return the place of a chunk or object.
 
         Raises CheckpointError for a file outside this checkpoint's folder.
         """
@@ -187,8 +183,9 @@ class TorchDist:
         return place
 
     def _near(self, chunk: Chunk) -> list[ChunkStorageMetadata]:
-        """Stored chunks that may overlap: those with the same leading offsets (expert, layer), of
-        perhaps thousands.
+        """Return the stored chunks that may overlap, of perhaps thousands.
+
+        They are those with the same leading offsets (expert, layer).
         """
         stored = self._tensor(chunk.key)
         axes = max(len(chunk.whole) - 2, 0)  # all but rows and columns
@@ -197,28 +194,27 @@ class TorchDist:
         places = self._by_axis.get((chunk.key, axes))
         if places is None:
             places = self._by_axis[chunk.key, axes] = {}
-            for each in stored.chunks:
-                places.setdefault(tuple(each.offsets[:axes]), []).append(each)
+            for other in stored.chunks:
+                places.setdefault(tuple(other.offsets[:axes]), []).append(other)
         return places.get(chunk.offsets[:axes], []) or stored.chunks
 
     def _tensor(self, key: str) -> TensorStorageMetadata:
-        found = self.metadata.state_dict_metadata.get(self.stored_keys.get(canonical(key), key))
-        if not isinstance(found, TensorStorageMetadata):
+        entry = self.metadata.state_dict_metadata.get(self.stored_keys.get(canonical(key), key))
+        if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(
                 f"{self.path}: has no tensor {key}; is config.json of this checkpoint?"
             )
-        return found
+        return entry
 
 
 def check_keys(
     where: str, wanted: Iterable[str], stored: Iterable[str], *, other_core: bool = False
 ) -> None:
-    """Raise CheckpointError, with the names that differ, unless the same tensors are wanted and
-    stored, by canonical keys.
+    """Raise CheckpointError unless the same tensors are wanted and stored, by canonical keys.
 
-    Where no tensor of the optimizer is wanted, those that are stored do not count.  where: the
-    checkpoint, and what saved it.
-    other_core: another version of megatron-core saved it.
+    The error has the names that differ.  Where no tensor of the optimizer is wanted, those that are
+    stored do not count.  `where` names the checkpoint, and what saved it; `other_core` means that
+    another version of megatron-core saved it.
     """
     wanted, stored = set(wanted), set(stored)
     if not any(key.startswith(OPTIMIZER) for key in wanted):
@@ -244,7 +240,7 @@ def check_keys(
 
 
 def shown_parameters(names: Iterable[str]) -> str:
-    """Names without layer numbers, each once, and how many more."""
-    each = sorted({re.sub(r"\.layers\.\d+\.", ".layers.N.", name) for name in names})
-    more = f" and {len(each) - MAX_SHOWN} more" if len(each) > MAX_SHOWN else ""
-    return ", ".join(each[:MAX_SHOWN]) + more if each else "none"
+    """List names without layer numbers, each once, and how many more there are."""
+    unique = sorted({re.sub(r"\.layers\.\d+\.", ".layers.N.", name) for name in names})
+    more = f" and {len(unique) - MAX_SHOWN} more" if len(unique) > MAX_SHOWN else ""
+    return ", ".join(unique[:MAX_SHOWN]) + more if unique else "none"

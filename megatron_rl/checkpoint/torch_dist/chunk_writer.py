@@ -58,28 +58,32 @@ class ChunkWriter:
         self.stored.append(Stored(chunk, name, self.file.name, start, self.stream.tell() - start))
 
     def close(self) -> None:
-        """Flush the file to the disk."""
+        """Flush the file to the disk and close it."""
         self.stream.flush()
         os.fsync(self.stream.fileno())
         self.stream.close()
 
 
 def write_metadata(folder: Path, stored: Iterable[Stored], extra_states: Iterable[str]) -> None:
-    """Finish a checkpoint whose chunks are in `folder`: common state, empty extra states, metadata."""
+    """Finish a checkpoint whose chunks are in `folder`.
+
+    Common state, empty extra states and `.metadata` are written.  Raises CheckpointError where
+    parts of a tensor have different dtypes.
+    """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for item in stored:
         chunk, dtype = item.chunk, getattr(torch, item.dtype)
         new = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(chunk.whole), [])
-        found = tensors.setdefault(chunk.key, new)  # one entry for all chunks of a tensor
-        if found.properties.dtype != dtype:
+        entry = tensors.setdefault(chunk.key, new)  # one entry for all chunks of a tensor
+        if entry.properties.dtype != dtype:
             raise CheckpointError(
-                f"{chunk.key}: parts of it are {found.properties.dtype} and {dtype}; set --dtype"
+                f"{chunk.key}: parts of it are {entry.properties.dtype} and {dtype}; set --dtype"
             )
-        found.chunks.append(
+        entry.chunks.append(
             ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         )
-        index = MetadataIndex(chunk.key, chunk.offsets, len(found.chunks) - 1)
+        index = MetadataIndex(chunk.key, chunk.offsets, len(entry.chunks) - 1)
         places[index] = _StorageInfo(item.file, item.start, item.length)
     empty = io.BytesIO()
     torch.save([None], empty)

@@ -23,7 +23,7 @@ from megatron_rl.weights.names import canonical
 
 
 class Chunk(NamedTuple):
-    """One stored chunk: its place in the tensor `key`, whose complete shape is `whole`."""
+    """A stored chunk: its place in the tensor `key`, whose complete shape is `whole`."""
 
     key: str
     whole: tuple[int, ...]
@@ -32,13 +32,13 @@ class Chunk(NamedTuple):
 
 
 class Slots:
-    """Canonical parameter name -> core's ShardedTensor (or factory of some) for it; and the keys of
-    its empty extra states.
-    """
+    """core's ShardedTensors of a model, as a table of where each parameter is stored."""
 
     def __init__(self, meta_chunk: GPTModel) -> None:
         self.parameters: dict[str, ShardedTensor | ShardedTensorFactory] = {}
+        """Canonical name of a parameter -> core's tensor for it, or a factory of some."""
         self.extra_states: list[str] = []
+        """Keys of the extra states of layers, which are empty."""
         for name, value in meta_chunk.sharded_state_dict().items():
             if isinstance(value, ShardedObject):
                 self.extra_states.append(value.unique_key)
@@ -46,7 +46,7 @@ class Slots:
                 self.parameters[canonical_name(name, meta_chunk.decoder.layers, 0)] = value
 
     def keys(self) -> set[str]:
-        """Canonical keys of all parameters."""
+        """Return the canonical keys of all parameters."""
         chunks = (
             part
             for name, slot in self.parameters.items()
@@ -55,21 +55,19 @@ class Slots:
         return {canonical(chunk.key) for chunk in chunks}
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Chunk, int]]:
-        """The stored chunks of this parameter of this shape, each with its first row in the
+        """Yield the stored chunks of this parameter, for this shape, each with its first row in the
         parameter.
         """
         slot = self.parameters[name]
         parameter = torch.empty(shape, device="meta")
         columns = parameter[0].numel()
-        # a factory stores a parameter in parts, which are views of it: their offset in its storage
-        # gives their first row
         is_factory = isinstance(slot, ShardedTensorFactory)
-        built = (
-            slot.build_fn(slot.key, parameter, slot.replica_id, slot.flattened_range)
-            if is_factory
-            else slot
-        )
+        built = slot
+        if is_factory:
+            built = slot.build_fn(slot.key, parameter, slot.replica_id, slot.flattened_range)
         for part in nested_values([built]):
+            # a factory's parts are views of the parameter: their offset in its storage gives their
+            # first row
             values = part.data if is_factory else parameter
             sizes = (1,) * part.prepend_axis_num + tuple(values.shape)
             chunk = Chunk(part.key, tuple(part.global_shape), tuple(part.global_offset), sizes)
@@ -78,18 +76,23 @@ class Slots:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a chunk was written, in plain values: the journal of a conversion keeps it as JSON."""
+    """A written chunk and its place, in plain values: the journal of a conversion keeps it as
+    JSON.
+    """
 
     chunk: Chunk
     dtype: str
     file: str
+    """Name of the file."""
     start: int
+    """Offset of the chunk's first byte in the file."""
     length: int
+    """Bytes."""
 
 
 @lru_cache(maxsize=1024)
 def frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """The bytes that torch.save writes before and after the values of a contiguous tensor.
+    """Return the bytes that torch.save writes before and after the values of a contiguous tensor.
 
     The archive's checksum of the values stays 0: torch.load does not check it.
     """

@@ -33,7 +33,7 @@ ADMITTED = {
 
 
 def read_metadata(path: Path) -> Metadata:
-    """`.metadata` of a torch_dist checkpoint.
+    """Read `.metadata` of a torch_dist checkpoint.
 
     Raises CheckpointError where it is missing, or pickles anything but metadata.
     """
@@ -51,8 +51,10 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Admits, by exact name, the records that torch and megatron-core put into metadata and the
-    plain classes in them.
+    """Admits the records that torch and megatron-core put into metadata, and the plain classes in
+    them.
+
+    They are admitted by exact name.
     """
 
     def find_class(self, module: str, name: str) -> object:

@@ -2,7 +2,7 @@
 bytes.
 
 torch's format is one pickle with the place of every part of every rank.  A pickle is a program for
-a machine with a stack, so that it can be written in pieces: the beginning leaves the object and an
+a machine with a stack, so that it can be written in pieces.  The beginning leaves the object and an
 empty dictionary on the stack; each rank's piece puts its places into that dictionary; the end gives
 the dictionary to the object.  Pieces have protocol 3, the last one in which what is used again has
 an explicit number: the numbers of a piece overwrite those of the one before.
@@ -20,28 +20,31 @@ from torch.distributed.checkpoint.storage import WriteResult
 PROTOCOL = 3
 FIELD = b"storage_data"
 EMPTY = pickle.EMPTY_DICT + pickle.BINPUT + b"\0"
-"""How the pickle of a dictionary begins; the first number is its own, which nothing refers to."""
+"""Beginning of the pickle of a dictionary; the first number is its own, which nothing refers to."""
 
 
 def beginning(metadata: Metadata) -> bytes:
-    """All of the metadata but the places, which core does not know yet.  Its copy of all ranks'
-    plans, half of the file, is no field and is left out: only core's own check of a plan that it
-    loads has a use for it."""
+    """Pickle the metadata without the places, which core does not know yet.
+
+    Its copy of all ranks' plans, half of the file, is no field and is left out: only core's own
+    check of a plan that it loads has a use for it.
+    """
     object_only = pickle.dumps(replace(metadata), PROTOCOL).removesuffix(pickle.STOP)
     field = pickle.BINUNICODE + len(FIELD).to_bytes(4, "little") + FIELD
     return object_only + pickle.EMPTY_DICT + field + pickle.EMPTY_DICT
 
 
 def piece(results: Iterable[WriteResult]) -> bytes:
-    """Of one rank: where its parts are."""
-    pickled = pickle.dumps({each.index: each.storage_data for each in results}, PROTOCOL)
+    """Pickle the places of one rank's parts."""
+    places = {result.index: result.storage_data for result in results}
+    pickled = pickle.dumps(places, PROTOCOL)
     head = pickle.PROTO + bytes([PROTOCOL]) + EMPTY
     assert pickled.startswith(head), "another pickle than CPython's"
     return pickled.removeprefix(head).removesuffix(pickle.STOP)
 
 
 def complete(start: bytes, pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The content of the file."""
+    """Yield the content of the file."""
     yield start
     yield from pieces
     yield pickle.SETITEM + pickle.BUILD + pickle.STOP
