@@ -1,6 +1,6 @@
-"""What megatron-core needs in order to run without CUDA (CPU tensors, gloo), in one table.
+"""Replacements in torch and megatron-core that let core run without CUDA (CPU tensors, gloo).
 
-`install()` is called once, by `megatron_rl.distributed`'s __init__; with a GPU it does nothing.
+`install_cpu()` is called once, by `megatron_rl.distributed`'s __init__; with a GPU it does nothing.
 Each row of `PATCHES` names one symbol, its replacement and why megatron-core uses it on a CPU.  A
 test runs training steps and fails for a row that megatron-core no longer uses.
 """
@@ -39,7 +39,7 @@ class Event:
 
 
 def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`make`, one of torch's factories, with the CPU where the caller names a GPU.
+    """Return `make`, one of torch's factories, with the CPU where the caller names a GPU.
 
     A TorchFunctionMode would do the same for all functions, and cost every operation 2 us: 18 % of
     a step of a tiny model.
@@ -57,11 +57,10 @@ def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def tensor_type(
     self: torch.Tensor, dtype: torch.dtype | str | None = None, *args: object, **kwargs: object
 ) -> object:
-    """Tensor.type() that answers 'torch.cuda.FloatTensor' for a CPU tensor, as the optimizer
-    compares those strings.
+    """Answer Tensor.type() with 'torch.cuda.FloatTensor' for a CPU tensor: the optimizer compares
+    that.
     """
-    if dtype is not None:
-        # passed through
+    if dtype is not None:  # a conversion, which torch does itself
         return _TENSOR_TYPE(self, dtype, *args, **kwargs)  # type: ignore[call-overload]
     # under a TorchFunctionMode this comes back through here, already renamed
     name = _TENSOR_TYPE(self)
@@ -69,8 +68,9 @@ def tensor_type(
 
 
 def move_to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """Already on the host; but collectives need split sizes as numbers, and core converts CUDA
-    tensors only.
+    """Return the tensor, which is on the host, as numpy where that is asked for.
+
+    Collectives need split sizes as numbers, and core converts CUDA tensors only.
     """
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
@@ -81,7 +81,10 @@ def gather_unequal_rows(
     output_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Rows of all ranks, end to end; gloo gathers equal sizes only, so unequal ones are padded."""
+    """Return the rows of all ranks, end to end.
+
+    gloo gathers equal sizes only, so unequal ones are padded.
+    """
     if group.size() == 1:
         return rows
     sizes = list(output_split_sizes or [len(rows)] * group.size())
@@ -98,8 +101,9 @@ def reduce_scatter_rows(
     input_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """This rank's part of the sum over ranks; gloo scatters equal sizes only, so unequal ones are
-    all-reduced, then cut.
+    """Return this rank's part of the sum over ranks.
+
+    gloo scatters equal sizes only, so unequal ones are all-reduced, then cut.
     """
     if group.size() == 1:
         return rows
@@ -115,11 +119,12 @@ def reduce_scatter_rows(
 def zigzag_positions(
     embedding: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Position embeddings of this context-parallel rank's two chunks of a sequence."""
+    """Return position embeddings of this context-parallel rank's two chunks of a sequence."""
     rank, size = cp_group.rank(), cp_group.size()
     chunks = embedding.unflatten(seq_dim, (2 * size, -1))
-    mine = torch.tensor([rank, 2 * size - 1 - rank])
-    return chunks.index_select(seq_dim, mine).flatten(seq_dim, seq_dim + 1)
+    # the zigzag of megatron-core: chunk r from the front and chunk r from the back
+    numbers = torch.tensor([rank, 2 * size - 1 - rank])
+    return chunks.index_select(seq_dim, numbers).flatten(seq_dim, seq_dim + 1)
 
 
 def get_rng_state(*_: object, **__: object) -> torch.Tensor:
@@ -136,11 +141,14 @@ def manual_seed(seed: int) -> None:
 
 @dataclass(frozen=True)
 class Patch:
+    """One symbol that is replaced."""
+
     module: str
-    """Module, or module and class, that holds the symbol."""
+    """Module, or module and class, that has the symbol."""
     name: str
     replacement: object
     why: str
+    """Use of the symbol by megatron-core on a CPU."""
     only_if_missing: bool = False
 
 
@@ -235,7 +243,7 @@ PATCHES = (
 FACTORIES = ("tensor", "zeros", "ones", "full", "empty", "empty_like", "arange")
 """torch's functions that core calls with device="cuda", literally or by a variable.
 
-Others fail: torch has no CUDA here.
+Other functions fail: torch has no CUDA here.
 """
 
 
@@ -243,9 +251,9 @@ def install_cpu() -> None:
     """Apply every patch, once per process; no effect where CUDA is available."""
     if torch.cuda.is_available() or _is_installed():
         return
-    # `with torch.device(...)` knows factories by identity: cached, so that it keeps torch's own
+    # `with torch.device(...)` knows factories by identity.  This call caches torch's own ones
     _device._device_constructors()
-    # first: core's modules, imported below, may keep one as a default argument
+    # before the patches: core's modules, imported there, may keep one as a default argument
     for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     for patch in PATCHES:
@@ -268,7 +276,7 @@ def _is_installed() -> bool:
 
 
 def _owner(path: str) -> object:
-    """The module at `path`, or the class where the last part is one."""
+    """Return the module at `path`, or the class where the last part is one."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:
