@@ -58,13 +58,7 @@ from megatron_rl.checkpoint.folder import (
     temporary_folder,
     write_text,
 )
-from megatron_rl.checkpoint.manifest import (
-    MANIFEST,
-    Facts,
-    FileDigest,
-    digest_files,
-    manifest_text,
-)
+from megatron_rl.checkpoint.manifest import MANIFEST, Facts, FileDigest, digest_files, manifest_text
 from megatron_rl.checkpoint.state import adam_step, rng_state, sharded_state
 from megatron_rl.checkpoint.torch_dist.shard_writer import Planner, Shards, write_common
 from megatron_rl.checkpoint.write_progress import show_writing

@@ -152,91 +152,65 @@ class Patch:
     only_if_missing: bool = False
 
 
+def patches(module: str, *rows: tuple[str, object, str]) -> tuple[Patch, ...]:
+    """Return the patches of (name, replacement, why) in one module."""
+    return tuple(Patch(module, *row) for row in rows)
+
+
+CORE = "megatron.core"
 PATCHES = (
-    Patch(
+    *patches(
         "torch.cuda",
-        "current_device",
-        lambda: CPU,
-        "the device of nearly every buffer core allocates",
+        ("current_device", lambda: CPU, "the device of nearly every buffer core allocates"),
+        ("Stream", Stream, "side streams of the token dispatcher and of gradient reduction"),
+        ("current_stream", lambda *_: Stream(), "the token dispatcher orders its copies"),
+        ("stream", lambda _: contextlib.nullcontext(), "the token dispatcher's side stream"),
+        ("synchronize", lambda *_: None, "point-to-point pipeline communication"),
+        ("manual_seed", manual_seed, "model_parallel_cuda_manual_seed"),
+        ("get_rng_state", get_rng_state, "the RNG tracker records the state of each seed"),
     ),
-    Patch(
-        "torch.cuda",
-        "Stream",
-        Stream,
-        "side streams of the token dispatcher and of gradient reduction",
-    ),
-    Patch(
-        "torch.cuda",
-        "current_stream",
-        lambda *_: Stream(),
-        "the token dispatcher orders its copies",
-    ),
-    Patch(
-        "torch.cuda",
-        "stream",
-        lambda _: contextlib.nullcontext(),
-        "the token dispatcher's side stream",
-    ),
-    Patch("torch.cuda", "synchronize", lambda *_: None, "point-to-point pipeline communication"),
-    Patch("torch.cuda", "manual_seed", manual_seed, "model_parallel_cuda_manual_seed"),
-    Patch(
-        "torch.cuda",
-        "get_rng_state",
-        get_rng_state,
-        "the RNG tracker records the state of each seed",
-    ),
-    Patch(
+    *patches(
         "torch.Tensor",
-        "type",
-        tensor_type,
-        "optimizers and clip_grads compare 'torch.cuda.FloatTensor'",
+        ("type", tensor_type, "optimizers and clip_grads compare 'torch.cuda.FloatTensor'"),
+        ("cuda", lambda self, *_, **__: self, "tied embeddings and optimizer state"),
+    ),
+    *patches(
+        f"{CORE}.tensor_parallel.random",
+        ("_get_cuda_rng_state", get_rng_state, "saved by fork and recompute"),
+        ("_set_cuda_rng_state", set_cuda_rng_state, "restored by them"),
+    ),
+    *patches(
+        f"{CORE}.tensor_parallel.mappings",
+        (
+            "_gather_along_first_dim",
+            gather_unequal_rows,
+            "expert tensor ranks hold unequal numbers of tokens, which gloo's all_gather refuses",
+        ),
+        ("_reduce_scatter_along_first_dim", reduce_scatter_rows, "the same in backward"),
+    ),
+    *patches(
+        f"{CORE}.models.common.embeddings.rotary_pos_embedding",
+        (
+            "get_pos_emb_on_this_cp_rank",
+            zigzag_positions,
+            "RoPE of padded sequences under context parallelism; core's goes through pinned memory,"
+            " which needs CUDA",
+        ),
     ),
     Patch(
-        "torch.Tensor", "cuda", lambda self, *_, **__: self, "tied embeddings and optimizer state"
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.random",
-        "_get_cuda_rng_state",
-        get_rng_state,
-        "saved by fork and recompute",
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.random",
-        "_set_cuda_rng_state",
-        set_cuda_rng_state,
-        "restored by them",
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.mappings",
-        "_gather_along_first_dim",
-        gather_unequal_rows,
-        "expert tensor ranks hold unequal numbers of tokens, which gloo's all_gather refuses",
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.mappings",
-        "_reduce_scatter_along_first_dim",
-        reduce_scatter_rows,
-        "the same in backward",
-    ),
-    Patch(
-        "megatron.core.models.common.embeddings.rotary_pos_embedding",
-        "get_pos_emb_on_this_cp_rank",
-        zigzag_positions,
-        "RoPE of padded sequences under context parallelism; core's goes through pinned memory,"
-        " which needs CUDA",
-    ),
-    Patch(
-        "megatron.core.transformer.moe.moe_utils",
+        f"{CORE}.transformer.moe.moe_utils",
         "te_general_gemm",
         None,
         "read even when TE is absent",
-        True,
+        only_if_missing=True,
     ),
-    Patch(
-        "megatron.core.transformer.moe.token_dispatcher",
-        "maybe_move_tensor_to_cpu",
-        move_to_host,
-        "all-to-all split sizes stay tensors, which gloo refuses",
+    *patches(
+        f"{CORE}.transformer.moe.token_dispatcher",
+        (
+            "maybe_move_tensor_to_cpu",
+            move_to_host,
+            "all-to-all split sizes stay tensors, which gloo refuses",
+        ),
     ),
 )
 

@@ -100,7 +100,7 @@ class Parallel:
         return self.rank == self.replica_leader
 
     def store(self) -> dist.Store | None:
-        """Return the job's key-value store, with a connection of its own; None for a world of one."""
+        """Return the job's key-value store, with its own connection; None for a world of one."""
         if self.world_size == 1:
             return None
         default = dist.distributed_c10d._get_default_store()

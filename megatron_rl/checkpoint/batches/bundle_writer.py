@@ -86,12 +86,7 @@ def gradient_digest(engine: Engine) -> str:
 
 
 def write_bundle(
-    folder: Path,
-    engine: Engine,
-    batch: MiniBatch,
-    old: OldPass,
-    results: Results,
-    note: BundleNote,
+    folder: Path, engine: Engine, batch: MiniBatch, old: OldPass, results: Results, note: BundleNote
 ) -> None:
     """Write `folder`, complete or not at all.  Collective.
 

@@ -53,12 +53,7 @@ from megatron_rl.weights.sync.servers import (
     check_unchanged,
     start_of,
 )
-from megatron_rl.weights.sync.transports import (
-    Disk,
-    Distributed,
-    Transport,
-    TransportSettings,
-)
+from megatron_rl.weights.sync.transports import Disk, Distributed, Transport, TransportSettings
 from megatron_rl.weights.version import updating, version_name
 
 __all__ = ["PushReport", "WeightPushError", "WeightPusher"]
