@@ -206,7 +206,7 @@ def lanes(spans: Sequence[Span], pid: int, first: int, name: str) -> Iterator[Ev
 
 
 def units(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Yield the spans of each key; spans of one key that overlap without nesting are several units."""
+    """Yield the spans of each key; where they overlap without nesting they are several units."""
     of_key: dict[str, list[Span]] = {}
     for span in spans:
         of_key.setdefault(span.key, []).append(span)

@@ -102,7 +102,7 @@ QUICK = [
 
 def kill_at(point: str, victim_pid: int) -> None:
     """Patch this rank so that it kills the victim when the push reaches the point."""
-    from megatron_rl.weights.sync import buckets, push, servers, turns
+    from megatron_rl.weights.sync import bucket_order, buckets, push, servers
 
     fired = []
 
@@ -139,15 +139,15 @@ def kill_at(point: str, victim_pid: int) -> None:
         case "opened":
             after(push.WeightPusher, "_open")
         case "first turn":
-            after(turns.Turns, "wait", lambda self, number: number == 0)
+            after(bucket_order.BucketOrder, "wait", lambda self, number: number == 0)
         case "first broadcast":
             before(buckets.BucketSender, "send")
         case "third loaded":
-            after(turns.Turns, "done", loaded(3))
+            after(bucket_order.BucketOrder, "done", loaded(3))
         case "last loaded":
-            after(turns.Turns, "done", loaded(BUCKETS))
+            after(bucket_order.BucketOrder, "done", loaded(BUCKETS))
         case "all sent":
-            before(turns.Turns, "close")
+            before(bucket_order.BucketOrder, "close")
         case "one has the version":
             after(
                 servers.Servers,

@@ -156,7 +156,9 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(make, tmp_
 def test_a_save_is_planned_once_and_again_where_its_parts_have_changed(make, tmp_path, monkeypatch):
     planned, exchange = [], shard_writer.determine_global_metadata
     monkeypatch.setattr(
-        shard_writer, "determine_global_metadata", lambda state: planned.append(step) or exchange(state)
+        shard_writer,
+        "determine_global_metadata",
+        lambda state: planned.append(step) or exchange(state),
     )
     saver, _ = make()
     for step in (1, 2, 3):

@@ -160,7 +160,7 @@ def test_a_leader_samples_scores_and_records_as_configured(monkeypatch, calls, m
 
 @pytest.fixture
 def pushed(monkeypatch, calls):
-    """pushed(cfg, parallel, server_pool) -> how the WeightPusher was made: the servers, the weights,
+    """pushed(cfg, parallel, server_pool) -> how a WeightPusher was made: the servers, the weights,
     the transport, and its keywords.  It is closed when the run ends.
     """
     monkeypatch.setattr(build.Ranks, "of", lambda parallel: f"ranks of {parallel.world_size}")
