@@ -1,7 +1,6 @@
-"""Save runs, and load them.  Every method is collective; an error on one rank is raised on all of
-them.
+"""Save runs, and load them.
 
-A checkpoint folder holds
+Every method is collective; an error on one rank is raised on all of them.  A checkpoint folder has
     __R_I.distcp, .metadata, common.pt, metadata.json
                              model and optimizer in megatron-core's torch_dist format
     rng_RRRRR.safetensors    random generators of rank R
@@ -131,9 +130,9 @@ class Checkpointer:
     # Saving
 
     def save(self, snapshot: Snapshot) -> None:
-        """Write a checkpoint.  With checkpoint.async_save it is still being written on return: call
-        `poll` or `wait`.
+        """Write a checkpoint.
 
+        With checkpoint.async_save it is still being written on return: call `poll` or `wait`.
         Raises CheckpointError on every rank, and leaves no part of the checkpoint, when any rank
         could not write.
         """
@@ -243,8 +242,10 @@ class Checkpointer:
             pending.outcome = reason_of_error(error)
 
     def _finish(self, pending: Pending, ranks: list[Written]) -> None:
-        """Complete the checkpoint on rank 0 when every rank has written: the other files, the
-        manifest, the name, `latest`.
+        """Complete the checkpoint on rank 0, when every rank has written.
+
+        The other files are synced, then the manifest is written; then the folder gets its name, and
+        `latest` names it.
         """
         temporary, started = pending.temporary, time.monotonic()
         pending.shards.write_metadata([rank.places for rank in ranks])

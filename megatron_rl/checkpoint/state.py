@@ -34,11 +34,10 @@ from megatron_rl.engine.engine import Engine
 
 
 def sharded_state(engine: Engine, *, is_loading: bool = False) -> ShardedStateDict:
-    """Return this rank's part of a checkpoint: sharded tensors only, with the same names in every
-    layout.
+    """Return this rank's part of a checkpoint: sharded tensors only.
 
-    The tensors share the memory of model and optimizer.  With `is_loading` the result is for a load
-    to fill, and then for `load_state`.
+    Their names are the same in every layout, and they share the memory of model and optimizer.
+    With `is_loading` the result is for a load to fill, and then for `load_state`.
     """
     models = {
         f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(engine.chunks)
@@ -51,8 +50,9 @@ def sharded_state(engine: Engine, *, is_loading: bool = False) -> ShardedStateDi
 
 
 def load_state(engine: Engine, loaded: StateDict, *, adam_step: float) -> None:
-    """Put a filled sharded_state into the engine.  `adam_step` counts the updates that Adam has
-    made.
+    """Put a filled sharded_state into the engine.
+
+    `adam_step` counts the updates that Adam has made.
     """
     for index, chunk in enumerate(engine.chunks):
         chunk.load_state_dict(loaded[f"model{index}"])

@@ -1,5 +1,4 @@
-"""Process groups of a job (groups.py), megatron-core without CUDA (cpu.py), exact float32
-(tf32.py).
+"""Process groups of a job (groups.py), megatron-core without CUDA (cpu.py), float32 (tf32.py).
 
 Importing this package first makes megatron-core work where there is no GPU, and quiet.
 """

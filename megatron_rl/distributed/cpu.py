@@ -57,8 +57,9 @@ def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def tensor_type(
     self: torch.Tensor, dtype: torch.dtype | str | None = None, *args: object, **kwargs: object
 ) -> object:
-    """Answer Tensor.type() with 'torch.cuda.FloatTensor' for a CPU tensor: the optimizer compares
-    that.
+    """Answer Tensor.type() with 'torch.cuda.FloatTensor' for a CPU tensor.
+
+    The optimizer compares these strings.
     """
     if dtype is not None:  # a conversion, which torch does itself
         return _TENSOR_TYPE(self, dtype, *args, **kwargs)  # type: ignore[call-overload]

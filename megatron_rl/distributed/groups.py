@@ -1,8 +1,7 @@
-"""Process groups from the configuration: torch.distributed (nccl or gloo), megatron-core's groups,
-seeds.
+"""Process groups and seeds from the configuration.
 
-Rank order is megatron-core's "tp-cp-ep-dp-pp": tensor ranks are neighbours, pipeline ranks are
-farthest apart.
+The groups are torch.distributed's (nccl or gloo) and megatron-core's.  Rank order is
+megatron-core's "tp-cp-ep-dp-pp": tensor ranks are neighbours, pipeline ranks are farthest apart.
 """
 
 from __future__ import annotations
@@ -108,11 +107,11 @@ class Parallel:
         return dist.PrefixStore("megatron_rl", default.clone())  # type: ignore[attr-defined]
 
     def destroy(self) -> None:
-        """End every group that make_parallel made, and torch.distributed itself where it started
-        that.
+        """End every group that make_parallel made.  Collective.
 
-        Collective.  megatron-core only forgets its groups: on gloo each would keep three threads,
-        which add up where one process builds several layouts.
+        torch.distributed itself ends where make_parallel started it.  megatron-core only forgets
+        its groups: on gloo each would keep three threads, which add up where one process builds
+        several layouts.
         """
         if self.owns_process_group:
             parallel_state.destroy_model_parallel()
@@ -259,8 +258,9 @@ def _start(use_cuda: bool, timeout_minutes: float) -> None:
 
 
 def make_host_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """Make the group of all ranks over gloo; return the default group where it is one.
-    Collective.
+    """Make the group of all ranks over gloo.  Collective.
+
+    Returns the default group where that is one.
     """
     world = dist.group.WORLD
     if world is not None and dist.get_backend() == "gloo":

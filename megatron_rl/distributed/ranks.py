@@ -30,8 +30,7 @@ class Ranks:
         return cls(parallel.rank, parallel.host_group, parallel.store() or dist.HashStore())
 
     def together(self, work: Callable[[], T], expected: type[Exception]) -> list[T]:
-        """Return the result of work() on each rank, in their order.  Collective: it waits for all
-        of them.
+        """Return the result of work() on each rank, in their order.  Collective.
 
         Results are small, plain data.  Where some ranks raise `expected`, every rank raises it,
         with all messages.  Where one raises anything else, it raises that, and the others

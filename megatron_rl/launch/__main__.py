@@ -1,5 +1,4 @@
-"""torchrun that returns the exit status of the ranks, and does not restart ranks that ended on
-purpose.
+"""torchrun that returns the ranks' exit status, and does not restart ranks that ended on purpose.
 
     megatron-rl launch [--log-format json] --nproc_per_node 8
         -m megatron_rl.train --config FILE.toml ...

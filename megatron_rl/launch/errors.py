@@ -54,8 +54,9 @@ def report_error(
 
 
 def disk_advice(error: BaseException, run_dir: Path) -> str:
-    """Name the file, the free space and the fix for an error of a disk; return "" for every other
-    error.
+    """Name the file, the free space and the fix, where a disk refused to be written.
+
+    Returns "" for every other error.
     """
     is_full = os.strerror(errno.ENOSPC) in str(error)
     if getattr(error, "errno", None) not in DISK_ERRORS and not is_full:
@@ -93,8 +94,9 @@ def written_file(error: BaseException, run_dir: Path) -> str | None:
 
 
 def shown_frames(error: BaseException) -> list[str]:
-    """Return the frame that raised and the last ones in the user's files, none where this package
-    raised.
+    """Return the frame that raised, and the last ones in the user's files.
+
+    Returns none where this package raised.
     """
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [

@@ -59,8 +59,9 @@ class Heartbeat:
 
 
 def memory_in_use() -> int:
-    """Return the bytes that torch has allocated on this thread's GPU, or without one the process's
-    resident bytes.
+    """Return the bytes that torch has allocated on this thread's GPU.
+
+    Without a GPU they are the resident bytes of the process.
     """
     if torch.cuda.is_initialized():
         return torch.cuda.memory_allocated()
@@ -99,8 +100,9 @@ def find_stalled(beats: Mapping[int, Heartbeat], stage_seconds: float) -> str | 
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Return True where a collective, or the job's store, reports a broken connection or a peer
-    that did not answer.
+    """Return True where the error says that a connection broke or a peer did not answer.
+
+    Collectives and the job's store raise such errors.
     """
     return isinstance(error, DistError) or (
         isinstance(error, RuntimeError) and "/gloo/" in str(error)

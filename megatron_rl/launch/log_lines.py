@@ -65,8 +65,9 @@ class LogLines:
 
     @contextmanager
     def clean_stderr(self) -> Iterator[None]:
-        """Remove secrets from what Python code writes on standard error: warnings, tracebacks of
-        threads, lines of libraries.
+        """Remove secrets from what Python code writes on standard error.
+
+        These are warnings, tracebacks of threads and lines of libraries.
         """
         before = sys.stderr
         sys.stderr = CleanStream(before, self.redactor)

@@ -36,8 +36,9 @@ def needed_by(server_args: Sequence[str]) -> dict[str, str]:
 
 
 def check_nccl_of_servers(server_args: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise ValueError where a server with these options would use other values than a training
-    rank with this environment.
+    """Raise ValueError where a server with these options would use other values than a rank.
+
+    `environ` is the environment of the training ranks.
     """
     for name, value in needed_by(server_args).items():
         if (ours := environ.get(name, DEFAULTS[name])) != value:
@@ -49,9 +50,7 @@ def check_nccl_of_servers(server_args: Sequence[str], environ: Mapping[str, str]
 
 
 def user_settings(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield one line for each variable that the user has set to another value than SGLang's
-    default.
-    """
+    """Yield one line for each variable that the user has set to another value than the default."""
     for name, value in DEFAULTS.items():
         if (ours := environ.get(name, value)) != value:
             yield (

@@ -90,8 +90,9 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Read the numbers of signals, which the interpreter's wakeup descriptor writes.  Runs in
-        the thread.
+        """Read the numbers of signals, which the interpreter's wakeup descriptor writes.
+
+        Runs in the thread.
         """
         while numbers := os.read(self._read, 64):
             received = [signal.Signals(number) for number in numbers if number in SIGNALS]

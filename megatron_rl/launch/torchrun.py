@@ -124,9 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     arguments = parser.parse_args(options)
     lines = LogLines(arguments.log_format)
-    # torchrun has no option for the agent's class.  mypy sees a function in place of a class; torch
-    # only calls it
-    api.LocalElasticAgent = partial(Agent, codes=codes, lines=lines)  # type: ignore[misc, assignment]
+    # torchrun has no option for the agent's class; it only calls it
+    agent: Any = partial(Agent, codes=codes, lines=lines)
+    api.LocalElasticAgent = agent  # type: ignore[misc]
     try:
         run.run(arguments)
     except ChildFailedError as error:
@@ -163,8 +163,9 @@ def end_process(number: int, frame: FrameType | None) -> None:
 
 
 def first_of(codes: Sequence[int]) -> int:
-    """Return one status for all ranks: that of the first failure, REQUEUE where some saved and none
-    failed, else 0.
+    """Return one status for all ranks: that of the first failure.
+
+    Without a failure it is REQUEUE where some ranks saved, else 0.
     """
     failures = [code for code in codes if code not in (0, REQUEUE)]
     return status_of(failures[0]) if failures else max(codes, default=0)  # REQUEUE > 0

@@ -1,9 +1,8 @@
-"""Traces of a step as files in the Trace Event Format, for Perfetto (ui.perfetto.dev) and
-chrome://tracing.
+"""Traces of a step as files in the Trace Event Format.
 
-A rank's file has its own process and its requests, with one process for each server.  The ids of
-processes and threads are unique over all ranks, so that the events of several files together are
-one trace (`merge`).
+Perfetto (ui.perfetto.dev) and chrome://tracing open them.  A rank's file has its own process and
+its requests, with one process for each server.  The ids of processes and threads are unique over
+all ranks, so that the events of several files together are one trace (`merge`).
 
 Times are those of the host's monotonic clock, the same for all processes of a host.  Every rank
 notes when it left a barrier as the step began.  Between hosts `merge` lets these moments coincide,

@@ -145,8 +145,9 @@ class Watchdog:
         self._ended.set()
 
     def _await_verdict(self, message: str) -> None:
-        """Send heartbeats as a rank that lost a peer, until rank 0 knows which one; the verdict
-        ends the process.
+        """Send heartbeats as a rank that lost a peer, until rank 0 knows which one.
+
+        The verdict ends the process.
         """
         self._print(f"rank {self.rank}: lost a connection in {message}; waiting for the cause")
         self._state = self._state._replace(stage=CUT_OFF)
@@ -315,8 +316,9 @@ class Watchdog:
         self._lines.print_error(text, rank=self.rank)
 
     def _exit(self, verdict: str) -> None:
-        """Print the verdict, write the stacks of all threads, and end the process; servers and
-        workers end with it.
+        """Print the verdict, write the stacks of all threads, and end the process.
+
+        Servers and workers end with it.
         """
         stacks = self._folder / f"stalled_rank{self.rank}.txt"
         try:

@@ -231,7 +231,9 @@ def make_pusher(
         )
     rollout = cfg.rollout
     served = cfg.model.dtype if rollout.dtype == "auto" else rollout.dtype
-    on_our_gpus = parallel.device.type == "cuda" and server_pool is not None
+    places = None
+    if parallel.device.type == "cuda" and server_pool is not None:
+        places = gpus_of(cfg, server_pool)
     pusher = WeightPusher(
         ServerAccess(
             found.urls,
@@ -249,7 +251,7 @@ def make_pusher(
             bucket_mb=rollout.weight_sync_bucket_mb,
             device=parallel.device,
             disk_dir=cfg.run_dir / "weights",
-            places=gpus_of(cfg, server_pool) if on_our_gpus else None,
+            places=places,
         ),
         verify_every=rollout.verify_push_every if rollout.verify_push == "checksum" else 0,
         ranks=Ranks.of(parallel),

@@ -72,8 +72,9 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def te_keys(*, is_latent: bool, is_moe: bool) -> dict[str, str]:
-    """Return prefix of a local layer's key -> prefix that core writes for TransformerEngine's layer
-    (core's keys_map).
+    """Return prefix of a local layer's key -> core's prefix for TransformerEngine's layer.
+
+    It is what core calls a keys_map.
     """
     places: set[Place] = {"latent attention" if is_latent else "grouped attention"}
     if not is_moe:

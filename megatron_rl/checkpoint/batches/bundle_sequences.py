@@ -50,8 +50,9 @@ class SavedSequences:
             self._read_rank(read_bundle_tensors(folder / rank_name(rank)), sizes)
 
     def samples(self, *, with_record: bool) -> list[Sample]:
-        """Return all sequences; `with_record` puts the experts that R2 recorded in place of the
-        server's.
+        """Return all sequences.
+
+        `with_record` puts the experts that R2 recorded in place of the server's.
         """
         return (
             [self._recorded(sample) for sample in self._samples] if with_record else self._samples
@@ -64,8 +65,9 @@ class SavedSequences:
         return None if table is None else table[rows]
 
     def blank(self, kind: str, num_rows: int) -> Tensor | None:
-        """Return rows of zeros like those of `kind`, or None where no values of this kind were
-        saved.
+        """Return rows of zeros like those of `kind`.
+
+        Returns None where no values of this kind were saved.
         """
         for (*_, name), table in self._rows.items():
             if name == kind:
@@ -120,8 +122,9 @@ class SavedSequences:
 
 
 def read_replica(folder: Path, replica: int) -> list[tuple[tuple[Sample, ...], list[int]]]:
-    """Return, for each micro-batch of a replica, its sequences and the rows of each; rows of pads
-    come last.
+    """Return, for each micro-batch of a replica, its sequences and the rows of each.
+
+    Rows of pads come last.
     """
     tensors = read_bundle_tensors(folder / replica_name(replica))
     return [

@@ -54,9 +54,7 @@ class Results:
 
 @dataclass(frozen=True)
 class BundleNote:
-    """The parts of a bundle's header that are for people: why it was saved, and where its weights
-    are.
-    """
+    """The parts of a bundle's header that are for people."""
 
     step: int
     """Counted from 0."""

@@ -78,10 +78,10 @@ class TorchDist:
     def read_rows(
         self, chunks: Sequence[tuple[Chunk, int]], shape: tuple[int, ...], start: int, stop: int
     ) -> torch.Tensor:
-        """Return rows [start, stop) of the parameter of this shape that is stored in `chunks`
-        (Slots.cut).
+        """Return rows [start, stop) of the parameter of this shape.
 
-        Missing rows are an error; rows beyond `shape` (a padded vocabulary) are not read.
+        `chunks` are those that it is stored in (Slots.cut).  Missing rows are an error; rows beyond
+        `shape` (a padded vocabulary) are not read.
         """
         rows = torch.empty((stop - start, *shape[1:]), dtype=self.dtype(chunks[0][0].key))
         for chunk, first in chunks:
@@ -98,8 +98,7 @@ class TorchDist:
     def fill(
         self, chunk: Chunk, axes: int, values: torch.Tensor, *, allow_missing: bool = False
     ) -> None:
-        """Copy the stored chunks that overlap with `chunk` into `values`, which has the chunk's
-        sizes.
+        """Fill `values`, of the chunk's sizes, from the stored chunks that overlap with `chunk`.
 
         `axes` leading axes come before that of the rows.  Raises CheckpointError where stored
         chunks do not cover the chunk, unless allow_missing.

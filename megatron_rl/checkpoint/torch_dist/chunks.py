@@ -55,8 +55,9 @@ class Slots:
         return {canonical(chunk.key) for chunk in chunks}
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Chunk, int]]:
-        """Yield the stored chunks of this parameter, for this shape, each with its first row in the
-        parameter.
+        """Yield the stored chunks of a parameter of this shape.
+
+        Each comes with its first row in the parameter.
         """
         slot = self.parameters[name]
         parameter = torch.empty(shape, device="meta")
@@ -76,8 +77,9 @@ class Slots:
 
 @dataclass(frozen=True)
 class Stored:
-    """A written chunk and its place, in plain values: the journal of a conversion keeps it as
-    JSON.
+    """A written chunk and its place.
+
+    All values are plain: the journal of a conversion keeps them as JSON.
     """
 
     chunk: Chunk

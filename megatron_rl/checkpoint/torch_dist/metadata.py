@@ -51,10 +51,9 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Admits the records that torch and megatron-core put into metadata, and the plain classes in
-    them.
+    """Admits the records that torch and megatron-core put into metadata, by exact name.
 
-    They are admitted by exact name.
+    The plain classes in these records are admitted, too.
     """
 
     def find_class(self, module: str, name: str) -> object:

@@ -1,11 +1,12 @@
-"""`.metadata` of a checkpoint, put together from what every rank has pickled: rank 0 only copies
-bytes.
+"""`.metadata` of a checkpoint, put together from what every rank has pickled.
 
-torch's format is one pickle with the place of every part of every rank.  A pickle is a program for
-a machine with a stack, so that it can be written in pieces.  The beginning leaves the object and an
-empty dictionary on the stack; each rank's piece puts its places into that dictionary; the end gives
-the dictionary to the object.  Pieces have protocol 3, the last one in which what is used again has
-an explicit number: the numbers of a piece overwrite those of the one before.
+Rank 0 only copies bytes.  torch's format is one pickle with the place of every part of every rank.
+A pickle is a program for a machine with a stack, so that it can be written in pieces.  The
+beginning leaves the object and an empty dictionary on the stack; each rank's piece puts its places
+into that dictionary; the end gives the dictionary to the object.
+
+Pieces have protocol 3, the last one in which what is used again has an explicit number: the numbers
+of a piece overwrite those of the one before.
 """
 
 from __future__ import annotations

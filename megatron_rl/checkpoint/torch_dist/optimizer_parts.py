@@ -111,8 +111,9 @@ def parts_of_tensor(
     start: int,
     instance: int,
 ) -> Iterator[ShardedTensor]:
-    """Yield sharded tensors of `values`, the values of the parameter at `place` from number `start`
-    on.
+    """Yield sharded tensors of `values`.
+
+    These are the values of the parameter at `place` from number `start` on.
     """
     for part, begin in stored_parts(place):
         shape, axes = tuple(part.local_shape), part.prepend_axis_num

@@ -161,7 +161,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 class Planner:
-    """Assigns the parts of every save to ranks, with replicated tensors spread over the ranks of
+    """Assigns the parts of every save to ranks; replicated tensors are spread over those of
     `group`.
 
     The first save gathers the parts of all ranks, on every rank.  Later ones take the same plan
@@ -209,8 +209,9 @@ def on_all_ranks(value: bool) -> bool:
 
 
 def write_common(folder: Path) -> None:
-    """Write the two files by which core recognises the format, on rank 0; its common state is
-    empty.
+    """Write the two files by which core recognises the format.  Called on rank 0.
+
+    Its common state is empty.
     """
     with open(folder / COMMON_STATE_FNAME, "wb") as file:
         torch.save({}, file)
@@ -219,8 +220,9 @@ def write_common(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _without_manager() -> Iterator[None]:
-    """Keep core from starting a manager process for results on its first plan; ours come from
-    threads.
+    """Keep core from starting a manager process for results on its first plan.
+
+    Here results come from threads.
     """
     before = filesystem_async._results_queue
     filesystem_async._results_queue = queue.SimpleQueue()

@@ -176,12 +176,11 @@ def elements(entry: Entry) -> int:
 def export_planned(
     plan: Sequence[ExportStep], chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
 ) -> Iterator[HFTensor]:
-    """Yield the tensors in the order of the plan, on the device and in the dtype of the model.
-    Collective.
+    """Yield the tensors in the order of the plan.  Collective.
 
-    They are contiguous.  A tensor may be a view of the live parameter: copy it to keep it beyond
-    the next update.  With `overlap_param_gather`, parameters are stale after a step: call
-    start_param_sync(force_sync=True) on the chunks first.
+    They are contiguous, on the device and in the dtype of the model.  A tensor may be a view of the
+    live parameter: copy it to keep it beyond the next update.  With `overlap_param_gather`,
+    parameters are stale after a step: call start_param_sync(force_sync=True) on the chunks first.
     """
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
     model_dtype = next(iter(parameters.values())).dtype  # all but the float32 rules have it

@@ -1,5 +1,4 @@
-"""HF checkpoint directories as files: names, shapes and dtypes of the tensors; tensors or some of
-their rows.
+"""HF checkpoint directories as files: their tensors, and what is known without reading those.
 
 Tensors are read into newly allocated memory: pages of a mapped file would count as this process's,
 too.  Pickle weights (.bin) are refused unless the caller trusts them.
@@ -29,8 +28,9 @@ SHOWN = 5
 
 
 class CheckpointError(ValueError):
-    """An HF checkpoint that cannot be used; the message names the tensors or the file, and the
-    rule.
+    """An HF checkpoint that cannot be used.
+
+    The message names the tensors or the file, and the rule.
     """
 
 
@@ -104,8 +104,9 @@ class HFFiles:
         self.close()
 
     def check(self, spec: ModelSpec) -> None:
-        """Raise one CheckpointError that names every tensor missing, left over, of another shape or
-        not floating point.
+        """Raise one CheckpointError that names every tensor that does not fit the model.
+
+        It is missing, left over, of another shape or not floating point.
         """
         expected = {name: shape for entry in entries(spec) for name, shape in entry.hf}
         stored = {
@@ -153,11 +154,11 @@ def outline(path: Path) -> Outline:
 
 
 def is_left_out(name: str, spec: ModelSpec | Outline) -> bool:
-    """Return True where the model lacks this tensor: a tied head's copy, or layers of multi-token
-    prediction.
+    """Return True where the model lacks this tensor of a checkpoint.
 
-    These layers come after the decoder's (DeepSeek, GLM), or under a name of their own (Qwen3-Next,
-    EXAONE), which config.json may not count.
+    That is a tied head's copy, or a layer of multi-token prediction.  These layers come after the
+    decoder's (DeepSeek, GLM), or under a name of their own (Qwen3-Next, EXAONE), which config.json
+    may not count.
     """
     if spec.tie_embeddings and name == "lm_head.weight":
         return True
@@ -283,8 +284,9 @@ def load_plain(file: Path, *, mmap: bool = False) -> dict[str, object]:
 
 
 def refusal(error: BaseException) -> str:
-    """Return what torch's restricted unpickler objects to, without its advice to unpickle
-    everything.
+    """Return the objection of torch's restricted unpickler.
+
+    Its advice to unpickle everything is left out.
     """
     text = str(error).split("WeightsUnpickler error: ")[-1].split(". Please use")[0].strip()
     return text.splitlines()[0] if text else type(error).__name__
@@ -296,8 +298,9 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def read_into(tensor: torch.Tensor, stream: BinaryIO, start: int) -> bool:
-    """Fill a contiguous tensor with the bytes at `start`; return False where the file ends before
-    its end.
+    """Fill a contiguous tensor with the bytes at `start` of a file.
+
+    Returns False where the file ends before the tensor does.
     """
     stream.seek(start)
     count: int = stream.readinto(tensor_bytes(tensor))  # type: ignore[attr-defined]

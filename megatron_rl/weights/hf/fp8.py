@@ -1,8 +1,8 @@
-"""Block-quantised FP8 weights: e4m3 values and one float32 scale for each block, as FP8 checkpoints
-store them.
+"""Block-quantised FP8 weights, as FP8 checkpoints store them: e4m3 values, one scale for each
+block.
 
-Shapes: [O, I] a weight; [ceil(O / 128), ceil(I / 128)] its scales, which such checkpoints call
-`weight_scale_inv`: weight = value * scale of its block.
+Shapes: [O, I] a weight; [ceil(O / 128), ceil(I / 128)] its float32 scales, which such checkpoints
+call `weight_scale_inv`: weight = value * scale of its block.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class QuantizeError(ValueError):
 
 
 def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Quantise a weight [O, I]: values float8_e4m3fn [O, I], scales float32 [ceil(O / block),
-    ceil(I / block)].
+    """Quantise a weight [O, I] by blocks.
 
-    scale = max |w| over the block / 448, value = w / scale rounded to the nearest e4m3; blocks at
-    the borders are smaller.  Raises QuantizeError for a weight that is not a matrix or not finite.
+    Returns values float8_e4m3fn [O, I] and scales float32 [ceil(O / block), ceil(I / block)]: scale
+    = max |w| over the block / 448, value = w / scale rounded to the nearest e4m3.  Blocks at the
+    borders are smaller.  Raises QuantizeError for a weight that is not a matrix or not finite.
     """
     scales_shape(weight.shape, block)
     if not torch.isfinite(weight).all():
@@ -60,8 +60,7 @@ def dequantize_blocks(values: Tensor, scales: Tensor, block: int = BLOCK) -> Ten
 def rounded_to_fp8(
     tensors: Iterable[tuple[str, Tensor]], keep: Sequence[str], block: int = BLOCK
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stream of (HF name, tensor) with every matrix quantised and de-quantised, in
-    float32.
+    """Yield (HF name, tensor) with every matrix quantised and de-quantised, in float32.
 
     A server with these weights has the rounding errors of FP8 weights, while its activations keep
     their dtype.  Vectors, and names that match a pattern of `keep` (shell style), are unchanged.

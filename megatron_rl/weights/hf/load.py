@@ -1,5 +1,6 @@
-"""HF safetensors checkpoint -> the parameters of this rank's megatron-core chunks, every tensor
-checked.
+"""HF safetensors checkpoint -> the parameters of this rank's megatron-core chunks.
+
+Every tensor is checked.
 """
 
 from __future__ import annotations

@@ -96,8 +96,9 @@ def size_values(spec: ModelSpec) -> dict[str, int]:
 
 
 def find_entry(name: str, spec: ModelSpec) -> Entry:
-    """Return the entry with this canonical name.  Raises KeyError where the family's table has no
-    rule for it.
+    """Return the entry with this canonical name.
+
+    Raises KeyError where the family's table has no rule for it.
     """
     for rule in _rules(spec):
         pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(rule.mcore))

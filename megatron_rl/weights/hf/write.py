@@ -30,16 +30,15 @@ def write_hf_checkpoint(
     *,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Exhaust `tensors` and write them as an HF checkpoint at `out_dir`, which all ranks must
-    reach.
+    """Exhaust `tensors` and write them as an HF checkpoint at `out_dir`.  Collective.
 
-    Collective.  config.json, tokenizer and every other file that has no weights are copied from
-    `source_dir` unchanged.  The directory appears complete or not at all, replacing one that
-    exists.  Files are world-readable, since servers may run as another user.  The ranks of a
-    machine share `max_shard_bytes`, as each may have one file in host memory.  Raises
+    All ranks must reach `out_dir`.  config.json, tokenizer and every other file that has no weights
+    are copied from `source_dir` unchanged.  The directory appears complete or not at all, replacing
+    one that exists.  Files are world-readable, since servers may run as another user.  The ranks of
+    a machine share `max_shard_bytes`, as each may have one file in host memory.  Raises
     CheckpointError where the names differ from the weights in `source_dir` (if it has any).
     """
-    # decided on rank 0: the files must have the same tensors on every rank
+    # decided on rank 0, so that every rank numbers the files in the same way
     most_bytes = ranks.on_rank_0(
         lambda: max_shard_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), CheckpointError
     )
@@ -63,8 +62,9 @@ def make_temporary(out_dir: Path) -> Path:
 
 
 def write_files(stream: Iterator[HFTensor], folder: Path, most_bytes: int, rank: int) -> None:
-    """Write this rank's safetensors files, of at most `most_bytes` or one tensor; on rank 0 also
-    the index of all.
+    """Write this rank's safetensors files, each of at most `most_bytes` or one tensor.
+
+    Rank 0 also writes the index of all files.
     """
     files: dict[str, str] = {}
     total = 0

@@ -86,8 +86,9 @@ class ExportDigests:
                 self.hashes[served].update(bytes(-len(part) % ROWS * part[0].nbytes))
 
     def digests(self) -> dict[str, str]:
-        """Return server's name -> checksum of the tensors that are complete and that servers do not
-        fill up.
+        """Return server's name -> checksum.
+
+        Tensors that are not complete, or that servers fill up, are left out.
         """
         return {
             served: digest.hexdigest()[:HEX_DIGITS]
@@ -116,8 +117,9 @@ class Verifier:
         self.logged: set[str] = set()
 
     def any_on_cpu(self, servers: Servers) -> bool:
-        """Return True where an export must be hashed: servers on GPUs are compared with one
-        another.
+        """Return True where an export must be hashed.
+
+        Servers on GPUs are compared with one another.
         """
         return "cpu" in servers.each(lambda url: self._device(servers, url))
 
@@ -169,8 +171,9 @@ class Verifier:
         parts: Mapping[str, Sequence[str]],
         version: int,
     ) -> int:
-        """Return the number of this server's tensors that equal the export's; raise where one
-        differs.
+        """Return the number of this server's tensors that equal the export's.
+
+        Raises WeightPushError where one differs, or where none can be compared.
         """
         comparable = {name for name in ours if len(ranks) == 1 or WHOLE_ON_EVERY_RANK.search(name)}
         served = set().union(*ranks)

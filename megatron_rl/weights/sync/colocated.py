@@ -1,10 +1,11 @@
-"""Buckets passed by reference to servers on this machine: CUDA-IPC handles of GPU memory, or names
-of shared memory.
+"""Buckets passed by reference to servers on this machine.
 
-Interface (SGLang 0.5.21, /update_weights_from_tensor with load_format flattened_bucket): for each
-tensor-parallel rank a base64 pickle of {"flattened_tensor": uint8, "metadata": [name, shape, dtype,
-start_idx, end_idx, numel in bytes]}, in which torch's own reductions represent the tensor.  We
-write pickles and read none; SGLang reads them with a list of allowed names.  The list includes
+A reference is a CUDA-IPC handle of GPU memory, or the name of shared memory.  Interface (SGLang
+0.5.21, /update_weights_from_tensor with load_format flattened_bucket): for each tensor-parallel
+rank a base64 pickle of {"flattened_tensor": uint8, "metadata": [name, shape, dtype, start_idx,
+end_idx, numel in bytes]}, in which torch's own reductions represent the tensor.
+
+We write pickles and read none; SGLang reads them with a list of allowed names.  The list includes
 types.SimpleNamespace, so nothing of SGLang has to be imported here.  Every rank gets its own
 pickle: torch counts each pickled reference until a process has opened it.
 """
@@ -146,8 +147,9 @@ def shared_memory(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def reference(flat: Tensor, bucket: Bucket) -> str:
-    """Return the base64 pickle from which one rank of a server makes the bucket's tensors in the
-    memory of `flat`.
+    """Return a base64 pickle that refers to the bucket's tensors in the memory of `flat`.
+
+    One rank of a server makes the tensors from it.
     """
     metadata, start = [], 0
     for name, shape in zip(bucket.names, bucket.shapes, strict=True):

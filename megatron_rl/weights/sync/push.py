@@ -160,10 +160,9 @@ class WeightPusher:
         )
 
     def serve(self, version: int) -> None:
-        """Let the servers allocate their caches, report `version` and continue, after a push.
-        Called on rank 0.
+        """Let the servers serve the new weights, after a push.  Called on rank 0.
 
-        Raises WeightPushError.
+        They allocate their caches, report `version` and continue.  Raises WeightPushError.
         """
         self._check_alone(version)
         self._resume_memory("kv_cache")
@@ -249,20 +248,22 @@ class WeightPusher:
     def _send(
         self, export: Callable[[], Iterable[HFTensor]], version: int, order: BucketOrder, sent: Sent
     ) -> int:
-        """Send this rank's buckets and return their bytes.  `sent` counts the buckets of all
-        sources.
+        """Send this rank's buckets and return their bytes.
+
+        `sent` counts the buckets of all sources.
         """
         stream = iter(export())
         loading: Future[None] | None = None
         num_bytes = 0
         try:
             tensors = checked_stream(stream, self.expected, self.weights.checkpoint)
+            # every rank sees the batches of all sources, and so numbers them in the same way
             for number, batch in enumerate(batches(tensors, self.bucket_bytes, of_one_dtype=True)):
                 sent.add(number, batch)
                 if batch.source != self.ranks.rank:
                     continue
                 if loading is not None:
-                    loading.result()
+                    loading.result()  # the servers read one bucket of a source at a time
                 loading = self._start(self._bucket(number, batch), version, order)
                 num_bytes += batch.num_bytes
             if loading is not None:

@@ -78,9 +78,7 @@ class Servers:
         return [self.threads.submit(self.call, "POST", url, path, body) for url, body in calls]
 
     def each(self, function: Callable[[str], T]) -> list[T]:
-        """Return function(url) for every server, called in parallel; results are in the order of
-        `urls`.
-        """
+        """Return function(url) for every server, in the order of `urls`; called in parallel."""
         return self.wait([self.threads.submit(function, url) for url in self.urls])
 
     def wait(self, futures: Iterable[Future[T]]) -> list[T]:
@@ -90,8 +88,9 @@ class Servers:
         return [future.result() for future in futures]
 
     def call(self, method: str, url: str, path: str, body: Json | None = None) -> Json:
-        """Return the JSON object of one call, or {}.  Raises WeightPushError unless its status is
-        200.
+        """Return the JSON object of one call, or {}.
+
+        Raises WeightPushError unless its status is 200.
         """
         response = self.request(method, url, path, body)
         if response.status_code != 200:
@@ -105,8 +104,9 @@ class Servers:
         return answer if isinstance(answer, dict) else {}
 
     def request(self, method: str, url: str, path: str, body: Json | None = None) -> httpx.Response:
-        """Return the response of one call, whatever its status.  Raises WeightPushError where none
-        comes.
+        """Return the response of one call, whatever its status.
+
+        Raises WeightPushError where none comes.
         """
         self.unanswered.add(url + path)
         try:

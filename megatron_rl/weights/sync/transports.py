@@ -64,8 +64,9 @@ class Transport(ABC):
     """Some server has opened a session; SGLang before 0.5.21 has none."""
 
     def open(self, servers: Servers, version: int) -> Targets:
-        """Prepare the servers before the first bucket, and return the GPUs of each.  Called on rank
-        0.
+        """Prepare the servers before the first bucket.  Called on rank 0.
+
+        Returns the GPUs of each server, for `join`.
         """
         self.has_sessions = any(servers.each(servers.begin_update))
         return []
@@ -75,10 +76,10 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, servers: Servers, bucket: Bucket, version: int, turn: Turn) -> Calls:
-        """Start to load the bucket into every server when it is its turn; return [] where the push
-        failed.
+        """Start to load the bucket into every server when it is its turn.
 
-        The bucket before it, of this source, is loaded.  Raises WeightPushError.
+        The bucket before it, of this source, is loaded.  Returns [] where the push has failed
+        meanwhile; raises WeightPushError.
         """
 
     def sent(self) -> None:  # noqa: B027  not every transport keeps something
@@ -87,11 +88,10 @@ class Transport(ABC):
     def finish(
         self, servers: Servers, version: int, numbers: Mapping[str, int], num_bytes: int
     ) -> None:
-        """Let the servers use the new weights, after the last bucket of all sources.  Called on
-        rank 0.
+        """Let the servers take the new weights into use.  Called on rank 0.
 
-        `numbers` maps an HF name to the number of its bucket; `num_bytes` is the sum over all
-        buckets.
+        All sources have sent their last bucket.  `numbers` maps an HF name to the number of its
+        bucket; `num_bytes` is the sum over all buckets.
         """
         if self.has_sessions:
             servers.post("/end_weight_update", {})
@@ -159,9 +159,7 @@ class Distributed(Transport):
                 servers.wait(leaving)
 
     def _connect(self, servers: Servers) -> BucketSender:
-        """Make one process group of this process (rank 0 there) and all tensor-parallel ranks of
-        all servers.
-        """
+        """Make one process group of this process and all tensor-parallel ranks of all servers."""
         sizes = servers.each(servers.num_ranks)
         # rank 0 is this process; the ranks of each server follow those of the one before
         offsets = [1 + sum(sizes[:i]) for i in range(len(sizes))]
