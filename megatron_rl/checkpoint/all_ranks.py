@@ -35,6 +35,8 @@ def on_every_rank(work: Callable[[], T]) -> T:
 
     Collective: an error on any rank is raised as CheckpointError on all of them.
     """
+    # nothing is raised before all ranks know: a rank that raised alone would leave the others
+    # waiting in the next collective
     result, failure = None, None
     try:
         result = work()

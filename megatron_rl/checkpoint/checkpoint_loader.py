@@ -56,6 +56,7 @@ def load_checkpoint(engine: Engine, folder: Path, path: Path) -> Restored:
     ValueError where the configuration changed in a way that matters.  The engine is unchanged then.
     """
     started = time.monotonic()
+    # before anything changes: a damaged checkpoint must leave the engine as it is
     manifest = undamaged_manifest(engine, folder, path)
     state = read_state(path)
     missing = REQUIRED - state.keys()
@@ -64,6 +65,7 @@ def load_checkpoint(engine: Engine, folder: Path, path: Path) -> Restored:
             f"{path / STATE}: version {state.get('version')} (known: {FORMAT_VERSION}), missing"
             f" parts {sorted(missing)}"
         )
+    # also before the engine changes
     changed = check_changes(state["config"], engine.cfg, str(path))
     checked_in = time.monotonic() - started
     restore_engine(engine, path, state)
@@ -90,6 +92,7 @@ def restore_engine(engine: Engine, path: Path, state: State) -> None:
     """Load model, optimizer and the position in the schedule.  Collective."""
     saved_by = state.get("megatron_core", "(unknown)")
     checkpoint = on_every_rank(lambda: SafeCheckpoint(path, saved_by))
+    # tensors are filled in place: the request shares the engine's memory
     request = sharded_state(engine, is_loading=True)
     loaded = on_every_rank(lambda: checkpoint.load(request))
     load_state(engine, loaded, adam_step=state["adam_step"])
@@ -124,6 +127,7 @@ def undamaged_manifest(engine: Engine, folder: Path, path: Path) -> Manifest:
     manifest, problems = inspect_files(engine, path)
     if manifest is not None and not problems:
         return manifest
+    # the newest one first
     others = (
         item for item in reversed(checkpoints(folder)) if item.path.resolve() != path.resolve()
     )
@@ -150,6 +154,7 @@ def inspect_files(engine: Engine, path: Path) -> tuple[Manifest | None, list[str
     try:
         manifest = read_manifest(path)
         parallel, files = engine.parallel, manifest.files
+        # by name among equals: every rank must divide them in the same way
         by_size = sorted(files, key=lambda name: (-files[name].size, name))
         problems = damage(path, manifest, by_size[parallel.rank :: parallel.world_size])
     except ManifestError as error:

@@ -139,6 +139,7 @@ class Checkpointer:
         self.wait()
         state = self._state_text(snapshot)  # before training changes anything
         temporary = from_rank_0(lambda: self._begin(snapshot.step, state))
+        # the plan refers to the engine's memory; `stage` copies what training would change
         shards = self._planner.plan(sharded_state(self.engine), temporary)
         shards.stage(copy=self.cfg.async_save)
         serial = from_rank_0(lambda: next_serial(self.folder))
@@ -153,6 +154,7 @@ class Checkpointer:
         facts: Facts = {"step": snapshot.step, "serial": serial, "value": value}
         self._pending = pending = Pending(temporary, shards, facts)
         if self.cfg.async_save:
+            # a daemon: an error of the training loop must not wait for the disk
             thread = threading.Thread(
                 target=self._write, args=(pending, files), daemon=True, name="checkpoint"
             )
@@ -183,6 +185,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        # a synchronous save has no thread
         if pending.thread is not None:
             pending.thread.join()
         self._complete(pending)
@@ -196,11 +199,13 @@ class Checkpointer:
             self.log(f"removed checkpoint {path.name}")
 
     def _complete(self, pending: Pending) -> None:
+        # collective: a rank that could not write tells all others
         failures = gather_values(pending.outcome if isinstance(pending.outcome, str) else None)
         try:
             for rank, failure in enumerate(failures):
                 if failure is not None:
                     raise CheckpointError(f"rank {rank}: {failure}")
+            # places and digests, which are large, go to rank 0 alone, over gloo
             written = gather_on_rank_0(
                 cast(Written, pending.outcome), self.engine.parallel.host_group
             )
@@ -234,6 +239,7 @@ class Checkpointer:
             places = pending.shards.write()
             for name, write in files.items():
                 write(pending.temporary / name)
+                # before the manifest says that the file is complete
                 sync(pending.temporary / name)
             pending.outcome = Written(
                 places, digest_files(pending.temporary, [*pending.shards.names, *files])
@@ -248,8 +254,10 @@ class Checkpointer:
         `latest` names it.
         """
         temporary, started = pending.temporary, time.monotonic()
+        # only rank 0 knows where the parts of all ranks are
         pending.shards.write_metadata([rank.places for rank in ranks])
         files = {name: digest for rank in ranks for name, digest in rank.digests.items()}
+        # files that rank 0 wrote outside `_write`: state.json, common.pt, metadata.json, .metadata
         others = [path.name for path in temporary.iterdir() if path.name not in files]
         for name in others:
             sync(temporary / name)

@@ -57,6 +57,7 @@ def check_changes(saved: Sections, cfg: Config, where: str) -> list[str]:
     checkpoint.allow_changes names it.
     """
     required = {"model": {"path": cfg.model.path}, "data": {"train": cfg.data.train}}
+    # defaults of this version, for keys that one side does not know
     fresh = type(cfg)(**required)  # type: ignore[arg-type]
     defaults = flat_settings(fresh.model_dump(mode="json"))
     # an older checkpoint's may hold secrets, which would differ from what hides them now

@@ -107,6 +107,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     ValueError, listing the checkpoints, when `latest` is damaged or names one that does not exist
     or was replaced.
     """
+    # the pointer has the manifest's digest: a folder that was replaced under its name is noticed
     pointer, kept = folder / LATEST, checkpoints(folder)
     if not pointer.exists():
         return kept[-1].path if kept else None
@@ -137,6 +138,7 @@ def choose_checkpoint(folder: Path, cfg: CheckpointConfig) -> str | None:
     A run that was started with checkpoint.load and is restarted by the same command continues from
     its own newest checkpoint.
     """
+    # checkpoint.no_resume: start over
     if not cfg.resume:
         return None
     is_own = cfg.load is None or origin_of(folder) == origin(cfg)
@@ -234,6 +236,7 @@ def retire(folder: Path, *, keep_last: int, keep_every: int, best: str | None) -
     # max and min return the first of equals, which is the last saved
     if best is not None and values:
         kept.add((max if best == "max" else min)(values, key=lambda path: values[path]))
+    # checkpoints without a readable manifest are in neither list, and so stay
     removed = [item.path for item in readable if item.path not in kept]
     # hidden first: a part of one must never look like a checkpoint
     remove_hidden(folder, [path.rename(path.with_name(f".{path.name}.old")) for path in removed])

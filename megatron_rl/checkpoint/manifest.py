@@ -69,6 +69,7 @@ def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileDigest]:
     blocks = [(name, start) for name in names for start in range(0, sizes[name], BLOCK)]
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(lambda block: _digest_block(folder / block[0], block[1]), blocks))
+    # in the order of the blocks, so that the digest does not depend on the threads
     combined = {name: _blake2b() for name in names}
     for (name, _), digest in zip(blocks, digests, strict=True):
         combined[name].update(digest)
@@ -122,6 +123,7 @@ def damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None)
         digests = digest_files(folder, present)
     except OSError as error:
         return [*problems, f"{error.filename}: {error.strerror}"]
+    # sizes first: they are cheap, and only files of the right size are read
     wrong = [name for name in present if digests[name] != manifest.files[name]]
     return problems + [
         f"{folder / name}: its bytes are not those that were written (BLAKE2b differs)"

@@ -110,6 +110,7 @@ class CheckpointPolicy:
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
         """Remember metrics of the weights after `step` finished steps (checkpoint.best_metric)."""
+        # several reporters note metrics of one step
         known = self._measured[1] if self._measured[0] == step else {}
         self._measured = step, known | dict(metrics)
 
@@ -141,6 +142,7 @@ class CheckpointPolicy:
             raise ValueError(
                 f"{name}/{STATE}: progress without {names}; resume from another checkpoint"
             )
+        # a checkpoint of another run's folder is not saved here yet
         if Path(name).parent.resolve() == folder.resolve():
             self._saved_step = restored.step
         self._totals = self._carried = {
@@ -154,6 +156,7 @@ class CheckpointPolicy:
         if self._stop is None:
             return None
         name = self._stop.name
+        # ranks agree by one all-reduce, which takes integers
         (number,) = all_reduce_ints(
             [signal.Signals[name].value if name else 0], dist.ReduceOp.MAX, dist.group.WORLD
         )
@@ -167,6 +170,7 @@ class CheckpointPolicy:
         )
 
     def _save(self, snapshot: Snapshot) -> None:
+        # the step may be saved already: it was resumed from, or was due before a signal came
         if self._saved_step != snapshot.step:
             self._before_save()
             with self._events.timed("checkpoint", snapshot.step, f"after step {snapshot.step}"):

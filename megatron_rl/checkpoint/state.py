@@ -109,6 +109,7 @@ def _optimizer_state(
     """
     if optimizer.optimizer is None:
         return {}
+    # torch makes moments in the first update
     _fill_moments(optimizer.optimizer)
     if isinstance(optimizer, DistributedOptimizer):
         return sharded_parts(optimizer, models, is_loading=is_loading)
@@ -170,6 +171,7 @@ def rng_state() -> dict[str, Tensor]:
     These are Python's, numpy's, torch's, CUDA's (where there is one) and megatron-core's tracker.
     """
     version, numbers, gauss = random.getstate()
+    # numpy's global generator, which user code may draw from
     legacy = cast(tuple[str, NDArray[np.uint32], int, int, float], np.random.get_state())
     name, keys, position, has_gauss, cached = legacy
     assert (version, name) == (3, "MT19937")

@@ -224,6 +224,7 @@ Other functions fail: torch has no CUDA here.
 
 def install_cpu() -> None:
     """Apply every patch, once per process; no effect where CUDA is available."""
+    # the patches would replace what works
     if torch.cuda.is_available() or _is_installed():
         return
     # `with torch.device(...)` knows factories by identity.  This call caches torch's own ones

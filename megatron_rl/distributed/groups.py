@@ -169,6 +169,7 @@ def make_parallel(
         dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     )
     check_sizes(cfg, world_size)
+    # torch.distributed of another owner stays after `destroy`
     owns = not dist.is_initialized()
     if owns:
         _start(use_cuda, timeout_minutes)
@@ -183,6 +184,7 @@ def make_parallel(
         distributed_timeout_minutes=math.ceil(timeout_minutes),
         create_gloo_process_groups=False,
     )
+    # the same seed on all ranks; core's tracker gives tensor and expert ranks different ones
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -279,6 +281,7 @@ def _make_replica_group(
     my_replica = parallel_state.get_data_parallel_rank(with_context_parallel=False)
     replicas: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(replicas, my_replica, group=host_group)
+    # every rank makes the groups of all replicas: new_group is collective over all ranks
     groups: dict[int, tuple[dist.ProcessGroup, int]] = {}
     for replica in sorted(set(replicas)):
         ranks = [rank for rank, its_replica in enumerate(replicas) if its_replica == replica]

@@ -52,6 +52,7 @@ class Ranks:
         if not failures:
             return [cast(T, result) for result, _ in outcomes]
         unexpected = [(rank, text) for rank, is_expected, text in failures if not is_expected]
+        # a rank's own error has its traceback
         if error is not None and (len(failures) == 1 or not isinstance(error, expected)):
             raise error
         if unexpected:

@@ -76,6 +76,7 @@ def written_file(error: BaseException, run_dir: Path) -> str | None:
 
     The error of a full disk names no file.
     """
+    # the innermost frame first: it was the one that wrote
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         values = [
             *frame.f_locals.values(),

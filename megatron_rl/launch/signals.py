@@ -48,6 +48,7 @@ class StopSignal:
         self._read, self._write = os.pipe()
 
     def __enter__(self) -> StopSignal:
+        # a handler must never wait
         os.set_blocking(self._write, False)
         # Python runs handlers in the main thread only; the descriptor is written even while that
         # thread waits in C

@@ -178,7 +178,9 @@ class StatusWriter:
             status = replace(
                 self._status, time=time.time(), text=shown(self._status.text), ranks=ranks
             )
+        # outside the lock, for which `note` must not wait long
         status = replace(status, servers=tuple(map(shown, self.urls())))
+        # renamed, so that `top` never reads half a file
         temporary = self._path.with_name(f".{STATUS_FILE}")
         try:
             # not `asdict`: its deep copy takes 30 ms for 4,096 ranks, in which no other thread runs

@@ -66,6 +66,7 @@ class Agent(LocalElasticAgent):
     def _leave_when_stuck(self) -> None:
         while True:
             time.sleep(1)
+            # both change in the main thread
             since, context = self._asks_since, self._pcontext
             if (
                 since is None
@@ -76,6 +77,7 @@ class Agent(LocalElasticAgent):
             if all(
                 handler.proc.poll() is not None for handler in context.subprocess_handlers.values()
             ):
+                # the main thread is stuck in its call, so this one ends the process
                 self._shutdown()
                 cause = "the rendezvous does not answer"
                 os._exit(ended_ranks(self._lines, cause, first_of(self._codes)))
@@ -94,6 +96,7 @@ class Agent(LocalElasticAgent):
         self._asks_since = None
         context = self._pcontext
         if args and args[0] in SIGNALS and isinstance(context, SubprocessContext):
+            # before torchrun's own shutdown, which kills after 30 s
             let_save(args[0], list(context.subprocess_handlers.values()))
         super()._shutdown(*args, **options)
         # a signal to this process, where no rank had failed

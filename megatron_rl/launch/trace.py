@@ -78,6 +78,7 @@ class Trace:
         Spans that have not ended end now, marked as unfinished, and come again when they have
         ended.
         """
+        # other threads may add meanwhile: what comes later is in the next list
         done, self._done = self._done, []
         now = time.monotonic_ns()
         unfinished = [

@@ -145,6 +145,7 @@ def merge(ranks: Sequence[RankTrace]) -> list[Event]:
     left: dict[str, list[int]] = {}
     for trace in ranks:
         left.setdefault(trace.clock.host, []).append(trace.clock.synchronized)
+    # the median over a host's ranks: one that left the barrier late does not shift its host
     first = median(left[ranks[0].clock.host])
     shifts = {host: (first - median(moments)) / 1e3 for host, moments in left.items()}
     events = [

@@ -129,6 +129,7 @@ class Watchdog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         message = ""
+        # an interrupt is no Exception: it is no failure of one rank
         if isinstance(error, Exception) and not isinstance(error, self._agreed):
             message = f"{self._state.where}: {type(error).__name__}: {error}"[:2000]
             error.add_note(f"in {self._state.where}")  # launch/errors.py prints it
@@ -161,6 +162,7 @@ class Watchdog:
         fails.
         """
         self._beat(time.monotonic(), message)
+        # the others may go: rank 0 alone may serve the store
         if self.rank != 0:
             return
         if message:
@@ -188,6 +190,7 @@ class Watchdog:
     def _check(self, now: float) -> str | None:
         self._beat(now, self.waiting_for())
         if self.rank == 0:
+            # ceil(ranks / READ_AT_ONCE) ticks from one reading to the next
             if self._count % -(-self.world_size // READ_AT_ONCE) and not self._store.check([ALARM]):
                 return None
             verdict = self._find_cause(self._read_all(), now)
@@ -217,6 +220,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._done.wait(HEARTBEAT_SECONDS):
             verdict = self.tick(time.monotonic())
+            # a run that has just ended needs no verdict
             if verdict and not self._done.is_set():
                 self.on_verdict(verdict)
                 if self.rank == 0 and self.world_size > 1:
@@ -274,6 +278,7 @@ class Watchdog:
         return read
 
     def _find_cause(self, beats: Mapping[int, Heartbeat], now: float) -> str | None:
+        # an error explains silent and late ranks, so it comes first
         failed = {rank: beat for rank, beat in beats.items() if beat.stage == FAILED}
         if failed:
             return "; ".join(
@@ -327,6 +332,7 @@ class Watchdog:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError:
+            # a full or lost disk must not hide the stacks
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
         self._print(f"megatron_rl watchdog, rank {self.rank}: {verdict}; stacks in {stacks}")
         os._exit(STALLED)  # sys.exit would only end this thread

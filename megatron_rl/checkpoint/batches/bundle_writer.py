@@ -91,6 +91,7 @@ def write_bundle(
     Call it before the update: `weights/` is the policy that the gradient belongs to.  Raises
     CheckpointError on every rank where one could not write.
     """
+    # renamed at the end: a folder with a bundle's name is complete
     temporary = folder.with_name(f".{folder.name}.part")
     header = header_of(engine, batch, results, note)
     try:

@@ -90,6 +90,7 @@ class TorchDist:
             if low >= high:
                 continue
             offsets, sizes = list(chunk.offsets), list(chunk.sizes)
+            # only the rows of this block, in the coordinates of the stored tensor
             offsets[axes], sizes[axes] = offsets[axes] + low - first, high - low
             part = Chunk(chunk.key, chunk.whole, tuple(offsets), tuple(sizes))
             self.fill(part, axes, rows[low - start : high - start].reshape(sizes))
@@ -104,6 +105,7 @@ class TorchDist:
         chunks do not cover the chunk, unless allow_missing.
         """
         covered = 0
+        # chunks of one tensor do not overlap, so counting their values shows whether all are there
         for stored in self._near(chunk):
             spans = zip(chunk.offsets, chunk.sizes, stored.offsets, stored.sizes, strict=True)
             overlap = [range(max(a, b), min(a + n, b + m)) for a, n, b, m in spans]

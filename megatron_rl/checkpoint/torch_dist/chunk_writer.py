@@ -46,6 +46,7 @@ class ChunkWriter:
 
     def write(self, chunk: Chunk, dtype: torch.dtype, blocks: Iterable[torch.Tensor]) -> None:
         start = self.stream.tell()
+        # the values stream between the two, so the chunk is never complete in memory
         head, tail = frame(chunk.sizes, dtype)
         self.stream.write(head)
         left = torch.Size(chunk.sizes).numel() * dtype.itemsize

@@ -66,6 +66,7 @@ class SafeCheckpoint:
         them to the dtypes of the request.  Raises CheckpointError for what cannot be read or has
         another shape or dtype, and where request and checkpoint have different tensors.
         """
+        # core's steps: factories become the tensors that are stored, and merge them after the load
         state, plain, factories = load_preprocess(request)
         state, _ = extract_sharded_base(state)
         _, everywhere = determine_global_metadata(state)

@@ -108,6 +108,7 @@ class Shards:
         results: queue.SimpleQueue[tuple[int, list[WriteResult] | BaseException]] = (
             queue.SimpleQueue()
         )
+        # core's function counts its processes here, and takes one entry when it is done
         started: queue.Queue[int] = queue.Queue()
         started.put(0)
         # the last argument: fsync
@@ -183,9 +184,11 @@ class Planner:
             address(part.data) for part in nested_values(sharded) if isinstance(part, ShardedTensor)
         )
         strategy = self._strategy
+        # the first save, or the parts of some rank have changed
         if not on_all_ranks(parts == self._parts):
             validate_sharding_integrity(determine_global_metadata(sharded)[1])
             strategy = self._new()
+        # replicated tensors are divided, and each rank's tensors put into files, by core
         with _without_manager():
             shards: Shards = strategy.async_save(sharded, folder)
         # only now: a rank that fails to plan makes all of them plan again

@@ -97,6 +97,7 @@ def plan_export(
         for group in (parallel.tp_group, parallel.etp_group)
     )
     place = RankParameters(parallel.pp_rank, parallel.ep_rank, tp, etp, keys)
+    # over gloo: no GPU memory for plain data
     places = [place] * parallel.world_size
     dist.all_gather_object(places, place, group=parallel.host_group)
     return order_steps(table, assign_sources(table, places), places)
@@ -111,6 +112,7 @@ def assign_sources(table: Sequence[Entry], places: Sequence[RankParameters]) -> 
     sources: dict[tuple[int, int], int] = {}
     for rank, place in enumerate(places):
         sources.setdefault((place.stage, place.ep_rank), rank)
+    # layers, embedding and head are each on one stage
     stage_of = {key: place.stage for place in places for key in place.keys}
     ep_size = 1 + max(place.ep_rank for place in places)
     num_experts = max((entry.expert + 1 for entry in table if entry.expert is not None), default=0)
@@ -184,6 +186,7 @@ def export_planned(
     """
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
     model_dtype = next(iter(parameters.values())).dtype  # all but the float32 rules have it
+    # every rank walks the whole plan, and gathers where it takes part
     for entry, ranks, source in plan:
         dtype = torch.float32 if entry.rule.float32 else model_dtype
         tensors: Sequence[torch.Tensor | None] = [None] * len(entry.hf)

@@ -149,6 +149,7 @@ def outline(path: Path) -> Outline:
     """Read the outline of the config.json in this directory; without one no tensor is left out."""
     file = Path(path) / "config.json"
     hf = json.loads(file.read_text()) if file.is_file() else {}
+    # some configs have null
     mtp = hf.get("num_nextn_predict_layers") or 0
     return Outline(bool(hf.get("tie_word_embeddings")), hf.get("num_hidden_layers", 0), mtp)
 
@@ -224,6 +225,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
         except Exception as error:
             raise CheckpointError(f"{file}: not a complete safetensors file: {error}") from error
         with file.open("rb") as stream:
+            # the format: 8 bytes with the length of a JSON header, the header, the values
             length = int.from_bytes(stream.read(8), "little")
             content = json.loads(stream.read(length))
         content.pop("__metadata__", None)

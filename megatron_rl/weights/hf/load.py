@@ -37,6 +37,7 @@ def load_hf(chunks: Iterable[GPTModel], path: Path, spec: ModelSpec, parallel: P
         for name, parameter in parameters.items():
             entry = find_entry(name, spec).held_by(chunks)
             group = parallel.etp_group if entry.rule.is_expert else parallel.tp_group
+            # whole tensors: `to_mcore` cuts this rank's part from them
             tensors = [files.read(hf) for hf in entry.hf_names]
             not_finite += [
                 hf

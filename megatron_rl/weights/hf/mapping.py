@@ -101,6 +101,7 @@ def find_entry(name: str, spec: ModelSpec) -> Entry:
     Raises KeyError where the family's table has no rule for it.
     """
     for rule in _rules(spec):
+        # the rule's name with its numbers as groups
         pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(rule.mcore))
         if match := re.fullmatch(pattern, name):
             numbers = {key: int(number) for key, number in match.groupdict().items()}
@@ -123,11 +124,13 @@ def to_mcore(
     if kind == "qkv":  # core orders by key head, so that a shard has all heads of its groups
         by_head = [tensor.unflatten(0, (spec.num_kv_heads, -1)) for tensor in tensors]
         return torch.cat(by_head, dim=1).flatten(0, 1).chunk(size)[rank]
+    # each rank has its part of gate, then its part of up
     if kind == "glu":
         return torch.cat([x.chunk(size)[rank] for x in tensors])
     (full,) = tensors
     if kind == "replicated":
         return full
+    # core pads the vocabulary to a multiple of the ranks
     if kind == "vocab" and (pad := -full.shape[0] % size):
         full = torch.cat([full, full.new_zeros(pad, full.shape[1])])
     return full.chunk(size, dim=1 if kind == "row" else 0)[rank]

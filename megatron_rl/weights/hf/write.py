@@ -125,6 +125,7 @@ def _replace(temporary: Path, out_dir: Path) -> None:
         os.rename(temporary, out_dir)
         return
     # a directory cannot be renamed over another one that has files
+    # two renames: for a moment there is no directory, but never half a one
     aside = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.old.", dir=out_dir.parent))
     os.rename(out_dir, aside / "old")
     os.rename(temporary, out_dir)

@@ -154,6 +154,7 @@ def connect(
     limit = timedelta(seconds=min(timeout, CONNECT_TIMEOUT_SECONDS))
     address = local_address(url)
     store, port = make_store(address, world_size, limit)
+    # servers know a group by its name alone
     name = f"megatron_rl_{source}_{os.getpid()}_{next(GROUP_NUMBERS)}"
     place = {"master_address": address, "master_port": port, "world_size": world_size}
     joining = join(place | {"group_name": name, "backend": backend})

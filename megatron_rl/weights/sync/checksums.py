@@ -78,6 +78,7 @@ class ExportDigests:
         hidden = HIDDEN_UNITS.search(name)
         if hidden and tensor.shape[0 if hidden[1] else -1] % UNITS:
             self.filled_up.add(served)
+        # a sha256 needs the parts in the server's order
         missing = self.missing[served]
         while missing and missing[0] in self.waiting:
             part = self.waiting.pop(missing.pop(0)).contiguous()
@@ -176,6 +177,7 @@ class Verifier:
         Raises WeightPushError where one differs, or where none can be compared.
         """
         comparable = {name for name in ours if len(ranks) == 1 or WHOLE_ON_EVERY_RANK.search(name)}
+        # names that any rank has
         served = set().union(*ranks)
         comparable &= served
         if not comparable:

@@ -54,6 +54,7 @@ class Colocated(Transport):
         targets = [
             list(self._places(url, size)) for url, size in zip(servers.urls, sizes, strict=True)
         ]
+        # last: a server in a session would keep it if a check failed
         super().open(servers, version)
         return targets
 

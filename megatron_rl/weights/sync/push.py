@@ -165,6 +165,7 @@ class WeightPusher:
         They allocate their caches, report `version` and continue.  Raises WeightPushError.
         """
         self._check_alone(version)
+        # only after the weights, to keep the peak of memory low
         self._resume_memory("kv_cache")
         self.servers.set_version(version_name(version, self.run))
         self.servers.post("/continue_generation", {})
@@ -225,7 +226,9 @@ class WeightPusher:
         restarted = self._check_servers()
         # before the weights arrive; the cache only after them, to keep the peak low
         self._resume_memory("weights")
+        # no token may carry the old or the new version from here on
         self.servers.set_version(updating(version_name(version, self.run)))
+        # hashing costs a second export, so not every push is verified
         is_due = bool(self.verify_every) and self.unverified == 0
         hashes = is_due and self.verifier.any_on_cpu(self.servers)
         targets = self.transport.open(self.servers, version)

@@ -62,6 +62,7 @@ class Servers:
         self.timeout = timeout_seconds
         deadlines = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
         # trust_env: a proxy from the environment must not see the weights
+        # one client for all threads: it keeps connections
         self.http = httpx.Client(headers=headers, timeout=deadlines, trust_env=False)
         # one more than servers: the one that waits for their calls
         self.threads = ThreadPoolExecutor(len(self.urls) + 1, thread_name_prefix="push")
@@ -142,6 +143,7 @@ class Servers:
         response = self.request("POST", url, "/begin_weight_update", {"selector": "all"})
         if response.status_code == 404:  # SGLang before 0.5.21
             return False
+        # a push that failed has left its session open
         if response.status_code == 400 and "already open" in response.text:
             self.call("POST", url, "/end_weight_update", {})
             self.call("POST", url, "/begin_weight_update", {"selector": "all"})

@@ -129,6 +129,7 @@ class Distributed(Transport):
             "flush_cache": False,
         }
         bodies = [bucket.describe() | group] * len(servers.urls)
+        # the servers join the broadcast inside this call
         loading = servers.start_posts("/update_weights_from_distributed", bodies)
         try:
             sender.send(flat, loading, servers.timeout)
@@ -206,11 +207,13 @@ class Disk(Transport):
         write_index(
             folder, {name: bucket_file_name(number) for name, number in numbers.items()}, num_bytes
         )
+        # SGLang reads the model's architecture there
         shutil.copy(self.checkpoint / "config.json", folder)
         servers.post(
             "/update_weights_from_disk",
             {"model_path": str(folder.absolute()), "flush_cache": False},
         )
+        # only now: the servers have loaded the new files
         if self.last != folder:
             self.close()
         self.last = folder
