@@ -54,6 +54,9 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.server.process import free_port, launch_server
 from megatron_rl.weights.sync.push import WeightPusher
+from megatron_rl.weights.sync.pushed_weights import PushedWeights
+from megatron_rl.weights.sync.servers import ServerAccess
+from megatron_rl.weights.sync.transports import TransportSettings
 from megatron_rl_tools.make_tiny_moe import make_tiny_moe
 from tests.wrong_models import wrong_models
 
@@ -344,10 +347,12 @@ def weight_pusher(
     url: str, path: Path, dtype: str, scratch: Path, fp8_keep: Sequence[str] | None
 ) -> Iterator[WeightPusher]:
     pusher = WeightPusher(
-        [url], checkpoint=path, dtype=getattr(torch, dtype), transport="distributed", bucket_mb=64,
-        device=torch.device("cpu"), timeout_seconds=1800.0, disk_dir=scratch / "weights",
-        fp8_keep=fp8_keep,
-    )  # fmt: skip
+        ServerAccess([url], 1800.0),
+        PushedWeights(path, getattr(torch, dtype), fp8_keep=fp8_keep),
+        TransportSettings(
+            "distributed", bucket_mb=64, device=torch.device("cpu"), disk_dir=scratch / "weights"
+        ),
+    )
     try:
         yield pusher
     finally:

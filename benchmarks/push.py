@@ -58,7 +58,10 @@ from megatron_rl.weights.hf.export import (
 )
 from megatron_rl.weights.hf.mapping import entries, shard_shape
 from megatron_rl.weights.sync.buckets import Bucket
-from megatron_rl.weights.sync.push import WeightPusher, checked_stream
+from megatron_rl.weights.sync.push import WeightPusher
+from megatron_rl.weights.sync.pushed_weights import PushedWeights, checked_stream
+from megatron_rl.weights.sync.servers import ServerAccess
+from megatron_rl.weights.sync.transports import TransportSettings
 from tests.dist.launch import build, run_ranks
 from tests.fake_receiver import fingerprint, receivers
 from tests.tiny import random_checkpoint
@@ -233,10 +236,11 @@ def measure(
         update = slime_push(way.slime, chunks, spec, parallel, urls, bucket_bytes)
     else:
         pusher = WeightPusher(
-            urls, checkpoint=checkpoint, dtype=torch.bfloat16, transport="distributed", bucket_mb=1,
-            device=CPU,
-            timeout_seconds=300, disk_dir=folder, ranks=Ranks.of(parallel),
-        )  # fmt: skip
+            ServerAccess(urls, 300),
+            PushedWeights(checkpoint, torch.bfloat16),
+            TransportSettings("distributed", bucket_mb=1, device=CPU, disk_dir=folder),
+            ranks=Ranks.of(parallel),
+        )
         pusher.bucket_bytes = bucket_bytes
         plan = plan_export(chunks, spec, parallel)
         versions = itertools.count(1)

@@ -72,10 +72,11 @@ from megatron_rl.batch.assignment import POD, Plan, make_plan
 from megatron_rl.batch.balance import Work
 from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.checkpoint.manifest import FileDigest, digest_files, manifest_text
-from megatron_rl.checkpoint.places import beginning, complete, piece
+from megatron_rl.checkpoint.torch_dist.metadata_pieces import beginning, complete, piece
 from megatron_rl.config import load_config
+from megatron_rl.launch.heartbeats import Heartbeat
 from megatron_rl.launch.status import StatusWriter
-from megatron_rl.launch.watchdog import READ_AT_ONCE, Heartbeat, Watchdog
+from megatron_rl.launch.watchdog import READ_AT_ONCE, Watchdog, WatchSettings
 from megatron_rl.models.known import KNOWN
 from megatron_rl.plan.dry_run import report
 from megatron_rl.records import Rollout
@@ -255,13 +256,8 @@ def watch(ranks: int, repeats: int) -> dict[str, float]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # not in torch's stubs
     client = dist.PrefixStore("megatron_rl", store.clone())  # type: ignore[attr-defined]
-    settings: dict[str, Any] = {
-        "stage_seconds": 600,
-        "silence_seconds": 300,
-        "folder": Path(),
-        "stop": print,
-    }
-    dogs = [Watchdog(client, rank, ranks, **settings) for rank in (0, 1)]
+    settings = WatchSettings(stage_seconds=600, silence_seconds=300, folder=Path())
+    dogs = [Watchdog(client, rank, ranks, settings, stop=print) for rank in (0, 1)]
     for rank in range(ranks):
         beat = Heartbeat(1, 7, "update", "update of step 4", 12.5, "", "host")
         client.set(f"beat/{rank}", json.dumps(list(vars(beat).values())))

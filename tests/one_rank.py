@@ -14,6 +14,9 @@ from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.weights.hf.export import HFStream, HFTensor
 from megatron_rl.weights.sync.push import WeightPusher
+from megatron_rl.weights.sync.pushed_weights import PushedWeights
+from megatron_rl.weights.sync.servers import ServerAccess
+from megatron_rl.weights.sync.transports import TransportSettings
 
 
 def given(tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> HFStream:
@@ -46,14 +49,14 @@ def one_rank_inference(
     """
     urls = cfg.rollout.urls if server_pool is None else server_pool.take()
     pusher = WeightPusher(
-        urls,
-        checkpoint=cfg.model.path,
-        dtype=torch.float32,
-        transport=cfg.rollout.weight_sync,
-        bucket_mb=1,
-        device=torch.device("cpu"),
-        timeout_seconds=cfg.rollout.request_timeout_seconds,
-        disk_dir=cfg.run_dir / "weights",
+        ServerAccess(urls, cfg.rollout.request_timeout_seconds),
+        PushedWeights(cfg.model.path, torch.float32),
+        TransportSettings(
+            cfg.rollout.weight_sync,
+            bucket_mb=1,
+            device=torch.device("cpu"),
+            disk_dir=cfg.run_dir / "weights",
+        ),
     )
     client = RolloutClient(urls, cfg.rollout, spec=spec, want_routes=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

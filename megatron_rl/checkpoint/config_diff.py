@@ -1,4 +1,4 @@
-"""Which settings may differ between a checkpoint and the run that continues it."""
+"""Settings that may differ between a checkpoint and the run that continues it."""
 
 from __future__ import annotations
 
@@ -38,24 +38,27 @@ FREE = (
     "rollout.parity_*",
 )  # fmt: skip
 """Keys (shell patterns) that may change freely: another place, layout or order of summation of the
-same training.  data.train is only a path: whether the prompts are the same is checked by their
-content."""
+same training.  data.train is only a path: the prompts are compared by their content.
+"""
 FREE_IF_CONSTANT = ("run.num_steps",)
-"""Free while optim.schedule = constant: other schedules are stretched over all steps."""
+"""Keys that are free while optim.schedule = constant; other schedules are stretched over all steps.
+"""
 FREE_IF_PLAIN = ("rollout.quantize_keep",)
-"""Free while rollout.quantize = none: then nothing is rounded, and only the default of this version
-is accepted.
+"""Keys that are free while rollout.quantize = none.  Then nothing is rounded, and only the default
+of this version is accepted.
 """
 
 
 def check_changes(saved: Sections, cfg: Config, where: str) -> list[str]:
-    """Keys that changed and may; `saved` is the checkpoint's configuration, possibly with former
-    names.
+    """Return the keys that changed and may; `saved` is the checkpoint's configuration.
 
-    Raises ValueError listing every key that changed and may not, with both values, unless
-    checkpoint.allow_changes names it. A key that one side does not know has its default there.
+    `saved` may have former names.  A key that one side does not know has its default there.  Raises
+    ValueError listing every key that changed and may not, with both values, unless
+    checkpoint.allow_changes names it.
     """
-    fresh = type(cfg)(model={"path": cfg.model.path}, data={"train": cfg.data.train})  # type: ignore[arg-type]
+    required = {"model": {"path": cfg.model.path}, "data": {"train": cfg.data.train}}
+    # defaults of this version, for keys that one side does not know
+    fresh = type(cfg)(**required)  # type: ignore[arg-type]
     defaults = flat_settings(fresh.model_dump(mode="json"))
     # an older checkpoint's may hold secrets, which would differ from what hides them now
     saved = Redactor((cfg.rollout.api_key_env,)).tree(with_new_names(saved))
@@ -64,11 +67,11 @@ def check_changes(saved: Sections, cfg: Config, where: str) -> list[str]:
     if refused := [
         key for key in matters(changed, cfg) if not matches(key, cfg.checkpoint.allow_changes)
     ]:
+        title = (
+            "was made with other settings, which matter for what is trained (checkpoint -> now):"
+        )
         lines = [
-            (
-                f"{where} was made with other settings, which matter for what is trained"
-                " (checkpoint -> now):"
-            ),
+            f"{where} {title}",
             *(f"  {key}: {before.get(key)} -> {now.get(key)}" for key in refused),
             f"set them back, or accept them: --checkpoint.allow_changes {' '.join(refused)}",
         ]
@@ -77,7 +80,7 @@ def check_changes(saved: Sections, cfg: Config, where: str) -> list[str]:
 
 
 def matters(changed: Sequence[str], cfg: Config) -> list[str]:
-    """Those of the changed keys that matter for what is trained."""
+    """Return those of the changed keys that matter for what is trained."""
     free = [*FREE, *(FREE_IF_CONSTANT if cfg.optim.schedule == "constant" else ())]
     free += FREE_IF_PLAIN if cfg.rollout.quantize == "none" else ()
     return [key for key in changed if not matches(key, free)]
@@ -88,7 +91,7 @@ def matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def flat_settings(sections: Sections) -> dict[str, object]:
-    """{"section.key": value}."""
+    """Return {"section.key": value}."""
     return {
         f"{section}.{key}": value
         for section, keys in sections.items()

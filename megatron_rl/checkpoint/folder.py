@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: names, atomic commit, the `latest` pointer, retention.
 
 A checkpoint is written to .step_NNNNNN.tmp and renamed to step_NNNNNN when all of it is on the disk
-(step_NNNNNN.2, ... where the name is taken: no checkpoint is ever replaced); then `latest` is
+(step_NNNNNN.2, ... where the name is taken: no checkpoint is ever replaced).  Then `latest` is
 renamed into place.  So at every moment each visible checkpoint is complete and `latest` names one
 of them.
 """
@@ -24,82 +24,90 @@ from megatron_rl.config import CheckpointConfig
 
 LATEST = "latest"
 STATE = "state.json"
-"""In a checkpoint: a State."""
+"""File of a checkpoint with a State."""
 STOPPED = "stopped"
-"""A file that exists when a signal ended the run and its state is saved: for job scripts whose
+"""File that exists when a signal ended the run and its state is saved, for job scripts whose
 launcher hides exit codes.
 """
 NAME = re.compile(r"step_(\d+)(?:\.\d+)?")
 Progress = dict[str, Any]
-"""Where a run is, beside the engine, as plain values; each source of rollouts has its own keys
+"""Where a run is, beside the engine, as plain values.  Each source of rollouts has its own keys
 (trainer/rollout_source.py).
 """
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or must not be loaded; the message names the file and
-    the remedy.
+    """A checkpoint that could not be written or must not be loaded.
+
+    The message names the file and the remedy.
     """
 
 
 class Schedule(TypedDict):
+    """The place of a run in its learning-rate schedule."""
+
     position: int
     skipped_in_a_row: int
 
 
 class State(TypedDict):
-    """step: finished steps; adam_step: updates that Adam has made; ranks, layout: where it was
-    saved; config: all settings.
-    """
+    """The content of state.json."""
 
     version: int
     step: int
+    """Finished steps."""
     progress: Progress
     schedule: Schedule
     adam_step: float
+    """Updates that Adam has made."""
     ranks: int
+    """Number of ranks that saved it."""
     layout: str
+    """Parallel sizes of the run that saved it (all_ranks.layout_name)."""
     config: dict[str, dict[str, object]]
+    """All settings, by section."""
     megatron_core: str
+    """Version that saved it."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint that was complete when it got its name.
-
-    serial, value: see Facts; -1 and None without a manifest.
-    """
+    """A checkpoint that was complete when it got its name."""
 
     path: Path
     step: int
     serial: int
+    """Number of the save (Facts.serial); -1 without a manifest that can be read."""
     value: float | None
+    """Value of checkpoint.best_metric (Facts.value)."""
 
 
 def checkpoints(folder: Path) -> list[Kept]:
-    """The checkpoints of `folder` in the order of saving; those without a manifest that can be
-    read, by step, come first.
+    """Return the checkpoints of `folder` in the order of saving.
+
+    Those without a manifest that can be read come first, by step.
     """
-    found = []
+    items = []
     for path in folder.glob("step_*"):
         match = NAME.fullmatch(path.name)
         if match is None:
             continue
         try:
             facts = read_manifest(path).facts
-            found.append(Kept(path, int(match[1]), facts.get("serial", -1), facts.get("value")))
+            items.append(Kept(path, int(match[1]), facts.get("serial", -1), facts.get("value")))
         except ManifestError:
-            found.append(Kept(path, int(match[1]), -1, None))
-    return sorted(found, key=lambda kept: (kept.serial, kept.step, kept.path.name))
+            items.append(Kept(path, int(match[1]), -1, None))
+    return sorted(items, key=lambda item: (item.serial, item.step, item.path.name))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names; without that file (the first commit was interrupted) the
-    one saved last; or None.
+    """Return the checkpoint that `latest` names, or None where there is none.
 
-    Raises ValueError, listing the checkpoints, when `latest` is damaged or names one that does not
-    exist or was replaced.
+    Without that file (the first commit was interrupted) it is the one saved last.  Raises
+    ValueError, listing the checkpoints, when `latest` is damaged or names one that does not exist
+    or was replaced.
     """
+    # the pointer has the manifest's digest: a folder that was replaced under its name is noticed
     pointer, kept = folder / LATEST, checkpoints(folder)
     if not pointer.exists():
         return kept[-1].path if kept else None
@@ -113,10 +121,10 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if path not in [item.path for item in kept]:
         raise ValueError(f"{pointer}: names {path.name}, which is not there; {fix}")
     try:
-        have = read_manifest(path).digest
+        actual = read_manifest(path).digest
     except ManifestError:
         return path  # loading it reports the damage
-    if have != digest:
+    if actual != digest:
         raise ValueError(
             f"{pointer}: {path.name} is not the checkpoint it was written for (another manifest);"
             f" {fix}"
@@ -125,11 +133,12 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def choose_checkpoint(folder: Path, cfg: CheckpointConfig) -> str | None:
-    """The checkpoint to continue from.  On rank 0.
+    """Return the checkpoint to continue from, or None to start over.  Called on rank 0.
 
     A run that was started with checkpoint.load and is restarted by the same command continues from
     its own newest checkpoint.
     """
+    # checkpoint.no_resume: start over
     if not cfg.resume:
         return None
     is_own = cfg.load is None or origin_of(folder) == origin(cfg)
@@ -151,21 +160,21 @@ def choose_checkpoint(folder: Path, cfg: CheckpointConfig) -> str | None:
 
 
 def origin(cfg: CheckpointConfig) -> str | None:
-    """checkpoint.load as the checkpoints of the run that was started with it record it."""
+    """Return checkpoint.load as the checkpoints of the run that was started with it record it."""
     return None if cfg.load is None else str(cfg.load.resolve())
 
 
 def origin_of(folder: Path) -> str | None:
-    """What the newest checkpoint in `folder` records; None without one."""
+    """Return the origin that the newest checkpoint in `folder` records; None without one."""
     try:
         path = latest_checkpoint(folder)
         return None if path is None else read_state(path)["progress"].get("origin")
-    except (CheckpointError, ValueError, KeyError):  # damaged: loading it reports that
+    except (CheckpointError, ValueError, KeyError):  # loading it reports the damage
         return None
 
 
 def read_state(checkpoint: Path) -> State:
-    """Raises CheckpointError where the file is not a JSON object."""
+    """Read state.json.  Raises CheckpointError where the file is not a JSON object."""
     file = checkpoint / STATE
     try:
         state = json.loads(file.read_text())
@@ -177,7 +186,7 @@ def read_state(checkpoint: Path) -> State:
 
 
 def temporary_folder(folder: Path, step: int) -> Path:
-    """An empty folder to write a checkpoint into.  Raises OSError where it cannot be created."""
+    """Make an empty folder to write a checkpoint into.  Raises OSError where that fails."""
     temporary = folder / f".step_{step:06d}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     make_folder(folder)
@@ -186,10 +195,10 @@ def temporary_folder(folder: Path, step: int) -> Path:
 
 
 def commit(temporary: Path, step: int) -> Path:
-    """Give `temporary` its name, and `latest` that name.  Returns the checkpoint.
+    """Give `temporary` its name, let `latest` name it, and return the checkpoint.
 
-    Every file in it is synced, and the manifest came last: `write_text` has synced the names of
-    them all with it.
+    Every file in it is synced, and the manifest came last: with it `write_text` has synced the
+    names of them all.
     """
     folder = temporary.parent
     names = itertools.chain(
@@ -206,19 +215,18 @@ def commit(temporary: Path, step: int) -> Path:
 
 
 def retire(folder: Path, *, keep_last: int, keep_every: int, best: str | None) -> list[Path]:
-    """Remove the checkpoints that no rule keeps, once a new one is complete; returns them.
-    keep_last 0 keeps all.
+    """Remove the checkpoints that no rule keeps, once a new one is complete, and return them.
 
-    Kept are the `keep_last` saved last, every one whose step is a multiple of `keep_every` (0:
-    none), the best by value (best "max" or "min"; of equals the last), and all whose manifest
-    cannot be read: the user decides about those.
+    keep_last = 0 keeps all.  Else these are kept: the `keep_last` saved last; every one whose step
+    is a multiple of `keep_every` (0: none); the best by value (`best` is "max" or "min"; of equals
+    the last); and all whose manifest cannot be read, about which the user decides.
     """
     if not keep_last:
         return []
     readable = [item for item in checkpoints(folder) if item.serial >= 0]
     kept = {item.path for item in readable[-keep_last:]}
     kept |= {item.path for item in readable if keep_every and item.step % keep_every == 0}
-    # NaN, as of an evaluation that scored nothing, is neither above nor below the others: it might
+    # NaN, from an evaluation that scored nothing, is neither above nor below the others: it might
     # hide the best of them
     values = {
         item.path: item.value
@@ -228,6 +236,7 @@ def retire(folder: Path, *, keep_last: int, keep_every: int, best: str | None) -
     # max and min return the first of equals, which is the last saved
     if best is not None and values:
         kept.add((max if best == "max" else min)(values, key=lambda path: values[path]))
+    # checkpoints without a readable manifest are in neither list, and so stay
     removed = [item.path for item in readable if item.path not in kept]
     # hidden first: a part of one must never look like a checkpoint
     remove_hidden(folder, [path.rename(path.with_name(f".{path.name}.old")) for path in removed])
@@ -235,8 +244,9 @@ def retire(folder: Path, *, keep_last: int, keep_every: int, best: str | None) -
 
 
 def remove_hidden(folder: Path, hidden: Iterable[Path]) -> None:
-    """Remove folders of `folder` once their hidden names are on the disk: a power cut must not
-    bring back a part of one.
+    """Remove folders of `folder` once their hidden names are on the disk.
+
+    A power cut must not bring back a part of one under its visible name.
     """
     sync(folder)
     for path in hidden:
@@ -272,7 +282,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """fsync of a file or folder."""
+    """Call fsync on a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

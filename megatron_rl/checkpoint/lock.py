@@ -1,10 +1,9 @@
-"""One run at a time in a run directory: a second one would delete the checkpoint that the first is
-writing.
+"""One run at a time in a run directory.
 
-An advisory lock (flock) on LOCK, held by rank 0's process.  The kernel releases it when that
-process ends, however it ends. Between nodes it works where the file system forwards flock: NFS,
-Lustre mounted with -o flock, GPFS; without support there is a warning, and the run continues
-without a lock.
+A second run would delete the checkpoint that the first is writing.  The lock is an advisory one
+(flock) on LOCK, held by rank 0's process.  The kernel releases it when that process ends, however
+it ends.  Between nodes it works where the file system forwards flock: NFS, Lustre mounted with -o
+flock, GPFS.  Without support there is a warning, and the run continues without a lock.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of run directory `folder`, which is created if missing.
+    """Hold the lock of run directory `folder`, which is created if it is missing.
 
     Raises ValueError where another process holds it, naming that process.
     """

@@ -1,9 +1,8 @@
-"""The digest manifest: size and BLAKE2b of every file of a folder, so that damage is found before
-anything is loaded.
+"""The digest manifest of a folder, by which damage is found before anything is loaded.
 
-MANIFEST is two lines of text: a JSON object, and the BLAKE2b of that line.  A file's digest is the
-BLAKE2b of the digests of its blocks of BLOCK bytes, so that threads share large files (hashlib
-releases the GIL).
+It has the size and the BLAKE2b of every file.  MANIFEST is two lines of text: a JSON object, and
+the BLAKE2b of that line.  A file's digest is the BLAKE2b of the digests of its blocks of BLOCK
+bytes, so that threads share large files (hashlib releases the GIL).
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ from typing import NamedTuple, TypedDict
 
 MANIFEST = "manifest.json"
 BLOCK = 2**26
+"""Bytes of a block."""
 BUFFER = 2**20
+"""Bytes that a thread reads at once."""
 DIGEST_BYTES = 32
 MAX_THREADS = 8
 
@@ -29,31 +30,37 @@ class ManifestError(ValueError):
 
 
 class FileDigest(NamedTuple):
-    """size: bytes; blake2b: hex."""
+    """Size and digest of one file."""
 
     size: int
+    """Bytes."""
     blake2b: str
+    """Hexadecimal digits."""
 
 
 class Facts(TypedDict):
-    """serial: counts the saves into a folder; value: of checkpoint.best_metric, None = not known."""
+    """Facts about a checkpoint, by which `folder.retire` chooses."""
 
     step: int
     serial: int
+    """Number of the save into this folder, from 1."""
     value: float | None
+    """Value of checkpoint.best_metric; None: not known."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """files: name relative to the folder -> digest.  digest: of the manifest itself."""
+    """The content of a manifest."""
 
     files: dict[str, FileDigest]
+    """Name relative to the folder -> digest."""
     facts: Facts
     digest: str
+    """Digest of the manifest itself."""
 
 
 def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileDigest]:
-    """Read files `names` of `folder` on a few threads.
+    """Compute the digests of files `names` of `folder` on a few threads.
 
     Raises OSError for one that cannot be read.
     """
@@ -62,6 +69,7 @@ def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileDigest]:
     blocks = [(name, start) for name in names for start in range(0, sizes[name], BLOCK)]
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(lambda block: _digest_block(folder / block[0], block[1]), blocks))
+    # in the order of the blocks, so that the digest does not depend on the threads
     combined = {name: _blake2b() for name in names}
     for (name, _), digest in zip(blocks, digests, strict=True):
         combined[name].update(digest)
@@ -69,21 +77,24 @@ def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileDigest]:
 
 
 def manifest_text(files: Mapping[str, FileDigest], facts: Facts) -> str:
-    """The content of MANIFEST."""
+    """Return the content of MANIFEST."""
     line = json.dumps({"files": dict(sorted(files.items())), "facts": facts})
     return f"{line}\n{_digest_text(line)}\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises ManifestError, naming the file, when it is missing, cut or altered."""
+    """Read the manifest of `folder`.
+
+    Raises ManifestError, naming the file, when it is missing, cut or altered.
+    """
     path = folder / MANIFEST
     try:
-        line, digest, rest = path.read_bytes().decode().split("\n")
+        line, digest, end = path.read_bytes().decode().split("\n")
     except FileNotFoundError as error:
         raise ManifestError(f"{path}: missing; every complete checkpoint has one") from error
     except (OSError, ValueError) as error:
         raise ManifestError(f"{path}: cannot be read ({error})") from error
-    if rest or digest != _digest_text(line):
+    if end or digest != _digest_text(line):
         raise ManifestError(f"{path}: its text does not match its own digest")
     content = json.loads(line)
     files = {name: FileDigest(*entry) for name, entry in content["files"].items()}
@@ -91,27 +102,30 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
-    """One line for each damaged file among `names` (default: all) of `folder`, naming it; [] when
-    they are as written.
+    """Return one line for each damaged file among `names` (default: all) of `folder`.
+
+    The line names the file; there is none when the files are as written.
     """
-    found, present = [], []
+    problems, present = [], []
     for name in manifest.files if names is None else names:
         path, expected = folder / name, manifest.files[name].size
         try:
             size = path.stat().st_size
         except OSError as error:
-            found.append(f"{path}: {'missing' if isinstance(error, FileNotFoundError) else error}")
+            reason = "missing" if isinstance(error, FileNotFoundError) else error
+            problems.append(f"{path}: {reason}")
             continue
         if size != expected:
-            found.append(f"{path}: {size} bytes, {expected} were written")
+            problems.append(f"{path}: {size} bytes, {expected} were written")
         else:
             present.append(name)
     try:
         digests = digest_files(folder, present)
     except OSError as error:
-        return [*found, f"{error.filename}: {error.strerror}"]
+        return [*problems, f"{error.filename}: {error.strerror}"]
+    # sizes first: they are cheap, and only files of the right size are read
     wrong = [name for name in present if digests[name] != manifest.files[name]]
-    return found + [
+    return problems + [
         f"{folder / name}: its bytes are not those that were written (BLAKE2b differs)"
         for name in wrong
     ]

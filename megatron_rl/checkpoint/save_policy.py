@@ -1,5 +1,4 @@
-"""Checkpoints and signals for the training loop: when to save, where to resume, and what to save of
-a step that is aborted.
+"""Decides when the training loop saves, where it resumes, and what is saved of an aborted step.
 
 Every method is collective: all ranks call it at the same place.
 """
@@ -15,7 +14,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron_rl.batch.collectives import all_reduce_ints
-from megatron_rl.checkpoint.checkpointer import Checkpointer, Restored, Snapshot
+from megatron_rl.checkpoint.checkpoint_loader import Restored
+from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
 from megatron_rl.checkpoint.folder import (
     STATE,
     STOPPED,
@@ -32,11 +32,13 @@ from megatron_rl.metrics.left_out_counts import totals_of
 from megatron_rl.records import Files
 
 PROGRESS = {"policy_version", "prompts", "totals"}
-"""What every resume needs, beside the engine."""
+"""Keys of the progress that every resume needs, beside the engine."""
 
 
 class CheckpointPolicy:
-    """Steps are counted as finished ones; files are those that this rank adds to a checkpoint
+    """Checkpoints and signals for the training loop.
+
+    Steps are counted as finished ones.  `files` are those that this rank adds to a checkpoint
     (Snapshot.files).
     """
 
@@ -46,27 +48,32 @@ class CheckpointPolicy:
         before_save: Callable[[], None] = lambda: None,
         events: Events | None = None,
     ) -> None:
-        """before_save: called by all ranks before each save, to have the weights and the optimizer
-        state in place.
+        """Save nothing yet.
+
+        All ranks call `before_save` before each save, to have the weights and the optimizer state
+        in place.
         """
         self.checkpointer = checkpointer
         self._events = events or Events()
         self._before_save = before_save
         self._saved_step: int | None = None
         self._stop: StopSignal | None = None
-        self._start: Snapshot | None = None  # the state at the start of this step
-        # a step, and its known metrics
+        self._start: Snapshot | None = None
+        """State at the start of this step."""
         self._measured: tuple[int | None, dict[str, float]] = (None, {})
-        self._totals: dict[str, float] = {}  # counts since the run's first start, as last reported
-        self._carried: dict[str, float] = {}  # the part of them that earlier processes counted
+        """A step, and its known metrics."""
+        self._totals: dict[str, float] = {}
+        """Counts since the run's first start, as last reported."""
+        self._carried: dict[str, float] = {}
+        """The part of `_totals` that earlier processes counted."""
 
     def listen(self, stop: StopSignal, on_signal: Callable[[], None] = lambda: None) -> None:
-        """From now on a signal saves.  on_signal: see StopSignal.hold."""
+        """Save on a signal from now on.  StopSignal.hold explains `on_signal`."""
         stop.hold(on_signal)
         self._stop = stop
 
     def begin(self, step: int, progress: Progress) -> None:
-        """After `step` finished ones: the state to save if the next is aborted.
+        """Note the state after `step` finished steps, which is saved if the next step is aborted.
 
         Completes a background save that is done.
         """
@@ -74,9 +81,9 @@ class CheckpointPolicy:
         self._start = self._snapshot(step, progress)
 
     def stop_if_signalled(self, files: Callable[[], Files] = dict) -> None:
-        """Between stages of a step that has trained nothing yet.
+        """Save and raise StoppedBySignal when a signal came.
 
-        Raises StoppedBySignal when a signal came.
+        Called between stages of a step that has trained nothing yet.
         """
         if self._start is not None and (name := self._asked()):
             self._save_and_stop(name, replace(self._start, files=files()))
@@ -84,7 +91,7 @@ class CheckpointPolicy:
     def end(
         self, step: int, progress: Progress, files: Callable[[], Files] = dict, *, is_due: bool
     ) -> None:
-        """After `step` finished ones: save if that is due.
+        """Save after `step` finished steps if that is due.
 
         On a signal, save and raise StoppedBySignal.
         """
@@ -98,19 +105,19 @@ class CheckpointPolicy:
         self._save(replace(self._snapshot(step, progress), files=files()))
 
     def wait(self) -> None:
-        """Until a background save is complete."""
+        """Wait until a background save is complete."""
         self.checkpointer.wait()
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember metrics of the weights after `step` finished steps, for checkpoint.best_metric."""
+        """Remember metrics of the weights after `step` finished steps (checkpoint.best_metric)."""
+        # several reporters note metrics of one step
         known = self._measured[1] if self._measured[0] == step else {}
         self._measured = step, known | dict(metrics)
 
     def add_previous_totals(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add what earlier processes counted to the metrics that count since the run's first start
-        (left_out.py).
+        """Add what earlier processes counted to the metrics that count since the run's first start.
 
-        Returns these metrics as the step before left them.
+        left_out.py lists them.  Returns these metrics as the step before left them.
         """
         before = self._totals
         metrics |= {
@@ -120,7 +127,7 @@ class CheckpointPolicy:
         return before
 
     def resume(self) -> Restored | None:
-        """Load the checkpoint that the configuration selects; None where there is none.
+        """Load the checkpoint that the configuration selects; return None where there is none.
 
         Raises ValueError where checkpoint.require is set and there is none, and what
         Checkpointer.load raises.
@@ -135,6 +142,7 @@ class CheckpointPolicy:
             raise ValueError(
                 f"{name}/{STATE}: progress without {names}; resume from another checkpoint"
             )
+        # a checkpoint of another run's folder is not saved here yet
         if Path(name).parent.resolve() == folder.resolve():
             self._saved_step = restored.step
         self._totals = self._carried = {
@@ -144,10 +152,11 @@ class CheckpointPolicy:
         return restored
 
     def _asked(self) -> str | None:
-        """The signal that any rank received."""
+        """Return the name of the signal that any rank received."""
         if self._stop is None:
             return None
         name = self._stop.name
+        # ranks agree by one all-reduce, which takes integers
         (number,) = all_reduce_ints(
             [signal.Signals[name].value if name else 0], dist.ReduceOp.MAX, dist.group.WORLD
         )
@@ -161,6 +170,7 @@ class CheckpointPolicy:
         )
 
     def _save(self, snapshot: Snapshot) -> None:
+        # the step may be saved already: it was resumed from, or was due before a signal came
         if self._saved_step != snapshot.step:
             self._before_save()
             with self._events.timed("checkpoint", snapshot.step, f"after step {snapshot.step}"):
@@ -171,7 +181,8 @@ class CheckpointPolicy:
         (has_files,) = all_reduce_ints(
             [int(bool(snapshot.files))], dist.ReduceOp.MAX, dist.group.WORLD
         )
-        if has_files:  # sampled since this step was saved, if it was: that checkpoint lacks them
+        if has_files:
+            # if this step was saved, these rollouts came after it, and that checkpoint lacks them
             self._saved_step = None
         self._save(snapshot)
         self.wait()

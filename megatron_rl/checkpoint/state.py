@@ -1,10 +1,10 @@
-"""Model, optimizer and random generators of this rank -> the content of a checkpoint, and back.
+"""Model, optimizer and random generators of this rank <-> the content of a checkpoint.
 
 Only the results of training are saved of the optimizer: the two moments (and the float32 copy of
-bfloat16 weights) of every parameter, under the parameter's global name, and Adam's step count,
-which is the same for all parameters because an update is applied to all or to none.  The rest
-follows from the configuration and the position in the schedule.  So a checkpoint is independent of
-the number of optimizers and ranks, and loads into any layout.
+bfloat16 weights) of every parameter, under the parameter's global name, and Adam's step count.  The
+count is the same for all parameters because an update is applied to all or to none.  Everything
+else follows from the configuration and the position in the schedule.  So a checkpoint is
+independent of the number of optimizers and ranks, and loads into any layout.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.checkpoint.optimizer_parts import load_parts, sharded_parts
+from megatron_rl.checkpoint.torch_dist.optimizer_parts import load_parts, sharded_parts
 from megatron_rl.engine.engine import Engine
 
 # Model and optimizer ------------------------------------------------------------------------------
 
 
 def sharded_state(engine: Engine, *, is_loading: bool = False) -> ShardedStateDict:
-    """This rank's part of a checkpoint: sharded tensors only, whose names are the same in every
-    layout.
+    """Return this rank's part of a checkpoint: sharded tensors only.
 
-    is_loading: for a load to fill, then passed to `load_state`.  The tensors share the memory of
-    model and optimizer.
+    Their names are the same in every layout, and they share the memory of model and optimizer.
+    With `is_loading` the result is for a load to fill, and then for `load_state`.
     """
     models = {
         f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(engine.chunks)
@@ -51,7 +50,10 @@ def sharded_state(engine: Engine, *, is_loading: bool = False) -> ShardedStateDi
 
 
 def load_state(engine: Engine, loaded: StateDict, *, adam_step: float) -> None:
-    """Put a filled sharded_state into the engine.  adam_step: updates that Adam has made."""
+    """Put a filled sharded_state into the engine.
+
+    `adam_step` counts the updates that Adam has made.
+    """
     for index, chunk in enumerate(engine.chunks):
         chunk.load_state_dict(loaded[f"model{index}"])
     for index, optimizer in enumerate(inner_optimizers(engine)):
@@ -61,7 +63,7 @@ def load_state(engine: Engine, loaded: StateDict, *, adam_step: float) -> None:
 
 
 def adam_step(engine: Engine) -> float:
-    """Updates that Adam has made, the same for every parameter.
+    """Return the updates that Adam has made, the same for every parameter.
 
     Raises ValueError if they differ.
     """
@@ -90,7 +92,10 @@ def set_adam_step(optimizer: torch.optim.Optimizer, step: float) -> None:
 
 
 def inner_optimizers(engine: Engine) -> list[MegatronOptimizer]:
-    """core keeps one optimizer for dense and one for expert parameters where their ranks differ."""
+    """Return core's optimizers of this rank.
+
+    core keeps one for dense and one for expert parameters where their ranks differ.
+    """
     core = engine.optimizer.core
     return list(getattr(core, "chained_optimizers", [core]))
 
@@ -98,11 +103,13 @@ def inner_optimizers(engine: Engine) -> list[MegatronOptimizer]:
 def _optimizer_state(
     optimizer: MegatronOptimizer, models: ShardedStateDict, *, is_loading: bool
 ) -> ShardedStateDict:
-    """Sharded tensors in core's structure; {} where this rank has none of the optimizer's
-    parameters.
+    """Return sharded tensors in core's structure.
+
+    It is {} where this rank has none of the optimizer's parameters.
     """
     if optimizer.optimizer is None:
         return {}
+    # torch makes moments in the first update
     _fill_moments(optimizer.optimizer)
     if isinstance(optimizer, DistributedOptimizer):
         return sharded_parts(optimizer, models, is_loading=is_loading)
@@ -127,17 +134,17 @@ def _fill(optimizer: MegatronOptimizer, tensors: StateDict) -> None:
     masters = [tensor for group in tensors.get("fp32_from_fp16_params", []) for tensor in group]
     if masters:
         ours = [tensor for group in optimizer.fp32_from_float16_groups for tensor in group]
-        for mine, loaded in zip(ours, masters, strict=True):
-            mine.data.copy_(loaded)
+        for master, loaded in zip(ours, masters, strict=True):
+            master.data.copy_(loaded)
 
 
 def _fill_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create zero moments before the first update, so that a checkpoint of step 0 has the same
-    tensors as any other.
+    """Create zero moments before the first update.
+
+    So a checkpoint of step 0 has the same tensors as any other.
     """
-    missing = [
-        p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]
-    ]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    missing = [parameter for parameter in parameters if not optimizer.state[parameter]]
     for parameter in missing:
         optimizer.state[parameter] = {
             name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")
@@ -159,10 +166,12 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> Iterator[float | Tensor]:
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Every random generator of this process: python, numpy, torch, cuda (where there is one),
-    megatron-core's tracker.
+    """Return the state of every random generator of this process.
+
+    These are Python's, numpy's, torch's, CUDA's (where there is one) and megatron-core's tracker.
     """
     version, numbers, gauss = random.getstate()
+    # numpy's global generator, which user code may draw from
     legacy = cast(tuple[str, NDArray[np.uint32], int, int, float], np.random.get_state())
     name, keys, position, has_gauss, cached = legacy
     assert (version, name) == (3, "MT19937")

@@ -1,6 +1,4 @@
-"""Shows how far the files of a checkpoint are written: other code writes them, this follows their
-sizes.
-"""
+"""Shows how far the files of a checkpoint are written, by their sizes: other code writes them."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ POLL_SECONDS = 0.5
 def show_writing(
     progress: ShowProgress, text: str, files: Sequence[Path], num_bytes: int
 ) -> Iterator[None]:
-    """While the block writes `files`, of `num_bytes` together, show how much of them there is."""
+    """Show how much of `files`, of `num_bytes` together, there is while the block writes them."""
     done = threading.Event()
     with progress(text, num_bytes // MIB, "MiB") as advance:
 
@@ -40,7 +38,7 @@ def show_writing(
 
 
 def size_of(file: Path) -> int:
-    """Bytes; 0 before it exists."""
+    """Return the file's size in bytes, 0 before it exists."""
     with suppress(OSError):
         return file.stat().st_size
     return 0

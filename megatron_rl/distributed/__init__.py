@@ -1,5 +1,4 @@
-"""Process groups of a job (groups.py), megatron-core on a machine without CUDA (cpu.py), exact
-float32 (tf32.py).
+"""Process groups of a job (groups.py), megatron-core without CUDA (cpu.py), float32 (tf32.py).
 
 Importing this package first makes megatron-core work where there is no GPU, and quiet.
 """
@@ -13,8 +12,13 @@ from megatron_rl.distributed import cpu
 warnings.filterwarnings("ignore", message=r".*not installed\. Falling back to")
 cpu.install_cpu()
 
-# after the set-up
-from megatron_rl.distributed.groups import Parallel, device_of, from_rank_0, make_parallel  # noqa: E402
+# after the set-up: they import megatron-core
+from megatron_rl.distributed.groups import (  # noqa: E402
+    Parallel,
+    device_of,
+    from_rank_0,
+    make_parallel,
+)
 from megatron_rl.distributed.tf32 import disable_tf32  # noqa: E402
 
 __all__ = ["Parallel", "device_of", "disable_tf32", "from_rank_0", "make_parallel"]

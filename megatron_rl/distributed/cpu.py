@@ -1,6 +1,6 @@
-"""What megatron-core needs in order to run without CUDA (CPU tensors, gloo), in one table.
+"""Replacements in torch and megatron-core that let core run without CUDA (CPU tensors, gloo).
 
-`install()` is called once, by `megatron_rl.distributed`'s __init__; with a GPU it does nothing.
+`install_cpu()` is called once, by `megatron_rl.distributed`'s __init__; with a GPU it does nothing.
 Each row of `PATCHES` names one symbol, its replacement and why megatron-core uses it on a CPU.  A
 test runs training steps and fails for a row that megatron-core no longer uses.
 """
@@ -39,7 +39,7 @@ class Event:
 
 
 def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`make`, one of torch's factories, with the CPU where the caller names a GPU.
+    """Return `make`, one of torch's factories, with the CPU where the caller names a GPU.
 
     A TorchFunctionMode would do the same for all functions, and cost every operation 2 us: 18 % of
     a step of a tiny model.
@@ -57,11 +57,11 @@ def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def tensor_type(
     self: torch.Tensor, dtype: torch.dtype | str | None = None, *args: object, **kwargs: object
 ) -> object:
-    """Tensor.type() that answers 'torch.cuda.FloatTensor' for a CPU tensor, as the optimizer
-    compares those strings.
+    """Answer Tensor.type() with 'torch.cuda.FloatTensor' for a CPU tensor.
+
+    The optimizer compares these strings.
     """
-    if dtype is not None:
-        # passed through
+    if dtype is not None:  # a conversion, which torch does itself
         return _TENSOR_TYPE(self, dtype, *args, **kwargs)  # type: ignore[call-overload]
     # under a TorchFunctionMode this comes back through here, already renamed
     name = _TENSOR_TYPE(self)
@@ -69,8 +69,9 @@ def tensor_type(
 
 
 def move_to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """Already on the host; but collectives need split sizes as numbers, and core converts CUDA
-    tensors only.
+    """Return the tensor, which is on the host, as numpy where that is asked for.
+
+    Collectives need split sizes as numbers, and core converts CUDA tensors only.
     """
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
@@ -81,7 +82,10 @@ def gather_unequal_rows(
     output_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Rows of all ranks, end to end; gloo gathers equal sizes only, so unequal ones are padded."""
+    """Return the rows of all ranks, end to end.
+
+    gloo gathers equal sizes only, so unequal ones are padded.
+    """
     if group.size() == 1:
         return rows
     sizes = list(output_split_sizes or [len(rows)] * group.size())
@@ -98,8 +102,9 @@ def reduce_scatter_rows(
     input_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """This rank's part of the sum over ranks; gloo scatters equal sizes only, so unequal ones are
-    all-reduced, then cut.
+    """Return this rank's part of the sum over ranks.
+
+    gloo scatters equal sizes only, so unequal ones are all-reduced, then cut.
     """
     if group.size() == 1:
         return rows
@@ -115,11 +120,12 @@ def reduce_scatter_rows(
 def zigzag_positions(
     embedding: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Position embeddings of this context-parallel rank's two chunks of a sequence."""
+    """Return position embeddings of this context-parallel rank's two chunks of a sequence."""
     rank, size = cp_group.rank(), cp_group.size()
     chunks = embedding.unflatten(seq_dim, (2 * size, -1))
-    mine = torch.tensor([rank, 2 * size - 1 - rank])
-    return chunks.index_select(seq_dim, mine).flatten(seq_dim, seq_dim + 1)
+    # the zigzag of megatron-core: chunk r from the front and chunk r from the back
+    numbers = torch.tensor([rank, 2 * size - 1 - rank])
+    return chunks.index_select(seq_dim, numbers).flatten(seq_dim, seq_dim + 1)
 
 
 def get_rng_state(*_: object, **__: object) -> torch.Tensor:
@@ -136,116 +142,94 @@ def manual_seed(seed: int) -> None:
 
 @dataclass(frozen=True)
 class Patch:
+    """One symbol that is replaced."""
+
     module: str
-    """Module, or module and class, that holds the symbol."""
+    """Module, or module and class, that has the symbol."""
     name: str
     replacement: object
     why: str
+    """Use of the symbol by megatron-core on a CPU."""
     only_if_missing: bool = False
 
 
+def patches(module: str, *rows: tuple[str, object, str]) -> tuple[Patch, ...]:
+    """Return the patches of (name, replacement, why) in one module."""
+    return tuple(Patch(module, *row) for row in rows)
+
+
+CORE = "megatron.core"
 PATCHES = (
-    Patch(
+    *patches(
         "torch.cuda",
-        "current_device",
-        lambda: CPU,
-        "the device of nearly every buffer core allocates",
+        ("current_device", lambda: CPU, "the device of nearly every buffer core allocates"),
+        ("Stream", Stream, "side streams of the token dispatcher and of gradient reduction"),
+        ("current_stream", lambda *_: Stream(), "the token dispatcher orders its copies"),
+        ("stream", lambda _: contextlib.nullcontext(), "the token dispatcher's side stream"),
+        ("synchronize", lambda *_: None, "point-to-point pipeline communication"),
+        ("manual_seed", manual_seed, "model_parallel_cuda_manual_seed"),
+        ("get_rng_state", get_rng_state, "the RNG tracker records the state of each seed"),
     ),
-    Patch(
-        "torch.cuda",
-        "Stream",
-        Stream,
-        "side streams of the token dispatcher and of gradient reduction",
-    ),
-    Patch(
-        "torch.cuda",
-        "current_stream",
-        lambda *_: Stream(),
-        "the token dispatcher orders its copies",
-    ),
-    Patch(
-        "torch.cuda",
-        "stream",
-        lambda _: contextlib.nullcontext(),
-        "the token dispatcher's side stream",
-    ),
-    Patch("torch.cuda", "synchronize", lambda *_: None, "point-to-point pipeline communication"),
-    Patch("torch.cuda", "manual_seed", manual_seed, "model_parallel_cuda_manual_seed"),
-    Patch(
-        "torch.cuda",
-        "get_rng_state",
-        get_rng_state,
-        "the RNG tracker records the state of each seed",
-    ),
-    Patch(
+    *patches(
         "torch.Tensor",
-        "type",
-        tensor_type,
-        "optimizers and clip_grads compare 'torch.cuda.FloatTensor'",
+        ("type", tensor_type, "optimizers and clip_grads compare 'torch.cuda.FloatTensor'"),
+        ("cuda", lambda self, *_, **__: self, "tied embeddings and optimizer state"),
+    ),
+    *patches(
+        f"{CORE}.tensor_parallel.random",
+        ("_get_cuda_rng_state", get_rng_state, "saved by fork and recompute"),
+        ("_set_cuda_rng_state", set_cuda_rng_state, "restored by them"),
+    ),
+    *patches(
+        f"{CORE}.tensor_parallel.mappings",
+        (
+            "_gather_along_first_dim",
+            gather_unequal_rows,
+            "expert tensor ranks hold unequal numbers of tokens, which gloo's all_gather refuses",
+        ),
+        ("_reduce_scatter_along_first_dim", reduce_scatter_rows, "the same in backward"),
+    ),
+    *patches(
+        f"{CORE}.models.common.embeddings.rotary_pos_embedding",
+        (
+            "get_pos_emb_on_this_cp_rank",
+            zigzag_positions,
+            "RoPE of padded sequences under context parallelism; core's goes through pinned memory,"
+            " which needs CUDA",
+        ),
     ),
     Patch(
-        "torch.Tensor", "cuda", lambda self, *_, **__: self, "tied embeddings and optimizer state"
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.random",
-        "_get_cuda_rng_state",
-        get_rng_state,
-        "saved by fork and recompute",
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.random",
-        "_set_cuda_rng_state",
-        set_cuda_rng_state,
-        "restored by them",
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.mappings",
-        "_gather_along_first_dim",
-        gather_unequal_rows,
-        "expert tensor ranks hold unequal numbers of tokens, which gloo's all_gather refuses",
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.mappings",
-        "_reduce_scatter_along_first_dim",
-        reduce_scatter_rows,
-        "the same in backward",
-    ),
-    Patch(
-        "megatron.core.models.common.embeddings.rotary_pos_embedding",
-        "get_pos_emb_on_this_cp_rank",
-        zigzag_positions,
-        "RoPE of padded sequences under context parallelism; core's goes through pinned memory,"
-        " which needs CUDA",
-    ),
-    Patch(
-        "megatron.core.transformer.moe.moe_utils",
+        f"{CORE}.transformer.moe.moe_utils",
         "te_general_gemm",
         None,
         "read even when TE is absent",
-        True,
+        only_if_missing=True,
     ),
-    Patch(
-        "megatron.core.transformer.moe.token_dispatcher",
-        "maybe_move_tensor_to_cpu",
-        move_to_host,
-        "all-to-all split sizes stay tensors, which gloo refuses",
+    *patches(
+        f"{CORE}.transformer.moe.token_dispatcher",
+        (
+            "maybe_move_tensor_to_cpu",
+            move_to_host,
+            "all-to-all split sizes stay tensors, which gloo refuses",
+        ),
     ),
 )
 
 FACTORIES = ("tensor", "zeros", "ones", "full", "empty", "empty_like", "arange")
 """torch's functions that core calls with device="cuda", literally or by a variable.
 
-Others fail: torch has no CUDA here.
+Other functions fail: torch has no CUDA here.
 """
 
 
 def install_cpu() -> None:
     """Apply every patch, once per process; no effect where CUDA is available."""
+    # the patches would replace what works
     if torch.cuda.is_available() or _is_installed():
         return
-    # `with torch.device(...)` knows factories by identity: cached, so that it keeps torch's own
+    # `with torch.device(...)` knows factories by identity.  This call caches torch's own ones
     _device._device_constructors()
-    # first: core's modules, imported below, may keep one as a default argument
+    # before the patches: core's modules, imported there, may keep one as a default argument
     for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     for patch in PATCHES:
@@ -268,7 +252,7 @@ def _is_installed() -> bool:
 
 
 def _owner(path: str) -> object:
-    """The module at `path`, or the class where the last part is one."""
+    """Return the module at `path`, or the class where the last part is one."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:

@@ -1,8 +1,7 @@
-"""Process groups from the configuration: torch.distributed (nccl or gloo), megatron-core's groups,
-seeds.
+"""Process groups and seeds from the configuration.
 
-Rank order is megatron-core's "tp-cp-ep-dp-pp": tensor ranks are neighbours, pipeline ranks are
-farthest apart.
+The groups are torch.distributed's (nccl or gloo) and megatron-core's.  Rank order is
+megatron-core's "tp-cp-ep-dp-pp": tensor ranks are neighbours, pipeline ranks are farthest apart.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from megatron_rl.models.fit import check_sizes
 
 T = TypeVar("T")
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
-"""torch's: it reads the variable whenever it makes a gloo group."""
+"""torch's variable, which it reads whenever it makes a gloo group."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """This rank's place in the job.  All groups come from here; nothing else reads megatron's
-    globals for them.
+    """This rank's place in the job, with all process groups.
 
-    A data-parallel replica is one complete model: tp x cp x pp ranks with the same `dp_rank`.  They
-    train on the same sequences (`replica_group`), and the one at tp 0, cp 0, pp 0
-    (`replica_leader`, a global rank) fetches them.
+    Nothing else reads megatron's globals for groups.  A data-parallel replica is one complete
+    model: tp x cp x pp ranks with the same `dp_rank`.  They train on the same sequences
+    (`replica_group`), and the one at tp 0, cp 0, pp 0 (`replica_leader`, a global rank) fetches
+    them.
     """
 
     rank: int
@@ -52,16 +51,16 @@ class Parallel:
     dp_group: dist.ProcessGroup
     """Ranks with equal tp, cp, pp: other data, same part of the model."""
     dp_cp_group: dist.ProcessGroup
-    """dp_group and the context-parallel ranks: everything that adds gradient to the same dense
-    parameters.
+    """dp_group and the context-parallel ranks: all that add gradient to the same dense parameters.
     """
     model_group: dist.ProcessGroup
     """tp x pp: the ranks that compute one context rank's rows together."""
     replica_group: dist.ProcessGroup
-    """Over gloo, as host_group."""
+    """Ranks of this replica, over gloo as host_group."""
     host_group: dist.ProcessGroup
     """All ranks, over gloo: a rank that waits there, for minutes while responses are sampled,
-    leaves its GPU idle.  NCCL would run a kernel all the time."""
+    leaves its GPU idle.  NCCL would run a kernel all the time.
+    """
     replica_leader: int
     vp_size: int
     owns_process_group: bool
@@ -87,12 +86,12 @@ class Parallel:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
+        """This rank has the embedding."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes logits."""
+        """This rank computes logits."""
         return self.pp_rank == self.pp_size - 1
 
     @property
@@ -100,7 +99,7 @@ class Parallel:
         return self.rank == self.replica_leader
 
     def store(self) -> dist.Store | None:
-        """The job's key-value store, with a connection of its own; None for a world of one."""
+        """Return the job's key-value store, with its own connection; None for a world of one."""
         if self.world_size == 1:
             return None
         default = dist.distributed_c10d._get_default_store()
@@ -108,11 +107,11 @@ class Parallel:
         return dist.PrefixStore("megatron_rl", default.clone())  # type: ignore[attr-defined]
 
     def destroy(self) -> None:
-        """End every group that make_parallel made, and torch.distributed itself where it started
-        that.  Collective.
+        """End every group that make_parallel made.  Collective.
 
-        megatron-core only forgets its groups: on gloo each would keep three threads, which add up
-        where one process builds several layouts.
+        torch.distributed itself ends where make_parallel started it.  megatron-core only forgets
+        its groups: on gloo each would keep three threads, which add up where one process builds
+        several layouts.
         """
         if self.owns_process_group:
             parallel_state.destroy_model_parallel()
@@ -127,7 +126,7 @@ class Parallel:
 
 
 def device_of(setting: str) -> Device:
-    """What run.device = `setting` means on this machine."""
+    """Return the device that run.device = `setting` means on this machine."""
     if setting == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return "cuda" if setting == "cuda" else "cpu"
@@ -135,12 +134,12 @@ def device_of(setting: str) -> Device:
 
 @contextmanager
 def lazy_gloo() -> Iterator[None]:
-    """gloo groups made inside connect two ranks when one first sends to the other, unless
-    TORCH_GLOO_LAZY_INIT says otherwise.
+    """Let gloo groups made inside connect two ranks when one first sends to the other.
 
-    Else each rank connects to all n as a group is made: 2n + 1 requests to the job's store instead
-    of 1 (benchmarks/scaling.py). The variable is removed afterwards: servers that this process
-    starts would inherit it.
+    Without this each rank connects to all n ranks as a group is made: 2n + 1 requests to the job's
+    store instead of 1 (benchmarks/scaling.py).  A value of TORCH_GLOO_LAZY_INIT that is set already
+    is kept.  Otherwise the variable is removed afterwards: servers that this process starts would
+    inherit it.
     """
     if LAZY_GLOO in os.environ:
         yield
@@ -156,11 +155,11 @@ def lazy_gloo() -> Iterator[None]:
 def make_parallel(
     cfg: ParallelConfig, *, device: str = "auto", timeout_minutes: float = 30.0, seed: int = 0
 ) -> Parallel:
-    """Start torch.distributed where it is not running (env:// under torchrun, else a world of one);
-    build all groups.
+    """Start torch.distributed where it is not running, and build all groups.
 
-    `device` is auto, cpu or cuda (nccl, one GPU per local rank).  Seeds every RNG; tensor and
-    expert ranks get different seeds. Raises ValueError, naming key, value and rule, for sizes that
+    Under torchrun it starts from the environment (env://), else as a world of one.  `device` is
+    auto, cpu or cuda (nccl, one GPU per local rank).  Seeds every random generator; tensor and
+    expert ranks get different seeds.  Raises ValueError, naming key, value and rule, for sizes that
     do not fit the number of ranks.
     """
     if device == "cuda" and not torch.cuda.is_available():
@@ -170,6 +169,7 @@ def make_parallel(
         dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     )
     check_sizes(cfg, world_size)
+    # torch.distributed of another owner stays after `destroy`
     owns = not dist.is_initialized()
     if owns:
         _start(use_cuda, timeout_minutes)
@@ -184,6 +184,7 @@ def make_parallel(
         distributed_timeout_minutes=math.ceil(timeout_minutes),
         create_gloo_process_groups=False,
     )
+    # the same seed on all ranks; core's tracker gives tensor and expert ranks different ones
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -212,21 +213,18 @@ def make_parallel(
 
 
 def from_rank_0(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What `make` returns on rank 0 (small, plain data), on every rank.  Collective over all ranks
-    of the job.
+    """Return on every rank what `make` returns on rank 0.  Collective over all ranks of the job.
 
-    group: Parallel.host_group where `make` takes long, such as the start of a server; None for the
-    default group. Rank 0 raises what `make` raises; then the other ranks raise RuntimeError with
-    the same message.
+    The result is small, plain data.  `group` is Parallel.host_group where `make` takes long, such
+    as the start of a server; None means the default group.  Rank 0 raises what `make` raises; then
+    the other ranks raise RuntimeError with the same message.
     """
     box: list[tuple[T | None, str | None]] = [(None, None)]
     if dist.get_rank() == 0:
         try:
             box = [(make(), None)]
-        except (
-            Exception
+        except Exception as error:
             # the others wait for an answer, whatever failed: send them the reason, then raise it
-        ) as error:
             dist.broadcast_object_list([(None, str(error))], group=group)
             raise
     dist.broadcast_object_list(box, group=group)
@@ -237,7 +235,7 @@ def from_rank_0(make: Callable[[], T], group: dist.ProcessGroup | None = None) -
 
 
 def _groups_of(values: Iterable[object]) -> set[dist.ProcessGroup]:
-    """The process groups among `values` and in lists of them."""
+    """Return the process groups among `values` and in lists of them."""
     groups: set[dist.ProcessGroup] = set()
     for value in values:
         if isinstance(value, dist.ProcessGroup):
@@ -262,7 +260,10 @@ def _start(use_cuda: bool, timeout_minutes: float) -> None:
 
 
 def make_host_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """All ranks, over gloo; the default group where it is one.  Collective."""
+    """Make the group of all ranks over gloo.  Collective.
+
+    Returns the default group where that is one.
+    """
     world = dist.group.WORLD
     if world is not None and dist.get_backend() == "gloo":
         return world
@@ -272,13 +273,15 @@ def make_host_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
 def _make_replica_group(
     host_group: dist.ProcessGroup, timeout: datetime.timedelta
 ) -> tuple[dist.ProcessGroup, int]:
-    """The gloo group of all ranks with this rank's data-parallel rank, and its first global rank.
+    """Make the gloo group of all ranks with this rank's data-parallel rank.
 
-    megatron-core's own model-parallel group leaves context-parallel ranks out.
+    Returns it and its first global rank.  megatron-core's own model-parallel group leaves
+    context-parallel ranks out.
     """
     my_replica = parallel_state.get_data_parallel_rank(with_context_parallel=False)
     replicas: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(replicas, my_replica, group=host_group)
+    # every rank makes the groups of all replicas: new_group is collective over all ranks
     groups: dict[int, tuple[dist.ProcessGroup, int]] = {}
     for replica in sorted(set(replicas)):
         ranks = [rank for rank, its_replica in enumerate(replicas) if its_replica == replica]

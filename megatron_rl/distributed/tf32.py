@@ -1,5 +1,7 @@
-"""TF32: tensor cores round the inputs of float32 matrix products to 10 bits of mantissa, a relative
-error of about 1e-3.
+"""Turns TF32 off.
+
+With TF32, tensor cores round the inputs of float32 matrix products to 10 bits of mantissa, a
+relative error of about 1e-3.
 """
 
 from __future__ import annotations
@@ -10,11 +12,10 @@ import torch
 
 
 def disable_tf32() -> None:
-    """Compute float32 matrix products in float32.  Call it before the process uses CUDA; servers it
-    starts inherit it.
+    """Compute float32 matrix products in float32.
 
-    Containers turn TF32 on for torch (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and torch itself for
-    cuDNN.
+    Call it before the process uses CUDA; servers that it starts inherit it.  Containers turn TF32
+    on for torch (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and torch itself does for cuDNN.
     """
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # cuBLAS and cuDNN read it once, when they start
     torch.backends.cuda.matmul.allow_tf32 = False

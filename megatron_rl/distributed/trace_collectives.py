@@ -1,9 +1,9 @@
-"""Spans of this rank's collectives: where it waits for others.
+"""Spans of this rank's collectives: the times at which it waits for others.
 
 For the time of a traced step the functions of torch.distributed are replaced, as no hook of torch
-reports when a call of any backend begins and ends: what is called as `torch.distributed.NAME` is
-seen, which is how megatron-core and this package call them.  (torch.profiler has them too, with
-every operator: 100 times the events.)
+reports when a call of any backend begins and ends.  Calls of `torch.distributed.NAME` are seen,
+which is how megatron-core and this package call them.  (torch.profiler has them too, with every
+operator: 100 times the events.)
 
 On a CPU a collective returns when it is done, so its span is the wait for the slowest rank and the
 transfer.  NCCL's return when they are queued: there torch's profile of the GPU has them.
@@ -33,13 +33,13 @@ COLLECTIVES = (
 
 @contextmanager
 def trace_collectives(trace: Trace) -> Iterator[None]:
-    """Record a span of each call inside, and of each wait for one that was started."""
+    """Record a span of each call inside the block, and of each wait for one that was started."""
     before = {name: getattr(dist, name) for name in (*COLLECTIVES, "P2POp")}
     replaced = {name: traced(trace, name, before[name]) for name in COLLECTIVES}
     originals = {function: before[name] for name, function in replaced.items()}
 
     def p2p_op(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dist.P2POp:
-        """P2POp compares `op` with torch's own isend and irecv."""
+        """Make a P2POp with torch's own isend or irecv, to which P2POp compares `op`."""
         return before["P2POp"](originals.get(op, op), *args, **kwargs)
 
     for name, function in (replaced | {"P2POp": p2p_op}).items():
@@ -59,8 +59,8 @@ def traced(trace: Trace, name: str, function: Callable[..., Any]) -> Callable[..
         with trace.span(
             name, "collective", ranks=dist.get_world_size(group_of_call(parameters, args, kwargs))
         ):
-            found = function(*args, **kwargs)
-        return watched(trace, name, found)
+            result = function(*args, **kwargs)
+        return watched(trace, name, result)
 
     return call
 
@@ -68,22 +68,25 @@ def traced(trace: Trace, name: str, function: Callable[..., Any]) -> Callable[..
 def group_of_call(
     parameters: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dist.ProcessGroup | None:
-    """Of a call, by position or name; a batch of P2POps has that of its first."""
+    """Return the group of a call, which names it by position or keyword.
+
+    A batch of P2POps has the group of its first.
+    """
     values = parameters.bind(*args, **kwargs).arguments
     batch: Sequence[dist.P2POp] = values.get("p2p_op_list", ())
     group: dist.ProcessGroup | None = batch[0].group if batch else values.get("group")
     return group
 
 
-def watched(trace: Trace, name: str, found: Any) -> Any:
-    """What a collective returned; of a call in progress something whose `wait` is recorded."""
-    if isinstance(found, list):
-        return [watched(trace, name, each) for each in found]
-    return TracedWork(trace, name, found) if isinstance(found, dist.Work) else found
+def watched(trace: Trace, name: str, result: Any) -> Any:
+    """Return the result of a collective; the `wait` of a call in progress is recorded."""
+    if isinstance(result, list):
+        return [watched(trace, name, item) for item in result]
+    return TracedWork(trace, name, result) if isinstance(result, dist.Work) else result
 
 
 class TracedWork:
-    """A dist.Work; everything but `wait` is its own."""
+    """A dist.Work whose `wait` is recorded."""
 
     def __init__(self, trace: Trace, name: str, work: dist.Work) -> None:
         self._trace, self._name, self._work = trace, name, work

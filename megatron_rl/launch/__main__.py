@@ -1,7 +1,7 @@
-"""torchrun that returns the exit status of the ranks, and does not restart ranks that ended on
-purpose.
+"""torchrun that returns the ranks' exit status, and does not restart ranks that ended on purpose.
 
-    megatron-rl launch [--log-format json] --nproc_per_node 8 -m megatron_rl.train --config FILE.toml ...
+    megatron-rl launch [--log-format json] --nproc_per_node 8
+        -m megatron_rl.train --config FILE.toml ...
 
 --log-format is of this command's own lines; the ranks have an option of their own.
 examples/launch/train.sh calls it on every node, as `python -m megatron_rl.launch`.

@@ -1,7 +1,7 @@
-"""What a rank prints when an error ends the run: the cause first and last, the user's frames
-between, at most 15 lines.
+"""Prints the error that ends a rank's run, in at most 15 lines.
 
-The full traceback is in error_rankN.txt of the run directory.
+The cause comes first and last, the user's frames in between.  The full traceback is in
+error_rankN.txt of the run directory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def report_error(
 ) -> None:
     """Print the error and save its traceback.
 
-    Frames are printed where code of the user, or a library, raised it.
+    Frames are printed where the user's code, or a library, raised it.
     """
     log_lines = lines or LogLines()
     rank = os.environ.get("RANK", "0")
@@ -54,17 +54,16 @@ def report_error(
 
 
 def disk_advice(error: BaseException, run_dir: Path) -> str:
-    """The file, the free space and the fix, where a disk refused to be written; "" for every other
-    error.
+    """Name the file, the free space and the fix, where a disk refused to be written.
+
+    Returns "" for every other error.
     """
-    if getattr(error, "errno", None) not in DISK_ERRORS and os.strerror(errno.ENOSPC) not in str(
-        error
-    ):
+    is_full = os.strerror(errno.ENOSPC) in str(error)
+    if getattr(error, "errno", None) not in DISK_ERRORS and not is_full:
         return ""
-    path = Path(
-        getattr(error, "filename", None) or written_file(error, run_dir) or run_dir
-    ).absolute()
-    existing = next(each for each in (path, *path.parents) if each.exists())
+    file = getattr(error, "filename", None) or written_file(error, run_dir) or run_dir
+    path = Path(file).absolute()
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
     free = shutil.disk_usage(existing).free / 2**30
     return (
         f"; writing {path}: {free:.2f} GiB free there; make room (checkpoint.keep_last,"
@@ -73,9 +72,11 @@ def disk_advice(error: BaseException, run_dir: Path) -> str:
 
 
 def written_file(error: BaseException, run_dir: Path) -> str | None:
-    """The file that the code which raised the error was writing: the error of a full disk names
-    none.
+    """Return the file that the code which raised the error was writing, from its local variables.
+
+    The error of a full disk names no file.
     """
+    # the innermost frame first: it was the one that wrote
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         values = [
             *frame.f_locals.values(),
@@ -94,16 +95,19 @@ def written_file(error: BaseException, run_dir: Path) -> str | None:
 
 
 def shown_frames(error: BaseException) -> list[str]:
-    """The frame that raised and the last ones in the user's own files; none where this package
-    itself raised.
+    """Return the frame that raised, and the last ones in the user's files.
+
+    Returns none where this package raised.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    users = [
+    user_frames = [
         frame for frame in frames if not is_ours(frame.filename) and not is_library(frame.filename)
     ]
-    if not frames or (is_ours(frames[-1].filename) and not users):
+    if not frames or (is_ours(frames[-1].filename) and not user_frames):
         return []
-    chosen = [frame for frame in frames if frame in users[-MAX_FRAMES + 1 :] or frame is frames[-1]]
+    chosen = [
+        frame for frame in frames if frame in user_frames[-MAX_FRAMES + 1 :] or frame is frames[-1]
+    ]
     return [f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in chosen]
 
 
@@ -112,12 +116,12 @@ def is_ours(filename: str) -> bool:
 
 
 def is_library(filename: str) -> bool:
-    """Installed packages, the standard library, and the launcher's own frames."""
+    """Return True for installed packages, the standard library, and the launcher's frames."""
     return "site-packages" in filename or filename.startswith((sys.base_prefix, "<frozen"))
 
 
 def write_traceback(error: BaseException, path: Path, lines: LogLines) -> Path | None:
-    """The path; None where the folder cannot be written."""
+    """Write the traceback and return its path, or None where the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(lines.redactor.text("".join(traceback.format_exception(error))))

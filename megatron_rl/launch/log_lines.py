@@ -23,9 +23,9 @@ Value: TypeAlias = "str | float | int | Mapping[str, Value] | Iterable[Value] | 
 
 
 class LogLines:
-    """Formats lines.
+    """Formats the lines of a run.
 
-    names: environment variables that hold secrets although their names do not look like it.
+    `names` are environment variables that hold secrets although their names do not look like it.
     """
 
     def __init__(self, log_format: LogFormat = "text", names: Iterable[str | None] = ()) -> None:
@@ -36,7 +36,7 @@ class LogLines:
         return self.log_format == "json"
 
     def line(self, event: Event, text: str, **values: Value) -> str:
-        """One line, several where `text` has several and the format is text.
+        """Return one line; several where `text` has several and the format is text.
 
         NaN and infinity become null.
         """
@@ -52,20 +52,22 @@ class LogLines:
         return json.dumps(strict(row))
 
     def print_error(self, text: str, **values: Value) -> None:
-        """On standard error."""
+        """Print one line on standard error."""
         print(self.line("error", text, **values), file=sys.stderr, flush=True)
 
     def catch_warnings(self) -> None:
-        """Write what the modules of this package log (`logging`) in this format, on standard error."""
+        """Write what this package's modules log (`logging`) in this format, on standard error."""
         logger = logging.getLogger("megatron_rl")
-        for handler in [each for each in logger.handlers if isinstance(each, LogHandler)]:
-            logger.removeHandler(handler)  # of an earlier run of this process
+        for handler in logger.handlers[:]:
+            if isinstance(handler, LogHandler):
+                logger.removeHandler(handler)  # an earlier run of this process added it
         logger.addHandler(LogHandler(self))
 
     @contextmanager
     def clean_stderr(self) -> Iterator[None]:
-        """Remove secrets from what Python code writes on standard error: warnings, tracebacks of
-        threads, lines of libraries.
+        """Remove secrets from what Python code writes on standard error.
+
+        These are warnings, tracebacks of threads and lines of libraries.
         """
         before = sys.stderr
         sys.stderr = CleanStream(before, self.redactor)
@@ -104,9 +106,9 @@ class LogHandler(logging.Handler):
 
 
 def strict(value: object) -> object:
-    """The value as strict JSON has it: without NaN and infinity."""
+    """Return the value as strict JSON has it, without NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): strict(each) for key, each in value.items()}
-    return [strict(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): strict(item) for key, item in value.items()}
+    return [strict(item) for item in value] if isinstance(value, list | tuple) else value

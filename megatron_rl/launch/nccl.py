@@ -1,8 +1,8 @@
-"""NCCL's environment: ranks and servers form one communicator for weight syncs, so both need the
-same settings.
+"""NCCL's environment, in which ranks and servers must have the same settings.
 
-SGLang sets these variables in its own process where they are unset (entrypoints/engine.py, 0.5.21);
-NCCL's defaults are others. A value that the user sets is used on both sides.
+Both form one communicator for weight syncs.  SGLang sets these variables in its own process where
+they are unset (entrypoints/engine.py, 0.5.21); NCCL's defaults are others.  A value that the user
+sets is used on both sides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
 CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
 DEFAULTS = {CUMEM: "0", NVLS: "0"}
-"""As SGLang sets them without the options below."""
+"""Values that SGLang sets without the options below."""
 SET_BY_OPTIONS = {
     "--enable-symm-mem": {CUMEM: "1", NVLS: "1"},
     "--enable-nccl-nvls": {NVLS: "1"},
@@ -21,23 +21,24 @@ SET_BY_OPTIONS = {
 
 
 def set_defaults(environ: MutableMapping[str, str], server_args: Sequence[str] = ()) -> None:
-    """Set what is unset: for a training rank, or for a server with these options.
+    """Set what is unset, for a training rank or for a server with these options.
 
-    NCCL reads it when it first starts.
+    NCCL reads the variables when it first starts.
     """
     for name, value in (DEFAULTS | needed_by(server_args)).items():
         environ.setdefault(name, value)
 
 
 def needed_by(server_args: Sequence[str]) -> dict[str, str]:
-    """Variables and values that these options of SGLang set or need."""
+    """Return the variables and values that these options of SGLang set or need."""
     parts = [part for arg in server_args for part in arg.split("=", 1)]
     return {name: value for part in parts for name, value in SET_BY_OPTIONS.get(part, {}).items()}
 
 
 def check_nccl_of_servers(server_args: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise ValueError where a server with these options would use other values than a training
-    rank with this environment.
+    """Raise ValueError where a server with these options would use other values than a rank.
+
+    `environ` is the environment of the training ranks.
     """
     for name, value in needed_by(server_args).items():
         if (ours := environ.get(name, DEFAULTS[name])) != value:
@@ -49,7 +50,7 @@ def check_nccl_of_servers(server_args: Sequence[str], environ: Mapping[str, str]
 
 
 def user_settings(environ: Mapping[str, str]) -> Iterator[str]:
-    """One line for each variable that the user has set to another value than SGLang's default."""
+    """Yield one line for each variable that the user has set to another value than the default."""
     for name, value in DEFAULTS.items():
         if (ours := environ.get(name, value)) != value:
             yield (

@@ -32,7 +32,7 @@ class StoppedBySignal(RuntimeError):
 
 
 class StopSignal:
-    """Use as a context manager in the main thread; `name`: of the first signal received, or None.
+    """Notes the first signal; use it as a context manager in the main thread.
 
     Until `hold` there is nothing to save: a signal interrupts the main thread, and the context
     raises StoppedBySignal.
@@ -41,15 +41,17 @@ class StopSignal:
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.name: str | None = None
+        """Name of the first signal received."""
         self._is_held = self._has_interrupted = False
         self._on_signal: Callable[[], None] = lambda: None
         self._done = threading.Event()
         self._read, self._write = os.pipe()
 
     def __enter__(self) -> StopSignal:
+        # a handler must never wait
         os.set_blocking(self._write, False)
         # Python runs handlers in the main thread only; the descriptor is written even while that
-        # waits in C
+        # thread waits in C
         self._old_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._old = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self._thread = threading.Thread(target=self._watch, daemon=True, name="stop-signal")
@@ -75,8 +77,11 @@ class StopSignal:
             ) from None
 
     def hold(self, on_signal: Callable[[], None] = lambda: None) -> None:
-        """From now on a signal only sets `name`.  on_signal is then called once, on another thread,
-        to cancel what may exceed the grace period."""
+        """Let a signal only set `name` from now on.
+
+        `on_signal` is then called once, on another thread, to cancel what may exceed the grace
+        period.
+        """
         self._on_signal = on_signal
         self._is_held = True
 
@@ -86,8 +91,9 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """In the thread: each byte is the number of a signal, written by the interpreter's wakeup
-        descriptor.
+        """Read the numbers of signals, which the interpreter's wakeup descriptor writes.
+
+        Runs in the thread.
         """
         while numbers := os.read(self._read, 64):
             received = [signal.Signals(number) for number in numbers if number in SIGNALS]
@@ -110,7 +116,7 @@ class StopSignal:
 
 
 def grace_period(setting: float | Literal["auto"], device: Device) -> float:
-    """checkpoint.grace_seconds in seconds.
+    """Return checkpoint.grace_seconds in seconds.
 
     auto: plain torchrun kills its ranks after 30 s, which is enough on the CPU only.
     """
@@ -119,7 +125,7 @@ def grace_period(setting: float | Literal["auto"], device: Device) -> float:
 
 
 def follow_launcher() -> None:
-    """Under torchrun: get SIGTERM when it dies, even by SIGKILL.
+    """Under torchrun, get SIGTERM when it dies, even by SIGKILL.
 
     Orphaned ranks would keep their GPUs.
     """

@@ -29,7 +29,7 @@ State = Literal["running", "finished", "stopped", "failed"]
 
 
 class Beat(Protocol):
-    """What is read of a rank's heartbeat (watchdog.Heartbeat)."""
+    """The parts of a rank's heartbeat that are read here (heartbeats.Heartbeat)."""
 
     @property
     def count(self) -> int: ...
@@ -47,39 +47,42 @@ class Beat(Protocol):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """seconds: in its stage, at its last heartbeat; silent: from that to the last reading;
-    waits_for: servers, or the error of a rank that failed; memory: bytes."""
+    """A rank in status.json."""
 
     rank: int
     host: str
     where: str
     seconds: float
+    """Time in its stage at its last heartbeat."""
     waits_for: str = ""
+    """Servers that it waits for, or the error of a rank that failed."""
     memory: int = 0
+    """Bytes in use."""
     silent: float = 0.0
+    """Seconds from its last heartbeat to the last reading."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """times: Unix seconds.  step: finished steps; step_seconds: of the last one; metrics: of the
-    last step, those of SHOWN.
-    servers: URLs; `top` asks the servers themselves for the rest.
-
-    state: stopped = by a signal or an interrupt; failed: `text` says why.
-    """
+    """The content of status.json; times are Unix seconds."""
 
     time: float
     state: State = "running"
+    """stopped: by a signal or an interrupt; failed: `text` says why."""
     text: str = ""
     started: float = 0.0
     pid: int = 0
     step: int = 0
+    """Finished steps."""
     num_steps: int = 0
     step_seconds: float = 0.0
+    """Duration of the last step."""
     policy_version: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the last step, those in SHOWN."""
     ranks: Sequence[RankStatus] = ()
     servers: Sequence[str] = ()
+    """URLs; `top` asks the servers themselves for more."""
 
 
 SHOWN = (
@@ -91,10 +94,10 @@ SHOWN = (
 
 
 class StatusWriter:
-    """Keeps status.json of `folder` up to date.  Methods return at once, except `close`.  Use as a
-    context manager.
+    """Keeps status.json of `folder` up to date.  Use it as a context manager.
 
-    stopped: exceptions that end a run without a failure.
+    All methods but `close` return at once.  `stopped` are exceptions that end a run without a
+    failure.
     """
 
     def __init__(
@@ -111,8 +114,8 @@ class StatusWriter:
         self._status = Status(now, started=now, pid=os.getpid(), num_steps=num_steps)
         self._beats: Mapping[int, Beat] = {}
         self._read = 0.0  # when they were read
-        # rank -> its count of heartbeats, and when that changed
         self._last_seen: dict[int, tuple[int, float]] = {}
+        """Rank -> its count of heartbeats, and when that changed."""
         self._stopped = stopped
         self._lock, self._done = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
@@ -135,7 +138,7 @@ class StatusWriter:
             self.close("failed", f"{type(error).__name__}: {error}")
 
     def beats(self, beats: Mapping[int, Beat]) -> None:
-        """All ranks' heartbeats, as the watchdog has read them."""
+        """Take all ranks' heartbeats, as the watchdog has read them."""
         self._beats, self._read = beats, time.monotonic()
 
     def note(self, **values: object) -> None:
@@ -145,7 +148,7 @@ class StatusWriter:
             self._status = replace(self._status, **values)  # type: ignore[arg-type]
 
     def close(self, state: State, text: str = "") -> None:
-        """The last file, if that takes no longer than a few seconds."""
+        """Write the last file, and wait for that for a few seconds at most."""
         self.note(state=state, text=text[:2000])
         self._done.set()
         if self._thread.is_alive():
@@ -175,11 +178,12 @@ class StatusWriter:
             status = replace(
                 self._status, time=time.time(), text=shown(self._status.text), ranks=ranks
             )
+        # outside the lock, for which `note` must not wait long
         status = replace(status, servers=tuple(map(shown, self.urls())))
+        # renamed, so that `top` never reads half a file
         temporary = self._path.with_name(f".{STATUS_FILE}")
         try:
-            # not `asdict`, which copies deeply: 30 ms for 4,096 ranks, in which no other thread
-            # runs
+            # not `asdict`: its deep copy takes 30 ms for 4,096 ranks, in which no other thread runs
             content = vars(status) | {"schema": SCHEMA, "ranks": [vars(rank) for rank in ranks]}
             content["metrics"] = strict(status.metrics)
             temporary.write_text(json.dumps(content))
@@ -194,7 +198,7 @@ class StatusWriter:
                 )
 
     def _silence(self, rank: int, beat: Beat) -> float:
-        """Seconds since the count of this rank last changed, as the heartbeats were read."""
+        """Return the seconds from the last change of this rank's count to the last reading."""
         now = self._read
         count, since = self._last_seen.get(rank, (-1, now))
         if count != beat.count:
@@ -204,7 +208,7 @@ class StatusWriter:
 
 
 def read_status(folder: Path) -> Status:
-    """Raises ValueError where there is no status.json of this schema."""
+    """Read status.json of a run's folder.  Raises ValueError where there is none of this schema."""
     path = folder / STATUS_FILE
     try:
         row = json.loads(path.read_text())
@@ -224,9 +228,9 @@ def read_status(folder: Path) -> Status:
             " wrote it"
         )
     try:
-        # of a file of an earlier version; `top` takes no secret's name from a file
+        # earlier versions wrote it; `top` takes no secret's name from a file
         row.pop("api_key_env", None)
-        row["ranks"] = [RankStatus(**each) for each in row["ranks"]]
+        row["ranks"] = [RankStatus(**rank) for rank in row["ranks"]]
         row["metrics"] = {
             name: math.nan if value is None else value for name, value in row["metrics"].items()
         }
@@ -236,7 +240,7 @@ def read_status(folder: Path) -> Status:
 
 
 def names(ranks: Collection[int]) -> str:
-    """ "rank 3", "ranks 3, 5 to 9"."""
+    """Return the ranks as text: "rank 3", or "ranks 3, 5 to 9"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,8 +1,7 @@
-"""torchrun that returns the exit status of the ranks, and does not restart ranks that ended on
-purpose.
+"""torchrun that returns the ranks' exit status, and does not restart ranks that ended on purpose.
 
-torchrun itself exits with 1 whatever its ranks exit with, restarts ranks
-that were preempted or whose configuration is invalid, and reuses the store of the failed attempt.
+torchrun itself exits with 1 whatever its ranks exit with, restarts ranks that were preempted or
+whose configuration is invalid, and reuses the store of the failed attempt.
 """
 
 from __future__ import annotations
@@ -32,29 +31,30 @@ from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.launch.signals import LAUNCHER, SIGNALS
 
 ON_PURPOSE = (BAD_CONFIG, REQUEUE, INTERRUPTED)
-"""A restart would not help, or is the scheduler's job."""
+"""Statuses after which a restart would not help, or is the scheduler's job."""
 
 STUCK_SECONDS = 30.0
-"""For a request to the rendezvous that takes milliseconds."""
+"""Time for a request to the rendezvous, which normally takes milliseconds."""
 
 SAVE_SECONDS = 3600.0
-"""For ranks that save after a signal; checkpoint.grace_seconds ends them earlier.
+"""Time for ranks that save after a signal; checkpoint.grace_seconds ends them earlier.
 
 torchrun itself kills them after 30 s.
 """
 
 LAST_SECONDS = 60.0
-"""For the other ranks once the first one has ended: they save together, and one that is stopped
-would never end.
+"""Time for the other ranks once the first one has ended.
+
+They save together, and one that is stopped would never end.
 """
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent: starts, watches and restarts the ranks of this node.  `codes`: their exit
-    statuses, last attempt.
+    """torchrun's agent: starts, watches and restarts the ranks of this node.
 
-    While they run it asks the rendezvous for new nodes.  Where the network of its node is down that
-    call never returns: then this process exits once its ranks have.
+    `codes` are the ranks' exit statuses in the last attempt.  While the ranks run, the agent asks
+    the rendezvous for new nodes.  Where the network of its node is down that call never returns;
+    then this process exits once its ranks have.
     """
 
     def __init__(self, *args: Any, codes: list[int], lines: LogLines, **options: Any) -> None:
@@ -66,6 +66,7 @@ class Agent(LocalElasticAgent):
     def _leave_when_stuck(self) -> None:
         while True:
             time.sleep(1)
+            # both change in the main thread
             since, context = self._asks_since, self._pcontext
             if (
                 since is None
@@ -76,12 +77,10 @@ class Agent(LocalElasticAgent):
             if all(
                 handler.proc.poll() is not None for handler in context.subprocess_handlers.values()
             ):
+                # the main thread is stuck in its call, so this one ends the process
                 self._shutdown()
-                os._exit(
-                    ended_ranks(
-                        self._lines, "the rendezvous does not answer", first_of(self._codes)
-                    )
-                )
+                cause = "the rendezvous does not answer"
+                os._exit(ended_ranks(self._lines, cause, first_of(self._codes)))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -97,9 +96,10 @@ class Agent(LocalElasticAgent):
         self._asks_since = None
         context = self._pcontext
         if args and args[0] in SIGNALS and isinstance(context, SubprocessContext):
+            # before torchrun's own shutdown, which kills after 30 s
             let_save(args[0], list(context.subprocess_handlers.values()))
         super()._shutdown(*args, **options)
-        # a signal to this process: no rank had failed
+        # a signal to this process, where no rank had failed
         if not self._codes and isinstance(context, SubprocessContext):
             self._codes[:] = [
                 handler.proc.poll() or 0 for handler in context.subprocess_handlers.values()
@@ -113,7 +113,7 @@ class Agent(LocalElasticAgent):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun.
 
-    Returns 0, or the exit status of the rank that failed first (128 + n where signal n killed it).
+    Return 0, or the exit status of the rank that failed first (128 + n where signal n killed it).
     """
     options = sys.argv[1:] if argv is None else list(argv)
     # a new store for every attempt, at rank 0: torchrun's own keeps what dead ranks wrote, and a
@@ -127,9 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     arguments = parser.parse_args(options)
     lines = LogLines(arguments.log_format)
-    # torchrun has no option for the agent's class. mypy: a function in place of a class; torch only
-    # calls it
-    api.LocalElasticAgent = partial(Agent, codes=codes, lines=lines)  # type: ignore[misc, assignment]
+    # torchrun has no option for the agent's class; it only calls it
+    agent: Any = partial(Agent, codes=codes, lines=lines)
+    api.LocalElasticAgent = agent  # type: ignore[misc]
     try:
         run.run(arguments)
     except ChildFailedError as error:
@@ -166,15 +166,16 @@ def end_process(number: int, frame: FrameType | None) -> None:
 
 
 def first_of(codes: Sequence[int]) -> int:
-    """One status for all ranks: that of the first failure, REQUEUE where some saved and none
-    failed, else 0.
+    """Return one status for all ranks: that of the first failure.
+
+    Without a failure it is REQUEUE where some ranks saved, else 0.
     """
     failures = [code for code in codes if code not in (0, REQUEUE)]
     return status_of(failures[0]) if failures else max(codes, default=0)  # REQUEUE > 0
 
 
 def status_of(code: int) -> int:
-    """As a shell reports it: 128 + n for signal n."""
+    """Return the status as a shell reports it: 128 + n for signal n."""
     return 128 - code if code < 0 else code
 
 

@@ -1,8 +1,7 @@
-"""run.trace: what this process did when, as spans.  trace_file.py writes them for Perfetto.
-Imports no torch.
+"""Spans of run.trace: what this process did, and when.  Imports no torch.
 
-A span belongs to a thread, where spans nest, or to a `key`: a request, an episode.  Those overlap,
-and get lanes in the file.
+A span belongs to a thread, where spans nest, or to a `key`, such as a request or an episode.  Those
+overlap, and get lanes in the file that trace_file.py writes for Perfetto.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ MAIN = "main"
 
 @dataclass(frozen=True)
 class Span:
-    """start, end: time.monotonic_ns().  kind: step, stage, part, collective, sampling, request,
-    episode, environment, reward.
-
-    process: URL of a server; "" for this rank.  thread: its name, or that of the lanes where there
-    is a key.
-    """
+    """A period of time and what was done in it."""
 
     name: str
     kind: str
+    """step, stage, part, collective, sampling, request, episode, environment or reward."""
     start: int
+    """time.monotonic_ns()."""
     end: int = 0
+    """time.monotonic_ns()."""
     process: str = ""
+    """URL of a server; "" for this rank."""
     thread: str = MAIN
+    """Name of the thread; of the lanes where there is a key."""
     key: str = ""
     values: dict[str, object] = field(default_factory=dict)
 
@@ -40,7 +39,7 @@ class Span:
 
 
 class Trace:
-    """Records while `is_on`; off, a span costs less than a microsecond.  From any thread."""
+    """Records spans of any thread while `is_on`; off, a span costs less than a microsecond."""
 
     def __init__(self, *, is_on: bool = False) -> None:
         self.is_on = is_on
@@ -57,10 +56,10 @@ class Trace:
         key: str = "",
         **values: object,
     ) -> AbstractContextManager[dict[str, object]]:
-        """What happens inside; the values that it yields are shown with the span, and may be added
-        to.
+        """Record what happens inside the block.
 
-        thread: by default the current one.
+        The values that it yields are shown with the span, and the block may add to them.  `thread`
+        is by default the current one.
         """
         if not self.is_on:
             return nullcontext({})
@@ -69,14 +68,17 @@ class Trace:
         )
 
     def add(self, span: Span) -> None:
-        """A span that is known already."""
+        """Record a span that has ended already."""
         if self.is_on:
             self._done.append(span)
 
     def take(self) -> list[Span]:
-        """Since the last call; spans that have not ended end now, marked as unfinished, and come
-        again when they have ended.
+        """Return the spans since the last call.
+
+        Spans that have not ended end now, marked as unfinished, and come again when they have
+        ended.
         """
+        # other threads may add meanwhile: what comes later is in the next list
         done, self._done = self._done, []
         now = time.monotonic_ns()
         unfinished = [
@@ -100,7 +102,7 @@ class Trace:
 
 
 OFF = Trace()
-"""Records nothing."""
+"""A trace that records nothing."""
 
 
 def current_thread() -> str:

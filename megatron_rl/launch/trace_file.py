@@ -1,13 +1,12 @@
-"""Traces of a step as files in the Trace Event Format, which Perfetto (ui.perfetto.dev) and
-chrome://tracing open.
+"""Traces of a step as files in the Trace Event Format.
 
-A rank's file holds its own process and its requests, one process per server.  The ids of processes
-and threads are unique over all ranks, so that the events of several files together are one trace
-(`merge`).
+Perfetto (ui.perfetto.dev) and chrome://tracing open them.  A rank's file has its own process and
+its requests, with one process for each server.  The ids of processes and threads are unique over
+all ranks, so that the events of several files together are one trace (`merge`).
 
-Clocks: times are those of the host's monotonic clock, the same for all processes of a host.  Every
-rank notes when it left a barrier as the step began; between hosts `merge` lets these moments
-coincide, which is as exact as ranks leave a barrier together.
+Times are those of the host's monotonic clock, the same for all processes of a host.  Every rank
+notes when it left a barrier as the step began.  Between hosts `merge` lets these moments coincide,
+which is as exact as ranks leave a barrier together.
 """
 
 from __future__ import annotations
@@ -30,31 +29,34 @@ LAST = "last"
 THREADS = ("step", MAIN, "sampling")
 """The first threads of a rank, in this order."""
 LANES, RANKS = 10_000, 100_000
-"""Thread ids: lanes of one name, and servers' process ids, begin at multiples of these."""
+"""Thread ids of the lanes of one name begin at multiples of LANES, servers' process ids at RANKS.
+"""
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class SharedClock:
-    """synchronized: time.monotonic_ns() when this rank left the barrier; unix: time.time_ns() at
-    that moment.
-    """
+    """A moment on this rank's clocks that all ranks share."""
 
     host: str
     synchronized: int
+    """time.monotonic_ns() when this rank left the barrier."""
     unix: int
+    """time.time_ns() at that moment."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """step: from 0.  events: `ts` and `dur` in microseconds of the host's monotonic clock."""
+    """The content of one rank's file."""
 
     rank: int
     world_size: int
     step: int
+    """Counted from 0."""
     clock: SharedClock
     events: list[Event]
+    """Events whose `ts` and `dur` are microseconds of the host's monotonic clock."""
 
 
 def rank_path(folder: Path, rank: int) -> Path:
@@ -62,12 +64,12 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 
 def gpu_path(folder: Path, rank: int) -> Path:
-    """Of torch.profiler."""
+    """Return the file of torch.profiler."""
     return folder / f"gpu_{rank:05d}.json.gz"
 
 
 def step_folder(run_dir: Path, name: str) -> Path:
-    """name: `last`, or step_folder_name."""
+    """Return the folder of a step; `name` is LAST, or a step_folder_name."""
     return run_dir / TRACE_FOLDER / name
 
 
@@ -85,7 +87,7 @@ def write_trace(
     clock: SharedClock,
     redact: Callable[[str], str] = str,
 ) -> None:
-    """Replace the file of a rank.  redact: removes secrets from the file's text."""
+    """Replace the file of a rank.  `redact` removes secrets from the file's text."""
     about = {"schema": SCHEMA, "rank": rank, "world_size": world_size, "step": step, **vars(clock)}
     write_lines(path, [*rank_events(spans, rank, clock.host)], about, redact)
 
@@ -105,7 +107,7 @@ def write_lines(
 
 
 def read_rank(path: Path) -> RankTrace:
-    """Raises ValueError for a file that is none of `write_rank`."""
+    """Read the file of a rank.  Raises ValueError for a file that `write_trace` has not written."""
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
         about = content["otherData"]
@@ -120,8 +122,9 @@ def read_rank(path: Path) -> RankTrace:
 
 
 def read_ranks(folder: Path) -> list[RankTrace]:
-    """The ranks of a step, as many as rank 0 had: an earlier run of the step may have left files of
-    more.
+    """Read the ranks of a step, as many as rank 0 had.
+
+    An earlier run of the step may have left files of more ranks.
     """
     first = read_rank(rank_path(folder, 0))
     others = (rank_path(folder, rank) for rank in range(1, first.world_size))
@@ -129,25 +132,26 @@ def read_ranks(folder: Path) -> list[RankTrace]:
 
 
 def merge(ranks: Sequence[RankTrace]) -> list[Event]:
-    """The events of all ranks, on the clock of the first host, from 0.
+    """Return the events of all ranks on the clock of the first host, from 0.
 
     Raises ValueError where they are of several steps.
     """
-    steps = sorted({each.step + 1 for each in ranks})
+    steps = sorted({trace.step + 1 for trace in ranks})
     if len(steps) > 1:
         raise ValueError(
             f"the ranks' traces are of steps {steps}, must be of one: the run ended as they were"
             " written"
         )
     left: dict[str, list[int]] = {}
-    for each in ranks:
-        left.setdefault(each.clock.host, []).append(each.clock.synchronized)
+    for trace in ranks:
+        left.setdefault(trace.clock.host, []).append(trace.clock.synchronized)
+    # the median over a host's ranks: one that left the barrier late does not shift its host
     first = median(left[ranks[0].clock.host])
     shifts = {host: (first - median(moments)) / 1e3 for host, moments in left.items()}
     events = [
-        {**event, "ts": event["ts"] + shifts[each.clock.host]} if "ts" in event else event
-        for each in ranks
-        for event in each.events
+        {**event, "ts": event["ts"] + shifts[trace.clock.host]} if "ts" in event else event
+        for trace in ranks
+        for event in trace.events
     ]
     start = min((event["ts"] for event in events if "ts" in event), default=0.0)
     names = [event for event in events if event["ph"] == "M"]
@@ -160,20 +164,12 @@ def merge(ranks: Sequence[RankTrace]) -> list[Event]:
 
 
 def rank_events(spans: Sequence[Span], rank: int, host: str) -> Iterator[Event]:
-    """Metadata and complete events ("X") of one rank."""
+    """Yield metadata and complete events ("X") of one rank."""
     yield name_events("process_name", rank, 0, f"rank {rank} ({host})")
-    yield {
-        "ph": "M",
-        "name": "process_sort_index",
-        "pid": rank,
-        "tid": 0,
-        "args": {"sort_index": rank},
-    }
-    threads = dict.fromkeys(
-        [*THREADS, *sorted({span.thread for span in spans if not span.process and not span.key})]
-    )
-    numbers = {name: number for number, name in enumerate(threads, 1)}
+    yield sort_event("process_sort_index", rank, 0, rank)
     used = {span.thread for span in spans if not span.process and not span.key}
+    threads = dict.fromkeys([*THREADS, *sorted(used)])
+    numbers = {name: number for number, name in enumerate(threads, 1)}
     for name, number in numbers.items():
         if name in used:
             yield from thread(rank, number, name)
@@ -185,15 +181,14 @@ def rank_events(spans: Sequence[Span], rank: int, host: str) -> Iterator[Event]:
         pid, first = (server_pid(process), rank * LANES) if process else (rank, number * LANES)
         if process:
             yield name_events("process_name", pid, 0, f"server {process}")
-        inside = [
-            span for span in spans if span.key and (span.process, span.thread) == (process, name)
-        ]
+        lane = process, name
+        inside = [span for span in spans if span.key and (span.process, span.thread) == lane]
         prefix = f"rank {rank}: {name}" if process else name
         yield from lanes(inside, pid, first, prefix)
 
 
 def lanes(spans: Sequence[Span], pid: int, first: int, name: str) -> Iterator[Event]:
-    """Each key's spans on a lane that is free while they last: the lowest."""
+    """Yield the spans of each key on the lowest lane that is free while they last."""
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # (end, lane)
     count = 0
@@ -211,12 +206,12 @@ def lanes(spans: Sequence[Span], pid: int, first: int, name: str) -> Iterator[Ev
 
 
 def units(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """The spans of each key; those that overlap without one in the other are several units."""
+    """Yield the spans of each key; where they overlap without nesting they are several units."""
     of_key: dict[str, list[Span]] = {}
     for span in spans:
         of_key.setdefault(span.key, []).append(span)
-    for found in of_key.values():
-        left = sorted(found, key=lambda span: (span.start, -span.end))
+    for of_one_key in of_key.values():
+        left = sorted(of_one_key, key=lambda span: (span.start, -span.end))
         while left:
             unit, ends, others = [], [left[0].end], []
             for span in left:
@@ -244,17 +239,15 @@ def name_events(what: str, pid: int, tid: int, name: str) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
+def sort_event(what: str, pid: int, tid: int, index: int) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"sort_index": index}}
+
+
 def thread(pid: int, tid: int, name: str) -> Iterator[Event]:
     yield name_events("thread_name", pid, tid, name)
-    yield {
-        "ph": "M",
-        "name": "thread_sort_index",
-        "pid": pid,
-        "tid": tid,
-        "args": {"sort_index": tid},
-    }
+    yield sort_event("thread_sort_index", pid, tid, tid)
 
 
 def server_pid(url: str) -> int:
-    """The same on every rank, and none of a rank."""
+    """Return the server's process id: the same on every rank, and different from every rank's."""
     return RANKS + zlib.crc32(url.encode()) % (1 << 30)

@@ -1,15 +1,14 @@
-"""Finds which rank keeps the others waiting, and ends all ranks with their stacks instead of
-letting them hang.
+"""Finds the rank that keeps the others waiting, and ends all ranks instead of letting them hang.
 
 A thread of each rank writes a heartbeat to the job's store: a count, and the stage that the main
-thread is in.  Rank 0 reads all of them, in one request (thousands of them less often, until one
-reports an error), and writes a verdict when a rank has failed, is silent, or a stage takes too
-long.  Every rank that reads the verdict (or finds rank 0 silent, or the store gone) prints it,
-writes the stacks of its threads, and exits: the main thread waits in a collective that nothing else
-can end.
+thread is in.  Rank 0 reads all heartbeats in one request (with thousands of ranks less often, until
+one reports an error).  It writes a verdict when a rank has failed, is silent, or stays in a stage
+for too long.  Every rank that reads the verdict (or finds rank 0 silent, or the store gone) prints
+it, writes the stacks of its threads, and exits: the main thread waits in a collective that nothing
+else can end.
 
-A rank whose connection to another broke waits a moment for the verdict: it names the rank that is
-gone, the error does not.
+A rank whose connection to another one broke waits a moment for the verdict.  The verdict names the
+rank that is gone; the error does not.
 """
 
 from __future__ import annotations
@@ -21,77 +20,60 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-import psutil
-import torch
-from torch.distributed import DistError, HashStore, Store
+from torch.distributed import HashStore, Store
 
 from megatron_rl.launch.exit_codes import STALLED
+from megatron_rl.launch.heartbeats import (
+    CUT_OFF,
+    ENDED,
+    FAILED,
+    NOT_STARTED,
+    Heartbeat,
+    RankState,
+    find_stalled,
+    lost_peer,
+    memory_in_use,
+    stages_of_ranks,
+)
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.launch.status import names
 
 HEARTBEAT_SECONDS = 2.0
 READ_AT_ONCE = 1024
-"""Rank 0 reads all heartbeats once per as many ticks as there are parts of READ_AT_ONCE ranks:
-under 1 % of its time. Where a rank reports an error it reads them at every tick."""
+"""Ranks whose heartbeats rank 0 reads at every tick.  With k times as many ranks it reads all of
+them at every k-th tick, which takes less than 1 % of its time.  Once a rank reports an error it
+reads them at every tick.
+"""
 LOST_HEARTBEATS = 5
-"""Once a connection broke, a rank that has missed this many is the one that was lost."""
-NOT_STARTED, LOADING, ENDED, FAILED = "start-up", "loading", "ended", "failed"
-CUT_OFF = "a collective that lost its peer"
+"""Number of missed heartbeats after which a rank counts as lost, once a connection broke."""
 ALARM = "alarm"
 """A key of the store that exists once a rank is FAILED or CUT_OFF."""
 
 
-class RankState(NamedTuple):
-    """Where the main thread is.  One attribute holds all of it: the watchdog's thread never sees
-    half of a change.
-
-    entered: stages entered so far, the same order on every rank; since: time.monotonic(); memory:
-    bytes in use as it began.
-    """
-
-    entered: int
-    stage: str
-    step: int
-    since: float
-    memory: int = 0
-
-    @property
-    def where(self) -> str:
-        return f"{self.stage} of step {self.step + 1}" if self.step >= 0 else self.stage
-
-
 @dataclass(frozen=True)
-class Heartbeat:
-    """count: heartbeats of this rank so far; seconds: in this stage; message: the error of a rank
-    that failed, or the servers that a running one waits for; memory: bytes, of its GPU (torch's
-    allocator), else resident."""
+class WatchSettings:
+    """Limits of a watchdog, and the folder for the stacks that it writes."""
 
-    count: int
-    entered: int
-    stage: str
-    where: str
-    seconds: float
-    message: str
-    host: str
-    memory: int = 0
+    stage_seconds: float
+    """Longest time in one stage."""
+    silence_seconds: float
+    """A rank without a heartbeat for so long counts as dead."""
+    folder: Path
+    agreed: tuple[type[Exception], ...] = ()
+    """Exceptions with which all ranks end together; like an interrupt they are no failure of one
+    rank."""
 
 
 class Watchdog:
-    """Use as a context manager around the run; call `enter` at every stage.  An exception that
-    leaves it reaches all ranks. One that says that a connection broke may end the process there, as
-    a verdict does.
+    """Watches this rank, and on rank 0 all of them.
 
-    store: the job's; None: a world of one, which only watches its own stages.
-    stage_seconds: longest time in one stage; silence_seconds: a rank without a heartbeat for so
-    long counts as dead.
-    agreed: exceptions with which all ranks end together; like an interrupt they are no failure of
-    one.
-    stop: called with the verdict, in the thread; the default never returns.
+    Use it as a context manager around the run, and call `enter` at every stage.  An exception that
+    leaves it is reported to all ranks.  One that says that a connection broke may end the process
+    there, as a verdict does.
     """
 
     def __init__(
@@ -99,36 +81,38 @@ class Watchdog:
         store: Store | None,
         rank: int,
         world_size: int,
+        settings: WatchSettings,
         *,
-        stage_seconds: float,
-        silence_seconds: float,
-        folder: Path,
-        agreed: tuple[type[Exception], ...] = (),
         stop: Callable[[str], None] | None = None,
         lines: LogLines | None = None,
     ) -> None:
+        """Send the first heartbeat.
+
+        `store` is the job's; None means a world of one, which only watches its own stages.  `stop`
+        is called with the verdict, in the thread; by default it ends the process.
+        """
         self.rank, self.world_size = rank, world_size
         self._store = HashStore() if store is None else store
-        self._stage_seconds, self._silence_seconds = stage_seconds, silence_seconds
-        self._folder = folder
-        self._agreed = agreed
+        self._stage_seconds = settings.stage_seconds
+        self._silence_seconds = settings.silence_seconds
+        self._folder = settings.folder
+        self._agreed = settings.agreed
         self._stop = stop or self._exit
         self._lines = lines or LogLines()
         self._state = RankState(0, NOT_STARTED, -1, time.monotonic())
         self._count = 0
-        # rank -> its count, and when that changed
         self._last_seen: dict[int, tuple[int, float]] = {}
+        """Rank -> its count of heartbeats, and when that changed."""
         self.waiting_for: Callable[[], str] = str
         """Names the servers whose answers this rank waits for; called in the thread."""
         self.on_heartbeats: Callable[[Mapping[int, Heartbeat]], None] = lambda beats: None
-        """On rank 0, in the thread: gets all ranks' heartbeats whenever they are read.
-
-        Must not wait.
-        """
+        """Called on rank 0, in the thread, with all heartbeats that were read; must not wait."""
         self.on_verdict: Callable[[str], None] = lambda verdict: None
-        """On rank 0, in the thread: called with the verdict before the process ends."""
-        self._rank_0: Heartbeat | None = None  # as last read
-        self._asked: float | None = None  # since when a request to the store is unanswered
+        """Called with the verdict, in the thread, before the process ends."""
+        self._rank_0: Heartbeat | None = None
+        """Heartbeat of rank 0 as last read."""
+        self._asked: float | None = None
+        """Start of a request to the store that is not answered yet."""
         self._done, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._store_thread = threading.Thread(
@@ -145,6 +129,7 @@ class Watchdog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         message = ""
+        # an interrupt is no Exception: it is no failure of one rank
         if isinstance(error, Exception) and not isinstance(error, self._agreed):
             message = f"{self._state.where}: {type(error).__name__}: {error}"[:2000]
             error.add_note(f"in {self._state.where}")  # launch/errors.py prints it
@@ -161,22 +146,23 @@ class Watchdog:
         self._ended.set()
 
     def _await_verdict(self, message: str) -> None:
-        """Send heartbeats as a rank that lost a peer, until rank 0 knows which; the verdict ends
-        the process.
+        """Send heartbeats as a rank that lost a peer, until rank 0 knows which one.
+
+        The verdict ends the process.
         """
         self._print(f"rank {self.rank}: lost a connection in {message}; waiting for the cause")
         self._state = self._state._replace(stage=CUT_OFF)
-        # time for rank 0 to find the rank that missed LOST_HEARTBEATS, and for this one to read the
-        # verdict
+        # rank 0 needs time to find the rank that missed LOST_HEARTBEATS, and this one to read that
         self._thread.join((2 * LOST_HEARTBEATS + 4) * HEARTBEAT_SECONDS)
 
     def _leave(self, message: str) -> None:
-        """The last heartbeat.
+        """Send the last heartbeat.
 
-        Rank 0, whose process may hold the store, waits for the others: they read there why it
+        Rank 0, whose process may have the store, waits for the others: they read there why it
         fails.
         """
         self._beat(time.monotonic(), message)
+        # the others may go: rank 0 alone may serve the store
         if self.rank != 0:
             return
         if message:
@@ -188,12 +174,11 @@ class Watchdog:
             time.sleep(HEARTBEAT_SECONDS / 20)
 
     def enter(self, stage: str, step: int = -1) -> None:
-        """The main thread begins a stage; `step` from 0, -1 outside steps."""
-        # here: in its own thread CUDA is that of GPU 0, may raise the error of a kernel, or wait
-        # for an allocation that hangs
-        self._state = RankState(
-            self._state.entered + 1, stage, step, time.monotonic(), memory_in_use()
-        )
+        """Begin a stage.  `step` counts from 0; -1 outside steps.  Called in the main thread."""
+        # memory is read here: in the watchdog's thread CUDA would mean GPU 0, might raise the error
+        # of a kernel, or wait for an allocation that hangs
+        entered = self._state.entered + 1
+        self._state = RankState(entered, stage, step, time.monotonic(), memory_in_use())
 
     def tick(self, now: float) -> str | None:
         """Send a heartbeat; return the verdict, if there is one."""
@@ -205,6 +190,7 @@ class Watchdog:
     def _check(self, now: float) -> str | None:
         self._beat(now, self.waiting_for())
         if self.rank == 0:
+            # ceil(ranks / READ_AT_ONCE) ticks from one reading to the next
             if self._count % -(-self.world_size // READ_AT_ONCE) and not self._store.check([ALARM]):
                 return None
             verdict = self._find_cause(self._read_all(), now)
@@ -221,8 +207,9 @@ class Watchdog:
         )
 
     def _request(self, ask: Callable[[], str | None]) -> str | None:
-        """`ask`, watched by the second thread: a node without power answers nothing, and the
-        store's client waits forever.
+        """Return the result of `ask`, watched by the second thread.
+
+        A node without power answers nothing, and the store's client waits forever.
         """
         self._asked = time.monotonic()
         try:
@@ -233,6 +220,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._done.wait(HEARTBEAT_SECONDS):
             verdict = self.tick(time.monotonic())
+            # a run that has just ended needs no verdict
             if verdict and not self._done.is_set():
                 self.on_verdict(verdict)
                 if self.rank == 0 and self.world_size > 1:
@@ -253,44 +241,33 @@ class Watchdog:
                 return
 
     def _store_node(self) -> str:
-        """torchrun keeps the store at rank 0."""
+        """Name the node of the store: torchrun keeps it at rank 0."""
         beat = self._rank_0
-        return (
-            f"the node of rank 0 ({beat.host}, last in {beat.where})"
-            if beat
-            else "the node of rank 0"
-        )
+        last = f" ({beat.host}, last in {beat.where})" if beat else ""
+        return f"the node of rank 0{last}"
 
     def _patience(self, is_cut_off: bool) -> float:
-        """Seconds of silence until a rank counts as dead; is_cut_off: a connection to some rank
-        broke.
+        """Return the seconds of silence after which a rank counts as dead.
+
+        They are fewer where a connection to some rank broke (`is_cut_off`).
         """
-        return (
-            min(self._silence_seconds, LOST_HEARTBEATS * HEARTBEAT_SECONDS)
-            if is_cut_off
-            else self._silence_seconds
-        )
+        if is_cut_off:
+            return min(self._silence_seconds, LOST_HEARTBEATS * HEARTBEAT_SECONDS)
+        return self._silence_seconds
 
     def _beat(self, now: float, message: str = "") -> None:
         self._count += 1
-        state, host, seconds = self._state, socket.gethostname(), round(now - self._state.since, 1)
-        beat = [
-            self._count,
-            state.entered,
-            state.stage,
-            state.where,
-            seconds,
-            message,
-            host,
-            state.memory,
-        ]
-        self._store.set(f"beat/{self.rank}", json.dumps(beat))
+        state, host = self._state, socket.gethostname()
+        stage = state.stage, state.where, round(now - state.since, 1)
+        beat = Heartbeat(self._count, state.entered, *stage, message, host, state.memory)
+        self._store.set(f"beat/{self.rank}", json.dumps([*vars(beat).values()]))
         if state.stage in (FAILED, CUT_OFF):
             self._store.set(ALARM, "1")
 
     def _read_all(self) -> dict[int, Heartbeat]:
-        """By rank, in one request and one text: a thousand requests would take a tenth of a second
-        of this process.
+        """Return the heartbeat of every rank, from one request and one text.
+
+        A thousand requests would take a tenth of a second of this process.
         """
         beats = self._store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
         read = {
@@ -301,6 +278,7 @@ class Watchdog:
         return read
 
     def _find_cause(self, beats: Mapping[int, Heartbeat], now: float) -> str | None:
+        # an error explains silent and late ranks, so it comes first
         failed = {rank: beat for rank, beat in beats.items() if beat.stage == FAILED}
         if failed:
             return "; ".join(
@@ -321,16 +299,16 @@ class Watchdog:
             f"rank {rank} was last in {beats[rank].where} on {beats[rank].host}"
             for rank in silent[:8]
         )
-        others = (
-            f".  The others: {stages_of_ranks(beats, silent)}" if len(silent) < len(beats) else ""
-        )
+        others = ""
+        if len(silent) < len(beats):
+            others = f".  The others: {stages_of_ranks(beats, silent)}"
         return (
             f"no heartbeat from {names(silent)} for {patience:.0f} s, dead or stopped:"
             f" {last}{others}"
         )
 
     def _silence(self, rank: int, beat: Heartbeat, now: float) -> float:
-        """Seconds since the count of this rank last changed, by this rank's clock."""
+        """Return the seconds since the count of this rank last changed, by this process's clock."""
         if beat.stage in (ENDED, FAILED) or rank == self.rank:
             return 0.0
         count, since = self._last_seen.get(rank, (-1, now))
@@ -343,8 +321,9 @@ class Watchdog:
         self._lines.print_error(text, rank=self.rank)
 
     def _exit(self, verdict: str) -> None:
-        """Print it, write the stacks of all threads, end the process: servers and workers end with
-        it.
+        """Print the verdict, write the stacks of all threads, and end the process.
+
+        Servers and workers end with it.
         """
         stacks = self._folder / f"stalled_rank{self.rank}.txt"
         try:
@@ -353,64 +332,7 @@ class Watchdog:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError:
+            # a full or lost disk must not hide the stacks
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
         self._print(f"megatron_rl watchdog, rank {self.rank}: {verdict}; stacks in {stacks}")
         os._exit(STALLED)  # sys.exit would only end this thread
-
-
-def memory_in_use() -> int:
-    """Bytes that torch has allocated on this thread's GPU; without one the process's resident
-    bytes.
-    """
-    if torch.cuda.is_initialized():
-        return torch.cuda.memory_allocated()
-    return psutil.Process().memory_info().rss
-
-
-def find_stalled(beats: Mapping[int, Heartbeat], stage_seconds: float) -> str | None:
-    """Which ranks keep the others waiting, where one has been in a stage too long; ranks that have
-    ended count as ahead.
-
-    Loading weights has no limit: ranks that load are named only where others wait for them.
-    """
-    running = {
-        rank: beat for rank, beat in beats.items() if beat.stage not in (ENDED, FAILED, CUT_OFF)
-    }
-    limited = [beat for beat in running.values() if beat.stage not in (NOT_STARTED, LOADING)]
-    if not any(beat.seconds > stage_seconds for beat in limited):
-        return None
-    least = min(beat.entered for beat in running.values())
-    late = {rank: beat for rank, beat in running.items() if beat.entered == least}
-    where = next(iter(late.values())).where
-    waits = "".join(
-        f"; rank {rank} waits for {beat.message}" for rank, beat in late.items() if beat.message
-    )
-    if len(late) == len(beats):
-        return (
-            f"every rank has been in {where} for more than {stage_seconds:.0f} s: a call in it"
-            f" hangs{waits}"
-        )
-    seconds = max(beat.seconds for beat in late.values())
-    others = stages_of_ranks(beats, late)
-    return (
-        f"{names(late)} still in {where} after {seconds:.0f} s, and the others wait:"
-        f" {others}{waits}"
-    )
-
-
-def lost_peer(error: BaseException) -> bool:
-    """Whether a collective, or the job's store, reports that a connection broke or a peer did not
-    answer.
-    """
-    return isinstance(error, DistError) or (
-        isinstance(error, RuntimeError) and "/gloo/" in str(error)
-    )
-
-
-def stages_of_ranks(beats: Mapping[int, Heartbeat], without: Collection[int]) -> str:
-    """Where the other ranks are: ranks by stage."""
-    ranks_at: dict[str, list[int]] = {}
-    for rank, beat in beats.items():
-        if rank not in without:
-            ranks_at.setdefault(beat.where, []).append(rank)
-    return ", ".join(f"{names(ranks)} in {where}" for where, ranks in ranks_at.items())

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.bundle import results_of, write_bundle
-from megatron_rl.checkpoint.checkpointer import CheckpointError
+from megatron_rl.checkpoint.batches.bundle_writer import BundleNote, results_of, write_bundle
+from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine, OldPass
 from megatron_rl.metrics.events import Events
@@ -99,18 +99,11 @@ class BatchSaver:
     ) -> None:
         metrics = sums.reduce(dist.group.WORLD, self.engine.parallel.device)
         folder = self.cfg.run_dir / FOLDER / (name or f"step_{step + 1:06d}_update_{batch.index}")
+        weights = f"of step {step + 1}, before update {batch.index}"
+        note = BundleNote(step, reason, with_weights=not name, weights=weights)
+        results = results_of(self.engine, metrics, grad_norm)
         try:
-            write_bundle(
-                folder,
-                self.engine,
-                batch,
-                old,
-                results_of(self.engine, metrics, grad_norm),
-                step=step,
-                reason=reason,
-                with_weights=not name,
-                weights=f"of step {step + 1}, before update {batch.index}",
-            )
+            write_bundle(folder, self.engine, batch, old, results, note)
         except CheckpointError as error:
             self.unsaved += 1
             self.log(f"mini-batch of step {step + 1} not saved ({reason}): {error}")

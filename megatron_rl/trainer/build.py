@@ -28,10 +28,11 @@ from megatron_rl.engine.core_fields import untested
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.provider import provider_spec
 from megatron_rl.launch import nccl
+from megatron_rl.launch.heartbeats import LOADING
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.launch.status import StatusWriter
-from megatron_rl.launch.watchdog import LOADING, Watchdog
+from megatron_rl.launch.watchdog import Watchdog, WatchSettings
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.trackers.registry import check_trackers
 from megatron_rl.plan.hardware import HARDWARE
@@ -280,16 +281,10 @@ def make_watchdog(
 
     Its stage limit is shorter than that of collectives, which name no rank.
     """
-    watchdog = Watchdog(
-        parallel.store(),
-        parallel.rank,
-        parallel.world_size,
-        stage_seconds=cfg.stage_seconds,
-        silence_seconds=cfg.run.silence_timeout_seconds,
-        folder=cfg.run_dir,
-        agreed=(StoppedBySignal,),
-        lines=lines,
+    settings = WatchSettings(
+        cfg.stage_seconds, cfg.run.silence_timeout_seconds, cfg.run_dir, agreed=(StoppedBySignal,)
     )
+    watchdog = Watchdog(parallel.store(), parallel.rank, parallel.world_size, settings, lines=lines)
     if status is not None:
         watchdog.on_heartbeats, watchdog.on_verdict = status.beats, partial(status.close, "failed")
     return watchdog

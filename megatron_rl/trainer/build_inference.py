@@ -44,6 +44,9 @@ from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.trainer.recording import Recording
 from megatron_rl.trainer.rollout_source import Leader
 from megatron_rl.weights.sync.push import WeightPusher
+from megatron_rl.weights.sync.pushed_weights import PushedWeights
+from megatron_rl.weights.sync.servers import ServerAccess
+from megatron_rl.weights.sync.transports import TransportSettings
 from megatron_rl.weights.version import new_run_name
 
 
@@ -226,25 +229,33 @@ def make_pusher(
             " part through the memory of the servers' machine; set rollout.weight_sync ="
             " distributed or disk"
         )
-    served = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
+    rollout = cfg.rollout
+    served = cfg.model.dtype if rollout.dtype == "auto" else rollout.dtype
+    places = None
+    if parallel.device.type == "cuda" and server_pool is not None:
+        places = gpus_of(cfg, server_pool)
     pusher = WeightPusher(
-        found.urls,
-        checkpoint=cfg.model.path,
-        dtype=getattr(torch, served),
-        transport=cfg.rollout.weight_sync,
-        bucket_mb=cfg.rollout.weight_sync_bucket_mb,
-        device=parallel.device,
-        timeout_seconds=cfg.rollout.weight_sync_timeout_seconds,
-        disk_dir=cfg.run_dir / "weights",
-        headers=auth_headers(cfg.rollout),
-        settings=found.settings,
-        verify_every=cfg.rollout.verify_push_every if cfg.rollout.verify_push == "checksum" else 0,
-        places=gpus_of(cfg, server_pool)
-        if parallel.device.type == "cuda" and server_pool is not None
-        else None,
+        ServerAccess(
+            found.urls,
+            rollout.weight_sync_timeout_seconds,
+            headers=auth_headers(rollout),
+            settings=found.settings,
+        ),
+        PushedWeights(
+            cfg.model.path,
+            getattr(torch, served),
+            fp8_keep=rollout.quantize_keep if rollout.quantize == "fp8" else None,
+        ),
+        TransportSettings(
+            rollout.weight_sync,
+            bucket_mb=rollout.weight_sync_bucket_mb,
+            device=parallel.device,
+            disk_dir=cfg.run_dir / "weights",
+            places=places,
+        ),
+        verify_every=rollout.verify_push_every if rollout.verify_push == "checksum" else 0,
         ranks=Ranks.of(parallel),
         run=found.run,
-        fp8_keep=cfg.rollout.quantize_keep if cfg.rollout.quantize == "fp8" else None,
     )
     stack.callback(pusher.close)
     return pusher

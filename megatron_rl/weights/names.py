@@ -1,9 +1,9 @@
-"""The names that the same tensor has in different layers of megatron-core, as data: parameters and
-checkpoint keys.
+"""Names that one tensor has in different layers of megatron-core, as data.
 
-TransformerEngine fuses a norm into the linear layer after it; local layers (core 0.16.1 and 0.19.2)
-keep it separate, and core saves it under its module's name.  Checkpoints are written under the
-names of TransformerEngine's layers (`te_keys`) and read under either (`canonical`).
+They are names of parameters and keys of checkpoints.  TransformerEngine fuses a norm into the
+linear layer after it; local layers (core 0.16.1 and 0.19.2) keep it separate, and core saves it
+under its module's name.  Checkpoints are written under the names of TransformerEngine's layers
+(`te_keys`) and read under either (`canonical`).
 """
 
 from __future__ import annotations
@@ -14,22 +14,18 @@ Place = Literal["grouped attention", "latent attention", "dense MLP"]
 
 
 class Norm(NamedTuple):
-    """The weight of a norm, relative to its layer.
-
-    place: the part of a layer where TransformerEngine fuses it.
-    """
+    """Names of a norm's weight, relative to its layer."""
 
     separate: str
     fused: str
     place: Place
+    """The part of a layer where TransformerEngine fuses it."""
     canonical: str
-    """The one of the two that the weight tables (weights/hf/rules.py) have."""
+    """The one of the two names that the weight tables (weights/hf/rules.py) have."""
 
 
-_QKV, _UP = (
-    "self_attention.linear_qkv.layer_norm_weight",
-    "self_attention.linear_{}_up_proj.layer_norm_weight",
-)
+_QKV = "self_attention.linear_qkv.layer_norm_weight"
+_UP = "self_attention.linear_{}_up_proj.layer_norm_weight"
 NORMS = (
     Norm("input_layernorm.weight", _QKV, "grouped attention", _QKV),
     Norm(
@@ -51,10 +47,10 @@ NORMS = (
 
 
 def canonical(name: str) -> str:
-    """A parameter's name or a checkpoint's key, of TransformerEngine's or of local layers -> the
-    one that is used here.
+    """Return the name that this package uses for a parameter's name or a checkpoint's key.
 
-    Keys of the optimizer end in the parameter's key.
+    Both may be of TransformerEngine's or of local layers.  Keys of the optimizer end in the
+    parameter's key.
     """
     for norm in NORMS:
         other = norm.separate if norm.canonical == norm.fused else norm.fused
@@ -64,7 +60,7 @@ def canonical(name: str) -> str:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """All names of a canonical one, that first."""
+    """Return all names of a canonical one, which comes first."""
     for norm in NORMS:
         if name.endswith("." + norm.canonical):
             return name, *(
@@ -76,8 +72,9 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def te_keys(*, is_latent: bool, is_moe: bool) -> dict[str, str]:
-    """Of a local layer: prefix of a key -> prefix that core writes for TransformerEngine's layer
-    (core's keys_map).
+    """Return prefix of a local layer's key -> core's prefix for TransformerEngine's layer.
+
+    It is what core calls a keys_map.
     """
     places: set[Place] = {"latent attention" if is_latent else "grouped attention"}
     if not is_moe:

@@ -234,7 +234,8 @@ def spoil_and_load(checkpoint, folder, trials):
     """
     import random
 
-    from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
+    from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+    from megatron_rl.checkpoint.folder import CheckpointError
     from megatron_rl.distributed import from_rank_0
     from tests.dist.engines import make_engine
     from tests.unit.checkpoint.test_manifest import KINDS, spoil
@@ -278,9 +279,9 @@ def fail_to_write(checkpoint, folder):
 
     import torch.distributed as dist
 
-    from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
-    from megatron_rl.checkpoint.folder import latest_checkpoint
-    from megatron_rl.checkpoint.writer import Shards
+    from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+    from megatron_rl.checkpoint.folder import CheckpointError, latest_checkpoint
+    from megatron_rl.checkpoint.torch_dist.shard_writer import Shards
     from tests.dist.engines import make_engine
 
     def full(self):
@@ -324,9 +325,9 @@ def plan_once(checkpoint, folder, tp):
     """
     from megatron.core.dist_checkpointing.strategies import fully_parallel
 
-    from megatron_rl.checkpoint import writer
     from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
-    from megatron_rl.weights.torch_dist import read_metadata
+    from megatron_rl.checkpoint.torch_dist import shard_writer
+    from megatron_rl.checkpoint.torch_dist.metadata import read_metadata
     from tests.dist.engines import make_engine
 
     def counted(state):
@@ -334,8 +335,8 @@ def plan_once(checkpoint, folder, tp):
         return exchange(state)
 
     engine = make_engine(checkpoint, optim=DISTRIBUTED, parallel={"tp": tp})
-    planned, exchange = set(), writer.determine_global_metadata
-    writer.determine_global_metadata = fully_parallel.determine_global_metadata = counted
+    planned, exchange = set(), shard_writer.determine_global_metadata
+    shard_writer.determine_global_metadata = fully_parallel.determine_global_metadata = counted
     saver, expected = Checkpointer(engine, folder), {}
     for step in range(1, 6):
         if step in (3, 4) and engine.parallel.rank == 1:
@@ -343,7 +344,7 @@ def plan_once(checkpoint, folder, tp):
         updates(engine, [step])
         saver.save(Snapshot(step, PROGRESS))
         expected[step] = weights_of(engine), optimizer_of(engine)
-    writer.determine_global_metadata = fully_parallel.determine_global_metadata = exchange
+    shard_writer.determine_global_metadata = fully_parallel.determine_global_metadata = exchange
     assert planned == {1, 3, 4}
     for step, (weights, moments) in expected.items():
         path = folder / f"step_{step:06d}"

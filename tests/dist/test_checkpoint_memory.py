@@ -38,7 +38,7 @@ def measure(checkpoint, folder):
     bytes that this rank writes.
     """
     from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
-    from megatron_rl.checkpoint.writer import Shards
+    from megatron_rl.checkpoint.torch_dist.shard_writer import Shards
     from megatron_rl.plan.memory import checkpoint_bytes_of_rank
     from megatron_rl_tools.convert.conversion import reset_peak, resident_peak
     from tests.dist.engines import make_engine
@@ -130,7 +130,8 @@ def compare(folder):
     """The tensors of step_000001 and step_000002 are the same, whatever their chunks."""
     import torch
 
-    from megatron_rl.weights.torch_dist import Chunk, TorchDist
+    from megatron_rl.checkpoint.torch_dist.chunk_reader import TorchDist
+    from megatron_rl.checkpoint.torch_dist.chunks import Chunk
 
     one, other = (TorchDist(folder / f"step_00000{step}") for step in (1, 2))
     keys = one.tensors()

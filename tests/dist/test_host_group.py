@@ -108,7 +108,7 @@ def test_every_rank_waits_for_sampling_weight_syncs_and_rewards_on_the_host(tmp_
 def lose_a_rank():
     import torch.distributed as dist
 
-    from megatron_rl.launch.watchdog import lost_peer
+    from megatron_rl.launch.heartbeats import lost_peer
     from megatron_rl.rollout.inference import Inference
 
     parallel = start_without_nccl()

@@ -42,13 +42,22 @@ def make_pusher(files, urls):
     from megatron_rl.distributed import make_parallel
     from megatron_rl.distributed.ranks import Ranks
     from megatron_rl.weights.sync.push import WeightPusher
+    from megatron_rl.weights.sync.pushed_weights import PushedWeights
+    from megatron_rl.weights.sync.servers import ServerAccess
+    from megatron_rl.weights.sync.transports import TransportSettings
 
     parallel = make_parallel(ParallelConfig(pp=2), device="cpu", timeout_minutes=1)
     pusher = WeightPusher(
-        urls, checkpoint=files[0].parent, dtype=torch.float32, transport="distributed", bucket_mb=1,
-        device=torch.device("cpu"),
-        timeout_seconds=20, disk_dir=files[0].parent / "push", ranks=Ranks.of(parallel),
-    )  # fmt: skip
+        ServerAccess(urls, 20),
+        PushedWeights(files[0].parent, torch.float32),
+        TransportSettings(
+            "distributed",
+            bucket_mb=1,
+            device=torch.device("cpu"),
+            disk_dir=files[0].parent / "push",
+        ),
+        ranks=Ranks.of(parallel),
+    )
     pusher.bucket_bytes = 2 * 20 * 30 * 4
     return pusher
 
@@ -93,7 +102,7 @@ QUICK = [
 
 def kill_at(point: str, victim_pid: int) -> None:
     """Patch this rank so that it kills the victim when the push reaches the point."""
-    from megatron_rl.weights.sync import buckets, push, servers, turns
+    from megatron_rl.weights.sync import bucket_order, buckets, push, servers
 
     fired = []
 
@@ -130,15 +139,15 @@ def kill_at(point: str, victim_pid: int) -> None:
         case "opened":
             after(push.WeightPusher, "_open")
         case "first turn":
-            after(turns.Turns, "wait", lambda self, number: number == 0)
+            after(bucket_order.BucketOrder, "wait", lambda self, number: number == 0)
         case "first broadcast":
             before(buckets.BucketSender, "send")
         case "third loaded":
-            after(turns.Turns, "done", loaded(3))
+            after(bucket_order.BucketOrder, "done", loaded(3))
         case "last loaded":
-            after(turns.Turns, "done", loaded(BUCKETS))
+            after(bucket_order.BucketOrder, "done", loaded(BUCKETS))
         case "all sent":
-            before(turns.Turns, "close")
+            before(bucket_order.BucketOrder, "close")
         case "one has the version":
             after(
                 servers.Servers,

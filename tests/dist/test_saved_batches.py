@@ -36,7 +36,7 @@ def save_bundles(checkpoint, folder):
     """
     import torch.distributed as dist
 
-    from megatron_rl.checkpoint.bundle import results_of, write_bundle
+    from megatron_rl.checkpoint.batches.bundle_writer import BundleNote, results_of, write_bundle
     from megatron_rl.metrics.reduce import MetricSums
     from tests.dist.engines import make_engine, random_batch
 
@@ -60,17 +60,8 @@ def save_bundles(checkpoint, folder):
         grad_norm = engine.compute_gradient(batches[1], passes[1], sums, replay=replay)
         metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
         results = results_of(engine, metrics, grad_norm)
-        write_bundle(
-            Path(folder) / replay,
-            engine,
-            batches[1],
-            passes[1],
-            results,
-            step=3,
-            reason="a test",
-            with_weights=True,
-            weights="",
-        )
+        note = BundleNote(3, "a test", with_weights=True)
+        write_bundle(Path(folder) / replay, engine, batches[1], passes[1], results, note)
         engine.parallel.destroy()
     dist.destroy_process_group()
 

@@ -101,8 +101,8 @@ def test_one_rank(plain: Path, tmp_path: Path) -> None:
 def check_files_and_errors(path: Path, scratch: Path) -> None:
     from megatron.core import dist_checkpointing
 
+    from megatron_rl.checkpoint.torch_dist import chunk_reader
     from megatron_rl.distributed.ranks import Ranks
-    from megatron_rl.weights import torch_dist
     from megatron_rl.weights.hf.files import CheckpointError
     from megatron_rl.weights.hf.load import load_hf
     from megatron_rl.weights.hf.write import write_hf_checkpoint
@@ -172,7 +172,7 @@ def check_files_and_errors(path: Path, scratch: Path) -> None:
     ]
     # a few rows at a time of what core itself saved, never a complete chunk
     conversion_sides.BLOCK_BYTES = 512
-    torch_dist._create_file_view = None
+    chunk_reader._create_file_view = None
     assert main(command) == 0
     written = read_weights(scratch / "hf")
     original = read_weights(path)

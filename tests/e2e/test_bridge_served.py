@@ -33,6 +33,9 @@ def check_served(root: Path) -> None:
     from megatron_rl.rollout.client.client import RolloutClient
     from megatron_rl.rollout.server.process import launch_server
     from megatron_rl.weights.sync.push import WeightPusher
+    from megatron_rl.weights.sync.pushed_weights import PushedWeights
+    from megatron_rl.weights.sync.servers import ServerAccess
+    from megatron_rl.weights.sync.transports import TransportSettings
     from tests.dist.engines import make_engine
 
     rollout = {"dtype": "float32", "max_total_tokens": 4096, "max_running_requests": 16}
@@ -42,10 +45,13 @@ def check_served(root: Path) -> None:
         root / "served", cfg.rollout, device="cpu", seed=0, log_path=root / "server.log"
     ) as server:
         pusher = WeightPusher(
-            [server.url], checkpoint=root / "trained", dtype=torch.float32, transport="distributed",
-            bucket_mb=1,
-            device=torch.device("cpu"), timeout_seconds=60, disk_dir=root, verify_every=1,
-        )  # fmt: skip
+            ServerAccess([server.url], 60),
+            PushedWeights(root / "trained", torch.float32),
+            TransportSettings(
+                "distributed", bucket_mb=1, device=torch.device("cpu"), disk_dir=root
+            ),
+            verify_every=1,
+        )
         report = pusher.push(lambda: engine.export_parts(1), 1)
         client = RolloutClient(
             [server.url], cfg.rollout, spec=spec, want_routes=bool(spec.moe_layers)

@@ -17,6 +17,9 @@ from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.server_info import server_info
 from megatron_rl.weights.sync.push import WeightPusher
+from megatron_rl.weights.sync.pushed_weights import PushedWeights
+from megatron_rl.weights.sync.servers import ServerAccess
+from megatron_rl.weights.sync.transports import TransportSettings
 from tests.e2e.reference import TINY_SPEC, hf_logprobs_and_routes
 from tests.one_rank import given
 from tests.tiny import random_checkpoint
@@ -37,14 +40,11 @@ def push(sglang_server, tiny_checkpoint, tmp_path):
     weights again.
     """
     pusher = WeightPusher(
-        [sglang_server.url],
-        checkpoint=tiny_checkpoint,
-        dtype=torch.float32,
-        transport="disk",
-        bucket_mb=64,
-        device=torch.device("cpu"),
-        timeout_seconds=60.0,
-        disk_dir=tmp_path / "weights",
+        ServerAccess([sglang_server.url], 60.0),
+        PushedWeights(tiny_checkpoint, torch.float32),
+        TransportSettings(
+            "disk", bucket_mb=64, device=torch.device("cpu"), disk_dir=tmp_path / "weights"
+        ),
     )
 
     def call(checkpoint: Path) -> int:

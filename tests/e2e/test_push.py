@@ -4,6 +4,7 @@ computes with them.
 
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from megatron_rl.rollout.server.server_info import server_info
 from megatron_rl.weights.hf.fp8 import dequantize_blocks, quantize_blocks
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
+from megatron_rl.weights.sync.pushed_weights import PushedWeights
+from megatron_rl.weights.sync.servers import ServerAccess
+from megatron_rl.weights.sync.transports import TransportSettings
 from tests.e2e.reference import TINY_SPEC, assert_is_from
 from tests.one_rank import given
 from tests.tiny import random_checkpoint
@@ -39,15 +43,18 @@ def make_pusher(sglang_server, tiny_checkpoint, tmp_path_factory):
 
     def make(transport: str, *urls: str, timeout_seconds: float = 60.0) -> WeightPusher:
         pusher = WeightPusher(
-            urls or [sglang_server.url],
-            checkpoint=tiny_checkpoint,
-            dtype=torch.float32,
-            transport=transport,
-            bucket_mb=1,
-            device=torch.device("cpu"),
-            timeout_seconds=timeout_seconds,
-            disk_dir=tmp_path_factory.mktemp("push"),
-            settings={sglang_server.url: server_info(sglang_server.url).settings},
+            ServerAccess(
+                urls or [sglang_server.url],
+                timeout_seconds,
+                settings={sglang_server.url: server_info(sglang_server.url).settings},
+            ),
+            PushedWeights(tiny_checkpoint, torch.float32),
+            TransportSettings(
+                transport,
+                bucket_mb=1,
+                device=torch.device("cpu"),
+                disk_dir=tmp_path_factory.mktemp("push"),
+            ),
             verify_every=1,
         )
         pushers.append(pusher)
@@ -115,7 +122,7 @@ def test_a_push_replaces_every_weight_and_every_cached_prefix(
         )
         assert_serves(sglang_server, rollout_config, checkpoint, first + seed)
     if transport == "disk":
-        assert [path.name for path in pusher.disk_dir.iterdir()] == [f"weights_{first + 2}"]
+        assert [path.name for path in pusher.transport.folder.iterdir()] == [f"weights_{first + 2}"]
 
 
 @pytest.mark.parametrize("transport", ["distributed", "disk"])
@@ -134,7 +141,7 @@ def test_fp8_rollouts_are_sampled_from_the_rounded_weights(
     served = random_checkpoint(tmp_path / "served", seed=3)
     save_file(rounded, served / "model.safetensors", metadata={"format": "pt"})
     pusher = make_pusher(transport)
-    pusher.fp8_keep = RolloutConfig().quantize_keep
+    pusher.weights = replace(pusher.weights, fp8_keep=RolloutConfig().quantize_keep)
     version = next_version(sglang_server)
     pusher.push(lambda: given(weights), version)
     assert_serves(sglang_server, rollout_config, served, version)
@@ -252,11 +259,13 @@ def test_a_server_of_two_ranks_is_verified_where_each_rank_has_the_tensor_as_a_w
 
     with start() as server:
         pusher = WeightPusher(
-            [server.url], checkpoint=tiny_checkpoint, dtype=torch.float32, transport="distributed",
-            bucket_mb=1,
-            device=torch.device("cpu"), timeout_seconds=60, disk_dir=tmp_path, verify_every=20,
-            settings={server.url: server_info(server.url).settings},
-        )  # fmt: skip
+            ServerAccess([server.url], 60, settings={server.url: server_info(server.url).settings}),
+            PushedWeights(tiny_checkpoint, torch.float32),
+            TransportSettings(
+                "distributed", bucket_mb=1, device=torch.device("cpu"), disk_dir=tmp_path
+            ),
+            verify_every=20,
+        )
         reports = [pusher.push(lambda: given(new), version).verified for version in (1, 2)]
     assert reports == [WHOLE_TENSORS, None]
     with start() as server:

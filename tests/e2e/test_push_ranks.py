@@ -15,6 +15,9 @@ from safetensors.torch import load_file
 
 from megatron_rl.weights.sync.checksums import ExportDigests
 from megatron_rl.weights.sync.push import WeightPusher
+from megatron_rl.weights.sync.pushed_weights import PushedWeights
+from megatron_rl.weights.sync.servers import ServerAccess
+from megatron_rl.weights.sync.transports import TransportSettings
 from tests.dist.launch import build, run_ranks
 from tests.one_rank import given
 from tests.tiny import random_checkpoint
@@ -35,10 +38,15 @@ def restored(sglang_server, tiny_checkpoint, tmp_path_factory):
     """Other tests expect the checkpoint's weights on the server."""
     yield
     pusher = WeightPusher(
-        [sglang_server.url], checkpoint=tiny_checkpoint, dtype=torch.float32,
-        transport="distributed", bucket_mb=1,
-        device=torch.device("cpu"), timeout_seconds=60, disk_dir=tmp_path_factory.mktemp("weights"),
-    )  # fmt: skip
+        ServerAccess([sglang_server.url], 60),
+        PushedWeights(tiny_checkpoint, torch.float32),
+        TransportSettings(
+            "distributed",
+            bucket_mb=1,
+            device=torch.device("cpu"),
+            disk_dir=tmp_path_factory.mktemp("weights"),
+        ),
+    )
     version = int(httpx.get(f"{sglang_server.url}/model_info").json()["weight_version"])
     pusher.push(lambda: given(load(tiny_checkpoint)), version + 1)
     pusher.close()
@@ -109,11 +117,14 @@ def push_from_every_rank(
     logging.disable(logging.WARNING)
     chunks, spec, _, parallel = build(checkpoint, **layout)
     pusher = WeightPusher(
-        [url], checkpoint=checkpoint, dtype=torch.float32, transport=transport, bucket_mb=1,
-        device=torch.device("cpu"),
-        timeout_seconds=60, disk_dir=folder / "weights", verify_every=PUSHES,
+        ServerAccess([url], 60),
+        PushedWeights(checkpoint, torch.float32),
+        TransportSettings(
+            transport, bucket_mb=1, device=torch.device("cpu"), disk_dir=folder / "weights"
+        ),
+        verify_every=PUSHES,
         ranks=Ranks.of(parallel),
-    )  # fmt: skip
+    )
     pusher.bucket_bytes = 100_000
     export = partial(export_planned, plan_export(chunks, spec, parallel), chunks, spec, parallel)
     reports = [pusher.push(export, version + 1 + number) for number in range(PUSHES)]

@@ -13,7 +13,9 @@ from megatron.core.tensor_parallel import checkpoint as recomputed
 from megatron.core.transformer.moe import moe_utils
 from safetensors.torch import load_file
 
-from megatron_rl.checkpoint.writer import Planner, write_common
+from megatron_rl.checkpoint.torch_dist.chunk_reader import TorchDist
+from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint
+from megatron_rl.checkpoint.torch_dist.shard_writer import Planner, write_common
 from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.latent_attention import LATENT_EPS
@@ -23,8 +25,6 @@ from megatron_rl.replay.manager import ReplayManager, Routes
 from megatron_rl.weights.hf.export import export_hf
 from megatron_rl.weights.hf.load import load_hf
 from megatron_rl.weights.hf.mapping import local_parameters
-from megatron_rl.weights.safe_load import SafeCheckpoint
-from megatron_rl.weights.torch_dist import TorchDist
 from megatron_rl_tools.convert.convert_hf import main
 from tests.dist.launch import run_ranks
 from tests.families import FAMILIES, family_checkpoint

@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.checkpoint.bundle import Bundle, Header, Results, read_header, results_of
-from megatron_rl.checkpoint.bundle_sequences import BundleError
-from megatron_rl.checkpoint.checkpointer import gather_values, layout_name
+from megatron_rl.checkpoint.all_ranks import gather_values, layout_name
+from megatron_rl.checkpoint.batches.bundle import Bundle
+from megatron_rl.checkpoint.batches.bundle_header import Header, read_header
+from megatron_rl.checkpoint.batches.bundle_sequences import BundleError
+from megatron_rl.checkpoint.batches.bundle_writer import Results, results_of
 from megatron_rl.config import Config, load_config
 from megatron_rl.data.prompts import load_tokenizer
 from megatron_rl.distributed import disable_tf32, make_parallel

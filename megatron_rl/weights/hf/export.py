@@ -1,9 +1,9 @@
 """megatron-core shards -> a stream of HF tensors, each complete on one rank: its source.
 
 The sources are one rank for each pipeline stage and expert-parallel rank.  Experts are only
-gathered over the ranks that share them (expert tensor parallelism); the other tensors of a stage
-are divided among its sources, so that all have as many bytes. The stream is collective: every rank
-must exhaust it.  No rank holds more than one parameter beyond its own.
+gathered over the ranks that share them (expert tensor parallelism).  The other tensors of a stage
+are divided among its sources, so that all have as many bytes.  The stream is collective: every rank
+must exhaust it.  No rank has more than one parameter in memory beyond its own.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ if TYPE_CHECKING:
 
 
 class HFTensor(NamedTuple):
-    """A tensor of the HF checkpoint.
-
-    source: the global rank that has it; tensor: None on every other rank.
-    """
+    """A tensor of the HF checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     source: int
+    """Global rank that has the values."""
     tensor: torch.Tensor | None
+    """The values on the source, None on every other rank."""
 
     @property
     def num_bytes(self) -> int:
@@ -58,81 +57,81 @@ class Batch(NamedTuple):
 
 
 class ExportStep(NamedTuple):
-    """One parameter of the export.
-
-    ranks: those that gather its shards, in their order, onto `source`.
-    """
+    """One parameter of the export."""
 
     entry: Entry
     ranks: tuple[int, ...]
+    """Ranks that gather its shards, in their order, onto `source`."""
     source: int
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """What one rank has.
-
-    keys: layers, and names of parameters outside them; tp, etp: global ranks of these groups.
-    """
+    """A rank's place, and the parameters that it has."""
 
     stage: int
     ep_rank: int
     tp: tuple[int, ...]
+    """Global ranks of its tensor-parallel group."""
     etp: tuple[int, ...]
+    """Global ranks of its expert-tensor-parallel group."""
     keys: frozenset[Hashable]
+    """Layers, and names of parameters outside layers."""
 
 
 def plan_export(
     chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
 ) -> list[ExportStep]:
-    """The order and the sources of an export: the same list on every rank, for any weights of this
-    layout.  Collective.
+    """Return the order and the sources of an export.  Collective.
 
-    Each source's parameters come in checkpoint order.  Sources alternate so that all of them have
-    sent the same fraction of their bytes at any point of the list.
+    The list is the same on every rank, and serves any weights of this layout.  Each source's
+    parameters come in checkpoint order.  Sources alternate so that all of them have sent the same
+    fraction of their bytes at any point of the list.
     """
     chunks = list(chunks)
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
     table = [entry.held_by(chunks) for entry in entries(spec)]
-    held = frozenset(key_of(entry) for entry in table if entry.name in parameters)
+    keys = frozenset(key_of(entry) for entry in table if entry.name in parameters)
     tp, etp = (
         tuple(dist.get_process_group_ranks(group))
         for group in (parallel.tp_group, parallel.etp_group)
     )
-    places: list[RankParameters] = [
-        RankParameters(parallel.pp_rank, parallel.ep_rank, tp, etp, held)
-    ] * parallel.world_size
-    dist.all_gather_object(places, places[0], group=parallel.host_group)
+    place = RankParameters(parallel.pp_rank, parallel.ep_rank, tp, etp, keys)
+    # over gloo: no GPU memory for plain data
+    places = [place] * parallel.world_size
+    dist.all_gather_object(places, place, group=parallel.host_group)
     return order_steps(table, assign_sources(table, places), places)
 
 
 def assign_sources(table: Sequence[Entry], places: Sequence[RankParameters]) -> dict[str, int]:
-    """Name -> source.
+    """Return name -> source.
 
-    An expert's is the first rank that has it; the others go to the stage's source with the fewest
-    bytes.
+    The source of an expert is the first rank that has it.  The other parameters go to the stage's
+    source with the fewest bytes, the largest first.
     """
     sources: dict[tuple[int, int], int] = {}
     for rank, place in enumerate(places):
         sources.setdefault((place.stage, place.ep_rank), rank)
+    # layers, embedding and head are each on one stage
     stage_of = {key: place.stage for place in places for key in place.keys}
     ep_size = 1 + max(place.ep_rank for place in places)
-    experts_each = (
-        max((entry.expert + 1 for entry in table if entry.expert is not None), default=0) // ep_size
-    )
+    num_experts = max((entry.expert + 1 for entry in table if entry.expert is not None), default=0)
+    experts_per_rank = num_experts // ep_size
     assigned, load = dict[str, int](), defaultdict[int, int](int)
     for entry in table:
         if entry.expert is not None:
-            assigned[entry.name] = sources[stage_of[key_of(entry)], entry.expert // experts_each]
+            ep_rank = entry.expert // experts_per_rank
+            assigned[entry.name] = sources[stage_of[key_of(entry)], ep_rank]
             load[assigned[entry.name]] += elements(entry)
+    # neighbours that servers need in one call are one unit, and so have one source
     units = [
         list(unit)
-        # neighbours that servers need in one call have one source
         for _, unit in groupby(
             (entry for entry in table if entry.expert is None),
             key=lambda entry: (entry.layer, entry.hf_names[0].endswith(ONE_CALL) or entry.name),
         )
     ]
+    # large units first: the small ones then even out the sources
     for unit in sorted(units, key=lambda unit: -sum(map(elements, unit))):
         stage = stage_of[key_of(unit[0])]
         source = min(
@@ -148,7 +147,7 @@ def assign_sources(table: Sequence[Entry], places: Sequence[RankParameters]) -> 
 def order_steps(
     table: Sequence[Entry], assigned: dict[str, int], places: Sequence[RankParameters]
 ) -> list[ExportStep]:
-    """See plan_export."""
+    """Order the steps as `plan_export` says."""
     total, sent = defaultdict[int, int](int), defaultdict[int, int](int)
     for entry in table:
         total[assigned[entry.name]] += elements(entry)
@@ -159,17 +158,16 @@ def order_steps(
         sent[source] += elements(entry)
         step = ExportStep(entry, (source,) if entry.rule.kind == "replicated" else ranks, source)
         placed.append((sent[source] / total[source], source, step))
-        if len(placed) > 1 and all(
-            each.entry.hf_names[0].endswith(ONE_CALL) for _, _, each in placed[-2:]
-        ):
+        last_names = [step.entry.hf_names[0] for _, _, step in placed[-2:]]
+        if len(placed) > 1 and all(name.endswith(ONE_CALL) for name in last_names):
             # one place for both: sources that few_sources merges must have nothing in between
             placed[-2] = (*placed[-1][:2], placed[-2][2])
     # stable: ties stay in checkpoint order
-    return [step for _, _, step in sorted(placed, key=lambda each: each[:2])]
+    return [step for _, _, step in sorted(placed, key=lambda item: item[:2])]
 
 
 def key_of(entry: Entry) -> Hashable:
-    """What decides the pipeline stage of a parameter: its layer, or its name."""
+    """Return what decides the pipeline stage of a parameter: its layer, or its name."""
     return entry.name if entry.layer is None else entry.layer
 
 
@@ -180,15 +178,15 @@ def elements(entry: Entry) -> int:
 def export_planned(
     plan: Sequence[ExportStep], chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
 ) -> Iterator[HFTensor]:
-    """The tensors in the order of the plan: contiguous, on the device and in the dtype of the
-    model.  Collective.
+    """Yield the tensors in the order of the plan.  Collective.
 
-    A tensor may be a view of the live parameter: copy it to keep it beyond the next update.  With
-    `overlap_param_gather`, parameters are stale after a step: call
-    start_param_sync(force_sync=True) on the chunks first.
+    They are contiguous, on the device and in the dtype of the model.  A tensor may be a view of the
+    live parameter: copy it to keep it beyond the next update.  With `overlap_param_gather`,
+    parameters are stale after a step: call start_param_sync(force_sync=True) on the chunks first.
     """
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
-    model_dtype = next(iter(parameters.values())).dtype  # of all but the float32 rules
+    model_dtype = next(iter(parameters.values())).dtype  # all but the float32 rules have it
+    # every rank walks the whole plan, and gathers where it takes part
     for entry, ranks, source in plan:
         dtype = torch.float32 if entry.rule.float32 else model_dtype
         tensors: Sequence[torch.Tensor | None] = [None] * len(entry.hf)
@@ -206,7 +204,7 @@ def export_planned(
 def gather_shards(
     tensor: torch.Tensor, source: int, ranks: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """The shards of all ranks of the group on `source`, none elsewhere.
+    """Return the shards of all ranks of the group on `source`, none elsewhere.
 
     gloo sends wrong data for tensors with gaps.
     """
@@ -218,7 +216,7 @@ def gather_shards(
 def export_hf(
     chunks: Iterable[GPTModel], spec: ModelSpec, parallel: Parallel
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(HF name, tensor; None off rank 0) of every tensor of the checkpoint, moved to rank 0.
+    """Yield (HF name, tensor) of every tensor of the checkpoint, moved to rank 0; None elsewhere.
 
     Collective.
     """
@@ -230,13 +228,16 @@ def export_hf(
 def on_rank_0(
     stream: Iterable[HFTensor], rank: int, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(name, tensor; None off rank 0).  Collective."""
-    return ((each.name, each.tensor) for each in forwarded(stream, lambda source: 0, rank, device))
+    """Yield (name, tensor) with all tensors on rank 0; None elsewhere.  Collective."""
+    moved = forwarded(stream, lambda source: 0, rank, device)
+    return ((exported.name, exported.tensor) for exported in moved)
 
 
 def few_sources(plan: Sequence[ExportStep], most: int) -> Callable[[int], int]:
-    """Source -> the one that sends for it, of which there are at most `most`: the first of its
-    neighbours in number.
+    """Return source -> the one that sends for it.
+
+    There are at most `most` senders; each is the first of the neighbours in number that it sends
+    for.
     """
     sources = sorted({step.source for step in plan})
     count = min(most, len(sources))
@@ -249,63 +250,67 @@ def few_sources(plan: Sequence[ExportStep], most: int) -> Callable[[int], int]:
 def forwarded(
     stream: Iterable[HFTensor], sender: Callable[[int], int], rank: int, device: torch.device
 ) -> HFStream:
-    """The same stream, in which sender(source) is the source.
+    """Yield the same stream, in which sender(source) is the source.  Collective.
 
-    Collective.  rank, device: this one, and its tensors'.
+    `rank` is this one, and `device` that of its tensors.
     """
-    for each in stream:
-        target, tensor = sender(each.source), each.tensor
-        if target != each.source and tensor is not None:
+    for exported in stream:
+        source, tensor = exported.source, exported.tensor
+        target = sender(source)
+        if target != source and tensor is not None:
             dist.send(tensor.contiguous(), dst=target)
             tensor = None
-        elif target != each.source and rank == target:
-            tensor = torch.empty(each.shape, dtype=each.dtype, device=device)
-            dist.recv(tensor, src=each.source)
-        yield each._replace(source=target, tensor=tensor)
+        elif target != source and rank == target:
+            tensor = torch.empty(exported.shape, dtype=exported.dtype, device=device)
+            dist.recv(tensor, src=source)
+        yield exported._replace(source=target, tensor=tensor)
 
 
 def with_pairs_together(stream: Iterable[HFTensor]) -> HFStream:
-    """The same tensors, for a stream in another order than the tables': both that servers need in
-    one call (ONE_CALL) come where the second of them was, so that `batches` does not part them."""
+    """Yield the same tensors, so that `batches` does not part those that servers need in one call.
+
+    Both of ONE_CALL come where the second of them was.  For a stream in another order than the
+    tables'.
+    """
     waiting: dict[str, HFTensor] = {}
-    for each in stream:
-        module = next(
-            (each.name.removesuffix(end) for end in ONE_CALL if each.name.endswith(end)), None
-        )
+    for exported in stream:
+        name = exported.name
+        module = next((name.removesuffix(end) for end in ONE_CALL if name.endswith(end)), None)
         if module is None:
-            yield each
+            yield exported
         elif module in waiting:
-            yield from (waiting.pop(module), each)
+            yield from (waiting.pop(module), exported)
         else:
-            waiting[module] = each
+            waiting[module] = exported
     yield from waiting.values()
 
 
 def batches(
     stream: Iterable[HFTensor], most_bytes: int, *, of_one_dtype: bool = False
 ) -> Iterator[Batch]:
-    """Tensors of one source each, of at most `most_bytes` (but at least one tensor): the same
-    batches on every rank.
+    """Yield tensors of one source each, of at most `most_bytes` (but at least one tensor).
 
-    They come in the order in which they are complete.  A rank that waits for something of an
-    earlier batch never waits in vain: what that needs was earlier in the stream.
+    The batches are the same on every rank, and come in the order in which they are complete.  A
+    rank that waits for something of an earlier batch never waits in vain: what that needs was
+    earlier in the stream.
     """
-    tensors: dict[int, list[HFTensor]] = {}
+    tensors: dict[int, list[HFTensor]] = {}  # by source, as `sizes`
     sizes: dict[int, int] = {}
-    for each in stream:
-        source, size = each.source, each.num_bytes
-        own = tensors.get(source)
-        if own:
-            last = own[-1]
+    for exported in stream:
+        source, size = exported.source, exported.num_bytes
+        collected = tensors.get(source)
+        if collected:
+            last = collected[-1]
             is_full = sizes[source] + size > most_bytes or (
-                of_one_dtype and last.dtype != each.dtype
+                of_one_dtype and last.dtype != exported.dtype
             )
-            if is_full and not (each.name.endswith(ONE_CALL) and last.name.endswith(ONE_CALL)):
-                yield Batch(source, own, sizes[source])
-                own = None
-        if not own:
-            own = tensors[source] = []
+            is_pair = exported.name.endswith(ONE_CALL) and last.name.endswith(ONE_CALL)
+            if is_full and not is_pair:
+                yield Batch(source, collected, sizes[source])
+                collected = None
+        if not collected:
+            collected = tensors[source] = []
             sizes[source] = 0
-        own.append(each)
+        collected.append(exported)
         sizes[source] += size
     yield from (Batch(source, tensors[source], sizes[source]) for source in sorted(tensors))

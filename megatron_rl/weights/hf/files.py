@@ -1,5 +1,4 @@
-"""HF checkpoint directories as files: names, shapes and dtypes of the tensors; tensors or some of
-their rows.
+"""HF checkpoint directories as files: their tensors, and what is known without reading those.
 
 Tensors are read into newly allocated memory: pages of a mapped file would count as this process's,
 too.  Pickle weights (.bin) are refused unless the caller trusts them.
@@ -29,25 +28,25 @@ SHOWN = 5
 
 
 class CheckpointError(ValueError):
-    """An HF checkpoint that cannot be used; the message names the tensors or the file, and the
-    rule.
+    """An HF checkpoint that cannot be used.
+
+    The message names the tensors or the file, and the rule.
     """
 
 
 class TensorHeader(NamedTuple):
-    """A tensor in a file.
-
-    dtype: safetensors' name of it (F32, BF16, ...); start: offset of its first byte.
-    """
+    """A tensor in a file."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    """safetensors' name of the dtype (F32, BF16, ...)."""
     start: int = 0
+    """Offset of its first byte in the file."""
 
     def torch_dtype(self) -> torch.dtype:
-        """Raises CheckpointError for a dtype that weights never have."""
+        """Return torch's dtype.  Raises CheckpointError for a dtype that weights never have."""
         if self.dtype not in STORED:
             raise CheckpointError(
                 f"{self.file}: tensor {self.name} is {self.dtype}; supported: {', '.join(STORED)}"
@@ -58,8 +57,8 @@ class TensorHeader(NamedTuple):
 class HFFiles:
     """The tensors of an HF checkpoint directory.  Close it, or use it as a context manager.
 
-    Raises CheckpointError where there are no weights, files of the index are missing, or all
-    weights are pickles and `trust_pickle` is not set.
+    Raises CheckpointError where there are no weights, where files of the index are missing, or
+    where all weights are pickles and `trust_pickle` is not set.
     """
 
     def __init__(self, path: Path, *, trust_pickle: bool = False) -> None:
@@ -71,12 +70,12 @@ class HFFiles:
             self.pickles, self.headers = {}, read_headers(self.path)
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, as stored."""
+        """Read one tensor, as stored."""
         shape = self.headers[name].shape
         return self.read_rows(name, 0, shape[0] if shape else 1).reshape(shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a tensor, as stored; a scalar is one row."""
+        """Read rows [start, stop) of a tensor, as stored; a scalar is one row."""
         header = self.headers[name]
         if name in self.pickles:
             return self.pickles[name].reshape(header.shape or (1,))[start:stop]
@@ -105,37 +104,40 @@ class HFFiles:
         self.close()
 
     def check(self, spec: ModelSpec) -> None:
-        """Raise one CheckpointError that names every tensor missing, left over, of another shape or
-        not floating point.
+        """Raise one CheckpointError that names every tensor that does not fit the model.
+
+        It is missing, left over, of another shape or not floating point.
         """
         expected = {name: shape for entry in entries(spec) for name, shape in entry.hf}
-        found = {
+        stored = {
             name: header for name, header in self.headers.items() if not is_left_out(name, spec)
         }
-        both = {name: (shape, found[name]) for name, shape in expected.items() if name in found}
+        both = {name: (shape, stored[name]) for name, shape in expected.items() if name in stored}
+        reshaped = (
+            f"{name} {list(header.shape)}, not {list(shape)}"
+            for name, (shape, header) in both.items()
+            if header.shape != shape
+        )
+        dtypes = ", ".join(NAMES[dtype].lower() for dtype in DTYPES.values())
+        not_floating = (
+            f"{name} {header.dtype}"
+            for name, (_, header) in both.items()
+            if header.dtype not in DTYPES
+        )
         problems = [
-            listed("is missing", expected.keys() - found.keys()),
-            listed("is not part of the model", found.keys() - expected.keys()),
-            listed(
-                "has another shape than config.json means",
-                (
-                    f"{n} {list(has.shape)}, not {list(shape)}"
-                    for n, (shape, has) in both.items()
-                    if has.shape != shape
-                ),
-            ),
-            listed(
-                f"is not {', '.join(NAMES[each].lower() for each in DTYPES.values())}",
-                (f"{n} {has.dtype}" for n, (_, has) in both.items() if has.dtype not in DTYPES),
-            ),
+            listed("is missing", expected.keys() - stored.keys()),
+            listed("is not part of the model", stored.keys() - expected.keys()),
+            listed("has another shape than config.json means", reshaped),
+            listed(f"is not {dtypes}", not_floating),
         ]
         if problem := "; ".join(filter(None, problems)):
             raise CheckpointError(f"{self.path}: {problem}; is config.json of this checkpoint?")
 
 
 class Outline(NamedTuple):
-    """What config.json says about tensors that a checkpoint may hold and the model has not; a
-    ModelSpec says it, too.
+    """The parts of config.json that tell which tensors of a checkpoint the model does not have.
+
+    A ModelSpec has the same fields.
     """
 
     tie_embeddings: bool
@@ -144,19 +146,20 @@ class Outline(NamedTuple):
 
 
 def outline(path: Path) -> Outline:
-    """Of the config.json in this directory; without one no tensor is left out."""
+    """Read the outline of the config.json in this directory; without one no tensor is left out."""
     file = Path(path) / "config.json"
     hf = json.loads(file.read_text()) if file.is_file() else {}
+    # some configs have null
     mtp = hf.get("num_nextn_predict_layers") or 0
     return Outline(bool(hf.get("tie_word_embeddings")), hf.get("num_hidden_layers", 0), mtp)
 
 
 def is_left_out(name: str, spec: ModelSpec | Outline) -> bool:
-    """Whether the model lacks this tensor of a checkpoint: a tied head's copy, layers of
-    multi-token prediction.
+    """Return True where the model lacks this tensor of a checkpoint.
 
-    These come after the decoder's (DeepSeek, GLM), or under a name of their own (Qwen3-Next,
-    EXAONE), which config.json may not count.
+    That is a tied head's copy, or a layer of multi-token prediction.  These layers come after the
+    decoder's (DeepSeek, GLM), or under a name of their own (Qwen3-Next, EXAONE), which config.json
+    may not count.
     """
     if spec.tie_embeddings and name == "lm_head.weight":
         return True
@@ -170,37 +173,35 @@ def is_left_out(name: str, spec: ModelSpec | Outline) -> bool:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite, without a mask of the tensor's size: both extremes are
-    NaN where one value is.
+    """Return True where no value is NaN or infinite.
+
+    No mask of the tensor's size is made: both extremes are NaN where one value is.
     """
-    return (
-        all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
-        if tensor.numel()
-        else True
-    )
+    if not tensor.numel():
+        return True
+    return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
 
 
 def listed(rule: str, names: Iterable[str]) -> str:
-    """ "tensor a, b, ... (7 in all) RULE", or "" for none."""
-    found = sorted(names)
-    if not found:
+    """Return the text "tensor a, b, ... (7 in all) RULE", or "" for no names."""
+    ordered = sorted(names)
+    if not ordered:
         return ""
-    more = f", ... ({len(found)} in all)" if len(found) > SHOWN else ""
-    return f"tensor {', '.join(found[:SHOWN])}{more} {rule}"
+    more = f", ... ({len(ordered)} in all)" if len(ordered) > SHOWN else ""
+    return f"tensor {', '.join(ordered[:SHOWN])}{more} {rule}"
 
 
 def num_tensors(path: Path) -> int:
-    """Of the safetensors files; 0 without any."""
+    """Return the number of tensors in the safetensors files; 0 without any file."""
     return len(read_headers(path)) if any(path.glob("*.safetensors")) else 0
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Name -> header of every tensor of the safetensors files; of a tensor in several files, of
-    that in the index.
+    """Return name -> header of every tensor of the safetensors files.
 
-    Raises CheckpointError for a file that is damaged, where the files, or tensors of them that the
-    index names, are missing, and where two files have one tensor and no index says which one
-    counts.
+    A tensor in several files is the one in the file that the index names.  Raises CheckpointError
+    for a file that is damaged, where the files, or tensors of them that the index names, are
+    missing, and where two files have one tensor and no index says which one counts.
     """
     index = path / "model.safetensors.index.json"
     named = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
@@ -209,13 +210,11 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
         raise CheckpointError(f"{index}: names files that do not exist: {', '.join(absent)}")
     if not files:
         pickles = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
-        reason = (
-            f"only pickle weights ({pickles[0].name}), which can run code; convert them to"
-            if pickles
-            else "no"
-        )
         raise CheckpointError(
-            f"{path}: {reason} safetensors files" + (" first" if pickles else " there")
+            f"{path}: only pickle weights ({pickles[0].name}), which can run code; convert them to"
+            " safetensors files first"
+            if pickles
+            else f"{path}: no safetensors files there"
         )
     headers: dict[str, TensorHeader] = {}
     for file in files:
@@ -226,6 +225,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
         except Exception as error:
             raise CheckpointError(f"{file}: not a complete safetensors file: {error}") from error
         with file.open("rb") as stream:
+            # the format: 8 bytes with the length of a JSON header, the header, the values
             length = int.from_bytes(stream.read(8), "little")
             content = json.loads(stream.read(length))
         content.pop("__metadata__", None)
@@ -247,8 +247,9 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def read_pickles(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, TensorHeader]]:
-    """Tensors of pytorch_model*.bin, mapped, by torch's restricted unpickler (tensors only, no
-    code).
+    """Return the tensors of pytorch_model*.bin, mapped, and their headers.
+
+    They are read by torch's restricted unpickler: tensors only, no code.
     """
     tensors: dict[str, torch.Tensor] = {}
     headers = {}
@@ -268,9 +269,9 @@ def read_pickles(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, TensorH
 
 
 def load_plain(file: Path, *, mmap: bool = False) -> dict[str, object]:
-    """A dict that torch.save wrote, by torch's restricted unpickler.
+    """Read a dict that torch.save wrote, by torch's restricted unpickler.
 
-    Raises CheckpointError, without running code of it, for a file that holds more than tensors and
+    Raises CheckpointError, without running code of it, for a file that has more than tensors and
     plain values.
     """
     try:
@@ -285,24 +286,31 @@ def load_plain(file: Path, *, mmap: bool = False) -> dict[str, object]:
 
 
 def refusal(error: BaseException) -> str:
-    """What torch's restricted unpickler objects to, without its advice to unpickle everything."""
+    """Return the objection of torch's restricted unpickler.
+
+    Its advice to unpickle everything is left out.
+    """
     text = str(error).split("WeightsUnpickler error: ")[-1].split(". Please use")[0].strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return tensor.flatten().view(torch.uint8).numpy().data
 
 
 def read_into(tensor: torch.Tensor, stream: BinaryIO, start: int) -> bool:
-    """Fill a contiguous tensor with the bytes at `start`; False where the file ends before its end."""
+    """Fill a contiguous tensor with the bytes at `start` of a file.
+
+    Returns False where the file ends before the tensor does.
+    """
     stream.seek(start)
-    return bool(stream.readinto(tensor_bytes(tensor)) == tensor.nbytes)  # type: ignore[attr-defined]
+    count: int = stream.readinto(tensor_bytes(tensor))  # type: ignore[attr-defined]
+    return count == tensor.nbytes
 
 
 def companions(source: Path) -> list[Path]:
-    """config.json, tokenizer and every other file of an HF directory that holds no weights."""
+    """Return config.json, tokenizer and every other file of an HF directory that has no weights."""
     return [
         file
         for file in sorted(source.iterdir())
@@ -313,9 +321,9 @@ def companions(source: Path) -> list[Path]:
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_size: int) -> None:
-    """The index of a checkpoint of several files.
+    """Write the index of a checkpoint of several files.
 
-    files: tensor name -> file name; total_size: bytes of all tensors.
+    `files` maps a tensor's name to its file's; `total_size` is the bytes of all tensors.
     """
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

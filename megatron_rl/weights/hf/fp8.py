@@ -1,8 +1,8 @@
-"""Block-quantised FP8 weights: e4m3 values and one float32 scale per block, as FP8 checkpoints
-store them.
+"""Block-quantised FP8 weights, as FP8 checkpoints store them: e4m3 values, one scale for each
+block.
 
-Shapes: [O, I] a weight; [ceil(O / 128), ceil(I / 128)] its scales, `weight_scale_inv` in such
-checkpoints: weight = value * scale of its block.
+Shapes: [O, I] a weight; [ceil(O / 128), ceil(I / 128)] its float32 scales, which such checkpoints
+call `weight_scale_inv`: weight = value * scale of its block.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class QuantizeError(ValueError):
 
 
 def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """(values float8_e4m3fn [O, I], scales float32 [ceil(O / block), ceil(I / block)]) of a weight
-    [O, I].
+    """Quantise a weight [O, I] by blocks.
 
-    scale = max |w| over the block / 448, value = w / scale rounded to the nearest e4m3; blocks at
-    the borders are smaller.  Raises QuantizeError for a weight that is not a matrix or not finite.
+    Returns values float8_e4m3fn [O, I] and scales float32 [ceil(O / block), ceil(I / block)]: scale
+    = max |w| over the block / 448, value = w / scale rounded to the nearest e4m3.  Blocks at the
+    borders are smaller.  Raises QuantizeError for a weight that is not a matrix or not finite.
     """
     scales_shape(weight.shape, block)
     if not torch.isfinite(weight).all():
@@ -40,8 +40,9 @@ def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]
 
 
 def scales_shape(shape: Sequence[int], block: int = BLOCK) -> tuple[int, int]:
-    """[ceil(O / block), ceil(I / block)] of a weight [O, I]; QuantizeError for another number of
-    dimensions.
+    """Return [ceil(O / block), ceil(I / block)] of a weight [O, I].
+
+    Raises QuantizeError for another number of dimensions.
     """
     if len(shape) != 2:
         raise QuantizeError(
@@ -52,14 +53,14 @@ def scales_shape(shape: Sequence[int], block: int = BLOCK) -> tuple[int, int]:
 
 
 def dequantize_blocks(values: Tensor, scales: Tensor, block: int = BLOCK) -> Tensor:
-    """float32 [O, I]: every value times the scale of its block."""
+    """Return float32 [O, I]: every value times the scale of its block."""
     return from_tiles(as_tiles(values.float(), block) * scales[:, None, :, None], values.shape)
 
 
 def rounded_to_fp8(
     tensors: Iterable[tuple[str, Tensor]], keep: Sequence[str], block: int = BLOCK
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stream of (HF name, tensor) with every matrix quantised and de-quantised, in float32.
+    """Yield (HF name, tensor) with every matrix quantised and de-quantised, in float32.
 
     A server with these weights has the rounding errors of FP8 weights, while its activations keep
     their dtype.  Vectors, and names that match a pattern of `keep` (shell style), are unchanged.
@@ -70,7 +71,7 @@ def rounded_to_fp8(
 
 
 def round_to_fp8(name: str, tensor: Tensor, keep: Sequence[str], block: int = BLOCK) -> Tensor:
-    """One tensor of rounded_to_fp8."""
+    """Round one tensor as `rounded_to_fp8` does."""
     if tensor.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in keep):
         return tensor
     try:
@@ -80,13 +81,13 @@ def round_to_fp8(name: str, tensor: Tensor, keep: Sequence[str], block: int = BL
 
 
 def as_tiles(matrix: Tensor, block: int) -> Tensor:
-    """[O, I] -> [row blocks, block, column blocks, block], zeros beyond the borders."""
+    """Return [O, I] as [row blocks, block, column blocks, block], with zeros beyond the borders."""
     rows, columns = matrix.shape
     padded = torch.nn.functional.pad(matrix, (0, -columns % block, 0, -rows % block))
     return padded.view(padded.shape[0] // block, block, padded.shape[1] // block, block)
 
 
 def from_tiles(tiles: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of as_tiles."""
+    """Return the inverse of `as_tiles`."""
     rows, columns = shape
     return tiles.reshape(tiles.shape[0] * tiles.shape[1], -1)[:rows, :columns].contiguous()

@@ -1,5 +1,6 @@
-"""HF safetensors checkpoint -> the parameters of this rank's megatron-core chunks, every tensor
-checked.
+"""HF safetensors checkpoint -> the parameters of this rank's megatron-core chunks.
+
+Every tensor is checked.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def load_hf(chunks: Iterable[GPTModel], path: Path, spec: ModelSpec, parallel: Parallel) -> None:
-    """Fill every parameter of `chunks` from the safetensors checkpoint at `path`, reading only what
-    this rank needs.
+    """Fill every parameter of `chunks` from the safetensors checkpoint at `path`.
 
-    Raises one CheckpointError that names the tensors that are missing, left over, of another shape,
-    not floating point or (those this rank reads) not finite; and for pickle checkpoints, which are
-    refused.  The chunks are then partly filled.
+    Only what this rank needs is read.  Raises one CheckpointError that names the tensors that are
+    missing, left over, of another shape, not floating point or (of those this rank reads) not
+    finite; and for pickle checkpoints, which are refused.  The chunks are then partly filled.
     """
     chunks = list(chunks)
     parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
@@ -37,6 +37,7 @@ def load_hf(chunks: Iterable[GPTModel], path: Path, spec: ModelSpec, parallel: P
         for name, parameter in parameters.items():
             entry = find_entry(name, spec).held_by(chunks)
             group = parallel.etp_group if entry.rule.is_expert else parallel.tp_group
+            # whole tensors: `to_mcore` cuts this rank's part from them
             tensors = [files.read(hf) for hf in entry.hf_names]
             not_finite += [
                 hf

@@ -1,5 +1,4 @@
-"""HF tensor names and layouts <-> megatron-core parameters, both directions, by the tables of
-weights/hf/rules.py.
+"""HF tensor names and layouts <-> megatron-core parameters, by the tables of weights/hf/rules.py.
 
 A megatron parameter has a canonical name, with GLOBAL layer and expert numbers; names of
 TransformerEngine's and of local layers are translated to it (weights/names.py).  Everything here is
@@ -36,11 +35,12 @@ class Entry:
     layer: int | None
     expert: int | None
     hf: tuple[tuple[str, tuple[int, ...]], ...]
-    """(HF name, HF shape)."""
+    """(HF name, HF shape) of each HF tensor that makes up the parameter."""
 
     def held_by(self, chunks: Iterable[GPTModel]) -> Entry:
-        """This entry as the layers of these chunks hold it: some tensors are sharded in local
-        layers only.
+        """Return this entry as the layers of these chunks have it.
+
+        Some tensors are sharded in local layers only.
         """
         if self.rule.te_kind is None or not any(is_te(chunk) for chunk in chunks):
             return self
@@ -52,8 +52,9 @@ class Entry:
 
 
 def entries(spec: ModelSpec) -> Iterator[Entry]:
-    """Every parameter of the model, in checkpoint order, without a tied output layer: that is the
-    embedding.
+    """Yield every parameter of the model, in checkpoint order.
+
+    A tied output layer is left out: it is the embedding.
     """
     moe = frozenset(spec.moe_layers)
     rules = _rules(spec)
@@ -72,7 +73,7 @@ def entries(spec: ModelSpec) -> Iterator[Entry]:
 
 
 def size_values(spec: ModelSpec) -> dict[str, int]:
-    """Values of the sizes in the tables of weights/hf/rules.py for this model."""
+    """Return the values of the sizes in the tables of weights/hf/rules.py for this model."""
     heads = spec.num_heads
     return {
         "1": 1,
@@ -95,16 +96,18 @@ def size_values(spec: ModelSpec) -> dict[str, int]:
 
 
 def find_entry(name: str, spec: ModelSpec) -> Entry:
-    """The entry with this canonical name; KeyError where the family's table has no rule for it."""
+    """Return the entry with this canonical name.
+
+    Raises KeyError where the family's table has no rule for it.
+    """
     for rule in _rules(spec):
+        # the rule's name with its numbers as groups
         pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(rule.mcore))
         if match := re.fullmatch(pattern, name):
-            entry = _entry(
-                rule, spec, **{key: int(number) for key, number in match.groupdict().items()}
-            )
-            if (
-                spec.tie_embeddings and name == "output_layer.weight"
-            ):  # a last pipeline stage has a copy of the embedding
+            numbers = {key: int(number) for key, number in match.groupdict().items()}
+            entry = _entry(rule, spec, **numbers)
+            if spec.tie_embeddings and name == "output_layer.weight":
+                # the last pipeline stage has a copy of the embedding
                 return replace(entry, hf=_entry(_rules(spec)[0], spec).hf)
             return entry
     raise KeyError(f"megatron parameter {name}: no rule for it in the table of {spec.architecture}")
@@ -113,20 +116,21 @@ def find_entry(name: str, spec: ModelSpec) -> Entry:
 def to_mcore(
     entry: Entry, tensors: Sequence[torch.Tensor], spec: ModelSpec, rank: int, size: int
 ) -> torch.Tensor:
-    """This tensor-parallel rank's shard of the megatron parameter, from the HF tensors of `entry`
-    in their order.
+    """Return this tensor-parallel rank's shard of the megatron parameter.
+
+    `tensors` are the HF tensors of `entry`, in their order.
     """
     kind = entry.rule.kind
     if kind == "qkv":  # core orders by key head, so that a shard has all heads of its groups
-        full = torch.cat([x.unflatten(0, (spec.num_kv_heads, -1)) for x in tensors], dim=1).flatten(
-            0, 1
-        )
-        return full.chunk(size)[rank]
+        by_head = [tensor.unflatten(0, (spec.num_kv_heads, -1)) for tensor in tensors]
+        return torch.cat(by_head, dim=1).flatten(0, 1).chunk(size)[rank]
+    # each rank has its part of gate, then its part of up
     if kind == "glu":
         return torch.cat([x.chunk(size)[rank] for x in tensors])
     (full,) = tensors
     if kind == "replicated":
         return full
+    # core pads the vocabulary to a multiple of the ranks
     if kind == "vocab" and (pad := -full.shape[0] % size):
         full = torch.cat([full, full.new_zeros(pad, full.shape[1])])
     return full.chunk(size, dim=1 if kind == "row" else 0)[rank]
@@ -135,9 +139,9 @@ def to_mcore(
 def to_hf(
     entry: Entry, shards: Sequence[torch.Tensor], spec: ModelSpec
 ) -> list[tuple[str, torch.Tensor]]:
-    """(HF name, contiguous HF tensor) pairs, from all tensor-parallel shards in rank order.
+    """Return (HF name, contiguous HF tensor) pairs, from all tensor-parallel shards in rank order.
 
-    Inverse of to_mcore.
+    It is the inverse of `to_mcore`.
     """
     kind = entry.rule.kind
     parts: Sequence[torch.Tensor]
@@ -157,7 +161,7 @@ def to_hf(
 
 
 def shard_shape(entry: Entry, size: int) -> tuple[int, ...]:
-    """Shape of one of `size` tensor-parallel shards of the megatron parameter."""
+    """Return the shape of one of `size` tensor-parallel shards of the megatron parameter."""
     columns = entry.hf[0][1][1:]
     rows = sum(shape[0] for _, shape in entry.hf)
     match entry.rule.kind:
@@ -174,51 +178,53 @@ def shard_shape(entry: Entry, size: int) -> tuple[int, ...]:
 def local_parameters(
     chunks: Iterable[GPTModel], spec: ModelSpec, ep_rank: int, ep_size: int
 ) -> dict[str, torch.Tensor]:
-    """Canonical name -> parameter of this rank's model chunks (bare, or wrapped in DDP /
-    Float16Module).
+    """Return canonical name -> parameter of this rank's model chunks.
 
-    Includes the buffers that the family's table names: in core, biases that select experts are not
-    parameters.
+    The chunks are bare, or wrapped in DDP / Float16Module.  The buffers that the family's table
+    names are included: in core, biases that select experts are not parameters.
     """
-    found: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
     # names of such buffers
-    kept = tuple(rule.mcore.rpartition(".")[2] for rule in _rules(spec) if rule.float32)
+    ends = tuple(rule.mcore.rpartition(".")[2] for rule in _rules(spec) if rule.float32)
     experts_before = spec.num_experts // ep_size * ep_rank
     for chunk in map(bare, chunks):
-        buffers = (item for item in chunk.named_buffers() if kept and item[0].endswith(kept))
+        buffers = (item for item in chunk.named_buffers() if ends and item[0].endswith(ends))
         for name, parameter in (*chunk.named_parameters(), *buffers):
-            found[canonical_name(name, chunk.decoder.layers, experts_before)] = parameter
-    return found
+            parameters[canonical_name(name, chunk.decoder.layers, experts_before)] = parameter
+    return parameters
 
 
 def bare(chunk: GPTModel) -> GPTModel:
-    """A chunk without the wrappers around it."""
+    """Return a chunk without the wrappers around it."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def is_te(chunk: GPTModel) -> bool:
-    """Whether the chunk has TransformerEngine's layers."""
+    """Return True where the chunk has TransformerEngine's layers."""
     return bool(bare(chunk).config.transformer_impl == "transformer_engine")
 
 
 def canonical_name(name: str, layers: Sequence[TransformerLayer], experts_before: int) -> str:
-    """`name` as in named_parameters() of a chunk -> canonical: global layer (from layer_number),
-    global expert.
+    """Return the canonical name of a parameter that named_parameters() of a chunk calls `name`.
+
+    It has the global layer (from layer_number) and the global expert.
     """
     match = re.match(r"decoder\.layers\.(\d+)(\..*)", name)
     if not match:
         return name
-    rest = canonical(_LOCAL_EXPERT.sub(r".mlp.experts.\2.weight\1", match[2]))
+    suffix = canonical(_LOCAL_EXPERT.sub(r".mlp.experts.\2.weight\1", match[2]))
     # names of experts end in their local number
-    rest = re.sub(r"(?<=\.weight)\d+$", lambda expert: str(int(expert[0]) + experts_before), rest)
+    suffix = re.sub(
+        r"(?<=\.weight)\d+$", lambda expert: str(int(expert[0]) + experts_before), suffix
+    )
     # layer_number counts from 1, over all pipeline stages
-    return f"decoder.layers.{layers[int(match[1])].layer_number - 1}{rest}"
+    return f"decoder.layers.{layers[int(match[1])].layer_number - 1}{suffix}"
 
 
 def _joined(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Concatenated; a single shard is not copied."""
+    """Concatenate the shards; a single one is not copied."""
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
 
 
@@ -237,7 +243,10 @@ def _applies(when: str, spec: ModelSpec) -> bool:
 
 
 def _is_in_layer(rule: Rule, is_moe: bool) -> bool:
-    """Dense layers have mlp.linear_fc*, MoE layers have a router and experts; the rest is in both."""
+    """Return True where a layer of this kind has the rule's parameter.
+
+    Dense layers have mlp.linear_fc*, MoE layers a router and experts; both have everything else.
+    """
     if ".mlp.linear_fc" in rule.mcore:
         return not is_moe
     return is_moe or ".mlp." not in rule.mcore

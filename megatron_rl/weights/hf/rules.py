@@ -1,13 +1,12 @@
-"""The weight tables: which HF tensors make up each megatron-core parameter, one table per model
-family, as data.
+"""The weight tables: which HF tensors make up each megatron-core parameter, as data.
 
-A table is composed of the parts below.  Loading, export, weight sync and conversion all read it.
-What a family computes is in models/families.py.
+There is one table for each model family, composed of the parts below.  Loading, export, weight sync
+and conversion all read it.  models/families.py has what a family computes.
 
-Sizes in the tables (weights.hf.mapping.sizes has their values): V vocabulary, H hidden, Q query
-heads x head_dim, K key heads x head_dim, D head_dim, F dense MLP, I expert MLP, S shared experts'
-MLP, E experts; of latent attention: QL and KL the ranks, KR = KL + rotary head, QM query heads x
-head, KVM heads x (key without position + value), OM heads x value head.
+Sizes in the tables (weights.hf.mapping.size_values has their values): V vocabulary, H hidden, Q
+query heads x head_dim, K key heads x head_dim, D head_dim, F dense MLP, I expert MLP, S shared
+experts' MLP, E experts.  Of latent attention: QL and KL the ranks, KR = KL + rotary head, QM query
+heads x head, KVM heads x (key without position + value), OM heads x value head.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ they travel together.
 
 @dataclass(frozen=True)
 class Rule:
+    """One megatron-core parameter, and the HF tensors that make it up."""
+
     mcore: str
     hf: tuple[tuple[str, str], ...]
     """(HF name, shape in the sizes above) of the one to three HF tensors that make up this
@@ -42,11 +43,13 @@ class Rule:
     """
     kind: Kind = "replicated"
     when: str = ""
-    """Only in models whose spec has this field set, or "not FIELD"; "": always."""
+    """The rule applies only to models whose spec has this field set, or to those without it for
+    "not FIELD"; "": to all.
+    """
     float32: bool = False
-    """Kept in float32 whatever the dtype of the model."""
+    """The parameter stays float32 whatever the dtype of the model."""
     te_kind: Kind | None = None
-    """In TransformerEngine's layers, where it is not `kind`."""
+    """Kind in TransformerEngine's layers, where it is not `kind`."""
 
     @property
     def is_expert(self) -> bool:
@@ -58,21 +61,22 @@ _ATTENTION, _MLP = _H + "self_attn.", _H + "mlp."
 
 
 def _attention(mcore: str, hf: str, shape: str, kind: Kind = "replicated", when: str = "") -> Rule:
-    """A weight of the attention layer that is one HF tensor."""
+    """Return the rule of a weight of the attention layer that is one HF tensor."""
     return Rule(
         f"{_M}self_attention.{mcore}.weight", ((f"{_ATTENTION}{hf}.weight", shape),), kind, when
     )
 
 
 def _down(mcore: str, hf: str, shape: str, when: str = "") -> Rule:
-    """A down-projection of latent attention: TransformerEngine's layers have all of it on every
-    tensor rank.
+    """Return the rule of a down-projection of latent attention.
+
+    TransformerEngine's layers have all of it on every tensor rank.
     """
     return replace(_attention(mcore, hf, shape, "column", when), te_kind="replicated")
 
 
 def _qkv(suffix: str, columns: str, when: str = "") -> Rule:
-    """Queries, keys and values: three HF tensors, one parameter."""
+    """Return the rule of queries, keys and values: three HF tensors, one parameter."""
     parts = (("q", "Q"), ("k", "K"), ("v", "K"))
     hf = tuple((f"{_ATTENTION}{part}_proj.{suffix}", rows + columns) for part, rows in parts)
     return Rule(f"{_M}self_attention.linear_qkv.{suffix}", hf, "qkv", when)
@@ -124,7 +128,7 @@ def experts(
     prefix: str = "mlp.experts",
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> tuple[Rule, ...]:
-    """Router and experts, under these HF names."""
+    """Return the rules of router and experts, under these HF names."""
     gate, up, down = parts
     expert = f"{_H}{prefix}.{{expert}}."
     return (
@@ -143,7 +147,7 @@ def experts(
 
 
 def shared_experts(name: str) -> tuple[Rule, ...]:
-    """Shared experts, under this HF name."""
+    """Return the rules of shared experts, under this HF name."""
     gate, up, down = (f"{_MLP}{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
     return (
         Rule(_M + "mlp.shared_experts.linear_fc1.weight", ((gate, "S H"), (up, "S H")), "glu"),

@@ -1,4 +1,4 @@
-"""A stream of HF tensors -> an HF checkpoint on disk, to which every source writes its own files."""
+"""A stream of HF tensors -> an HF checkpoint on disk; every source writes its own files."""
 
 from __future__ import annotations
 
@@ -30,17 +30,15 @@ def write_hf_checkpoint(
     *,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Exhaust `tensors` and write them as an HF checkpoint at `out_dir`, which all ranks must
-    reach.  Collective.
+    """Exhaust `tensors` and write them as an HF checkpoint at `out_dir`.  Collective.
 
-    config.json, tokenizer and every other file that holds no weights are copied from `source_dir`
-    unchanged.  The directory appears complete or not at all, replacing one that exists; files are
-    world-readable, since servers may run as another user.
-    max_shard_bytes: of a file, divided among the ranks of a machine, as each may hold one in host
-    memory. Raises CheckpointError where the names differ from the weights in `source_dir` (if it
-    has any).
+    All ranks must reach `out_dir`.  config.json, tokenizer and every other file that has no weights
+    are copied from `source_dir` unchanged.  The directory appears complete or not at all, replacing
+    one that exists.  Files are world-readable, since servers may run as another user.  The ranks of
+    a machine share `max_shard_bytes`, as each may have one file in host memory.  Raises
+    CheckpointError where the names differ from the weights in `source_dir` (if it has any).
     """
-    # decided on rank 0: the files must have the same tensors on every rank
+    # decided on rank 0, so that every rank numbers the files in the same way
     most_bytes = ranks.on_rank_0(
         lambda: max_shard_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), CheckpointError
     )
@@ -64,24 +62,24 @@ def make_temporary(out_dir: Path) -> Path:
 
 
 def write_files(stream: Iterator[HFTensor], folder: Path, most_bytes: int, rank: int) -> None:
-    """This rank's safetensors files, of at most `most_bytes` or one tensor; on rank 0 also the
-    index of all.
+    """Write this rank's safetensors files, each of at most `most_bytes` or one tensor.
+
+    Rank 0 also writes the index of all files.
     """
     files: dict[str, str] = {}
     total = 0
     try:
-        # in host memory at once: a file is larger than what a GPU has left
+        # tensors leave the GPU at once: a file is larger than what it has left
         on_host = (
-            each._replace(tensor=None if each.tensor is None else each.tensor.cpu())
-            for each in stream
+            tensor._replace(tensor=None if tensor.tensor is None else tensor.tensor.cpu())
+            for tensor in stream
         )
         for number, batch in enumerate(batches(on_host, most_bytes), 1):
             file = f"model-{number:05d}.safetensors"
-            if tensors := {
-                each.name: each.tensor for each in batch.tensors if each.tensor is not None
-            }:
-                save_file(tensors, folder / file, metadata={"format": "pt"})
-            files.update((each.name, file) for each in batch.tensors)
+            values = {item.name: item.tensor for item in batch.tensors if item.tensor is not None}
+            if values:
+                save_file(values, folder / file, metadata={"format": "pt"})
+            files.update((item.name, file) for item in batch.tensors)
             total += batch.num_bytes
     finally:
         drain(stream)  # the export is collective: a full disk of this rank must not stop the others
@@ -95,7 +93,7 @@ def drain(stream: Iterator[object]) -> None:
 
 
 def complete_checkpoint(temporary: Path, source_dir: Path, out_dir: Path) -> None:
-    """Check the files, add those without weights, replace `out_dir`."""
+    """Check the files, add those without weights, and replace `out_dir`."""
     _check_against_source(temporary, source_dir)  # before anything is replaced
     for file in companions(source_dir):
         shutil.copyfile(file, temporary / file.name)
@@ -106,14 +104,15 @@ def complete_checkpoint(temporary: Path, source_dir: Path, out_dir: Path) -> Non
 
 
 def _check_against_source(folder: Path, source_dir: Path) -> None:
-    """Exactly the original names must be written: a server skips a name that it does not know
-    without an error.
+    """Raise CheckpointError unless exactly the original names were written.
+
+    A server skips a name that it does not know without an error.
     """
     names = set(read_headers(folder))
     if not any(source_dir.glob("*.safetensors")):
         return
-    has = outline(source_dir)
-    expected = {name for name in read_headers(source_dir) if not is_left_out(name, has)}
+    model = outline(source_dir)
+    expected = {name for name in read_headers(source_dir) if not is_left_out(name, model)}
     if names != expected:
         first = min(names ^ expected)
         raise CheckpointError(
@@ -126,6 +125,7 @@ def _replace(temporary: Path, out_dir: Path) -> None:
         os.rename(temporary, out_dir)
         return
     # a directory cannot be renamed over another one that has files
+    # two renames: for a moment there is no directory, but never half a one
     aside = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.old.", dir=out_dir.parent))
     os.rename(out_dir, aside / "old")
     os.rename(temporary, out_dir)

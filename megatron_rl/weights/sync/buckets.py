@@ -1,10 +1,10 @@
-"""One process group of this process (rank 0 of it) and the SGLang workers, and buckets of tensors
-sent over it.
+"""Buckets of tensors, and the process group over which they are broadcast to the SGLang workers.
 
 Interface (SGLang's init_custom_process_group and FlattenedTensorBucket, up to 0.5.23): a TCP store
 on rank 0 with keys prefixed by the group's name.  SGLang receives from rank 0 of a group only, so
-each source of a push has a group of its own.  A bucket is the tensors' bytes end to end, in the
-order of the names, dtypes and shapes that go to the server as JSON.
+each source of a push has a group of its own, in which this process is rank 0.  A bucket is the
+tensors' bytes end to end, in the order of the names, dtypes and shapes that go to the server as
+JSON.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_rl.weights.sync.servers import Calls, Json, WeightPushError
 
 POLL_SECONDS = 0.001
 CONNECT_TIMEOUT_SECONDS = 120.0
-# send() must end a late broadcast first: torch's watchdog of nccl ends the process
 SPARE_SECONDS = 60.0
+"""Time beyond that of send() after which torch's watchdog of nccl would end the process."""
 GROUP_NUMBERS = itertools.count()  # torch needs a new name for every group of a process
 
 
@@ -35,10 +35,10 @@ class BroadcastError(WeightPushError):
 
 
 class Bucket:
-    """Tensors of one dtype, end to end in one flat uint8 tensor on `device`.  number: from 0, over
-    all sources of a push.
+    """Tensors of one dtype, end to end in one flat uint8 tensor on `device`.
 
-    They are cast and copied when the bucket is sent; until then they must not change.
+    `number` counts from 0 over all sources of a push.  The tensors are cast and copied when the
+    bucket is sent; until then they must not change.
     """
 
     def __init__(self, device: torch.device, number: int = 0) -> None:
@@ -51,7 +51,7 @@ class Bucket:
         self.num_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Append `tensor`, any layout; the bucket's dtype is that of its first tensor."""
+        """Append `tensor`, of any layout; the bucket's dtype is that of its first tensor."""
         assert not self.names or self.dtype == dtype, "every tensor must be aligned"
         self.dtype = dtype
         self.names.append(name)
@@ -60,42 +60,40 @@ class Bucket:
         self.num_bytes += tensor.numel() * dtype.itemsize
 
     def flat(self, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """uint8 [num_bytes], in `memory` if given.
+        """Return the bucket as uint8 [num_bytes], in `memory` if that is given.
 
-        Contiguous: gloo silently sends wrong bytes for anything else.
+        It is contiguous: gloo silently sends wrong bytes for anything else.
         """
-        flat = (
-            torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
-            if memory is None
-            else memory
-        )
-        # casts, too.  One call, not one for each of thousands of tensors
-        torch.cat([part.reshape(-1) for part in self.parts], out=flat.view(self.dtype))
-        return flat
+        if memory is None:
+            memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        # casts, too; one call, not one for each of thousands of tensors
+        torch.cat([part.reshape(-1) for part in self.parts], out=memory.view(self.dtype))
+        return memory
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Name -> contiguous CPU tensor in the bucket's dtype."""
+        """Return name -> contiguous CPU tensor in the bucket's dtype."""
         return {
             name: part.to("cpu", self.dtype).contiguous()
             for name, part in zip(self.names, self.parts, strict=True)
         }
 
     def describe(self) -> Json:
-        """Names, dtypes and shapes, in the order of the bytes."""
+        """Return names, dtypes and shapes in the order of the bytes."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {"names": self.names, "dtypes": [dtype] * len(self.names), "shapes": self.shapes}
 
 
 class BucketSender:
-    """Rank 0 of the group."""
+    """Rank 0 of a process group with the servers."""
 
     def __init__(self, group: dist.ProcessGroup, group_name: str) -> None:
         self.group = group
         self.group_name = group_name
 
     def send(self, flat: torch.Tensor, receivers: Calls, timeout: float) -> None:
-        """Broadcast a bucket; raise BroadcastError when a receiver's call fails first or after
-        `timeout` seconds.
+        """Broadcast a bucket.
+
+        Raises BroadcastError when a receiver's call fails first, or after `timeout` seconds.
         """
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -125,7 +123,10 @@ class BucketSender:
             raise BroadcastError(f"broadcast failed: {error}") from error
 
     def close(self, *, is_complete: bool = True) -> None:
-        """is_complete: every other rank ends the group, too; NCCL would wait for one that died."""
+        """End the group.
+
+        `is_complete` means that every other rank ends it, too; NCCL would wait for one that died.
+        """
         if is_complete:
             self.group.shutdown()
         else:
@@ -141,19 +142,19 @@ def connect(
     join: Callable[[Json], Calls],
     source: int = 0,
 ) -> BucketSender:
-    """Make the group.  `join(body)` starts the servers' /init_weights_update_group calls; `body`
-    lacks rank_offset.
+    """Make the group.
 
-    source: this process's rank in the job, for the name of the group: processes on two machines may
-    have the same id.
-    timeout: seconds that a broadcast may take; joining the group may take as long, but at most
-    CONNECT_TIMEOUT_SECONDS. The store listens only on the address from which the server at `url` is
-    reached.  Raises BroadcastError.
+    `join(body)` starts the servers' /init_weights_update_group calls; `body` lacks rank_offset.
+    `source` is this process's rank in the job, for the name of the group: processes on two machines
+    may have the same id.  `timeout` is the number of seconds that a broadcast may take; joining the
+    group may take as long, but at most CONNECT_TIMEOUT_SECONDS.  The store listens only on the
+    address from which the server at `url` is reached.  Raises BroadcastError.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=min(timeout, CONNECT_TIMEOUT_SECONDS))
     address = local_address(url)
     store, port = make_store(address, world_size, limit)
+    # servers know a group by its name alone
     name = f"megatron_rl_{source}_{os.getpid()}_{next(GROUP_NUMBERS)}"
     place = {"master_address": address, "master_port": port, "world_size": world_size}
     joining = join(place | {"group_name": name, "backend": backend})
@@ -181,21 +182,21 @@ def connect(
 
 
 def local_address(url: str) -> str:
-    """This machine's address as the server at `url` sees it."""
+    """Return this machine's address as the server at `url` sees it."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    family, kind, _, _, address = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[
-        0
-    ]
+    addresses = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)
+    family, kind, _, _, address = addresses[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # a datagram socket: nothing is sent
         return probe.getsockname()[0]
 
 
 def make_store(address: str, world_size: int, timeout: timedelta) -> tuple[dist.TCPStore, int]:
-    """A TCP store on a free port of `address` only; by default it would listen on every interface.
+    """Return a TCP store on a free port of `address` only, and the port.
 
-    Not torch's rendezvous(): under torchrun that returns torchrun's own store instead.
+    By default it would listen on every interface.  torch's rendezvous() does not serve: under
+    torchrun it returns torchrun's own store instead.
     """
     family, kind, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)

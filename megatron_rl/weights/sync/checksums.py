@@ -1,13 +1,13 @@
-"""After a weight sync: does every server hold, tensor by tensor, what the trainer exported?
+"""Checks after a weight sync that every server has, tensor by tensor, what the trainer exported.
 
 SGLang's /weights_checker (source of 0.5.21) returns, for each rank, name -> first 16 hex digits of
 the sha256 of the tensor's bytes, as long as it runs on the CPU.  Its tensors are fused: q, k and v;
 gate and up; all experts of a layer.  The same tensors are hashed on rank 0 while a second export
 streams by, part after part in the server's order, so none is ever built.
 
-Compared: every tensor of a server with one rank; of one with several only those that each rank has
-as a whole (routers, norms).  A server on a GPU hashes in another way, so servers are then compared
-with each other.
+Every tensor of a server with one rank is compared; of a server with several ranks only those that
+each rank has as a whole (routers, norms).  A server on a GPU hashes in another way, so such servers
+are compared with one another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FUSED = {
     "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0),
     "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1),
 }  # fmt: skip
-"""HF's name of a module -> SGLang's, and the place of its rows there."""
+"""HF's name of a module -> SGLang's, and the place of its rows in that."""
 WHOLE_ON_EVERY_RANK = re.compile(
     r"norm|\.gate\.|e_score_correction_bias|_with_mqa|shared_expert_gate"
 )
@@ -46,35 +46,39 @@ SHOWN = 5
 
 
 class ExportDigests:
-    """Hashes of the tensors that a server makes of an export.  names: all that the export has."""
+    """Hashes of the tensors that a server makes of an export."""
 
     def __init__(self, names: Iterable[str]) -> None:
+        """Plan the hashes; `names` are all tensors of the export."""
         places = {name: served_place(name) for name in names}
         self.parts: dict[str, list[str]] = {}
         """Server's name -> the HF tensors in it, in order."""
-        for name in sorted(places, key=lambda each: places[each]):
+        for name in sorted(places, key=lambda name: places[name]):
             self.parts.setdefault(places[name][0], []).append(name)
+        fused_modules = tuple(fused for fused, _ in FUSED.values())
         for served, parts in list(self.parts.items()):
-            if len(parts) == 1 and served.rpartition(".")[0].endswith(
-                tuple(fused for fused, _ in FUSED.values())
-            ):
+            if len(parts) == 1 and served.rpartition(".")[0].endswith(fused_modules):
                 # latent attention has a q_proj without k and v
                 self.parts[parts[0]] = self.parts.pop(served)
         self.served = {name: served for served, parts in self.parts.items() for name in parts}
         self.hashes = {served: hashlib.sha256() for served in self.parts}
         self.missing = {served: list(parts) for served, parts in self.parts.items()}
         self.waiting: dict[str, torch.Tensor] = {}
+        """Tensors that came before their turn."""
         self.filled_up: set[str] = set()
+        """Server's names of the tensors that servers fill up with zeros."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """tensor: in the dtype of the servers, any layout.
+        """Hash a tensor, of any layout, in the dtype of the servers.
 
         One that comes before its turn is kept until then, on the host.
         """
         self.waiting[name] = tensor.detach().to("cpu")
         served = self.served[name]
-        if (found := HIDDEN_UNITS.search(name)) and tensor.shape[0 if found[1] else -1] % UNITS:
+        hidden = HIDDEN_UNITS.search(name)
+        if hidden and tensor.shape[0 if hidden[1] else -1] % UNITS:
             self.filled_up.add(served)
+        # a sha256 needs the parts in the server's order
         missing = self.missing[served]
         while missing and missing[0] in self.waiting:
             part = self.waiting.pop(missing.pop(0)).contiguous()
@@ -83,26 +87,27 @@ class ExportDigests:
                 self.hashes[served].update(bytes(-len(part) % ROWS * part[0].nbytes))
 
     def digests(self) -> dict[str, str]:
-        """Server's name -> checksum, of the tensors that are complete and that servers do not fill
-        up.
+        """Return server's name -> checksum.
+
+        Tensors that are not complete, or that servers fill up, are left out.
         """
         return {
-            served: found.hexdigest()[:HEX_DIGITS]
-            for served, found in self.hashes.items()
+            served: digest.hexdigest()[:HEX_DIGITS]
+            for served, digest in self.hashes.items()
             if not self.missing[served] and served not in self.filled_up
         }
 
 
 def served_place(name: str) -> tuple[str, int]:
-    """(the server's name of the tensor that holds this HF tensor, its place in it)."""
-    if found := EXPERT.fullmatch(name):
-        prefix, expert, part = found.groups()
+    """Return the server's name of the tensor that contains this HF tensor, and its place in it."""
+    if match := EXPERT.fullmatch(name):
+        prefix, expert, part = match.groups()
         if part in ("down_proj", "w2"):
             return f"{prefix}.w2_weight", int(expert)
         return f"{prefix}.w13_weight", 2 * int(expert) + (part in ("up_proj", "w3"))
     module, _, suffix = name.rpartition(".")
-    parent, _, own = module.rpartition(".")
-    fused, place = FUSED.get(own, (own, 0))
+    parent, _, last = module.rpartition(".")
+    fused, place = FUSED.get(last, (last, 0))
     return ".".join(filter(None, (parent, fused, suffix))), place
 
 
@@ -113,20 +118,22 @@ class Verifier:
         self.logged: set[str] = set()
 
     def any_on_cpu(self, servers: Servers) -> bool:
-        """Whether an export must be hashed: servers on GPUs are compared with one another."""
+        """Return True where an export must be hashed.
+
+        Servers on GPUs are compared with one another.
+        """
         return "cpu" in servers.each(lambda url: self._device(servers, url))
 
     def verify(self, servers: Servers, digests: ExportDigests | None, version: int) -> int:
-        """The number of tensors found equal, over all servers.  Raises WeightPushError for those
-        that are not.
+        """Return the number of equal tensors over all servers.
 
-        digests: of the export; None where no server is on the CPU.
+        `digests` are those of the export, or None where no server is on the CPU.  Raises
+        WeightPushError for tensors that differ.
         """
         ours, compared = {} if digests is None else digests.digests(), 0
         on_gpus: dict[str, list[dict[str, str]]] = {}
-        for url, (device, ranks) in zip(
-            servers.urls, servers.each(lambda url: self._ask(servers, url)), strict=True
-        ):
+        answers = servers.each(lambda url: self._ask(servers, url))
+        for url, (device, ranks) in zip(servers.urls, answers, strict=True):
             if not ranks:
                 continue
             if digests is None or device != "cpu":
@@ -136,8 +143,9 @@ class Verifier:
         return compared + self._compare_servers(on_gpus, version)
 
     def _ask(self, servers: Servers, url: str) -> tuple[str, list[dict[str, str]]]:
-        """(device of the server, name -> checksum for each of its ranks); no ranks where it has no
-        checksums.
+        """Return the server's device, and name -> checksum of each of its ranks.
+
+        There are no ranks where the server has no checksums.
         """
         device = self._device(servers, url)
         response = servers.request(
@@ -164,14 +172,19 @@ class Verifier:
         parts: Mapping[str, Sequence[str]],
         version: int,
     ) -> int:
+        """Return the number of this server's tensors that equal the export's.
+
+        Raises WeightPushError where one differs, or where none can be compared.
+        """
         comparable = {name for name in ours if len(ranks) == 1 or WHOLE_ON_EVERY_RANK.search(name)}
-        comparable &= set().union(*ranks)
+        # names that any rank has
+        served = set().union(*ranks)
+        comparable &= served
         if not comparable:
             raise WeightPushError(
-                f"server {url}: of its {len(set().union(*ranks))} tensors none can be compared with"
-                " the trainer's export, as all have other names:"
-                f" {shown_names(sorted(set().union(*ranks)))}; to run without, set"
-                " rollout.verify_push = version"
+                f"server {url}: of its {len(served)} tensors none can be compared with the"
+                f" trainer's export, as all have other names: {shown_names(sorted(served))}; to"
+                " run without, set rollout.verify_push = version"
             )
         wrong = sorted(
             {name for rank in ranks for name in comparable if rank.get(name) != ours[name]}
@@ -184,7 +197,7 @@ class Verifier:
                 " must load what it gets unchanged: look for quantisation in its settings, and for"
                 " errors in its log"
             )
-        left = sorted(set().union(*ranks).symmetric_difference(ours) | (set(ours) - comparable))
+        left = sorted(served.symmetric_difference(ours) | (set(ours) - comparable))
         if left:
             self._log(
                 f"{url}: {len(comparable)} tensors verified, {len(left)} not comparable:"
@@ -193,28 +206,29 @@ class Verifier:
         return len(comparable)
 
     def _compare_servers(
-        self, found: Mapping[str, Sequence[Mapping[str, str]]], version: int
+        self, on_gpus: Mapping[str, Sequence[Mapping[str, str]]], version: int
     ) -> int:
-        """Servers on GPUs with one another: those with as many ranks must have the same checksums."""
+        """Return the number of equal tensors of servers on GPUs.
+
+        Servers with the same number of ranks must have the same checksums.
+        """
         first: dict[int, str] = {}
         compared = 0
-        for url, ranks in found.items():
+        for url, ranks in on_gpus.items():
             if (other := first.setdefault(len(ranks), url)) == url:
                 self._log(
                     f"{url}: on a GPU checksums are compared between servers only, not with the"
                     " trainer's export"
                 )
                 continue
-            for mine, theirs in zip(ranks, found[other], strict=True):
-                if wrong := sorted(
-                    name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)
-                ):
+            for one, two in zip(ranks, on_gpus[other], strict=True):
+                if wrong := sorted(name for name in {*one, *two} if one.get(name) != two.get(name)):
                     raise WeightPushError(
                         f"servers {url} and {other} hold other weights after version {version}:"
                         f" {len(wrong)} tensors have another checksum: {shown_names(wrong)}; one of"
                         " them loaded what it got wrongly: restart both"
                     )
-                compared += len(mine)
+                compared += len(one)
         return compared
 
     def _log(self, line: str) -> None:

@@ -1,12 +1,13 @@
-"""Buckets passed by reference to servers on this machine: CUDA-IPC handles of GPU memory, or names
-of shared memory.
+"""Buckets passed by reference to servers on this machine.
 
-Interface (SGLang 0.5.21, /update_weights_from_tensor with load_format flattened_bucket): for each
-tensor-parallel rank a base64 pickle of {"flattened_tensor": uint8, "metadata": [name, shape, dtype,
-start_idx, end_idx, numel in bytes]}, in which torch's own reductions represent the tensor.  We
-write pickles and read none; SGLang reads them with a list of allowed names, which includes
-types.SimpleNamespace, so nothing of SGLang has to be imported here. Every rank gets its own pickle:
-torch counts each pickled reference until a process has opened it.
+A reference is a CUDA-IPC handle of GPU memory, or the name of shared memory.  Interface (SGLang
+0.5.21, /update_weights_from_tensor with load_format flattened_bucket): for each tensor-parallel
+rank a base64 pickle of {"flattened_tensor": uint8, "metadata": [name, shape, dtype, start_idx,
+end_idx, numel in bytes]}, in which torch's own reductions represent the tensor.
+
+We write pickles and read none; SGLang reads them with a list of allowed names.  The list includes
+types.SimpleNamespace, so nothing of SGLang has to be imported here.  Every rank gets its own
+pickle: torch counts each pickled reference until a process has opened it.
 """
 
 from __future__ import annotations
@@ -27,19 +28,16 @@ from torch.multiprocessing import reductions
 
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.servers import Calls, Servers, WeightPushError
-from megatron_rl.weights.sync.transports import Targets, Transport, Turn
+from megatron_rl.weights.sync.transports import Places, Targets, Transport, Turn
 
-Places = Callable[[str], Sequence[torch.device]]
-"""URL of a server -> the GPU of each of its tensor-parallel ranks, as this process numbers them."""
 SHARED_MEMORY = "/dev/shm"
 STORAGE_DEVICE = 6  # the argument of torch's rebuild_cuda_tensor that SGLang takes as a GPU's uuid
 
 
 class Colocated(Transport):
-    """One bucket of each source at a time is in memory that both sides map; the servers copy from
-    it.
+    """One bucket of each source at a time, in memory that both sides map; the servers copy from it.
 
-    A server sees its own GPUs alone, so every GPU of `places` gets a copy of the bucket, from its
+    A server sees its own GPUs alone.  So every GPU of `places` gets a copy of the bucket from its
     source, which sees all.
     """
 
@@ -48,7 +46,7 @@ class Colocated(Transport):
         self.places = places
         self.targets: Targets = []
         self.shared: dict[torch.device, Tensor] = {}
-        """The bucket that the servers load, on each of these."""
+        """Device -> the bucket that the servers load, in its memory."""
 
     def open(self, servers: Servers, version: int) -> Targets:
         check_local(servers.urls)
@@ -56,6 +54,7 @@ class Colocated(Transport):
         targets = [
             list(self._places(url, size)) for url, size in zip(servers.urls, sizes, strict=True)
         ]
+        # last: a server in a session would keep it if a check failed
         super().open(servers, version)
         return targets
 
@@ -66,7 +65,7 @@ class Colocated(Transport):
         shared = self.shared
         shared.clear()  # freed before the next one is allocated
         flat = bucket.flat(shared_memory(bucket.num_bytes, self.device))
-        for place in {each for server in self.targets for each in server}:
+        for place in {device for server in self.targets for device in server}:
             is_here = place == self.device
             shared[place] = flat if is_here else shared_memory(bucket.num_bytes, place).copy_(flat)
         for place in shared:
@@ -76,7 +75,7 @@ class Colocated(Transport):
             [reference(shared[place], bucket) for place in server] for server in self.targets
         ]
         common = {"load_format": "flattened_bucket", "flush_cache": False}
-        bodies = [common | {"serialized_named_tensors": each} for each in references]
+        bodies = [common | {"serialized_named_tensors": of_server} for of_server in references]
         return servers.start_posts("/update_weights_from_tensor", bodies) if turn() else []
 
     def sent(self) -> None:
@@ -85,7 +84,7 @@ class Colocated(Transport):
             torch.cuda.ipc_collect()  # frees memory whose handles the servers have closed
 
     def _places(self, url: str, num_ranks: int) -> Sequence[torch.device]:
-        """Of each rank of this server.
+        """Return the device of each rank of this server.
 
         Raises WeightPushError where it has another number of ranks than GPUs.
         """
@@ -102,8 +101,9 @@ class Colocated(Transport):
 
 
 def check_local(urls: Sequence[str]) -> None:
-    """Raise WeightPushError for a server that may be on another machine, where a reference to
-    memory means nothing.
+    """Raise WeightPushError for a server that may be on another machine.
+
+    There a reference to memory means nothing.
     """
     for url in urls:
         host = urlsplit(url).hostname or ""
@@ -126,8 +126,11 @@ def is_address(host: str) -> bool:
 
 
 def shared_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_bytes] that other processes can map: any memory of a GPU, or a file in /dev/shm
-    that is removed with its last mapping."""
+    """Return uint8 [num_bytes] that other processes can map.
+
+    On a GPU that is any memory; on the CPU a file in /dev/shm that is removed with its last
+    mapping.
+    """
     if device.type == "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     try:
@@ -145,14 +148,16 @@ def shared_memory(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def reference(flat: Tensor, bucket: Bucket) -> str:
-    """Base64 pickle from which one rank of a server makes the bucket's tensors, in the memory of
-    `flat`.
+    """Return a base64 pickle that refers to the bucket's tensors in the memory of `flat`.
+
+    One rank of a server makes the tensors from it.
     """
     metadata, start = [], 0
     for name, shape in zip(bucket.names, bucket.shapes, strict=True):
         stop = start + torch.Size(shape).numel() * bucket.dtype.itemsize
-        each = {"name": name, "shape": tuple(shape), "dtype": bucket.dtype}
-        metadata.append(SimpleNamespace(**each, start_idx=start, end_idx=stop, numel=stop - start))
+        tensor = {"name": name, "shape": tuple(shape), "dtype": bucket.dtype}
+        span = {"start_idx": start, "end_idx": stop, "numel": stop - start}
+        metadata.append(SimpleNamespace(**tensor, **span))
         start = stop
     buffer = io.BytesIO()
     with shared_by_name():
@@ -161,8 +166,9 @@ def reference(flat: Tensor, bucket: Bucket) -> str:
 
 
 class ReferencePickler(ForkingPickler):
-    """torch's pickler of references, with the GPU's uuid: each process numbers the GPUs that it
-    sees.
+    """torch's pickler of references, with the GPU's uuid instead of its number.
+
+    Each process numbers the GPUs that it sees.
     """
 
     def reducer_override(self, value: object) -> tuple[Callable[..., object], tuple[object, ...]]:
@@ -175,8 +181,9 @@ class ReferencePickler(ForkingPickler):
 
 @contextmanager
 def shared_by_name() -> Iterator[None]:
-    """Share CPU memory under a name: torch's default, an open file, works only between parent and
-    child.
+    """Share CPU memory under a name.
+
+    torch's default, an open file, works only between parent and child.
     """
     before = multiprocessing.get_sharing_strategy()
     multiprocessing.set_sharing_strategy("file_system")

@@ -1,59 +1,59 @@
-"""Push new weights to the SGLang servers: pause, flush, send, set the version, confirm it
-everywhere, continue.
+"""Push new weights to the SGLang servers.
 
 Every rank takes part: rank 0 calls the servers, and each source sends the tensors that it has
-(weights/hf/export.py), so none is gathered on rank 0.  SGLang is never imported.  This order never
-serves stale or half-updated weights:
+(weights/hf/export.py), so none is gathered on rank 0.  SGLang is never imported.  Rank 0 keeps this
+order, in which no server ever serves stale or half-updated weights:
 
-    pause_generation(abort) -> flush_cache until it is accepted -> version "updating to N" -> every source sends
-    -> all have, still "updating to N" [-> checksums] -> still so -> version N -> confirm -> continue
+    1. pause_generation (abort), and flush_cache until every server accepts it
+    2. set the version "updating to N"
+    3. every source sends its tensors, in buckets
+    4. check that every server still reports "updating to N", compare checksums if that is due,
+       check the version again
+    5. set version N, confirm it on every server, continue_generation
 
-Where requests are kept (rollout.weight_update = in_place), it pauses with mode in_place and flushes
-nothing: the client's requests then name the version whose entries of the prefix cache they may find
-(rollout/client/request.py).
+Where requests are kept (rollout.weight_update = in_place), step 1 pauses with mode in_place and
+flushes nothing.  The client's requests then name the version whose entries of the prefix cache they
+may use (rollout/client/request.py).
 
 A server refuses a flush while a finished request still counts as running.  Without the flush,
 key-values and expert ids of the OLD weights would stay for every cached prefix; letting the update
-flush (flush_cache = true) kills servers up to 0.5.21. After a failure the servers stay paused,
-under a version that no sample may have: no process trains on half-updated weights. The next push
-repairs them: it sends every tensor.
+flush (flush_cache = true) kills servers up to 0.5.21.  After a failure the servers stay paused,
+under a version that no sample may have: no process trains on half-updated weights.  The next push
+repairs them, because it sends every tensor.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 from uuid import uuid4
 
 import torch
 
-from megatron_rl.config.sglang_settings import Values
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.weights.hf.export import Batch, HFTensor, batches, on_rank_0
-from megatron_rl.weights.hf.files import DTYPES, is_left_out, outline, read_headers
 from megatron_rl.weights.hf.fp8 import round_to_fp8
 from megatron_rl.weights.hf.write import drain
+from megatron_rl.weights.sync.bucket_order import BucketOrder
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.checksums import ExportDigests, Verifier
-from megatron_rl.weights.sync.colocated import Colocated, Places
+from megatron_rl.weights.sync.colocated import Colocated
+from megatron_rl.weights.sync.push_records import Opened, PushReport, Sent
+from megatron_rl.weights.sync.pushed_weights import PushedWeights, checked_stream, expected_tensors
 from megatron_rl.weights.sync.servers import (
     MEMORY_TAGS,
     Json,
+    ServerAccess,
     Servers,
     WeightPushError,
     check_unchanged,
     start_of,
 )
-from megatron_rl.weights.sync.transports import Disk, Distributed, Targets, Transport
-from megatron_rl.weights.sync.turns import Turns
+from megatron_rl.weights.sync.transports import Disk, Distributed, Transport, TransportSettings
 from megatron_rl.weights.version import updating, version_name
 
 __all__ = ["PushReport", "WeightPushError", "WeightPusher"]
@@ -61,93 +61,55 @@ __all__ = ["PushReport", "WeightPushError", "WeightPusher"]
 logger = logging.getLogger(__name__)
 
 PATIENCE = 3
-"""Times the limit of one call: joining a group, a broadcast and its loading are three."""
-Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""HF name -> (shape, dtype to send)."""
+"""Times the limit of one call that a source waits for the others.
 
-
-@dataclass(frozen=True)
-class PushReport:
-    """seconds: from pause to continue; num_bytes: of one copy, not per server; refused_flushes: see
-    the module docstring;
-    sent_bytes: of num_bytes, by each rank; verified: tensors whose checksums were compared, over
-    all servers, None if this push was not verified."""
-
-    seconds: float
-    num_bytes: int
-    num_buckets: int
-    refused_flushes: int
-    sent_bytes: tuple[int, ...]
-    verified: int | None = None
+Joining a group, a broadcast and its loading are three calls.
+"""
 
 
 class WeightPusher:
-    """Sends streams of HF tensors to the servers at `urls`: one object on every rank, see each
-    method for who calls it.
+    """Sends streams of HF tensors to the servers: one object on every rank.
 
-    checkpoint  HF directory the servers were started on: names, shapes and stored dtypes every push
-                must match (SGLang skips an unknown name, and keeps an old tensor, without an error)
-    dtype       what the servers run in; tensors that the checkpoint stores in another dtype than
-                most keep theirs
-    transport   "distributed": one broadcast per bucket; "disk": safetensors in `disk_dir`, which
-                the servers can read; "colocated": memory that servers on this machine map
-    ranks       of the job; by default one
-    run         name of the run in the versions that servers report (weights/version.py)
-    device      where buckets are built: cpu broadcasts over gloo and shares host memory, cuda over
-                nccl and CUDA-IPC handles
-    places      of "colocated", on rank 0: URL -> the GPU of each of that server's ranks; by default
-                `device` for all
-    settings    URL -> the server's settings when it was checked, which must not have changed at a
-                later push; None: not compared
-    verify_every  n: the first push to a set of servers, every n-th one, and the first one after a
-                  server was started again
-                compare checksums (checksums.py); 0: none does
-    fp8_keep    None: weights are not rounded; else rounded to FP8 and back, except names that match
-                these patterns
+    Each method says which ranks call it.
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
+        access: ServerAccess,
+        weights: PushedWeights,
+        sending: TransportSettings,
         *,
-        checkpoint: Path,
-        dtype: torch.dtype,
-        transport: Literal["distributed", "disk", "colocated"],
-        bucket_mb: int,
-        device: torch.device,
-        timeout_seconds: float,
-        disk_dir: Path,
-        headers: dict[str, str] | None = None,
-        settings: Mapping[str, Values] | None = None,
         verify_every: int = 0,
-        fp8_keep: Sequence[str] | None = None,
-        places: Places | None = None,
         ranks: Ranks | None = None,
         run: str = "",
     ) -> None:
+        """Read which tensors to push; nothing is sent yet.
+
+        With `verify_every` = n > 0, three kinds of pushes compare checksums (checksums.py): the
+        first one to a set of servers, every n-th one, and the first one after a server was started
+        again.  `ranks` are those of the job, by default one.  `run` is the name of the run in the
+        versions that servers report (weights/version.py).
+        """
         self.ranks, self.run = ranks or Ranks(), run
-        self.servers = Servers(urls, headers or {}, timeout_seconds)
-        self.checkpoint = checkpoint
-        self.expected = expected_tensors(checkpoint, dtype)
-        self.bucket_bytes = bucket_mb * 2**20
-        self.device = device
-        self.disk_dir = disk_dir
-        self.fp8_keep = fp8_keep
+        self.servers = Servers(access.urls, dict(access.headers), access.timeout_seconds)
+        self.weights = weights
+        self.expected = expected_tensors(weights.checkpoint, weights.dtype)
+        self.bucket_bytes = sending.bucket_mb * 2**20
+        self.device = sending.device
         self.verify_every = verify_every
-        self.unverified = 0  # pushes since the last one that was verified, 0: the next one is
+        self.unverified = 0
+        """Pushes since the last verified one; 0: the next push is verified."""
         self.verifier = Verifier()
         self.settings = (
-            None if settings is None else {url.rstrip("/"): each for url, each in settings.items()}
+            None
+            if access.settings is None
+            else {url.rstrip("/"): values for url, values in access.settings.items()}
         )
         self.starts: dict[str, Json] = {}
-        """URL -> what tells a start of this server from others, at the last push."""
-        makers: dict[str, Callable[[], Transport]] = {
-            "distributed": lambda: Distributed(device, self.ranks),
-            "disk": lambda: Disk(checkpoint, disk_dir),
-            "colocated": lambda: Colocated(device, places),
-        }
-        self.transport = makers[transport]()
+        """URL -> what tells one start of this server from another, at the last push."""
+        self.transport = make_transport(sending, weights, self.ranks)
         self.released: dict[str, set[str]] = {tag: set() for tag in MEMORY_TAGS}
+        """Kind of memory -> URLs of the servers that have released it."""
 
     def push(
         self,
@@ -157,38 +119,35 @@ class WeightPusher:
         serve: bool = True,
         keep_requests: bool = False,
     ) -> PushReport:
-        """Replace every weight of every server by the tensors of export() (any order, dtype or
-        layout).  Collective.
+        """Replace every weight of every server by the tensors of export().  Collective.
 
-        Each source sends its own.  On return all of them have, every server is running again and
-        reports weight version `version`; with serve = False not before `serve`.  Raises
-        WeightPushError on every rank; export() is exhausted even then, as a collective one must be.
-        keep_requests: requests in progress continue with the new weights, over keys and values of
-        the old ones; prefix caches keep theirs, too.
+        The tensors may come in any order, dtype and layout; each source sends its own.  On return
+        every server has all of them, runs again and reports weight version `version`; with serve =
+        False only after `serve`.  With `keep_requests`, requests in progress continue with the new
+        weights over keys and values of the old ones, and prefix caches keep theirs.  Raises
+        WeightPushError on every rank; export() is exhausted even then, because it is collective.
         """
         start = time.monotonic()
         opened = self.ranks.on_rank_0(lambda: self._open(version, keep_requests), WeightPushError)
         if opened.restarted:
-            self.transport.leave(
-                self.servers, [url for url in self.servers.urls if url not in opened.restarted]
-            )
+            others = [url for url in self.servers.urls if url not in opened.restarted]
+            self.transport.leave(self.servers, others)
         self.transport.join(opened.targets)
-        turns = Turns(self.ranks.store, opened.name, PATIENCE * self.servers.timeout)
+        order = BucketOrder(self.ranks.store, opened.name, PATIENCE * self.servers.timeout)
         sent = Sent()
         sent_bytes = self.ranks.together(
-            lambda: self._send(export, version, turns, sent), WeightPushError
+            lambda: self._send(export, version, order, sent), WeightPushError
         )
         if self.ranks.rank == 0:
-            turns.close()
+            order.close()
         digests = self._digests(export) if opened.hashes else None
 
         def finish() -> int | None:
             self._check_alone(version)
             self.transport.finish(self.servers, version, sent.numbers, sent.num_bytes)
-            # before any sample can have the version
-            verified = (
-                self.verifier.verify(self.servers, digests, version) if opened.is_due else None
-            )
+            verified = None
+            if opened.is_due:  # before any sample can have the version
+                verified = self.verifier.verify(self.servers, digests, version)
             self.unverified = (self.unverified + 1) % max(1, self.verify_every)
             if serve:
                 self.serve(version)
@@ -201,20 +160,20 @@ class WeightPusher:
         )
 
     def serve(self, version: int) -> None:
-        """After a push, on rank 0: the servers get memory for caches, report `version`, continue.
+        """Let the servers serve the new weights, after a push.  Called on rank 0.
 
-        Raises WeightPushError.
+        They allocate their caches, report `version` and continue.  Raises WeightPushError.
         """
         self._check_alone(version)
+        # only after the weights, to keep the peak of memory low
         self._resume_memory("kv_cache")
         self.servers.set_version(version_name(version, self.run))
         self.servers.post("/continue_generation", {})
 
     def release_memory(self) -> None:
-        """On rank 0: let the servers free their GPU memory until the next push, which resumes it;
-        meanwhile they serve nothing.
+        """Let the servers free their GPU memory until the next push.  Called on rank 0.
 
-        They need --enable-memory-saver.
+        Meanwhile they serve nothing.  They need --enable-memory-saver.
         """
         self._pause()
         self.servers.post("/release_memory_occupation", {"tags": list(MEMORY_TAGS)})
@@ -235,42 +194,41 @@ class WeightPusher:
         self.servers = Servers(urls, self.servers.headers, self.servers.timeout)
 
     def close(self) -> None:
-        """Leave the servers, which keep what they have, and remove the last weights on disk."""
+        """Leave the servers, which keep their weights, and remove the last weights on disk."""
         self.transport.leave(self.servers, self.servers.urls)
         self.servers.close()
         self.transport.close()
 
     def _check_servers(self) -> frozenset[str]:
-        """Raise WeightPushError for a server whose settings changed; returns those that were
-        started again.
+        """Return the servers that were started again; raise WeightPushError where settings changed.
 
-        One at the same address as before is no longer in the transport's groups, and is to be
-        verified.
+        A server that was started again at its old address is no longer in the transport's groups,
+        and must be verified.
         """
         infos = dict(zip(self.servers.urls, self.servers.each(self.servers.info), strict=True))
         if self.settings is not None:
             for url, info in infos.items():
                 check_unchanged(url, info, self.settings)
         starts = {url: start_of(info) for url, info in infos.items()}
-        if restarted := {
-            url for url, start in starts.items() if start != self.starts.get(url, start)
-        }:
-            logger.warning(
-                "started again since the last weight sync: %s", ", ".join(sorted(restarted))
-            )
+        restarted = {url for url, start in starts.items() if start != self.starts.get(url, start)}
+        if restarted:
+            names = ", ".join(sorted(restarted))
+            logger.warning("started again since the last weight sync: %s", names)
             self.unverified = 0
         self.starts = starts
         return frozenset(restarted)
 
     def _open(self, version: int, keep_requests: bool) -> Opened:
-        """On rank 0: pause, flush, check the servers, and let them take weights."""
+        """Pause, flush and check the servers on rank 0, and let them take weights."""
         if keep_requests:
             self.servers.post("/pause_generation", {"mode": "in_place"})
         refused = 0 if keep_requests else self._pause()
         restarted = self._check_servers()
         # before the weights arrive; the cache only after them, to keep the peak low
         self._resume_memory("weights")
+        # no token may carry the old or the new version from here on
         self.servers.set_version(updating(version_name(version, self.run)))
+        # hashing costs a second export, so not every push is verified
         is_due = bool(self.verify_every) and self.unverified == 0
         hashes = is_due and self.verifier.any_on_cpu(self.servers)
         targets = self.transport.open(self.servers, version)
@@ -279,8 +237,8 @@ class WeightPusher:
     def _check_alone(self, version: int) -> None:
         """Raise WeightPushError where another run pushes to a server, too.
 
-        Then it has tensors of both, so it gets a version that is neither's: the other run finds
-        that here, or in its samples.
+        That server has tensors of both runs.  It gets a version that is neither's, so that the
+        other run notices it here, or in its samples.
         """
         name = version_name(version, self.run)
         try:
@@ -291,27 +249,31 @@ class WeightPusher:
             raise
 
     def _send(
-        self, export: Callable[[], Iterable[HFTensor]], version: int, turns: Turns, sent: Sent
+        self, export: Callable[[], Iterable[HFTensor]], version: int, order: BucketOrder, sent: Sent
     ) -> int:
-        """Send this rank's buckets; returns their bytes.  `sent` gets what all sources send."""
+        """Send this rank's buckets and return their bytes.
+
+        `sent` counts the buckets of all sources.
+        """
         stream = iter(export())
         loading: Future[None] | None = None
         num_bytes = 0
         try:
-            tensors = checked_stream(stream, self.expected, self.checkpoint)
+            tensors = checked_stream(stream, self.expected, self.weights.checkpoint)
+            # every rank sees the batches of all sources, and so numbers them in the same way
             for number, batch in enumerate(batches(tensors, self.bucket_bytes, of_one_dtype=True)):
                 sent.add(number, batch)
                 if batch.source != self.ranks.rank:
                     continue
                 if loading is not None:
-                    loading.result()
-                loading = self._start(self._bucket(number, batch), version, turns)
+                    loading.result()  # the servers read one bucket of a source at a time
+                loading = self._start(self._bucket(number, batch), version, order)
                 num_bytes += batch.num_bytes
             if loading is not None:
                 loading.result()
-        # raised again, when no server reads from this source and the export is at its end
         except Exception:
-            turns.fail()
+            # raised again, when no server reads from this source and the export is at its end
+            order.fail()
             if loading is not None:
                 wait_for_all([loading])  # the servers read its memory, which sent() may free
             drain(stream)
@@ -320,23 +282,25 @@ class WeightPusher:
             self.transport.sent()
         return num_bytes
 
-    def _start(self, bucket: Bucket, version: int, turns: Turns) -> Future[None]:
-        """Send the bucket when it is its turn; the future ends when the servers have loaded it, as
-        does the turn.
+    def _start(self, bucket: Bucket, version: int, order: BucketOrder) -> Future[None]:
+        """Send the bucket when it is its turn.
+
+        The future ends, and the turn with it, when the servers have loaded the bucket.
         """
         calls = self.transport.send(
-            self.servers, bucket, version, lambda: turns.wait(bucket.number)
+            self.servers, bucket, version, lambda: order.wait(bucket.number)
         )
 
+        # on a thread: this rank gathers its next bucket meanwhile
         def wait() -> None:
             try:
                 self.servers.wait(calls)
             except WeightPushError:
-                turns.fail()
+                order.fail()
                 raise
-            turns.done()
+            order.done()
 
-        return self.servers.threads.submit(wait)  # the next bucket is gathered meanwhile
+        return self.servers.threads.submit(wait)
 
     def _bucket(self, number: int, batch: Batch) -> Bucket:
         bucket = Bucket(self.device, number)
@@ -349,11 +313,13 @@ class WeightPusher:
         return bucket
 
     def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.fp8_keep is None else round_to_fp8(name, tensor, self.fp8_keep)
+        keep = self.weights.fp8_keep
+        return tensor if keep is None else round_to_fp8(name, tensor, keep)
 
     def _digests(self, export: Callable[[], Iterable[HFTensor]]) -> ExportDigests | None:
-        """On rank 0, where the tensors of a second export() are moved: servers hash tensors that
-        several sources send.
+        """Hash the tensors of a second export() on rank 0, to which all of them are moved.
+
+        Servers fuse tensors that several sources send, and hash the fused ones.
         """
         digests = ExportDigests(self.expected) if self.ranks.rank == 0 else None
 
@@ -362,9 +328,8 @@ class WeightPusher:
             try:
                 for name, tensor in stream:
                     if digests is not None and tensor is not None:
-                        digests.add(
-                            name, self._rounded(name, tensor.detach()).to(self.expected[name][1])
-                        )
+                        dtype = self.expected[name][1]
+                        digests.add(name, self._rounded(name, tensor.detach()).to(dtype))
             finally:
                 drain(stream)  # the export is collective
 
@@ -372,92 +337,25 @@ class WeightPusher:
         return digests
 
     def _pause(self) -> int:
-        """Abort all requests and empty the caches; returns how often a flush was refused."""
+        """Abort all requests and empty the caches; return how often a flush was refused."""
         self.servers.post("/pause_generation", {"mode": "abort"})
         return sum(self.servers.each(self.servers.flush_until_accepted))
 
     def _resume_memory(self, tag: str) -> None:
-        """On the servers that released it and are still in use: a server that was started since
-        then never did.
+        """Resume memory on the servers that released it and are still in use.
+
+        A server that was started since then never released any.
         """
         urls = [url for url in self.servers.urls if url in self.released[tag]]
         self.released[tag].clear()
         self.servers.resume_memory(tag, urls)
 
 
-@dataclass(frozen=True)
-class Opened:
-    """What every rank knows of a push that rank 0 has opened.
-
-    name: unique; restarted: URLs of servers that were started again; is_due: whether it is
-    verified, and hashes: on rank 0 too;
-    targets: of the transport.
-    """
-
-    name: str
-    refused: int
-    restarted: frozenset[str]
-    is_due: bool
-    hashes: bool
-    targets: Targets
-
-
-@dataclass
-class Sent:
-    """The buckets of all sources.  numbers: HF name -> that of its bucket."""
-
-    num_bytes: int = 0
-    num_buckets: int = 0
-    numbers: dict[str, int] = field(default_factory=dict)
-
-    def add(self, number: int, batch: Batch) -> None:
-        self.num_buckets += 1
-        self.num_bytes += batch.num_bytes
-        self.numbers.update((each.name, number) for each in batch.tensors)
-
-
-def expected_tensors(checkpoint: Path, dtype: torch.dtype) -> Expected:
-    """Every tensor of the checkpoint that is pushed.
-
-    Most tensors are stored in the model's dtype and are sent in the servers' `dtype`; the few that
-    are stored in another one (such as a float32 router bias of a bfloat16 model) are sent as
-    stored.
-    """
-    has = outline(checkpoint)
-    stored = {
-        name: each for name, each in read_headers(checkpoint).items() if not is_left_out(name, has)
-    }
-    for name, header in stored.items():
-        if header.dtype not in DTYPES:
-            raise WeightPushError(
-                f"{header.file}: {name} has dtype {header.dtype}, must be one of"
-                f" {', '.join(DTYPES)}; pushing quantised weights is not supported"
-            )
-    most = Counter(header.dtype for header in stored.values()).most_common(1)[0][0]
-    return {
-        name: (header.shape, dtype if header.dtype == most else DTYPES[header.dtype])
-        for name, header in stored.items()
-    }
-
-
-def checked_stream(
-    tensors: Iterable[HFTensor], expected: Expected, checkpoint: Path
-) -> Iterator[HFTensor]:
-    """The same stream, in the dtypes to send; WeightPushError for a name or shape that is not the
-    checkpoint's, occurs twice, or is missing."""
-    seen: set[str] = set()
-    for each in tensors:
-        if each.name not in expected or each.name in seen:
-            problem = "occurs twice" if each.name in seen else f"is not in {checkpoint}"
-            raise WeightPushError(f"exported tensor {each.name!r} {problem}")
-        shape, dtype = expected[each.name]
-        if each.shape != shape:
-            raise WeightPushError(
-                f"exported tensor {each.name!r} has shape {each.shape}, {checkpoint} has {shape}"
-            )
-        seen.add(each.name)
-        yield HFTensor(each.name, shape, dtype, each.source, each.tensor)
-    if missing := sorted(set(expected) - seen):
-        raise WeightPushError(
-            f"{len(missing)} tensors of {checkpoint} were not exported, first {missing[0]!r}"
-        )
+def make_transport(sending: TransportSettings, weights: PushedWeights, ranks: Ranks) -> Transport:
+    match sending.transport:
+        case "distributed":
+            return Distributed(sending.device, ranks)
+        case "disk":
+            return Disk(weights.checkpoint, sending.disk_dir)
+        case "colocated":
+            return Colocated(sending.device, sending.places)

@@ -1,14 +1,16 @@
-"""The control endpoints of the SGLang servers for a push of weights: called on all servers in
-parallel, each with a deadline.
+"""The control endpoints of the SGLang servers for a push of weights.
+
+They are called on all servers in parallel, each with a deadline.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
@@ -20,16 +22,31 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Json = dict[str, Any]
 Calls = list[Future[Json]]
-"""One call per server, in progress."""
+"""One call for each server, in progress."""
 FLUSH_RETRY_SECONDS = 0.02
 CONNECT_TIMEOUT_SECONDS = 10.0
 MEMORY_TAGS = ("weights", "kv_cache")
 
 
 class WeightPushError(RuntimeError):
-    """New weights did not reach every server, which stay paused; the message names server, call and
-    answer.
+    """New weights did not reach every server, which stay paused.
+
+    The message names server, call and answer.
     """
+
+
+@dataclass(frozen=True)
+class ServerAccess:
+    """The servers that a WeightPusher sends to, and how it reaches them."""
+
+    urls: Sequence[str]
+    timeout_seconds: float
+    """Limit of one call."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """HTTP headers of every call, such as the servers' API key."""
+    settings: Mapping[str, Values] | None = None
+    """URL -> the server's settings when it was checked, which must not have changed at a later
+    push; None: they are not compared."""
 
 
 class Servers:
@@ -45,32 +62,37 @@ class Servers:
         self.timeout = timeout_seconds
         deadlines = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
         # trust_env: a proxy from the environment must not see the weights
+        # one client for all threads: it keeps connections
         self.http = httpx.Client(headers=headers, timeout=deadlines, trust_env=False)
         # one more than servers: the one that waits for their calls
         self.threads = ThreadPoolExecutor(len(self.urls) + 1, thread_name_prefix="push")
         self.unanswered: set[str] = set()
+        """URL and path of each call in progress; reported when a run hangs."""
 
     def post(self, path: str, body: Json) -> None:
-        """The same call on every server, to its end."""
+        """Call every server in the same way, and wait until all calls have ended."""
         self.wait(self.start_posts(path, [body] * len(self.urls)))
 
     def start_posts(self, path: str, bodies: Sequence[Json]) -> Calls:
-        """Start one call per server, each with its own body."""
+        """Start one call for each server, each with its own body."""
         calls = zip(self.urls, bodies, strict=True)
         return [self.threads.submit(self.call, "POST", url, path, body) for url, body in calls]
 
     def each(self, function: Callable[[str], T]) -> list[T]:
-        """function(url) for every server, in parallel; results in the order of `urls`."""
+        """Return function(url) for every server, in the order of `urls`; called in parallel."""
         return self.wait([self.threads.submit(function, url) for url in self.urls])
 
     def wait(self, futures: Iterable[Future[T]]) -> list[T]:
-        """Their results, once all have ended: after an error none of our calls is in progress."""
+        """Return the results once all calls have ended, even where one of them fails."""
         futures = list(futures)
         wait_for_all(futures)
         return [future.result() for future in futures]
 
     def call(self, method: str, url: str, path: str, body: Json | None = None) -> Json:
-        """The JSON object (or {}) of one call.  Raises WeightPushError unless its status is 200."""
+        """Return the JSON object of one call, or {}.
+
+        Raises WeightPushError unless its status is 200.
+        """
         response = self.request(method, url, path, body)
         if response.status_code != 200:
             raise WeightPushError(
@@ -83,8 +105,11 @@ class Servers:
         return answer if isinstance(answer, dict) else {}
 
     def request(self, method: str, url: str, path: str, body: Json | None = None) -> httpx.Response:
-        """The response, whatever its status.  Raises WeightPushError without one."""
-        self.unanswered.add(url + path)  # reported when a run hangs
+        """Return the response of one call, whatever its status.
+
+        Raises WeightPushError where none comes.
+        """
+        self.unanswered.add(url + path)
         try:
             return self.http.request(method, url + path, json=body)
         except httpx.TimeoutException as error:
@@ -97,7 +122,7 @@ class Servers:
             self.unanswered.discard(url + path)
 
     def flush_until_accepted(self, url: str) -> int:
-        """Empty the prefix cache; returns how often the server refused before."""
+        """Empty the prefix cache; return how often the server refused before."""
         deadline = time.monotonic() + self.timeout
         refused = 0
         while (response := self.request("POST", url, "/flush_cache")).status_code != 200:
@@ -111,12 +136,14 @@ class Servers:
         return refused
 
     def begin_update(self, url: str) -> bool:
-        """Open a weight-update session, after closing one that a failed push left open; False where
-        there are none.
+        """Open a weight-update session; return False where the server has none.
+
+        A session that a failed push left open is closed before.
         """
         response = self.request("POST", url, "/begin_weight_update", {"selector": "all"})
         if response.status_code == 404:  # SGLang before 0.5.21
             return False
+        # a push that failed has left its session open
         if response.status_code == 400 and "already open" in response.text:
             self.call("POST", url, "/end_weight_update", {})
             self.call("POST", url, "/begin_weight_update", {"selector": "all"})
@@ -128,48 +155,44 @@ class Servers:
         return True
 
     def set_version(self, version: str) -> None:
-        """Set the weight version of every server; all have confirmed it on return."""
+        """Set the weight version of every server; on return all have confirmed it."""
         self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
         self.confirm_version(version)
 
     def confirm_version(self, version: str) -> None:
-        """Raise WeightPushError unless every server reports it."""
-        for url, info in zip(
-            self.urls, self.each(lambda url: self.call("GET", url, "/model_info")), strict=True
-        ):
+        """Raise WeightPushError unless every server reports this version."""
+        infos = self.each(lambda url: self.call("GET", url, "/model_info"))
+        for url, info in zip(self.urls, infos, strict=True):
             if (reported := info.get("weight_version")) != version:
-                run = str(reported).partition("@")[2]
-                hint = (
-                    ": another run pushes to it; give each its own rollout.urls"
-                    if not version.endswith(run)
-                    else ""
-                )
+                hint = ""
+                if not version.endswith(str(reported).partition("@")[2]):
+                    hint = ": another run pushes to it; give each run its own rollout.urls"
                 raise WeightPushError(
                     f"server {url} reports weight version {reported!r} after it was set to"
                     f" {version!r}{hint}"
                 )
 
     def info(self, url: str) -> Json:
-        """The server's settings and state."""
+        """Return the server's settings and state."""
         return self.call("GET", url, "/server_info")
 
     def num_ranks(self, url: str) -> int:
-        """Ranks of the server that join the broadcast."""
+        """Return the number of ranks of the server that join the broadcast."""
         info = self.info(url)
         if problem := broadcast_problem(info):
             raise WeightPushError(f"server {url} runs with {problem}")
         return int(info["tp_size"])
 
     def resume_memory(self, tag: str, urls: Sequence[str]) -> None:
-        """Let the servers at `urls` allocate it again, with any content.
+        """Let the servers at `urls` allocate this kind of memory again, with any content.
 
         SGLang 0.5.21 dies of a resume without a release.
         """
         path, body = "/resume_memory_occupation", {"tags": [tag]}
         self.wait([self.threads.submit(self.call, "POST", url, path, body) for url in urls])
 
-    def that_answer(self, urls: Sequence[str]) -> list[str]:
-        """Those of `urls` whose process still runs; also one that is paused."""
+    def running(self, urls: Sequence[str]) -> list[str]:
+        """Return those of `urls` whose process still runs, paused or not."""
         answers = self.wait([self.threads.submit(self._answers, url) for url in urls])
         return [url for url, answer in zip(urls, answers, strict=True) if answer]
 
@@ -181,7 +204,7 @@ class Servers:
         return True
 
     def start_leaving(self, group_name: str, urls: Sequence[str]) -> Calls:
-        """Start to let the servers free the group's memory.
+        """Let the servers start to free the group's memory.
 
         A server that is gone causes only a warning.
         """
@@ -203,13 +226,13 @@ class Servers:
 
 
 def check_unchanged(url: str, info: Json, settings: dict[str, Values]) -> None:
-    """Raise WeightPushError where a setting with a verdict differs from settings[url]: somebody
-    restarted the server.
+    """Raise WeightPushError where a setting that is checked differs from settings[url].
 
-    A server that is not in `settings` is added: one of ours that replaces a dead one.
+    Then somebody restarted the server.  A server that is not in `settings` is added: it is one of
+    ours that replaces a dead one.
     """
-    found = read_settings(info)
-    if changes := "; ".join(differences(found, settings.setdefault(url, found))):
+    now = read_settings(info)
+    if changes := "; ".join(differences(now, settings.setdefault(url, now))):
         raise WeightPushError(
             f"server {url} was restarted with other settings: {changes}; start it as before, or"
             " restart the run, which checks them"
@@ -217,7 +240,8 @@ def check_unchanged(url: str, info: Json, settings: dict[str, Values]) -> None:
 
 
 def start_of(info: Json) -> Json:
-    """What differs between two starts of a server: SGLang measures the seconds of a start, and
-    draws a seed where none is set.
+    """Return the values by which two starts of a server differ.
+
+    SGLang measures the seconds of a start, and draws a seed where none is set.
     """
     return {name: info.get(name) for name in ("startup_time", "random_seed")}

@@ -1,8 +1,7 @@
-"""The ways of a push: buckets of tensors reach servers that are paused.  push.py decides when, and
-under which version.
+"""Three ways of a push: how buckets of tensors reach servers that are paused.
 
-Rank 0 opens and finishes a push; each source sends its own buckets in between, one at a time over
-all sources.
+push.py decides when, and under which version.  Rank 0 opens and finishes a push; in between each
+source sends its own buckets, one at a time over all sources.
 """
 
 from __future__ import annotations
@@ -11,58 +10,88 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait as wait_for_all
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
 
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.weights.hf.files import write_index
+from megatron_rl.weights.sync.bucket_order import one_at_a_time
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, BucketSender, connect
 from megatron_rl.weights.sync.servers import Calls, Json, Servers, WeightPushError
-from megatron_rl.weights.sync.turns import one_at_a_time
 
-SETTLE_SECONDS = 10.0  # for the other servers to notice that a broadcast was aborted
-LEAVE_SECONDS = 30.0  # for the source before this one to leave its group
+SETTLE_SECONDS = 10.0
+"""Time for the other servers to notice that a broadcast was aborted."""
+LEAVE_SECONDS = 30.0
+"""Time for the source before this one to leave its group."""
 Turn = Callable[[], bool]
-"""Waits for this bucket's turn; False where the push has failed meanwhile, so that nothing is to be
-sent.
+"""Waits until it is the bucket's turn; False where the push has failed meanwhile, so that nothing
+is to be sent.
 """
 
 Targets = list[list[torch.device]]
-"""Of each server, the GPU of each rank; [] where that does not matter."""
+"""The GPU of each rank of each server; [] where that does not matter."""
+
+Places = Callable[[str], Sequence[torch.device]]
+"""URL of a server -> the GPU of each of its tensor-parallel ranks, as this process numbers them."""
+
+
+@dataclass(frozen=True)
+class TransportSettings:
+    """The way of a push to the servers."""
+
+    transport: Literal["distributed", "disk", "colocated"]
+    """distributed: one broadcast for each bucket.  disk: safetensors files in `disk_dir`.
+    colocated: memory that servers on this machine map."""
+    bucket_mb: int
+    """Most MiB of a bucket."""
+    device: torch.device
+    """Device on which buckets are built.  cpu broadcasts over gloo and shares host memory; cuda
+    broadcasts over nccl and shares CUDA-IPC handles."""
+    disk_dir: Path
+    """Folder of `disk`, which the servers must be able to read."""
+    places: Places | None = None
+    """The servers' GPUs, for `colocated` on rank 0; None: `device` for all of them."""
 
 
 class Transport(ABC):
-    """Into weight-update sessions of running servers; Disk has none."""
+    """A way into running servers, by their weight-update sessions; Disk has none."""
 
     has_sessions = False
+    """Some server has opened a session; SGLang before 0.5.21 has none."""
 
     def open(self, servers: Servers, version: int) -> Targets:
-        """On rank 0, before the first bucket."""
+        """Prepare the servers before the first bucket.  Called on rank 0.
+
+        Returns the GPUs of each server, for `join`.
+        """
         self.has_sessions = any(servers.each(servers.begin_update))
         return []
 
     def join(self, targets: Targets) -> None:  # noqa: B027  most need nothing
-        """On every rank, before its first bucket, with what `open` returned on rank 0."""
+        """Take what `open` returned on rank 0, before the first bucket.  Called on every rank."""
 
     @abstractmethod
     def send(self, servers: Servers, bucket: Bucket, version: int, turn: Turn) -> Calls:
-        """Start to load the bucket into every server when it is its turn, [] where it is not.
-        Raises WeightPushError.
+        """Start to load the bucket into every server when it is its turn.
 
-        The bucket before it, of this source, is loaded.
+        The bucket before it, of this source, is loaded.  Returns [] where the push has failed
+        meanwhile; raises WeightPushError.
         """
 
     def sent(self) -> None:  # noqa: B027  not every transport keeps something
-        """The last bucket of this source is loaded."""
+        """Free what was kept for the servers: the last bucket of this source is loaded."""
 
     def finish(
         self, servers: Servers, version: int, numbers: Mapping[str, int], num_bytes: int
     ) -> None:
-        """On rank 0, after the last bucket of all sources.
+        """Let the servers take the new weights into use.  Called on rank 0.
 
-        numbers: HF name -> that of its bucket; num_bytes: of all.
+        All sources have sent their last bucket.  `numbers` maps an HF name to the number of its
+        bucket; `num_bytes` is the sum over all buckets.
         """
         if self.has_sessions:
             servers.post("/end_weight_update", {})
@@ -75,12 +104,13 @@ class Transport(ABC):
         """
 
     def close(self) -> None:  # noqa: B027
-        """After the last push and leave."""
+        """Remove what is left on this machine, after the last push and `leave`."""
 
 
 class Distributed(Transport):
-    """One process group of this source and all servers' ranks, kept from push to push; a broadcast
-    for each bucket.
+    """One process group of this source and all servers' ranks, with one broadcast for each bucket.
+
+    The group is kept from push to push.
     """
 
     def __init__(self, device: torch.device, ranks: Ranks) -> None:
@@ -99,6 +129,7 @@ class Distributed(Transport):
             "flush_cache": False,
         }
         bodies = [bucket.describe() | group] * len(servers.urls)
+        # the servers join the broadcast inside this call
         loading = servers.start_posts("/update_weights_from_distributed", bodies)
         try:
             sender.send(flat, loading, servers.timeout)
@@ -111,14 +142,17 @@ class Distributed(Transport):
         return loading
 
     def leave(self, servers: Servers, urls: Sequence[str]) -> None:
-        """NCCL's ranks of one machine end a communicator together, waiting for each other: so this
-        rank ends its own while the servers do, and no server meanwhile begins with that of another
-        source, for which others would wait."""
+        """End this rank's communicator while the servers end theirs.
+
+        NCCL's ranks of one machine end a communicator together, waiting for one another.  If a
+        server began meanwhile to end the communicator of another source, others would wait for
+        that: so sources leave one at a time.
+        """
         sender, self.sender = self.sender, None
         if sender is None:
             return
         with one_at_a_time(self.ranks.store, "weight_sync_leave", LEAVE_SECONDS):
-            left = servers.that_answer(urls)
+            left = servers.running(urls)
             leaving = servers.start_leaving(sender.group_name, left)
             try:
                 sender.close(is_complete=len(left) == len(servers.urls))
@@ -126,10 +160,9 @@ class Distributed(Transport):
                 servers.wait(leaving)
 
     def _connect(self, servers: Servers) -> BucketSender:
-        """One process group of this process (rank 0 there) and every tensor-parallel rank of every
-        server.
-        """
+        """Make one process group of this process and all tensor-parallel ranks of all servers."""
         sizes = servers.each(servers.num_ranks)
+        # rank 0 is this process; the ranks of each server follow those of the one before
         offsets = [1 + sum(sizes[:i]) for i in range(len(sizes))]
 
         def join(body: Json) -> Calls:
@@ -147,8 +180,7 @@ class Distributed(Transport):
 
 
 class Disk(Transport):
-    """A checkpoint in `folder`, which the sources and the servers can reach; it is there until the
-    next push.
+    """A checkpoint in `folder`, which the sources and the servers can reach, until the next push.
 
     The sources write their files at the same time: there are no turns.
     """
@@ -175,11 +207,13 @@ class Disk(Transport):
         write_index(
             folder, {name: bucket_file_name(number) for name, number in numbers.items()}, num_bytes
         )
+        # SGLang reads the model's architecture there
         shutil.copy(self.checkpoint / "config.json", folder)
         servers.post(
             "/update_weights_from_disk",
             {"model_path": str(folder.absolute()), "flush_cache": False},
         )
+        # only now: the servers have loaded the new files
         if self.last != folder:
             self.close()
         self.last = folder

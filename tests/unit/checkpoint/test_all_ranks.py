@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.checkpoint import checkpointer
-from megatron_rl.checkpoint.checkpointer import (
-    Checkpointer,
-    CheckpointError,
+from megatron_rl.checkpoint import checkpoint_loader
+from megatron_rl.checkpoint.all_ranks import (
     gather_on_rank_0,
     gather_values,
     layout_name,
     on_every_rank,
     reason_of_error,
 )
+from megatron_rl.checkpoint.checkpointer import Checkpointer
+from megatron_rl.checkpoint.folder import CheckpointError
 from tests.unit.checkpoint.test_manifest import make_checkpoint
 
 
@@ -132,12 +132,14 @@ def test_every_rank_checks_its_share_of_the_files(ranks, tmp_path, monkeypatch):
     path = make_checkpoint(tmp_path)
     shares = []
     monkeypatch.setattr(
-        checkpointer, "damage", lambda path, manifest, names: shares.append(list(names)) or ["a"]
+        checkpoint_loader,
+        "damage",
+        lambda path, manifest, names: shares.append(list(names)) or ["a"],
     )
     ranks(0, ["b", "a"], ["c"])
     for rank in (0, 1, 2):
-        saver = SimpleNamespace(engine=SimpleNamespace(parallel=parallel(rank=rank, world_size=3)))
-        manifest, lines = Checkpointer._inspect(saver, path)
+        engine = SimpleNamespace(parallel=parallel(rank=rank, world_size=3))
+        manifest, lines = checkpoint_loader.inspect_files(engine, path)
         assert manifest.facts["step"] == 1 and lines == ["a", "b", "c"]
     assert shares == [
         ["__0_0.distcp", "rng_00000.safetensors", "common.pt"],

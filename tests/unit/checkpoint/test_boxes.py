@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_rl.checkpoint.optimizer_parts import boxes, parts_of_tensor
+from megatron_rl.checkpoint.torch_dist.optimizer_parts import boxes, parts_of_tensor
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())

@@ -17,10 +17,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.batch.split import make_mini_batch
-from megatron_rl.checkpoint import bundle as bundle_module
-from megatron_rl.checkpoint.bundle import Bundle, read_header, results_of, write_bundle
-from megatron_rl.checkpoint.bundle_sequences import BundleError
-from megatron_rl.checkpoint.checkpointer import CheckpointError
+from megatron_rl.checkpoint.batches import bundle as bundle_module
+from megatron_rl.checkpoint.batches import bundle_header, bundle_writer
+from megatron_rl.checkpoint.batches.bundle import Bundle
+from megatron_rl.checkpoint.batches.bundle_header import read_header
+from megatron_rl.checkpoint.batches.bundle_sequences import BundleError
+from megatron_rl.checkpoint.batches.bundle_writer import BundleNote, results_of, write_bundle
+from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.metrics.reduce import MetricSums
 from tests.dist.engines import make_engine, random_batch
 from tests.tiny import random_checkpoint
@@ -76,8 +79,8 @@ def compute(engine, batch, old):
 
 
 def write(folder, engine, batch, old, results, *, with_weights=False):
-    more = {"step": 3, "reason": "a test", "with_weights": with_weights, "weights": "elsewhere"}
-    write_bundle(folder, engine, batch, old, results, **more)
+    note = BundleNote(3, "a test", with_weights=with_weights, weights="elsewhere")
+    write_bundle(folder, engine, batch, old, results, note)
 
 
 def test_it_gives_loss_gradient_and_metrics_again(saved):
@@ -164,7 +167,7 @@ def test_it_replaces_the_one_before_and_leaves_nothing_where_it_fails(saved, mon
     assert read_header(folder)["grad_norm"] == 7.0
     names = {path.name for path in folder.iterdir()}
     assert names == {"bundle.json", "replica_00000.safetensors", "rank_00000.safetensors"}
-    write_rank = bundle_module.write_rank
+    write_rank = bundle_writer.write_rank
 
     def on_a_full_disk(*args):
         write_rank(*args)
@@ -172,7 +175,7 @@ def test_it_replaces_the_one_before_and_leaves_nothing_where_it_fails(saved, mon
 
     with pytest.raises(CheckpointError, match="rank 0: .*Not a directory"):
         write(folder / "bundle.json/last", engine, batch, old, results)
-    monkeypatch.setattr(bundle_module, "write_rank", on_a_full_disk)
+    monkeypatch.setattr(bundle_writer, "write_rank", on_a_full_disk)
     with pytest.raises(CheckpointError, match="rank 0: OSError.*No space"):
         write(folder, engine, batch, old, results)
     assert read_header(folder)["grad_norm"] == 7.0 and [
@@ -183,17 +186,17 @@ def test_it_replaces_the_one_before_and_leaves_nothing_where_it_fails(saved, mon
 def test_each_rank_writes_its_part_and_rank_0_what_is_of_all(saved, tmp_path, monkeypatch):
     folder, engine, batch, old, results = saved
     monkeypatch.setattr(engine, "parallel", replace(engine.parallel, rank=1))
-    bundle_module.write_rank(tmp_path, engine, batch, old)
+    bundle_writer.write_rank(tmp_path, engine, batch, old)
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["rank_00001.safetensors"], (
         "not a replica's leader"
     )
     calls = []
-    bundle_module.call_on_rank_0(lambda: calls.append(0))
+    bundle_writer.call_on_rank_0(lambda: calls.append(0))
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    bundle_module.call_on_rank_0(lambda: calls.append(1))
+    bundle_writer.call_on_rank_0(lambda: calls.append(1))
     assert calls == [0]
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(bundle_module, "write_rank", lambda *args: 1 / 0)
+    monkeypatch.setattr(bundle_writer, "write_rank", lambda *args: 1 / 0)
     with pytest.raises(CheckpointError, match="ZeroDivisionError"):
         write(folder, engine, batch, old, results)
     assert (folder.parent / ".last.part").exists(), "rank 0 removes it"
@@ -338,7 +341,7 @@ def test_the_digest_of_gradients_is_of_every_bit(saved):
 def test_the_device_is_named_by_its_model(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"model of {device}")
     names = [
-        bundle_module.device_name(
+        bundle_header.device_name(
             SimpleNamespace(parallel=SimpleNamespace(device=torch.device(name)))
         )
         for name in ("cpu", "cuda:1")

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.batch.pack import Sample
 from megatron_rl.batch.transfer import encode_samples
-from megatron_rl.checkpoint.bundle_sequences import (
+from megatron_rl.checkpoint.batches.bundle_sequences import (
     BundleError,
     SavedSequences,
     rank_name,

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from megatron_rl.checkpoint import checkpointer, writer
-from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
-from megatron_rl.checkpoint.folder import checkpoints, latest_checkpoint
+from megatron_rl.checkpoint import checkpoint_loader, checkpointer
+from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+from megatron_rl.checkpoint.folder import CheckpointError, checkpoints, latest_checkpoint
 from megatron_rl.checkpoint.manifest import digest_files, manifest_text, read_manifest
+from megatron_rl.checkpoint.torch_dist import shard_writer
 from tests.dist.engines import make_engine
 from tests.dist.test_checkpoint import (
     BF16,
@@ -153,9 +154,11 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(make, tmp_
 
 
 def test_a_save_is_planned_once_and_again_where_its_parts_have_changed(make, tmp_path, monkeypatch):
-    planned, exchange = [], writer.determine_global_metadata
+    planned, exchange = [], shard_writer.determine_global_metadata
     monkeypatch.setattr(
-        writer, "determine_global_metadata", lambda state: planned.append(step) or exchange(state)
+        shard_writer,
+        "determine_global_metadata",
+        lambda state: planned.append(step) or exchange(state),
     )
     saver, _ = make()
     for step in (1, 2, 3):
@@ -183,7 +186,9 @@ def test_people_can_read_the_state_and_its_version_of_core_is_named(make, tmp_pa
     assert len(saver.load(tmp_path / "step_000001").lines) == 2, "no setting differs"
     suspected = []
     monkeypatch.setattr(
-        checkpointer, "SafeCheckpoint", lambda path, saved_by: suspected.append(saved_by) or 1 / 0
+        checkpoint_loader,
+        "SafeCheckpoint",
+        lambda path, saved_by: suspected.append(saved_by) or 1 / 0,
     )
     for version in (state["megatron_core"], None):
         rewrite_state(tmp_path / "step_000001", megatron_core=version)
@@ -199,7 +204,7 @@ def test_the_lines_of_a_load_say_what_was_loaded(make, tmp_path, monkeypatch):
     changed = SCHEDULE | {"lr": 0.5}
     loader, _ = make(optim=changed, checkpoint={"every": 3, "allow_changes": ["optim.lr"]})
     clock = iter([100.0, 103.5])
-    monkeypatch.setattr(checkpointer, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(checkpoint_loader, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     restored = loader.load(tmp_path / "step_000003")
     assert (restored.path, restored.step, restored.progress) == (
         tmp_path / "step_000003",

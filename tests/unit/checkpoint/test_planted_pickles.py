@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_rl.checkpoint.checkpointer import Checkpointer, CheckpointError, Snapshot
+from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.checkpoint.manifest import MANIFEST, digest_files, manifest_text, read_manifest
+from megatron_rl.checkpoint.torch_dist.metadata import read_metadata
+from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint
 from megatron_rl.rollout.partial import find_groups
 from megatron_rl.weights.hf import files as hf_files
-from megatron_rl.weights.safe_load import SafeCheckpoint
-from megatron_rl.weights.torch_dist import read_metadata
 from tests.dist.engines import make_engine
 from tests.tiny import random_checkpoint
 
@@ -135,7 +136,7 @@ def test_a_pickle_in_the_place_of_a_tensor_is_not_run(writer, path, tmp_path):
 @pytest.mark.parametrize("state", ["planted", "bytes", "empty"])
 def test_a_pickle_in_the_place_of_an_extra_state_is_not_run(writer, tmp_path, state):
     """An object, and a tensor of bytes that TransformerEngine would unpickle."""
-    from megatron_rl.weights.torch_dist import write_metadata
+    from megatron_rl.checkpoint.torch_dist.chunk_writer import write_metadata
 
     write_metadata(tmp_path, [], ["layer._extra_state/shard_0_1"])
     marker = tmp_path / "marker"

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import megatron_rl.distributed  # noqa: F401  (CPU support first)
-from megatron_rl.checkpoint.checkpointer import Restored
+from megatron_rl.checkpoint.checkpoint_loader import Restored
 from megatron_rl.checkpoint.folder import STATE, STOPPED, choose_checkpoint
 from megatron_rl.checkpoint.manifest import MANIFEST
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy

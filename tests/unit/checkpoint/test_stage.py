@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl.checkpoint.writer import Shards, address
+from megatron_rl.checkpoint.torch_dist.shard_writer import Shards, address
 
 
 class OnGPU:

@@ -30,7 +30,7 @@ from megatron_rl.engine.te_layers import TELayerNormColumnParallelLinear, local_
 from megatron_rl.models.spec import ModelError
 from megatron_rl.weights.hf.export import batches
 from megatron_rl.weights.hf.files import CheckpointError
-from megatron_rl.weights.sync.push import checked_stream, expected_tensors
+from megatron_rl.weights.sync.pushed_weights import checked_stream, expected_tensors
 from tests.bridge_families import HAS_BRIDGE
 from tests.tiny import random_checkpoint
 

@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.launch import status as module
 from megatron_rl.launch import watchdog
 from megatron_rl.launch.status import STATUS_FILE, StatusWriter, read_status
-from megatron_rl.launch.watchdog import Watchdog
+from megatron_rl.launch.watchdog import Watchdog, WatchSettings
 
 
 def until(condition, seconds=60.0):
@@ -35,15 +35,8 @@ def fast(monkeypatch):
 
 
 def watched(tmp_path, writer):
-    dog = Watchdog(
-        None,
-        0,
-        1,
-        stage_seconds=600,
-        silence_seconds=30,
-        folder=tmp_path,
-        stop=lambda verdict: None,
-    )
+    settings = WatchSettings(600, 30, tmp_path)
+    dog = Watchdog(None, 0, 1, settings, stop=lambda verdict: None)
     dog.on_heartbeats, dog.waiting_for = writer.beats, lambda: "http://me:passw0rd@10.0.0.2:30000"
     return dog
 

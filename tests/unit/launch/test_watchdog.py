@@ -17,16 +17,10 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from megatron_rl.launch import watchdog
 from megatron_rl.launch.exit_codes import STALLED
+from megatron_rl.launch.heartbeats import CUT_OFF, ENDED, LOADING, RankState, lost_peer
 from megatron_rl.launch.signals import StoppedBySignal
-from megatron_rl.launch.watchdog import (
-    CUT_OFF,
-    ENDED,
-    LOADING,
-    RankState,
-    Watchdog,
-    lost_peer,
-    names,
-)
+from megatron_rl.launch.status import names
+from megatron_rl.launch.watchdog import Watchdog, WatchSettings
 from tests.dist.launch import free_port
 from tests.fake_server import wait_for
 
@@ -53,17 +47,9 @@ class Gone(Store):
 
 
 def make(world, tmp_path, *, stage=1000.0, silence=30.0):
-    store = Store()
+    store, settings = Store(), WatchSettings(stage, silence, tmp_path)
     return [
-        Watchdog(
-            store,
-            rank,
-            world,
-            stage_seconds=stage,
-            silence_seconds=silence,
-            folder=tmp_path,
-            stop=lambda verdict: None,
-        )
+        Watchdog(store, rank, world, settings, stop=lambda verdict: None)
         for rank in reversed(range(world))
     ][::-1]
 
@@ -136,7 +122,7 @@ def test_all_ranks_in_one_stage_are_named_together(tmp_path):
     assert "every rank has been in update of step 1 for more than 600 s" in dogs[0].tick(
         time.monotonic()
     )
-    alone = Watchdog(None, 0, 1, stage_seconds=600, silence_seconds=30, folder=tmp_path)
+    alone = Watchdog(None, 0, 1, WatchSettings(600, 30, tmp_path))
     assert alone.tick(time.monotonic()) is None
     enter_at(alone, "update", 0, 601)
     assert "every rank has been in update of step 1" in alone.tick(time.monotonic())
@@ -157,7 +143,7 @@ def test_servers_that_are_waited_for_are_named(tmp_path):
         "the others wait: rank 0 in split of step 1; rank 1 waits for http://10.0.0.2:30000 (3"
         " requests)" in dogs[0].tick(time.monotonic())
     )
-    alone = Watchdog(None, 0, 1, stage_seconds=600, silence_seconds=30, folder=tmp_path)
+    alone = Watchdog(None, 0, 1, WatchSettings(600, 30, tmp_path))
     alone.waiting_for = lambda: "http://a:1/flush_cache"
     enter_at(alone, "push", 2, 601)
     assert "push of step 3" in alone.tick(
@@ -336,8 +322,8 @@ from megatron_rl.launch import watchdog
 watchdog.HEARTBEAT_SECONDS = 0.2
 rank = int(sys.argv[1])
 store = TCPStore("127.0.0.1", int(sys.argv[2]), 3, is_master=rank == 0)
-limits = dict(stage_seconds=600, silence_seconds=5)
-with watchdog.Watchdog(store.clone(), rank, 3, **limits, folder=Path(sys.argv[3])) as dog:
+settings = watchdog.WatchSettings(stage_seconds=600, silence_seconds=5, folder=Path(sys.argv[3]))
+with watchdog.Watchdog(store.clone(), rank, 3, settings) as dog:
     dog.enter("update", 6)
     print("running", flush=True)
     time.sleep(600)

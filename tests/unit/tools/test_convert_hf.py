@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.convert import cases, make_checkpoint
 from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
+from megatron_rl.checkpoint.torch_dist.chunk_writer import ChunkWriter
+from megatron_rl.checkpoint.torch_dist.metadata import read_metadata
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.model import make_model, make_transformer_config
@@ -24,8 +26,7 @@ from megatron_rl.models.spec import load_hf_config
 from megatron_rl.weights.hf.files import CheckpointError
 from megatron_rl.weights.hf.load import load_hf
 from megatron_rl.weights.hf.mapping import local_parameters
-from megatron_rl.weights.sync.push import expected_tensors
-from megatron_rl.weights.torch_dist import ChunkWriter, read_metadata
+from megatron_rl.weights.sync.pushed_weights import expected_tensors
 from megatron_rl_tools.convert import conversion_sides
 from megatron_rl_tools.convert.convert_hf import convert as convert_hf
 from megatron_rl_tools.convert.convert_hf import main

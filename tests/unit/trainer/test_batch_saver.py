@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.checkpointer import CheckpointError
+from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.config import load_config
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.reduce import MetricSums
@@ -36,19 +36,17 @@ def run(group, tmp_path, monkeypatch):
     def made(steps, **settings):
         written, lines = [], []
 
-        def write_bundle(
-            folder, engine, batch, old, results, *, step, reason, with_weights, weights
-        ):
+        def write_bundle(folder, engine, batch, old, results, note):
             if settings.get("fails"):
                 raise CheckpointError("No space left on device")
             written.append(
                 (
                     folder.relative_to(tmp_path).as_posix(),
                     batch.index,
-                    step,
-                    reason,
-                    with_weights,
-                    weights,
+                    note.step,
+                    note.reason,
+                    note.with_weights,
+                    note.weights,
                 )
             )
 

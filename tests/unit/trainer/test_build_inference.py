@@ -14,6 +14,9 @@ import torch.distributed as dist
 from megatron_rl.config import load_config
 from megatron_rl.rollout.server.server_info import auth_headers
 from megatron_rl.trainer import build_inference as build
+from megatron_rl.weights.sync.pushed_weights import PushedWeights
+from megatron_rl.weights.sync.servers import ServerAccess
+from megatron_rl.weights.sync.transports import TransportSettings
 from tests.unit.trainer.recorded import Calls, Recorded
 
 SPEC = SimpleNamespace(vocab_size=8, max_positions=256)
@@ -157,8 +160,8 @@ def test_a_leader_samples_scores_and_records_as_configured(monkeypatch, calls, m
 
 @pytest.fixture
 def pushed(monkeypatch, calls):
-    """pushed(cfg, parallel, server_pool): the keywords of the WeightPusher, which is closed when
-    the run ends.
+    """pushed(cfg, parallel, server_pool) -> how a WeightPusher was made: the servers, the weights,
+    the transport, and its keywords.  It is closed when the run ends.
     """
     monkeypatch.setattr(build.Ranks, "of", lambda parallel: f"ranks of {parallel.world_size}")
     monkeypatch.setattr(
@@ -171,9 +174,7 @@ def pushed(monkeypatch, calls):
             build.make_pusher(cfg, parallel, FOUND, server_pool, stack)
             assert calls.names == ["pusher"]
         assert calls.names == ["pusher", "made.close"]
-        ((urls,), settings) = calls.named("pusher")[0]
-        assert urls == FOUND.urls
-        return settings
+        return calls.named("pusher")[0]
 
     return make
 
@@ -188,18 +189,23 @@ def test_a_weight_sync_has_every_setting(monkeypatch, pushed):
     )
     keys["verify_push"] = "version"
     cfg = config(api_key_env="KEY_OF_THE_SERVERS", **keys)
-    assert pushed(cfg, job()) == dict(
-        checkpoint=cfg.model.path, dtype=torch.float32, transport="disk", bucket_mb=33,
-        device=torch.device("cpu"),
-        timeout_seconds=44.0, disk_dir=cfg.run_dir / "weights", headers=auth_headers(cfg.rollout),
-        settings=FOUND.settings, verify_every=0, places=None, ranks="ranks of 1", run=FOUND.run,
-        fp8_keep=None,
-    )  # fmt: skip
+    assert pushed(cfg, job()) == (
+        (
+            ServerAccess(FOUND.urls, 44.0, auth_headers(cfg.rollout), FOUND.settings),
+            PushedWeights(cfg.model.path, torch.float32, fp8_keep=None),
+            TransportSettings(
+                "disk", 33, torch.device("cpu"), disk_dir=cfg.run_dir / "weights", places=None
+            ),
+        ),
+        {"verify_every": 0, "ranks": "ranks of 1", "run": FOUND.run},
+    )
     assert auth_headers(cfg.rollout) == {"Authorization": "Bearer sesame"}
-    settings = pushed(config(verify_push="checksum", verify_push_every=5, **FP8), job())
-    assert (settings["verify_every"], settings["dtype"]) == (5, torch.bfloat16)
-    assert settings["fp8_keep"] == config(**FP8).rollout.quantize_keep is not None
-    assert pushed(config(dtype="auto"), job())["dtype"] == torch.bfloat16, "the model's"
+    cfg = config(verify_push="checksum", verify_push_every=5, **FP8)
+    (_, weights, _), keywords = pushed(cfg, job())
+    assert (keywords["verify_every"], weights.dtype) == (5, torch.bfloat16)
+    assert weights.fp8_keep == config(**FP8).rollout.quantize_keep is not None
+    (_, weights, _), _ = pushed(config(dtype="auto"), job())
+    assert weights.dtype == torch.bfloat16, "the model's"
 
 
 def test_on_gpus_each_servers_ranks_have_a_place(monkeypatch, pushed):
@@ -207,9 +213,11 @@ def test_on_gpus_each_servers_ranks_have_a_place(monkeypatch, pushed):
         build, "devices_of_server", lambda rollout, index, environment: [index, index + 4]
     )
     cfg, pool = config(num_servers=2), SimpleNamespace(index=lambda url: int(url[-1]))
-    places = pushed(cfg, job("cuda"), pool)["places"]
-    assert places("http://a:1") == [torch.device("cuda", 1), torch.device("cuda", 5)]
-    assert pushed(cfg, job("cuda"))["places"] is pushed(cfg, job(), pool)["places"] is None
+    (_, _, sending), _ = pushed(cfg, job("cuda"), pool)
+    assert sending.places("http://a:1") == [torch.device("cuda", 1), torch.device("cuda", 5)]
+    for arguments in ((job("cuda"),), (job(), pool)):
+        (_, _, sending), _ = pushed(cfg, *arguments)
+        assert sending.places is None
 
 
 @pytest.mark.parametrize(
@@ -221,7 +229,8 @@ def test_colocated_ranks_without_gpus_are_all_on_one_machine(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     parallel = job(world_size=world_size)
     for way in ("distributed", "disk"):
-        assert pushed(config(weight_sync=way), parallel)["transport"] == way
+        (_, _, sending), _ = pushed(config(weight_sync=way), parallel)
+        assert sending.transport == way
     if is_refused:
         with pytest.raises(
             ValueError, match="colocated with 2 training ranks, 1 of them on this machine"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_rl.checkpoint.checkpointer import CheckpointError
+from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.config import load_config
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.reduce import MetricSums

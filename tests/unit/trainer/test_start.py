@@ -16,8 +16,9 @@ import torch
 
 from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptSource
+from megatron_rl.launch.heartbeats import LOADING
 from megatron_rl.launch.signals import StoppedBySignal
-from megatron_rl.launch.watchdog import LOADING
+from megatron_rl.launch.watchdog import WatchSettings
 from megatron_rl.plan.hardware import HARDWARE
 from megatron_rl.records import Prompt
 from megatron_rl.trainer import build
@@ -376,14 +377,8 @@ def test_a_run_tells_of_its_state_and_its_stalls(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "Watchdog", calls.note("dog", lambda: SimpleNamespace()))
     assert vars(build.make_watchdog(cfg, parallel, "lines")) == {}
     watchdog = build.make_watchdog(cfg, parallel, "lines", status)
-    settings = dict(
-        stage_seconds=cfg.stage_seconds,
-        silence_seconds=77.0,
-        folder=cfg.run_dir,
-        agreed=(StoppedBySignal,),
-        lines="lines",
-    )
-    assert calls.named("dog") == [(("store", 1, 2), settings)] * 2
+    settings = WatchSettings(cfg.stage_seconds, 77.0, cfg.run_dir, agreed=(StoppedBySignal,))
+    assert calls.named("dog") == [(("store", 1, 2, settings), {"lines": "lines"})] * 2
     watchdog.on_heartbeats("beats")
     watchdog.on_verdict("rank 1 is silent")
     assert calls[-2:] == [

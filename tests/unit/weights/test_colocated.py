@@ -15,7 +15,9 @@ from megatron_rl.weights.sync import colocated
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.colocated import reference, shared_memory
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
-from megatron_rl.weights.sync.servers import Servers
+from megatron_rl.weights.sync.pushed_weights import PushedWeights
+from megatron_rl.weights.sync.servers import ServerAccess, Servers
+from megatron_rl.weights.sync.transports import TransportSettings
 from tests.unit.weights.test_push_protocol import CPU, ORDER, ControlServer, checkpoint, stream  # noqa: F401
 
 # as SGLang's SafeUnpickler.loads and FlattenedTensorBucket.reconstruct_tensors do, in a process
@@ -71,14 +73,11 @@ def test_another_process_finds_the_tensors_in_the_same_memory():
 
 def make_pusher(checkpoint, *urls, bucket_bytes=60):  # noqa: F811
     pusher = WeightPusher(
-        urls,
-        checkpoint=checkpoint,
-        dtype=torch.bfloat16,
-        transport="colocated",
-        bucket_mb=1,
-        device=CPU,
-        timeout_seconds=5.0,
-        disk_dir=checkpoint.parent / "push",
+        ServerAccess(urls, 5.0),
+        PushedWeights(checkpoint, torch.bfloat16),
+        TransportSettings(
+            "colocated", bucket_mb=1, device=CPU, disk_dir=checkpoint.parent / "push"
+        ),
     )
     pusher.bucket_bytes = bucket_bytes
     return pusher

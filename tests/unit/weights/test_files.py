@@ -14,7 +14,7 @@ from megatron_rl.weights.hf.files import (
     outline,
     read_headers,
 )
-from megatron_rl.weights.sync.push import expected_tensors
+from megatron_rl.weights.sync.pushed_weights import expected_tensors
 
 
 def test_layers_of_multi_token_prediction_are_left_out_under_every_name(tmp_path):

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed.ranks import Ranks
+from megatron_rl.weights.sync.bucket_order import one_at_a_time
 from megatron_rl.weights.sync.servers import Servers
 from megatron_rl.weights.sync.transports import Distributed
-from megatron_rl.weights.sync.turns import one_at_a_time
 
 PATIENCE = 8.0
 

@@ -12,7 +12,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.checkpoint.state import adam_step, load_state, sharded_state
-from megatron_rl.checkpoint.writer import Planner, write_common
+from megatron_rl.checkpoint.torch_dist.chunk_reader import check_keys
+from megatron_rl.checkpoint.torch_dist.metadata import read_metadata
+from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint
+from megatron_rl.checkpoint.torch_dist.shard_writer import Planner, write_common
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.model import make_model, make_transformer_config
@@ -22,8 +25,6 @@ from megatron_rl.weights.hf.files import CheckpointError
 from megatron_rl.weights.hf.load import load_hf
 from megatron_rl.weights.hf.mapping import local_parameters
 from megatron_rl.weights.names import NORMS, canonical, spellings
-from megatron_rl.weights.safe_load import SafeCheckpoint
-from megatron_rl.weights.torch_dist import check_keys, read_metadata
 from megatron_rl_tools.convert.conversion import meta_slots
 from megatron_rl_tools.convert.convert_hf import main
 from tests.dist.engines import make_engine

@@ -23,13 +23,10 @@ from megatron_rl.weights.hf.fp8 import QuantizeError, dequantize_blocks, quantiz
 from megatron_rl.weights.hf.mapping import entries
 from megatron_rl.weights.sync import buckets
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, connect
-from megatron_rl.weights.sync.push import (
-    WeightPusher,
-    WeightPushError,
-    checked_stream,
-    expected_tensors,
-)
-from megatron_rl.weights.sync.transports import Distributed
+from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
+from megatron_rl.weights.sync.pushed_weights import PushedWeights, checked_stream, expected_tensors
+from megatron_rl.weights.sync.servers import ServerAccess
+from megatron_rl.weights.sync.transports import Distributed, TransportSettings
 from tests.families import family_checkpoint
 from tests.one_rank import given
 
@@ -131,15 +128,9 @@ def make_pusher(
     run: str = "",
 ) -> WeightPusher:
     return WeightPusher(
-        urls,
-        checkpoint=checkpoint,
-        dtype=dtype,
-        transport=transport,
-        bucket_mb=1,
-        device=CPU,
-        timeout_seconds=timeout_seconds,
-        disk_dir=checkpoint.parent / "push",
-        fp8_keep=fp8_keep,
+        ServerAccess(urls, timeout_seconds),
+        PushedWeights(checkpoint, dtype, fp8_keep=fp8_keep),
+        TransportSettings(transport, bucket_mb=1, device=CPU, disk_dir=checkpoint.parent / "push"),
         run=run,
     )
 
@@ -361,7 +352,7 @@ def test_tensors_go_out_in_the_servers_dtype_except_those_stored_wider(checkpoin
     with ControlServer() as server:
         pusher = make_pusher(checkpoint, server.url)
         pusher.push(lambda: stream(checkpoint, torch.float64), 4)
-        (folder,) = pusher.disk_dir.iterdir()
+        (folder,) = pusher.transport.folder.iterdir()
         sent = {
             name: tensor
             for file in folder.glob("*.safetensors")
@@ -378,7 +369,7 @@ def test_fp8_rounds_what_the_servers_get_and_only_that(checkpoint):
     with ControlServer() as server:
         pusher = make_pusher(checkpoint, server.url, fp8_keep=("layers.1.*",))
         pusher.push(lambda: stream(checkpoint), 4)
-        (folder,) = pusher.disk_dir.iterdir()
+        (folder,) = pusher.transport.folder.iterdir()
         sent = {
             name: tensor
             for file in folder.glob("*.safetensors")
@@ -556,10 +547,10 @@ def test_tensors_that_servers_fuse_share_a_bucket(tmp_path: Path) -> None:
     """However small buckets are: apart, SGLang would keep the old ones without a word."""
     path = family_checkpoint(tmp_path, "deepseek_v3")
     pusher = WeightPusher(
-        ["http://127.0.0.1:9"], checkpoint=path, dtype=torch.float32, transport="distributed",
-        bucket_mb=0, device=CPU,
-        timeout_seconds=1, disk_dir=tmp_path,
-    )  # fmt: skip
+        ServerAccess(["http://127.0.0.1:9"], 1),
+        PushedWeights(path, torch.float32),
+        TransportSettings("distributed", bucket_mb=0, device=CPU, disk_dir=tmp_path),
+    )
     tensors = load_file(path / "model.safetensors")
     names = [name for entry in entries(make_spec(load_hf_config(path))) for name in entry.hf_names]
     stream = checked_stream(given((name, tensors[name]) for name in names), pusher.expected, path)

@@ -34,8 +34,12 @@ from megatron_rl.weights.hf.export import (
 )
 from megatron_rl.weights.hf.mapping import entries
 from megatron_rl.weights.hf.rules import ONE_CALL
-from megatron_rl.weights.sync.push import Sent, WeightPusher, WeightPushError
-from megatron_rl.weights.sync.turns import FAILED, Turns
+from megatron_rl.weights.sync.bucket_order import FAILED, BucketOrder
+from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
+from megatron_rl.weights.sync.push_records import Sent
+from megatron_rl.weights.sync.pushed_weights import PushedWeights
+from megatron_rl.weights.sync.servers import ServerAccess
+from megatron_rl.weights.sync.transports import TransportSettings
 from tests.fake_receiver import fingerprint, receivers
 from tests.families import family_checkpoint
 from tests.thread_ranks import run_thread_ranks
@@ -73,10 +77,17 @@ def export(file: Path, rank: int):
 
 def make_pusher(files, urls, transport, ranks, **settings) -> WeightPusher:
     pusher = WeightPusher(
-        urls, checkpoint=files[0].parent, dtype=torch.float32, transport=transport, bucket_mb=1,
-        device=torch.device("cpu"),
-        timeout_seconds=20, disk_dir=files[0].parent.parent / "push", ranks=ranks, **settings,
-    )  # fmt: skip
+        ServerAccess(urls, 20),
+        PushedWeights(files[0].parent, torch.float32),
+        TransportSettings(
+            transport,
+            bucket_mb=1,
+            device=torch.device("cpu"),
+            disk_dir=files[0].parent.parent / "push",
+        ),
+        ranks=ranks,
+        **settings,
+    )
     pusher.bucket_bytes = 2 * TENSOR_BYTES
     return pusher
 
@@ -179,42 +190,42 @@ def test_digests_that_fail_on_rank_0_stop_all_ranks_after_their_exports(files):
     assert exported == dict.fromkeys(range(3), TENSORS)
 
 
-# Turns --------------------------------------------------------------------------------------------
+# The order of buckets -----------------------------------------------------------------------------
 
 
-def test_turns_come_in_their_order_whatever_the_order_of_those_who_wait():
+def test_buckets_come_in_their_order_whatever_the_order_of_those_who_wait():
     store, loaded = dist.HashStore(), []
 
     def run(group, rank):
-        turns = Turns(store, "turns", 20)
+        order = BucketOrder(store, "order", 20)
         for number in range(rank, 12, 3):
             if rank == 0:
                 time.sleep(0.01)
-            assert turns.wait(number)
+            assert order.wait(number)
             loaded.append(number)
-            turns.done()
+            order.done()
 
     run_thread_ranks(run, 3)
     assert loaded == list(range(12))
 
 
 def test_a_failure_ends_every_wait():
-    turns = Turns(dist.HashStore(), "turns", 20)
-    turns.done()
-    assert turns.wait(1)
-    turns.fail()
-    assert not turns.wait(7) and not turns.wait(1)
-    assert turns.store.add("turns", 0) == FAILED + 1
+    order = BucketOrder(dist.HashStore(), "order", 20)
+    order.done()
+    assert order.wait(1)
+    order.fail()
+    assert not order.wait(7) and not order.wait(1)
+    assert order.store.add("order", 0) == FAILED + 1
 
 
 def test_a_bucket_that_never_comes_is_named():
-    turns = Turns(dist.HashStore(), "turns", 0.1)
-    turns.done()
+    order = BucketOrder(dist.HashStore(), "order", 0.1)
+    order.done()
     with pytest.raises(
         WeightPushError,
         match=r"bucket 3 .* waited 0\.1 s for bucket 1: the rank that sends it hangs or died",
     ):
-        turns.wait(3)
+        order.wait(3)
 
 
 # Who sends what -----------------------------------------------------------------------------------
@@ -414,7 +425,8 @@ def test_a_source_holds_two_buckets_beside_the_model(files):
     pusher.transport = Transport()
     sent = Sent()
     assert (
-        pusher._send(fresh, 1, Turns(dist.HashStore(), "turns", 20), sent) == TENSORS * TENSOR_BYTES
+        pusher._send(fresh, 1, BucketOrder(dist.HashStore(), "order", 20), sent)
+        == TENSORS * TENSOR_BYTES
     )
     pusher.servers.close()
     assert sent.num_buckets == TENSORS // 2
@@ -424,11 +436,11 @@ def test_a_source_holds_two_buckets_beside_the_model(files):
 def test_a_bucket_that_servers_still_read_is_kept_until_they_have_ended(files):
     """The export fails while they load the first bucket; their call ends only after that."""
     pusher = make_pusher(files, ["http://127.0.0.1:9"], "distributed", Ranks())
-    turns = Turns(dist.HashStore(), "turns", 20)
+    order = BucketOrder(dist.HashStore(), "order", 20)
     loading, ended = Future(), []
 
     def load():
-        while turns.store.add("turns", 0) < FAILED:
+        while order.store.add("order", 0) < FAILED:
             time.sleep(0.01)
         time.sleep(0.3)
         loading.set_result({})
@@ -445,7 +457,7 @@ def test_a_bucket_that_servers_still_read_is_kept_until_they_have_ended(files):
     with ThreadPoolExecutor(1) as threads:
         server = threads.submit(load)
         with pytest.raises(OSError, match="the shards are gone"):
-            pusher._send(failing, 1, turns, Sent())
+            pusher._send(failing, 1, order, Sent())
         server.result()
     pusher.servers.close()
     assert ended == [("export", False), ("sent", True)]

@@ -22,6 +22,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 
+from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.distributed.cpu import check_no_gpu
@@ -39,7 +40,6 @@ from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles, read_headers
 from megatron_rl.weights.hf.mapping import entries, local_parameters
 from megatron_rl.weights.names import spellings
-from megatron_rl.weights.safe_load import SafeCheckpoint
 from megatron_rl_tools.convert.conversion import Conversion, group_bytes, reset_peak, resident_peak
 from megatron_rl_tools.convert.conversion_files import (
     FileWork,

@@ -21,6 +21,9 @@ from pathlib import Path
 import torch
 
 from megatron_rl.checkpoint.folder import write_text
+from megatron_rl.checkpoint.torch_dist.chunk_reader import TorchDist
+from megatron_rl.checkpoint.torch_dist.chunk_writer import ChunkWriter, write_metadata
+from megatron_rl.checkpoint.torch_dist.chunks import Chunk, Slots, Stored
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.model import make_model, make_transformer_config
@@ -29,14 +32,6 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles, listed, write_index
 from megatron_rl.weights.hf.mapping import Entry, entries, shard_shape
-from megatron_rl.weights.torch_dist import (
-    Chunk,
-    ChunkWriter,
-    Slots,
-    Stored,
-    TorchDist,
-    write_metadata,
-)
 from megatron_rl_tools.convert.conversion_files import (
     FileWork,
     barrier,

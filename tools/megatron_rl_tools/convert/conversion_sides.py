@@ -15,10 +15,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from megatron_rl.checkpoint.torch_dist.chunk_reader import TorchDist, check_keys
+from megatron_rl.checkpoint.torch_dist.chunks import Chunk, Slots
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.hf.files import DTYPES, CheckpointError, HFFiles, is_finite
 from megatron_rl.weights.hf.mapping import Entry, shard_shape, to_mcore
-from megatron_rl.weights.torch_dist import Chunk, Slots, TorchDist, check_keys
 
 BLOCK_BYTES = 4 * 2**20
 """How much of a tensor is in memory at a time; it also fits into a processor's cache."""

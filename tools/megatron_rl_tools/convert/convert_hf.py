@@ -14,13 +14,13 @@ import torch
 
 from megatron_rl.checkpoint.folder import LATEST, STATE, latest_checkpoint, read_state
 from megatron_rl.checkpoint.folder import CheckpointError as RunCheckpointError
+from megatron_rl.checkpoint.torch_dist.chunk_reader import TorchDist
 from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles
 from megatron_rl.weights.hf.mapping import entries
-from megatron_rl.weights.torch_dist import TorchDist
 from megatron_rl_tools.convert.conversion import (
     MIB,
     Conversion,

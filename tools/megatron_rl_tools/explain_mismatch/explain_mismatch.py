@@ -17,7 +17,7 @@ import httpx
 import torch
 from safetensors import SafetensorError
 
-from megatron_rl.checkpoint.bundle import BUNDLE
+from megatron_rl.checkpoint.batches.bundle_header import BUNDLE
 from megatron_rl.config import Config, load_config
 from megatron_rl.distributed import disable_tf32, make_parallel
 from megatron_rl.models.families import make_spec

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.checkpoint.bundle import read_header
-from megatron_rl.checkpoint.bundle_sequences import BundleError, SavedSequences
+from megatron_rl.checkpoint.batches.bundle_header import read_header
+from megatron_rl.checkpoint.batches.bundle_sequences import BundleError, SavedSequences
 from megatron_rl.config import Config, load_config
 from megatron_rl.records import Rollout
 from megatron_rl.rollout.recorder import (

@@ -19,6 +19,9 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.weights.sync.push import WeightPusher
+from megatron_rl.weights.sync.pushed_weights import PushedWeights
+from megatron_rl.weights.sync.servers import ServerAccess
+from megatron_rl.weights.sync.transports import TransportSettings
 from megatron_rl_tools.gpu_check.material import QWEN3_MOE, check_step_config, engine_of
 from megatron_rl_tools.gpu_check.result import Findings, NotPossible, StepOutcome
 from megatron_rl_tools.gpu_check.steps import StepPlace
@@ -56,11 +59,15 @@ def weight_sync(place: StepPlace) -> StepOutcome:
     ) as server:
         with engine_of(cfg) as engine:
             pusher = WeightPusher(
-                [server.url], checkpoint=trained, dtype=torch.bfloat16, transport="colocated",
-                bucket_mb=64,
-                device=engine.parallel.device, timeout_seconds=300.0,
-                disk_dir=place.folder / "disk",
-            )  # fmt: skip
+                ServerAccess([server.url], 300.0),
+                PushedWeights(trained, torch.bfloat16),
+                TransportSettings(
+                    "colocated",
+                    bucket_mb=64,
+                    device=engine.parallel.device,
+                    disk_dir=place.folder / "disk",
+                ),
+            )
             before = parity(engine, server.url, cfg, 0)
             pusher.push(lambda: engine.export_parts(1), 1)  # the first one makes connections
             report = pusher.push(lambda: engine.export_parts(1), 2)

@@ -8,10 +8,16 @@ import pytest
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from megatron_rl.checkpoint import writer
-from megatron_rl.checkpoint.writer import Planner, Shards, _Strategy, on_all_ranks, write_common
+from megatron_rl.checkpoint.torch_dist import shard_writer
+from megatron_rl.checkpoint.torch_dist.chunk_writer import CONFIG
+from megatron_rl.checkpoint.torch_dist.shard_writer import (
+    Planner,
+    Shards,
+    _Strategy,
+    on_all_ranks,
+    write_common,
+)
 from megatron_rl.weights.hf.files import load_plain
-from megatron_rl.weights.torch_dist import CONFIG
 
 
 @pytest.mark.parametrize("how", [(), ("nvrx",)], ids=["directly", "through core's wrapper"])
@@ -51,7 +57,7 @@ def test_a_file_is_written_by_core_and_synced_and_its_error_is_raised(monkeypatc
         calls.append((transforms, bucket, use_fsync))
         results.put((number, outcome))
 
-    monkeypatch.setattr(writer.FileSystemWriterAsync, "write_preloaded_data", write)
+    monkeypatch.setattr(shard_writer.FileSystemWriterAsync, "write_preloaded_data", write)
     shards = Shards(SimpleNamespace(transforms="transforms"), [])
     if isinstance(outcome, OSError):
         with pytest.raises(OSError, match="No space left"):
@@ -62,11 +68,11 @@ def test_a_file_is_written_by_core_and_synced_and_its_error_is_raised(monkeypatc
 
 
 def test_no_process_for_results_is_started_while_core_plans():
-    before = writer.filesystem_async._results_queue
-    with pytest.raises(KeyError), writer._without_manager():
-        assert isinstance(writer.filesystem_async._results_queue, queue.SimpleQueue)
+    before = shard_writer.filesystem_async._results_queue
+    with pytest.raises(KeyError), shard_writer._without_manager():
+        assert isinstance(shard_writer.filesystem_async._results_queue, queue.SimpleQueue)
         raise KeyError
-    assert writer.filesystem_async._results_queue is before
+    assert shard_writer.filesystem_async._results_queue is before
 
 
 @pytest.mark.parametrize("others", [[True, True], [True, False], [False, False]])

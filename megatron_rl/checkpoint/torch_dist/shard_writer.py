@@ -1,11 +1,11 @@
 """megatron-core's torch_dist format, planned by core and written by threads of this process.
 
-core itself forks a process per file and one more for their results, which outlives a killed rank;
-and when one rank cannot write, the others wait for it.  Here every rank writes its own shards on a
-few threads, and all ranks know of a failure before the checkpoint gets its name.
+core itself forks a process for each file and one more for their results, which outlives a killed
+rank; and when one rank cannot write, the others wait for it.  Here every rank writes its own shards
+on a few threads, and all ranks know of a failure before the checkpoint gets its name.
 
-core also plans every save, with the parts of all ranks on every rank.  What a run saves does not
-change: here the ranks plan once, and compare their own parts in later saves.
+core also plans every save, with the parts of all ranks on every rank.  The parts of a run do not
+change from save to save: here the ranks plan once, and compare their own parts in later saves.
 """
 
 from __future__ import annotations
@@ -45,30 +45,29 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_rl.checkpoint import places
+from megatron_rl.checkpoint.torch_dist import metadata_pieces
 
 FORMAT = ("torch_dist", 1)
 FILES_PER_RANK = 2
 METADATA = ".metadata"
-Bucket = tuple[
-    Path, str, tuple[list[tuple[WriteItem, io.BytesIO]], list[tuple[WriteItem, torch.Tensor]]]
-]
-"""Path and name of a file, and the objects and tensors in it (core's WriteBucket)."""
+Parts = tuple[list[tuple[WriteItem, io.BytesIO]], list[tuple[WriteItem, torch.Tensor]]]
+"""Objects and tensors of a file."""
+Bucket = tuple[Path, str, Parts]
+"""Path and name of a file, and its parts (core's WriteBucket)."""
 
 
 @dataclass
 class Shards:
-    """What this rank writes, one file per bucket.  metadata: on rank 0, places.beginning of the
-    checkpoint's.
-
-    live: addresses of the memory that training will change; core's plan has already copied views of
-    memory on the host.
-    """
+    """The files that this rank writes, one for each bucket."""
 
     writer: FileSystemWriterAsync
     buckets: list[Bucket]
     metadata: bytes = b""
+    """On rank 0, metadata_pieces.beginning of the checkpoint's metadata."""
     live: frozenset[int] = frozenset()
+    """Addresses of the memory that training will change; core's plan has already copied views of
+    memory on the host.
+    """
 
     @property
     def names(self) -> list[str]:
@@ -76,15 +75,15 @@ class Shards:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors that are still to be written."""
+        """Bytes of the tensors that are still to be written."""
         return sum(tensor.nbytes for _, _, (_, tensors) in self.buckets for _, tensor in tensors)
 
     def stage(self, *, copy: bool) -> None:
-        """Copy the tensors to the host.  copy: also those on the host, because training changes
-        them during the write.
+        """Copy the tensors to the host.
 
-        The copies are not pinned: torch rounds pinned memory up to powers of two, and keeps it for
-        the process.
+        `copy` also copies those on the host, because training changes them during the write.  The
+        copies are not pinned: torch rounds pinned memory up to powers of two, and keeps it for the
+        process.
         """
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,19 +95,20 @@ class Shards:
         ]
 
     def write(self) -> bytes:
-        """Write and sync the files; where their parts are, for `write_metadata`.
+        """Write and sync the files; return the places of their parts, for `write_metadata`.
 
         Raises what writing raised.
         """
         with ThreadPoolExecutor(FILES_PER_RANK) as pool:
             results = list(pool.map(self._write_bucket, self.buckets))
         self.buckets = []  # frees the copies
-        return places.piece(item for result in results for item in result)
+        return metadata_pieces.piece(item for result in results for item in result)
 
     def _write_bucket(self, bucket: Bucket) -> list[WriteResult]:
         results: queue.SimpleQueue[tuple[int, list[WriteResult] | BaseException]] = (
             queue.SimpleQueue()
         )
+        # core's function counts its processes here, and takes one entry when it is done
         started: queue.Queue[int] = queue.Queue()
         started.put(0)
         # the last argument: fsync
@@ -121,9 +121,9 @@ class Shards:
         return outcome
 
     def write_metadata(self, pieces: list[bytes]) -> None:
-        """On rank 0, when all ranks have written: the file and offset of each tensor."""
+        """Write the file and offset of each tensor, on rank 0, when all ranks have written."""
         with open(Path(self.writer.checkpoint_dir) / METADATA, "wb") as file:
-            file.writelines(places.complete(self.metadata, pieces))
+            file.writelines(metadata_pieces.complete(self.metadata, pieces))
             file.flush()
             os.fsync(file.fileno())
 
@@ -131,7 +131,7 @@ class Shards:
 class _Strategy(TorchDistSaveShardedStrategy):
     """core's plan, without core's writing.
 
-    It keeps the first one: `Planner` decides whether that serves again.
+    It keeps the first plan; `Planner` decides whether that serves again.
     """
 
     def __init__(self) -> None:
@@ -141,27 +141,28 @@ class _Strategy(TorchDistSaveShardedStrategy):
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *how: str
     ) -> Shards:
-        """core 0.19 has ways of writing, by default that of another package; the plan needs only
-        core's own.
+        """Plan with core's own way of writing.
+
+        core 0.19 has several ways, by default that of another package.
         """
         save = super().async_save
-        own = ("mcore",) if "async_strategy" in inspect.signature(save).parameters else ()
-        shards: Shards = save(sharded_state_dict, checkpoint_dir, *own)
+        has_ways = "async_strategy" in inspect.signature(save).parameters
+        shards: Shards = save(sharded_state_dict, checkpoint_dir, *(["mcore"] if has_ways else []))
         return shards
 
     def _get_save_and_finalize_callbacks(
         self, writer: FileSystemWriterAsync, plan: tuple[object, Metadata | None], *how: str
     ) -> Shards:
-        # only here: freed when they are written
+        # taken from the writer, so that they are freed once they are written
         buckets, writer.write_buckets = writer.write_buckets or [], None
         if plan[1] is not None:  # on rank 0, in the first save
-            self.metadata = places.beginning(plan[1])
+            self.metadata = metadata_pieces.beginning(plan[1])
         self.validated_cache_reuse = True  # core would gather and compare all plans once more
         return Shards(writer, buckets, self.metadata)
 
 
 class Planner:
-    """Assigns the parts of every save to ranks, replicated tensors spread over the ranks of
+    """Assigns the parts of every save to ranks; replicated tensors are spread over those of
     `group`.
 
     The first save gathers the parts of all ranks, on every rank.  Later ones take the same plan
@@ -171,26 +172,27 @@ class Planner:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._strategy: _Strategy | FullyParallelSaveStrategyWrapper = self._new()
-        self._parts: list[ShardedBase] | None = None  # of this rank in the save that was planned
+        self._parts: list[ShardedBase] | None = None
+        """Parts of this rank in the save that was planned."""
 
     def plan(self, state: ShardedStateDict, folder: Path) -> Shards:
-        """What this rank writes of `state` into `folder`.  Collective."""
+        """Return what this rank writes of `state` into `folder`.  Collective."""
         sharded, plain = save_preprocess(state, validate_access_integrity=False)
         assert not list(nested_values(plain)), "only sharded tensors are written here"
         parts = [part.without_data() for part in nested_values(sharded)]
         live = frozenset(
-            address(each.data) for each in nested_values(sharded) if isinstance(each, ShardedTensor)
+            address(part.data) for part in nested_values(sharded) if isinstance(part, ShardedTensor)
         )
         strategy = self._strategy
+        # the first save, or the parts of some rank have changed
         if not on_all_ranks(parts == self._parts):
             validate_sharding_integrity(determine_global_metadata(sharded)[1])
             strategy = self._new()
+        # replicated tensors are divided, and each rank's tensors put into files, by core
         with _without_manager():
             shards: Shards = strategy.async_save(sharded, folder)
-        self._strategy, self._parts = (
-            strategy,
-            parts,
-        )  # only now: a rank that fails to plan makes all of them plan again
+        # only now: a rank that fails to plan makes all of them plan again
+        self._strategy, self._parts = strategy, parts
         shards.live = live
         return shards
 
@@ -203,14 +205,17 @@ class Planner:
 
 
 def on_all_ranks(value: bool) -> bool:
-    """Whether it is true on every rank.  Collective."""
+    """Return True where `value` is true on every rank.  Collective."""
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return all(values)
 
 
 def write_common(folder: Path) -> None:
-    """On rank 0: the two files by which core recognises the format; its common state is empty."""
+    """Write the two files by which core recognises the format.  Called on rank 0.
+
+    Its common state is empty.
+    """
     with open(folder / COMMON_STATE_FNAME, "wb") as file:
         torch.save({}, file)
     save_config(CheckpointingConfig(*FORMAT), str(folder))
@@ -218,7 +223,10 @@ def write_common(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _without_manager() -> Iterator[None]:
-    """On its first plan core starts a manager process for results; ours come from threads."""
+    """Keep core from starting a manager process for results on its first plan.
+
+    Here results come from threads.
+    """
     before = filesystem_async._results_queue
     filesystem_async._results_queue = queue.SimpleQueue()
     try:
@@ -228,5 +236,5 @@ def _without_manager() -> Iterator[None]:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Of the memory that a tensor is a view of."""
+    """Return the address of the memory that a tensor is a view of."""
     return tensor.untyped_storage().data_ptr()

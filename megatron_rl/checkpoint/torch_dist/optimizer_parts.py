@@ -1,11 +1,10 @@
-"""The state of core's distributed optimizer as parts of parameters: every rank saves and loads what
-it owns, without a gather.
+"""The state of core's distributed optimizer as parts of parameters.
 
-core cuts a buffer of parameters into equal flat ranges, one for each data-parallel rank, so a rank
-owns a run of a parameter's values.  A run of a tensor's values in memory is at most 2 n - 1 boxes
-of its n axes: the end of a row, whole rows, the start of one.  Names and shapes are those of core's
-`fully_reshardable` format, which gathers all of it on every rank; checkpoints of either load in
-every layout.
+Every rank saves and loads what it owns, without a gather.  core cuts a buffer of parameters into
+equal flat ranges, one for each data-parallel rank, so a rank owns a run of a parameter's values.  A
+run of a tensor's values in memory is at most 2 n - 1 boxes of its n axes: the end of a row, whole
+rows, the start of one.  Names and shapes are those of core's `fully_reshardable` format, which
+gathers all of it on every rank; checkpoints of either load in every layout.
 
 core's formats without the gather do not serve: dp_reshardable loads only in the layout it was saved
 in, and fully_sharded_model_space needs flattened ranges, which core 0.16.1 and 0.19.2 refuse.
@@ -39,60 +38,50 @@ STEP = "step"
 
 
 class Box(NamedTuple):
-    """A box of a tensor whose values follow one another in memory.
-
-    first: of them, counted from the tensor's first.
-    """
+    """A box of a tensor whose values follow one another in memory."""
 
     first: int
+    """Number of its first value, counted from the tensor's first."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 class Owned(NamedTuple):
-    """Values [start, stop) of a model's parameter that this rank updates; state: flat tensors of
-    them, by core's names.
-    """
+    """Values [start, stop) of a model's parameter that this rank updates."""
 
     parameter: Tensor
     start: int
     stop: int
     state: dict[str, Tensor]
+    """Flat tensors of these values, by core's names."""
 
 
 def sharded_parts(
     optimizer: DistributedOptimizer, models: ShardedStateDict, *, is_loading: bool = False
 ) -> ShardedStateDict:
-    """This rank's optimizer state as sharded tensors that share its memory.  models: core's sharded
-    state of all chunks.
+    """Return this rank's optimizer state as sharded tensors that share its memory.
 
-    is_loading: also what `load_parts` needs afterwards.
+    `models` is core's sharded state of all chunks.  With `is_loading` the result also has what
+    `load_parts` needs afterwards.
     """
     places = {
         id(place.data): place
         for place in nested_values(extract_sharded_tensors_and_factories(models)[0])
     }
+    instance = optimizer.distributed_optimizer_instance_id
+    runs = list(owned(optimizer))
     parts: ShardedStateDict = {}
-    found = list(owned(optimizer))
-    for index, each in enumerate(found):
-        place = places[id(each.parameter)]
+    for index, run in enumerate(runs):
+        place = places[id(run.parameter)]
         parts[str(index)] = {
-            name: dict(
-                enumerate(
-                    parts_of_tensor(
-                        place, name, values, each.start, optimizer.distributed_optimizer_instance_id
-                    )
-                )
-            )
-            for name, values in each.state.items()
+            name: dict(enumerate(parts_of_tensor(place, name, values, run.start, instance)))
+            for name, values in run.state.items()
             if name != STEP
         }
-    kept = (
-        {"owned": LocalNonpersistentObject([(each.parameter, each.state) for each in found])}
-        if is_loading
-        else {}
-    )
-    return {"param_state": parts, **kept}
+    if not is_loading:
+        return {"param_state": parts}
+    states = LocalNonpersistentObject([(run.parameter, run.state) for run in runs])
+    return {"param_state": parts, "owned": states}
 
 
 @torch.no_grad()
@@ -106,7 +95,7 @@ def load_parts(optimizer: DistributedOptimizer, loaded: StateDict) -> None:
 
 
 def owned(optimizer: DistributedOptimizer) -> Iterator[Owned]:
-    """What this rank updates, in the order of core's buffers."""
+    """Yield what this rank updates, in the order of core's buffers."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -122,8 +111,9 @@ def parts_of_tensor(
     start: int,
     instance: int,
 ) -> Iterator[ShardedTensor]:
-    """Sharded tensors of `values`, which are those of the parameter at `place` from number `start`
-    on.
+    """Yield sharded tensors of `values`.
+
+    These are the values of the parameter at `place` from number `start` on.
     """
     for part, begin in stored_parts(place):
         shape, axes = tuple(part.local_shape), part.prepend_axis_num
@@ -149,8 +139,9 @@ def parts_of_tensor(
 def stored_parts(
     place: ShardedTensor | ShardedTensorFactory,
 ) -> Iterator[tuple[ShardedTensor, int]]:
-    """The tensors that core stores for a parameter, without data, each with the number of its first
-    value in the parameter.
+    """Yield the tensors that core stores for a parameter, without data.
+
+    Each comes with the number of its first value in the parameter.
     """
     if isinstance(place, ShardedTensor):
         yield place.without_data(), 0
@@ -165,7 +156,7 @@ def stored_parts(
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Boxes that cover values [start, stop), in order, of a contiguous tensor of this shape."""
+    """Yield boxes that cover values [start, stop) of a contiguous tensor, in order."""
     if start >= stop:
         return
     row = math.prod(shape[1:])
@@ -175,13 +166,13 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         return
     yield from _in_row(shape, first - 1, start, first * row)
     if first < last:
-        rest = tuple(shape[1:])
-        yield Box(first * row, (first, *(0 for _ in rest)), (last - first, *rest))
+        columns = tuple(shape[1:])
+        yield Box(first * row, (first, *(0 for _ in columns)), (last - first, *columns))
     yield from _in_row(shape, last, last * row, stop)
 
 
 def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
-    """Boxes of values [start, stop), all in row `index`."""
+    """Yield boxes of values [start, stop), all in row `index`."""
     before = index * math.prod(shape[1:])
     for box in boxes(shape[1:], start - before, stop - before):
         yield Box(before + box.first, (index, *box.offsets), (1, *box.sizes))

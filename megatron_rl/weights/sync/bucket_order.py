@@ -1,10 +1,9 @@
-"""Whose turn it is to send: the buckets of all sources reach the servers in one order.
+"""The order in which all sources of a push send their buckets to the servers.
 
 SGLang loads one bucket at a time (it holds a lock meanwhile), and a broadcast to several servers
-needs all of them at the same
-bucket: two sources whose calls reached two servers in different orders would wait for each other.
-So there is one order, the same on every rank, and one counter of loaded buckets in the job's store.
-Sources gather and flatten their next bucket meanwhile.
+needs all of them at the same bucket.  Two sources whose calls reached two servers in different
+orders would wait for each other.  So there is one order, the same on every rank, and one counter of
+loaded buckets in the job's store.  Meanwhile sources gather and flatten their next bucket.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from megatron_rl.weights.sync.servers import WeightPushError
 FAILED = 1 << 40
 """Added to the counter when a bucket could not be sent."""
 SHORTEST_POLL, LONGEST_POLL = 0.001, 0.05
+"""Seconds between two questions to the store."""
 
 
-class Turns:
-    """Of one push.
+class BucketOrder:
+    """The order of the buckets of one push: bucket n waits until n buckets are loaded.
 
-    name: unique in the job's store; patience: seconds without any bucket being loaded, while one
-    waits.
+    `name` is unique in the job's store.  `patience` is the number of seconds without any bucket
+    being loaded after which a waiting one gives up.
     """
 
     def __init__(self, store: dist.Store, name: str, patience: float) -> None:
@@ -35,9 +35,9 @@ class Turns:
         self.patience = patience
 
     def wait(self, number: int) -> bool:
-        """Wait until the buckets before this one are loaded; False where one of them failed.
+        """Wait until the buckets before this one are loaded; return False where one of them failed.
 
-        Raises WeightPushError.
+        Raises WeightPushError when no bucket is loaded for `patience` seconds.
         """
         before, deadline = -1, 0.0
         while (loaded := self.store.add(self.name, 0)) < number:
@@ -53,25 +53,24 @@ class Turns:
         return loaded < FAILED
 
     def done(self) -> None:
-        """The servers have loaded the bucket whose turn it was."""
+        """Note that the servers have loaded the bucket whose turn it was."""
         self.store.add(self.name, 1)
 
     def fail(self) -> None:
-        """Nothing more is sent in this push."""
+        """Let no source send anything more in this push."""
         self.store.add(self.name, FAILED)
 
     def close(self) -> None:
-        """On one rank, when none waits any more."""
+        """Remove the counter.  Called on one rank, when no rank waits any more."""
         self.store.delete_key(self.name)
 
 
 @contextmanager
 def one_at_a_time(store: dist.Store, name: str, patience: float) -> Iterator[None]:
-    """Of all ranks that come here with this name one is inside at a time, in the order in which
-    they came.
+    """Admit one rank at a time to the block, of all ranks that use this name, in order of arrival.
 
-    When none has left for `patience` seconds, or where the store is gone, it enters all the same:
-    the one inside may have died.
+    A rank enters all the same when no other has left for `patience` seconds, or where the store is
+    gone: the rank inside may have died.
     """
     with suppress(RuntimeError):
         number, before, deadline = store.add(f"{name}/came", 1) - 1, -1, 0.0

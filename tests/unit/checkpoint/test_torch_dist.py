@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from megatron_rl.checkpoint.torch_dist.chunk_reader import check_keys, shown_parameters
+from megatron_rl.checkpoint.torch_dist.metadata import read_metadata
 from megatron_rl.weights.hf.files import CheckpointError
-from megatron_rl.weights.torch_dist import check_keys, read_metadata, shown_parameters
 
 
 def test_all_that_core_puts_into_metadata_is_read(tmp_path):

@@ -21,7 +21,7 @@ from megatron_rl.records import Sample
 
 
 class BundleError(ValueError):
-    """A folder that is no saved mini-batch, or cannot be computed here."""
+    """A folder that is no saved mini-batch, or one that cannot be computed here."""
 
 
 def replica_name(dp_rank: int) -> str:
@@ -33,14 +33,14 @@ def rank_name(rank: int) -> str:
 
 
 class SavedSequences:
-    """The sequences of all replicas, and by sequence what the saved ranks held in their rows."""
+    """The sequences of all replicas, and the values that the saved ranks had for their rows."""
 
     def __init__(self, folder: Path, replicas: int, ranks: int) -> None:
         self._samples: list[Sample] = []
-        # id -> replica, micro-batch, packed rows
         self._places: dict[str, tuple[int, int, slice]] = {}
-        # of a replica's micro-batch, all packed rows
+        """Id of a sequence -> replica, micro-batch, packed rows."""
         self._rows: dict[tuple[int, int, str], Tensor] = {}
+        """Replica, micro-batch and kind -> values of all packed rows."""
         sizes: dict[tuple[int, int], int] = {}
         for replica in range(replicas):
             for number, (samples, rows) in enumerate(read_replica(folder, replica)):
@@ -50,21 +50,29 @@ class SavedSequences:
             self._read_rank(read_bundle_tensors(folder / rank_name(rank)), sizes)
 
     def samples(self, *, with_record: bool) -> list[Sample]:
-        """with_record: with the experts that R2 recorded, in place of the server's."""
+        """Return all sequences.
+
+        `with_record` puts the experts that R2 recorded in place of the server's.
+        """
         return (
             [self._recorded(sample) for sample in self._samples] if with_record else self._samples
         )
 
     def values(self, name: str, kind: str) -> Tensor | None:
-        """Those of a sequence's own rows; None where none were saved."""
+        """Return the values of a sequence's rows; None where no values of this kind were saved."""
         replica, number, rows = self._places[name]
-        found = self._rows.get((replica, number, kind))
-        return None if found is None else found[rows]
+        table = self._rows.get((replica, number, kind))
+        return None if table is None else table[rows]
 
     def blank(self, kind: str, num_rows: int) -> Tensor | None:
-        """Rows of zeros like those of `kind`; None where none were saved."""
-        found = next((table for (*_, name), table in self._rows.items() if name == kind), None)
-        return None if found is None else found.new_zeros(num_rows, *found.shape[1:])
+        """Return rows of zeros like those of `kind`.
+
+        Returns None where no values of this kind were saved.
+        """
+        for (*_, name), table in self._rows.items():
+            if name == kind:
+                return table.new_zeros(num_rows, *table.shape[1:])
+        return None
 
     def _add(
         self, replica: int, number: int, samples: Sequence[Sample], rows: Sequence[int]
@@ -84,39 +92,40 @@ class SavedSequences:
         replica, *layers = values["place"].tolist()
         for number in range(len(keys_of(values, "model_rows"))):
             of_model, of_router = values[f"{number}:model_rows"], values[f"{number}:router_rows"]
+            size = sizes[replica, number]
             for kind in ("logprobs", "reference"):
-                if (found := values.get(f"{number}:{kind}")) is not None:
-                    key = replica, number, kind
-                    self._rows.setdefault(key, torch.zeros(sizes[key[:2]]))[of_model] = found
+                if (saved := values.get(f"{number}:{kind}")) is not None:
+                    table = self._rows.setdefault((replica, number, kind), torch.zeros(size))
+                    table[of_model] = saved
             for kind in ("recorded", "router_ids", "router_logprobs"):
-                if (found := values.get(f"{number}:{kind}")) is not None:
-                    for layer, rows in zip(layers, found, strict=True):
+                if (saved := values.get(f"{number}:{kind}")) is not None:
+                    # the stages of a replica have different layers
+                    for layer, rows in zip(layers, saved, strict=True):
                         key = replica, number, f"{kind} {layer}"
-                        table = self._rows.setdefault(
-                            key, rows.new_zeros(sizes[key[:2]], rows.shape[1])
-                        )
+                        table = self._rows.setdefault(key, rows.new_zeros(size, rows.shape[1]))
                         table[of_router] = rows
 
     def _recorded(self, sample: Sample) -> Sample:
         rollout, layers = sample.rollout, itertools.count()
-        found = list(iter(lambda: self.values(rollout.id, f"recorded {next(layers)}"), None))
-        if not found:
+        recorded = list(iter(lambda: self.values(rollout.id, f"recorded {next(layers)}"), None))
+        if not recorded:
             raise BundleError(
                 f"rollout {rollout.id}: no recorded experts; replay.mode = R2 needs them"
             )
-        # of the saved type: a micro-batch has one for all its sequences, whatever their largest ids
-        # are
-        routes = np.stack([ids[:-1].numpy() for ids in found]).transpose(1, 0, 2)
-        return replace(
-            sample,
-            rollout=replace(
-                rollout, routed_experts=routes, missing_routes=None, routes_digest=None
-            ),
+        # keeps the saved dtype: a micro-batch has one for all its sequences, not one for the
+        # largest id of each
+        routes = np.stack([ids[:-1].numpy() for ids in recorded]).transpose(1, 0, 2)
+        with_routes = replace(
+            rollout, routed_experts=routes, missing_routes=None, routes_digest=None
         )
+        return replace(sample, rollout=with_routes)
 
 
 def read_replica(folder: Path, replica: int) -> list[tuple[tuple[Sample, ...], list[int]]]:
-    """(sequences, rows of each and then of pads) of every micro-batch of a replica."""
+    """Return, for each micro-batch of a replica, its sequences and the rows of each.
+
+    Rows of pads come last.
+    """
     tensors = read_bundle_tensors(folder / replica_name(replica))
     return [
         (
@@ -128,9 +137,9 @@ def read_replica(folder: Path, replica: int) -> list[tuple[tuple[Sample, ...], l
 
 
 def keys_of(values: Mapping[str, Tensor], kind: str) -> list[str]:
-    """ "0:KIND", "1:KIND" ... as far as there are any."""
-    found = sum(key.endswith(f":{kind}") for key in values)
-    return [f"{number}:{kind}" for number in range(found)]
+    """Return the keys "0:KIND", "1:KIND", ... that `values` has."""
+    count = sum(key.endswith(f":{kind}") for key in values)
+    return [f"{number}:{kind}" for number in range(count)]
 
 
 def read_bundle_tensors(path: Path) -> dict[str, Tensor]:

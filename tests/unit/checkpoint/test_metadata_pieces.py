@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_rl.checkpoint.places import beginning, complete, piece
-from megatron_rl.weights.torch_dist import read_metadata
+from megatron_rl.checkpoint.torch_dist.metadata import read_metadata
+from megatron_rl.checkpoint.torch_dist.metadata_pieces import beginning, complete, piece
 
 
 def written(rank: int, count: int) -> list[WriteResult]:
