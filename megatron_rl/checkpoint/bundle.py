@@ -49,7 +49,8 @@ from megatron_rl.checkpoint.checkpointer import (
 )
 from megatron_rl.config import ParallelConfig, plain_values
 from megatron_rl.distributed.ranks import Ranks
-from megatron_rl.engine.engine import Engine, OldPass, ReplayMode
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.pass_results import OldPass, ReplayMode
 from megatron_rl.metrics.sinks import finite
 from megatron_rl.records import MiniBatch
 from megatron_rl.replay.layout import Rows, indices
