@@ -73,14 +73,12 @@ class Engine:
             core_version=core_version,
         )
         self.chunks = self.provider.build()
-        check_routers(self.chunks, self.spec.moe_layers)
+        moe_layers = self.spec.moe_layers
+        check_routers(self.chunks, moe_layers)
         check_router_shift(cfg.loss, self.spec)
         self.provider.load(self.chunks)
         # numbered on the axis of the model's MoE layers, as rollouts number them
-        routers = [
-            (self.spec.moe_layers.index(layer), router)
-            for layer, router in moe_routers(self.chunks)
-        ]
+        routers = [(moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
         router = self.spec.router
         self.manager = ReplayManager(
             routers,
@@ -108,9 +106,7 @@ class Engine:
             mask_missing_routes=cfg.replay.on_missing_route == "mask_token",
             balance_length=balance_length(self.spec),
         )
-        self._rollout_routes = RolloutRoutes(
-            self.layout, len(self.spec.moe_layers), parallel.device
-        )
+        self._rollout_routes = RolloutRoutes(self.layout, len(moe_layers), parallel.device)
         # a copy of the weights as loaded: take it before anything changes them
         self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None
         if cfg.model.fused_lm_head:
