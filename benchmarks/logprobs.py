@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import make_parallel
-from megatron_rl.engine.fused_logprobs import fused_logprobs
+from megatron_rl.engine.fused_logprobs import HeadSettings, fused_logprobs
 from megatron_rl.engine.logprobs import token_logprobs
 
 PEERS = {"verl": "verl/utils/megatron/tensor_parallel.py", "slime": "slime/utils/ppo_utils.py"}
@@ -213,7 +213,7 @@ def fused_call(
     hidden: Tensor, head: Tensor, labels: Tensor, weights: list[Tensor], into_main_grad: bool
 ) -> Any:
     outputs = fused_logprobs(
-        hidden, head, labels, vocab_size=len(head), into_main_grad=into_main_grad
+        hidden, head, labels, HeadSettings(vocab_size=len(head), into_main_grad=into_main_grad)
     )
     return torch.autograd.grad(outputs, [hidden, head], weights, allow_unused=True)
 

@@ -141,7 +141,7 @@ def bridge_checkpoint(
     prefix, own = {**FAMILIES, **BRIDGE_ONLY, **DELTA_NETS}[name]
     source: Any = transformers
     if name == "bailing":  # transformers has no class for it: Bridge brings the authors'
-        from megatron_rl.engine.bridge import open_package
+        from megatron_rl.engine.bridge_package import open_package
 
         open_package(te=False)
         from megatron.bridge.models.bailing import (

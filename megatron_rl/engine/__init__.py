@@ -1,4 +1,4 @@
 """The training engine: megatron-core model, passes and optimizer."""
 
-# first: makes megatron-core work without CUDA, and quiet
+# import it before megatron-core: it makes core work without CUDA, and without its log messages
 import megatron_rl.distributed  # noqa: F401

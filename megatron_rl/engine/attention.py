@@ -2,10 +2,11 @@
 absent.
 
 core's own local attention supports neither packed sequences nor context parallelism.  Under CP each
-rank holds two of the 2 x cp chunks of every sequence (replay.layout.zigzag_rows); keys and values
-are gathered over the CP group, so each rank's queries see all earlier keys of their own sequence,
-and their gradients are reduce-scattered back. What depends on the sequences' bounds alone is
-computed once per micro-batch, on the host, and shared by all layers.
+rank has two of the 2 x cp chunks of every sequence (replay.layout.zigzag_rows).  Keys and values
+are gathered over the CP group, so that each rank's queries see all earlier keys of their sequence;
+their gradients are reduce-scattered back.  A plan, which depends on the sequences' bounds alone, is
+computed once per micro-batch on the host and shared by all layers.
+
 Shapes: T packed tokens, t = T / cp of this rank, S sequence, B batch, A query heads and G key heads
 of this tensor rank, D head size.
 """
@@ -32,17 +33,16 @@ from megatron_rl.replay.layout import zigzag_rows
 
 @dataclass
 class PlannedSeqParams(PackedSeqParams):
-    """megatron-core's parameters of a packed micro-batch, with the plan that the first
-    PackedAttention makes of them.
+    """megatron-core's parameters of a packed micro-batch, with a plan.
 
-    cu_seqlens are where the attention reads them: on the host for PackedAttention, on the device
-    for TransformerEngine.
-    on_host: the same for core's unfused RoPE, whose loop over sequences would wait for the device
-    in every layer.
+    cu_seqlens are on the host for PackedAttention, on the device for TransformerEngine.
     """
 
     plan: AttentionPlan | None = None
+    """Plan of the micro-batch, which the first PackedAttention makes."""
     on_host: PackedSeqParams | None = None
+    """The same parameters on the host, for core's unfused RoPE: its loop over sequences would wait
+    for the device in every layer."""
 
 
 class PackedAttention(MegatronModule):
@@ -64,14 +64,13 @@ class PackedAttention(MegatronModule):
         if config.attention_dropout:
             raise ValueError(
                 f"attention_dropout = {config.attention_dropout}: the local attention has no"
-                " dropout"
+                " dropout; set it to 0"
             )
-        self.softmax_scale = (
-            softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
-        )
-        self.cp_group: dist.ProcessGroup | None = (
-            pg_collection.cp if config.context_parallel_size > 1 else None
-        )
+        if softmax_scale is None:
+            softmax_scale = 1.0 / math.sqrt(config.kv_channels)
+        self.softmax_scale = softmax_scale
+        has_cp = config.context_parallel_size > 1
+        self.cp_group: dist.ProcessGroup | None = pg_collection.cp if has_cp else None
 
     def forward(
         self,
@@ -87,8 +86,8 @@ class PackedAttention(MegatronModule):
 
         With `packed_seq_params`: [t, A * D] for query [t, A, D] and key, value [t, G, D]; its
         cu_seqlens are those of all T rows, as TransformerEngine expects.  Pads after a sequence may
-        count as part of it: no earlier row sees them. `attention_mask` is not read: every sequence
-        is causal.
+        belong to it, because no earlier row sees them.  `attention_mask` is not read: every
+        sequence is causal.
         """
         if packed_seq_params is None:
             return padded_attention(query, key, value, self.softmax_scale, self.cp_group)
@@ -108,10 +107,10 @@ def padded_attention(
     scale: float,
     cp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Causal attention of [S, B, heads, D] tensors -> [S, B, A * D]; under CP, S are the rank's
-    rows of each sequence.
+    """Compute causal attention of [S, B, heads, D] tensors -> [S, B, A * D].
 
-    Raises ValueError where a CP rank's rows are not two equal chunks.
+    Under CP, S are this rank's rows of every sequence.  Raises ValueError where they are not two
+    equal chunks.
     """
     if cp_group is None:
         return causal_attention(query, key, value, scale)
@@ -128,7 +127,7 @@ def padded_attention(
     )
     chunk, outputs = rows // 2, []
     for queries, first in zip(query.split(chunk), first_rows(total, cp_group), strict=True):
-        keys = first + chunk  # later ones would be masked: do not compute them
+        keys = first + chunk  # later keys would be masked: do not compute their scores
         firsts = torch.full((query.size(1),), first, device=query.device)
         outputs.append(causal_attention(queries, key[:keys], value[:keys], scale, firsts))
     return torch.cat(outputs)
@@ -142,10 +141,10 @@ def packed_attention(
     scale: float,
     cp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Causal attention inside each sequence of the plan, [t, heads, D] -> [t, A * D].  No
-    device-to-host copy.
+    """Compute causal attention inside each sequence of the plan, [t, heads, D] -> [t, A * D].
 
-    Raises ValueError where the plan is for another number of rows.
+    Nothing is copied from the device to the host.  Raises ValueError where the plan is for another
+    number of rows.
     """
     if plan.num_rows != query.size(0):
         cp_size = 1 if cp_group is None else cp_group.size()
@@ -174,54 +173,57 @@ def packed_attention(
 class QueryBucket(NamedTuple):
     """B runs of queries that one padded SDPA call computes; int64 tensors."""
 
-    query_rows: Tensor  # [B, longest] of this rank's rows; a shorter run reads on past its end
-    key_rows: Tensor  # [B, longest] of the packed rows; the same
-    kept: Tensor  # [n] which of the B x longest queries are not padding
-    first: Tensor | None  # [B] position in its sequence of a run's first query, under CP; None: 0
+    query_rows: Tensor
+    """[B, longest run] indices of this rank's rows; those past a shorter run's end are padding."""
+    key_rows: Tensor
+    """[B, longest run] indices of packed rows; those past a shorter run's end are padding."""
+    kept: Tensor
+    """[n] indices of those of the B x longest queries that are not padding."""
+    first: Tensor | None
+    """[B] position of a run's first query in its sequence, under CP; None: 0."""
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """Indices for the packed attention of a micro-batch, on its device."""
 
-    num_rows: int  # t
-    buckets: tuple[QueryBucket, ...]  # runs of queries by size
-    order: Tensor  # int64 [t] index of each row in the buckets' concatenated outputs
+    num_rows: int
+    """t."""
+    buckets: tuple[QueryBucket, ...]
+    """Runs of queries, by size."""
+    order: Tensor
+    """int64 [t] index of each row in the buckets' concatenated outputs."""
     key_order: Tensor | None
-    """Int64 [T] index of each packed row in the CP ranks' concatenated keys; None without CP."""
+    """int64 [T] index of each packed row in the CP ranks' concatenated keys; None without CP."""
 
 
 def plan_attention(
     cu_seqlens: Tensor, device: torch.device, cp_group: dist.ProcessGroup | None = None
 ) -> AttentionPlan:
-    """The plan of sequences at rows cu_seqlens[i]:cu_seqlens[i + 1] of T, for this CP rank.
+    """Plan the attention of the sequences at rows cu_seqlens[i]:cu_seqlens[i + 1], on this CP rank.
 
-    Runs of queries whose sizes round up to the same powers of two go through one padded SDPA call,
-    four times faster than a call each for dozens of short ones.  Raises ValueError where a sequence
-    is not a multiple of 2 x cp.
+    Runs of queries whose sizes round up to the same powers of two share a padded SDPA call: for
+    dozens of short ones that is four times faster than a call for every run.  Raises ValueError
+    where a sequence is not a multiple of 2 x cp.
     """
     cu_seqlens = cu_seqlens.cpu()
     bounds = cu_seqlens.tolist()
     cp_size = 1 if cp_group is None else cp_group.size()
     key_order = None
     if cp_group is not None:
-        key_order = (
-            torch.cat([zigzag_rows(cu_seqlens, rank, cp_size) for rank in range(cp_size)])
-            .argsort()
-            .to(device)
-        )
+        gathered = [zigzag_rows(cu_seqlens, rank, cp_size) for rank in range(cp_size)]
+        key_order = torch.cat(gathered).argsort().to(device)
     groups: dict[tuple[int, int], list[KeySpan]] = {}
     for span in spans_of(bounds, cp_group):
-        groups.setdefault(
-            ((span.queries - 1).bit_length(), (span.keys - 1).bit_length()), []
-        ).append(span)
+        size_class = (span.queries - 1).bit_length(), (span.keys - 1).bit_length()
+        groups.setdefault(size_class, []).append(span)
     num_rows = bounds[-1] // cp_size
     buckets, rows = [], []
     for spans in groups.values():
         first_query, queries, first_key, keys = torch.tensor(spans).unbind(1)
         steps = torch.arange(int(queries.max()))
-        # rows past the end of a shorter run: causal masking hides those keys, and `kept` drops
-        # those queries
+        # rows past the end of a shorter run are padding: causal masking hides their keys, and
+        # `kept` drops their queries
         query_rows = (first_query[:, None] + steps).clamp(max=num_rows - 1)
         key_rows = (first_key[:, None] + torch.arange(int(keys.max()))).clamp(max=bounds[-1] - 1)
         kept = (steps < queries[:, None]).flatten().nonzero().squeeze(1)
@@ -236,8 +238,9 @@ def plan_attention(
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, first: Tensor | None = None
 ) -> Tensor:
-    """Query i of batch b sees keys 0..first[b] + i (first: 0 where None), [S, B, heads, D] -> [S,
-    B, A * D].
+    """Compute attention in which query i of batch b sees keys 0..first[b] + i.
+
+    [S, B, heads, D] -> [S, B, A * D].  first: None means 0 for all.
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     mask = None
@@ -262,13 +265,16 @@ class KeySpan(NamedTuple):
 
     first_query: int
     queries: int
+    """Number of queries."""
     first_key: int
     keys: int
+    """Number of keys."""
 
 
 def spans_of(bounds: list[int], cp_group: dist.ProcessGroup | None) -> list[KeySpan]:
-    """One span per sequence; under CP its two chunks on this rank, which lie end to end among the
-    rank's rows.
+    """Return one span per sequence, under CP one per chunk on this rank.
+
+    A sequence's two chunks are adjacent among the rank's rows.
     """
     spans: list[KeySpan] = []
     row = 0
@@ -286,18 +292,17 @@ def spans_of(bounds: list[int], cp_group: dist.ProcessGroup | None) -> list[KeyS
 
 
 def first_rows(length: int, cp_group: dist.ProcessGroup) -> list[int]:
-    """Where this rank's two chunks start in a sequence."""
+    """Return the positions in a sequence at which this rank's two chunks start."""
     rank, chunks = cp_group.rank(), 2 * cp_group.size()
     chunk = length // chunks
     return [rank * chunk, (chunks - 1 - rank) * chunk]
 
 
 def gather_keys(key: Tensor, value: Tensor, cp_group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Keys and values of all CP ranks, rank after rank: [t, ..., G, D] -> [T, ..., G, D] each, in
-    one collective.
+    """Gather keys and values of all CP ranks, rank after rank: [t, ..., G, D] -> [T, ..., G, D].
 
-    Backward: the ranks' gradients are summed and scattered, since each rank's loss reads all of
-    them.
+    One collective gathers both.  Backward sums and scatters the ranks' gradients, because every
+    rank's loss reads all keys.
     """
     gathered = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-2), group=cp_group)
     key, value = gathered.chunk(2, dim=-2)
@@ -305,13 +310,14 @@ def gather_keys(key: Tensor, value: Tensor, cp_group: dist.ProcessGroup) -> tupl
 
 
 def in_sequence_order(gathered: Tensor, cp_size: int) -> Tensor:
-    """Rows of one sequence [S, ...], CP rank after CP rank, in their order: rank r holds chunks r
-    and 2 cp - 1 - r.
+    """Reorder the rows of one sequence [S, ...] from CP rank after CP rank to their positions.
+
+    Rank r has chunks r and 2 cp - 1 - r.
     """
     chunks = gathered.unflatten(0, (cp_size, 2, -1))
     return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 
 
 def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """[t, heads, D] at rows [B, S] -> [S, B, heads, D]."""
+    """Take rows [B, S] of a tensor [t, heads, D] -> [S, B, heads, D]."""
     return tensor.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(0, 1)

@@ -1,22 +1,16 @@
-"""model.provider = bridge: the model is built, loaded and exported by Megatron-Bridge (AutoBridge
--> provider -> model).
+"""model.provider = bridge: Megatron-Bridge builds, loads and exports the model (AutoBridge ->
+provider -> model).
 
-Bridge's provider is itself a TransformerConfig.  It keeps what Bridge reads from the checkpoint;
-the settings that this program chooses for every model (engine.model.run_settings) are set over it.
+Bridge's provider is itself a TransformerConfig with what Bridge reads from the checkpoint.  The
+settings that this program chooses for every model (engine.model.run_settings) replace its own.
 With TransformerEngine and a GPU the layers are TransformerEngine's, else those of te_layers.py,
 under the same names.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import math
-import sys
-import types
 from collections.abc import Iterator, Mapping
-from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +22,7 @@ from safetensors import SafetensorError
 
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
-from megatron_rl.engine import te_layers
+from megatron_rl.engine.bridge_package import VERSION, first_line, open_package
 from megatron_rl.engine.core_fields import (
     CORE_ERRORS,
     check_fields,
@@ -57,15 +51,9 @@ if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-VERSION = "0.6.2"
-INSTALL = (
-    f"pip install --no-deps megatron-bridge=={VERSION} omegaconf einops antlr4-python3-runtime"
-)
-TRANSFORMER_ENGINE = "transformer_engine"
-
 
 class BridgeProvider:
-    """By Megatron-Bridge's tables."""
+    """The ModelProvider that uses Megatron-Bridge's tables (see engine/provider.py)."""
 
     def __init__(
         self,
@@ -84,11 +72,12 @@ class BridgeProvider:
             fields, core_settings(self.spec, model, sizes, parallel.device), is_mla=self.spec.is_mla
         )
         settings = run_settings(self.spec, model, sizes, parallel.device) | OVERRIDES
-        if te:  # else off: they need TransformerEngine or a GPU
+        if te:  # keep Bridge's choice of fusions; run_settings turns them off without TE
             settings = {name: value for name, value in settings.items() if name not in FUSIONS}
         users = fields_of(type(self.core_config), fields)
         for name, value in (settings | users).items():
             setattr(self.core_config, name, value)
+        # tensors with a row per token of the vocabulary, from which export cuts Bridge's padding
         self._vocabulary = {
             name
             for name, header in read_headers(model.path).items()
@@ -97,11 +86,10 @@ class BridgeProvider:
         try:
             self.core_config.finalize()
         except CORE_ERRORS as error:
-            chosen = ", ".join(
-                filter(None, ("model.provider = bridge", named_settings(users, fields)))
-            )
+            names = ("model.provider = bridge", named_settings(users, fields))
             raise ModelError(
-                f"{chosen}: megatron-core refuses these settings for {self.spec.architecture}: "
+                f"{', '.join(filter(None, names))}: megatron-core refuses these settings for"
+                f" {self.spec.architecture}: "
                 f"{first_line(reason_of(error))}; change [parallel] or [megatron]"
             ) from error
         self.core_config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -127,9 +115,9 @@ class BridgeProvider:
         return chunks
 
     def load(self, chunks: list[GPTModel]) -> None:
-        """Bridge reports neither a parameter without a mapping nor damaged files: none may stay
-        NaN.
-        """
+        """Fill every parameter; raise CheckpointError where Bridge cannot."""
+        # Bridge reports neither a parameter without a mapping nor damaged files: fill all with NaN,
+        # and look for what stayed NaN
         with torch.no_grad():
             for _, tensor in tensors_of(chunks):
                 tensor.fill_(math.nan)
@@ -144,7 +132,7 @@ class BridgeProvider:
             SafetensorError,
         ) as error:
             if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
-                raise  # a stop by a signal, memory, a lost rank: not the files
+                raise  # a signal, out of memory or a lost rank: the files are not the cause
             raise CheckpointError(
                 f"{self.model.path}: Megatron-Bridge cannot load it: {first_line(error)}"
             ) from error
@@ -152,32 +140,36 @@ class BridgeProvider:
             name for name, tensor in tensors_of(chunks) if not bool(tensor.isfinite().all())
         ]
         if unfilled:
+            problem = listed("were not filled with finite values by Megatron-Bridge", unfilled)
             raise CheckpointError(
-                f"{self.model.path}:"
-                f" {listed('were not filled with finite values by Megatron-Bridge', unfilled)}; the"
-                " file is damaged, or Bridge has no mapping for them"
+                f"{self.model.path}: {problem}; the file is damaged, or Bridge has no mapping for"
+                " them"
             )
 
     def export(self, chunks: list[GPTModel], max_sources: int) -> HFStream:
-        """Rank 0 is the only source: Bridge gathers every tensor on every rank, in an order of its
-        own.
+        """Yield every HF tensor on rank 0, whatever `max_sources` is.
+
+        Bridge gathers every tensor on every rank, in its own order.
         """
         stream = self._export(chunks)
         return with_pairs_together(stream) if self.spec.q_lora_rank else stream
 
     def _export(self, chunks: list[GPTModel]) -> HFStream:
-        padded, has = padded_vocab_size(self.spec, self.parallel.tp_size), outline(self.model.path)
+        padded = padded_vocab_size(self.spec, self.parallel.tp_size)
+        in_checkpoint = outline(self.model.path)
         for name, tensor in self.bridge.export_hf_weights(chunks, cpu=False, show_progress=False):
-            if is_left_out(name, has):
+            if is_left_out(name, in_checkpoint):
                 continue  # Bridge exports a tied head where the checkpoint has a copy of it
             if tensor.shape[0] == padded and name in self._vocabulary:
-                # Bridge does not cut the rows that it has added
+                # Bridge does not remove its padding rows
                 tensor = tensor[: self.spec.vocab_size]
-            mine = None if self.parallel.rank else tensor.contiguous()
-            yield HFTensor(name, tuple(tensor.shape), tensor.dtype, 0, mine)
+            content = None if self.parallel.rank else tensor.contiguous()
+            yield HFTensor(name, tuple(tensor.shape), tensor.dtype, 0, content)
 
     def _check(self, chunk: torch.nn.Module) -> None:
-        """Raise ModelError for a model that the engine would compute wrongly."""
+        """Raise ModelError for a model that the engine would compute wrongly; set the epsilon of
+        the norms of latents.
+        """
         kind, heads = self.spec.architecture, self.spec.head_dim
         if not isinstance(chunk, GPTModel):
             raise ModelError(
@@ -204,9 +196,9 @@ class BridgeProvider:
 
 
 OVERRIDES: dict[str, object] = {
-    # its layer specs, with its layers or those of te_layers.py
+    # TransformerEngine's layer specs, with its layers or those of te_layers.py
     "transformer_impl": "transformer_engine",
-    # of TransformerEngine or of te_layers.py: Bridge knows experts by these names
+    # Bridge knows experts by the parameter names of grouped layers
     "moe_grouped_gemm": True,
     "moe_shared_expert_overlap": False,
     "moe_z_loss_coeff": None,
@@ -215,9 +207,9 @@ OVERRIDES: dict[str, object] = {
     "deallocate_pipeline_outputs": False,
     "fp16": False,
     "should_pad_vocab": True,
-    "make_vocab_size_divisible_by": 1,  # times tp, as models.spec.padded_vocab_size
+    "make_vocab_size_divisible_by": 1,  # times tp, as in models.spec.padded_vocab_size
 }
-"""Fields that some of Bridge's providers set otherwise."""
+"""Fields that some of Bridge's providers set to other values."""
 
 
 WRONG = {
@@ -226,25 +218,27 @@ WRONG = {
         " gates"
     ),
 }
-"""Architectures that Megatron-Bridge 0.6.2 builds as another model, found by comparing logits."""
+"""Architectures that Megatron-Bridge 0.6.2 builds as another model, by a comparison of logits."""
 
 
 FUSIONS = ("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion")
-"""Bridge knows which of these a model can have."""
+"""Fusions of which Bridge knows whether a model can have them."""
 
 
 def read_spec(model: ModelConfig, device: torch.device | None) -> ModelSpec:
-    """The sizes of the model; device: where this process builds it afterwards, if it does."""
-    bridge = open_bridge(
-        model.path, te=device is not None and uses_transformer_engine(model, device)
-    )
+    """Return the sizes of the model.
+
+    device: the device on which this process builds it afterwards; None: it builds none.
+    """
+    te = device is not None and uses_transformer_engine(model, device)
+    bridge = open_bridge(model.path, te=te)
     return spec_of(make_provider_of(bridge, model.path), bridge)
 
 
 def make_provider_of(bridge: AutoBridge, path: Path) -> GPTModelProvider:
-    """Bridge's configuration of the model.
+    """Return Bridge's configuration of the model.
 
-    Raises ModelError for a config.json without what Bridge reads.
+    Raises ModelError for a config.json without the keys that Bridge reads.
     """
     try:
         return bridge.to_megatron_provider(load_weights=False)
@@ -256,10 +250,10 @@ def make_provider_of(bridge: AutoBridge, path: Path) -> GPTModelProvider:
 
 
 def open_bridge(path: Path, *, te: bool) -> AutoBridge:
-    """Megatron-Bridge's bridge of this checkpoint; te: its layers are TransformerEngine's own, on a
-    GPU.
+    """Return Megatron-Bridge's bridge of this checkpoint.
 
-    Raises ModelError where it does not know the model, and as open_package.
+    te: its layers are TransformerEngine's, on a GPU; else those of te_layers.py.
+    Raises ModelError where Bridge does not know the model, and where open_package does.
     """
     architecture = str((load_hf_config(path).get("architectures") or ["(none)"])[0])
     if architecture in WRONG:
@@ -274,39 +268,8 @@ def open_bridge(path: Path, *, te: bool) -> AutoBridge:
         raise ModelError(f"model.provider = bridge: {path}: {first_line(error)}") from error
 
 
-def open_package(*, te: bool) -> type[AutoBridge]:
-    """Import Megatron-Bridge.
-
-    Raises ModelError where it is absent or of another version, and as te_layers.choose.
-    """
-    check_installed()
-    # before Bridge is imported: its modules take the classes from core
-    te_layers.choose_layers(te=te)
-    if importlib.util.find_spec(TRANSFORMER_ENGINE) is None:
-        add_placeholder_transformer_engine()
-    from megatron.bridge import AutoBridge
-
-    return AutoBridge
-
-
-def check_installed() -> None:
-    """Raise ModelError, with the line that installs it, unless the tested version of
-    Megatron-Bridge is there.
-    """
-    try:
-        found = metadata.version("megatron-bridge")
-    except metadata.PackageNotFoundError:
-        found = "not installed"
-    if found != VERSION:
-        python = ".".join(map(str, sys.version_info[:2]))
-        raise ModelError(
-            f"model.provider = bridge: needs Megatron-Bridge {VERSION}, found: {found}; install it"
-            f" (Python 3.12, here {python}): {INSTALL}"
-        )
-
-
 def spec_of(provider: GPTModelProvider, bridge: AutoBridge) -> ModelSpec:
-    """The sizes that the rest of the program needs, from Bridge's provider before it is finalized."""
+    """Return the sizes of the model, from Bridge's provider before it is finalized."""
     core: Any = provider
     heads, experts = core.num_attention_heads, core.num_moe_experts or 0
     latent: dict[str, Any] = {}
@@ -318,7 +281,7 @@ def spec_of(provider: GPTModelProvider, bridge: AutoBridge) -> ModelSpec:
             qk_rope_dim=core.qk_pos_emb_head_dim,
             v_head_dim=core.v_head_dim,
         )
-    # Bridge chose its class by the first
+    # the first one is that by which Bridge chose its class
     architectures = bridge.hf_pretrained.config.architectures or ["(none)"]
     return ModelSpec(
         architecture=architectures[0],
@@ -356,8 +319,8 @@ def spec_of(provider: GPTModelProvider, bridge: AutoBridge) -> ModelSpec:
 
 
 def moe_layers(frequency: int | list[int], num_layers: int) -> tuple[int, ...]:
-    """Which layers core gives experts, by its moe_layer_freq: every n-th from the first, or a 1 for
-    each.
+    """Return the layers with experts by core's moe_layer_freq: every n-th from the first layer on,
+    or a list with a 1 for every such layer.
     """
     if isinstance(frequency, int):
         return tuple(range(0, num_layers, frequency))
@@ -365,44 +328,9 @@ def moe_layers(frequency: int | list[int], num_layers: int) -> tuple[int, ...]:
 
 
 def tensors_of(chunks: list[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters, and the buffers that are in a checkpoint (biases that select experts)."""
+    """Yield the parameters, and the buffers of a checkpoint (biases that select experts)."""
     for chunk in chunks:
         yield from chunk.named_parameters()
         yield from (
             (name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")
         )
-
-
-def first_line(error: Exception | str) -> str:
-    """Bridge's messages are pages long, with symbols; an error without text is named by its class."""
-    lines = str(error).encode("ascii", "ignore").decode().strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
-
-
-def add_placeholder_transformer_engine() -> None:
-    """A placeholder module: Megatron-Bridge imports TransformerEngine for layers that are never
-    made here.
-
-    megatron-core has already been imported, and still runs without it.
-    """
-    modules = {}
-    for name in (TRANSFORMER_ENGINE, f"{TRANSFORMER_ENGINE}.pytorch"):
-        module = modules[name] = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        module.__version__ = "0.0.0"  # type: ignore[attr-defined]  # core compares it
-        module.__getattr__ = partial(getattr, Absent)  # type: ignore[method-assign]  # PEP 562
-    sys.modules.update(modules)
-    # as above
-    modules[TRANSFORMER_ENGINE].pytorch = modules[f"{TRANSFORMER_ENGINE}.pytorch"]  # type: ignore[attr-defined]
-
-
-class _AnyName(type):
-    def __getattr__(cls, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return cls
-
-
-class Absent(torch.nn.Module, metaclass=_AnyName):
-    """The placeholder of every layer of TransformerEngine."""

@@ -1,8 +1,8 @@
-"""[megatron]: fields of megatron-core's configurations by their own names, with core's own types.
+"""[megatron]: fields of megatron-core's configurations under core's names and types.
 
-A name belongs to TransformerConfig, to DistributedDataParallelConfig or to OptimizerConfig, in some
-cases to two of them: then both get the value.  Fields that other settings or the checkpoint define
-are refused here; what replay cannot be exact with is refused afterwards, from the finished
+A name belongs to TransformerConfig, DistributedDataParallelConfig or OptimizerConfig; where two of
+them have it, both get the value.  Fields that other settings or the checkpoint define are refused
+here.  Settings under which replay cannot be exact are refused later, from the finished
 TransformerConfig (replay/compatibility.py).
 """
 
@@ -57,50 +57,79 @@ ELSEWHERE = {
 }
 """The setting to use in place of fields of core."""
 
+OTHER_MODEL = (
+    "activation_func_clamp_value",
+    "apply_residual_connection_post_layernorm",
+    "attention_output_gate",
+    "glu_linear_offset",
+    "layernorm_zero_centered_gamma",
+    "moe_apply_probs_on_input",
+    "moe_latent_size",
+    "moe_mlp_glu_interleave_size",
+    "moe_router_topk_limited_devices",
+    "moe_shared_expert_glu_interleave_size",
+    "no_rope_freq",
+    "qk_l2_norm",
+    "rotary_base",
+    "rotary_interleaved",
+    "rotary_percent",
+    "softmax_scale",
+    "softmax_type",
+    "use_mup",
+    "window_size",
+)
+"""Fields that change what the model computes."""
+
 NOT_POSSIBLE = {
-    "overlap_param_gather": "the old-logprob pass and the weight sync would read weights that are not gathered yet",
-    "overlap_param_gather_with_optimizer_step": "the old-logprob pass would read weights that are not gathered yet",
-    "calculate_per_token_loss": "the loss carries its own global denominator, core must not divide gradients",
-    "average_in_collective": "gradients are sums over data-parallel ranks: the loss carries its own global denominator",
-    "optimizer": "checkpoints and the memory plan are those of adam",
+    "average_in_collective": (
+        "gradients are sums over data-parallel ranks: the loss carries its own global denominator"
+    ),
+    "calculate_per_token_loss": (
+        "the loss carries its own global denominator, core must not divide gradients"
+    ),
     "loss_scale": "the loss is not scaled here, core would divide the gradients by it all the same",
-    "num_distributed_optimizer_instances": "process groups are those of one instance",
-    "use_layer_wise_distributed_optimizer": "it is of optimizers other than adam; optim.distributed shards adam's state",
-    "optimizer_cuda_graph": "core's own training loop captures that graph; here no step would be replayed from one",
-    **dict.fromkeys(
-        ("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy",
-        "use_torch_fsdp2"),
-        "models are wrapped in core's DistributedDataParallel; optim.distributed shards the optimizer state",
-    ),
-    **dict.fromkeys(
-        ("use_precision_aware_optimizer", "optimizer_cpu_offload"),
-        "a run could save, but not resume: checkpoints hold the state of an optimizer that keeps it in float32, on its device",
-    ),
     "moe_router_force_biased": "every pass would add another random bias to the router's scores",
     "mtp_num_layers": "layers for multi-token prediction are neither loaded nor trained",
+    "num_distributed_optimizer_instances": "process groups are those of one instance",
+    "optimizer": "checkpoints and the memory plan are those of adam",
+    "optimizer_cuda_graph": (
+        "core's own training loop captures that graph; here no step would be replayed from one"
+    ),
+    "overlap_param_gather": (
+        "the old-logprob pass and the weight sync would read weights that are not gathered yet"
+    ),
+    "overlap_param_gather_with_optimizer_step": (
+        "the old-logprob pass would read weights that are not gathered yet"
+    ),
+    "use_layer_wise_distributed_optimizer": (
+        "it is of optimizers other than adam; optim.distributed shards adam's state"
+    ),
     **dict.fromkeys(
-        ("window_size", "softmax_type", "moe_latent_size", "moe_apply_probs_on_input",
-        "layernorm_zero_centered_gamma",
-         "rotary_interleaved", "no_rope_freq", "attention_output_gate", "softmax_scale",
-         "qk_l2_norm", "glu_linear_offset",
-         "activation_func_clamp_value", "apply_residual_connection_post_layernorm",
-         "moe_router_topk_limited_devices",
-         "use_mup", "rotary_percent", "rotary_base", "moe_mlp_glu_interleave_size",
-         "moe_shared_expert_glu_interleave_size"),
+        (
+            "data_parallel_sharding_strategy",
+            "use_custom_fsdp",
+            "use_megatron_fsdp",
+            "use_torch_fsdp2",
+        ),
+        "models are wrapped in core's DistributedDataParallel; optim.distributed shards the"
+        " optimizer state",
+    ),
+    **dict.fromkeys(
+        ("optimizer_cpu_offload", "use_precision_aware_optimizer"),
+        "a run could save, but not resume: checkpoints hold the state of an optimizer that keeps it"
+        " in float32, on its device",
+    ),
+    **dict.fromkeys(
+        OTHER_MODEL,
         "the trainer would compute another model than the checkpoint's, which the servers compute",
     ),
-}  # fmt: skip
+}
 """Fields of core that this program cannot change, with the reason."""
 
 NOT_WITH_RELEASED_MEMORY = {
-    "cuda_graph_impl": (
-        "a graph keeps the addresses of memory that is freed while the servers sample"
-    ),
-    "enable_cuda_graph": (
-        "a graph keeps the addresses of memory that is freed while the servers sample"
-    ),
-    "external_cuda_graph": (
-        "a graph keeps the addresses of memory that is freed while the servers sample"
+    **dict.fromkeys(
+        ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
+        "a graph keeps the addresses of memory that is freed while the servers sample",
     ),
     "nccl_ub": "nccl keeps the addresses of memory that is freed while the servers sample",
     "fp8_param": "weights in fp8 have more parts than the one that is freed",
@@ -109,30 +138,40 @@ NOT_WITH_RELEASED_MEMORY = {
 """Fields that cannot be used with rollout.release_memory (engine/offload.py), with the reason."""
 
 CHANGES_NO_ROUTE = (
-    "moe_permute_fusion", "gradient_accumulation_fusion", "bias_activation_fusion",
-    "bias_dropout_fusion", "apply_rope_fusion",
-    "masked_softmax_fusion", "persist_layer_norm", "deterministic_mode", "recompute_modules",
-)  # fmt: skip
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "deterministic_mode",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "moe_permute_fusion",
+    "persist_layer_norm",
+    "recompute_modules",
+)
 """Fields of TransformerConfig with which replay is tested, or that act after the router's choice.
 """
 
 DEFAULTS_OF_OURS = (
-    "moe_token_dispatcher_type", "batch_p2p_comm", "overlap_p2p_comm", "attention_softmax_in_fp32",
+    "attention_softmax_in_fp32",
+    "batch_p2p_comm",
+    "moe_aux_loss_coeff",
+    "moe_router_load_balancing_type",
+    "moe_token_dispatcher_type",
+    "overlap_p2p_comm",
     "use_cpu_initialization",
-    "moe_aux_loss_coeff", "moe_router_load_balancing_type",
-)  # fmt: skip
-"""Fields that the program sets to a default of its own, which [megatron] may change;
-replay/compatibility.py judges them.
+)
+"""Fields for which this program has another default than core; [megatron] may change them, and
+replay/compatibility.py judges the result.
 """
 
-
 CORE_ERRORS = (ValueError, RuntimeError, AssertionError, ImportError, TypeError)
-"""What core's configurations raise for values that they refuse."""
+"""Errors that core's configurations raise for values that they refuse."""
 
 
 def check_released_memory(values: Mapping[str, object]) -> None:
-    """Raise ConfigError for fields that rollout.release_memory excludes."""
+    """Raise ConfigError for fields that cannot be used with rollout.release_memory."""
     for name, reason in NOT_WITH_RELEASED_MEMORY.items():
+        # the values that leave such a field off
         if values.get(name) not in (None, False, "none", "false"):
             raise ConfigError(
                 f"megatron.{name} = {values[name]!r} with rollout.release_memory = true: {reason};"
@@ -146,11 +185,11 @@ def check_fields(
     *,
     is_mla: bool = True,
 ) -> None:
-    """Raise ConfigError, one line for each name that cannot be set: unknown, set elsewhere, or of
-    another type.
+    """Raise ConfigError, with a line for every name that cannot be set: unknown, set elsewhere, or
+    of another type.
 
-    ours: the fields of TransformerConfig that this program derives from the checkpoint.  is_mla:
-    whether it has latent attention.
+    ours: the fields of TransformerConfig that this program derives from the checkpoint.
+    is_mla: the checkpoint has latent attention.
     """
     problems = []
     for name, value in values.items():
@@ -184,7 +223,7 @@ def check_fields(
 
 
 def fields_of(kind: type, values: Mapping[str, object]) -> dict[str, object]:
-    """The fields of `kind` among `values`, converted to core's types."""
+    """Return the fields of `kind` among `values`, converted to core's types."""
     return {
         name: converted(name, value) for name, value in values.items() if name in field_types(kind)
     }
@@ -193,10 +232,9 @@ def fields_of(kind: type, values: Mapping[str, object]) -> dict[str, object]:
 def make_core(
     kind: Callable[..., T], ours: Mapping[str, object], values: Mapping[str, object]
 ) -> T:
-    """A configuration of core: `ours`, and those of `values` that are its fields.
+    """Make a configuration of core from `ours` and the fields of `kind` among `values`.
 
-    Raises ConfigError where core refuses a user's field, with what core says, else core's own
-    error.
+    Raises ConfigError, with core's reason, where core refuses a user's field, else core's error.
     """
     fields = fields_of(kind, values)  # type: ignore[arg-type]  # a dataclass
     try:
@@ -211,44 +249,43 @@ def make_core(
 
 
 def named_settings(fields: Iterable[str], values: Mapping[str, object]) -> str:
-    """The user's settings of these fields, for a message."""
+    """Format the user's settings of these fields, for a message."""
     return ", ".join(f"megatron.{name} = {values[name]!r}" for name in fields)
 
 
 def reason_of(error: Exception) -> str:
-    """What core says.
-
-    Where TransformerEngine is absent, core compares its version, which is None: a TypeError.
-    """
+    """Return core's reason for an error."""
     reason = str(error) or "an assertion without a message"
+    # where TransformerEngine is absent, core compares its version, None, with a number
     if isinstance(error, TypeError) and not has_transformer_engine():
         return f"it needs TransformerEngine ({reason})"
     return reason
 
 
 def has_transformer_engine() -> bool:
-    """Whether the package is installed.
-
-    The placeholder that engine/bridge.py puts in its place has no loader.
-    """
-    found = importlib.util.find_spec("transformer_engine")
-    return found is not None and found.loader is not None
+    """Return True if the package is installed."""
+    spec = importlib.util.find_spec("transformer_engine")
+    # the placeholder of engine/bridge_package.py has no loader
+    return spec is not None and spec.loader is not None
 
 
 def forward_fields(values: Mapping[str, object]) -> dict[str, object]:
-    """The fields that reach the forward pass: of TransformerConfig, with or without latent
-    attention.
+    """Return the fields that reach the forward pass: those of TransformerConfig and, for latent
+    attention, of MLATransformerConfig, which extends it.
     """
     return fields_of(MLATransformerConfig, values)
 
 
 def untested(values: Mapping[str, object]) -> list[str]:
-    """The names that reach the forward pass and with which routing replay has not been tested."""
+    """Return the names that reach the forward pass and with which replay has not been tested."""
     return [name for name in forward_fields(values) if name not in CHANGES_NO_ROUTE]
 
 
 def converted(name: str, value: object) -> object:
-    """`value` in the type of core's field.  Raises ValueError with what the field requires."""
+    """Convert `value` to the type of core's field.
+
+    Raises ValueError with the values that the field accepts.
+    """
     hint = next(field_types(kind)[name] for kind in KINDS if name in field_types(kind))
     options = alternatives(hint)
     if torch.dtype in options:
@@ -258,7 +295,8 @@ def converted(name: str, value: object) -> object:
         return dtype
     lists = [option for option in options if typing.get_origin(option) is list]
     if isinstance(value, str) and lists and str not in options:
-        value = value.split()  # the command line has one string for all words
+        value = value.split()  # on the command line a list is one string of words
+    # an enumeration, or a list of one: core's members by their names
     for kind in [*options, *(item for option in lists for item in typing.get_args(option))]:
         if isinstance(kind, enum.EnumType):
             return (
@@ -269,14 +307,12 @@ def converted(name: str, value: object) -> object:
     if not any(is_plain(option) for option in options):
         raise ValueError("its type cannot be written in a configuration file")
     try:
-        # a type that core's annotations name
+        # pydantic validates against the type that core's annotation names
         adapter: TypeAdapter[object] = TypeAdapter(hint)  # type: ignore[arg-type]
         return adapter.validate_python(value)
     except ValidationError as error:
-        rules = dict.fromkeys(
-            item["msg"].removeprefix("Input should be ") for item in error.errors()
-        )
-        raise ValueError(f"must be {' or '.join(rules)}") from None
+        rules = [item["msg"].removeprefix("Input should be ") for item in error.errors()]
+        raise ValueError(f"must be {' or '.join(dict.fromkeys(rules))}") from None
 
 
 def member(kind: enum.EnumType, name: object) -> object:
@@ -287,17 +323,18 @@ def member(kind: enum.EnumType, name: object) -> object:
 
 @functools.cache
 def field_types(kind: type) -> dict[str, object]:
-    """Field name -> resolved type."""
+    """Return {field name: resolved type}."""
     hints: dict[str, object] = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
 
 
 def alternatives(hint: object) -> tuple[object, ...]:
+    """Return the members of a union type, or the type itself."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
 
 
 def is_plain(hint: object) -> bool:
-    """Whether TOML can express it: numbers, text, flags, and lists of them."""
+    """Return True for a type that TOML can express: numbers, text, flags, and lists of them."""
     origin = typing.get_origin(hint) or hint
     return origin in (bool, int, float, str, list, tuple, dict, typing.Literal)

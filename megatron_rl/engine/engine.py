@@ -1,15 +1,12 @@
-"""The training engine: one model on this rank's share of the job.  old_logprobs, update, export,
-checkpoint state.
+"""The training engine: this rank's shards of the model, the two passes over it, and its export.
 
-Shapes: T packed rows of a micro-batch (this rank's, under context parallelism), L MoE layers, K
-top-k.
+Shapes: T packed rows of a micro-batch (this rank's, under context parallelism).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core import __version__ as core_version
@@ -18,26 +15,30 @@ from torch import Tensor
 from megatron_rl.batch.pack import PackRule
 from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
-from megatron_rl.engine.forward import RolloutRoutes, run_schedule, to_device
-from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_kept_logprobs, lm_head_weight
+from megatron_rl.engine.forward import Pipeline, RolloutRoutes, to_device
+from megatron_rl.engine.fused_logprobs import (
+    HeadSettings,
+    defer_lm_head,
+    fused_kept_logprobs,
+    lm_head_weight,
+)
 from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
 from megatron_rl.engine.mini_batch_inputs import make_sequences, selected_tokens
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
 from megatron_rl.engine.optim import Optimizer, StepOutcome, wrap_ddp
+from megatron_rl.engine.pass_results import ObserveTokens, OldPass, ReplayMode
 from megatron_rl.engine.provider import make_provider
 from megatron_rl.engine.reference import Reference
 from megatron_rl.engine.routers import check_router_shift, check_routers
 from megatron_rl.engine.statistics import (
     PassTokens,
     add_old_pass,
-    add_update,
     add_update_pass,
     pass_tokens,
 )
-from megatron_rl.loss import LossInputs, policy_loss, token_shares
+from megatron_rl.engine.update_loss import UpdateLoss
 from megatron_rl.loss.custom import check_loss
-from megatron_rl.loss.policy import PolicyLoss
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.cost import balance_length
 from megatron_rl.models.spec import ModelSpec
@@ -45,55 +46,16 @@ from megatron_rl.records import MiniBatch, PackedBatch
 from megatron_rl.replay.compatibility import check_compatibility
 from megatron_rl.replay.layout import RankLayout
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters
-from megatron_rl.replay.mismatch import Mismatch, MismatchReport, flips_per_token, reduce_mismatch
+from megatron_rl.replay.mismatch import MismatchReport, flips_per_token, reduce_mismatch
 from megatron_rl.replay.router_shift import RouterRecord, RouterShift, shift_per_token
 from megatron_rl.weights.hf.export import HFStream, on_rank_0
 
-ReplayMode = Literal["none", "R2", "R3"]
-
-
-@dataclass(frozen=True)
-class UpdateTokens:
-    """What the loss of one micro-batch was computed from: this rank's rows, without gradient, on
-    the last stage.
-    """
-
-    index: int  # of the micro-batch
-    micro_batch: PackedBatch
-    logprobs: Tensor  # float32 [T] log pi
-    old_logprobs: Tensor  # float32 [T] log pi_old
-    entropy: Tensor  # float32 [T]
-    loss: PolicyLoss
-    shares: Tensor  # [T] what every token adds to the mini-batch loss
-
-
-ObserveTokens = Callable[[UpdateTokens], None]
-
-
-@dataclass(frozen=True)
-class OldPass:
-    """Results of the old-logprob pass for the update of the same mini-batch, per micro-batch; they
-    stay on the rank.
-    """
-
-    logprobs: tuple[Tensor, ...]  # float32 [T], on the last pipeline stage (empty elsewhere)
-    recorded: tuple[Tensor, ...] | None  # ids [l, t, K] (R2 only)
-    mismatch: Mismatch | None
-    flips: (
-        tuple[Tensor, ...] | None
-    )  # uint8 [T] MoE layers where a token's experts are not the rollout's; None: not measured
-    reference: tuple[Tensor, ...] | None = None
-    """As logprobs, of the reference policy; None without loss.kl_coef."""
-    router: RouterRecord | None = (
-        None  # the router's probabilities of the experts it used; None without loss.router_shift
-    )
-
 
 class Engine:
-    """Build with `Engine(cfg, parallel, total_updates)`: loads the HF checkpoint of `model.path`
-    into this rank's shards.
+    """One model for training, loaded from the HF checkpoint in model.path.
 
-    spec: replaces the one of the checkpoint's config.json (another kind of router, same tensors).
+    total_updates: optimizer steps of the run, for the learning-rate schedule.
+    spec: replaces the sizes of the checkpoint's config.json (the same tensors, another router).
     """
 
     def __init__(
@@ -111,13 +73,12 @@ class Engine:
             core_version=core_version,
         )
         self.chunks = self.provider.build()
-        check_routers(self.chunks, self.spec.moe_layers)
+        moe_layers = self.spec.moe_layers
+        check_routers(self.chunks, moe_layers)
         check_router_shift(cfg.loss, self.spec)
         self.provider.load(self.chunks)
-        routers = [
-            (self.spec.moe_layers.index(layer), router)
-            for layer, router in moe_routers(self.chunks)
-        ]
+        # numbered on the axis of the model's MoE layers, as rollouts number them
+        routers = [(moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
         router = self.spec.router
         self.manager = ReplayManager(
             routers,
@@ -145,24 +106,23 @@ class Engine:
             mask_missing_routes=cfg.replay.on_missing_route == "mask_token",
             balance_length=balance_length(self.spec),
         )
-        self._rollout_routes = RolloutRoutes(
-            self.layout, len(self.spec.moe_layers), parallel.device
-        )
-        # before anything changes the weights
+        self._rollout_routes = RolloutRoutes(self.layout, len(moe_layers), parallel.device)
+        # a copy of the weights as loaded: take it before anything changes them
         self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
         self.models = wrap_ddp(self.chunks, self.core_config, cfg)
+        self._pipeline = Pipeline(self.models, self.manager, padded=self.layout.padded)
         self.optimizer = Optimizer(self.models, cfg, total_updates=total_updates)
         self.offload = Offload(self.models, self.optimizer.core, parallel.device)
 
     def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:
-        """log pi_old of every response token (forward only).  R3 replays the rollout's experts, R2
-        records.
+        """Compute log pi_old of every response token, forward only.
 
-        Adds the training-inference discrepancy of this mini-batch to `sums`.  With loss.kl_coef
-        also log pi_ref, of the weights as loaded, in a second pass with the routes of the update,
-        so that the two differ by their weights only.
+        R3 replays the rollout's experts, R2 records the live ones.  Adds the training-inference
+        discrepancy of this mini-batch to `sums`.  With loss.kl_coef a second pass computes
+        log pi_ref with the weights as loaded; it uses the routes of the update, so that pi and
+        pi_ref differ by their weights only.
         """
         micro_batches = self._to_device(batch)
         routes = self._rollout_routes.of(
@@ -191,7 +151,7 @@ class Engine:
     def update(
         self, batch: MiniBatch, old: OldPass, sums: MetricSums, *, replay: ReplayMode
     ) -> None:
-        """One optimizer step on one mini-batch."""
+        """Make one optimizer step on one mini-batch."""
         self.apply_gradient(self.compute_gradient(batch, old, sums, replay=replay), batch, sums)
 
     def compute_gradient(
@@ -203,67 +163,30 @@ class Engine:
         replay: ReplayMode,
         observe: ObserveTokens | None = None,
     ) -> float:
-        """Forward and backward of one mini-batch (loss.name), with the routes that `replay` names;
+        """Run forward and backward of one mini-batch with the routes that `replay` names; return
         the gradient's global norm.
 
-        observe: called with what every micro-batch's loss was computed from, on the ranks of the
-        last stage.
+        observe: called on the ranks of the last stage with the tokens of every micro-batch.
         """
         micro_batches = self._to_device(batch)
         routes = self._update_routes(batch, old.recorded, replay)
-        further = self._further_inputs(batch, micro_batches, routes, old)
-        seen: list[Tensor] = []
-
-        def loss_of(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
-            found = self._token_logprobs(output, micro_batch)
-            logprobs = found.logprobs
-            inputs = LossInputs(
-                logprobs,
-                old.logprobs[index],
-                micro_batch.rollout_logprobs,
-                micro_batch.advantages,
-                micro_batch.loss_mask,
-                entropy=found.entropy,
-                **further[index],
-            )
-            loss = policy_loss(inputs, self.cfg.loss)
-            shares = token_shares(
-                loss,
-                further[index]["sequences"],
-                self.cfg.loss,
-                num_responses=batch.num_responses,
-                num_response_tokens=batch.num_response_tokens,
-            )
-            total = self.cfg.loss.scale * shares.sum()
-            if observe is not None:
-                values = logprobs.detach(), old.logprobs[index], found.entropy.detach()
-                observe(
-                    UpdateTokens(
-                        index, micro_batch, *values, loss, self.cfg.loss.scale * shares.detach()
-                    )
-                )
-            if self._contributes:
-                parts = len(batch.micro_batches) * self.parallel.dp_size * self.parallel.cp_size
-                add_update(
-                    sums, total, parts, loss, found, micro_batch, batch.policy_version, batch.index
-                )
-                seen.append(logprobs.detach())
-            return total
-
+        parallel = self.parallel
+        loss = UpdateLoss(
+            config=self.cfg.loss,
+            batch=batch,
+            old=old,
+            further=self._further_inputs(batch, micro_batches, routes, old),
+            token_logprobs=self._token_logprobs,
+            sums=sums if self._contributes else None,
+            num_parts=len(batch.micro_batches) * parallel.dp_size * parallel.cp_size,
+            observe=observe,
+        )
         self._set_mode(training=True)
         self.optimizer.zero_grad()
-        run_schedule(
-            self.models,
-            self.manager,
-            micro_batches,
-            routes,
-            loss_of,
-            training=True,
-            padded=self.layout.padded,
-        )
+        self._pipeline.run(micro_batches, routes, loss, training=True)
         if self._contributes:
             tokens = self._pass_tokens(micro_batches, old.flips, batch)
-            add_update_pass(sums, tokens, torch.cat(seen), torch.cat(old.logprobs))
+            add_update_pass(sums, tokens, torch.cat(loss.seen), torch.cat(old.logprobs))
         return self.optimizer.prepare()
 
     def _further_inputs(
@@ -273,11 +196,13 @@ class Engine:
         routes: Sequence[Routes],
         old: OldPass,
     ) -> list[dict[str, Any]]:
-        """Return, for every micro-batch, the fields of LossInputs that are computed for the
-        complete mini-batch before its update.
+        """Return, per micro-batch, the fields of LossInputs that need the complete mini-batch.
+
+        It is empty off the last stage, which computes the loss.
         """
+        # every stage runs this pass, also those without the loss
         router_shift = self._router_shift(micro_batches, routes, old.router)
-        if not self.parallel.is_last_stage:  # where the loss is computed
+        if not self.parallel.is_last_stage:
             return []
         loss, parallel = self.cfg.loss, self.parallel
         columns: dict[str, Sequence[Any] | None] = {
@@ -286,10 +211,9 @@ class Engine:
             "selected": selected_tokens(micro_batches, old.logprobs, loss, parallel),
             "sequences": make_sequences(batch, micro_batches, old.logprobs, loss, parallel),
         }
-        count = range(len(micro_batches))
         return [
             {name: None if parts is None else parts[i] for name, parts in columns.items()}
-            for i in count
+            for i in range(len(micro_batches))
         ]
 
     def _router_record(self) -> RouterRecord | None:
@@ -303,9 +227,10 @@ class Engine:
         routes: Sequence[Routes],
         old: RouterRecord | None,
     ) -> tuple[Tensor, ...] | None:
-        """loss.router_shift: shift_t [T] of every micro-batch.  One more forward pass, with the
-        weights and routes of the update: the last stage computes the loss of a micro-batch before
-        other stages could send it their layers' part.
+        """Return shift_t [T] of every micro-batch for loss.router_shift; None without it.
+
+        This takes one more forward pass with the weights and routes of the update: the last stage
+        computes the loss of a micro-batch before the other stages could send their layers' part.
         """
         if old is None:
             return None
@@ -324,7 +249,7 @@ class Engine:
     def _pass_tokens(
         self,
         micro_batches: Sequence[PackedBatch],
-        flips: Sequence[torch.Tensor] | None,
+        flips: Sequence[Tensor] | None,
         batch: MiniBatch,
     ) -> PassTokens:
         return pass_tokens(
@@ -336,11 +261,12 @@ class Engine:
         )
 
     def apply_gradient(self, grad_norm: float, batch: MiniBatch, sums: MetricSums) -> StepOutcome:
-        """Change the weights by the gradient of `batch`, whose norm is `grad_norm`, unless it is
-        not finite or 0.
+        """Change the weights by the gradient of `batch`, whose norm is `grad_norm`.
+
+        They do not change where the norm is not finite or 0.
         """
         outcome = self.optimizer.apply(grad_norm)
-        # every rank has the same numbers, and the sums are added over ranks
+        # every rank has the same numbers, and sums are added over ranks: count them once
         if self.parallel.rank == 0:
             sums.add("optim/grad_norm", outcome.grad_norm)
             sums.add("optim/lr", outcome.lr)
@@ -350,9 +276,9 @@ class Engine:
         return outcome
 
     def mismatch(self, passes: Sequence[OldPass]) -> MismatchReport | None:
-        """Expert mismatch of a step's old-logprob passes, reduced over the job.  Collective."""
+        """Return the expert mismatch of a step's old-logprob passes over all ranks.  Collective."""
         return reduce_mismatch(
-            [item.mismatch for item in passes if item.mismatch is not None],
+            [old.mismatch for old in passes if old.mismatch is not None],
             layers=self.manager.layers,
             num_layers=len(self.spec.moe_layers),
             top_k=self.spec.top_k,
@@ -361,23 +287,20 @@ class Engine:
         )
 
     def export(self) -> Iterator[tuple[str, Tensor | None]]:
-        """(HF name, full tensor; None off rank 0) of every parameter.
+        """Yield (HF name, full tensor) of every parameter; the tensor is None off rank 0.
 
         Collective: every rank must exhaust it.
         """
         return on_rank_0(self.export_parts(1), self.parallel.rank, self.parallel.device)
 
     def export_parts(self, max_sources: int) -> HFStream:
-        """Every parameter as HF tensors, each on one of at most `max_sources` ranks.
-
-        Collective, as export.
-        """
+        """Yield every HF tensor on one of at most `max_sources` ranks.  Collective, as export."""
         return self.provider.export(self.chunks, max_sources)
 
     @property
     def _contributes(self) -> bool:
-        """Whether this rank's statistics count: tensor ranks hold the same values, context ranks
-        their own tokens.
+        """True on the ranks whose statistics count: tensor ranks hold the same values, context
+        ranks hold different tokens.
         """
         return self.parallel.is_last_stage and self.parallel.tp_rank == 0
 
@@ -389,40 +312,34 @@ class Engine:
         record: bool = False,
         watch: WatchRouters | None = None,
     ) -> tuple[tuple[Tensor, ...], ReplayPass]:
-        """Log-probs of every micro-batch without gradient (last stage; empty elsewhere), and the
-        replay pass.
+        """Return the log-probs of every micro-batch, without gradient, and the replay pass.
+
+        The log-probs are empty off the last stage.
         """
         logprobs: list[Tensor] = []
 
         def keep(index: int, micro_batch: PackedBatch, output: Tensor) -> Tensor:
             values = self._token_logprobs(output, micro_batch).logprobs
             logprobs.append(values)
-            return values.sum()
+            return values.sum()  # the schedule needs a scalar; nothing reads it
 
         self._set_mode(training=False)
         with torch.no_grad():
-            replayed = run_schedule(
-                self.models,
-                self.manager,
-                micro_batches,
-                routes,
-                keep,
-                training=False,
-                record=record,
-                padded=self.layout.padded,
-                watch=watch,
+            replayed = self._pipeline.run(
+                micro_batches, routes, keep, training=False, record=record, watch=watch
             )
         return tuple(logprobs), replayed
 
     def _update_routes(
         self, batch: MiniBatch, recorded: Sequence[Tensor] | None, replay: ReplayMode
     ) -> list[Routes]:
-        """What the update replays.  Raises ValueError for R2 without a record."""
-        if replay != "R2":  # the old-logprob pass has checked these routes
+        """Return the routes of the update.  Raises ValueError for R2 without a record."""
+        if replay != "R2":
+            # check=False: the old-logprob pass has checked these routes
             return self._rollout_routes.of(batch, replay=replay == "R3", compare=False, check=False)
         if recorded is None:
             raise ValueError(
-                "replay = R2: the old-logprob pass recorded nothing; run it with replay = R2 too"
+                "replay = R2: the old-logprob pass recorded no routes; run it with replay = R2 too"
             )
         return [Routes(replay=ids) for ids in recorded]
 
@@ -432,7 +349,9 @@ class Engine:
         )
 
     def _token_logprobs(self, output: Tensor, micro_batch: PackedBatch) -> TokenLogprobs:
-        """Of what the last stage returned: logits, or hidden states (model.fused_lm_head)."""
+        """Compute log-probs from the last stage's output: logits, or hidden states with
+        model.fused_lm_head.
+        """
         vocab_size, temperature = self.spec.vocab_size, self.cfg.rollout.temperature
         if not self.cfg.model.fused_lm_head:
             return kept_token_logprobs(
@@ -444,20 +363,18 @@ class Engine:
                 tp_group=self.parallel.tp_group,
                 overwrite=True,  # nothing else reads the logits
             )
-        return fused_kept_logprobs(
-            output,
-            lm_head_weight(self.chunks[-1]),
-            micro_batch.labels,
-            micro_batch.kept,
+        settings = HeadSettings(
             vocab_size=vocab_size,
             temperature=temperature,
             tp_group=self.parallel.tp_group,
             sequence_parallel=self.core_config.sequence_parallel,
-            # its hooks wait for weight.grad
+            # with overlap, DDP's hooks wait for weight.grad
             into_main_grad=not self.models[-1].ddp_config.overlap_grad_reduce,
         )
+        weight = lm_head_weight(self.chunks[-1])
+        return fused_kept_logprobs(output, weight, micro_batch.labels, micro_batch.kept, settings)
 
     def _set_mode(self, *, training: bool) -> None:
-        assert not self.offload.freed, "the servers have the memory of this model"
+        assert not self.offload.freed, "the servers have the memory of this model: restore it first"
         for model in self.models:
             model.train(training)

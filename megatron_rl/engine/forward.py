@@ -1,5 +1,5 @@
-"""The two passes over the pipeline schedule: old-logprob (forward only) and train (forward +
-backward).
+"""A pass over megatron-core's pipeline schedule: old-logprob (forward only) or update (forward and
+backward), and the micro-batches and routes that it takes.
 
 Shapes: T packed rows of a micro-batch (under context parallelism this rank's, from to_device on), t
 this rank's router rows, L MoE layers, l this stage's, K top-k.
@@ -8,7 +8,7 @@ this rank's router rows, L MoE layers, l this stage's, K top-k.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,47 +33,53 @@ from megatron_rl.replay.layout import (
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters
 
 LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
-"""(micro-batch index, micro-batch on the device, what the model returns) -> scalar to
-differentiate; on the last stage.
+"""(micro-batch index, micro-batch on the device, model output) -> scalar to differentiate.
 
-The model returns logits [b, t, v], or hidden states [b, t, H] (this tensor rank's under sequence
-parallelism)."""
+It is called on the last stage.  The output is logits [b, t, v], or hidden states [b, t, H], under
+sequence parallelism those of this tensor rank."""
 
 
-def run_schedule(
-    models: Sequence[nn.Module],
-    manager: ReplayManager,
-    micro_batches: Sequence[PackedBatch],
-    routes: Sequence[Routes],
-    loss_fn: LossFn,
-    *,
-    training: bool,
-    record: bool = False,
-    padded: bool = False,
-    watch: WatchRouters | None = None,
-) -> ReplayPass:
-    """Run every micro-batch through the pipeline once, inside one replay pass; sequences side by
-    side where `padded`.
+@dataclass(frozen=True)
+class Pipeline:
+    """This rank's stages of the model and the replay of their routers."""
 
-    Stages exchange the shapes of what they send, so micro-batches may differ in sequences and
-    lengths.
-    """
-    # every chunk of a stage sees all micro-batches
-    iterators = [iter(enumerate(micro_batches)) for _ in models]
-    with manager.run_pass(routes, training=training, record=record, watch=watch) as replay_pass:
-        get_forward_backward_func()(
-            forward_step_func=partial(forward_step, manager, loss_fn, padded),
-            data_iterator=iterators
-            if len(models) > 1
-            else iterators[0],  # core takes a list from interleaved stages only
-            model=list(models) if len(models) > 1 else models[0],
-            num_microbatches=len(micro_batches),
-            # not read: stages exchange shapes
-            seq_length=max(batch.num_tokens for batch in micro_batches),
-            micro_batch_size=1,
-            forward_only=not training,
-        )
-    return replay_pass
+    models: Sequence[nn.Module]
+    """The chunks of this pipeline rank; several under interleaved schedules (parallel.vp > 1)."""
+    manager: ReplayManager
+    padded: bool = False
+    """True: sequences lie side by side, [B, T / B]; False: packed into one row, [1, T]."""
+
+    def run(
+        self,
+        micro_batches: Sequence[PackedBatch],
+        routes: Sequence[Routes],
+        loss_fn: LossFn,
+        *,
+        training: bool,
+        record: bool = False,
+        watch: WatchRouters | None = None,
+    ) -> ReplayPass:
+        """Run every micro-batch through the pipeline once, inside one replay pass.
+
+        Stages exchange the shapes of what they send, so micro-batches may differ in their
+        sequences and lengths.  record, watch: see ReplayManager.run_pass.
+        """
+        models, manager = list(self.models), self.manager
+        # every chunk of a stage sees all micro-batches
+        iterators = [iter(enumerate(micro_batches)) for _ in models]
+        is_interleaved = len(models) > 1  # core takes lists for these only
+        with manager.run_pass(routes, training=training, record=record, watch=watch) as replay_pass:
+            get_forward_backward_func()(
+                forward_step_func=partial(forward_step, manager, loss_fn, self.padded),
+                data_iterator=iterators if is_interleaved else iterators[0],
+                model=models if is_interleaved else models[0],
+                num_microbatches=len(micro_batches),
+                # core requires it, but does not read it: stages exchange shapes
+                seq_length=max(batch.num_tokens for batch in micro_batches),
+                micro_batch_size=1,
+                forward_only=not training,
+            )
+        return replay_pass
 
 
 def forward_step(
@@ -83,11 +89,10 @@ def forward_step(
     data: Iterator[tuple[int, PackedBatch]],
     model: nn.Module,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
-    """megatron-core's forward_step_func: run one micro-batch, return its output and its loss
-    function.
+    """Run one micro-batch; return its output and its loss function (core's forward_step_func).
 
-    Packed, the model sees one sequence [1, T] and where its parts begin; padded, a batch [B, T / B]
-    (BSHD).
+    Packed, the model gets one row [1, T] and the bounds of its sequences; padded, a batch
+    [B, T / B] (BSHD).
     """
     index, batch = next(data)
     shape = (len(batch.cu_seqlens) - 1 if padded else 1, -1)
@@ -103,17 +108,17 @@ def forward_step(
 
     def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss = loss_fn(index, batch, output)
-        # core would divide by the token count; finalize_summed_grads does not read it
+        # the 0 is a token count by which core would divide; finalize_summed_grads ignores it
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
     return output, loss_func
 
 
 def packed_parameters(batch: PackedBatch, core: TransformerConfig) -> PlannedSeqParams:
-    """Where the sequences of a packed micro-batch begin, for core's attention and RoPE.
+    """Return the bounds of a packed micro-batch's sequences, for core's attention and RoPE.
 
-    On the device for TransformerEngine, whose kernels read them there; on the host for
-    PackedAttention, and for unfused RoPE.
+    They are on the device for TransformerEngine, whose kernels read them there, and on the host
+    for PackedAttention and for unfused RoPE.
     """
     host = bounds_of(batch.cu_seqlens)
     if core.transformer_impl != "transformer_engine":
@@ -124,7 +129,10 @@ def packed_parameters(batch: PackedBatch, core: TransformerConfig) -> PlannedSeq
 
 
 def bounds_of(cu_seqlens: Tensor, longest: int | None = None) -> PlannedSeqParams:
-    """core's parameters of sequences at these rows.  longest: of their lengths, if it is known."""
+    """Return core's parameters of the sequences at these rows.
+
+    longest: their largest length, where it is known; else it is read from `cu_seqlens`.
+    """
     longest = int(cu_seqlens.diff().max()) if longest is None else longest
     return PlannedSeqParams(
         qkv_format="thd",
@@ -136,9 +144,10 @@ def bounds_of(cu_seqlens: Tensor, longest: int | None = None) -> PlannedSeqParam
 
 
 def router_padding_mask(pads: Tensor, model: nn.Module) -> Tensor | None:
-    """GPTModel.forward's padding_mask for `pads` bool [B, T], True on pads; shaped as its tokens.
+    """Return GPTModel.forward's padding_mask for `pads`, bool [B, T], True on pads.
 
-    core leaves these rows out of auxiliary losses and of the token counts that move an expert bias.
+    core excludes these rows from auxiliary losses and from the token counts that move an expert
+    bias.
     """
     chunk: GPTModel = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
     if chunk.config.moe_router_enable_expert_bias:
@@ -147,16 +156,16 @@ def router_padding_mask(pads: Tensor, model: nn.Module) -> Tensor | None:
         return pads
     # core's first stage cuts the mask as it cuts the embeddings; its later stages (0.16.1, 0.19.2)
     # pass it to routers uncut
-    mine = scatter_to_sequence_parallel_region(
+    rank_pads = scatter_to_sequence_parallel_region(
         pads.transpose(0, 1).contiguous(), group=chunk.pg_collection.tp
     )
-    return mine.transpose(0, 1).contiguous()
+    return rank_pads.transpose(0, 1).contiguous()
 
 
 class RolloutRoutes:
-    """Cuts the routes that rollouts carry to the rows and layers of this rank.
+    """Cuts the routes of rollouts to the rows and layers of this rank.
 
-    num_layers: MoE layers of the model.  Host memory is used again by every pass: see RouteMemory.
+    num_layers: MoE layers of the whole model.  Passes share host memory: see RouteMemory.
     """
 
     def __init__(self, layout: RankLayout, num_layers: int, device: torch.device) -> None:
@@ -166,10 +175,10 @@ class RolloutRoutes:
     def of(
         self, batch: MiniBatch, *, replay: bool, compare: bool, check: bool = True
     ) -> list[Routes]:
-        """Of each micro-batch: what to replay and/or what to compare with.  On a CPU valid until
-        the next call.
+        """Return the routes of each micro-batch, to replay and to compare with.
 
-        Raises ValueError where the batch has no routes, or, with `check`, where they break a rule.
+        On a CPU they are valid until the next call.  Raises ValueError where the batch has no
+        routes or, with `check`, where they break a rule.
         """
         if not (replay or compare):
             return [Routes() for _ in batch.micro_batches]
@@ -185,12 +194,12 @@ class RolloutRoutes:
         if experts is None:
             raise ValueError(
                 "replay.mode = R3 or replay.measure needs routed experts, but rollout"
-                f" {batch.rollout_ids[0]} carries none: start the server with"
+                f" {batch.rollout_ids[0]} has none; start the server with"
                 " --enable-return-routed-experts"
             )
         rows = layout.rows(batch.cu_seqlens)
         state = batch.row_state[rows]
-        if check:  # before cutting, which takes the shape for granted
+        if check:  # before cutting, which assumes the shape
             check_routes(
                 experts,
                 batch.rollout_ids,
@@ -202,24 +211,23 @@ class RolloutRoutes:
         ids = layout.local_routes(
             experts, batch.cu_seqlens, self._memory.take(index, size, experts[0].dtype)
         )
-        # after cutting: each rank checks the values that it will use, so no value is checked twice
+        # after cutting: every rank checks the values that it uses, so no value is checked twice
         if check:
             check_local_routes(
                 ids, state, layout.layers, layout.num_experts, partial(name_row, batch, rows)
             )
         local = torch.from_numpy(ids).to(self.device)
+        live_rows = (state == RowState.LIVE).nonzero().squeeze(1)
         return Routes(
             replay=local if replay else None,
-            live_rows=(state == RowState.LIVE).nonzero().squeeze(1).to(self.device)
-            if replay
-            else None,
+            live_rows=live_rows.to(self.device) if replay else None,
             reference=local if compare else None,
             compared=(state == RowState.REPLAYED).to(self.device) if compare else None,
         )
 
 
 def name_row(batch: PackedBatch, rows: Rows, row: int) -> str:
-    """Rollout and position of this rank's router row, for messages."""
+    """Return rollout and position of this rank's router row `row`, for messages."""
     packed = int(torch.arange(batch.num_tokens)[rows][row])
     return (
         f"rollout {batch.rollout_ids[int(batch.sequence_ids[packed])]}, row"
@@ -230,20 +238,16 @@ def name_row(batch: PackedBatch, rows: Rows, row: int) -> str:
 def to_device(
     batch: MiniBatch, layout: RankLayout, device: torch.device, *, with_kept: bool = True
 ) -> list[PackedBatch]:
-    """Micro-batches cut to the rows that this rank's model computes, on the device, without routes
-    (see RolloutRoutes).
+    """Cut micro-batches to the rows that this rank's model computes and copy them to `device`.
 
-    with_kept: with the kept sets of these rows, where they were sampled with some; the last
-    pipeline stage needs them.
-
-    cu_seqlens stays that of all T rows, which attention and RoPE expect, and on the host, where
-    they are read without waiting for the device.
+    Routes are left out: RolloutRoutes cuts them.  cu_seqlens stays on the host, where it is read
+    without waiting for the device, and has the bounds of all T rows, as attention and RoPE expect.
+    with_kept: include the kept sets of these rows, which the last pipeline stage needs.
     """
     moved = []
     for micro_batch in batch.micro_batches:
-        rows = layout.model_rows(
-            micro_batch.cu_seqlens
-        )  # one index for everything per row: nothing can get out of step
+        # the same index for every tensor, so that their rows stay aligned
+        rows = layout.model_rows(micro_batch.cu_seqlens)
         tensors: dict[str, Any] = {
             name: value[rows].to(device)
             for name, value in vars(micro_batch).items()

@@ -1,15 +1,18 @@
-"""Token log-prob and entropy straight from hidden states and the LM head: logits exist for a chunk
-of rows at a time.
+"""Token log-prob and entropy from hidden states and the LM head, with logits for a chunk of rows at
+a time.
+
+It takes four matrix products instead of three: the backward pass computes the logits of a chunk
+again and overwrites them with their gradient; then d hidden = d logits @ weight and
+d weight += d logits' @ hidden.
 
 Shapes: T packed tokens, H hidden size, v this rank's vocabulary columns (V / tp), c those of them
-that are real. Four matrix products instead of three: the backward pass computes the logits of a
-chunk again and overwrites them with their gradient, then d hidden = d logits @ weight and d weight
-+= d logits' @ hidden.
+that are real (not padding), n rows of a chunk.
 """
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict, Unpack
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,39 +47,42 @@ CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 256 << 20}
 """Size of a chunk of logits: enough rows for the matrix products to be efficient."""
 
 
-class HeadSettings(TypedDict):
-    """into_main_grad: add d weight to weight.main_grad, chunk by chunk, in its precision, and set
-    `grad_added_to_main_grad` for Megatron's DDP, as core's gradient accumulation fusion does (not
-    with overlap_grad_reduce, which waits for weight.grad).  Otherwise autograd gets it as a tensor.
-    chunk_rows: rows whose logits exist at a time; by default from CHUNK_BYTES.
-    """
+@dataclass(frozen=True)
+class HeadSettings:
+    """Settings of the fused LM head."""
 
     vocab_size: int
-    temperature: NotRequired[float]
-    tp_group: NotRequired[dist.ProcessGroup | None]
-    sequence_parallel: NotRequired[bool]
-    into_main_grad: NotRequired[bool]
-    chunk_rows: NotRequired[int | None]
+    """True vocabulary; columns from it on are padding."""
+    temperature: float = 1.0
+    tp_group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+    """True: each tensor rank has its part of the sequence in `hidden`."""
+    into_main_grad: bool = False
+    """True: add d weight to weight.main_grad, chunk by chunk, in its precision, and set
+    `grad_added_to_main_grad` for Megatron's DDP, as core's gradient accumulation fusion does.  Not
+    with overlap_grad_reduce, which waits for weight.grad.  False: autograd gets d weight."""
+    chunk_rows: int | None = None
+    """Rows whose logits exist at a time; None: as many as CHUNK_BYTES allow."""
 
 
 def fused_logprobs(
     hidden: Float[Tensor, "*b t H"],
     weight: Float[Tensor, "v H"],
     labels: Int[Tensor, " T"],
-    **settings: Unpack[HeadSettings],
+    settings: HeadSettings,
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """token_logprobs of the logits hidden @ weight', differentiable in `hidden` and `weight`.
+    """Return token_logprobs of the logits hidden @ weight', differentiable in both factors.
 
-    hidden: [b, t, H] as a model returns it, or [t, H]; T = b * t rows, with `sequence_parallel` b *
-    t * tp: each tensor rank holds its part of the sequence, which is gathered, and its gradient
-    reduce-scattered, as core's output layer does (without it d hidden is summed over the tensor
-    ranks).  `weight` and `hidden` have one dtype.
+    hidden: [b, t, H] as a model returns it, or [t, H], with T = b * t rows.  With
+    `sequence_parallel`, T = b * t * tp: hidden states are gathered over the tensor ranks and their
+    gradient is reduce-scattered, as in core's output layer.  Without it, d hidden is summed over
+    the tensor ranks.
 
-    Raises ValueError for different dtypes, different numbers of rows, or a weight without
-    main_grad.
+    Raises ValueError where the dtypes of `hidden` and `weight` differ, where the numbers of rows
+    and labels differ, and for a weight without main_grad.
     """
-    found = fused_kept_logprobs(hidden, weight, labels, None, **settings)
-    return found.logprobs, found.entropy
+    result = fused_kept_logprobs(hidden, weight, labels, None, settings)
+    return result.logprobs, result.entropy
 
 
 def fused_kept_logprobs(
@@ -84,15 +90,10 @@ def fused_kept_logprobs(
     weight: Float[Tensor, "v H"],
     labels: Int[Tensor, " T"],
     kept: KeptTokens | None,
-    *,
-    vocab_size: int,
-    temperature: float = 1.0,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    into_main_grad: bool = False,
-    chunk_rows: int | None = None,
+    settings: HeadSettings,
 ) -> TokenLogprobs:
-    """kept_token_logprobs of the logits hidden @ weight'; see `fused_logprobs`."""
+    """Return kept_token_logprobs of the logits hidden @ weight'; see `fused_logprobs`."""
+    group, into_main_grad = settings.tp_group, settings.into_main_grad
     if hidden.dtype != weight.dtype:
         raise ValueError(
             f"hidden is {hidden.dtype}, weight {weight.dtype}: the LM head needs one dtype"
@@ -101,15 +102,14 @@ def fused_kept_logprobs(
         raise ValueError(
             "into_main_grad = True, but weight has no main_grad: wrap the model in Megatron's DDP"
         )
-    shard = make_shard(len(weight), vocab_size, temperature, None, tp_group)
-    rows = gather_hidden(hidden, tp_group, sequence_parallel)
+    shard = make_shard(len(weight), settings.vocab_size, settings.temperature, None, group)
+    rows = gather_hidden(hidden, group, settings.sequence_parallel)
     if len(rows) != len(labels):
         raise ValueError(
             f"{len(rows)} rows of hidden states, {len(labels)} labels: every row needs one label"
         )
-    size = chunk_rows or max(
-        1, CHUNK_BYTES.get(weight.device.type, 40 << 20) // (weight.itemsize * len(weight))
-    )
+    chunk_bytes = CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cpu"])
+    size = settings.chunk_rows or max(1, chunk_bytes // (weight.itemsize * len(weight)))
     chunks = shard.split(len(rows), size)
     return TokenLogprobs(
         *_FusedLogprobs.apply(rows, weight, labels, kept, shard, chunks, into_main_grad)
@@ -119,7 +119,7 @@ def fused_kept_logprobs(
 def defer_lm_head(model: GPTModel) -> None:
     """Make a last stage return hidden states [b, t, H] in place of logits [b, t, V / tp].
 
-    core's output layer keeps its weight, sharding and tying; only its forward returns its input.
+    core's output layer keeps its weight, sharding and tying, but its forward returns its input.
     Raises ModelError for an output layer that is more than a matrix product, such as one that caps
     the logits (Gemma).
     """
@@ -135,13 +135,13 @@ def defer_lm_head(model: GPTModel) -> None:
     if not forward.__module__.startswith("megatron.core."):
         raise ModelError(
             f"model.fused_lm_head = true: the model's output layer ({forward.__qualname__}) does"
-            " more than multiply, which would be left out; set it to false"
+            " more than multiply by the weight, and the rest would be skipped; set it to false"
         )
     model.output_layer.forward = identity
 
 
 def lm_head_weight(model: GPTModel) -> Float[Tensor, "v H"]:
-    """The weight that a last stage's output layer multiplies with: its own, or the embedding's."""
+    """Return the output layer's weight on a last stage; the embedding's where they are tied."""
     tied = model.share_embeddings_and_output_weights
     return model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
 
@@ -149,12 +149,13 @@ def lm_head_weight(model: GPTModel) -> Float[Tensor, "v H"]:
 def gather_hidden(
     hidden: Float[Tensor, "*b t H"], group: dist.ProcessGroup | None, sequence_parallel: bool
 ) -> Float[Tensor, "T H"]:
-    """All rows, batch-major, on every tensor rank; the backward pass sums what the ranks' columns
-    contribute.
+    """Return all rows, batch-major, on every tensor rank.
+
+    The backward pass sums the gradients that the tensor ranks' columns contribute.
     """
     if group is not None and group.size() > 1:
         if sequence_parallel:
-            # core gathers along dim 0, so the sequence goes there and back
+            # core gathers along dim 0: move the sequence there and back
             hidden = gather_from_sequence_parallel_region(
                 hidden.transpose(0, -2), group=group
             ).transpose(0, -2)
@@ -164,7 +165,7 @@ def gather_hidden(
 
 
 class _FusedLogprobs(torch.autograd.Function):
-    """Returns TokenLogprobs' four, the last two None without kept sets."""
+    """Returns the four fields of TokenLogprobs; the last two are None without kept sets."""
 
     @staticmethod
     def forward(
@@ -192,9 +193,9 @@ class _FusedLogprobs(torch.autograd.Function):
         result = reduce_rows(scanned, labels, shard, dtype)
         ctx.settings = (kept, shard, chunks)
         into_main_grad = into_main_grad and weight.requires_grad
-        # Megatron's
+        # Megatron's DDP adds this attribute
         ctx.main_grad = weight.main_grad if into_main_grad else None  # type: ignore[attr-defined]
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None, not zeros, for an output without gradient
         if kept is None or scanned_kept is None:
             ctx.save_for_backward(hidden, weight, labels, *result.saved)
             return result.logprobs, result.entropy, None, None
@@ -235,11 +236,9 @@ class _FusedLogprobs(torch.autograd.Function):
         if ctx.main_grad is not None:
             weight.grad_added_to_main_grad = True
             grad_weight = None
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            *(None,) * 5,
-        )
+        elif grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, *(None,) * 5
 
 
 def make_logits_buffer(chunks: list[slice], weight: Tensor, shard: Shard) -> Float[Tensor, "n c"]:
@@ -247,8 +246,9 @@ def make_logits_buffer(chunks: list[slice], weight: Tensor, shard: Shard) -> Flo
 
 
 def make_weight_gradient(ctx: Any, weight: Tensor) -> Float[Tensor, "v H"] | None:
-    """Accumulator for d weight: Megatron's buffer, or one of at least float32; None where no
-    gradient is needed.
+    """Return the accumulator of d weight: Megatron's buffer, or one of at least float32.
+
+    It is None where no gradient is needed.
     """
     if not ctx.needs_input_grad[1] or ctx.main_grad is not None:
         return ctx.main_grad
@@ -258,12 +258,11 @@ def make_weight_gradient(ctx: Any, weight: Tensor) -> Float[Tensor, "v H"] | Non
 def add_product(
     total: Float[Tensor, "c H"], grad: Float[Tensor, "n c"], hidden: Float[Tensor, "n H"]
 ) -> None:
-    """total += grad' @ hidden; where the sum is of another dtype, in pieces, so that the product is
-    no larger than `grad`.
-    """
+    """Add grad' @ hidden to `total`."""
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), hidden)
         return
+    # addmm_ needs one dtype: multiply in pieces, so that the product is no larger than `grad`
     size = max(1, grad.numel() // hidden.shape[1])
     for start in range(0, len(total), size):
         columns = slice(start, start + size)

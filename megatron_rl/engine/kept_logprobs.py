@@ -1,11 +1,14 @@
-"""Log-probs over kept sets: the part of the vocabulary that a sampled token's set S_t leaves, in
-shards, a few ids at a time.
+"""Log-probs over kept sets: the ids S_t that top-k, top-p and min-p left to sample a token from.
 
-    log pi~(y_t) = z_y - logsumexp_{v in S_t} z_v        d / d z_v = 1[v = y] - pi~(v) for v in S_t, 0 elsewhere
+With z = logits / temperature and pi~ the policy renormalised over S_t:
 
-with z = logits / temperature.  Used by logprobs.py and fused_logprobs.py, which compute everything
-over the vocabulary.  A row with an empty set (prompt, pad) has its log-prob over the entire
-vocabulary.
+    log pi~(y_t) = z_y - logsumexp_{v in S_t} z_v
+    d log pi~(y_t) / d z_v = 1[v = y] - pi~(v) for v in S_t, 0 elsewhere
+
+logprobs.py and fused_logprobs.py call this module and compute everything over the vocabulary.  A
+row with an empty set (prompt, pad) has its log-prob over the entire vocabulary.  Sets are sharded
+over the tensor ranks as the vocabulary is, and read a few ids at a time.
+
 Shapes: T packed tokens, n rows of a chunk of them, v this rank's vocabulary columns, N ids of the
 chunk's sets.
 """
@@ -23,18 +26,22 @@ from megatron_rl.records.sampling_mask import KeptTokens
 
 
 class KeptRows(NamedTuple):
-    """Per row.  logprobs: log pi~(label); entropy: of pi~; log_mass: log of the probability that pi
-    gives to the set, 0 where it is empty; saved: as of Rows, over the set."""
+    """Results of each row over its set; [T] each."""
 
     logprobs: Tensor
+    """log pi~(label)."""
     entropy: Tensor
+    """Entropy of pi~."""
     log_mass: Tensor
+    """log pi(S_t); 0 where the set is empty."""
     saved: tuple[Tensor, Tensor, Tensor]
+    """Largest logit, log sum and entropy over the set, as in Rows."""
 
 
 class KeptSlopes(NamedTuple):
-    """d loss / d logit = scale * (1[v = label] - exp(z - log_sum)) for the ids of a row's set;
-    float64 [T] each.
+    """Coefficients of d loss / d logit for the ids of a row's set; float64 [T] each.
+
+    d loss / d logit_v = scale * (1[v = label] - exp((logit_v - maximum) / temperature - log_sum)).
     """
 
     maximum: Tensor
@@ -43,14 +50,15 @@ class KeptSlopes(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """The ids of some rows' sets: row (from 0), column here (clamped), whether it is here; [N]
-    each.
-    """
+    """The ids of the sets of a block of rows."""
 
     ids: Int[Tensor, " N"]
     rows: Int[Tensor, " N"]
+    """Row of each id, counted from the block's first."""
     columns: Int[Tensor, " N"]
+    """Column of each id in this rank's shard, clamped to it."""
     owned: Tensor
+    """bool [N] True where the id is in this rank's shard."""
 
 
 def find_entries(kept: KeptTokens, rows: slice, shard: Shard) -> Entries:
@@ -62,26 +70,24 @@ def find_entries(kept: KeptTokens, rows: slice, shard: Shard) -> Entries:
 def scan_kept(
     logits: Float[Tensor, "n v"], kept: KeptTokens, first: int, shard: Shard
 ) -> Float[Tensor, "3 n"]:
-    """`scan` over the ids of the sets alone: largest logit m (-inf: none here), sum e, sum e * z.
+    """Scan the ids of the sets alone: largest logit m, sum e, sum e * z; see shards.scan.
 
-    first: of the chunk's rows.
+    m is -inf where no id of a set is in this rank's shard.
+    first: number of the chunk's first row among the T rows of `kept`.
     """
     result = torch.zeros(3, len(logits), dtype=torch.float64, device=logits.device)
     result[0] = float("-inf")
     for rows in kept.blocks(first, first + len(logits)):
-        entries, here = (
-            find_entries(kept, rows, shard),
-            slice(rows.start - first, rows.stop - first),
-        )
+        entries = find_entries(kept, rows, shard)
+        here = slice(rows.start - first, rows.stop - first)
         values = logits[here][entries.rows, entries.columns].double()
         largest = result[0, here]  # a view: filled in place
         largest.scatter_reduce_(0, entries.rows, values.where(entries.owned, float("-inf")), "amax")
         z = (values - largest[entries.rows]) / shard.temperature
         e = z.exp().where(entries.owned, 0.0)
+        ez = (e * z).where(entries.owned, 0.0)
         result[1, here] = torch.zeros_like(largest).index_add_(0, entries.rows, e)
-        result[2, here] = torch.zeros_like(largest).index_add_(
-            0, entries.rows, (e * z).where(entries.owned, 0.0)
-        )
+        result[2, here] = torch.zeros_like(largest).index_add_(0, entries.rows, ez)
     return result
 
 
@@ -94,14 +100,16 @@ def reduce_kept(
     shard: Shard,
     dtype: torch.dtype,
 ) -> KeptRows:
-    """From every rank's scans over the sets and over the vocabulary, and what was reduced of the
-    latter.  Two all-reduces.
+    """Combine every rank's scans over the sets.  Two all-reduces.
+
+    scanned, rows: scan over the vocabulary and its result, for log pi(S_t) and for empty sets.
     """
+    # an empty set stands for the whole vocabulary
     inside = torch.where(kept.is_empty, scanned, torch.cat([scanned_kept, scanned[3:]]))
-    found = reduce_rows(inside, labels, shard, dtype)
-    (largest, log_sum, _), (of_all, log_sum_of_all, _) = found.saved, rows.saved
-    log_mass = (largest - of_all) / shard.temperature + log_sum - log_sum_of_all
-    return KeptRows(found.logprobs, found.entropy, log_mass.to(dtype), found.saved)
+    over_set = reduce_rows(inside, labels, shard, dtype)
+    (largest, log_sum, _), (largest_of_all, log_sum_of_all, _) = over_set.saved, rows.saved
+    log_mass = (largest - largest_of_all) / shard.temperature + log_sum - log_sum_of_all
+    return KeptRows(over_set.logprobs, over_set.entropy, log_mass.to(dtype), over_set.saved)
 
 
 def make_kept_slopes(
@@ -110,10 +118,10 @@ def make_kept_slopes(
     grads: tuple[Tensor | None, Tensor | None],
     shard: Shard,
 ) -> tuple[Slopes | None, KeptSlopes]:
-    """(slopes over the vocabulary, slopes over the sets).
+    """Return (slopes over the vocabulary, slopes over the sets).
 
-    saved: of Rows, then maximum and log sum of KeptRows; grads: d loss / d log pi~ and d loss / d
-    H, H over the vocabulary.
+    saved: Rows.saved, then maximum and log sum of KeptRows.saved.
+    grads: d loss / d log pi~ and d loss / d H, with H the entropy over the vocabulary.
     """
     grad_logprobs, grad_entropy = grads
     maximum, log_sum, entropy, kept_maximum, kept_log_sum = saved
@@ -132,22 +140,20 @@ def write_kept_gradient(
     first: int,
     shard: Shard,
 ) -> None:
-    """d loss / d logits of rows `first`..
+    """Write d loss / d logits of the n rows from row `first` on into `out`.
 
-    into `out`, which may be `logits` itself; slopes: of all T rows.
+    `out` may be `logits` itself; `slopes` are those of all T rows.
     """
     over_all, over_sets = slopes
     for rows in kept.blocks(first, first + len(logits)):
-        entries, here = (
-            find_entries(kept, rows, shard),
-            slice(rows.start - first, rows.stop - first),
-        )
-        # before `out` overwrites them
+        entries = find_entries(kept, rows, shard)
+        here = slice(rows.start - first, rows.stop - first)
+        # read before `out` overwrites them
         values = logits[here][entries.rows, entries.columns].double()
         maximum, log_sum, scale = (part[rows][entries.rows] for part in over_sets)
         probability = ((values - maximum) / shard.temperature - log_sum).exp()
         pull = scale * ((entries.ids == labels[here][entries.rows]).double() - probability)
         write_gradient(out[here], logits[here], labels[here], over_all.of(rows), shard)
-        # adds: ids of other ranks point to a column here, with 0
+        # accumulate: ids of other ranks add 0 to the column that they are clamped to
         place = (entries.rows, entries.columns)
         out[here].index_put_(place, pull.where(entries.owned, 0.0).to(out.dtype), accumulate=True)

@@ -1,8 +1,8 @@
-"""Latent attention (MLA) of megatron-core with two corrections: its gradients under tp, and queries
+"""megatron-core's latent attention (MLA) with two corrections: gradients under tp, and queries
 without a norm.
 
-Shapes: T packed rows or [S, B], A heads of this tensor rank, D = N + R: N the part of a head
-without position, R that with.
+Shapes: T packed rows or [S, B], A heads of this tensor rank, D = N + R with N the part of a head
+without position and R the part with position.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from megatron.core.transformer.multi_latent_attention import (
 from torch import Tensor
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of compressed queries, keys and values: transformers fixes it, whatever
-rms_norm_eps is.
+"""Epsilon of the norms of compressed queries, keys and values: transformers fixes it for every
+rms_norm_eps.
 """
 
 
 class LatentAttention(MLASelfAttention):
-    """core's latent attention whose rotary key gets the gradient of all heads; for core 0.16.1 to
-    0.19.2.
+    """core's latent attention with a rotary key that gets the gradient of all heads, for core
+    0.16.1 to 0.19.2.
 
     core's local layers compute the latents with a column-parallel projection and gather them over
-    the tensor ranks; in backward each rank keeps its own columns of the gradient.  That is right
+    the tensor ranks; in backward every rank keeps its own columns of the gradient.  That is correct
     for the compressed keys and values, whose gradient the up-projection has summed over the ranks.
-    The rotary key goes straight to the heads of this rank, so its gradient lacks the other ranks'
-    heads, and with it the gradient of every layer below (results/upstream_defects.md).
+    The rotary key goes directly to the heads of this rank: its gradient, and with it the gradient
+    of every layer below, lacks the other ranks' heads (results/upstream_defects.md).
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         for name in ("linear_q_up_proj", "linear_kv_up_proj"):
-            linear = getattr(self, name, None)  # queries may be without one
+            linear = getattr(self, name, None)  # absent for queries that are not compressed
             if linear is not None and hasattr(linear, "layer_norm_weight"):
                 # TransformerEngine fuses the norm, with the epsilon of all norms
                 linear.eps = LATENT_EPS
@@ -51,34 +51,29 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, ...]:
-        """core's (query, key, value, compressed queries, compressed keys and values); key is [T, A,
-        D] or [S, B, A, D].
-
-        RoPE gets the sequences' bounds on the host, unless it is fused: then its kernels read them
-        on the device.
+        """Return core's query, key [T, A, D] or [S, B, A, D], value, compressed queries, and
+        compressed keys and values.
         """
-        on_host = (
-            None if self.config.apply_rope_fusion else getattr(packed_seq_params, "on_host", None)
-        )
-        bounds = on_host or packed_seq_params
-        query, key, *rest = super().get_query_key_value_tensors(
+        bounds = packed_seq_params
+        # unfused RoPE reads the sequences' bounds on the host, its fused kernels on the device
+        if not self.config.apply_rope_fusion:
+            bounds = getattr(packed_seq_params, "on_host", None) or packed_seq_params
+        query, key, *others = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, bounds, **kwargs
         )
-        # only column-parallel latents are gathered. TransformerEngine's are computed in full on
-        # every rank, and with sequence parallelism, which tp > 1 needs here, core scatters the
-        # rotary key's gradient as a sum
-        # over the ranks
-        if self.config.tensor_model_parallel_size > 1 and isinstance(
-            self.linear_kv_down_proj, ColumnParallelLinear
-        ):
+        # Only column-parallel latents are gathered.  TransformerEngine's are computed in full on
+        # every rank; with sequence parallelism, which tp > 1 needs here, core scatters the rotary
+        # key's gradient as a sum over the ranks.
+        is_gathered = isinstance(self.linear_kv_down_proj, ColumnParallelLinear)
+        if self.config.tensor_model_parallel_size > 1 and is_gathered:
             key = sum_rotary_gradient(key, self.config.qk_head_dim, self.pg_collection.tp)
-        return query, key, *rest
+        return query, key, *others
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
-        """Which norms core builds; core 0.19 calls this, 0.16 does not.
+        """Return the norms that core builds; core 0.19 calls this method, 0.16 does not.
 
         With qk_layernorm, core 0.19 requires a norm in the queries' projection and rejects local
-        layers, which have none. Queries that are not compressed have no norm in any of these
+        layers, which have none.  Queries that are not compressed have no norm in the supported
         models.
         """
         if self.config.q_lora_rank is not None:
@@ -97,12 +92,12 @@ class LatentAttention(MLASelfAttention):
 
 
 def sum_rotary_gradient(key: Tensor, plain_size: int, tp_group: dist.ProcessGroup) -> Tensor:
-    """`key` [..., A, N + R], N = plain_size, unchanged; in backward the R part's gradient is summed
-    over heads and ranks.
+    """Return `key` [..., A, N + R], N = plain_size, unchanged; in backward sum the gradient of its
+    R part over heads and ranks.
     """
     # all heads share the R part: reading it from the first one alone makes backward reduce one
     # head's gradient, not A
     plain, rotary = key[..., :plain_size], key[..., :1, plain_size:]
-    # identity forward, all-reduce backward
+    # identity in forward, all-reduce in backward
     rotary = copy_to_tensor_model_parallel_region(rotary, group=tp_group)
     return torch.cat([plain, rotary.expand(*plain.shape[:-1], -1)], dim=-1)

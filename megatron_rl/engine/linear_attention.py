@@ -1,11 +1,12 @@
 """Gated delta nets (linear attention of Qwen3-Next and Qwen3.5) on torch, for machines without a
 GPU.
 
-core computes them with kernels of flash-linear-attention, which need one.  These functions take
-their place: they have the same arguments and results, also for packed sequences.  core's own torch
-version, of its deterministic mode, cannot pack.
-Shapes: B batch, S rows, T rows of all packed sequences (then B = 1), A heads, D head size, C
-channels, W width of the filter.
+core computes them with kernels of flash-linear-attention, which need a GPU.  These functions
+replace the kernels, with the same arguments and results, also for packed sequences.  core's own
+torch version, that of its deterministic mode, cannot pack.
+
+Shapes: B batch, S rows (with packed sequences all of their rows, and B = 1), A heads, D head size,
+C channels, W width of the filter.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ from torch import Tensor
 
 
 def install_linear_attention() -> None:
-    """Put these functions in the place of flash-linear-attention's in core, whether that is
-    installed or not.
-    """
+    """Replace flash-linear-attention's functions in core, also where that package is installed."""
     from megatron.core.ssm.gated_delta_net import common, gdn
 
     rule = per_sequence(common.torch_chunk_gated_delta_rule)
@@ -33,7 +32,7 @@ def install_linear_attention() -> None:
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(sum x^2 + eps) over the last axis, computed in float32."""
+    """Compute x / sqrt(sum x^2 + eps) over the last axis, in float32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -47,8 +46,9 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """silu of a causal convolution of each channel of x [B, S, C] with weight [C, W], apart for
-    each packed sequence.
+    """Compute silu of a causal convolution of every channel of x [B, S, C] with weight [C, W].
+
+    Packed sequences are convolved separately.
     """
     assert activation in ("silu", "swish")
     channels, width = weight.shape
@@ -60,7 +60,9 @@ def causal_conv1d(
 
 
 def per_sequence(rule: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
-    """core's rule for q, k, v [B, S, A, D], g, beta [B, S, A], applied to each packed sequence."""
+    """Return core's `rule` for q, k, v [B, S, A, D] and g, beta [B, S, A], applied to every packed
+    sequence separately.
+    """
 
     def apply(
         q: Tensor,
@@ -82,6 +84,6 @@ def per_sequence(rule: Callable[..., tuple[Tensor, None]]) -> Callable[..., tupl
 
 
 def sequences(x: Tensor, cu_seqlens: Tensor | None) -> Iterator[slice]:
-    """Rows of each sequence of x [B, S, ...]."""
+    """Return the rows of every sequence of x [B, S, ...]."""
     bounds = [0, x.size(1)] if cu_seqlens is None else cu_seqlens.tolist()
     return (slice(*pair) for pair in pairwise(bounds) if pair[0] < pair[1])

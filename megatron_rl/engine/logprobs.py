@@ -1,10 +1,10 @@
 """Vocab-parallel token log-prob and full-vocabulary entropy of logits, and their gradient, a few
 rows at a time.
 
-Shapes: T packed tokens, v this rank's vocabulary columns (V / tp), c those of them that are real
-(not padding). The backward pass keeps a few numbers per row: probabilities are computed again, in
-buffers of a few rows, because [T, V] of them in float32 would be twice the memory of the bf16
-logits.
+Backward keeps a few numbers per row and computes probabilities again, in buffers of a few rows:
+[T, V] of them in float32 would take twice the memory of the bf16 logits.
+
+Shapes: T packed tokens, v this rank's vocabulary columns (V / tp).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from megatron_rl.records.sampling_mask import KeptTokens
 
 
 class TokenLogprobs(NamedTuple):
-    """float32 [T] of logits and, where rows have kept sets S_t (megatron_rl/records/sampling_mask.py), over
-    these.
+    """Log-probs of the labels and entropies; float32 [T] each.
 
-    logprobs      log pi(label); with sets log pi~(label), pi~ = pi renormalised over the row's set
-    entropy       of pi, over the vocabulary
-    kept_entropy  of pi~, over the set, without gradient
-    log_mass      log pi(S_t), without gradient: log pi(label) = logprobs + log_mass
+    S_t is the row's kept set (megatron_rl/records/sampling_mask.py), pi~ is pi renormalised over it.
     """
 
     logprobs: Tensor
+    """log pi(label); with kept sets log pi~(label)."""
     entropy: Tensor
+    """Entropy of pi, over the vocabulary."""
     kept_entropy: Tensor | None
+    """Entropy of pi~, over the set, without gradient; None without kept sets."""
     log_mass: Tensor | None
+    """log pi(S_t), without gradient: log pi(label) = logprobs + log_mass; None as kept_entropy."""
 
 
 def token_logprobs(
@@ -60,21 +60,19 @@ def token_logprobs(
     block_rows: int | None = None,
     overwrite: bool = False,
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """(log pi(labels), entropy), both differentiable with respect to `logits`, of softmax(logits /
-    temperature).
+    """Return (log pi(labels), entropy) of pi = softmax(logits / temperature), both differentiable.
 
-    logp_t = z_y - lse(z),  H_t = lse(z) - sum_v p_v z_v  with z = logits_t / temperature over the
-                            true `vocab_size`
-    columns; padding columns beyond it get no probability and no gradient, a label beyond it NaN.
-    float32, computed in float32 (float64 for float64 logits).  Two all-reduces of [T] a call, none
-    in the backward pass.
+        logp_t = z_y - lse(z),  H_t = lse(z) - sum_v p_v z_v,  z = logits_t / temperature
 
-    With `overwrite` the backward pass writes the gradient over the logits, which saves its memory:
-    nothing may read them after that, and a second backward pass raises RuntimeError.  Otherwise the
-    logits do not change.
-    block_rows: rows at a time; by default from BLOCK_BYTES.
+    over the true `vocab_size` columns.  Padding columns beyond it get no probability and no
+    gradient; a label beyond it gives NaN.  Values are float32 (float64 for float64 logits).  Two
+    all-reduces of [T] per call, none in the backward pass.
+
+    overwrite: the backward pass writes the gradient over the logits, which saves its memory.
+    Nothing may read them after that, and a second backward pass raises RuntimeError.
+    block_rows: rows at a time; by default as many as shards.BLOCK_BYTES allow.
     """
-    found = kept_token_logprobs(
+    result = kept_token_logprobs(
         logits,
         labels,
         None,
@@ -84,7 +82,7 @@ def token_logprobs(
         block_rows=block_rows,
         overwrite=overwrite,
     )
-    return found.logprobs, found.entropy
+    return result.logprobs, result.entropy
 
 
 def kept_token_logprobs(
@@ -98,17 +96,16 @@ def kept_token_logprobs(
     block_rows: int | None = None,
     overwrite: bool = False,
 ) -> TokenLogprobs:
-    """`token_logprobs` over the kept set of each row (None: there are none).  The sets are
-    constants: they have no gradient.
+    """Return `token_logprobs` over the kept set of each row; kept = None: over the vocabulary.
 
-    With sets two more all-reduces of [T].
+    The sets are constants, without gradient.  They take two more all-reduces of [T].
     """
     shard = make_shard(logits.shape[1], vocab_size, temperature, block_rows, tp_group)
     return TokenLogprobs(*_TokenLogprobs.apply(logits, labels, kept, shard, overwrite))
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Returns TokenLogprobs' four, the last two None without kept sets."""
+    """Returns the four fields of TokenLogprobs; the last two are None without kept sets."""
 
     @staticmethod
     def forward(
@@ -143,7 +140,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if ctx.spent:
             raise RuntimeError(
                 "token_logprobs(overwrite=True): the gradient has overwritten the logits; only one"
-                " backward pass"
+                " backward pass is possible"
             )
         ctx.spent = overwrite
         logits, labels, *saved = ctx.saved_tensors
@@ -154,13 +151,13 @@ class _TokenLogprobs(torch.autograd.Function):
             slopes, inside = make_kept_slopes(saved, kept, (grad_logprobs, grad_entropy), shard)
         if slopes is None:
             return (None,) * 5
-        grad = (
-            logits.detach()
-            if overwrite
-            else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        )
-        if inside is None:
-            write_gradient(grad, logits.detach(), labels, slopes, shard)
+        logits = logits.detach()
+        if overwrite:
+            grad = logits
         else:
-            write_kept_gradient(grad, logits.detach(), labels, (slopes, inside), kept, 0, shard)
+            grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        if inside is None:
+            write_gradient(grad, logits, labels, slopes, shard)
+        else:
+            write_kept_gradient(grad, logits, labels, (slopes, inside), kept, 0, shard)
         return grad, None, None, None, None

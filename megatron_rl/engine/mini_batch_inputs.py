@@ -1,5 +1,5 @@
-"""Inputs of the loss that depend on the complete mini-batch: computed before its update, on the
-last pipeline stage.
+"""Inputs of the loss that depend on the complete mini-batch, computed on the last pipeline stage
+before the update.
 
 Shapes: T packed rows of a micro-batch (this rank's, under context parallelism).
 """
@@ -25,7 +25,7 @@ def selected_tokens(
     loss: LossConfig,
     parallel: Parallel,
 ) -> tuple[Tensor, ...] | None:
-    """Return what loss.select chooses, bool [T] of every micro-batch; None without it."""
+    """Return the tokens that loss.select chooses, bool [T] per micro-batch; None without it."""
     switches = loss.switches
     if switches.select == "none":
         return None
@@ -33,11 +33,8 @@ def selected_tokens(
         token_keys(b.rollout_ids, b.sequence_ids, b.positions, b.rollout_logprobs)
         for b in micro_batches
     ]
-    old, mask = (
-        torch.cat(list(old_logprobs)),
-        torch.cat([batch.loss_mask for batch in micro_batches]),
-    )
-    mask = mask & finite_tokens(old)
+    old = torch.cat(list(old_logprobs))
+    mask = torch.cat([batch.loss_mask for batch in micro_batches]) & finite_tokens(old)
     advantages = torch.cat([batch.advantages for batch in micro_batches])
     chosen = select_tokens(old, advantages, mask, torch.cat(keys), switches, parallel.dp_cp_group)
     return chosen.split([len(part) for part in old_logprobs])
@@ -50,11 +47,11 @@ def make_sequences(
     loss: LossConfig,
     parallel: Parallel,
 ) -> list[Sequences]:
-    """The sequence of every row of every micro-batch, with n_i where loss.aggregation = kept_mean.
+    """Return the sequences of every micro-batch, with n_i where loss.aggregation = kept_mean.
 
-    batch: this replica's mini-batch on the host; micro_batches: the same, this rank's rows on the
-    device. Raises ValueError for kept_mean where the mini-batch does not tell which sequences are
-    one response.
+    batch: this replica's mini-batch on the host.  micro_batches: this rank's rows of it on the
+    device.  Raises ValueError for kept_mean where the mini-batch does not record which sequences
+    are one response.
     """
     every = [
         Sequences(
@@ -67,8 +64,8 @@ def make_sequences(
     if any((part.loss_mask & (part.response_ids < 0)).any() for part in batch.micro_batches):
         raise ValueError(
             "loss.aggregation = kept_mean needs Sample.response of every sequence in the loss, and"
-            " this mini-batch lacks it: a version that did not write it saved the mini-batch;"
-            " compute it with the program that saved it"
+            " this mini-batch lacks it: an earlier version saved it; compute it with the program"
+            " that saved it"
         )
     kept = [
         kept_tokens(old, part.rollout_logprobs, part.loss_mask, sequences, loss)

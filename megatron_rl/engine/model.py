@@ -1,7 +1,7 @@
-"""ModelSpec -> TransformerConfig -> megatron-core GPTModel chunks of this pipeline stage.
+"""The model: ModelSpec -> TransformerConfig -> GPTModel chunks of this pipeline stage.
 
-Families are read by models/families.py.  With TransformerEngine and a GPU the TE layer spec is
-used, otherwise the local one with our RMSNorm and PackedAttention.
+models/families.py reads a family's ModelSpec.  With TransformerEngine and a GPU the TE layer spec
+is used, otherwise core's local one with the RMSNorm of this file and PackedAttention.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from megatron_rl.weights.names import te_keys
 
 
 def uses_transformer_engine(model: ModelConfig, device: torch.device) -> bool:
-    """Whether the TE layer spec is built: bfloat16 where TE is installed and there is a GPU, unless
-    layer_spec is local.
+    """Return True if the TE layer spec is used: in bfloat16, where TransformerEngine is installed
+    and there is a GPU, unless model.layer_spec = local.
+
+    Raises ModelError where the setting requires TransformerEngine and it cannot be used.
     """
     available = has_transformer_engine() and device.type == "cuda"
     if model.layer_spec == "transformer_engine" and not available:
@@ -55,7 +57,7 @@ def make_transformer_config(
     device: torch.device,
     fields: Mapping[str, object] = MappingProxyType({}),
 ) -> TransformerConfig:
-    """megatron-core's configuration of this model, with the user's [megatron] fields.
+    """Return megatron-core's configuration of this model, with the user's [megatron] fields.
 
     Raises ModelError where sizes do not divide, ConfigError for fields that cannot be set.
     """
@@ -69,7 +71,7 @@ def make_transformer_config(
 def core_settings(
     spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, device: torch.device
 ) -> dict[str, object]:
-    """The fields of core's configuration that the checkpoint and our settings define."""
+    """Return the fields of core's configuration that the checkpoint and our settings define."""
     checkpoint: dict[str, object] = dict(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -93,14 +95,14 @@ def core_settings(
 def run_settings(
     spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, device: torch.device
 ) -> dict[str, object]:
-    """The fields of core's configuration that this program sets, whoever defines the model."""
+    """Return the fields of core's configuration that this program sets for every provider."""
     te, dtype = uses_transformer_engine(model, device), getattr(torch, model.dtype)
     return dict(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
         **routing_settings(spec, model, te),
-        # sizes
+        # parallel sizes
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vp if parallel.vp > 1 else None,
@@ -108,14 +110,14 @@ def run_settings(
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
         sequence_parallel=parallel.use_sequence_parallel and parallel.tp > 1,
-        # only stages exchange shapes; core refuses it with allgather dispatch
+        # only stages exchange shapes; core refuses this setting with allgather dispatch
         variable_seq_lengths=parallel.pp > 1,
         **pipeline_settings(parallel, device),
-        # numbers
+        # dtypes
         params_dtype=dtype,
         pipeline_dtype=dtype,  # of activations between stages
         bf16=dtype is torch.bfloat16,
-        # our loss carries its own global denominator: core must not divide gradients
+        # the loss carries its own global denominator: core must not divide gradients
         calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
         transformer_impl="transformer_engine" if te else "local",
@@ -130,7 +132,7 @@ def run_settings(
 
 
 def latent_settings(spec: ModelSpec) -> dict[str, object]:
-    """core's settings for multi-latent attention, with the rotary embedding that it makes itself."""
+    """Return core's settings for multi-latent attention, which makes its own rotary embedding."""
     if not spec.is_mla:
         return {}
     yarn: dict[str, object] = {}
@@ -152,16 +154,16 @@ def latent_settings(spec: ModelSpec) -> dict[str, object]:
         "rope_type": "rope" if spec.yarn is None else "yarn",
         "rotary_base": spec.rope_theta,
         "rotary_percent": spec.rotary_fraction,
-        **(yarn or {"rotary_scaling_factor": 1.0}),  # core's default, 40, would scale the softmax
+        # core's default factor, 40, would scale the softmax
+        **(yarn or {"rotary_scaling_factor": 1.0}),
     }
 
 
 def pipeline_settings(parallel: ParallelConfig, device: torch.device) -> dict[str, object]:
-    """core's settings for how layers are cut into stages and how stages communicate."""
-    # Interleaved stages send in both directions at the same time. Batched, with two pipeline ranks,
-    # both messages go to one peer and core posts them in an order that exchanges them, silently;
-    # overlapped, each direction
-    # is a separate call.
+    """Return core's settings for the layers of every stage and for communication of stages."""
+    # Interleaved stages send in both directions at the same time.  Batched, with two pipeline
+    # ranks, both messages go to one peer and core posts them in an order that swaps them silently.
+    # Overlapped, each direction is a separate call.
     interleaved = parallel.vp > 1
     layout = [["decoder"] * count for count in parallel.layers_per_stage]
     if layout:
@@ -175,7 +177,7 @@ def pipeline_settings(parallel: ParallelConfig, device: torch.device) -> dict[st
 
 
 def recompute_settings(model: ModelConfig) -> dict[str, object]:
-    """core's settings for activation recompute."""
+    """Return core's settings for activation recompute."""
     if model.recompute == "none":
         return {}
     if model.recompute == "selective":
@@ -190,17 +192,14 @@ def recompute_settings(model: ModelConfig) -> dict[str, object]:
 def make_model(
     spec: ModelSpec, model: ModelConfig, config: TransformerConfig, parallel: Parallel
 ) -> list[GPTModel]:
-    """The chunks of this pipeline stage (`parallel.vp_size` of them), with random weights: load a
-    checkpoint next.
-    """
+    """Make the `parallel.vp_size` chunks of this pipeline stage, with random weights."""
     te = uses_transformer_engine(model, parallel.device)
     chunks = []
     for vp_stage in range(parallel.vp_size):
+        stage = vp_stage if parallel.vp_size > 1 else None  # core's number of an interleaved stage
         chunk = GPTModel(
             config,
-            _layer_spec(
-                config, te, vp_stage if parallel.vp_size > 1 else None, qk_norm=spec.qk_norm
-            ),
+            _layer_spec(config, te, stage, qk_norm=spec.qk_norm),
             vocab_size=padded_vocab_size(spec, parallel.tp_size),
             max_sequence_length=spec.max_positions,
             pre_process=parallel.is_first_stage and vp_stage == 0,
@@ -210,7 +209,7 @@ def make_model(
             rotary_base=spec.rope_theta,  # annotated int, used as a float
             share_embeddings_and_output_weights=spec.tie_embeddings,
             parallel_output=True,
-            vp_stage=vp_stage if parallel.vp_size > 1 else None,
+            vp_stage=stage,
         )
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -219,14 +218,14 @@ def make_model(
         chunks.append(chunk.to(parallel.device))
     limit = spec.router
     if limit.num_groups and limit.group_topk and not limit.core_limits_groups(spec.top_k):
-        # core's own group limit would select other groups than transformers
+        # core's group limit would select other groups than transformers
         for _, router in moe_routers(chunks):
             router.router_replay = GroupLimit(limit.num_groups, limit.group_topk, limit.group_best)
     return chunks
 
 
 def save_under_te_names(chunk: GPTModel) -> None:
-    """Let core save local layers under the keys of TransformerEngine's."""
+    """Let core save local layers under the checkpoint keys of TransformerEngine's layers."""
     for layer in chunk.decoder.layers:
         is_moe = getattr(layer.mlp, "router", None) is not None
         names = te_keys(is_latent=chunk.config.multi_latent_attention, is_moe=is_moe)
@@ -236,8 +235,9 @@ def save_under_te_names(chunk: GPTModel) -> None:
 
 
 def moe_routers(chunks: list[GPTModel]) -> list[tuple[int, TopKRouter]]:
-    """(global 0-based layer, router) of every decoder MoE layer here, ascending; identity is core's
-    layer_number.
+    """Return (global 0-based layer, router) of every MoE layer of these chunks, in ascending order.
+
+    Layers are identified by core's layer_number.
     """
     routers = []
     for chunk in chunks:
@@ -249,10 +249,10 @@ def moe_routers(chunks: list[GPTModel]) -> list[tuple[int, TopKRouter]]:
 
 
 class RMSNorm(torch.nn.Module):
-    """HF's order: normalise in float32, cast to the input's dtype, then multiply by the weight
-    (torch differs in bf16).
+    """RMSNorm in the order of transformers: normalise in float32, cast to the input's dtype, then
+    multiply by the weight.  torch's norm differs from it in bf16.
 
-    Marks its weight for sequence parallelism, which megatron-core's torch norm refuses.
+    It marks its weight for sequence parallelism, which megatron-core's torch norm refuses.
     """
 
     def __init__(
@@ -261,6 +261,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # core then sums the weight's gradient over tensor ranks, which have other rows
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -270,9 +271,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class LatentNorm(RMSNorm):
-    """Norm of compressed queries, keys and values: transformers fixes its epsilon, whatever
-    rms_norm_eps is.
-    """
+    """Norm of compressed queries, keys and values; its epsilon does not depend on rms_norm_eps."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object
@@ -281,9 +280,9 @@ class LatentNorm(RMSNorm):
 
 
 class VectorNorm(RMSNorm):
-    """RMSNorm over all heads of queries (or keys) together: x [..., heads, D], weight [heads x D].
+    """RMSNorm over all heads of queries together: x [..., heads, D], weight [heads x D].
 
-    For tp = 1 only.
+    It is correct for tp = 1 only.
     """
 
     heads = "num_attention_heads"
@@ -298,6 +297,8 @@ class VectorNorm(RMSNorm):
 
 
 class KeyVectorNorm(VectorNorm):
+    """RMSNorm over all heads of keys together."""
+
     heads = "num_query_groups"
 
 
@@ -323,7 +324,7 @@ def _layer_spec(
                 # core 0.16 mistakes its own placeholders for TE, and fails
                 multi_latent_attention.HAVE_TE = False
             attention.kv_layernorm = LatentNorm
-            # only compressed queries have one
+            # only compressed queries have a norm
             attention.q_layernorm = LatentNorm if config.q_lora_rank else IdentityOp
         _replace_modules(layer, {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention})
     block.layer_norm = RMSNorm
@@ -331,8 +332,9 @@ def _layer_spec(
 
 
 def _replace_modules(spec: Any, replacements: dict[type, type]) -> None:
-    """Swap module classes in a tree of specs and submodules, in place (core builds a fresh tree
-    each time).
+    """Replace module classes in a tree of specs and submodules, in place.
+
+    core builds a new tree for every call, so other models do not change.
     """
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)

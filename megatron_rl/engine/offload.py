@@ -1,9 +1,9 @@
-"""A rank's weights, gradients and optimizer state in host memory while servers have its GPU
-(rollout.release_memory).
+"""Offload of a rank's weights, gradients and optimizer state to host memory while servers have its
+GPU (rollout.release_memory).
 
-The memory of a tensor's storage is freed in place (resize_(0)) and allocated again at its size, so
-that every view of it, of which megatron-core keeps many, is valid again after `restore`, with the
-same bits.  Order: free_training (gradients, optimizer state), weight sync, free_weights; then
+The memory of a tensor's storage is freed in place (resize_(0)) and allocated again at its size.
+Every view of it, of which megatron-core keeps many, is valid again after `restore`, with the same
+bits.  The order is free_training (gradients, optimizer state), weight sync, free_weights; then
 restore, in reverse.  Gradients are not copied: every update starts by zeroing them.
 """
 
@@ -20,23 +20,23 @@ from megatron.core.distributed.param_and_grad_buffer import (
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-CHUNK_BYTES = 1 << 30  # a power of two: torch rounds the size of pinned memory up to one
+CHUNK_BYTES = 1 << 30
+"""Size of a chunk of host memory: a power of two, to which torch rounds up pinned memory."""
 
 
 @dataclass
 class HostMemory:
-    """Host memory in chunks, pinned for a GPU.
-
-    It is kept for the run: pinning takes longer than copying.
-    """
+    """Host memory in chunks, which are kept for the run: pinning takes longer than copying."""
 
     pinned: bool
+    """True for a GPU, which copies to pinned memory faster."""
     chunk_bytes: int = CHUNK_BYTES
     chunks: list[Tensor] = field(default_factory=list)
     used: int = 0
+    """Bytes of the chunks that are in use; set it to 0 to use all of them again."""
 
     def pieces(self, num_bytes: int) -> Iterator[Tensor]:
-        """uint8 tensors of `num_bytes` in all, none of which was given since `used` was 0."""
+        """Yield uint8 tensors of `num_bytes` in all, from the memory after `used`."""
         while num_bytes:
             index, start = divmod(self.used, self.chunk_bytes)
             if index == len(self.chunks):
@@ -51,18 +51,20 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Freed:
-    """A storage of `num_bytes` without memory.
-
-    copies: its content on the host, in order; None: it is zeros.
-    """
+    """A storage whose memory is freed."""
 
     storage: torch.UntypedStorage
     num_bytes: int
+    """Size to which it is restored."""
     copies: Sequence[Tensor] | None
+    """Its content on the host, in order; None: it is restored as zeros."""
 
 
 class Offload:
-    """Of one rank: `models` and their optimizer.  What is on another device stays there."""
+    """Frees and restores the memory of one rank's models and their optimizer on `device`.
+
+    Tensors on other devices are left alone.
+    """
 
     def __init__(
         self,
@@ -77,67 +79,64 @@ class Offload:
         self.freed: list[Freed] = []
 
     def free_training(self) -> int:
-        """Free gradients and optimizer state; returns the bytes.
+        """Free gradients and optimizer state; return the bytes.
 
         No forward with gradient may follow before `restore`.
         """
         weights = self._storages(self._weights())
         gradients = self._storages(self._gradients())
         state = self._storages(self._optimizer_state())
-        # float32 weights are the optimizer's own parameters; a buffer that both share (MXFP8) has
-        # weights
-        kept = {
-            key: each for key, each in state.items() if key not in weights and key not in gradients
-        }
-        zeroed = {key: each for key, each in gradients.items() if key not in weights}
-        return self._free(kept.values(), copy=True) + self._free(zeroed.values(), copy=False)
+        # float32 weights are the optimizer's own parameters, and a buffer that weights and
+        # gradients share (MXFP8) has weights: free_weights frees both
+        copied = [state[key] for key in state if key not in weights and key not in gradients]
+        zeroed = [gradients[key] for key in gradients if key not in weights]
+        return self._free(copied, copy=True) + self._free(zeroed, copy=False)
 
     def free_weights(self) -> int:
-        """Free the weights; returns the bytes.
+        """Free the weights; return the bytes.
 
         The model cannot be used or exported before `restore`.
         """
         return self._free(self._storages(self._weights()).values(), copy=True)
 
     def restore(self) -> None:
-        """Allocate everything again, with the content that it had; gradients are zeros."""
+        """Allocate everything again, with the content that it had; gradients become zeros."""
         while self.freed:
-            each = self.freed.pop()
-            each.storage.resize_(each.num_bytes)
-            content = bytes_of_storage(each.storage)
-            if each.copies is None:
+            freed = self.freed.pop()
+            freed.storage.resize_(freed.num_bytes)
+            content = bytes_of_storage(freed.storage)
+            if freed.copies is None:
                 content.zero_()
                 continue
-            for piece, part in zip(
-                each.copies, content.split([len(piece) for piece in each.copies]), strict=True
-            ):
+            parts = content.split([len(piece) for piece in freed.copies])
+            for piece, part in zip(freed.copies, parts, strict=True):
                 part.copy_(piece)
         self.host.used = 0
 
     def _free(self, storages: Iterable[torch.UntypedStorage], *, copy: bool) -> int:
         total = 0
         for storage in storages:
-            if not (size := storage.nbytes()):  # freed before
+            if not (size := storage.nbytes()):  # empty, or already freed
                 continue
             copies = self._copied(storage) if copy else None
             self.freed.append(Freed(storage, size, copies))
             storage.resize_(0)
             total += size
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # torch would keep the memory for itself
+            torch.cuda.empty_cache()  # else torch's allocator keeps the memory
         return total
 
     def _copied(self, storage: torch.UntypedStorage) -> list[Tensor]:
         content = bytes_of_storage(storage)
         copies = list(self.host.pieces(len(content)))
-        for piece, part in zip(
-            copies, content.split([len(piece) for piece in copies]), strict=True
-        ):
+        parts = content.split([len(piece) for piece in copies])
+        for piece, part in zip(copies, parts, strict=True):
             piece.copy_(part)
         return copies
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-        """Each storage on the device once, by its address in torch: many tensors are views of one."""
+        """Return every storage on the device once, by its address in torch."""
+        # many tensors are views of one storage
         storages = (
             tensor.untyped_storage() for tensor in tensors if tensor.device.type == self.device.type
         )
@@ -169,17 +168,17 @@ class Offload:
                 yield from group["params"]
 
     def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """torch's optimizers inside core's; a rank may have none."""
-        for each in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            if each.optimizer is not None:
-                yield each.optimizer
+        """Yield torch's optimizers inside core's."""
+        for core in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if core.optimizer is not None:  # None on a rank that owns no parameters
+                yield core.optimizer
 
 
 def buffers(model: DistributedDataParallel) -> list[ParamAndGradBuffer]:
-    """core's buffers of weights and gradients."""
+    """Return core's buffers of weights and gradients."""
     return [*model.buffers, *model.expert_parallel_buffers]
 
 
 def bytes_of_storage(storage: torch.UntypedStorage) -> Tensor:
-    """uint8 [num_bytes] in the memory of `storage`."""
+    """Return a uint8 tensor [num_bytes] in the memory of `storage`."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,4 +1,4 @@
-"""megatron-core's DDP, optimizer and learning-rate schedule; updates with a gradient that is not
+"""megatron-core's DDP, optimizer and learning-rate schedule.  Updates with a gradient that is not
 finite are skipped.
 
 Gradients are pure sums over micro-batches and data-parallel ranks: the loss already carries its
@@ -33,8 +33,8 @@ class TrainingDiverged(RuntimeError):
 def wrap_ddp(
     chunks: list[GPTModel], config: TransformerConfig, cfg: Config
 ) -> list[DistributedDataParallel]:
-    """Wrap model chunks for gradient reduction in float32 and set how core's schedules finalize
-    gradients.
+    """Wrap model chunks for gradient reduction in float32, and set the functions with which core's
+    schedules finish gradients.
     """
     ddp_config = make_ddp_config(cfg)
     modules = [ModelInBF16(config, chunk) if config.bf16 else chunk for chunk in chunks]
@@ -43,7 +43,7 @@ def wrap_ddp(
         for index, module in enumerate(modules)
     ]
     config.finalize_model_grads_func = finalize_summed_grads
-    # reduce only with the last micro-batch, when a bucket's sum is complete
+    # core reduces a bucket outside no_sync: after the last micro-batch, when its sum is complete
     if ddp_config.overlap_grad_reduce:
         functions = [module.no_sync for module in wrapped]
         config.no_sync_func = functions[0] if len(functions) == 1 else functions
@@ -51,19 +51,25 @@ def wrap_ddp(
 
 
 def make_ddp_config(cfg: Config) -> DistributedDataParallelConfig:
-    """How core reduces gradients, with the user's [megatron] fields.  Raises ConfigError."""
+    """Make core's settings of the gradient reduction, with the user's [megatron] fields.
+
+    Raises ConfigError for a field that core refuses.
+    """
     ours = dict(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=cfg.optim.distributed,
         overlap_grad_reduce=False,
-        # step() checks the norm and skips; core's check would stop the job
+        # Optimizer.apply checks the norm and skips the update; core's check would stop the job
         check_for_nan_in_grad=False,
     )
     return make_core(DistributedDataParallelConfig, ours, cfg.megatron.fields)
 
 
 def make_optimizer_config(cfg: Config) -> OptimizerConfig:
-    """core's Adam, with the user's [megatron] fields.  Raises ConfigError."""
+    """Make core's settings of Adam, with the user's [megatron] fields.
+
+    Raises ConfigError for a field that core refuses.
+    """
     optim, bf16 = cfg.optim, cfg.model.dtype == "bfloat16"
     ours = dict(
         optimizer="adam",
@@ -82,11 +88,11 @@ def make_optimizer_config(cfg: Config) -> OptimizerConfig:
 
 
 class ModelInBF16(Float16Module):
-    """core's wrapper without its float32 copy of the last stage's output, which would take [T, V /
-    tp] more memory.
+    """core's wrapper for 16 bits without its float32 copy of the last stage's output, which would
+    take the memory of [T, V / tp] numbers.
 
-    Float32 buffers stay float32: rounded to 16 bits, the biases that select experts would select
-    others.
+    float32 buffers stay float32: rounded to 16 bits, the biases that select experts would select
+    other ones.
     """
 
     def __init__(self, config: TransformerConfig, module: GPTModel) -> None:
@@ -107,25 +113,27 @@ class ModelInBF16(Float16Module):
 def finalize_summed_grads(
     models: list[torch.nn.Module], num_tokens: torch.Tensor | None, **kwargs: object
 ) -> None:
-    """core's finalize_model_grads without its division by a token count: the loss has the
-    denominator.
+    """Call core's finalize_model_grads without a token count, by which it would divide: the loss
+    has the denominator.
     """
     finalize_model_grads(models, None, **kwargs)
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """grad_norm: global L2 norm before clipping.  The weights did not change where the update was
-    skipped (a gradient that is not finite) or empty (a gradient of exactly 0)."""
+    """The outcome of one update; the weights did not change where it was skipped or empty."""
 
     grad_norm: float
+    """Global L2 norm before clipping."""
     lr: float
     skipped: bool
+    """The gradient was not finite."""
     empty: bool = False
+    """The gradient was exactly 0."""
 
 
 class Optimizer:
-    """Steps megatron-core's optimizer unless the gradient is not finite, or 0 everywhere."""
+    """megatron-core's optimizer with updates skipped where the gradient is not finite or 0."""
 
     def __init__(
         self, models: list[DistributedDataParallel], cfg: Config, *, total_updates: int
@@ -148,8 +156,8 @@ class Optimizer:
             wd_incr_style="constant",
         )
         if config.warmup_updates:
-            # core starts a warm-up at lr 0, so the first update would train nothing: skip that
-            # step; lr_decay_steps is one longer for it, else the last update would have lr 0
+            # core starts a warm-up at lr 0, so that the first update would train nothing: skip this
+            # step.  lr_decay_steps is one longer for it, else the last update would have lr 0.
             self.scheduler.step(increment=1)
         self._models = models
         self._max_skipped = config.max_skipped_updates
@@ -161,23 +169,23 @@ class Optimizer:
         self.core.zero_grad()
 
     def prepare(self) -> float:
-        """Unscale the gradient; its global L2 norm before clipping, not finite where an element is
-        not.  Collective.
+        """Unscale the gradient; return its global L2 norm before clipping.  Collective.
+
+        The norm is not finite where an element of the gradient is not.
         """
         found_inf = self.core.prepare_grads()
         grad_norm = float(self.core.get_grad_norm())
         return math.nan if found_inf and math.isfinite(grad_norm) else grad_norm
 
     def apply(self, grad_norm: float) -> StepOutcome:
-        """Clip and apply the gradient that `prepare` measured, or skip the update; every rank
-        decides the same, by the norm.
+        """Clip and apply the gradient that `prepare` measured, or skip the update.
 
-        A gradient of exactly 0 (every response filtered, clipped or without advantage) is not
-        applied: Adam would still move along its momentum, and weight decay would shrink the
-        weights, for a batch without information. Raises TrainingDiverged after
-        `optim.max_skipped_updates` skipped updates in a row.
+        Every rank decides by the same norm.  A gradient of exactly 0 (every response filtered,
+        clipped or without advantage) is not applied: Adam would still move along its momentum, and
+        weight decay would shrink the weights, for a batch without information.  Raises
+        TrainingDiverged after `optim.max_skipped_updates` skipped updates in a row.
         """
-        # a rank may own no parameters
+        # a rank that owns no parameters has no groups
         lr = float(self.core.param_groups[0]["lr"]) if self.core.param_groups else 0.0
         if not math.isfinite(grad_norm):
             self.skipped_in_a_row += 1

@@ -1,8 +1,8 @@
-"""Parity of trainer and servers: same model on both sides, expert ids come back, log-probs agree.
-Before step 0.
+"""The parity check of trainer and servers before the first step: both compute the same model, and
+the servers return expert ids.
 
-Trainer and servers hold the same weights at this point (version 0, or the resumed version, has just
-been pushed), so they differ by rounding only; the limits depend on the two precisions
+Trainer and servers have the same weights then, because version 0 or the resumed version has just
+been synced.  They differ by rounding only; the limits depend on the two dtypes
 (config/parity_limits.py).
 """
 
@@ -38,21 +38,20 @@ class ParityError(RuntimeError):
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Differences of trainer and server; the last two None without routes.
-
-    logprob_diff_mean, logprob_diff_max: of |log mu - log pi| over response tokens, nats; NaN where
-    none was finite.
-    experts_equal: share of (token, layer) with equal expert sets.
-    expert_overlap: mean over (token, layer) of the share of the K experts that both sides chose.
-    """
+    """Differences between trainer and servers."""
 
     logprob_diff_mean: float
+    """Mean of |log mu - log pi| over response tokens, in nats; NaN where none was finite."""
     logprob_diff_max: float
+    """Largest |log mu - log pi|, in nats."""
     experts_equal: float | None
+    """Fraction of (token, layer) with equal expert sets; None without routes."""
     expert_overlap: float | None
+    """Mean over (token, layer) of the fraction of the K experts that both sides chose; None without
+    routes."""
 
     def line(self, limits: ParityLimits) -> str:
-        """The report and its limits in one line."""
+        """Return the report and its limits in one line."""
         experts = "experts not compared"
         if self.experts_equal is not None and self.expert_overlap is not None:
             experts = (
@@ -67,9 +66,7 @@ class ParityReport:
         )
 
     def check(self, limits: ParityLimits, log: Callable[[str], None]) -> None:
-        """Raise ParityError beyond the limits; log a warning where the difference is larger than
-        usual.
-        """
+        """Raise ParityError beyond the limits; log a warning for an unusually large difference."""
         pair = f"of a {limits.trainer} trainer and a {limits.server} server"
         if refused := self._beyond(
             max_logprob_diff=limits.max_logprob_diff, min_expert_overlap=limits.min_expert_overlap
@@ -91,14 +88,15 @@ class ParityReport:
             )
 
     def _beyond(self, **limits: float) -> dict[str, str]:
-        """{key of the configuration: message} of the `limits` (by key without rollout.parity_) that
-        are exceeded.
+        """Return {setting: message} of the limits that are exceeded.
+
+        limits: by the names of their settings without rollout.parity_.
         """
         exceeded = {}
         for name, limit in limits.items():
             key = f"rollout.parity_{name}"
             if name.endswith("logprob_diff"):
-                # also NaN, where no token had finite log-probs
+                # "not <=" is also true of NaN, where no token had finite log-probs
                 if not self.logprob_diff_mean <= limit:
                     exceeded[key] = (
                         f"mean |log mu - log pi| = {self.logprob_diff_mean:.2e} is above {key} ="
@@ -112,10 +110,9 @@ class ParityReport:
 
 
 def compare(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config) -> ParityReport:
-    """Compare the servers' responses with the training engine's own forward, routing live.
-    Collective.
+    """Compare the servers' responses with the training engine's forward under live routing.
 
-    groups: this replica's probe rollouts.
+    Collective.  groups: this replica's rollouts of probe_prompts.
     """
     samples = [Sample(rollout, 0.0) for group in groups for rollout in group.rollouts]
     batch = make_mini_batch(
@@ -137,7 +134,7 @@ def compare(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config) -> Pari
 
 
 def probe_prompts(prompts: Sequence[Prompt], dp_size: int) -> list[Prompt]:
-    """The same number of prompts for each replica, 1 to PROMPTS_PER_REPLICA; repeated where there
+    """Return equally many prompts for every replica, 1 to PROMPTS_PER_REPLICA, repeated where there
     are too few.
     """
     share = min(PROMPTS_PER_REPLICA, -(-len(prompts) // dp_size))

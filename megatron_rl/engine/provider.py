@@ -1,9 +1,9 @@
-"""Who builds, loads and exports the model: this program's own tables (native), or Megatron-Bridge
-(bridge).
+"""Model providers, which build, load and export the model: this program's own tables (native), or
+Megatron-Bridge (bridge).
 
-The rest of the program sees a model through this: its sizes, core's configuration, and three
-operations.  Replay, losses, log-probs and checkpoints work on megatron-core's modules, whoever made
-them.
+The other modules see a model through this protocol: its sizes, core's configuration, and three
+operations.  Replay, losses, log-probs and checkpoints work on megatron-core's modules, whichever
+provider made them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ModelProvider(Protocol):
     core_config: TransformerConfig
 
     def build(self) -> list[GPTModel]:
-        """The chunks of this pipeline stage, without the checkpoint's weights."""
+        """Build the chunks of this pipeline stage, without the checkpoint's weights."""
 
     def load(self, chunks: list[GPTModel]) -> None:
         """Fill every parameter from the HF checkpoint.
@@ -48,14 +48,14 @@ class ModelProvider(Protocol):
         """
 
     def export(self, chunks: list[GPTModel], max_sources: int) -> HFStream:
-        """Every tensor of the HF checkpoint, each on one of at most `max_sources` ranks.
+        """Yield every tensor of the HF checkpoint on one of at most `max_sources` ranks.
 
         Collective.
         """
 
 
 class NativeProvider:
-    """By the tables of models/families.py and weights/hf/rules.py."""
+    """The ModelProvider that uses the tables of models/families.py and weights/hf/rules.py."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class NativeProvider:
         self.model, self.parallel = model, parallel
         self.spec = spec or make_spec(load_hf_config(model.path))
         self.core_config = make_transformer_config(self.spec, model, sizes, parallel.device, fields)
-        self.plan: list[ExportStep] | None = None
+        self.plan: list[ExportStep] | None = None  # made by the first export, and kept
 
     def build(self) -> list[GPTModel]:
         return make_model(self.spec, self.model, self.core_config, self.parallel)
@@ -92,9 +92,9 @@ def make_provider(
     fields: Mapping[str, object],
     spec: ModelSpec | None = None,
 ) -> ModelProvider:
-    """The provider that model.provider names.  `fields`: of [megatron]; `spec`: replaces a native
-    model's own.
+    """Make the provider that model.provider names.
 
+    fields: the settings of [megatron].  spec: replaces the sizes of a native model.
     Raises ValueError for a model on the CPU where torch sees a GPU.
     """
     if parallel.device.type == "cpu":
@@ -108,9 +108,7 @@ def make_provider(
 
 
 def provider_of(model: ModelConfig) -> Literal["native", "bridge"]:
-    """What model.provider = auto means for this checkpoint: native for every family that the native
-    tables know.
-    """
+    """Resolve model.provider = auto: native for every family that the native tables know."""
     if model.provider != "auto":
         return model.provider
     names = load_hf_config(model.path).get("architectures") or ["(none)"]
@@ -118,10 +116,10 @@ def provider_of(model: ModelConfig) -> Literal["native", "bridge"]:
 
 
 def provider_spec(model: ModelConfig, device: torch.device | None = None) -> ModelSpec:
-    """The sizes of the model, without building it.
+    """Return the sizes of the model, without building it.
 
-    device: where this process builds it afterwards: Bridge's layers are chosen once; None in a
-    process that builds none.
+    device: the device on which this process builds it afterwards, because a process chooses
+    Bridge's layers once; None in a process that builds none.
     """
     if provider_of(model) == "native":
         return make_spec(load_hf_config(model.path))

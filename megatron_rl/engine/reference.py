@@ -1,8 +1,7 @@
-"""A frozen copy of the weights as they were loaded, for the KL to the reference policy
-(`loss.kl_coef`).
+"""The reference policy for the KL term (loss.kl_coef): a frozen copy of the weights as loaded.
 
-It is kept on the host and swapped with the weights for one forward pass: no second model and no
-device memory, but the weights cross the bus four times a pass.
+It is kept on the host and swapped with the weights for one forward pass.  That takes no second
+model and no device memory, but the weights cross the bus four times per pass.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import nn
 
 
 class Reference:
-    """Build it before anything changes the weights of `chunks`, this rank's shards."""
+    """A copy of the weights of `chunks`, this rank's shards; make it before they change."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._live = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -23,8 +22,9 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the reference weights; afterwards its own again, bit for bit, also
-        after an error.
+        """Give the model the reference weights inside the context.
+
+        Afterwards, also after an error, it has its own weights again, bit for bit.
         """
         self._swap()
         try:

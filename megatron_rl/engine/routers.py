@@ -1,6 +1,4 @@
-"""Every module that sends tokens to experts must be one that replay controls: the others are
-refused by name.
-"""
+"""Checks of a model's routers: replay must control every module that sends tokens to experts."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ from megatron_rl.replay.compatibility import ReplayIncompatible
 
 
 def check_routers(chunks: Sequence[GPTModel], moe_layers: Collection[int]) -> None:
-    """Raise ReplayIncompatible, naming each, for routers of these chunks that would route live
-    whatever is replayed.
+    """Raise ReplayIncompatible, with their names, for routers that would route live under replay.
 
-    moe_layers: 0-based, of the whole model; each that is here must have a router with the replay
-    hook.
+    moe_layers: 0-based MoE layers of the whole model; those in these chunks must have a router with
+    the replay hook.
     """
     problems = list(problems_of(chunks, moe_layers))
     if problems:
@@ -46,8 +43,9 @@ def check_router_shift(loss: LossConfig, spec: ModelSpec) -> None:
 
 
 def problems_of(chunks: Sequence[GPTModel], moe_layers: Collection[int]) -> Iterator[str]:
-    found = moe_routers(list(chunks))
-    controlled = {id(router) for _, router in found}
+    """Yield a message for every router that replay does not control; see check_routers."""
+    routers = moe_routers(list(chunks))
+    controlled = {id(router) for _, router in routers}
     for chunk in chunks:
         if count := getattr(chunk.config, "moe_n_hash_layers", 0):
             yield (
@@ -77,7 +75,7 @@ def problems_of(chunks: Sequence[GPTModel], moe_layers: Collection[int]) -> Iter
                     " prediction, which rollouts have no routes for; this model is not supported"
                 )
     here = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
-    for layer in sorted(here.intersection(moe_layers) - {layer for layer, _ in found}):
+    for layer in sorted(here.intersection(moe_layers) - {layer for layer, _ in routers}):
         yield (
             f"layer {layer} has experts, but no TopKRouter as its mlp.router that could replay; not"
             " supported"
@@ -85,9 +83,9 @@ def problems_of(chunks: Sequence[GPTModel], moe_layers: Collection[int]) -> Iter
 
 
 def is_router(name: str, module: torch.nn.Module) -> bool:
-    """core's base class, or what is called a router.
+    """Return True for a module of core's base class, or with a router's name.
 
-    Gates of shared experts are no modules in core.
+    Gates of shared experts are no modules in core, so that they do not count.
     """
     return (
         isinstance(module, Router)

@@ -1,5 +1,5 @@
-"""One rank's shard of the vocabulary: what a row's log-prob, entropy and gradient take of it, a few
-rows at a time.
+"""One rank's shard of the vocabulary, and its part of the log-prob, entropy and gradient of every
+row, a few rows at a time.
 
 Shapes: T packed tokens, v this rank's vocabulary columns (V / tp), c those of them that are real
 (not padding).
@@ -17,61 +17,61 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
-"""Size of one buffer: on a CPU a few fit in the cache, on a GPU it is large enough to keep it busy.
-"""
+"""Size of one buffer: on a CPU a few fit into the cache, on a GPU one keeps the device busy."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of the vocabulary: `columns` real ones from `first` on, of `vocab_size` in
-    all.
-    """
+    """This rank's part of the vocabulary."""
 
     first: int
+    """Id of the first column."""
     columns: int
+    """Number of columns that are not padding."""
     vocab_size: int
     temperature: float
     block_rows: int | None
+    """Rows at a time; None: as many as BLOCK_BYTES allow."""
     group: dist.ProcessGroup | None
 
     def find(self, labels: Int[Tensor, " T"]) -> tuple[Int[Tensor, " T"], Tensor]:
-        """(column of each label here, clamped; whether the label is here)."""
+        """Return (column of each label, clamped to this shard; True where the label is in it)."""
         local = labels - self.first
         owned = (local >= 0) & (local < self.columns)
         return local.clamp(0, max(self.columns - 1, 0)), owned
 
     def blocks(self, num_rows: int, device: torch.device, itemsize: int) -> list[slice]:
-        """Rows to take at a time; none where this rank has padding only."""
+        """Cut the rows into blocks of `block_rows`, or of BLOCK_BYTES; see `split`."""
+        block_bytes = BLOCK_BYTES.get(device.type, BLOCK_BYTES["cpu"])
         row_bytes = itemsize * max(self.columns, 1)
-        return self.split(
-            num_rows, self.block_rows or max(1, BLOCK_BYTES.get(device.type, 2 << 20) // row_bytes)
-        )
+        return self.split(num_rows, self.block_rows or max(1, block_bytes // row_bytes))
 
     def split(self, num_rows: int, size: int) -> list[slice]:
-        """Blocks of `size` rows; none where this rank has padding only."""
+        """Cut the rows into blocks of `size`; there are none where the shard is padding only."""
         starts = range(0, num_rows, size) if self.columns else ()
         return [slice(start, min(start + size, num_rows)) for start in starts]
 
 
 class Rows(NamedTuple):
-    """Per row, over the entire vocabulary.
-
-    saved: largest logit m, log sum e, entropy, float64 [T] each.
-    """
+    """Results of each row over the entire vocabulary; [T] each."""
 
     logprobs: Tensor
     entropy: Tensor
     saved: tuple[Tensor, Tensor, Tensor]
+    """Largest logit m, log sum e, and entropy, for the backward pass; float64 [T] each."""
 
 
 @dataclass(frozen=True)
 class Slopes:
-    """d loss / d logit = e * (slope * z + constant), plus `at_label` in the label's column; [T]
-    each.
+    """Coefficients of the gradient; [T] each.
+
+    d loss / d logit = e * (slope * z + constant), plus `at_label` in the label's column, with
+    z = (logit - maximum) / temperature and e = exp z.
     """
 
     maximum: Tensor
     slope: Tensor | None
+    """None: 0, because the entropy has no gradient."""
     constant: Tensor
     at_label: Tensor
 
@@ -87,23 +87,23 @@ def make_shard(
     block_rows: int | None,
     group: dist.ProcessGroup | None,
 ) -> Shard:
-    """The shard of this rank of `group`, each of which holds `width` columns, padding included."""
+    """Return this rank's shard, where every rank of `group` has `width` columns with padding."""
     first = width * (group.rank() if group is not None else 0)
-    return Shard(
-        first, max(0, min(width, vocab_size - first)), vocab_size, temperature, block_rows, group
-    )
+    columns = max(0, min(width, vocab_size - first))
+    return Shard(first, columns, vocab_size, temperature, block_rows, group)
 
 
 def scan(
     logits: Float[Tensor, "T v"], labels: Int[Tensor, " T"], shard: Shard
 ) -> Float[Tensor, "4 T"]:
-    """Of each row over this rank's columns: largest logit m, sum e, sum e * z, the logit in the
-    label's (clamped) column, with z = (logit - m) / temperature and e = exp z.  float64; the logits
-    are read once.
+    """Return, per row over this rank's columns: largest logit m, sum e, sum e * z, and the logit in
+    the label's column (clamped), all in float64.
+
+    z = (logit - m) / temperature, e = exp z.  The logits are read once.
     """
     dtype = compute_dtype(logits)
     result = torch.zeros(4, len(logits), dtype=torch.float64, device=logits.device)
-    result[0] = float("-inf")  # of a rank with padding columns only
+    result[0] = float("-inf")  # stays where the shard is padding only
     local, _ = shard.find(labels)
     blocks = shard.blocks(len(logits), logits.device, dtype.itemsize)
     z_buffer, e_buffer = make_buffers(2, blocks, shard, logits, dtype)
@@ -116,7 +116,7 @@ def scan(
         maximum = values.amax(dim=1, keepdim=True)
         torch.sub(values, maximum, out=z)
         if shard.temperature != 1:
-            z.mul_(1 / shard.temperature)  # after the subtraction: exact where logit = m
+            z.mul_(1 / shard.temperature)  # after the subtraction, so that z = 0 where logit = m
         torch.exp(z, out=e)
         result[0, rows] = maximum.squeeze(1).double()
         result[1, rows] = e.sum(dim=1).double()
@@ -127,17 +127,17 @@ def scan(
 def reduce_rows(
     scanned: Float[Tensor, "4 T"], labels: Int[Tensor, " T"], shard: Shard, dtype: torch.dtype
 ) -> Rows:
-    """Log-prob and entropy, in `dtype`, from every rank's scan.
+    """Combine every rank's scan into log-prob and entropy, in `dtype`.  Two all-reduces of [T].
 
-    Combined in float64, so that a sum in shards is the sum.
+    Sums are in float64, so that the number of shards does not change the result in `dtype`.
     """
     local_maximum, sum_e, sum_ez, label_logit = scanned
     maximum = local_maximum.clone()
     reduce_over_tp(maximum, dist.ReduceOp.MAX, shard.group)
     _, owned = shard.find(labels)
     if shard.columns:
-        shift = (local_maximum - maximum) / shard.temperature  # <= 0: to the common maximum
-        # -inf where no id of a kept set is here: times a sum of 0 it would be NaN
+        shift = (local_maximum - maximum) / shard.temperature  # <= 0, to the common maximum
+        # -inf where no id of a kept set is in this shard: times a sum of 0 it would be NaN
         shift = shift.clamp(min=-1e300)
         factor = shift.exp()
         label_logit = torch.where(owned, label_logit, 0.0)
@@ -155,10 +155,11 @@ def reduce_rows(
 def make_slopes(
     saved: Sequence[Tensor], grad_logprobs: Tensor | None, grad_entropy: Tensor | None, shard: Shard
 ) -> Slopes | None:
-    """From d loss / d logp = g and d loss / d H = h, with p = e / sum e:
+    """Return the coefficients of the gradient from d loss / d logp = g and d loss / d H = h.
 
-    d loss / d z = g (onehot - p) - h p (log p + H),  log p = z - log sum e;  None where both are
-    None.
+        d loss / d z = g (onehot - p) - h p (log p + H),  p = e / sum e,  log p = z - log sum e
+
+    The result is None where g and h are None.
     """
     maximum, log_sum, entropy = saved
     if grad_logprobs is None and grad_entropy is None:
@@ -180,22 +181,19 @@ def write_gradient(
     slopes: Slopes,
     shard: Shard,
 ) -> None:
-    """d loss / d logits into `out`, which may be `logits` itself."""
+    """Write d loss / d logits into `out`, which may be `logits` itself."""
     dtype = compute_dtype(logits)
     local, owned = shard.find(labels)
     at_label = torch.where(owned, slopes.at_label, 0.0).to(dtype)[:, None]
     maximum, constant = slopes.maximum.to(dtype)[:, None], slopes.constant.to(dtype)[:, None]
     slope = None if slopes.slope is None else slopes.slope.to(dtype)[:, None]
-    direct = out.dtype == dtype  # no cast: e may be computed in the gradient's memory
+    direct = out.dtype == dtype  # then e is computed in the gradient's memory, without a cast
     blocks = shard.blocks(len(logits), logits.device, dtype.itemsize)
     buffers = make_buffers((not direct) + (slope is not None), blocks, shard, logits, dtype)
     out[:, shard.columns :] = 0.0
     for rows in blocks:
-        count, values, target = (
-            rows.stop - rows.start,
-            logits[rows, : shard.columns],
-            out[rows, : shard.columns],
-        )
+        count = rows.stop - rows.start
+        values, target = logits[rows, : shard.columns], out[rows, : shard.columns]
         e = target if direct else buffers[-1][:count]
         z = e if slope is None else buffers[0][:count]
         if values.dtype == dtype:

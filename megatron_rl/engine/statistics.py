@@ -1,8 +1,9 @@
 """Per-token and per-response statistics of the two passes, added to sums that are reduced once per
 step.
 
-No host sync here: all values stay on the device until `MetricSums.reduce`.  Formulas:
+Nothing here waits for the device: values stay on it until `MetricSums.reduce`.  Formulas are in
 docs/reference/metrics.md.
+
 Shapes: T packed rows of a micro-batch; n rows of all micro-batches of a pass; R their responses.
 """
 
@@ -25,13 +26,13 @@ from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import PackedBatch, RowState
 
 FLIP_GROUPS = {"flips_0": 0, "flips_1": 1, "flips_2_3": 2, "flips_4_7": 4, "flips_8_up": 8}
-"""Groups of tokens by how many MoE layers flipped, and the fewest flips of each."""
+"""Groups of tokens by the number of MoE layers that flipped -> fewest flips of the group."""
 
 AGE_GROUPS = {"age_0": 0, "age_1": 1, "age_2_3": 2, "age_4_up": 4}
-"""Groups of tokens by how many weight versions ago they were sampled, and the lowest age of each.
-"""
+"""Groups of tokens by age, the weight syncs since they were sampled -> lowest age of the group."""
 
-LARGEST_LOG = 300.0  # exp of it and the square of that are finite in float64
+LARGEST_LOG = 300.0
+"""Limit of a logarithm: exp of it, and the square of that, are finite in float64."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,20 @@ class PassTokens:
     """This rank's rows of one mini-batch, micro-batches end to end."""
 
     rollout_logprobs: Float[Tensor, " n"]
-    mask: Bool[Tensor, " n"]  # response tokens
-    response: Int[Tensor, " n"]  # index of the row's response among this replica's R, or R on pads
+    mask: Bool[Tensor, " n"]
+    """True on response tokens."""
+    response: Int[Tensor, " n"]
+    """Index of the row's response among this replica's R; R on pads."""
     num_responses: int
-    flip_group: (
-        Int[Tensor, " n"] | None
-    )  # index into FLIP_GROUPS, or their number on rows without a route; None: not measured
-    age_group: Int[Tensor, " n"] | None  # index into AGE_GROUPS; None: not wanted
+    """R."""
+    flip_group: Int[Tensor, " n"] | None
+    """Index into FLIP_GROUPS, len(FLIP_GROUPS) on rows without a route; None: not measured."""
+    age_group: Int[Tensor, " n"] | None
+    """Index into AGE_GROUPS; None: not measured."""
     mini_batch: int
-    cp_group: dist.ProcessGroup | None  # the ranks that hold the other rows of these responses
+    """Index of the mini-batch in its step."""
+    cp_group: dist.ProcessGroup | None
+    """The ranks that have the other rows of these responses; None without context parallelism."""
 
 
 def pass_tokens(
@@ -58,9 +64,9 @@ def pass_tokens(
     cp_group: dist.ProcessGroup | None,
     policy_version: int | None = None,
 ) -> PassTokens:
-    """Lay micro-batches, and their flips [T] (see replay.mismatch.flips_per_token), end to end.
+    """Concatenate micro-batches, and their flips [T] (see replay.mismatch.flips_per_token).
 
-    policy_version: see MiniBatch.
+    policy_version: the weights' version, for ages (see MiniBatch); None: no ages.
     """
     counts = [len(batch.rollout_ids) for batch in micro_batches]
     total, first, response = sum(counts), 0, []
@@ -71,8 +77,8 @@ def pass_tokens(
     flip_group = None
     if flips is not None:
         states = torch.cat([batch.row_state for batch in micro_batches])
-        found = group_of(torch.cat(list(flips)), FLIP_GROUPS)
-        flip_group = torch.where(states == RowState.REPLAYED, found, len(FLIP_GROUPS))
+        groups = group_of(torch.cat(list(flips)), FLIP_GROUPS)
+        flip_group = torch.where(states == RowState.REPLAYED, groups, len(FLIP_GROUPS))
     age_group = None
     if policy_version is not None:
         versions = torch.cat([batch.policy_versions for batch in micro_batches])
@@ -90,7 +96,7 @@ def pass_tokens(
 
 
 def add_old_pass(sums: MetricSums, tokens: PassTokens, old_logprobs: Float[Tensor, " n"]) -> None:
-    """Training-inference discrepancy of one mini-batch: pi_old and mu_old.
+    """Add the training-inference discrepancy of one mini-batch, pi_old against mu_old.
 
     Collective over tokens.cp_group.
     """
@@ -108,9 +114,8 @@ def add_old_pass(sums: MetricSums, tokens: PassTokens, old_logprobs: Float[Tenso
     if tokens.flip_group is not None:
         compared = (mask & (tokens.flip_group < len(FLIP_GROUPS))).sum()
         for index, group in enumerate(FLIP_GROUPS):
-            sums.add(
-                f"logratio/share/{group}", (mask & (tokens.flip_group == index)).sum(), compared
-            )
+            in_group = (mask & (tokens.flip_group == index)).sum()
+            sums.add(f"logratio/share/{group}", in_group, compared)
     if tokens.age_group is not None:
         for index, group in enumerate(AGE_GROUPS):
             sums.add(f"logratio/share/{group}", (mask & (tokens.age_group == index)).sum(), count)
@@ -122,7 +127,7 @@ def add_update_pass(
     logprobs: Float[Tensor, " n"],
     old_logprobs: Float[Tensor, " n"],
 ) -> None:
-    """Staleness of one mini-batch, pi and pi_old, and the total of both parts.
+    """Add the staleness of one mini-batch, pi against pi_old, and the total, pi against mu_old.
 
     Collective over tokens.cp_group.
     """
@@ -130,9 +135,8 @@ def add_update_pass(
     staleness = log_ratio(logprobs, old_logprobs, mask)
     total = log_ratio(logprobs, tokens.rollout_logprobs, mask)
     add_log_ratio(sums, "logratio/staleness", staleness, mask, tokens)
-    add_first_order(
-        sums, {"first_order/staleness": staleness, "first_order/total": total}, mask, tokens
-    )
+    gaps = {"first_order/staleness": staleness, "first_order/total": total}
+    add_first_order(sums, gaps, mask, tokens)
 
 
 def add_update(
@@ -140,21 +144,22 @@ def add_update(
     share_of_loss: Float[Tensor, ""],
     parts: int,
     loss: PolicyLoss,
-    found: TokenLogprobs,
+    token_logprobs: TokenLogprobs,
     micro_batch: PackedBatch,
     policy_version: int | None = None,
     mini_batch: int = 0,
 ) -> None:
-    """Statistics of this rank's rows of one micro-batch of an update.
+    """Add the statistics of this rank's rows of one micro-batch of an update.
 
-    share_of_loss: their part of the mini-batch loss; parts: the number of such parts over
-    micro-batches, DP and CP. policy_version, mini_batch (its index): see MiniBatch.
+    share_of_loss: the rows' part of the mini-batch loss.  parts: number of such parts over
+    micro-batches, data- and context-parallel ranks.  policy_version, mini_batch: version and index
+    of the MiniBatch.
     """
     mask, count = loss.mask, loss.mask.sum()
-    # the weights of all parts add up to 1: a sum of the loss
+    # the weights 1 / parts add up to 1, so that the metric is the sum of the parts
     sums.add("train/loss", share_of_loss.detach(), 1 / parts)
     ratio, weight = masked(loss.ratio, mask), masked(loss.is_weight, mask)
-    sums.add("train/entropy", masked(found.entropy.detach(), mask).sum(), count)
+    sums.add("train/entropy", masked(token_logprobs.entropy.detach(), mask).sum(), count)
     sums.add("train/ratio_mean", ratio.sum(), count)
     sums.add_max("train/ratio_max", ratio.max())
     sums.add("train/is_weight_mean", weight.sum(), count)
@@ -174,9 +179,10 @@ def add_update(
         sums.add("train/router_floor_frac", loss.at_floor.sum(), count)
     if loss.gate is not None:
         sums.add("train/gate_mean", masked(loss.gate, mask).sum(), count)
-    if found.kept_entropy is not None and found.log_mass is not None:
-        sums.add("train/kept_entropy", masked(found.kept_entropy, mask).sum(), count)
-        sums.add("train/kept_mass", masked(found.log_mass.exp(), mask).sum(), count)
+    kept_entropy, log_mass = token_logprobs.kept_entropy, token_logprobs.log_mass
+    if kept_entropy is not None and log_mass is not None:
+        sums.add("train/kept_entropy", masked(kept_entropy, mask).sum(), count)
+        sums.add("train/kept_mass", masked(log_mass.exp(), mask).sum(), count)
     if loss.kl is not None:
         sums.add("train/kl_reference", masked(loss.kl.detach(), mask).sum(), count)
     if policy_version is not None:
@@ -197,23 +203,22 @@ def add_log_ratio(
     mask: Bool[Tensor, " n"],
     tokens: PassTokens,
 ) -> None:
-    """The spread of a log-ratio over the tokens under `mask`: all, of this mini-batch, by flips,
-    and by age.
+    """Add the histogram of a log-ratio over the tokens under `mask`: of all tokens, of this
+    mini-batch's, by flips, and by age.
     """
-    groups = (
-        tokens.flip_group if tokens.flip_group is not None else torch.zeros_like(tokens.response)
-    )
+    groups = tokens.flip_group
+    if groups is None:
+        groups = torch.zeros_like(tokens.response)
     spread = tabulate(gap, mask, groups, len(FLIP_GROUPS) + 1)
     for group in ("", f"mini_batch_{tokens.mini_batch}"):
         sums.add_histogram(name, spread.together(), (group,))
     if tokens.flip_group is not None:
-        sums.add_histogram(
-            name, Histogram(spread.sums[:-1], spread.largest[:-1]), tuple(FLIP_GROUPS)
-        )
+        # the last group has the rows without a route
+        by_flips = Histogram(spread.sums[:-1], spread.largest[:-1])
+        sums.add_histogram(name, by_flips, tuple(FLIP_GROUPS))
     if tokens.age_group is not None:
-        sums.add_histogram(
-            name, tabulate(gap, mask, tokens.age_group, len(AGE_GROUPS)), tuple(AGE_GROUPS)
-        )
+        by_age = tabulate(gap, mask, tokens.age_group, len(AGE_GROUPS))
+        sums.add_histogram(name, by_age, tuple(AGE_GROUPS))
 
 
 def add_first_order(
@@ -222,10 +227,12 @@ def add_first_order(
     mask: Bool[Tensor, " n"],
     tokens: PassTokens,
 ) -> None:
-    """Per response abs(prod_t (1 + delta_t) - (1 + sum_t delta_t)) with 1 + delta = exp(gap): what
-    the first-order approximation leaves out.
+    """Add the first-order error of every response: what the token-level surrogate leaves out.
 
-    The product is a sum of logarithms; both are cut off at exp(300), so that the metric is finite.
+        abs(prod_t (1 + delta_t) - (1 + sum_t delta_t)) with 1 + delta_t = exp(gap_t)
+
+    The product is computed as a sum of logarithms.  Logarithms are limited to LARGEST_LOG, so that
+    the metric is finite.
     """
     columns = [mask.double()]
     for gap in gaps.values():
@@ -240,14 +247,15 @@ def add_first_order(
         counted = tokens.cp_group.rank() == 0
     count, *parts = per_response[:-1].unbind(1)
     for name, log_product, first_order in zip(gaps, parts[::2], parts[1::2], strict=True):
-        rest = (torch.expm1(log_product.clamp(max=LARGEST_LOG)) - first_order).abs()
-        spread = tabulate(rest, (count > 0) & counted, torch.zeros_like(rest, dtype=torch.long), 1)
+        error = (torch.expm1(log_product.clamp(max=LARGEST_LOG)) - first_order).abs()
+        one_group = torch.zeros_like(error, dtype=torch.long)
+        spread = tabulate(error, (count > 0) & counted, one_group, 1)
         for group in ("", f"mini_batch_{tokens.mini_batch}"):
             sums.add_histogram(name, spread, (group,))
 
 
 def group_of(counts: Integer[Tensor, " n"], groups: Mapping[str, int]) -> Int[Tensor, " n"]:
-    """Index into FLIP_GROUPS or AGE_GROUPS."""
+    """Return the index of every count's group in FLIP_GROUPS or AGE_GROUPS."""
     return sum(
         ((counts >= fewest).long() for fewest in list(groups.values())[1:]),
         torch.zeros_like(counts),
@@ -257,10 +265,11 @@ def group_of(counts: Integer[Tensor, " n"], groups: Mapping[str, int]) -> Int[Te
 def log_ratio(
     numerator: Float[Tensor, " n"], denominator: Float[Tensor, " n"], mask: Bool[Tensor, " n"]
 ) -> Float[Tensor, " n"]:
-    """float64 log(numerator / denominator) of log-probs, 0 outside the mask.  Not clamped."""
+    """Return the log-ratio of two policies in float64, 0 outside the mask, without limits."""
     return masked(numerator.detach().double() - denominator.detach().double(), mask)
 
 
 def masked(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """`values` with 0 outside the mask.  Indexing by a mask would wait for the device."""
+    """Return `values` with 0 outside the mask."""
+    # indexing by a mask would wait for the device
     return torch.where(mask, values, 0.0)

@@ -1,4 +1,4 @@
-"""What checkpoints are: families and their sizes, what fits on which ranks, what a token costs.
+"""Models: families and their sizes, the parallel sizes that fit them, and the cost of a token.
 
 Imports no torch.
 """

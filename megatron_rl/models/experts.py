@@ -1,5 +1,7 @@
 """megatron-core's settings for experts and their router, from a model's sizes and the
-configuration.  Imports no torch.
+configuration.
+
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from megatron_rl.models.spec import ModelSpec
 
 
 def expert_settings(spec: ModelSpec) -> dict[str, Any]:
-    """Fields of core's TransformerConfig that the checkpoint defines.  None for a dense model."""
+    """Return the fields of core's TransformerConfig that the checkpoint defines.
+
+    There are none for a dense model.
+    """
     if not spec.moe_layers:
         return {}
     router, limits_groups = spec.router, spec.router.core_limits_groups(spec.top_k)
@@ -33,9 +38,10 @@ def expert_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def routing_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str, Any]:
-    """Fields of core's TransformerConfig that this program chooses for every model with experts.
+    """Return the fields of core's TransformerConfig that this program chooses for every model with
+    experts.
 
-    A dense model has the dispatcher alone: core checks it with pipelines even there.
+    A dense model gets the dispatcher alone, which core checks with pipelines even there.
     """
     dispatcher = {"moe_token_dispatcher_type": model.token_dispatcher}
     if not spec.moe_layers:
@@ -46,10 +52,10 @@ def routing_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str,
         "moe_router_dtype": None if model.router_dtype == "model" else model.router_dtype,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": te,  # the grouped GEMM is TE's
-        # TE's kernel adds up a token's experts in fp32. Core's own is a scatter_add_ in the model's
-        # dtype, on CUDA in the order of its atomics: log pi_old and log pi would differ at equal
-        # weights
+        "moe_grouped_gemm": te,  # the grouped GEMM is TransformerEngine's
+        # TransformerEngine's kernel adds up a token's experts in fp32.  Core's own is a
+        # scatter_add_ in the model's dtype, on CUDA in the order of its atomics: log pi_old and
+        # log pi would differ at equal weights.
         "moe_permute_fusion": te,
         **dispatcher,
     }

@@ -1,8 +1,8 @@
-"""config.json -> ModelSpec, one reader per model family.  Names of tensors: weights/hf/rules.py.
+"""Model families: one reader each, config.json -> ModelSpec.
 
-A reader covers every key that changes what the model computes: it goes into the spec, or must have
-a value for which this engine computes the same as transformers (`only`).
-docs/guides/checkpoints.md: how each family was checked.
+A reader covers every key that changes what the model computes: its value goes into the spec, or it
+must be a value for which this engine computes the same as transformers (`only`).  Names of tensors
+are in weights/hf/rules.py.  docs/guides/checkpoints.md says how every family was checked.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron_rl.models.spec import (
 )
 
 Fields: TypeAlias = dict[str, Any]
-"""Of ModelSpec, by name."""
+"""Fields of ModelSpec, by name."""
 
 
 def make_spec(hf: HfConfig) -> ModelSpec:
-    """Reads key names of transformers 4 and 5.
+    """Read a config.json with the key names of transformers 4 or 5.
 
     Raises ModelError for a model that is not supported.
     """
@@ -103,10 +103,8 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
 
 
 def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
-    """Also Moonlight.
-
-    rope_interleave: rotary pairs are adjacent in the weights, as in core's latent attention.
-    """
+    """Read DeepSeek-V3, R1, Moonlight and Kimi-K2."""
+    # rotary pairs are adjacent in the weights, as in core's latent attention
     config.only("rope_interleave", True)
     config.only("topk_method", "noaux_tc")
     config.only("scoring_func", "sigmoid")
@@ -119,12 +117,12 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
 
 
 def read_deepseek_v2(config: ConfigReader) -> ModelSpec:
-    """Softmax over all experts, never renormalised; "greedy" selection ignores n_group."""
+    """Read DeepSeek-V2: softmax over all experts, never renormalised."""
     config.only("mlp_bias", False)
     config.only("topk_method", "greedy", "group_limited_greedy")
     config.only("scoring_func", "softmax")
     config.only("norm_topk_prob", False)
-    # present, without effect, in configs with greedy selection
+    # they have no effect on greedy selection, but are in its configs
     for key in ("n_group", "topk_group"):
         config.get(key, None)
     limited = config.get("topk_method", "greedy") == "group_limited_greedy"
@@ -158,7 +156,7 @@ READERS: dict[str, Callable[[ConfigReader], ModelSpec]] = {
 
 
 def sizes(config: ConfigReader) -> Fields:
-    """Sizes of every family, and the rules for all."""
+    """Read the sizes that every family has, and check the rules that hold for all."""
     config.only("hidden_act", "silu")
     config.only("attention_dropout", 0, 0.0)
     if config.get("quantization_config", None) is not None:
@@ -182,21 +180,17 @@ def sizes(config: ConfigReader) -> Fields:
 
 
 def rope(config: ConfigReader, *, partial: float | None = None, yarn: bool = False) -> Fields:
-    """Rotary embeddings: rope_theta and rope_scaling (transformers 4), or rope_parameters (5).
+    """Read rotary embeddings: rope_theta and rope_scaling (transformers 4), or rope_parameters (5).
 
     partial: the rotated fraction of a head where the config has none; None: the family rotates all
     of it.
     """
-    scaling = dict(config.get("rope_scaling", None) or config.get("rope_parameters", None) or {})
-    theta = float(
-        ConfigReader({**config.hf, **(config.get("rope_parameters", None) or {})}).need(
-            "rope_theta"
-        )
-    )
-    config.get("rope_theta", None)  # read above by another reader
-    fraction = float(
-        scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor", partial or 1.0))
-    )
+    parameters = config.get("rope_parameters", None) or {}
+    scaling = dict(config.get("rope_scaling", None) or parameters)
+    theta = float(ConfigReader({**config.hf, **parameters}).need("rope_theta"))
+    config.get("rope_theta", None)  # marks it as read: another reader read it above
+    fraction = config.get("partial_rotary_factor", partial or 1.0)
+    fraction = float(scaling.pop("partial_rotary_factor", fraction))
     if partial is None and fraction != 1.0:
         raise config.refuse("partial_rotary_factor", f"{fraction} would be ignored")
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
@@ -205,48 +199,51 @@ def rope(config: ConfigReader, *, partial: float | None = None, yarn: bool = Fal
     if kind != "default" and not (yarn and kind == "yarn"):
         key = "rope_scaling" if config.hf.get("rope_scaling") else "rope_parameters"
         raise config.refuse(key, f"only {'default or yarn' if yarn else 'default'}")
-    found: Fields = {"rope_theta": theta, "rotary_fraction": fraction}
+    fields: Fields = {"rope_theta": theta, "rotary_fraction": fraction}
     if kind == "yarn":
-        found["yarn"] = read_yarn(config, scaling)
+        fields["yarn"] = read_yarn(config, scaling)
     elif scaling:
         raise config.refuse("rope_parameters", f"{', '.join(sorted(scaling))} would be ignored")
-    return found
+    return fields
 
 
 def read_yarn(config: ConfigReader, scaling: HfConfig) -> Yarn:
-    """Needs mscale and mscale_all_dim, which DeepSeek's models have: engines disagree on the scale
-    without them.
+    """Read YaRN scaling; raise ModelError for a key that is missing or would be ignored.
+
+    mscale and mscale_all_dim, which DeepSeek's models have, are required: without them engines
+    disagree on the scale.
     """
-    rest = {key: value for key, value in scaling.items() if value is not None}
+    unread = {key: value for key, value in scaling.items() if value is not None}
     try:
-        found = Yarn(
-            factor=float(rest.pop("factor")),
-            original_max_positions=int(rest.pop("original_max_position_embeddings")),
-            beta_fast=float(rest.pop("beta_fast", 32)),
-            beta_slow=float(rest.pop("beta_slow", 1)),
-            mscale=float(rest.pop("mscale")),
-            mscale_all_dim=float(rest.pop("mscale_all_dim")),
+        yarn = Yarn(
+            factor=float(unread.pop("factor")),
+            original_max_positions=int(unread.pop("original_max_position_embeddings")),
+            beta_fast=float(unread.pop("beta_fast", 32)),
+            beta_slow=float(unread.pop("beta_slow", 1)),
+            mscale=float(unread.pop("mscale")),
+            mscale_all_dim=float(unread.pop("mscale_all_dim")),
         )
     except KeyError as error:
-        raise ModelError(f"config.json: yarn rope scaling without {error}") from error
-    if rest:
-        raise config.refuse("rope_scaling", f"{', '.join(sorted(rest))} would be ignored")
-    return found
+        raise ModelError(f"config.json: yarn rope scaling without {error}; add the key") from error
+    if unread:
+        raise config.refuse("rope_scaling", f"{', '.join(sorted(unread))} would be ignored")
+    return yarn
 
 
 def dense(config: ConfigReader) -> Fields:
-    ffn = config.need("intermediate_size")
-    none = {
+    """Read the MLP size of a model without experts."""
+    return {
         "moe_layers": (),
         "num_experts": 0,
         "top_k": 0,
         "router": RouterKind(),
         "expert_ffn_size": 0,
+        "ffn_size": config.need("intermediate_size"),
     }
-    return {**none, "ffn_size": ffn}
 
 
 ROUTED_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+"""Keys of the number of experts in DeepSeek's and GLM's configs, by version of transformers."""
 
 
 def expert_sizes(
@@ -256,9 +253,9 @@ def expert_sizes(
     size_key: str = "moe_intermediate_size",
     number_keys: Sequence[str] = ("num_experts", "num_local_experts"),
 ) -> Fields:
-    """Sizes of the experts.
+    """Read the sizes of the experts.
 
-    size_key: of an expert's MLP; number_keys: of the number of experts.
+    size_key: key of the size of an expert's MLP.  number_keys: keys of the number of experts.
     """
     return {
         "moe_layers": tuple(moe_layers),
@@ -270,7 +267,7 @@ def expert_sizes(
 
 
 def qwen_experts(config: ConfigReader) -> Fields:
-    """Experts in the layers that decoder_sparse_step and mlp_only_layers select."""
+    """Read experts that are in the layers selected by decoder_sparse_step and mlp_only_layers."""
     layers = range(config.need("num_hidden_layers"))
     step, without = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers", []))
     moe_layers = [layer for layer in layers if layer not in without and (layer + 1) % step == 0]
@@ -279,7 +276,7 @@ def qwen_experts(config: ConfigReader) -> Fields:
             f"decoder_sparse_step = {step}, mlp_only_layers = {sorted(without)}: no layer has"
             " experts"
         )
-    # softmax over the selected == renormalised top-k
+    # a softmax over the selected experts is the renormalised top-k of a softmax over all
     return {
         **expert_sizes(config, moe_layers),
         "router": RouterKind(pre_softmax=not config.need("norm_topk_prob")),
@@ -287,6 +284,7 @@ def qwen_experts(config: ConfigReader) -> Fields:
 
 
 def every_layer_experts(config: ConfigReader, *, renormalised: bool) -> Fields:
+    """Read experts that are in every layer; renormalised: gate weights sum to 1."""
     layers = range(config.need("num_hidden_layers"))
     return {
         **expert_sizes(config, layers, size_key="intermediate_size"),
@@ -295,8 +293,8 @@ def every_layer_experts(config: ConfigReader, *, renormalised: bool) -> Fields:
 
 
 def late_experts(config: ConfigReader) -> Fields:
-    """Experts after the first dense layers, with shared ones; then the layers of multi-token
-    prediction.
+    """Read experts that follow the first dense layers, shared experts, and the number of layers for
+    multi-token prediction.
     """
     config.only("moe_layer_freq", 1)
     num_layers, first = config.need("num_hidden_layers"), config.get("first_k_dense_replace", 0)
@@ -310,7 +308,9 @@ def late_experts(config: ConfigReader) -> Fields:
 
 
 def biased_experts(config: ConfigReader) -> Fields:
-    """Sigmoid scores, a bias for selection, groups; gate weights renormalised and scaled."""
+    """Read experts with sigmoid scores, a bias for the selection, and groups; gate weights are
+    renormalised and scaled.
+    """
     config.only("norm_topk_prob", True)
     router = RouterKind(
         score_function="sigmoid",
@@ -322,13 +322,10 @@ def biased_experts(config: ConfigReader) -> Fields:
 
 
 def groups(config: ConfigReader, *, best: int) -> Fields:
-    """Fields of RouterKind for groups of experts, ranked by the sum of their `best` experts."""
-    number, kept, top_k = (
-        config.get("n_group", 1),
-        config.get("topk_group", 1),
-        config.need("num_experts_per_tok"),
-    )
-    if kept >= number:
+    """Read the fields of RouterKind for groups of experts, ranked by the sum of their `best`."""
+    number, kept = config.get("n_group", 1), config.get("topk_group", 1)
+    top_k = config.need("num_experts_per_tok")
+    if kept >= number:  # every group is selected
         return {}
     size = config.need(*ROUTED_EXPERTS) // number
     if kept * size < top_k or size < best:
@@ -342,7 +339,7 @@ def groups(config: ConfigReader, *, best: int) -> Fields:
 def latent_attention(config: ConfigReader) -> Fields:
     config.only("attention_bias", False)
     refuse_windows(config)
-    config.get("qk_head_dim", None)  # the sum of the two below
+    config.get("qk_head_dim", None)  # redundant: the sum of qk_nope_head_dim and qk_rope_head_dim
     return {
         "qk_norm": "none",
         "q_lora_rank": config.get("q_lora_rank", 0),
@@ -359,9 +356,8 @@ def refuse_bias_and_windows(config: ConfigReader) -> None:
 
 
 def refuse_windows(config: ConfigReader) -> None:
-    """Sliding windows: enabled by use_sliding_window where a family has that key, elsewhere by
-    sliding_window.
-    """
+    """Raise ModelError for a config with sliding windows."""
+    # use_sliding_window enables them where a family has that key, elsewhere sliding_window
     config.only("use_sliding_window", False)
     if "use_sliding_window" not in config.hf:
         config.only("sliding_window", None)

@@ -1,6 +1,7 @@
-"""Checks parallel sizes against ranks, model and step.  Every error names key, value, rule and fix.
+"""Checks of parallel sizes against ranks, model and step.
 
-plan/refusals.py calls all of them for the planner, the dry run and the start-up.
+Every error names key, value, rule and fix.  plan/refusals.py calls all of these checks for the
+planner, the dry run and the start of a run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
     """Raise ValueError for sizes that cannot tile `world_size` ranks or that megatron-core computes
     wrongly.
     """
-    # ep is not a factor: experts are sharded over the data-parallel ranks
+    # ep is no factor of this product: experts are sharded over the data-parallel ranks
     dense = cfg.tp * cfg.pp * cfg.cp
     if world_size % dense:
         raise ValueError(
@@ -30,11 +31,9 @@ def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
         )
     expert = cfg.expert_tp * cfg.ep * cfg.pp
     if world_size % expert:
-        etp = (
-            ""
-            if cfg.etp is not None
-            else " (the default is tp; set parallel.etp = 1 to keep each expert on one rank)"
-        )
+        etp = ""
+        if cfg.etp is None:
+            etp = " (the default is tp; set parallel.etp = 1 to keep each expert on one rank)"
         raise ValueError(
             f"parallel.etp x ep x pp = {cfg.expert_tp} x {cfg.ep} x {cfg.pp} = {expert} must divide"
             f" the number of ranks, {world_size}{etp}; start a multiple of {expert} ranks or lower"
@@ -49,7 +48,7 @@ def check_sizes(cfg: ParallelConfig, world_size: int) -> None:
 
 
 def check_step(cfg: Config, dp_size: int) -> None:
-    """Raise ValueError unless prompt groups divide evenly into the mini-batches of every replica."""
+    """Raise ValueError unless prompt groups divide evenly into every replica's mini-batches."""
     multiple, prompts = dp_size * cfg.run.num_mini_batches, cfg.run.prompts_per_step
     if prompts % multiple:
         raise ValueError(
@@ -68,19 +67,25 @@ def check_step(cfg: Config, dp_size: int) -> None:
 
 
 def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ModelError for parallel sizes that do not divide this model, naming key, value and
-    rule.
-    """
+    """Raise ModelError for settings of [parallel] and [model] that do not fit this model."""
+    check_attention(spec, parallel)
+    check_experts(spec, parallel)
+    check_stages(spec, model, parallel)
 
-    def divides(key: str, size: int, what: str, total: int) -> None:
-        if total % size:
-            raise ModelError(
-                f"parallel.{key} = {size} must divide the model's {what}, {total}; use one of"
-                f" {divisors(total)}"
-            )
 
-    divides("tp", parallel.tp, "num_attention_heads", spec.num_heads)
-    divides("tp", parallel.tp, "num_key_value_heads", spec.num_kv_heads)
+def check_divides(key: str, size: int, what: str, total: int) -> None:
+    """Raise ModelError unless parallel.`key` = `size` divides `total`, the model's `what`."""
+    if total % size:
+        raise ModelError(
+            f"parallel.{key} = {size} must divide the model's {what}, {total}; use one of"
+            f" {divisors(total)}"
+        )
+
+
+def check_attention(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Raise ModelError for tensor or context parallelism that this attention does not allow."""
+    check_divides("tp", parallel.tp, "num_attention_heads", spec.num_heads)
+    check_divides("tp", parallel.tp, "num_key_value_heads", spec.num_kv_heads)
     if spec.qk_norm == "vector" and parallel.tp > 1:
         raise ModelError(
             f"parallel.tp = {parallel.tp}: {spec.architecture} normalises queries over all heads,"
@@ -97,6 +102,10 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
             " MoE needs it, and without it core counts the gradient of latent attention's query"
             " norm tp times; remove the key"
         )
+
+
+def check_experts(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Raise ModelError for experts or MLPs that cannot be trained, or not in these shards."""
     if (
         spec.moe_layers
         and spec.top_k == 1
@@ -109,22 +118,24 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
             " checkpoint with norm_topk_prob = false"
         )
     if spec.moe_layers:
-        divides("ep", parallel.ep, "number of experts", spec.num_experts)
-        divides("etp", parallel.expert_tp, "moe_intermediate_size", spec.expert_ffn_size)
-        divides("tp", parallel.tp, "size of shared experts", spec.shared_ffn_size)
+        check_divides("ep", parallel.ep, "number of experts", spec.num_experts)
+        check_divides("etp", parallel.expert_tp, "moe_intermediate_size", spec.expert_ffn_size)
+        check_divides("tp", parallel.tp, "size of shared experts", spec.shared_ffn_size)
     elif parallel.ep > 1:
         raise ModelError(
             f"parallel.ep = {parallel.ep}: {spec.architecture} has no experts; set it to 1"
         )
     if len(spec.moe_layers) < spec.num_layers:
-        divides("tp", parallel.tp, "intermediate_size", spec.ffn_size)
+        check_divides("tp", parallel.tp, "intermediate_size", spec.ffn_size)
+
+
+def check_stages(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ModelError for pipeline stages that do not divide the layers, and for settings of
+    [model] that these stages exclude.
+    """
     if not parallel.layers_per_stage:
-        divides(
-            "pp x vp",
-            parallel.pp * parallel.vp,
-            "num_hidden_layers (or set layers_per_stage)",
-            spec.num_layers,
-        )
+        what = "num_hidden_layers (or set layers_per_stage)"
+        check_divides("pp x vp", parallel.pp * parallel.vp, what, spec.num_layers)
     elif sum(parallel.layers_per_stage) != spec.num_layers:
         raise ModelError(
             f"parallel.layers_per_stage = {list(parallel.layers_per_stage)} adds up to"
@@ -145,11 +156,10 @@ def check_fit(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
 
 
 def length_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
-    """Why servers that the run starts could not finish a response: each line names key, value, rule
-    and fix.
+    """Yield why servers that the run starts could not finish a response of full length.
 
-    SGLang refuses requests beyond the model's positions, unless started with a longer context, and
-    truncates to its KV cache.
+    SGLang refuses requests beyond the model's positions, unless it is started with a longer
+    context, and truncates responses that do not fit into its KV cache.
     """
     if cfg.rollout.urls:
         return
@@ -174,16 +184,20 @@ def length_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
 
 
 TOKEN_BYTES = 16
-"""Of a token, its log-prob and its weight version in a rollout."""
+"""Bytes of a token, its log-prob and its weight version in a rollout."""
 
 
 def queue_prompts(cfg: Config) -> float:
-    """Prompts in progress or complete before a step takes its groups, over all replicas."""
+    """Return how many prompts are in progress or complete before a step takes its groups, over all
+    replicas.
+    """
     return cfg.run.prompts_per_step * (1 + cfg.rollout.steps_ahead + cfg.rollout.over_sample)
 
 
 def queue_bytes(cfg: Config, spec: ModelSpec) -> float:
-    """Of their groups on the hosts of all leaders, where all responses reach the limit."""
+    """Return the bytes of these prompts' groups on the hosts of all leaders, where every response
+    reaches its limit.
+    """
     per_token = TOKEN_BYTES
     if cfg.needs_routes:
         per_token += len(spec.moe_layers) * spec.top_k * (1 if spec.num_experts <= 256 else 2)
@@ -192,10 +206,10 @@ def queue_bytes(cfg: Config, spec: ModelSpec) -> float:
 
 
 def queue_problems(cfg: Config, spec: ModelSpec, replicas: float, memory: int) -> Iterator[str]:
-    """Why the groups that are sampled ahead might not fit into `memory`, the bytes of a machine's
-    host.
+    """Yield why the groups that are sampled ahead might not fit into a machine's host memory.
 
-    replicas: the share of the data-parallel replicas whose leaders are on it.
+    replicas: fraction of the data-parallel replicas whose leaders are on this machine.
+    memory: bytes of its host memory.
     """
     ahead, size = cfg.rollout.steps_ahead, queue_bytes(cfg, spec) * replicas
     if ahead and size > memory:
@@ -208,13 +222,14 @@ def queue_problems(cfg: Config, spec: ModelSpec, replicas: float, memory: int) -
 
 
 def divisors(total: int) -> str:
-    """Those up to 64, as text."""
+    """Return the divisors of `total` up to 64, as text."""
     return ", ".join(str(size) for size in range(1, min(total, 64) + 1) if total % size == 0)
 
 
 def core_version() -> Version:
-    """The installed version; where there is none (planning needs none), the lowest supported, which
-    has the strictest rules.
+    """Return the installed version of megatron-core.
+
+    Planning needs none: without one it is the lowest supported, which has the strictest rules.
     """
     try:
         return Version(metadata.version("megatron-core"))

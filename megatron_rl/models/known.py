@@ -1,8 +1,8 @@
 """Published sizes of well-known models, to plan a layout before the checkpoint is downloaded.
 
-Each entry is the model's public config.json without keys that do not change its sizes, and without
-quantization: training is in 16 bits.  tests/unit/plan/test_plan_time.py compares parameter totals
-with the published ones.
+Each entry is the model's public config.json without the keys that do not change its sizes, and
+without quantization, because training is in 16 bits.  tests/unit/plan/test_plan_time.py compares
+parameter totals with the published ones.
 """
 
 from __future__ import annotations
@@ -14,69 +14,83 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import HfConfig, ModelError, ModelSpec, load_hf_config
 
 QWEN3_MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "mlp_only_layers": [],
     "norm_topk_prob": True,
-    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936, "rms_norm_eps": 1e-6,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
-    "max_position_embeddings": 40_960, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
+    "vocab_size": 151_936,
+}
 DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61, "hidden_size": 7168,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 7168,
     "intermediate_size": 18_432,
-    "moe_intermediate_size": 2048, "n_shared_experts": 1, "num_experts_per_tok": 8,
-    "norm_topk_prob": True, "rms_norm_eps": 1e-6,
-    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
-}  # fmt: skip
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+}
 
 KNOWN: dict[str, HfConfig] = {
-    "qwen3-30b-a3b": QWEN3_MOE
-    | {
-        "num_hidden_layers": 48,
+    "qwen3-30b-a3b": {
+        **QWEN3_MOE,
         "hidden_size": 2048,
-        "num_attention_heads": 32,
         "intermediate_size": 6144,
-    }
-    | {"moe_intermediate_size": 768},
-    "qwen3-235b-a22b": QWEN3_MOE
-    | {
-        "num_hidden_layers": 94,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 48,
+    },
+    "qwen3-235b-a22b": {
+        **QWEN3_MOE,
         "hidden_size": 4096,
-        "num_attention_heads": 64,
         "intermediate_size": 12_288,
-    }
-    | {"moe_intermediate_size": 1536},
-    "deepseek-v3": DEEPSEEK_V3
-    | {
+        "moe_intermediate_size": 1536,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 94,
+    },
+    "deepseek-v3": {
+        **DEEPSEEK_V3,
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 163_840,
+        "n_group": 8,
+        "n_routed_experts": 256,
         "num_attention_heads": 128,
         "num_key_value_heads": 128,
-        "n_routed_experts": 256,
-        "first_k_dense_replace": 3,
-    }
-    | {
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-        "vocab_size": 129_280,
         "rope_theta": 1e4,
-    }
-    | {"max_position_embeddings": 163_840},
-    "kimi-k2": DEEPSEEK_V3
-    | {
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+        "vocab_size": 129_280,
+    },
+    "kimi-k2": {
+        **DEEPSEEK_V3,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 131_072,
+        "n_group": 1,
+        "n_routed_experts": 384,
         "num_attention_heads": 64,
         "num_key_value_heads": 64,
-        "n_routed_experts": 384,
-        "first_k_dense_replace": 1,
-    }
-    | {
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.827,
-        "vocab_size": 163_840,
+        "num_nextn_predict_layers": 0,
         "rope_theta": 5e4,
-    }
-    | {"max_position_embeddings": 131_072, "num_nextn_predict_layers": 0},
+        "routed_scaling_factor": 2.827,
+        "topk_group": 1,
+        "vocab_size": 163_840,
+    },
 }
 """Name -> config.json.
 
@@ -85,12 +99,12 @@ kimi-k2: about 10^12 parameters, DeepSeek-V3's architecture with half its heads 
 
 
 def is_known(model: str | Path) -> bool:
-    """Whether this is the name of a well-known model, not a directory."""
+    """Return True for the name of a well-known model, unless it is also a directory."""
     return str(model).lower() in KNOWN and not Path(model).is_dir()
 
 
 def find_spec(model: str | Path) -> ModelSpec:
-    """The spec of a checkpoint directory, or of a well-known model by its name.
+    """Return the spec of a checkpoint directory, or of a well-known model by its name.
 
     Raises ModelError for anything else, with the most similar name.
     """

@@ -1,9 +1,8 @@
-"""ModelSpec: the settings of a checkpoint's config.json under one name for all families;
-ConfigReader: how configs are read.
+"""ModelSpec, the settings of a checkpoint's config.json under the same names for all families, and
+ConfigReader, through which a family's reader (models/families.py) reads it.
 
-A family's reader (models/families.py) reads keys through a ConfigReader.  A key that it does not
-read, and that is not known to have no effect on the forward pass, is an error: no setting is
-silently ignored.
+A key that the reader does not read is an error, unless it is known to have no effect on the forward
+pass: no setting is silently ignored.
 """
 
 from __future__ import annotations
@@ -15,47 +14,41 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 HfConfig: TypeAlias = dict[str, Any]
-"""A config.json."""
+"""The content of a config.json."""
 
 
 class ModelError(ValueError):
-    """A checkpoint or model setting that is not supported; the message names the key, its value and
-    the rule.
-    """
+    """A checkpoint or a model setting is not supported; the message names key, value and rule."""
 
 
 @dataclass(frozen=True)
 class RouterKind:
-    """How a router scores and selects experts; core's `moe_router_*` settings.
-
-    score_function   softmax | sigmoid
-    pre_softmax      softmax over all experts, not over the selected ones: gate weights do not sum
-                     to 1
-    expert_bias      a bias per expert added to sigmoid scores for selection only, not to gate
-                     weights
-    num_groups       number of equal groups of experts; experts are selected from group_topk of them
-    group_best       groups are ranked by the sum of this many of their best experts
-    scaling_factor   factor on gate weights
-    """
+    """The scores of a router and its selection of experts; core's `moe_router_*` settings."""
 
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     pre_softmax: bool = False
+    """True: softmax over all experts, so that gate weights do not sum to 1; False: over the
+    selected ones."""
     expert_bias: bool = False
+    """True: a bias per expert is added to sigmoid scores for the selection, not to gate weights."""
     num_groups: int | None = None
+    """Number of equal groups of experts; None: no groups."""
     group_topk: int | None = None
+    """Number of groups from which experts are selected."""
     group_best: int = 2
+    """Groups are ranked by the sum of the scores of this many of their best experts."""
     scaling_factor: float | None = None
+    """Factor on gate weights."""
 
     def core_limits_groups(self, top_k: int) -> bool:
-        """Whether core's group limit computes this: it always ranks groups by their best top_k //
-        group_topk experts.
-        """
+        """Return True if core's own group limit selects the same experts."""
+        # core always ranks groups by their best top_k // group_topk experts
         return self.group_topk is not None and top_k // self.group_topk == self.group_best == 2
 
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN scaling of rotary embeddings, named as in config.json."""
+    """YaRN scaling of rotary embeddings, with the names of config.json."""
 
     factor: float
     original_max_positions: int
@@ -66,12 +59,12 @@ class Yarn:
 
 
 QkNorm = Literal["none", "head", "vector"]
-"""RMSNorm of queries and keys: of each head alone, or of all heads together."""
+"""RMSNorm of queries and keys: over every head alone, or over all heads together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What a client of a served model needs to check a response."""
+    """The sizes with which a client of a served model checks a response."""
 
     num_layers: int
     moe_layers: tuple[int, ...]
@@ -83,7 +76,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(ModelSizes):
-    """All settings of the model.  A size that the model does not have is 0."""
+    """The sizes and settings of a model; a size that it does not have is 0."""
 
     architecture: str
     router: RouterKind
@@ -100,22 +93,26 @@ class ModelSpec(ModelSizes):
     qk_norm: QkNorm = "head"
     qkv_bias: bool = False
     rotary_fraction: float = 1.0
+    """Fraction of a head that is rotated."""
     yarn: Yarn | None = None
     shared_ffn_size: int = 0
     """MLP size of all shared experts together."""
     shared_gate: bool = False
+    """True: a gate multiplies the output of the shared experts."""
+    # multi-latent attention
     q_lora_rank: int = 0
-    """Multi-latent attention (kv_lora_rank > 0): ranks, then head sizes without position, with
-    position, and of values.
-    """
+    """Rank of compressed queries; 0: queries are not compressed."""
     kv_lora_rank: int = 0
+    """Rank of compressed keys and values; > 0 for multi-latent attention."""
     qk_nope_dim: int = 0
+    """Size of the part of a query or key head without position."""
     qk_rope_dim: int = 0
+    """Size of the part of a query or key head with position."""
     v_head_dim: int = 0
+    """Size of a value head."""
     mtp_layers: int = 0
-    """Multi-token-prediction layers after the decoder's in the checkpoint: neither trained nor
-    exported.
-    """
+    """Layers of multi-token prediction after the decoder in the checkpoint; they are neither
+    trained nor exported."""
 
     @property
     def has_head_norms(self) -> bool:
@@ -127,7 +124,7 @@ class ModelSpec(ModelSizes):
 
 
 def padded_vocab_size(spec: ModelSpec, tp: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of tp.
+    """Return the rows of the embedding: the vocabulary rounded up to a multiple of tp.
 
     Logits from vocab_size on are padding.
     """
@@ -135,48 +132,38 @@ def padded_vocab_size(spec: ModelSpec, tp: int) -> int:
 
 
 HARMLESS = {
-    *("architectures", "model_type", "_name_or_path", "name_or_path", "transformers_version"),
-    *("torch_dtype", "dtype", "use_cache", "auto_map", "initializer_range"),
-    *(
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "output_router_logits",
-        "router_aux_loss_coef",
-    ),
-    *("aux_loss_alpha", "seq_aux", "pretraining_tp", "id2label", "label2id"),
-    *(
-        "return_dict",
-        "output_hidden_states",
-        "output_attentions",
-        "problem_type",
-        "_attn_implementation",
-    ),
-    *(
-        "attn_implementation",
-        "experts_implementation",
-        "is_encoder_decoder",
-        "is_decoder",
-        "use_flash_attn",
-    ),
-    *("chunk_size_feed_forward", "tokenizer_class", "max_window_layers", "ep_size"),
+    # names and versions
+    *("_name_or_path", "architectures", "auto_map", "model_type", "name_or_path"),
+    *("tokenizer_class", "transformers_version"),
+    # how transformers runs the model
+    *("_attn_implementation", "attn_implementation", "chunk_size_feed_forward", "dtype"),
+    *("ep_size", "experts_implementation", "is_decoder", "is_encoder_decoder", "pretraining_tp"),
+    *("torch_dtype", "use_cache", "use_flash_attn"),
+    # inputs and outputs
+    *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    # training from scratch
+    *("aux_loss_alpha", "initializer_range", "router_aux_loss_coef", "seq_aux"),
+    # without effect unless another key, which a reader checks, enables windows
+    "max_window_layers",
 }
 """Keys without effect on the forward pass.
 
-RL uses no balancing losses, so their coefficients have none either.
+RL uses no balancing losses, so their coefficients have no effect either.
 """
 
 
 class ConfigReader:
-    """A config.json and which of its keys have been read.  End with finish()."""
+    """A config.json that records which of its keys were read; call `finish` at the end."""
 
     def __init__(self, hf: HfConfig) -> None:
         self.hf = hf
         self._read: set[str] = set()
 
     def need(self, *keys: str) -> Any:
-        """The value of the first of these keys that is present (names differ between transformers
-        versions).
+        """Return the value of the first of these keys that is present.
+
+        Names differ between versions of transformers.  Raises ModelError where none is present.
         """
         self._read.update(keys)
         for key in keys:
@@ -185,7 +172,7 @@ class ConfigReader:
         raise ModelError(f"config.json: key {' or '.join(keys)} is missing")
 
     def get(self, key: str, default: object) -> Any:
-        """The value of a key that may be absent or null."""
+        """Return the value of a key, or `default` where it is absent or null."""
         self._read.add(key)
         value = self.hf.get(key)
         return default if value is None else value
@@ -194,13 +181,14 @@ class ConfigReader:
         """Raise ModelError unless the key is absent, null or has one of these values."""
         value = self.get(key, allowed[0])
         if value not in allowed:
-            names = " or ".join(repr(each) for each in allowed)
+            names = " or ".join(map(repr, allowed))
             raise ModelError(
                 f"config.json {key} = {value!r}: not supported for {self.architecture}, only"
                 f" {names}"
             )
 
     def refuse(self, key: str, rule: str) -> ModelError:
+        """Return the error for a value of `key` that breaks `rule`."""
         return ModelError(
             f"config.json {key} = {self.hf.get(key)!r}: not supported for {self.architecture},"
             f" {rule}"
@@ -226,8 +214,8 @@ class ConfigReader:
 
 
 def hub_hint(path: Path, options: str = "") -> str:
-    """Say how to download what a path may name: ORG/NAME on the Hugging Face hub, where there is no
-    such folder.
+    """Return how to download ORG/NAME from the Hugging Face hub, where a path looks like one and
+    there is no such folder; else "".
     """
     if path.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return ""
@@ -238,9 +226,11 @@ def hub_hint(path: Path, options: str = "") -> str:
 
 
 def load_hf_config(path: Path) -> HfConfig:
-    """config.json of the checkpoint directory, not parsed by transformers: its attributes change
-    between versions.
+    """Return the content of a checkpoint directory's config.json.
+
+    Raises ModelError where it cannot be read.
     """
+    # not by transformers, whose attributes change between versions
     file = Path(path) / "config.json"
     try:
         config = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""What a configuration will do: checks, rank grid, parameters, bytes and seconds.
+"""Plans: checks of a configuration, its rank grid, parameters, bytes and seconds.
 
 Imports no torch.
 """

@@ -1,6 +1,4 @@
-"""Whether `package.module:function` exists, read from source: importing it would run the user's
-code.
-"""
+"""Checks of `package.module:function` by its source: an import would run the user's code."""
 
 from __future__ import annotations
 
@@ -14,44 +12,46 @@ from megatron_rl.config.base import nearest
 
 
 def problem_of(name: str, *calls: Sequence[str]) -> str | None:
-    """What is wrong with `name` as a function called with the positional arguments of one of
-    `calls`; None: nothing that the source shows."""
+    """Return the problem of calling the function `name` with the positional arguments of one of
+    `calls`; None where the source shows no problem.
+    """
     module, _, attribute = name.partition(":")
-    found = find_module(module)
-    if isinstance(found, str):
-        return found
-    if found.origin is None or not found.origin.endswith(".py"):
+    spec = find_module(module)
+    if isinstance(spec, str):
+        return spec
+    if spec.origin is None or not spec.origin.endswith(".py"):
         return None  # compiled or frozen: only an import could check it
     try:
-        tree = ast.parse(Path(found.origin).read_bytes())
+        tree = ast.parse(Path(spec.origin).read_bytes())
     except (OSError, SyntaxError) as error:
-        return f"{found.origin} cannot be read as Python: {error}"
+        return f"{spec.origin} cannot be read as Python: {error}"
     known = dict(definitions(tree.body))
     if attribute not in known:
         if "*" in known or "__getattr__" in known:
-            return None
-        own = [
+            return None  # the module may have it all the same
+        callables = [
             name for name, node in known.items() if isinstance(node, ast.FunctionDef | ast.ClassDef)
         ]
-        return f"{found.origin} has no function {attribute!r}{nearest(attribute, own)}"
+        return f"{spec.origin} has no function {attribute!r}{nearest(attribute, callables)}"
     function = known[attribute]
+    # a decorator may change the arguments
     if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or function.decorator_list:
         return None
     if any(takes(function.args, len(arguments)) for arguments in calls):
         return None
     call = " or ".join(f"{attribute}({', '.join(arguments)})" for arguments in calls)
     return (
-        f"{found.origin}, line {function.lineno}: {attribute}({ast.unparse(function.args)}) is"
+        f"{spec.origin}, line {function.lineno}: {attribute}({ast.unparse(function.args)}) is"
         f" called as {call}"
     )
 
 
 def find_module(module: str) -> ModuleSpec | str:
-    """The module's spec, as import would find it, without running its packages; or why there is
-    none.
+    """Return the module's spec as an import would find it, without running its packages; else the
+    reason why there is none.
     """
     name, *parts = module.split(".")
-    # editable installs add finders of their own, which know top-level packages only
+    # editable installs add finders, which know top-level packages only
     finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
     spec = next((spec for find in finders if (spec := find(name, None)) is not None), None)
     for part in parts:
@@ -59,11 +59,9 @@ def find_module(module: str) -> ModuleSpec | str:
             break
         if spec.submodule_search_locations is None:
             return f"{name!r} is not a package, so it has no module {part!r}"
-        # under its short name: a namespace package would look its parent up in sys.modules
-        name, spec = (
-            f"{name}.{part}",
-            PathFinder.find_spec(part, list(spec.submodule_search_locations)),
-        )
+        name = f"{name}.{part}"
+        # by its short name: a namespace package would look up its parent in sys.modules
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     missing = (
         f"there is no module {name!r}; modules are looked for in {Path.cwd()}, PYTHONPATH and"
         " installed packages"
@@ -72,8 +70,9 @@ def find_module(module: str) -> ModuleSpec | str:
 
 
 def definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """(name, statement that gives it) at the module's top level, inside if, try and with too; "*"
-    for a star import.
+    """Yield (name, statement that defines it) at a module's top level and inside if, try and with.
+
+    A star import has the name "*".
     """
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -84,12 +83,8 @@ def definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
             )
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (
-                (each.id, node)
-                for target in targets
-                for each in ast.walk(target)
-                if isinstance(each, ast.Name)
-            )
+            names = (name for target in targets for name in ast.walk(target))
+            yield from ((name.id, node) for name in names if isinstance(name, ast.Name))
         else:
             for part in ("body", "orelse", "finalbody"):
                 yield from definitions(getattr(node, part, ()))
@@ -98,7 +93,7 @@ def definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def takes(arguments: ast.arguments, count: int) -> bool:
-    """Whether a function with these arguments can be called with `count` by position."""
+    """Return True if a function with these arguments can be called with `count` by position."""
     named = len(arguments.posonlyargs) + len(arguments.args)
     keyword_only = sum(default is None for default in arguments.kw_defaults)
     return (

@@ -1,8 +1,7 @@
-"""Devices by their vendors' figures, and the assumptions that turn them into step times.  Imports
-no torch.
+"""Devices by their vendors' figures, and the assumptions that turn these into step times.
 
-Per device, in bytes, seconds and FLOPs (a multiplication and an addition are two).  Link rates are
-of one direction.
+Numbers are per device, in bytes, seconds and FLOPs (a multiplication and an addition are two).
+Rates of links are for one direction.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ class Hardware:
 
     name: str
     flops: float
-    """Peak FLOP/s of dense 16-bit matrix products (the CPU's row: float32)."""
+    """Peak FLOP/s of dense 16-bit matrix products; on a CPU of float32 ones."""
     memory: float
-    """Bytes of device memory, as nvidia-smi counts them (a data sheet's 141 GB are 140.4 GiB)."""
+    """Bytes of device memory as nvidia-smi counts them: a data sheet's 141 GB are 140.4 GiB."""
     bandwidth: float
     """Bytes/s of device memory."""
     nvlink: float
@@ -50,91 +49,84 @@ HARDWARE = {
     # NVIDIA GB200 NVL72 data sheet: 72 GPUs: 180 PFLOPS BF16 without sparsity, 13.4 TB, 576 TB/s,
     # NVLink 1.8 TB/s each; 400 Gb/s
     "gb200": Hardware("GB200", 2500e12, 185.0 * GIB, 8.0e12, 900e9, 50e9, 72),
-    # no vendor's figures: one thread of a server CPU in round numbers; benchmarks/step_time.py
-    # measures its own row
+    # one thread of a server CPU in round numbers, without a data sheet; benchmarks/step_time.py
+    # measures a row for the machine it runs on
     "cpu": Hardware("CPU thread", 80e9, 8.0 * GIB, 10e9, 2e9, 2e9, 64),
 }
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions of the computed times, beside the data sheets; `--assume NAME=VALUE` changes one.
+    """Assumptions of computed times, besides the data sheets; `--assume NAME=VALUE` changes one.
 
-    Fractions of the peak are those that large runs report; they are not measured with this program
+    Fractions of the peak are those that large runs report.  They are not measured with this program
     on a GPU.
     """
 
     matrices: float = 0.55
     """Fraction of peak FLOP/s in large matrix products."""
     experts: float = 0.40
-    """The same in grouped products of experts."""
+    """Fraction of peak FLOP/s in grouped products of experts."""
     attention: float = 0.45
-    """The same in attention."""
+    """Fraction of peak FLOP/s in attention."""
     bandwidth: float = 0.75
     """Fraction of memory bandwidth, outside matrix products and in decoding."""
     nvlink: float = 0.70
-    """Fraction of a link's rate; communication never overlaps computation."""
+    """Fraction of the links' rate within a node; communication never overlaps computation."""
     network: float = 0.70
+    """Fraction of the network's rate between nodes."""
     fill: float = 0.90
     """Rows of a micro-batch / run.max_tokens_per_micro_batch."""
     lockstep: float = 0.97
-    """Work / (replicas x slowest) over the micro-batches that run side by side
-    (results/benchmarks.md, Balancing).
-    """
+    """Work / (replicas x slowest) over the micro-batches that replicas run at the same time
+    (results/benchmarks.md, Balancing)."""
     layer_seconds: float = 30e-6
-    """Fixed time of a layer's forward pass: launching its kernels."""
+    """Fixed time of a layer's forward pass, in which its kernels are launched."""
     decode_layer_seconds: float = 12e-6
-    """The same in decoding, with CUDA graphs."""
+    """Fixed time of a layer in decoding, with CUDA graphs."""
     collective_seconds: float = 8e-6
-    """Latency of a small all-reduce within a node; decoding has two per layer; times the nodes of a
-    server.
-    """
+    """Latency of a small all-reduce within a node, times the nodes of a server.  Decoding has two
+    per layer."""
     mean_prompt: float = 0.15
     """Mean prompt / data.max_prompt_tokens."""
     mean_response: float = 0.30
-    """Mean response / rollout.max_response_tokens.
-
-    Lengths are exponential, truncated at the cap.
-    """
+    """Mean response / rollout.max_response_tokens; lengths are exponential, truncated there."""
     server_memory: float = 0.85
     """Fraction of device memory for a server's weights and KV cache."""
     released: float = 2.0
     """GiB that a process keeps on a GPU after it has released its weights, cache or state: CUDA's
-    context, nccl, graphs.
-    """
+    context, nccl, graphs."""
     tensor_seconds: float = 100e-6
-    """Fixed time of each tensor of a weight sync on its source: naming, gathering, describing it.
+    """Fixed time per tensor of a weight sync on its source, which names, gathers and describes it.
     """
     server_tensor_seconds: float = 52e-6
-    """The same on the servers: 0.96 s for 18,432 expert tensors, measured in SGLang's search for a
-    name's parameter.
-    """
+    """Fixed time per tensor of a weight sync on the servers: 0.96 s for 18,432 expert tensors,
+    measured in SGLang's search for a name's parameter."""
     disk: float = 2e9
     """Bytes/s of a shared disk (rollout.weight_sync = disk)."""
 
 
 class Rates:
-    """What one device is assumed to reach.
-
-    matrices, experts, attention: FLOP/s; memory, nvlink, network: bytes/s.
-    """
+    """The rates that one device is assumed to reach."""
 
     def __init__(self, hardware: Hardware, assumed: Assumptions):
+        # FLOP/s
         self.matrices = hardware.flops * assumed.matrices
         self.experts = hardware.flops * assumed.experts
         self.attention = hardware.flops * assumed.attention
+        # bytes/s
         self.memory = hardware.bandwidth * assumed.bandwidth
         self.nvlink = hardware.nvlink * assumed.nvlink
         self.network = hardware.network * assumed.network
         self.per_node = hardware.per_node
 
     def link(self, span: int) -> float:
-        """Bytes/s of a collective over ranks within `span` consecutive ones."""
+        """Return the bytes/s of a collective over ranks among `span` consecutive ones."""
         return self.nvlink if span <= self.per_node else self.network
 
 
 def find_hardware(name: str) -> Hardware:
-    """The row of this name; ValueError names the nearest."""
+    """Return the row of this name.  Raises ValueError with the most similar name."""
     if name.lower() not in HARDWARE:
         raise ValueError(
             f"--gpu {name}: unknown hardware{nearest(name.lower(), list(HARDWARE))}; rows:"
@@ -143,13 +135,14 @@ def find_hardware(name: str) -> Hardware:
     return HARDWARE[name.lower()]
 
 
-def read_assumptions(given: Sequence[str]) -> Assumptions:
-    """Defaults with each NAME=VALUE applied; ValueError for an unknown name or a value that is not
-    a positive number.
+def read_assumptions(changes: Sequence[str]) -> Assumptions:
+    """Return the default assumptions with every NAME=VALUE of `changes` applied.
+
+    Raises ValueError for an unknown name or a value that is not a positive number.
     """
     names = [field.name for field in fields(Assumptions)]
     changed = {}
-    for item in given:
+    for item in changes:
         name, _, text = item.partition("=")
         if name not in names:
             known = ", ".join(names)
@@ -160,7 +153,7 @@ def read_assumptions(given: Sequence[str]) -> Assumptions:
         try:
             changed[name] = float(text)
         except ValueError:
-            changed[name] = 0.0
+            changed[name] = 0.0  # refused below
         if not 0 < changed[name] < float("inf"):
             raise ValueError(f"--assume {item}: the value must be a number > 0, as in {name}=0.5")
     return replace(Assumptions(), **changed)

@@ -1,5 +1,7 @@
-"""Checks of the machine on which a run starts: room on its disk, free ports, options that its
-SGLang knows.  Imports no torch.
+"""Checks of the machine on which a run starts: room on its disk, free ports, and options that its
+SGLang accepts.
+
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,10 +23,15 @@ from megatron_rl.rollout.server.process import check_port_is_free
 from megatron_rl.rollout.server.server_info import ServerError
 
 PROBE = bytes(1 << 20)
-TOKEN_BYTES = 16  # of a line of rollouts.jsonl: text, prompt and fields
-SAVED_TOKEN_BYTES = 64  # of both engines' tensors, without routes
+"""Content of the file that is written to check a folder."""
+LINE_TOKEN_BYTES = 16
+"""Bytes per token of a line of rollouts.jsonl: text, prompt and fields."""
+SAVED_TOKEN_BYTES = 64
+"""Bytes per token of both engines' saved tensors, without routes."""
 PARSER_SECONDS = 120.0
+"""Time limit of SGLang's parser."""
 NOT_INSTALLED = 77
+"""Exit status of PARSER where SGLang is not installed."""
 PARSER = f"""
 import argparse, sys
 from importlib.metadata import version
@@ -40,30 +47,32 @@ parser.parse_args(["--model-path", "model", *sys.argv[1:]])
 
 
 def checkpoint_bytes(cfg: Config, spec: ModelSpec) -> int:
-    """Size of one checkpoint: weights, Adam's two moments and, of 16-bit weights, their float32
-    copy.
+    """Return the size of one checkpoint: weights, Adam's two moments and, for 16-bit weights, their
+    float32 copy.
     """
     size = 2 if cfg.model.dtype == "bfloat16" else 4
     return memory.full_model(spec).total * (size + 8 + (4 if size == 2 else 0))
 
 
 def step_bytes(cfg: Config, spec: ModelSpec) -> int:
-    """Size of the rollouts of one step on the disk, at most: each response as long as its limit."""
+    """Return the largest size of one step's rollouts on the disk, where every response reaches its
+    limit.
+    """
     tokens = cfg.run.prompts_per_step * cfg.run.group_size
     tokens *= cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
-    routes = 2 * memory.host_route_bytes(spec, cfg, tokens)  # of the server and of the trainer
-    return tokens * TOKEN_BYTES + int(
-        float(cfg.rollout.save_tensors) * (tokens * SAVED_TOKEN_BYTES + routes)
-    )
+    routes = 2 * memory.host_route_bytes(spec, cfg, tokens)  # the server's and the trainer's
+    # save_tensors: the fraction of the groups whose tensors are saved
+    tensors = float(cfg.rollout.save_tensors) * (tokens * SAVED_TOKEN_BYTES + routes)
+    return tokens * LINE_TOKEN_BYTES + int(tensors)
 
 
 def disk_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
-    """Why a checkpoint and the rollouts of a step cannot be written.
+    """Yield why a checkpoint and the rollouts of a step cannot be written.
 
-    Writes a file there, and removes it.
+    Writes a file in the run's folder, or in the nearest one that exists, and removes it.
     """
     folder = cfg.run_dir.absolute()
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     name = f"run.dir / run.name = {cfg.run_dir}"
     if not existing.is_dir():
         yield f"{name}: {existing} is a file; choose another run.dir or run.name"
@@ -93,35 +102,35 @@ def disk_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
 
 
 def port_problems(cfg: Config) -> Iterator[str]:
-    """The ports of the servers of this run that another program listens on."""
+    """Yield the ports of this run's servers on which another program listens."""
     if cfg.rollout.urls or not cfg.rollout.port:
         return
     for port in range(cfg.rollout.port, cfg.rollout.port + cfg.rollout.num_servers):
         try:
             check_port_is_free(cfg.rollout.host, port)
         except ServerError as error:
-            # another reason, such as an address of another machine, is no fault of the
-            # configuration
+            # other reasons, such as the address of another machine, may not hold where a run starts
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
                 yield str(error)
 
 
 def check_parsed_server_args(cfg: Config) -> list[str]:
-    """Raise ValueError for rollout.server_args that the installed SGLang's own parser refuses;
-    returns why it was not asked.
+    """Raise ValueError for rollout.server_args that the parser of the installed SGLang refuses.
 
-    Its import takes seconds, so that it is asked only where there are such options.
+    Returns a note where the parser could not be asked.
     """
     options = list(cfg.rollout.server_args)
-    if not options or cfg.rollout.urls:
+    if not options or cfg.rollout.urls:  # importing SGLang takes seconds: only where it is needed
         return []
     name, python = f"rollout.server_args = {options}", str(cfg.rollout.python or sys.executable)
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
-            [python, "-c", PARSER, *options], capture_output=True, text=True,
+            [python, "-c", PARSER, *options],
+            capture_output=True,
+            text=True,
             timeout=PARSER_SECONDS,
             env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
-        )  # fmt: skip
+        )
         errors = [line for line in done.stderr.splitlines() if line.startswith("sglang: error: ")]
         if done.returncode == 2 and errors:
             reason = errors[-1].removeprefix("sglang: error: ")

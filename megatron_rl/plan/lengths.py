@@ -1,8 +1,7 @@
-"""Assumed response lengths: exponential, truncated at the cap.  The mean determines the
-distribution.
+"""Assumed response lengths: exponential, truncated at the cap, and determined by their mean.
 
-An exponential has no memory: the rest of a running response is distributed like a new one (up to
-the cap).
+An exponential has no memory: up to the cap, the rest of a running response is distributed like a
+new one.
 """
 
 from __future__ import annotations
@@ -16,28 +15,27 @@ from megatron_rl.plan.hardware import Assumptions
 
 @dataclass(frozen=True)
 class Lengths:
-    """Responses of `mean` tokens, none above `cap`; scale: of the exponential.
-
-    Survival S(t) = e^(-t / scale) for t < cap.
-    """
+    """A distribution of response lengths, in tokens."""
 
     mean: float
     cap: float
+    """No response is longer."""
     scale: float
+    """Scale of the exponential: S(t) = e^(-t / scale) for t < cap."""
 
     def survival(self, t: float) -> float:
-        """Fraction of the responses that are longer than t tokens (0 beyond the cap)."""
+        """Return S(t), the fraction of responses longer than t tokens; 0 from the cap on."""
         return math.exp(-t / self.scale) if t < self.cap else 0.0
 
     @property
     def second_moment(self) -> float:
-        """E[length^2] = integral of 2 t S(t) = 2 s (s - (s + c) e^(-c / s))."""
+        """E[length^2] = integral of 2 t S(t) = 2 s (s - (s + c) e^(-c / s)), s scale, c cap."""
         left = math.exp(-self.cap / self.scale)
         return 2 * self.scale * (self.scale - (self.scale + self.cap) * left)
 
 
 def lengths_of(cfg: Config, assumed: Assumptions) -> Lengths:
-    """Response lengths of a configuration.
+    """Return the assumed response lengths of a configuration.
 
     Raises ValueError for a mean that is not below the cap.
     """
@@ -54,7 +52,8 @@ def make_lengths(mean: float, cap: float) -> Lengths:
         raise ValueError(
             f"mean response of {mean:g} tokens: it must be above 0 and below the cap of {cap:g}"
         )
-    # x = cap / s, with (1 - e^-x) / x = mean / cap, falls from 1 and is below 1 / x
+    # bisection for x = cap / s with (1 - e^-x) / x = mean / cap: the left side falls from 1 with x,
+    # and is below 1 / x
     low, high = 0.0, cap / mean
     for _ in range(100):
         x = (low + high) / 2

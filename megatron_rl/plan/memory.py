@@ -1,8 +1,8 @@
 """Parameters and bytes of one rank, from the model's sizes and the configuration.
 
-Weights, gradients and optimizer state are exact, up to the padding of megatron-core's buffers;
-activations are those of the layers' matrices (docs/design/cost_model.md).  Bytes throughout; T rows
-of a micro-batch on one context-parallel rank.
+Weights, gradients and optimizer state are exact, up to the padding of megatron-core's buffers.
+Activations are the inputs and outputs of the layers' matrix products (docs/design/cost_model.md).
+Sizes are in bytes.  T: rows of a micro-batch on one context-parallel rank.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron_rl.plan.grid import dp_size, expert_dp_size
 
 @dataclass(frozen=True)
 class Parameters:
-    """Elements on one rank: dense ones are on every data- and context-parallel rank, experts on
-    every expert replica.
-    """
+    """Numbers of parameters on one rank."""
 
     dense: int
+    """Parameters that every data- and context-parallel rank has."""
     experts: int
+    """Parameters that every expert replica has."""
 
     @property
     def total(self) -> int:
@@ -45,8 +45,7 @@ class Memory:
     routes: int
     """Expert ids of a mini-batch's micro-batches, at the longest responses."""
     working: int
-    """The larger of the logits and one layer that is being recomputed: both are short-lived, and
-    never together.
+    """The larger of the logits and one layer that is being recomputed, which never exist together.
     """
 
     @property
@@ -55,8 +54,9 @@ class Memory:
 
 
 def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    """0-based layers of each of the pp x vp stages, in forward order; stage i is on pipeline rank i
-    % pp.
+    """Return the 0-based layers of each of the pp x vp stages, in forward order.
+
+    Stage i is on pipeline rank i % pp.
     """
     stages = parallel.pp * parallel.vp
     counts = parallel.layers_per_stage or (spec.num_layers // stages,) * stages
@@ -65,7 +65,7 @@ def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
 
 
 def rank_layers(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> list[int]:
-    """The layers of one pipeline rank, over its chunks."""
+    """Return the layers of one pipeline rank, over its chunks."""
     return [
         layer for stage in stage_layers(spec, parallel)[pp_rank :: parallel.pp] for layer in stage
     ]
@@ -74,13 +74,16 @@ def rank_layers(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> list
 def rank_parameters(
     spec: ModelSpec, parallel: ParallelConfig, pp_rank: int, *, te: bool = False
 ) -> Parameters:
-    """What one rank of this pipeline stage holds; te: in TransformerEngine's layers (`wants_te`)."""
+    """Return the parameters of one rank of this pipeline stage.
+
+    te: the layers are TransformerEngine's (see `wants_te`).
+    """
     layers = rank_layers(spec, parallel, pp_rank)
     num_moe = len(set(layers) & set(spec.moe_layers))
     total = Parameters(0, 0)
     for is_moe, count in ((True, num_moe), (False, len(layers) - num_moe)):
-        each = layer_parameters(spec, parallel, is_moe=is_moe, te=te)
-        total += Parameters(count * each.dense, count * each.experts)
+        layer = layer_parameters(spec, parallel, is_moe=is_moe, te=te)
+        total += Parameters(count * layer.dense, count * layer.experts)
     table = padded_vocab_size(spec, parallel.tp) // parallel.tp * spec.hidden_size
     is_first, is_last = pp_rank == 0, pp_rank == parallel.pp - 1
     # tied embeddings need one table on one rank, but a copy on the last of several stages
@@ -89,7 +92,7 @@ def rank_parameters(
 
 
 def full_model(spec: ModelSpec) -> Parameters:
-    """All parameters, each once."""
+    """Return the parameters of the whole model."""
     return rank_parameters(spec, ParallelConfig(), 0)
 
 
@@ -101,21 +104,21 @@ def layer_parameters(
     if not is_moe:
         return Parameters(dense + 3 * h * spec.ffn_size // tp, 0)
     dense += h * spec.num_experts + 3 * h * spec.shared_ffn_size // tp + h * spec.shared_gate
-    return Parameters(
-        dense, spec.num_experts // parallel.ep * 3 * h * spec.expert_ffn_size // parallel.expert_tp
-    )
+    local_experts = spec.num_experts // parallel.ep
+    return Parameters(dense, local_experts * 3 * h * spec.expert_ffn_size // parallel.expert_tp)
 
 
 def attention_parameters_of_rank(spec: ModelSpec, tp: int, *, te: bool = False) -> int:
-    """Matrices are sharded over tp, norms of single heads replicated; with TransformerEngine also
+    """Return the attention parameters of one layer on one tensor rank.
+
+    Matrices are sharded over tp.  Norms of single heads are replicated, with TransformerEngine also
     MLA's down-projections.
     """
     h = spec.hidden_size
     if spec.is_mla:
         q_dim = spec.num_heads * (spec.qk_nope_dim + spec.qk_rope_dim)
-        up = (spec.q_lora_rank or h) * q_dim + spec.kv_lora_rank * spec.num_heads * (
-            spec.qk_nope_dim + spec.v_head_dim
-        )
+        kv_dim = spec.num_heads * (spec.qk_nope_dim + spec.v_head_dim)
+        up = (spec.q_lora_rank or h) * q_dim + spec.kv_lora_rank * kv_dim
         down = h * (spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_dim)
         sharded = up + spec.num_heads * spec.v_head_dim * h
         norms = spec.q_lora_rank + spec.kv_lora_rank
@@ -127,56 +130,55 @@ def attention_parameters_of_rank(spec: ModelSpec, tp: int, *, te: bool = False) 
 
 
 def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> Memory:
-    """Bytes on one rank of this pipeline stage in the update, at its peak."""
+    """Return the bytes on one rank of this pipeline stage at the peak of the update."""
     parallel = cfg.parallel
-    held = rank_parameters(spec, parallel, pp_rank, te=wants_te(cfg))
+    parameters = rank_parameters(spec, parallel, pp_rank, te=wants_te(cfg))
     kept, recomputed = activation_bytes(spec, cfg, pp_rank)
-    size = element_size(cfg)
-    owned = held.total
-    if cfg.optim.distributed:
-        owned = held.dense // (dp_size(parallel, world_size) * parallel.cp)
-        owned += held.experts // expert_dp_size(parallel, world_size)
+    size, total = element_size(cfg), parameters.total
+    owned = optimizer_share(parameters, cfg, world_size) if cfg.optim.distributed else total
     return Memory(
-        weights=held.total * size,
-        gradients=held.total * 4,  # core accumulates them in float32
+        weights=total * size,
+        gradients=total * 4,  # core accumulates them in float32
         # Adam's two moments, and a float32 copy of 16-bit weights
         optimizer=owned * (12 if size == 2 else 8),
-        reference=held.total * size if cfg.loss.kl_coef else 0,  # a frozen copy of the weights
+        reference=total * size if cfg.loss.kl_coef else 0,  # a frozen copy of the weights
         activations=kept,
         routes=device_route_bytes(spec, cfg, world_size, pp_rank),
         working=max(recomputed, logits_bytes(spec, cfg) if pp_rank == parallel.pp - 1 else 0),
     )
 
 
-def checkpoint_bytes_of_rank(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
-    """What one rank of this pipeline stage writes of a checkpoint: its share of weights, float32
-    weights and two moments.
+def optimizer_share(parameters: Parameters, cfg: Config, world_size: int) -> int:
+    """Return the parameters per rank where replicas share them, as a distributed optimizer does."""
+    share = parameters.dense // (dp_size(cfg.parallel, world_size) * cfg.parallel.cp)
+    return share + parameters.experts // expert_dp_size(cfg.parallel, world_size)
 
-    On a GPU this is also the host memory of a save, and of the background's copy.  Nothing is
-    gathered: the device needs none.
+
+def checkpoint_bytes_of_rank(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
+    """Return the bytes of a checkpoint that one rank of this pipeline stage writes: its share of
+    weights, float32 weights and Adam's two moments.
+
+    On a GPU this is also the host memory of a save and of its copy in the background.  Nothing is
+    gathered, so a save takes no device memory.
     """
-    held = rank_parameters(spec, cfg.parallel, pp_rank, te=wants_te(cfg))
-    share = held.dense // (dp_size(cfg.parallel, world_size) * cfg.parallel.cp)
-    share += held.experts // expert_dp_size(cfg.parallel, world_size)
+    parameters = rank_parameters(spec, cfg.parallel, pp_rank, te=wants_te(cfg))
+    share = optimizer_share(parameters, cfg, world_size)
     has_copy = cfg.optim.distributed or element_size(cfg) == 2  # of the weights, in float32
     return share * (element_size(cfg) + 8 + 4 * has_copy)
 
 
 def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, int]:
-    """(kept of the micro-batches in flight, one layer or its experts while recomputed)."""
+    """Return the bytes that the micro-batches in flight keep for backward, and the most that one
+    layer takes while it is recomputed.
+    """
     parallel = cfg.parallel
     chunks = stage_layers(spec, parallel)[pp_rank :: parallel.pp]
     in_flight = micro_batches_in_flight(cfg, pp_rank)
     per_layer = {is_moe: layer_bytes(spec, cfg, is_moe=is_moe) for is_moe in (False, True)}
     # a recomputed layer keeps only its input
-    inputs = (
-        rows(cfg)
-        * spec.hidden_size
-        * element_size(cfg)
-        // (parallel.tp if parallel.use_sequence_parallel else 1)
-    )
-    kept = 0
-    worst = 0
+    sequence_shards = parallel.tp if parallel.use_sequence_parallel else 1
+    inputs = rows(cfg) * spec.hidden_size * element_size(cfg) // sequence_shards
+    kept = worst = 0
     for chunk in chunks:
         for number, layer in enumerate(chunk):
             full, experts = per_layer[layer in spec.moe_layers]
@@ -184,17 +186,17 @@ def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, i
             again = {"layer": full, "experts": experts, "": 0}[what]
             kept += inputs if what == "layer" else full - again
             worst = max(worst, again)
-    # kept is of all vp chunks, in_flight counts passes of one
+    # `kept` covers all vp chunks, `in_flight` counts passes over one
     return kept * in_flight // parallel.vp, worst
 
 
 def recomputed(model: ModelConfig, number: int) -> str:
-    """Recomputed part of a layer, which is `number` in its pipeline chunk: "layer", "experts" or
-    "".
+    """Return the part of a layer that is recomputed: "layer", "experts" or "".
+
+    number: its place in its pipeline chunk.
     """
-    if model.recompute == "full" or (
-        model.recompute == "block" and number < model.recompute_layers
-    ):
+    in_block = model.recompute == "block" and number < model.recompute_layers
+    if model.recompute == "full" or in_block:
         return "layer"
     return "experts" if model.recompute == "selective" else ""
 
@@ -202,13 +204,14 @@ def recomputed(model: ModelConfig, number: int) -> str:
 def layer_bytes(
     spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | None = None
 ) -> tuple[int, int]:
-    """(all, those of the MoE part) that one layer keeps for backward, for one micro-batch of
-    `num_rows`, default: a full one.
+    """Return the bytes that one layer keeps for backward of one micro-batch, and those of its MoE
+    part alone.
 
-    Attention: two norms' inputs and outputs (4 h), queries, keys, values before and after rotation,
-    its output, the residual.  Experts: each row, k times: dispatched and returned (2 h), and gate,
-    up and their product (3 f).  Layers without TransformerEngine also keep keys and values once per
-    query head, the norm of each head, and silu(gate).
+    Attention keeps inputs and outputs of two norms (4 h), queries, keys and values before and after
+    rotation, its output, and the residual.  Experts keep, k times per row, the dispatched and the
+    returned row (2 h), and gate, up and their product (3 f).  Layers without TransformerEngine also
+    keep keys and values once per query head, the norm of every head, and silu(gate).
+    num_rows: by default those of a full micro-batch.
     """
     parallel, size = cfg.parallel, element_size(cfg)
     tp = parallel.tp
@@ -217,33 +220,33 @@ def layer_bytes(
     head = spec.head_dim if not spec.is_mla else spec.qk_nope_dim + spec.qk_rope_dim
     local = not wants_te(cfg)
     heads = 3 * spec.num_heads + 4 * spec.num_kv_heads
-    heads += (
-        2 * spec.num_heads + (spec.num_heads + spec.num_kv_heads) * (spec.qk_norm != "none")
-    ) * local
+    if local:
+        normed = spec.num_heads + spec.num_kv_heads if spec.qk_norm != "none" else 0
+        heads += 2 * spec.num_heads + normed
     gated = 3 + local
     attention = t * (5 * h // sequence + heads * head // tp)
     if not is_moe:
         return (attention + t * (h // sequence + gated * spec.ffn_size // tp)) * size, 0
     # every expert tensor rank sees the rows of all of them, for its part of the expert
     routed = spec.top_k * (2 * h * parallel.expert_tp + gated * spec.expert_ffn_size)
-    experts = (
-        t // sequence * (h + routed + 2 * spec.num_experts) + t * gated * spec.shared_ffn_size // tp
-    )
+    experts = t // sequence * (h + routed + 2 * spec.num_experts)
+    experts += t * gated * spec.shared_ffn_size // tp
     return (attention + experts) * size, experts * size
 
 
 def logits_bytes(spec: ModelSpec, cfg: Config) -> int:
-    """[T, V / tp] in the model's precision; the gradient overwrites them.
+    """Return the bytes of logits [T, V / tp] in the model's dtype; the gradient overwrites them.
 
-    With model.fused_lm_head: one chunk of rows.
+    With model.fused_lm_head only a chunk of rows exists at a time.
     """
-    # 1024: typical chunk of engine/fused_logprobs.py, which depends on the vocabulary
-    held = min(rows(cfg), 1024) if cfg.model.fused_lm_head else rows(cfg)
-    return held * (padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp) * element_size(cfg)
+    # 1024: a typical chunk of engine/fused_logprobs.py, whose size depends on the vocabulary
+    at_once = min(rows(cfg), 1024) if cfg.model.fused_lm_head else rows(cfg)
+    columns = padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp
+    return at_once * columns * element_size(cfg)
 
 
 def rows(cfg: Config) -> int:
-    """Rows of a full micro-batch on one context-parallel rank."""
+    """Return T, the rows of a full micro-batch on one context-parallel rank."""
     return cfg.run.max_tokens_per_micro_batch // cfg.parallel.cp
 
 
@@ -252,13 +255,13 @@ def element_size(cfg: Config) -> int:
 
 
 def wants_te(cfg: Config) -> bool:
-    """Whether layers are TransformerEngine's on a GPU where it is installed."""
+    """Return True if layers are TransformerEngine's on a GPU where it is installed."""
     return cfg.run.device != "cpu" and cfg.model.layer_spec != "local" and not cfg.model.is_exact
 
 
 def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:
-    """Chunk passes whose activations a rank holds at the same time, under 1F1B or its interleaved
-    form.
+    """Return how many passes over a chunk have activations on a rank at the same time, under 1F1B
+    or its interleaved form.
     """
     pp, vp = cfg.parallel.pp, cfg.parallel.vp
     if vp == 1:
@@ -267,22 +270,27 @@ def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:
 
 
 def device_route_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
-    """Of this stage's layers for this rank's rows, at most: ids of one mini-batch, and with
-    loss.router_shift those of all mini-batches of a step with a float32 each."""
+    """Return the largest size of expert ids on one rank of this pipeline stage.
+
+    These are the ids of one mini-batch; loss.router_shift adds those of all mini-batches of a step,
+    with a float32 for every id.
+    """
     ids = device_route_ids(spec, cfg, world_size, pp_rank)
-    held = ids * id_bytes(spec) if cfg.needs_routes or cfg.replay.mode == "R2" else 0
+    size = ids * id_bytes(spec) if cfg.needs_routes or cfg.replay.mode == "R2" else 0
     if cfg.loss.switches.router_shift:
-        held += ids * cfg.run.num_mini_batches * (id_bytes(spec) + 4)
-    return int(held)
+        size += ids * cfg.run.num_mini_batches * (id_bytes(spec) + 4)
+    return int(size)
 
 
 def device_route_ids(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> float:
-    """Number of ids of this stage's layers for this rank's rows of one mini-batch, at most."""
+    """Return the largest number of ids of this stage's layers for this rank's rows of one
+    mini-batch.
+    """
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     responses = cfg.run.prompts_per_step * cfg.run.group_size / cfg.run.num_mini_batches
     tokens = responses * longest / dp_size(cfg.parallel, world_size)
     layers = len(set(rank_layers(spec, cfg.parallel, pp_rank)) & set(spec.moe_layers))
-    # each context and, with sequence parallelism, tensor rank holds the ids of its own rows
+    # context ranks, and with sequence parallelism tensor ranks, have the ids of their own rows
     shared = cfg.parallel.cp * (cfg.parallel.tp if cfg.parallel.use_sequence_parallel else 1)
     return tokens * layers * spec.top_k / shared
 
@@ -292,7 +300,9 @@ def id_bytes(spec: ModelSpec) -> int:
 
 
 def host_route_bytes(spec: ModelSpec, cfg: Config, tokens_of_replica: int) -> int:
-    """Expert ids of one step on each rank's host: all layers of its replica's rollouts."""
+    """Return the bytes of expert ids of one step on every rank's host: all layers of its replica's
+    rollouts.
+    """
     if not cfg.needs_routes:
         return 0
     return tokens_of_replica * len(spec.moe_layers) * spec.top_k * id_bytes(spec)

@@ -1,6 +1,6 @@
-"""Memory of the fullest GPU of rank 0's host in each phase of a step, trainer and servers together.
+"""Memory of the fullest GPU of rank 0's host in every phase of a step: trainer and servers.
 
-Bytes.
+Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ SAVE = "saving a checkpoint"
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes on one GPU.
-
-    exact: of `trainer` and `servers`, without activations, routes and what is assumed.
-    """
+    """Bytes on one GPU in one phase of a step."""
 
     name: str
     trainer: int
     servers: int
     exact: int
+    """The part of `total` that is known exactly: without activations, routes and assumptions."""
 
     @property
     def total(self) -> int:
@@ -38,44 +36,44 @@ class Phase:
 def phases(
     spec: ModelSpec, cfg: Config, world: int, hardware: Hardware, assumed: Assumptions, shared: int
 ) -> Iterator[Phase]:
-    """shared: servers that the run starts on a GPU of a training rank, at most.  Attached servers
-    are not counted.
+    """Yield the memory of every phase of a step.
 
-    A checkpoint is written from the state in place: of the trainer it has no activations.
+    shared: the largest number of servers that the run starts on a GPU of a training rank.  Servers
+    that the run attaches to do not count.
     """
     rank = fullest(spec, cfg, world)
     state = rank.weights + rank.gradients + rank.optimizer
-    held = state + rank.reference
+    # a checkpoint is written from the state in place, while there are no activations
+    saving = state + rank.reference
     server = None if cfg.rollout.urls else server_bytes(spec, cfg, hardware, assumed)
     if server is None or not shared:
         yield Phase("training", rank.total, 0, state)
-        yield Phase(SAVE, held, 0, state)
+        yield Phase(SAVE, saving, 0, state)
         if server is not None:
             yield Phase("sampling, on the servers' GPUs", 0, server.total, server.total)
     elif not cfg.rollout.release_memory:
         served = shared * server.total
         yield Phase("training beside servers", rank.total, served, state + served)
-        yield Phase(SAVE, held, served, state + served)
+        yield Phase(SAVE, saving, served, state + served)
     else:
         left, buckets = int(assumed.released * GIB), 2 * cfg.rollout.weight_sync_bucket_mb << 20
-        weights = shared * server.weights
+        synced = shared * server.weights
         yield Phase("training", rank.total, shared * left, state)
-        yield Phase(SAVE, held, shared * left, state)
-        yield Phase(
-            "weight sync", rank.weights + buckets, weights + shared * left, rank.weights + weights
-        )
+        yield Phase(SAVE, saving, shared * left, state)
+        trainer, servers = rank.weights + buckets, synced + shared * left
+        yield Phase("weight sync", trainer, servers, rank.weights + synced)
         yield Phase("sampling", left, shared * (server.total + left), shared * server.total)
 
 
 def fullest(spec: ModelSpec, cfg: Config, world: int) -> Memory:
-    """Of the pipeline rank with the most."""
+    """Return the memory of the pipeline rank that needs most."""
     ranks = [memory.rank_memory(spec, cfg, world, pp) for pp in range(cfg.parallel.pp)]
-    return max(ranks, key=lambda each: each.total)
+    return max(ranks, key=lambda rank: rank.total)
 
 
 @dataclass(frozen=True)
 class ServerBytes:
-    """On each GPU of a server."""
+    """Bytes on every GPU of a server."""
 
     weights: int
     cache: int
@@ -88,27 +86,30 @@ class ServerBytes:
 def server_bytes(
     spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions
 ) -> ServerBytes:
-    """Of a server that the run starts, with the KV cache of rollout.max_total_tokens."""
+    """Return the bytes of a server that the run starts, with a KV cache of
+    rollout.max_total_tokens.
+    """
     model = DecodeModel(spec, configured_servers(spec, cfg, hardware, assumed), hardware, assumed)
-    return ServerBytes(
-        int(model.weight_bytes()), int(cfg.rollout.max_total_tokens * model.cache_bytes())
-    )
+    cache = cfg.rollout.max_total_tokens * model.cache_bytes()
+    return ServerBytes(int(model.weight_bytes()), int(cache))
 
 
 def host_bytes(spec: ModelSpec, cfg: Config, world: int) -> int:
-    """Of a rank's weights and optimizer state on its host while the servers have its GPU
-    (rollout.release_memory).
+    """Return the host memory that takes a rank's weights and optimizer state while the servers have
+    its GPU; 0 without rollout.release_memory.
     """
+    if not cfg.rollout.release_memory:
+        return 0
     ranks = [memory.rank_memory(spec, cfg, world, pp) for pp in range(cfg.parallel.pp)]
-    return max(each.weights + each.optimizer for each in ranks) if cfg.rollout.release_memory else 0
+    return max(rank.weights + rank.optimizer for rank in ranks)
 
 
-def check_phases(found: Sequence[Phase], hardware: Hardware) -> None:
+def check_phases(phases: Sequence[Phase], hardware: Hardware) -> None:
     """Raise ValueError for a phase whose exact part alone does not fit."""
-    for phase in found:
+    for phase in phases:
         if phase.exact > hardware.memory:
             trainer, servers, exact = (
-                each / GIB for each in (phase.trainer, phase.servers, phase.exact)
+                size / GIB for size in (phase.trainer, phase.servers, phase.exact)
             )
             raise ValueError(
                 f"{phase.name}: a GPU would hold {trainer:.1f} GiB of the trainer and {servers:.1f}"

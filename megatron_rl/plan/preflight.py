@@ -1,5 +1,7 @@
-"""Checks of what a configuration refers to, as at start-up: files, functions, checkpoints, the
-machine.  Imports no torch.
+"""Checks before a run of what a configuration refers to: files, functions, checkpoints and the
+machine.
+
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,31 +27,46 @@ from megatron_rl.plan.host import check_parsed_server_args, disk_problems, port_
 
 Json = dict[str, Any]
 MOST_ROWS = 10_000
+"""Rows of a prompt file that are checked."""
 TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
     "tokenizer_config.json",
 )  # fmt: skip
+"""Files of a tokenizer; every tokenizer has one of them."""
+CHAT_TEMPLATES = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "chat_templates",
+    "additional_chat_templates",
+)
+"""Files and folders of chat templates."""
 REWARD_ARGUMENTS = (("prompt", "response", "label"), ("episode",))
-"""A group takes the place of an episode; the function's annotation tells them apart when it is
-loaded.
+"""Positional arguments of reward.function: a response, or an episode.  A group takes the place of
+the episode; which one is meant is read from the function's annotation when it is loaded.
 """
 LOSS_ARGUMENTS = ("inputs", "config")
 
 
 def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
-    """Return what cannot be checked here.
+    """Return notes on what cannot be checked here.
 
-    Raises ValueError with one line for each thing that a start-up would refuse.
+    Raises ValueError with one line for every problem that the start of a run would refuse.
     """
     problems = [
-        *prompt_problems(cfg), *tokenizer_problems(cfg), *weight_problems(cfg.model.path),
+        *prompt_problems(cfg),
+        *tokenizer_problems(cfg),
+        *weight_problems(cfg.model.path),
         *function_problems(cfg),
-        *server_problems(cfg), *tracker_problems(cfg), *resume_problems(cfg), *length_problems(cfg,
-        spec), *port_problems(cfg),
-        *([] if is_plan_only(cfg.model.path) else disk_problems(cfg, spec)),
-    ]  # fmt: skip
+        *server_problems(cfg),
+        *tracker_problems(cfg),
+        *resume_problems(cfg),
+        *length_problems(cfg, spec),
+        *port_problems(cfg),
+    ]
+    if not is_plan_only(cfg.model.path):
+        problems += disk_problems(cfg, spec)
     if not problems:
-        problems += renderer_problems(cfg)  # needs a tokenizer without problems, and seconds
+        problems += renderer_problems(cfg)  # takes seconds, and a tokenizer without problems
     try:
         not_checked = check_parsed_server_args(cfg)
     except ValueError as error:
@@ -60,10 +77,10 @@ def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
 
 
 def is_plan_only(path: Path) -> bool:
-    """Whether a checkpoint directory holds config.json and neither tokenizer nor weights: enough to
-    plan with.
+    """Return True for a checkpoint directory with neither tokenizer nor weights: its config.json is
+    enough to plan with.
     """
-    names = {each.name for each in path.iterdir()}
+    names = {file.name for file in path.iterdir()}
     return not names & set(TOKENIZERS) and not any(
         name.endswith((".safetensors", ".bin", ".pt", ".pth")) for name in names
     )
@@ -103,7 +120,7 @@ def prompt_problems(cfg: Config) -> Iterator[str]:
 
 
 def tracker_problems(cfg: Config) -> Iterator[str]:
-    """Trackers that this machine lacks; classes of the user are not imported."""
+    """Yield trackers that this machine lacks; classes of the user are not imported."""
     for name in cfg.track.to:
         if name in PLACES:
             try:
@@ -115,7 +132,7 @@ def tracker_problems(cfg: Config) -> Iterator[str]:
 
 
 def tokenizer_problems(cfg: Config) -> Iterator[str]:
-    """Why a tokenizer cannot be loaded, end a response or render a chat."""
+    """Yield why the tokenizer cannot be loaded, end a response or render a chat."""
     path = cfg.model.path
     if is_plan_only(path):
         return
@@ -127,7 +144,7 @@ def tokenizer_problems(cfg: Config) -> Iterator[str]:
         return
     settings = read_json(path / "tokenizer_config.json")
     special = read_json(path / "special_tokens_map.json")
-    # other classes bring their own eos token
+    # these two classes have no default eos token, all others do
     has_no_default = settings.get("tokenizer_class") in (
         "PreTrainedTokenizerFast",
         "TokenizersBackend",
@@ -137,17 +154,10 @@ def tokenizer_problems(cfg: Config) -> Iterator[str]:
             f"model.path = {path}: its tokenizer has no eos token, so no response could end; set it"
             " in tokenizer_config.json"
         )
-    templates = (
-        "chat_template.jinja",
-        "chat_template.json",
-        "chat_templates",
-        "additional_chat_templates",
+    has_template = settings.get("chat_template") or any(
+        (path / name).exists() for name in CHAT_TEMPLATES
     )
-    if (
-        cfg.data.chat_template
-        and not settings.get("chat_template")
-        and not any((path / name).exists() for name in templates)
-    ):
+    if cfg.data.chat_template and not has_template:
         yield (
             f"data.chat_template = true, but the tokenizer in model.path = {path} has no chat"
             " template; set data.chat_template = false, or add chat_template.jinja there"
@@ -155,7 +165,7 @@ def tokenizer_problems(cfg: Config) -> Iterator[str]:
 
 
 def renderer_problems(cfg: Config) -> Iterator[str]:
-    """Why agent.renderer cannot write chats with the model's tokenizer."""
+    """Yield why agent.renderer cannot write chats with the model's tokenizer."""
     if not cfg.agent.renderer or is_plan_only(cfg.model.path):
         return
     from megatron_rl.data.prompts import load_tokenizer  # transformers: seconds
@@ -168,7 +178,10 @@ def renderer_problems(cfg: Config) -> Iterator[str]:
 
 
 def read_json(path: Path) -> Json:
-    """The object in a file; {} if there is none or it is broken: loading it reports why."""
+    """Return the JSON object in a file; {} where there is none, or the file is broken.
+
+    A broken file is reported with its reason when it is loaded.
+    """
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -177,7 +190,7 @@ def read_json(path: Path) -> Json:
 
 
 def weight_problems(path: Path) -> Iterator[str]:
-    """Weights that are missing or cut short."""
+    """Yield weights that are missing or truncated."""
     if is_plan_only(path):
         return
     index = path / "model.safetensors.index.json"
@@ -207,10 +220,11 @@ def weight_problems(path: Path) -> Iterator[str]:
 
 
 def function_problems(cfg: Config) -> Iterator[str]:
-    for key, name, calls in (
-        ("reward.function", cfg.reward.function, REWARD_ARGUMENTS), ("loss.name", cfg.loss.name,
-        (LOSS_ARGUMENTS,))
-    ):  # fmt: skip
+    functions = (
+        ("reward.function", cfg.reward.function, REWARD_ARGUMENTS),
+        ("loss.name", cfg.loss.name, (LOSS_ARGUMENTS,)),
+    )
+    for key, name, calls in functions:
         if ":" in name and (problem := problem_of(name, *calls)):
             yield f"{key} = {name!r} cannot be loaded: {problem}"
     if cfg.agent.name:
@@ -231,8 +245,8 @@ def server_problems(cfg: Config) -> Iterator[str]:
 
 
 def resume_problems(cfg: Config) -> Iterator[str]:
-    """Why a run cannot be continued: no checkpoint although one is required, or one of other
-    settings.
+    """Yield why a run cannot be resumed: there is no checkpoint although one is required, or its
+    settings differ.
     """
     try:
         path = choose_checkpoint(cfg.run_dir / "checkpoints", cfg.checkpoint)
@@ -248,5 +262,5 @@ def resume_problems(cfg: Config) -> Iterator[str]:
             f"{path}/{STATE}: not the state of a checkpoint: {error!r}; choose another with"
             " checkpoint.load"
         )
-    except ValueError as error:  # check_changes and choose: their message is complete
+    except ValueError as error:  # of check_changes and choose_checkpoint, with a complete message
         yield str(error)

@@ -1,8 +1,8 @@
-"""Every refusal that needs no GPU, in one place: the planner filters by it, the dry run and the
-start-up raise it.
+"""Refusals that need no GPU: the planner filters layouts by them; the dry run and the start of a
+run raise them.
 
-Files and functions that a configuration names are checked in preflight.py; what a server answers,
-at the start only.
+preflight.py checks the files and functions that a configuration names.  The answers of servers are
+checked at the start of a run only.
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ from megatron_rl.plan.phases import Phase, check_phases, phases
 from megatron_rl.replay.compatibility import check_compatibility
 
 ABOUT_TE = re.compile(r"\bTE\b|transformer.?engine|fused_permute", re.IGNORECASE)
-"""In core's refusals of what only TransformerEngine can do."""
+"""Words by which core's refusals of what only TransformerEngine can do are recognised."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What refusals depend on beside the configuration.
-
-    ranks: training ranks on rank 0's host, which starts the servers; environ: theirs; gpus: of that
-    host.
-    """
+    """Rank 0's host, which starts the servers, and the assumptions of a plan."""
 
     hardware: Hardware
     ranks: int
+    """Training ranks on the host."""
     gpus: int
+    """GPUs of the host."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    """Environment of the ranks."""
     assumed: Assumptions = Assumptions()  # noqa: RUF009  (frozen)
 
 
 def planned_machine(world: int, hardware: Hardware, assumed: Assumptions) -> Machine:
-    """The host that a plan assumes: its GPUs are those of the hardware's row, CUDA_VISIBLE_DEVICES
-    and LOCAL_WORLD_SIZE ours.
+    """Return the host that a plan assumes: the GPUs of the hardware's row, with this process's
+    CUDA_VISIBLE_DEVICES and LOCAL_WORLD_SIZE.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     most = len(visible.split(",")) if visible else hardware.per_node
@@ -57,20 +56,20 @@ def planned_machine(world: int, hardware: Hardware, assumed: Assumptions) -> Mac
 
 
 def check_layout(spec: ModelSpec, cfg: Config, world: int) -> None:
-    """Raise ValueError (ModelError for the model, ReplayIncompatible) for what no device can run."""
+    """Raise ValueError, ModelError or ReplayIncompatible for a layout that no device can run."""
     check_sizes(cfg.parallel, world)
     check_fit(spec, cfg.model, cfg.parallel)
     check_step(cfg, dp_size(cfg.parallel, world))
     check_replay(spec, cfg)
-    if not cfg.rollout.urls and cfg.rollout.dtype != "auto":  # else the server's answer decides
+    # raises for limits that this pair of dtypes excludes; else the dtype is the servers' answer
+    if not cfg.rollout.urls and cfg.rollout.dtype != "auto":
         parity_limits(cfg, cfg.rollout.dtype)
 
 
 def check_replay(spec: ModelSpec, cfg: Config, core: object | None = None) -> None:
-    """Raise ReplayIncompatible if replay cannot be exact with the settings that model and
-    configuration give core.
+    """Raise ReplayIncompatible if replay cannot be exact with core's settings.
 
-    core: its TransformerConfig, where there is one.
+    core: core's TransformerConfig; by default the settings that model and configuration define.
     """
     if core is None:
         settings: dict[str, object] = {
@@ -86,11 +85,13 @@ def check_replay(spec: ModelSpec, cfg: Config, core: object | None = None) -> No
 
 
 def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
-    """Raise ValueError where core refuses [megatron], or replay does; returns what cannot be
-    checked without TransformerEngine."""
+    """Raise ValueError where core or replay refuses the fields of [megatron].
+
+    Returns notes on what cannot be checked here.
+    """
     if not cfg.megatron.fields:
         return []
-    import torch  # with core seconds, which other dry runs save
+    import torch  # torch and core take seconds, which dry runs without [megatron] save
 
     from megatron_rl.engine.core_fields import check_fields, check_released_memory
     from megatron_rl.engine.model import core_settings, make_transformer_config
@@ -103,6 +104,7 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
             "[megatron], which Megatron-Bridge adds to its own settings: checked when the model is"
             " built"
         ]
+    # False: the run would use TransformerEngine, so local layers are checked in its place
     is_certain = not wants_te(cfg) or importlib.util.find_spec("transformer_engine") is not None
     model = cfg.model if is_certain else cfg.model.model_copy(update={"layer_spec": "local"})
     device, fields = torch.device("cuda" if wants_te(cfg) else "cpu"), cfg.megatron.fields
@@ -124,7 +126,7 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
 def check_gpus(
     spec: ModelSpec, cfg: Config, world: int, machine: Machine, *, has_servers: bool = True
 ) -> list[Phase]:
-    """Raise ValueError for what cannot start on GPUs; returns the memory of each phase."""
+    """Raise ValueError for a run that cannot start on GPUs; return the memory of every phase."""
     shared = 0
     if has_servers:
         check_overlap(cfg.rollout, machine.ranks, machine.environ)
@@ -132,8 +134,8 @@ def check_gpus(
         if not cfg.rollout.urls:
             nccl.check_nccl_of_servers(cfg.rollout.server_args, machine.environ)
         shared = most_on_a_rank(cfg.rollout, machine.ranks, machine.environ)
-    found = list(phases(spec, cfg, world, machine.hardware, machine.assumed, shared))
+    result = list(phases(spec, cfg, world, machine.hardware, machine.assumed, shared))
     if not has_servers:
-        found = [phase for phase in found if phase.trainer]
-    check_phases(found, machine.hardware)
-    return found
+        result = [phase for phase in result if phase.trainer]
+    check_phases(result, machine.hardware)
+    return result

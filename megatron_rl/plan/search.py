@@ -1,5 +1,5 @@
-"""Layouts that fit: every tp, cp, pp, ep, etp that the ranks and the model allow, fastest first by
-the step-time model.
+"""Search for layouts that fit: every tp, cp, pp, ep and etp that ranks and model allow, fastest
+first by the step-time model.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ RECOMPUTE = ("none", "selective", "full")  # fastest first, smallest last
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with the least recompute that fits, the memory of its fullest pipeline rank, and its
-    computed seconds.
-    """
+    """A layout with the least recompute that fits, and its computed seconds per step."""
 
     cfg: Config
     memory: Memory
+    """Memory of its fullest pipeline rank."""
     old_logprob: Parts
     update: Parts
     """All updates of a step."""
 
     @property
     def key(self) -> tuple[float, ...]:
-        """Sort key: seconds, to two digits; then ranks that share a sequence, and memory."""
+        """Sort key: seconds to two digits, then ranks that share a sequence, then memory."""
         p = self.cfg.parallel
         seconds = self.old_logprob.total + self.update.total
         return (float(f"{seconds:.2g}"), p.tp * p.cp * p.pp, p.pp, p.ep, seconds, self.memory.total)
@@ -40,37 +39,34 @@ class Candidate:
 
 @dataclass
 class Search:
-    """Layouts of the trainer's ranks that start and whose fullest rank uses at most `device_bytes`,
-    fastest first; the rest is as in the trainer's cfg.
-
-    refusals: of layouts that the model and the ranks allow otherwise, each message once.
-    """
+    """Layouts of the trainer's ranks that start and fit; other settings are those of its cfg."""
 
     trainer: TrainingModel
     device_bytes: float
-    found: list[Candidate] = field(default_factory=list)
+    """The fullest rank uses at most this many bytes."""
+    candidates: list[Candidate] = field(default_factory=list)
+    """Fastest first."""
     refusals: list[str] = field(default_factory=list)
+    """Messages of the other layouts, each once."""
 
     def __post_init__(self) -> None:
         hardware = self.trainer.hardware
         ranks = min(self.trainer.world, hardware.per_node)
-        # not this machine's CUDA_VISIBLE_DEVICES: the plan is for another one
+        # an empty environment: the plan is for a machine without this one's CUDA_VISIBLE_DEVICES
         self.machine = Machine(hardware, ranks, hardware.per_node, {}, self.trainer.assumed)
         refused: dict[str, None] = {}
-        for parallel in layouts(
-            self.trainer.spec, self.trainer.world, self.trainer.hardware.per_node
-        ):
+        for parallel in layouts(self.trainer.spec, self.trainer.world, hardware.per_node):
             try:
-                self.found.extend(self._least_recompute(parallel))
+                self.candidates.extend(self._least_recompute(parallel))
             except ValueError as error:  # no recompute makes these sizes fit
                 refused[str(error)] = None
-        self.found.sort(key=lambda each: each.key)
+        self.candidates.sort(key=lambda candidate: candidate.key)
         self.refusals.extend(refused)
 
     def _least_recompute(self, parallel: ParallelConfig) -> Iterator[Candidate]:
-        """The layout with the least recompute that fits, if any does.
+        """Yield the layout with the least recompute that fits, if any does.
 
-        Raises ValueError where it cannot start.
+        Raises ValueError for a layout that cannot start.
         """
         spec, world, cfg = self.trainer.spec, self.trainer.world, self.trainer.cfg
         for recompute in RECOMPUTE:
@@ -87,25 +83,22 @@ class Search:
 
 
 def layouts(spec: ModelSpec, world: int, per_node: int) -> Iterator[ParallelConfig]:
-    """Powers of two, and divisors of the layer count for pp; tensor and context ranks stay inside a
-    node.
-    """
+    """Yield layouts of powers of two; pp may also divide the number of layers."""
     twos = [1 << power for power in range(world.bit_length()) if world % (1 << power) == 0]
     depths = [
         pp
         for pp in range(1, spec.num_layers + 1)
         if world % pp == 0 and (spec.num_layers % pp == 0 or pp in twos)
     ]
+    expert_shards = [
+        size for size in twos if size == 1 or (spec.moe_layers and spec.num_experts % size == 0)
+    ]
     # tensor and context ranks exchange data in every layer: only over the links of a node
     for tp in (size for size in twos if size <= per_node):
         for cp in (size for size in twos if size * tp <= per_node):
             for pp in (pp for pp in depths if world % (tp * cp * pp) == 0):
                 stages = () if spec.num_layers % pp == 0 else uneven_stages(spec.num_layers, pp)
-                for ep in (
-                    size
-                    for size in twos
-                    if size == 1 or (spec.moe_layers and spec.num_experts % size == 0)
-                ):
+                for ep in expert_shards:
                     # experts replicated over tensor ranks, or sharded like the dense part
                     for etp in sorted({1, tp}):
                         if world % (etp * ep * pp) == 0:
@@ -115,8 +108,10 @@ def layouts(spec: ModelSpec, world: int, per_node: int) -> Iterator[ParallelConf
 
 
 def uneven_stages(num_layers: int, pp: int) -> tuple[int, ...]:
-    """As equal as possible; one layer less first on the last stage (LM head), then on the first,
-    then from the end.
+    """Return numbers of layers per stage that differ by at most one.
+
+    The stages with one layer less are the last one, which has the LM head, then the first one, then
+    those before the last.
     """
     most = -(-num_layers // pp)
     order = [pp - 1, 0, *range(pp - 2, 0, -1)]

@@ -1,8 +1,8 @@
-"""Seconds of a step's sampling on SGLang servers, and what their memory holds.
+"""Seconds of a step's sampling on SGLang servers, and the contents of their memory.
 
 A decode step reads the weights that its batch uses (the experts of every token) and the KV cache of
-every running request; it takes the longer of these bytes and its FLOPs.  Slots are full until
-nothing waits; then they drain as responses end.
+every running request; it takes the time of these bytes or of its FLOPs, whichever is longer.  All
+slots are busy until no request waits; then they drain as responses end.
 """
 
 from __future__ import annotations
@@ -20,36 +20,39 @@ from megatron_rl.plan import memory
 from megatron_rl.plan.hardware import Assumptions, Hardware, Rates
 from megatron_rl.plan.lengths import Lengths, lengths_of
 
-SERVED = 2  # bytes of a served weight and of a cached number: 16 bits
-GRID = 200  # points of the integral over a draining batch
+SERVED = 2
+"""Bytes of a served weight and of a cached number: 16 bits."""
+GRID = 200
+"""Points of the integral over the drain."""
 
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """num servers of `devices` each; max_running, max_tokens: limits of their command line, None:
-    only memory limits.
-    """
+    """The servers of a plan."""
 
     num: int
+    """Number of servers."""
     devices: int
+    """Devices of every server."""
     max_running: int | None = None
+    """Concurrent requests of a server by its command line; None: as many as memory allows."""
     max_tokens: int | None = None
+    """Tokens in the KV cache of a server by its command line; None: as many as memory allows."""
 
 
 @dataclass(frozen=True)
 class SamplingTime:
-    """Seconds of one step's sampling.
-
-    slots: concurrent requests of a server; cached: tokens that its KV cache holds.
-    """
+    """Seconds of one step's sampling."""
 
     prefill: float
     full: float
-    """With every slot busy."""
+    """Seconds of decoding with every slot busy."""
     tail: float
-    """From an empty queue to the last response."""
+    """Seconds from an empty queue to the last response."""
     slots: float
+    """Concurrent requests of a server."""
     cached: float
+    """Tokens that a server's KV cache holds."""
 
     @property
     def total(self) -> float:
@@ -58,7 +61,7 @@ class SamplingTime:
 
 @dataclass(frozen=True)
 class DecodeModel:
-    """Servers of one model."""
+    """The time and the memory of the servers of one model."""
 
     spec: ModelSpec
     server_pool: ServerPlan
@@ -70,15 +73,14 @@ class DecodeModel:
         return Rates(self.hardware, self.assumed)
 
     def sample(self, cfg: Config) -> SamplingTime:
-        """All responses of a step.
+        """Return the time in which all responses of a step are sampled.
 
         Raises ValueError if the weights leave no room for one request.
         """
-        lengths, prompt = (
-            lengths_of(cfg, self.assumed),
-            self.assumed.mean_prompt * cfg.data.max_prompt_tokens,
-        )
-        responses = cfg.run.prompts_per_step * cfg.run.group_size
+        lengths = lengths_of(cfg, self.assumed)
+        prompt = self.assumed.mean_prompt * cfg.data.max_prompt_tokens
+        prompts = cfg.run.prompts_per_step
+        responses = prompts * cfg.run.group_size
         share = responses / self.server_pool.num
         cached = self.cached_tokens()
         age = lengths.second_moment / (2 * lengths.mean)  # mean age of a running response
@@ -90,16 +92,10 @@ class DecodeModel:
                 f" {max(0.0, cached):,.0f} tokens beside the weights, one request needs"
                 f" {prompt + age:,.0f}; give a server more GPUs"
             )
-        # tokens of the responses beyond the last `slots`, which drain
+        # tokens of all responses but the last `slots`, which drain
         steps = max(0.0, share - slots) * lengths.mean / slots
-        # once per prompt: its group shares the prefix
-        prefill = (
-            cfg.run.prompts_per_step
-            / self.server_pool.num
-            * prompt
-            * 2
-            * active_parameters(self.spec)
-        )
+        # FLOPs, once per prompt, because its group shares the prefix
+        prefill = prompts / self.server_pool.num * prompt * 2 * active_parameters(self.spec)
         return SamplingTime(
             prefill=prefill / (self.server_pool.devices * self.rates.matrices),
             full=steps * self.decode_step(slots, prompt + age),
@@ -111,93 +107,80 @@ class DecodeModel:
     def _drain(
         self, slots: float, prompt: float, lengths: Lengths, responses: int
     ) -> Iterator[float]:
-        """Seconds of each piece of the drain.  It ends with the last response of all servers: at
-        age t some response is running with probability 1 - (1 - S(t))^n."""
+        """Yield the seconds of every piece of the drain.
+
+        It ends with the last response of all servers: at age t one of the n responses is running
+        with probability 1 - (1 - S(t))^n.
+        """
         piece = lengths.cap / GRID
         for index in range(GRID):
             age = (index + 0.5) * piece
             alive = lengths.survival(age)
             is_any_left = 1 - (1 - alive) ** responses
-            # 1.0: the last one
+            # at least 1.0, the last response
             yield piece * is_any_left * self.decode_step(max(1.0, slots * alive), prompt + age)
 
     def decode_step(self, batch: float, context: float) -> float:
-        """Seconds in which `batch` requests with `context` tokens each get one more token."""
-        spec, assumed, rates, devices = (
-            self.spec,
-            self.assumed,
-            self.rates,
-            self.server_pool.devices,
-        )
+        """Return the seconds in which `batch` requests, with `context` tokens each, get one more
+        token.
+        """
+        spec, rates, devices = self.spec, self.rates, self.server_pool.devices
         product_flops = 2 * active_parameters(spec) * batch
-        products = (
-            max(self._weights_read(batch) / rates.memory, product_flops / rates.matrices) / devices
-        )
+        weights_read = self._weights_read(batch)
+        products = max(weights_read / rates.memory, product_flops / rates.matrices) / devices
         attention_flops = 2 * batch * context * spec.num_layers * latent_width(spec)
         cache_read = batch * context * self.cache_bytes()
         attention = max(cache_read / rates.memory, attention_flops / devices / rates.attention)
         # two ring all-reduces per layer, each of which moves the rows twice
-        reduced = (
-            2
-            * 2
-            * (devices - 1)
-            / devices
-            * batch
-            * spec.hidden_size
-            * SERVED
-            / rates.link(devices)
-        )
-        waits = (
-            2 * assumed.collective_seconds * -(-devices // rates.per_node) if devices > 1 else 0.0
-        )
-        return (
-            products
-            + attention
-            + spec.num_layers * (reduced + waits + assumed.decode_layer_seconds)
-        )
+        moves = 2 * 2 * (devices - 1) / devices
+        reduced = moves * batch * spec.hidden_size * SERVED / rates.link(devices)
+        waits = 0.0
+        if devices > 1:
+            nodes = -(-devices // rates.per_node)
+            waits = 2 * self.assumed.collective_seconds * nodes
+        layer_seconds = reduced + waits + self.assumed.decode_layer_seconds
+        return products + attention + spec.num_layers * layer_seconds
 
     def _weights_read(self, batch: float) -> float:
-        """Bytes: all dense weights, and the experts that at least one of the batch's tokens chose."""
-        model = memory.full_model(self.spec)
-        chosen = (
-            1 - (1 - self.spec.top_k / self.spec.num_experts) ** batch
-            if self.spec.num_experts
-            else 0.0
-        )
+        """Return the bytes of all dense weights, and of the experts that the batch's tokens chose.
+
+        An expert is chosen by one of them with probability 1 - (1 - K / E)^batch.
+        """
+        model, chosen = memory.full_model(self.spec), 0.0
+        if self.spec.num_experts:
+            chosen = 1 - (1 - self.spec.top_k / self.spec.num_experts) ** batch
         return SERVED * (model.dense + model.experts * chosen)
 
     def weight_bytes(self) -> float:
-        """On each device of a server."""
+        """Return the bytes of weights on every device of a server."""
         return SERVED * memory.full_model(self.spec).total / self.server_pool.devices
 
     def cache_bytes(self) -> float:
-        """Of one token on each device: KV heads are sharded, MLA's latent is on every device."""
+        """Return the bytes of one token in the KV cache of every device of a server."""
+        # KV heads are sharded over devices, MLA's latent is on all of them
         shards = 1 if self.spec.is_mla else min(self.server_pool.devices, self.spec.num_kv_heads)
         return SERVED * cache_numbers(self.spec) / shards
 
     def cached_tokens(self) -> float:
-        """Tokens that fit into a server's KV cache; below 0 if not even its weights fit."""
+        """Return how many tokens fit into a server's KV cache; < 0 if its weights do not fit."""
         room = self.hardware.memory * self.assumed.server_memory - self.weight_bytes()
         fits = room / self.cache_bytes()
         return min(fits, self.server_pool.max_tokens) if self.server_pool.max_tokens else fits
 
 
 def latent_width(spec: ModelSpec) -> int:
-    """Numbers that a query is multiplied with per cached token: under MLA every head works on the
-    latent itself.
-    """
-    return (
-        spec.num_heads * (2 * spec.kv_lora_rank + spec.qk_rope_dim)
-        if spec.is_mla
-        else attention_width(spec)
-    )
+    """Return how many numbers a query is multiplied with per cached token."""
+    if spec.is_mla:  # every head works on the latent itself
+        return spec.num_heads * (2 * spec.kv_lora_rank + spec.qk_rope_dim)
+    return attention_width(spec)
 
 
 def configured_servers(
     spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions
 ) -> ServerPlan:
-    """The servers that a configuration starts, or attaches to: those are assumed to have the
-    smallest size that fits.
+    """Return the servers that a configuration starts or attaches to.
+
+    Attached servers are assumed to have the smallest size that fits.
     """
     rollout = cfg.rollout
     if rollout.urls:
@@ -211,9 +194,9 @@ def configured_servers(
 def propose_servers(
     spec: ModelSpec, devices: int, hardware: Hardware, assumed: Assumptions
 ) -> ServerPlan:
-    """As many servers of the least size as `devices` allow.
+    """Return as many servers of the smallest size as `devices` allow.
 
-    Raises ValueError if they are too few for one.
+    Raises ValueError if the devices are too few for one server.
     """
     size = least_devices(spec, hardware, assumed)
     if size > devices:
@@ -225,8 +208,9 @@ def propose_servers(
 
 
 def least_devices(spec: ModelSpec, hardware: Hardware, assumed: Assumptions) -> int:
-    """The smallest power of two whose memory is at most half filled by weights: the rest is for the
-    KV cache.
+    """Return the smallest power of two of devices whose memory weights fill to at most a half.
+
+    The other half is for the KV cache.
     """
     room = hardware.memory * assumed.server_memory / 2
     return 1 << max(0, math.ceil(math.log2(SERVED * memory.full_model(spec).total / room)))

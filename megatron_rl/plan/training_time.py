@@ -1,11 +1,12 @@
 """Seconds of one step: old-logprob passes and updates on the slowest pipeline stage, weight sync,
-rollout (server_time.py).
+and sampling (server_time.py).
 
-Per micro-batch and layer: matrix products, grouped products of experts, attention, bytes through
-device memory, collectives of tensor, expert and context parallelism, a fixed cost per layer; per
-pass: pipeline bubbles; per update: gradient reduction and the optimizer.  Nothing overlaps: a time
-is a sum.  Equations: docs/design/cost_model.md.
-Letters: t rows of a micro-batch on one context-parallel rank, h hidden size, n ranks of a group.
+A micro-batch takes, in every layer, matrix products, grouped products of experts, attention, bytes
+through device memory, collectives of tensor, expert and context parallelism, and a fixed time.  A
+pass adds pipeline bubbles; an update adds gradient reduction and the optimizer.  Nothing overlaps:
+a time is a sum.  Equations: docs/design/cost_model.md.
+
+t: rows of a micro-batch on one context-parallel rank; h: hidden size; n: ranks of a group.
 """
 
 from __future__ import annotations
@@ -30,21 +31,24 @@ class Parts:
     """Seconds of a rank by cause."""
 
     matrices: float = 0.0
+    """Matrix products, without those of experts."""
     experts: float = 0.0
+    """Grouped matrix products of experts."""
     attention: float = 0.0
     memory: float = 0.0
-    """Norms, rotations, permutations, logits: bytes through device memory."""
+    """Bytes through device memory: norms, rotations, permutations, logits."""
     tensor: float = 0.0
     """Collectives of tensor parallelism."""
     exchange: float = 0.0
     """All-to-all of experts."""
     context: float = 0.0
+    """Keys and values around the context-parallel ring."""
     layers: float = 0.0
-    """Launching kernels."""
+    """Launches of kernels."""
     waiting: float = 0.0
-    """For other pipeline stages and other replicas."""
+    """Waits for other pipeline stages and other replicas."""
     gradients: float = 0.0
-    """Reducing gradients and gathering parameters over replicas."""
+    """Reduction of gradients and gathering of parameters over replicas."""
     optimizer: float = 0.0
 
     @property
@@ -58,7 +62,7 @@ class Parts:
         return Parts(*(value * factor for value in vars(self).values()))
 
     def largest(self) -> str:
-        """The four largest parts with their fractions of the total."""
+        """Return the four largest parts with their fractions of the total, as text."""
         parts = sorted(
             ((value, name) for name, value in vars(self).items() if value > 0), reverse=True
         )[:4]
@@ -66,30 +70,34 @@ class Parts:
 
 
 BACKWARD = Parts(2, 2, 2, 2, 1.5, 1, 2, 2)
-"""Backward / forward of each part: two products for each one, inputs gathered again under sequence
-parallelism, the same all-to-all, KV and its gradient around the ring."""
+"""Backward time / forward time of every part: two products for every one, inputs gathered again
+under sequence parallelism, the same all-to-all, KV and its gradient around the ring."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Sequences of a mini-batch, their mean length in tokens, and E[S^2] / E[S]."""
+    """The sequences of a mini-batch, over all replicas."""
 
     sequences: float
+    """Number of sequences."""
     mean: float
+    """Mean length E[S] in tokens."""
     squared: float
     """E[S^2] / E[S]: causal attention of a token covers half of it on average."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step.  overlaps: its rollout runs while the previous step trains."""
+    """Seconds of a step."""
 
     rollout: SamplingTime
     old_logprob: Parts
+    """All old-logprob passes of the step."""
     update: Parts
-    """All of the step's updates."""
+    """All updates of the step."""
     weight_sync: float
     overlaps: bool
+    """True: the rollout runs while the previous step trains."""
 
     @property
     def total(self) -> float:
@@ -100,7 +108,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """One configuration of one model on `world` trainer ranks of one kind of device."""
+    """The time of one configuration of one model on `world` trainer ranks of one kind of device."""
 
     spec: ModelSpec
     cfg: Config
@@ -109,54 +117,48 @@ class TrainingModel:
     assumed: Assumptions
 
     def step(self, servers: ServerPlan) -> StepTime:
-        """Raises ValueError if the servers cannot hold the model."""
+        """Return the time of a step.  Raises ValueError if the servers cannot hold the model."""
         decoding = DecodeModel(self.spec, servers, self.hardware, self.assumed)
         rollout, overlaps = decoding.sample(self.cfg), bool(self.cfg.rollout.steps_ahead)
         return StepTime(rollout, *self.training(), self.weight_sync(), overlaps)
 
     def training(self) -> tuple[Parts, Parts]:
-        """(old-logprob passes, updates) of a step.
-
-        A reference policy, and loss.router_shift, add a pass per mini-batch.
-        """
+        """Return the time of the old-logprob passes and of the updates of a step."""
         num, loss = self.cfg.run.num_mini_batches, self.cfg.loss
+        # a reference policy and loss.router_shift each add a forward pass per mini-batch
         passes = num * (1 + bool(loss.kl_coef) + loss.switches.router_shift)
         return self.old_logprob(self.tokens) * passes, self.update(self.tokens) * num
 
     @cached_property
     def tokens(self) -> Tokens:
-        """Of one mini-batch, over all replicas."""
+        """The sequences of one mini-batch."""
         run, lengths = self.cfg.run, lengths_of(self.cfg, self.assumed)
         prompt = self.assumed.mean_prompt * self.cfg.data.max_prompt_tokens
         mean = prompt + lengths.mean
         squared = prompt**2 + 2 * prompt * lengths.mean + lengths.second_moment
-        return Tokens(
-            run.prompts_per_step * run.group_size / run.num_mini_batches, mean, squared / mean
-        )
+        sequences = run.prompts_per_step * run.group_size / run.num_mini_batches
+        return Tokens(sequences, mean, squared / mean)
 
     def old_logprob(self, tokens: Tokens) -> Parts:
-        """Forward passes of one mini-batch."""
+        """Return the time of the forward passes of one mini-batch."""
         stages = self.stages(tokens, training=False)
         return self._pipelined(stages, tokens, interleaved=1)
 
     def update(self, tokens: Tokens) -> Parts:
-        """One optimizer step: forward, backward, recomputation, reduction, Adam."""
+        """Return the time of one optimizer step: forward, backward, recompute, reduction, Adam."""
         stages = self.stages(tokens, training=True)
-        found = self._pipelined(stages, tokens, interleaved=self.cfg.parallel.vp)
+        passes = self._pipelined(stages, tokens, interleaved=self.cfg.parallel.vp)
         once = [self._gradients(pp) for pp in range(self.cfg.parallel.pp)]
-        return found + max(once, key=lambda parts: parts.total)
+        return passes + max(once, key=lambda parts: parts.total)
 
     def weight_sync(self) -> float:
-        """Servers load one bucket after another, which a broadcast brings to all; a source prepares
-        its next one meanwhile.
+        """Return the time of a weight sync.
+
+        Servers load one bucket after another, which a broadcast sends to all of them; meanwhile a
+        source prepares its next bucket.
         """
-        spec, rates, parallel, size, sources = (
-            self.spec,
-            self.rates,
-            self.cfg.parallel,
-            self.sync_bytes,
-            self.sources,
-        )
+        spec, rates, parallel = self.spec, self.rates, self.cfg.parallel
+        size, sources = self.sync_bytes, self.sources
         sent = {
             "distributed": size / rates.network,
             "disk": 2 * size / self.assumed.disk,  # written, then read
@@ -173,22 +175,20 @@ class TrainingModel:
 
     @property
     def sync_bytes(self) -> int:
-        """Of one copy of the weights; each source sends 1 / sources of them."""
+        """Bytes of one copy of the weights; every source sends 1 / sources of them."""
         return SERVED * memory.full_model(self.spec).total
 
     @property
     def holders(self) -> int:
-        """Pipeline stages x expert-parallel ranks, which have different weights."""
+        """Number of ranks with different weights: pipeline stages x expert-parallel ranks."""
         return self.cfg.parallel.pp * self.cfg.parallel.ep
 
     @property
     def sources(self) -> int:
-        """Of a weight sync."""
+        """Number of ranks that send in a weight sync."""
         rollout = self.cfg.rollout
-        most = {"distributed": rollout.weight_sync_sources, "disk": self.holders, "colocated": 1}[
-            rollout.weight_sync
-        ]
-        return min(self.holders, most)
+        most = {"distributed": rollout.weight_sync_sources, "disk": self.holders, "colocated": 1}
+        return min(self.holders, most[rollout.weight_sync])
 
     @cached_property
     def rates(self) -> Rates:
@@ -196,24 +196,25 @@ class TrainingModel:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row of hidden states."""
+        """Bytes of one row of hidden states."""
         return self.spec.hidden_size * memory.element_size(self.cfg)
 
     def micro_batches(self, tokens: Tokens) -> float:
-        """Micro-batches of every replica."""
+        """Return the mean number of micro-batches of a replica, which need not be whole."""
         full = self.cfg.run.max_tokens_per_micro_batch * self.assumed.fill
-        return max(1.0, self._replica_tokens(tokens) / full)  # a mean, so it need not be whole
+        return max(1.0, self._replica_tokens(tokens) / full)
 
     def rows(self, tokens: Tokens) -> float:
-        """t: mean rows of a micro-batch."""
+        """Return t, the mean number of rows of a micro-batch on a context-parallel rank."""
         return self._replica_tokens(tokens) / self.micro_batches(tokens) / self.cfg.parallel.cp
 
     def _replica_tokens(self, tokens: Tokens) -> float:
         return tokens.sequences * tokens.mean / dp_size(self.cfg.parallel, self.world)
 
     def stages(self, tokens: Tokens, *, training: bool) -> list[Parts]:
-        """One micro-batch on each pipeline rank: forward, and with `training` backward and
-        recomputation.
+        """Return the time of one micro-batch on every pipeline rank.
+
+        training: with backward and recompute.
         """
         t, pp = self.rows(tokens), self.cfg.parallel.pp
         of_kind: dict[tuple[bool, str], Parts] = {}
@@ -221,19 +222,19 @@ class TrainingModel:
             layer, experts = self.layer(t, tokens.squared, is_moe=is_moe)
             for what, again in (("", Parts()), ("experts", experts), ("layer", layer)):
                 of_kind[is_moe, what] = layer + backward(layer) + again if training else layer
-        found = [Parts()] * pp
+        stages = [Parts()] * pp
         for number, chunk in enumerate(memory.stage_layers(self.spec, self.cfg.parallel)):
             kinds = Counter(
-                (layer in self.spec.moe_layers, memory.recomputed(self.cfg.model, at))
-                for at, layer in enumerate(chunk)
+                (layer in self.spec.moe_layers, memory.recomputed(self.cfg.model, place))
+                for place, layer in enumerate(chunk)
             )
             for kind, count in kinds.items():
-                found[number % pp] += of_kind[kind] * count
-        found[-1] += self.head(t, training=training)  # never recomputed
-        return found
+                stages[number % pp] += of_kind[kind] * count
+        stages[-1] += self.head(t, training=training)  # never recomputed
+        return stages
 
     def layer(self, t: float, squared: float, *, is_moe: bool) -> tuple[Parts, Parts]:
-        """(all of a layer's forward pass, its MoE part alone)."""
+        """Return the time of a layer's forward pass, and of its MoE part alone."""
         spec, rates, tp = self.spec, self.rates, self.cfg.parallel.tp
         dense, routed = layer_weights(spec, is_moe=is_moe)
         layer_bytes, expert_bytes = memory.layer_bytes(
@@ -241,22 +242,20 @@ class TrainingModel:
         )
         experts = Parts()
         if is_moe:
-            shared = (
-                3 * spec.hidden_size * spec.shared_ffn_size + spec.hidden_size * spec.num_experts
-            )
-            held = memory.layer_parameters(
-                spec, self.cfg.parallel, is_moe=True
-            ).experts * memory.element_size(self.cfg)
+            # weights of shared experts and of the router
+            shared = spec.hidden_size * (3 * spec.shared_ffn_size + spec.num_experts)
+            local = memory.layer_parameters(spec, self.cfg.parallel, is_moe=True).experts
+            read = local * memory.element_size(self.cfg) / rates.memory
             experts = Parts(
                 matrices=2 * shared * t / tp / rates.matrices,
-                experts=max(2 * routed * t / tp / rates.experts, held / rates.memory),
+                experts=max(2 * routed * t / tp / rates.experts, read),
                 memory=2 * expert_bytes / rates.memory,
                 exchange=self._exchange(t),
                 tensor=self._sequence_gather(t) if spec.shared_ffn_size else 0.0,
             )
             # layer_weights counts them as dense, but selective recompute includes them
             dense -= shared
-        rest = Parts(
+        other = Parts(
             matrices=2 * dense * t / tp / rates.matrices,
             attention=attention_width(spec) * squared * t / tp / rates.attention,
             memory=2 * (layer_bytes - expert_bytes) / rates.memory,
@@ -264,15 +263,15 @@ class TrainingModel:
             context=self._ring(t),
             layers=self.assumed.layer_seconds,
         )
-        return rest + experts, experts
+        return other + experts, experts
 
     def head(self, t: float, *, training: bool) -> Parts:
-        """LM head and log-probs: read logits, write their gradient; the fused form computes them
-        twice.
-        """
+        """Return the time of the LM head and the log-probs."""
         columns = padded_vocab_size(self.spec, self.cfg.parallel.tp) / self.cfg.parallel.tp
+        # the fused form computes the logits again for backward
         products = (4 if self.cfg.model.fused_lm_head else 3) if training else 1
-        # of the logits through memory: written, read twice; read twice more, gradient
+        # passes of the logits through memory: written and read twice; in backward read twice and
+        # overwritten with the gradient
         passes = 6 if training else 3
         return Parts(
             matrices=2 * products * t * columns * self.spec.hidden_size / self.rates.matrices,
@@ -280,68 +279,69 @@ class TrainingModel:
         )
 
     def _pipelined(self, stages: list[Parts], tokens: Tokens, *, interleaved: int) -> Parts:
-        """All micro-batches through all stages: the slowest stage works, and waits for the others
-        to fill and drain.
+        """Return the time of all micro-batches on the slowest stage, with its waits for the other
+        stages to fill and drain.
         """
         slowest = max(stages, key=lambda parts: parts.total)
         work = slowest * self.micro_batches(tokens)
-        waiting = (sum(each.total for each in stages) - slowest.total) / interleaved + self._hops(
-            tokens
-        )
+        others = sum(stage.total for stage in stages) - slowest.total
+        waiting = others / interleaved + self._hops(tokens)
         if dp_size(self.cfg.parallel, self.world) > 1:
             # replicas wait at the gradient reduction
             waiting += work.total * (1 / self.assumed.lockstep - 1)
         return replace(work, waiting=waiting)
 
     def _hops(self, tokens: Tokens) -> float:
-        """A micro-batch's rows from stage to stage, both ways, once through the pipeline."""
+        """Return the time in which a micro-batch's rows pass from stage to stage, both ways."""
         parallel = self.cfg.parallel
         sent = self.rows(tokens) * self.row_bytes / parallel.tp
         return 2 * (parallel.pp * parallel.vp - 1) * sent / self.rates.link(self.world)
 
     def _sequence_gather(self, t: float) -> float:
-        """Tensor ranks gather their rows before a block, and reduce-scatter sums after it: t h (n -
-        1) / n each.
+        """Return the time in which tensor ranks gather rows before a block and reduce-scatter sums
+        after it: t h (n - 1) / n numbers each.
         """
         tp = self.cfg.parallel.tp
         return 2 * t * self.row_bytes * (tp - 1) / tp / self.rates.link(tp)
 
     def _exchange(self, t: float) -> float:
-        """Every row k times to its experts and back; the slower of the traffic within a node and
-        between nodes.
+        """Return the time in which every row goes to its k experts and back.
+
+        It is the longer of the times within a node and between nodes.
         """
         parallel, rates, etp = self.cfg.parallel, self.rates, self.cfg.parallel.expert_tp
         size = 2 * t / parallel.tp * self.spec.top_k * self.row_bytes
         # expert ranks within a node, which tensor ranks of an expert fill first
         near = min(parallel.ep, max(1, rates.per_node // etp))
         inside, outside = size * (near - 1) / parallel.ep, size * (parallel.ep - near) / parallel.ep
-        return max(inside / rates.nvlink, outside / rates.network) + size * (etp - 1) / rates.link(
-            etp
-        )
+        # every tensor rank of an expert gets all rows
+        gathered = size * (etp - 1) / rates.link(etp)
+        return max(inside / rates.nvlink, outside / rates.network) + gathered
 
     def _ring(self, t: float) -> float:
-        """Keys and values of the other context ranks."""
+        """Return the time in which a rank gets the keys and values of the other context ranks."""
         parallel, spec = self.cfg.parallel, self.spec
-        size = (
-            t * 2 * spec.num_kv_heads * spec.head_dim * memory.element_size(self.cfg) / parallel.tp
-        )
+        numbers = t * 2 * spec.num_kv_heads * spec.head_dim
+        size = numbers * memory.element_size(self.cfg) / parallel.tp
         return (parallel.cp - 1) * size / self.rates.link(parallel.tp * parallel.cp)
 
     def _gradients(self, pp_rank: int) -> Parts:
-        """float32 gradients are reduce-scattered and parameters gathered over the copies of each;
-        then Adam on the owned ones.
+        """Return the time of the gradient reduction and of the optimizer.
+
+        float32 gradients are reduce-scattered and parameters gathered over the copies of every
+        parameter; then Adam updates the owned ones.
         """
         parallel, size = self.cfg.parallel, memory.element_size(self.cfg)
-        held = memory.rank_parameters(self.spec, parallel, pp_rank, te=memory.wants_te(self.cfg))
-        copies = dp_size(parallel, self.world) * parallel.cp, expert_dp_size(parallel, self.world)
-        moved = sum(
-            count * (n - 1) / n for count, n in zip((held.dense, held.experts), copies, strict=True)
-        )
-        owned: float = held.total
+        total = memory.rank_parameters(self.spec, parallel, pp_rank, te=memory.wants_te(self.cfg))
+        copies = dp_size(parallel, self.world) * parallel.cp
+        expert_copies = expert_dp_size(parallel, self.world)
+        moved = total.dense * (copies - 1) / copies
+        moved += total.experts * (expert_copies - 1) / expert_copies
+        owned: float = total.total
         if self.cfg.optim.distributed:
-            owned = held.dense / copies[0] + held.experts / copies[1]
-        # moments and weights, read and written; norm and clip
-        touched = 2 * 12 * owned + 2 * 4 * held.total
+            owned = total.dense / copies + total.experts / expert_copies
+        # moments and weights are read and written; norm and clip read and write gradients
+        touched = 2 * 12 * owned + 2 * 4 * total.total
         return Parts(
             gradients=moved * (4 + size) / self.rates.link(self.world // parallel.pp),
             optimizer=touched / self.rates.memory,
@@ -349,4 +349,5 @@ class TrainingModel:
 
 
 def backward(forward: Parts) -> Parts:
+    """Return the backward time of every part."""
     return Parts(*map(mul, vars(forward).values(), vars(BACKWARD).values()))

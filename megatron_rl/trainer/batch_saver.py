@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.batches.bundle_writer import BundleNote, results_of, write_bundle
 from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.config import Config
-from megatron_rl.engine.engine import Engine, OldPass
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.pass_results import OldPass
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import Config
-from megatron_rl.engine.engine import Engine, ObserveTokens, OldPass, UpdateTokens
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.pass_results import ObserveTokens, OldPass, UpdateTokens
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.records import MiniBatch, PackedBatch, Sample
 from megatron_rl.replay.layout import Rows, indices

@@ -23,7 +23,8 @@ from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
 from megatron_rl.distributed.ranks import Ranks
-from megatron_rl.engine.engine import Engine, OldPass
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.pass_results import OldPass
 from megatron_rl.launch.signals import StopSignal
 from megatron_rl.metrics.console import counted, evaluation_text
 from megatron_rl.metrics.reduce import MetricSums

@@ -109,7 +109,7 @@ def used(got, expected):
 def compare_fused(group, vocab, padded, sequence_parallel, sets):
     import torch
 
-    from megatron_rl.engine.fused_logprobs import fused_kept_logprobs
+    from megatron_rl.engine.fused_logprobs import HeadSettings, fused_kept_logprobs
 
     torch.manual_seed(0)
     rank, size, sequences, rows = group.rank(), group.size(), 2, 12
@@ -122,16 +122,15 @@ def compare_fused(group, vocab, padded, sequence_parallel, sets):
     whole, whole_head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     mine, my_head = hidden[:, part].clone().requires_grad_(), head[columns].clone().requires_grad_()
     kept = make_sets(labels, vocab) if sets else None
-    expected = fused_kept_logprobs(whole, whole_head, labels, kept, vocab_size=vocab)
+    expected = fused_kept_logprobs(whole, whole_head, labels, kept, HeadSettings(vocab_size=vocab))
     got = fused_kept_logprobs(
         mine,
         my_head,
         labels,
         kept,
-        vocab_size=vocab,
-        tp_group=group,
-        sequence_parallel=sequence_parallel,
-        chunk_rows=5,
+        HeadSettings(
+            vocab_size=vocab, tp_group=group, sequence_parallel=sequence_parallel, chunk_rows=5
+        ),
     )
     torch.autograd.backward(expected[:2], weights)
     torch.autograd.backward(got[:2], weights)

@@ -16,8 +16,8 @@ from megatron_rl.config import Config, RolloutConfig, load_config
 from megatron_rl.config.rules.rollout_rules import check_rollout
 from megatron_rl.models.known import find_spec
 from megatron_rl.plan import grid
-from megatron_rl.plan.dry_run import gib
 from megatron_rl.plan.hardware import GIB, HARDWARE, find_hardware, read_assumptions
+from megatron_rl.plan.report_sections import gib
 from megatron_rl.plan.search import Candidate, Search
 from megatron_rl.plan.server_time import DecodeModel, ServerPlan, propose_servers
 from megatron_rl.plan.training_time import TrainingModel
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     limit = (args.gpu_gib * GIB if args.gpu_gib else hardware.memory) - args.reserve_gib * GIB
     trainer = TrainingModel(spec, cfg, args.gpus, hardware, assumed)
     search = Search(trainer, limit)
-    found = search.found
+    found = search.candidates
     rows = cfg.run.max_tokens_per_micro_batch
     print(
         f"{spec.architecture} on {args.gpus} x {hardware.name}, {rows:,} rows a micro-batch:"

@@ -30,7 +30,8 @@ from megatron_rl.checkpoint.batches.bundle_writer import Results, results_of
 from megatron_rl.config import Config, load_config
 from megatron_rl.data.prompts import load_tokenizer
 from megatron_rl.distributed import disable_tf32, make_parallel
-from megatron_rl.engine.engine import Engine, OldPass, UpdateTokens
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.pass_results import OldPass, UpdateTokens
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch
 from megatron_rl_tools.options import parse_replay_batch

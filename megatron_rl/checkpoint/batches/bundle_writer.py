@@ -31,7 +31,8 @@ from megatron_rl.checkpoint.batches.bundle_sequences import rank_name, replica_n
 from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.config import plain_values
 from megatron_rl.distributed.ranks import Ranks
-from megatron_rl.engine.engine import Engine, OldPass
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.pass_results import OldPass
 from megatron_rl.metrics.sinks import finite
 from megatron_rl.records import MiniBatch
 from megatron_rl.replay.layout import indices

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.engine.fused_logprobs import fused_kept_logprobs
+from megatron_rl.engine.fused_logprobs import HeadSettings, fused_kept_logprobs
 from megatron_rl.engine.logprobs import kept_token_logprobs, token_logprobs
 from megatron_rl.records.sampling_mask import SamplingMask, sets_of_tokens
 from tests.unit.test_sampling_mask import make_mask
@@ -92,10 +92,9 @@ def test_the_fused_lm_head_computes_the_same(chunk_rows, into_main_grad):
         w,
         labels,
         kept,
-        vocab_size=47,
-        temperature=0.8,
-        chunk_rows=chunk_rows,
-        into_main_grad=into_main_grad,
+        HeadSettings(
+            vocab_size=47, temperature=0.8, chunk_rows=chunk_rows, into_main_grad=into_main_grad
+        ),
     )
     y, v = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     expected = enumerate_sets(y @ v.t(), labels, sets, 47, 0.8)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from megatron_rl.engine.fused_logprobs import defer_lm_head, fused_logprobs
+from megatron_rl.engine.fused_logprobs import HeadSettings, defer_lm_head, fused_logprobs
 from megatron_rl.engine.logprobs import token_logprobs
 from megatron_rl.models.spec import ModelError
 
@@ -77,15 +77,13 @@ def test_fused_values_and_gradients(chunk_rows, temperature, vocab, into_main_gr
     labels, weights = torch.randint(0, vocab, (64,)), [torch.randn(64), torch.randn(64)]
     x, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     w.main_grad, w.grad_added_to_main_grad = torch.ones(50, 16), False
-    got = fused_logprobs(
-        x,
-        w,
-        labels,
+    settings = HeadSettings(
         vocab_size=vocab,
         temperature=temperature,
         chunk_rows=chunk_rows,
         into_main_grad=into_main_grad,
     )
+    got = fused_logprobs(x, w, labels, settings)
     y, v = hidden.double().requires_grad_(), head.double().requires_grad_()
     expected = reference(y @ v.t(), labels, vocab, temperature)
     for a, b in zip(got, expected, strict=True):
@@ -117,15 +115,15 @@ def test_bf16_logits_are_read_in_float32_and_left_alone():
 
 @pytest.mark.parametrize("into_main_grad", [False, True])
 def test_bf16_fused_form_equals_the_one_on_logits(into_main_grad):
-    """The same rounding of logits and of their gradient; sums over rows stay float32 in
-    main_grad.
-    """
+    """Logits and their gradient are rounded alike; sums over rows stay float32 in main_grad."""
     torch.manual_seed(1)
     hidden, head = torch.randn(96, 32).bfloat16(), torch.randn(200, 32).bfloat16()
     labels, weights = torch.randint(0, 199, (96,)), [torch.randn(96), torch.randn(96)]
     x, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     w.main_grad, w.grad_added_to_main_grad = torch.zeros(200, 32), False
-    got = fused_logprobs(x, w, labels, vocab_size=199, chunk_rows=40, into_main_grad=into_main_grad)
+    got = fused_logprobs(
+        x, w, labels, HeadSettings(vocab_size=199, chunk_rows=40, into_main_grad=into_main_grad)
+    )
     torch.autograd.backward(got, weights)
     y, v = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     expected = token_logprobs(y @ v.t(), labels, vocab_size=199)
@@ -155,7 +153,7 @@ def test_float64_is_computed_in_float64():
         close(a, b, 1e-13)
     hidden, head = torch.randn(9, 4, dtype=torch.float64), torch.randn(30, 4, dtype=torch.float64)
     got, expected = (
-        fused_logprobs(hidden, head, labels, vocab_size=30),
+        fused_logprobs(hidden, head, labels, HeadSettings(vocab_size=30)),
         reference(hidden @ head.t(), labels, 30, 1.0),
     )
     for a, b in zip(got, expected, strict=True):
@@ -167,10 +165,8 @@ def test_gradients_by_finite_differences():
     hidden, head = torch.randn(5, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     labels = torch.tensor([0, 5, 2, 3, 5])
     inputs = (hidden.requires_grad_(), head.requires_grad_())
-    assert torch.autograd.gradcheck(
-        lambda h, w: fused_logprobs(h, w, labels, vocab_size=6, temperature=0.8, chunk_rows=2),
-        inputs,
-    )
+    settings = HeadSettings(vocab_size=6, temperature=0.8, chunk_rows=2)
+    assert torch.autograd.gradcheck(lambda h, w: fused_logprobs(h, w, labels, settings), inputs)
 
 
 def test_extreme_logits_stay_finite():
@@ -189,7 +185,7 @@ def test_no_rows_and_labels_that_do_not_exist():
     got = token_logprobs(x, torch.zeros(0, dtype=torch.long), vocab_size=5)
     assert [len(value) for value in got] == [0, 0] and gradients(got, got, [x])[0].shape == (0, 5)
     hidden, head = torch.zeros(0, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
-    got = fused_logprobs(hidden, head, torch.zeros(0, dtype=torch.long), vocab_size=5)
+    got = fused_logprobs(hidden, head, torch.zeros(0, dtype=torch.long), HeadSettings(vocab_size=5))
     assert (gradients(got, got, [hidden, head])[1] == 0).all()
     for label in (-100, 4, 5):
         assert token_logprobs(torch.zeros(1, 5), torch.tensor([label]), vocab_size=4)[0].isnan()
@@ -210,11 +206,11 @@ def test_fused_form_names_what_does_not_fit():
         torch.zeros(3, dtype=torch.long),
     )
     with pytest.raises(ValueError, match="hidden is torch.bfloat16, weight torch.float32"):
-        fused_logprobs(hidden.bfloat16(), head, labels, vocab_size=5)
+        fused_logprobs(hidden.bfloat16(), head, labels, HeadSettings(vocab_size=5))
     with pytest.raises(ValueError, match="no main_grad"):
-        fused_logprobs(hidden, head, labels, vocab_size=5, into_main_grad=True)
+        fused_logprobs(hidden, head, labels, HeadSettings(vocab_size=5, into_main_grad=True))
     with pytest.raises(ValueError, match="3 rows of hidden states, 2 labels"):
-        fused_logprobs(hidden, head, labels[:2], vocab_size=5)
+        fused_logprobs(hidden, head, labels[:2], HeadSettings(vocab_size=5))
 
 
 def peak_bytes(run):
@@ -254,7 +250,7 @@ def test_peak_memory_of_the_fused_form_does_not_grow_with_the_logits():
         labels = torch.randint(0, 4000, (rows,))
 
         def run(hidden=hidden, head=head, labels=labels):
-            got = fused_logprobs(hidden, head, labels, vocab_size=4000, chunk_rows=64)
+            got = fused_logprobs(hidden, head, labels, HeadSettings(vocab_size=4000, chunk_rows=64))
             torch.autograd.grad(got, [hidden, head], [torch.ones(len(labels))] * 2)
 
         peaks.append(peak_bytes(run) - hidden.nbytes)

@@ -14,19 +14,18 @@ from safetensors.torch import save_file
 
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.engine import bridge, te_layers
-from megatron_rl.engine.bridge import (
+from megatron_rl.engine.bridge import BridgeProvider, moe_layers, open_bridge
+from megatron_rl.engine.bridge_package import (
     INSTALL,
     VERSION,
-    BridgeProvider,
     add_placeholder_transformer_engine,
     check_installed,
     first_line,
-    moe_layers,
-    open_bridge,
 )
 from megatron_rl.engine.core_fields import has_transformer_engine, reason_of
 from megatron_rl.engine.provider import make_provider, provider_of, provider_spec
-from megatron_rl.engine.te_layers import TELayerNormColumnParallelLinear, local_attention, rms_norm
+from megatron_rl.engine.te_attention import local_attention
+from megatron_rl.engine.te_layers import TELayerNormColumnParallelLinear, rms_norm
 from megatron_rl.models.spec import ModelError
 from megatron_rl.weights.hf.export import batches
 from megatron_rl.weights.hf.files import CheckpointError

@@ -392,7 +392,7 @@ def test_proposed_layouts_fit_and_the_first_is_the_fastest(config):
     cfg = config("--rollout.urls", "http://node:30000")
     spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
     trainer = TrainingModel(spec, cfg, 16, HARDWARE["h100"], Assumptions())
-    roomy = Search(trainer, 1 << 40).found
+    roomy = Search(trainer, 1 << 40).candidates
     seconds = [each.old_logprob.total + each.update.total for each in roomy]
     assert seconds[0] <= 1.1 * min(seconds) and max(seconds) > 2 * seconds[0]
     best = roomy[0].cfg.parallel
@@ -402,9 +402,9 @@ def test_proposed_layouts_fit_and_the_first_is_the_fastest(config):
         and roomy[0].cfg.model.recompute == "none"
     )
     needs = sorted(each.memory.total for each in roomy)
-    tight = Search(trainer, needs[0]).found
+    tight = Search(trainer, needs[0]).candidates
     assert tight and all(each.memory.total <= needs[0] for each in tight)
-    assert not Search(trainer, 1000).found
+    assert not Search(trainer, 1000).candidates
     for each in roomy:
         check_sizes(each.cfg.parallel, 16)
         check_fit(spec, cfg.model, each.cfg.parallel)

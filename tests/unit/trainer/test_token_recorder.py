@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.batch.pack import pack
-from megatron_rl.engine.engine import UpdateTokens
+from megatron_rl.engine.pass_results import UpdateTokens
 from megatron_rl.loss import PolicyLoss
 from megatron_rl.records import Sample
 from megatron_rl.replay.layout import RankLayout

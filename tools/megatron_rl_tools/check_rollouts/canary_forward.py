@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.batch.pack import Sample, pack
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import disable_tf32, make_parallel
-from megatron_rl.engine.forward import run_schedule
+from megatron_rl.engine.forward import Pipeline
 from megatron_rl.engine.model import make_model, make_transformer_config, moe_routers
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
@@ -55,8 +55,8 @@ def live_routes(
         ]
         routes = [Routes() for _ in batches]
         with torch.no_grad():
-            report = run_schedule(
-                chunks, manager, batches, routes, zero_loss, training=False, record=True
+            report = Pipeline(chunks, manager).run(
+                batches, routes, zero_loss, training=False, record=True
             )
         return [ids[:, :-1].transpose(0, 1).long().cpu().numpy() for ids in report.recorded or ()]
     finally:

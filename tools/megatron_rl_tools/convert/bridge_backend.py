@@ -26,9 +26,9 @@ from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint
 from megatron_rl.config import ModelConfig, ParallelConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.distributed.cpu import check_no_gpu
-from megatron_rl.engine.bridge import (
+from megatron_rl.engine.bridge import BridgeProvider
+from megatron_rl.engine.bridge_package import (
     TRANSFORMER_ENGINE,
-    BridgeProvider,
     add_placeholder_transformer_engine,
     check_installed,
     first_line,

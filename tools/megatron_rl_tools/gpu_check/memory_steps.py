@@ -10,7 +10,8 @@ from dataclasses import asdict
 import torch
 
 from megatron_rl.config import Config
-from megatron_rl.engine.engine import Engine, ReplayMode
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.pass_results import ReplayMode
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.plan.memory import rank_memory
 from megatron_rl.records import MiniBatch

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from megatron_rl.config import Config
-from megatron_rl.engine.engine import Engine, ReplayMode
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.pass_results import ReplayMode
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.known import KNOWN
 from megatron_rl.models.spec import ModelSpec

@@ -20,8 +20,9 @@ from torch import Tensor
 from megatron_rl.batch.pack import Sample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
-from megatron_rl.engine.engine import Engine, OldPass, ReplayMode
+from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.model import moe_routers
+from megatron_rl.engine.pass_results import OldPass, ReplayMode
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch
