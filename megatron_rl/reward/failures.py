@@ -39,3 +39,9 @@ Reply = Scored | Failure
 
 class LabelError(ValueError):
     """Raise it from a reward function when the label, not the response, cannot be read."""
+
+
+class RewardError(RuntimeError):
+    """The reward function cannot be loaded, fails on everything, or failed where reward.on_error =
+    raise.
+    """
