@@ -17,7 +17,8 @@ from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.records import Prompt, RolloutGroup, RowState
 from megatron_rl.reward.pool import Rewarded
 from megatron_rl.rollout.agents import EpisodeError, Step
-from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
+from megatron_rl.rollout.agents.rollout_function import load_function
+from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.request import Sampling
 from megatron_rl.rollout.client.response import join_rollouts, parse_sample

@@ -30,7 +30,8 @@ from megatron_rl.rollout.agents import ToolError, Turn
 from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.command import Program
 from megatron_rl.rollout.agents.completions import ApiError, chunks, read_request
-from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
+from megatron_rl.rollout.agents.rollout_function import load_function
+from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.samples import make_sample, random_routes
