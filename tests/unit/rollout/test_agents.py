@@ -190,7 +190,12 @@ def test_an_episode_travels_unchanged_and_a_moved_span_is_found():
     (copy,), _ = from_bytes(to_bytes([rollout]))
     for name in ("tokens", "rollout_logprobs", "policy_versions", "routed_experts"):
         assert np.array_equal(getattr(copy, name), getattr(rollout, name)), name
-    assert (copy.environment, copy.reward, copy.metrics) == (rollout.environment, 0.5, {"calls": 2})
+    record = copy.episode
+    assert (copy.environment, record.reward, record.metrics) == (
+        rollout.environment,
+        0.5,
+        {"calls": 2},
+    )
     (start, end), second = rollout.environment
     moved = replace(rollout, environment=((start + 1, end + 1), second))
     with pytest.raises(ValueError, match="spans of the environment moved"):
