@@ -1,5 +1,4 @@
-"""The reward function in its worker: which of the three forms it has, its call, and what it may
-return.
+"""The reward function in its worker: its form, its call and its results.
 
     f(prompt, response, label)     three texts
     f(episode: Episode)            a response with everything that is known about it
@@ -31,12 +30,12 @@ MATH = "megatron_rl.reward.math_answer:score"
 
 Form = Literal["texts", "episode", "group"]
 Item = Sequence[Any]
-"""Of one call: [prompt, response, label], or Episode.to_json() of each response."""
+"""The argument of one call: [prompt, response, label], or Episode.to_json() of each response."""
 
 
 class InvalidResult(ValueError):
-    """The function returned a number that is not finite, metrics that are none, or a list of
-    another length.
+    """The function returned a number that is not finite, metrics that cannot be logged, or a list
+    of another length.
     """
 
 
@@ -76,13 +75,13 @@ class RewardFunction:
         try:
             async with limit:
                 return self._replies(await self.function(*arguments), responses)
-        # a function may cancel its own task
+        # a function may cancel the task that runs it
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             late = Failure(failed="timeouts", why=f"no answer within {self.seconds:g} s", where=[])
             return [late if limit.expired() else failure(error)] * len(responses)
 
     def _arguments(self, item: Item) -> tuple[list[str], Sequence[Any]]:
-        """(responses, arguments of the function)."""
+        """Return (responses, arguments of the function)."""
         if self.form == "texts":
             return [item[1]], item
         episodes = [Episode.from_json(values) for values in item]
@@ -106,12 +105,12 @@ class RewardFunction:
             return Scored(
                 score=value, formatted=self.pattern.search(response) is not None, metrics=metrics
             )
-        except Exception as error:  # of one result of a group: the others keep theirs
+        except Exception as error:  # one result of a group fails, and the others keep their scores
             return failure(error)
 
 
 def parse_result(result: Any) -> tuple[float, dict[str, float]]:
-    """(reward, metrics).  Raises InvalidResult for a value that is not finite."""
+    """Return (reward, metrics).  Raises InvalidResult for a value that is not finite."""
     metrics: Mapping[str, Any] = {}
     if isinstance(result, Score):
         result, metrics = result.value, result.metrics
@@ -150,7 +149,7 @@ def failure(error: BaseException) -> Failure:
 def load_reward(name: str, pattern: str, seconds: float) -> RewardFunction:
     """Import `package.module:function`, or math.
 
-    Raises TypeError for one that takes something else than FORMS.
+    Raises TypeError for a function that does not take one of FORMS.
     """
     module, _, attribute = (MATH if name == "math" else name).partition(":")
     function = getattr(importlib.import_module(module), attribute)
@@ -163,10 +162,10 @@ def load_reward(name: str, pattern: str, seconds: float) -> RewardFunction:
 
 
 def form_of(function: Callable[..., Any], name: str) -> Form:
-    """The form, from the number of parameters and the annotation of a single one."""
+    """Return the form: from the number of parameters, and the annotation of a single one."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of a function in C: the call shows
+    except ValueError:  # a function in C has no signature: its call may fail
         return "texts"
     if takes_arguments(signature, 3):
         return "texts"

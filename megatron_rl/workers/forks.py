@@ -1,4 +1,7 @@
-"""Workers that are forked from one process, which has loaded the users' code."""
+"""Workers that are forked from a process which has loaded the users' code: the trainer's side.
+
+A fork takes milliseconds where an import takes seconds, so that every episode can have a process.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ class ForkingProcess:
         Raises CallFailed where the users' code cannot be loaded.
         """
         ours, theirs = socket.socketpair()
-        # it may load users' code: seconds; a future, for the end of the event loop cancels tasks
+        # In a thread, as it may load users' code, which takes seconds.  A future and no task: the
+        # end of the event loop cancels tasks, and the worker would be lost.
         start = asyncio.get_running_loop().run_in_executor(None, self._fork, theirs)
         try:
             end = await asyncio.shield(start)
@@ -73,7 +77,8 @@ class ForkingProcess:
 
     def _fork(self, theirs: socket.socket) -> Callable[[], None]:
         """Start a worker that gets its calls from `theirs`; returns what ends it."""
-        with theirs, self._lock:  # closed here: a cancellation must not close it while it is sent
+        # closed here, not in `worker`: a cancellation must not close it while it is sent
+        with theirs, self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._load()
             assert self._channel is not None
@@ -92,17 +97,18 @@ class ForkingProcess:
             message = json.loads(packet)
             if "failed" in message:
                 raise CallFailed(message["failed"], message["where"])
-        except BaseException:  # a process that cannot be used must not be taken for one that can
+        except BaseException:  # the next `_fork` must not use this process
             end_launched(self._process)
             self._process = self._channel = None
             raise
 
 
 def order_end(channel: socket.socket, number: int) -> None:
-    """End a worker.  Takes no lock: another thread may hold it as long as loading takes, and the
+    """End a worker.  Takes no lock: another thread may hold it while it loads users' code, and the
     whole event loop would wait.
     """
-    with contextlib.suppress(OSError):  # the process that forked it ended: so did the worker
+    # an error: the process that forked the worker ended, and the worker with it
+    with contextlib.suppress(OSError):
         channel.sendall(call_line(number, "end", None))
 
 

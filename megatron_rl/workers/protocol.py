@@ -4,8 +4,10 @@ standard input.
     in   {"number": 1, "call": "step", "argument": JSON}
     out  {"number": 1, "answer": JSON} or {"number": 1, "failed": "KeyError: 'a'", "where": frames}
 
-Calls are numbered from 1.  Number 0 comes without a call: the service is made, or why it cannot be.
-A process that forks workers takes the calls "fork" and "end", each a packet, and answers none.
+Calls are numbered from 1.  The worker sends number 0 without a call, when its service is made or
+cannot be made.  A process that forks workers takes the calls "fork" and "end", and answers neither.
+
+No pickle: a worker runs code that the trainer does not trust.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Literal
 
 CALL_BYTES = 2**30
 ANSWER_BYTES = 2**26
-"""The longest answer: more cannot fit a context."""
+"""The longest answer: a longer one would not fit a context."""
 FRAMES = 3
 
 
@@ -30,7 +32,8 @@ class WorkerSpec:
     """The code of a worker and its limits."""
 
     loader: str
-    """`module:function` that returns the Service (serving.py), or what makes one in each fork."""
+    """`module:function` that returns a Service (serving.py), or a function that makes one in each
+    fork."""
     arguments: tuple[str | float, ...]
     memory_bytes: int = 0
     """Limit of the address space of a process that answers calls, 0 = none."""
@@ -40,15 +43,16 @@ class WorkerSpec:
 
 @dataclass(eq=False)
 class CallFailed(Exception):
-    """A call without an answer; str() has the frames."""
+    """A call failed; str() shows the reason and the frames."""
 
     why: str
     where: list[str] = field(default_factory=list)
     """The last frames of the user's code, innermost last."""
     kind: Literal["errors", "crashes", "timeouts"] = "errors"
-    """The user's code raised or answered what cannot be sent, or its process was lost."""
+    """errors: the user's code raised, or its answer cannot be sent.  The others: the process is
+    lost."""
     was_alone: bool = True
-    """No other call was running, so that this one is the cause of a lost process."""
+    """No other call was running, so that this call is the cause where the process is lost."""
 
     def __str__(self) -> str:
         return "\n  ".join([self.why, *self.where])
@@ -75,6 +79,7 @@ def frames_of(error: BaseException, hidden: Collection[str]) -> list[str]:
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in hidden
     ]
+    # the last ones are nearest to the error; a line of generated code may be long
     return [
         f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"[:500]
         for frame in frames[-FRAMES:]
@@ -82,6 +87,8 @@ def frames_of(error: BaseException, hidden: Collection[str]) -> list[str]:
 
 
 def kill_group(pid: int) -> None:
-    """Kill the worker `pid`, which must not have been waited for, and what it started."""
+    """Kill the worker `pid` and its children.  It must not have been waited for: another process
+    could have its number.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

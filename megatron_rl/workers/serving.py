@@ -1,9 +1,11 @@
 """A worker: `python -m megatron_rl.workers.serving one|forks LOADER ARGUMENTS MEMORY_BYTES`.
 
-It makes the service, then answers the calls of protocol.py.  With `forks` it loads the users' code
-once and forks a worker for every order, which takes milliseconds; then it starts no thread and uses
-no GPU.  The number of an order names the worker: "fork" comes with a socket for its calls as
-ancillary data, "end" kills it and its children.
+With `one` it makes the service, then answers the calls of protocol.py.
+
+With `forks` it loads the users' code once and forks a worker for every call "fork", which takes
+milliseconds.  That call comes with a socket, as ancillary data, on which the worker answers; the
+call "end" of the same number kills the worker and its children.  A process that forks starts no
+thread and uses no GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from megatron_rl.workers.protocol import (
 )
 
 PR_SET_PDEATHSIG = 1
-ORDER_BYTES = 256  # more than any order has
+ORDER_BYTES = 256  # more than a "fork" or "end" has
 PRINTED_CHARACTERS = 4096  # per call: a gigabyte would bury the run's own output
 Made = TypeVar("Made")
 
@@ -49,7 +51,7 @@ class Service(Protocol):
 
     @property
     def description(self) -> object:
-        """Facts that the trainer learns when the service is made."""
+        """Facts about the service, for the trainer: the answer number 0."""
 
     def answer(self, call: str, argument: Any) -> Any:
         """Return the answer as JSON holds it, or a coroutine of it."""
@@ -71,11 +73,11 @@ def main() -> None:
 
 
 class Connection:
-    """The worker's side of the socket, where messages are read and written."""
+    """The worker's side of the socket: reads calls and writes answers."""
 
     def __init__(self, channel: socket.socket, loader_file: str) -> None:
         self.channel = channel
-        self.hidden = (__file__, loader_file)  # our own files: their frames tell a user nothing
+        self.hidden = (__file__, loader_file)  # frames of our files do not help a user
 
     def serve(self, make: Callable[[], Service]) -> None:
         """Make the service, answer number 0, then calls."""
@@ -85,13 +87,14 @@ class Connection:
         if service.is_concurrent:
             asyncio.run(self.serve_side_by_side(service))
             return
+        # one event loop for all calls: an environment may keep tasks and connections in it
         with asyncio.Runner() as runner, self.channel.makefile("rb") as lines:
             for line in lines:
                 sys.stdout = sys.stderr = Printed()
                 self.channel.sendall(self.reply(service, json.loads(line), runner))
 
     def made(self, make: Callable[[], Made]) -> Made | None:
-        """Return what `make` returns, None where it fails; the trainer gets number 0 either way."""
+        """Return what `make` returns, None where it fails; send number 0 in both cases."""
         try:
             made = make()
         except (Exception, SystemExit) as error:
@@ -128,7 +131,7 @@ class Connection:
         return failure_line(number, why, frames_of(error, self.hidden))
 
     def serve_forks(self, load: Callable[[], Callable[[], Service]], memory_bytes: int) -> None:
-        """Load what makes a service, then fork a worker for every order; at the end, end all."""
+        """Load the users' code, then fork and end workers; when the connection ends, end all."""
         make = self.made(load)
         pids: dict[int, int] = {}
         try:
@@ -166,7 +169,7 @@ class Connection:
 
 
 def end_fork(pid: int) -> None:
-    """Kill a fork and its children; it was not waited for before, so that the number is its own."""
+    """Kill a worker and its children, and wait for it: it must not stay as a zombie."""
     kill_group(pid)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)  # it may not lead its group yet
@@ -174,8 +177,8 @@ def end_fork(pid: int) -> None:
 
 
 def reseed() -> None:
-    """Seed the global generators, which are copies of the parent's, the same in every fork; Python
-    seeds its own after a fork.
+    """Seed the global generators: they are copies of the parent's, so that all forks would draw the
+    same numbers.  Python seeds its own after a fork.
     """
     for name in ("numpy.random", "torch"):
         if name in sys.modules:
@@ -183,8 +186,8 @@ def reseed() -> None:
 
 
 def open_channel() -> socket.socket:
-    """Return the connection, a copy of standard input that children do not inherit: one that
-    outlives a crashed worker would keep it open.
+    """Return the socket of the calls, a copy of standard input that children do not inherit: a
+    child that outlives a crashed worker would keep it open.
     """
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -198,13 +201,13 @@ def end_with_parent() -> None:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Limit the address space, 0 = not: what exceeds it raises MemoryError."""
+    """Limit the address space, 0 = no limit; an allocation beyond it raises MemoryError."""
     if num_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
 class Printed(io.TextIOBase):
-    """Standard output of one call: its first characters reach standard error."""
+    """Standard output and error of one call, of which the first characters are shown."""
 
     def __init__(self) -> None:
         self.left = PRINTED_CHARACTERS

@@ -31,7 +31,7 @@ def launch(
     spec: WorkerSpec, mode: Literal["one", "forks"]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start serving.py; returns the process and this side of its connection."""
-    # an order to fork is a packet, so that it is not divided from its ancillary data
+    # packets: a call to fork must not be separated from the socket that comes with it
     kind = socket.SOCK_SEQPACKET if mode == "forks" else socket.SOCK_STREAM
     ours, theirs = socket.socketpair(type=kind)
     env = {name: value for name, value in os.environ.items() if name != spec.hidden_env}
@@ -52,8 +52,10 @@ def end_launched(process: subprocess.Popen[bytes]) -> None:
 
 
 class WorkerProcess:
-    """A worker and its calls, made in one event loop; several may run at a time where the service
-    is concurrent.  A lost worker answers no more.
+    """A worker and its calls, which one event loop makes.
+
+    Several calls may run at a time where the service is concurrent.  A worker that is lost takes no
+    further call.
     """
 
     def __init__(
@@ -88,11 +90,11 @@ class WorkerProcess:
     async def call(
         self, call: str, argument: object, seconds: float = math.inf, grace: float = 0.0
     ) -> Any:
-        """Return the service's answer.  Raises CallFailed; the worker is lost for another kind than
-        "errors".
+        """Return the service's answer.  Raises CallFailed; unless its kind is "errors", the worker
+        is lost.
 
-        seconds: the call is late after them.  grace: further ones in which the worker may answer so
-        by itself, before it is killed.
+        A call that takes longer than `seconds` is late, and the worker is killed `grace` seconds
+        later, in which it may still answer.
         """
         if self._lost is not None:  # between two calls: this one was not sent
             raise replace(self._lost)
@@ -117,7 +119,7 @@ class WorkerProcess:
     def lose(self, failure: CallFailed, *, is_known: bool = False) -> None:
         """Kill the process; every running call raises `failure`.
 
-        is_known: another call is the cause, and was answered.
+        is_known: a call that has its answer is the cause, and no running one.
         """
         self.kill()
         answers, self._answers = self._answers, {}
@@ -137,12 +139,12 @@ class WorkerProcess:
             self._writer.transport.abort()
 
     async def _read_answers(self) -> None:
-        """Give every answer to its call, until the worker ends or sends what is no message."""
+        """Give every answer to its call, until the worker ends or sends an invalid message."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             reader, self._writer = await asyncio.open_connection(
                 sock=self._channel, limit=ANSWER_BYTES + 1
             )
-            # else end of file, perhaps within a line
+            # a line without its end is the end of the file
             while (line := await reader.readline()).endswith(b"\n"):
                 match json.loads(line):
                     case {"number": number, "failed": why, "where": where}:
@@ -158,6 +160,7 @@ class WorkerProcess:
     def _how_it_ended(self) -> str:
         if self.process is None:
             return "its process ended"
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it closed the connection and lives
+        # the connection ends a moment before the process; a process that closed it may live on
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_SECONDS)
         return f"the worker exited with status {self.process.poll()}"

@@ -23,7 +23,7 @@ class EnvironmentProcesses(ForkingProcess):
     """A process per episode, forked from one that has imported the environment's class."""
 
     def __init__(self, name: str, memory_bytes: int = 0, hidden_env: str | None = None) -> None:
-        """name: `package.module:Class`; the others: see WorkerSpec."""
+        """name: `package.module:Class`; memory_bytes, hidden_env: see WorkerSpec."""
         super().__init__(WorkerSpec(LOADER, (name,), memory_bytes, hidden_env))
 
     def start(self) -> None:
