@@ -714,7 +714,7 @@ assert os.environ["no_proxy"] == os.environ["NO_PROXY"]  # programs read either
 print(json.dumps({"metrics": {os.environ["no_proxy"].replace(".", "_"): 1}}))"""
     )
     direct = {"example.org": "example_org,127_0_0_1", "*": "*", "": "127_0_0_1"}[given]
-    assert run_command(sys.executable, "-c", code).metrics == {direct: 1}
+    assert run_command(sys.executable, "-c", code).episode.metrics == {direct: 1}
 
 
 def test_a_program_gets_no_secrets_and_may_leave_the_reward_to_the_run(monkeypatch):
