@@ -167,6 +167,7 @@ def form_of(function: Callable[..., Any], name: str) -> Form:
         signature = inspect.signature(function)
     except ValueError:  # a function in C has no signature: its call may fail
         return "texts"
+    # three parameters need no annotation, which is the form of most functions
     if takes_arguments(signature, 3):
         return "texts"
     key = f"reward.function = {name!r}"

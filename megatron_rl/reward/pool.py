@@ -180,6 +180,7 @@ class RewardPool:
         if not calls:
             return
         self._has_worked = [reply["failed"] for _, reply in failures] != ["errors"] * len(pairs)
+        # a single prompt on which a working function fails may be at fault itself
         of_one_prompt = len({episode.prompt for episode, _ in pairs}) == 1
         if len(pairs) > 1 and not self._has_worked and not (of_one_prompt and has_worked):
             last = failures[-1][1]

@@ -131,6 +131,7 @@ class Branch:
             server=self._server,
             known=self.rollout,
         )
+        # an episode that was cut short has this turn, or its beginning: it is not sampled again
         if known := session.recorded.take(self._tokens, limit, stop_token_ids, self.rollout):
             group.put(0, known)
         self._is_busy, self._asked = True, group
@@ -138,7 +139,7 @@ class Branch:
             if not group.is_complete:
                 with session.waiting(), session.span(f"turn {len(self.turns) + 1}", "turn"):
                     await session.sample(group)
-            session.check_open()
+            session.check_open()  # the function may have finished the episode meanwhile
         except BaseException:
             self._is_busy = False
             raise
@@ -162,6 +163,7 @@ class Branch:
         self._tokens.extend(turn.token_ids)
         self.turns.append(turn)
         self._messages.append({"role": "assistant", "content": turn.text})
+        # a turn that ended at its own max_tokens leaves room for another one
         self.is_full = turn.finish_reason == "length" and self.remaining < 1
         self._session.ended(self)
 
@@ -180,6 +182,7 @@ class Branch:
 
     def _with(self, turn: Rollout) -> Rollout:
         """Return the sequence so far with `turn`, complete or cut short."""
+        # a turn that is cut short ends where the request that continues it does
         if turn.finish_reason != "abort":
             turn = turn.with_episode(turns=((len(turn.tokens), turn.finish_reason),))
         return turn if self.rollout is None else join_rollouts(self.rollout, turn)
@@ -255,6 +258,7 @@ class Branch:
         session.check_finite("turn reward", reward)
         spans, end = self.rollout.turn_spans, turn.num_prompt_tokens + len(turn.token_ids)
         self.rewards += [0.0] * (len(spans) - len(self.rewards))
+        # the turn's span in the rollout is the one in which its last token lies
         place = next(i for i, (start, stop) in enumerate(spans) if start < end <= stop)
         self.rewards[place] += float(reward)
 
@@ -310,6 +314,7 @@ class Branch:
             )
         last = len(self.turns[-1].token_ids)
         size = len(self.rollout.tokens)
+        # the format continues a turn of the model, so that it cannot continue an observation
         if len(self._tokens) != size:
             raise EpisodeError(
                 f"rollout {session.name}: give all messages between two turns in one observation"

@@ -108,6 +108,7 @@ def read_request(
     of_run = FULL_SOFTMAX
     if truncation is not None:
         of_run = {name: (value,) for name, value in truncation._asdict().items()}
+    # the fields of these tables are checked here; the model below knows all others
     for name, allowed in {**of_run, **ANY_TEXT}.items():
         if name in asked and (value := asked.pop(name)) not in allowed:
             raise ApiError(
@@ -122,6 +123,7 @@ def read_request(
         name = ".".join(map(str, first["loc"]))
         why = "is not known here; remove it" if first["type"] == "extra_forbidden" else first["msg"]
         raise ApiError(400, f"{name} = {first['input']!r:.80}: {why}", param=name) from error
+    # rho would compare distributions of two temperatures
     if request.temperature not in (None, temperature):
         raise ApiError(
             400,

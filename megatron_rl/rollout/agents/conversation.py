@@ -146,6 +146,7 @@ class Conversations:
         branch = None if node is None else self._continued(node, messages, tools.schemas)
         if branch is None:
             branch = self._branch(self._chat.render(messages, tools.schemas))
+        # added before it is sampled, so that `reading` drops a turn that was cut short
         answers.append(answer := Answer(branch, digests[-1], thinking))
         turn = await branch.sample(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         read = partial(
@@ -158,6 +159,7 @@ class Conversations:
         branch, turn = answer.branch, answer.turn
         assert turn is not None
         branch.accept(turn)
+        # the reply is read here, as the next request names the turn by its message
         reply = turn.reply
         self._counters.tool_calls += len(reply.tool_calls)
         self._counters.tool_errors += sum(
@@ -190,6 +192,7 @@ class Conversations:
         """
         end, thinking = last_answer(messages), thinking_of(messages)
         equal = [] if end is None else self._nodes.get(digests[end], [])
+        # a message without thinking is equal to one with any
         nodes = [
             node
             for node in equal
@@ -207,6 +210,7 @@ class Conversations:
         tokens = self._chat.continuation(node.prompt, node.completion, added, schemas)
         if tokens is None:
             return None
+        # another request has continued this turn: the second one gets a sequence with equal tokens
         if not node.is_open:
             return self._branch([*node.prompt, *node.completion, *tokens])
         node.is_open = False

@@ -44,6 +44,7 @@ class EnvironmentRollout:
         self, session: Session, prompt: Prompt, environment: Environment | RemoteEnvironment
     ) -> Episode:
         reward, metrics, is_done = 0.0, {}, False
+        # the model speaks first to the prompt, unless `reset` adds an observation
         if not is_nothing(first := await self._call(session, "reset", environment.reset, prompt)):
             session.observe(first)
         while not is_done and len(session.turns) < self.cfg.max_turns:
@@ -54,7 +55,7 @@ class EnvironmentRollout:
             step = checked_step(await self._call(session, "step", environment.step, turn))
             session.reward_turn(step.reward)
             reward, metrics, is_done = reward + step.reward, dict(step.metrics), step.done
-            if not is_done:
+            if not is_done:  # no turn follows the last observation
                 session.observe(step.observation)
         return session.finish(reward, {**metrics, "is_done": float(is_done)})
 
@@ -62,6 +63,7 @@ class EnvironmentRollout:
     async def _environment(
         self, session: Session
     ) -> AsyncIterator[Environment | RemoteEnvironment]:
+        # a constructor may take long, so that it has the time limit of a step in both cases
         if self.processes is None:
             yield await self._call(session, "constructor", self.make)
             return

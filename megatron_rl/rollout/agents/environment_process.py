@@ -80,6 +80,7 @@ def call_errors(call: str) -> Iterator[None]:
     try:
         yield
     except CallFailed as error:
+        # the frames of a lost process are not known
         is_lost = error.kind != "errors"
         text = f"{error.why} in {call}" if is_lost else f"{call} failed: {error}"
         raise EpisodeError(f"agent.environment: {text}") from error

@@ -160,6 +160,7 @@ class EpisodeCall:
         self.call.episodes.update(tasks)
         for task in tasks:
             task.add_done_callback(self._ended)
+        # GroupCancelled is raised when all tasks have ended; any other error at once
         waiting, cancelled = set(tasks), False
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
@@ -192,7 +193,7 @@ class EpisodeCall:
             raise RolloutError(f"all {count} episodes failed, the last one: {self.failures[-1]}")
 
     async def _in_turn(self, group: PartialGroup, index: int) -> None:
-        async with self._slots:
+        async with self._slots:  # agent.concurrency
             await self._episode(group, index, f"{self.sampling.id_prefix}{group.prompt.id}/{index}")
         self.done.append(group.prompt)
 
@@ -207,9 +208,9 @@ class EpisodeCall:
             except (GroupCancelled, RolloutError, asyncio.CancelledError):
                 self._keep(group, index, session)
                 raise
-            # of the user's function: counted, and raised where it may not be tried again
+            # an error of the user's function: counted, and raised where it may not be tried again
             except Exception as error:
-                group.prefixes.pop(index, None)  # it might lead there again
+                group.prefixes.pop(index, None)  # the recorded turns might lead to the error again
                 self.counters.failed_episodes += 1
                 self.counters.redrawn_samples += attempt < tries
                 why = f"{type(error).__name__}: {error}"
@@ -295,7 +296,8 @@ class EpisodeCall:
             self.runner.endpoint.end(session)
         if session.stopped_by is not None:  # also where the function handled it
             raise session.stopped_by
-        # cancelled for it; not cancelling(): a TaskGroup leaves that counted (Python 3.11)
+        # The call cancelled this task, and the function ignored it.  Task.cancelling() would not
+        # tell: a TaskGroup leaves it counted (Python 3.11).
         if self.call.is_over:
             raise asyncio.CancelledError
         if limit.expired():

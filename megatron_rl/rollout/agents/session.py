@@ -187,6 +187,7 @@ class Session:
                 "tools: must come with messages, whose format describes them; or write them into"
                 " the prompt"
             )
+        # token ids that continue the first sequence belong to it; others start a sequence
         ids, branch = self.check_tokens(parts, "given"), self._first
         if ids and tuple(ids[: len(branch.token_ids)]) != branch.token_ids:
             branch = self.branch(ids)
@@ -259,6 +260,7 @@ class Session:
             raise EpisodeError(
                 f"rollout {self.name}: nothing was sampled; await session.generate() at least once"
             )
+        # without a reward of the function or of a turn, the reward function scores the episode
         if reward is None and any(rollout.episode.turn_rewards for rollout in sequences):
             reward = math.fsum(
                 value for rollout in sequences for value in rollout.episode.turn_rewards
@@ -268,6 +270,7 @@ class Session:
                 self.check_finite(name, value)
         self._is_finished = True
         values = {name: float(value) for name, value in (metrics or {}).items()}
+        # the record of an episode is its last sequence, which holds the earlier ones
         *earlier, last = sequences
         rollout = last.after(earlier).named(self.name)
         self.episode = Episode(rollout, None if reward is None else float(reward), values)
@@ -302,6 +305,7 @@ class Session:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time of the block as waiting for the model."""
+        # turns of several branches overlap: the clock runs from the first to the last of them
         if not self._num_waiting:
             self._waiting_since = time.monotonic()
         self._num_waiting += 1

@@ -79,6 +79,7 @@ class Tools:
         """
         if problem := self.problem_of(call):
             return f"error: {problem}", True
+        # an error of the rollout function, which the model cannot mend
         if call.name not in self._functions:
             raise ValueError(
                 f"tool {call.name!r} is only a schema: answer its calls yourself, or give its"
