@@ -18,7 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_rl.workers.protocol import CallFailed, WorkerSpec, call_line
-from megatron_rl.workers.worker_process import START_SECONDS, WorkerProcess, end_launched, launch
+from megatron_rl.workers.worker_process import (
+    START_SECONDS,
+    WorkerProcess,
+    end_launched,
+    launch_worker,
+)
 
 CLOSE_SECONDS = 5.0
 PACKET_BYTES = 2**16  # more than a failure has
@@ -87,7 +92,7 @@ class ForkingProcess:
             return partial(order_end, self._channel, number)
 
     def _load(self) -> None:
-        self._process, self._channel = launch(self.spec, "forks")
+        self._process, self._channel = launch_worker(self.spec, "forks")
         try:
             self._channel.settimeout(START_SECONDS)
             packet = self._channel.recv(PACKET_BYTES)

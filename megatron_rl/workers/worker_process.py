@@ -27,7 +27,7 @@ START_SECONDS = 120.0
 EXIT_SECONDS = 1.0  # between the end of the connection and that of the process
 
 
-def launch(
+def launch_worker(
     spec: WorkerSpec, mode: Literal["one", "forks"]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start serving.py; returns the process and this side of its connection."""
@@ -77,7 +77,7 @@ class WorkerProcess:
     @classmethod
     def launched(cls, spec: WorkerSpec) -> WorkerProcess:
         """Start a worker.  The kernel kills it when the thread that started it ends."""
-        process, channel = launch(spec, "one")
+        process, channel = launch_worker(spec, "one")
         return cls(channel, partial(end_launched, process), process)
 
     async def connect(self) -> Any:

@@ -38,7 +38,7 @@ class EnvironmentService:
 
     def answer(self, call: str, argument: Mapping[str, Any]) -> object:
         """Call `reset` or `step`; returns what it returned as JSON holds it, or a coroutine."""
-        read = prompt_of if call == "reset" else turn_of
+        read = prompt_of_fields if call == "reset" else turn_of
         value = getattr(self.environment, call)(read(argument))
         return plain_later(value) if inspect.isawaitable(value) else plain(value)
 
@@ -47,7 +47,7 @@ async def plain_later(value: Awaitable[object]) -> object:
     return plain(await value)
 
 
-def prompt_of(values: Mapping[str, Any]) -> Prompt:
+def prompt_of_fields(values: Mapping[str, Any]) -> Prompt:
     return Prompt(**{**values, "token_ids": tuple(values["token_ids"])})
 
 

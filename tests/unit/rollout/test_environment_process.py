@@ -176,8 +176,10 @@ def test_the_end_of_an_episode_does_not_wait_for_an_import():
 
 
 def test_a_process_that_takes_too_long_to_start_is_ended(monkeypatch):
-    workers, launch = [], forks.launch
-    monkeypatch.setattr(forks, "launch", lambda *args: workers.append(launch(*args)) or workers[-1])
+    workers, launch = [], forks.launch_worker
+    monkeypatch.setattr(
+        forks, "launch_worker", lambda *args: workers.append(launch(*args)) or workers[-1]
+    )
     monkeypatch.setattr(forks, "START_SECONDS", 0.01)
     processes = EnvironmentProcesses("tests.faults.environments:Asked")
     with pytest.raises(TimeoutError):
