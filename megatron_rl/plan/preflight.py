@@ -228,7 +228,8 @@ def function_problems(cfg: Config) -> Iterator[str]:
         if ":" in name and (problem := problem_of(name, *calls)):
             yield f"{key} = {name!r} cannot be loaded: {problem}"
     if cfg.agent.name:
-        from megatron_rl.rollout.agents.runner import load_function  # imports transformers: seconds
+        # imports transformers: seconds
+        from megatron_rl.rollout.agents.rollout_function import load_function
 
         try:
             load_function(cfg.agent)

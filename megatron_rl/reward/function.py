@@ -1,5 +1,4 @@
-"""The reward function in its worker: which of the three forms it has, its call, and what it may
-return.
+"""The reward function in its worker: its form, its call and its results.
 
     f(prompt, response, label)     three texts
     f(episode: Episode)            a response with everything that is known about it
@@ -15,42 +14,51 @@ import importlib
 import inspect
 import math
 import re
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_rl.reward.failures import Failure, LabelError, Reply, Scored
 from megatron_rl.reward.scored_response import Episode, Score
+from megatron_rl.workers.protocol import frames_of
 
-FRAMES = 3
 MAX_METRICS = 64  # of a response
 LARGEST = 3.4028234e38  # of float32, in which rewards are kept
 METRIC_NAME = re.compile(r"[A-Za-z][\w/]{0,63}", re.ASCII)
 FORMS = "(prompt, response, label), (episode: Episode) or (group: list[Episode])"
 MATH = "megatron_rl.reward.math_answer:score"
-OWN_FILES = {str(Path(__file__)), asyncio.__file__, str(Path(__file__).with_name("worker.py"))}
 
 Form = Literal["texts", "episode", "group"]
 Item = Sequence[Any]
-"""Of one call: [prompt, response, label], or Episode.to_json() of each response."""
+"""The argument of one call: [prompt, response, label], or Episode.to_json() of each response."""
 
 
 class InvalidResult(ValueError):
-    """The function returned a number that is not finite, metrics that are none, or a list of
-    another length.
+    """The function returned a number that is not finite, metrics that cannot be logged, or a list
+    of another length.
     """
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A user's function and its form.  pattern: reward.format_pattern."""
+    """A user's function, as a worker serves it (megatron_rl/workers/serving.py)."""
 
     function: Callable[..., Any]
     form: Form
-    is_async: bool
+    is_concurrent: bool
+    """The function is async."""
     pattern: re.Pattern[str]
+    """reward.format_pattern"""
+    seconds: float = math.inf
+    """reward.timeout_seconds, after which a call of an async function is cancelled."""
+
+    @property
+    def description(self) -> tuple[Form, bool]:
+        return self.form, self.is_concurrent
+
+    def answer(self, call: str, item: Item) -> list[Reply] | Coroutine[Any, Any, list[Reply]]:
+        """Return one reply per response of the item; `call` is always "score"."""
+        return self.call_async(item) if self.is_concurrent else self.call(item)
 
     def call(self, item: Item) -> list[Reply]:
         """One reply per response of the item."""
@@ -61,26 +69,24 @@ class RewardFunction:
         except (Exception, SystemExit) as error:
             return [failure(error)] * len(responses)
 
-    async def call_async(self, item: Item, seconds: float) -> list[Reply]:
-        """As call, cancelled after `seconds`."""
+    async def call_async(self, item: Item) -> list[Reply]:
         responses, arguments = self._arguments(item)
-        limit = asyncio.timeout(seconds)
+        limit = asyncio.timeout(self.seconds)
         try:
             async with limit:
                 return self._replies(await self.function(*arguments), responses)
-        # a function may cancel its own task
+        # a function may cancel the task that runs it
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            late = Failure(failed="timeouts", why=f"no answer within {seconds:g} s", where=[])
+            late = Failure(failed="timeouts", why=f"no answer within {self.seconds:g} s", where=[])
             return [late if limit.expired() else failure(error)] * len(responses)
 
     def _arguments(self, item: Item) -> tuple[list[str], Sequence[Any]]:
-        """(responses, arguments of the function)."""
+        """Return (responses, arguments of the function)."""
         if self.form == "texts":
             return [item[1]], item
-        episodes = [Episode.from_json(each) for each in item]
-        return [each.response for each in episodes], episodes if self.form == "episode" else [
-            episodes
-        ]
+        episodes = [Episode.from_json(values) for values in item]
+        responses = [episode.response for episode in episodes]
+        return responses, episodes if self.form == "episode" else [episodes]
 
     def _replies(self, result: Any, responses: Sequence[str]) -> list[Reply]:
         if self.form != "group":
@@ -90,7 +96,7 @@ class RewardFunction:
                 f"a function of groups must return a list of {len(responses)}, got {result!r:.200}"
             )
         return [
-            self._reply(each, response) for each, response in zip(result, responses, strict=True)
+            self._reply(value, response) for value, response in zip(result, responses, strict=True)
         ]
 
     def _reply(self, result: object, response: str) -> Reply:
@@ -99,12 +105,12 @@ class RewardFunction:
             return Scored(
                 score=value, formatted=self.pattern.search(response) is not None, metrics=metrics
             )
-        except Exception as error:  # of one result of a group: the others keep theirs
+        except Exception as error:  # one result of a group fails, and the others keep their scores
             return failure(error)
 
 
 def parse_result(result: Any) -> tuple[float, dict[str, float]]:
-    """(reward, metrics).  Raises InvalidResult for a value that is not finite."""
+    """Return (reward, metrics).  Raises InvalidResult for a value that is not finite."""
     metrics: Mapping[str, Any] = {}
     if isinstance(result, Score):
         result, metrics = result.value, result.metrics
@@ -136,22 +142,14 @@ def failure(error: BaseException) -> Failure:
     kind = next((name for type_, name in kinds.items() if isinstance(error, type_)), "errors")
     if kind == "invalid":
         return Failure(failed=kind, why=str(error)[:500], where=[])
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename not in OWN_FILES
-    ]
-    where = [
-        f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"[:500]
-        for frame in frames[-FRAMES:]
-    ]
-    return Failure(failed=kind, why=f"{type(error).__name__}: {error}"[:500], where=where)
+    why = f"{type(error).__name__}: {error}"[:500]
+    return Failure(failed=kind, why=why, where=frames_of(error, [__file__]))
 
 
-def load_reward(name: str, pattern: str) -> RewardFunction:
+def load_reward(name: str, pattern: str, seconds: float) -> RewardFunction:
     """Import `package.module:function`, or math.
 
-    Raises TypeError for one that takes something else than FORMS.
+    Raises TypeError for a function that does not take one of FORMS.
     """
     module, _, attribute = (MATH if name == "math" else name).partition(":")
     function = getattr(importlib.import_module(module), attribute)
@@ -159,15 +157,17 @@ def load_reward(name: str, pattern: str) -> RewardFunction:
         raise TypeError(f"reward.function = {name!r} is not callable")
     # or an object with __call__
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-    return RewardFunction(function, form_of(function, name), is_async, re.compile(pattern))
+    form = form_of(function, name)
+    return RewardFunction(function, form, is_async, re.compile(pattern), seconds)
 
 
 def form_of(function: Callable[..., Any], name: str) -> Form:
-    """The form, from the number of parameters and the annotation of a single one."""
+    """Return the form: from the number of parameters, and the annotation of a single one."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of a function in C: the call shows
+    except ValueError:  # a function in C has no signature: its call may fail
         return "texts"
+    # three parameters need no annotation, which is the form of most functions
     if takes_arguments(signature, 3):
         return "texts"
     key = f"reward.function = {name!r}"

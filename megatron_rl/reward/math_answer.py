@@ -14,36 +14,36 @@ from math_verify import parse, verify
 
 from megatron_rl.reward.failures import LabelError
 
-# it warns in every process that its timeouts are off
+# math-verify warns in every process that its timeouts are off
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# of a response's end, where its answer is: the regular expressions are slow on megabytes
 MAX_CHARACTERS = 16_384
+"""Characters of a response's end, where its answer is, that are read: the regular expressions are
+slow on megabytes."""
 PLAIN_INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")
 
 
 def score(prompt: str, response: str, label: str) -> float:
-    """1.0 where the final answer in `response` equals `label`, else 0.0.
+    """Return 1.0 where the final answer in `response` equals `label`, else 0.0.
 
     Two plain integers are compared as text: the same result as math-verify's, a thousand times
-    faster.  Its own timeouts are
-    off: they need signals in the main thread, and the pool has a wall-clock timeout.
+    faster.  The timeouts of math-verify are off: they need signals in the main thread, and the pool
+    has a wall-clock timeout.
     """
     response, label = response.strip(), label.strip()
     if PLAIN_INTEGER.fullmatch(response) and PLAIN_INTEGER.fullmatch(label):
         return float(response == label)
     gold = gold_of(label)
-    return float(
-        is_any_equal(
-            gold, parse(response[-MAX_CHARACTERS:], parsing_timeout=None, raise_on_error=True)
-        )
-    )
+    answer = parse(response[-MAX_CHARACTERS:], parsing_timeout=None, raise_on_error=True)
+    return float(is_any_equal(gold, answer))
 
 
 def is_any_equal(gold: list[object], answer: list[object]) -> bool:
-    """Whether one reading of the answer equals one of the label.  Where none does and a comparison
-    failed, raise its exception: math-verify by itself counts a failed comparison as a wrong
-    answer."""
+    """Return True where one reading of the answer equals one of the label.
+
+    Where none does and a comparison failed, raise its exception: math-verify by itself counts a
+    failed comparison as a wrong answer.
+    """
     failure: Exception | None = None
     for pair in itertools.product(gold, answer):
         try:
@@ -58,8 +58,8 @@ def is_any_equal(gold: list[object], answer: list[object]) -> bool:
 
 @functools.lru_cache(maxsize=1024)  # a group's responses share their label
 def gold_of(label: str) -> list[object]:
-    """The label as math-verify reads it, as one LaTeX formula; in a GSM8K solution the part after
-    "####".
+    """Return the label as math-verify reads it, as one LaTeX formula; in a GSM8K solution, the part
+    after "####".
 
     As prose, "2\\sqrt{3}" would be read as its last plain number, 3: silently the wrong label.
     Raises LabelError when it holds no formula.

@@ -1,6 +1,6 @@
-"""What a reward function is given, and what it may return.
+"""Arguments and results of a reward function.
 
-Loads no torch: reward workers start fast and stay small.
+This file imports no torch: reward workers start fast and stay small.
 """
 
 from __future__ import annotations
@@ -12,44 +12,42 @@ from typing import Any
 
 @dataclass(frozen=True)
 class EpisodeTurn:
-    """One turn of the model.
-
-    observation: what an environment answered, "" after the last; finish_reason: stop, length (at
-    max_tokens or the context's end), or "" where it was not recorded; reward: that of the rollout
-    function or the environment for this turn.
-    """
+    """One turn of the model."""
 
     text: str
     observation: str = ""
+    """The environment's answer, "" after the last turn."""
     finish_reason: str = ""
+    """stop, length (at max_tokens or the context's end), or "" where it was not recorded."""
     num_tokens: int = 0
     reward: float = 0.0
+    """Reward of the rollout function or the environment for this turn."""
 
 
 @dataclass(frozen=True)
 class Episode:
     """A response as a reward function sees it; texts are without special tokens.
 
-    response         of all turns, with what an environment wrote between them; of several
-                     sequences, of the last
-    turns            of the model, in order; one for a response of one turn
-    messages         what followed the prompt as chat messages (agent.renderer), else ()
-    finish_reason    length: rollout.max_response_tokens are used up
-    num_tokens       sampled tokens
-    metadata         the further columns of the prompt's row
-    metrics          of the rollout function or environment, if it gave any.  One with a reward of
-                     its own is not scored here
+    An episode that has a reward, from its rollout function or environment, is not scored.
     """
 
     prompt: str
     response: str
+    """All turns, with the environment's texts between them; those of the last sequence, where an
+    episode has several."""
     label: str
     turns: tuple[EpisodeTurn, ...] = ()
+    """The model's turns, in order; one for a response of one turn."""
     messages: tuple[Mapping[str, Any], ...] = ()
+    """The chat messages after the prompt, () without agent.renderer."""
     finish_reason: str = "stop"
+    """stop, or length: rollout.max_response_tokens are used up."""
     num_tokens: int = 0
+    """Number of sampled tokens."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The further columns of the prompt's row."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the rollout function or environment."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -28,13 +28,12 @@ from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.partial import PartialGroup
 
 OBSERVED_ROLES = ("tool", "user")
-"""Of messages between turns: the model's own are sampled, and formats have no place for a system
-message there.
-"""
+"""Roles of messages between turns: the model's own messages are sampled, and formats have no place
+for a system message there."""
 
 
 class EpisodeOfBranch(Protocol):
-    """What a branch needs of its episode, a Session."""
+    """The part of a Session that a branch needs."""
 
     prompt: Prompt
     name: str
@@ -54,39 +53,38 @@ class EpisodeOfBranch(Protocol):
     def ended(self, branch: Branch) -> None: ...
     def check_open(self) -> None: ...
     def check_finite(self, name: str, value: object) -> None: ...
-    def check_tokens(self, given: Sequence[object], what: str) -> list[int]: ...
+    def check_tokens(self, tokens: Sequence[object], what: str) -> list[int]: ...
 
 
 class Branch:
     """One sequence of an episode: its turns follow one another.  Several branches may generate at
     the same time.
-
-    turns: what the model said here.  rollout: the sequence up to its last turn, None before the
-    first.
-    is_full: a turn found no room, or was cut off at the end of it.  rewards: of turns, those of
-    reward_turn; [] without any.
     """
 
     def __init__(self, session: EpisodeOfBranch, token_ids: Sequence[int]) -> None:
         self.turns: list[Turn] = []
+        """The model's turns in this sequence."""
         self.rollout: Rollout | None = None
+        """The sequence up to its last turn, None before the first."""
         self.is_full = False
+        """A turn had no room, or was cut off at the end of the context."""
         self.rewards: list[float] = []
+        """Rewards of reward_turn, one a turn; [] without any."""
         self._messages: list[Message] = []
         self._session, self._start = session, len(token_ids)
-        # of a list or tuple the garbage collector looks at every int
+        # not a list or tuple, in which the garbage collector visits every int
         self._tokens = array("q", token_ids)
         self._server, self._is_busy = session.server, False
-        self._asked: PartialGroup | None = None  # of the turn that is not accepted yet
+        self._asked: PartialGroup | None = None  # the request of the turn that is not accepted yet
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The start, turns and observations so far: the input of the next turn."""
+        """Start, turns and observations so far: the input of the next turn."""
         return tuple(self._tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Of turns and observations."""
+        """Number of tokens of turns and observations."""
         return len(self._tokens) - self._start
 
     @property
@@ -97,11 +95,11 @@ class Branch:
     async def generate(
         self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Turn:
-        """The model's next turn, of at most `max_tokens`; it ends at a stop token of the run or of
-        `stop_token_ids`.
+        """Sample the model's next turn, of at most `max_tokens`; it ends at a stop token of the run
+        or of `stop_token_ids`.
 
         Turns that are sampled at the same time may each take what is left of
-        agent.max_episode_tokens. Raises ContextFull, ValueError for max_tokens below 1,
+        agent.max_episode_tokens.  Raises ContextFull, ValueError for max_tokens below 1,
         EpisodeError where a turn of this branch is being sampled or the episode is finished.
         """
         turn = await self.sample(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
@@ -111,8 +109,8 @@ class Branch:
     async def sample(
         self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Turn:
-        """A turn as of `generate`, which is part of the sequence as soon as it is accepted, unless
-        it is dropped.
+        """Sample a turn as `generate` does; it becomes part of the sequence by `accept`, or is
+        dropped by `drop`.
         """
         session = self._session
         self._check_idle()
@@ -123,16 +121,17 @@ class Branch:
             self.is_full = True
             over = f", and {-left} more observed tokens have no room" if left else ""
             raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
-        given = replace(session.prompt, id=session.name, token_ids=self.token_ids)
+        prompt = replace(session.prompt, id=session.name, token_ids=self.token_ids)
         limit = min(left, max_tokens or left)
         group = PartialGroup(
-            given,
+            prompt,
             1,
             max_tokens=limit,
             stop_token_ids=tuple(stop_token_ids),
             server=self._server,
             known=self.rollout,
         )
+        # an episode that was cut short has this turn, or its beginning: it is not sampled again
         if known := session.recorded.take(self._tokens, limit, stop_token_ids, self.rollout):
             group.put(0, known)
         self._is_busy, self._asked = True, group
@@ -140,25 +139,21 @@ class Branch:
             if not group.is_complete:
                 with session.waiting(), session.span(f"turn {len(self.turns) + 1}", "turn"):
                     await session.sample(group)
-            session.check_open()
+            session.check_open()  # the function may have finished the episode meanwhile
         except BaseException:
             self._is_busy = False
             raise
         self._server = session.server = group.server  # it has these tokens in its cache
         turn = group.rollouts[0]
-        # of an array `decode` does not check the type of each token
         sampled = turn.tokens[turn.prompt_length :]
-        response = tuple(sampled.tolist())
+        response, num_prompt_tokens = tuple(sampled.tolist()), len(prompt.token_ids)
+        # given an array, `decode` does not check the type of each token
         text = session.tokenizer.decode(sampled, skip_special_tokens=True)
-        read = (
-            None
-            if session.chat is None
-            else partial(self.read, session.chat, len(given.token_ids), response)
-        )
+        read = None
+        if session.chat is not None:
+            read = partial(self.read, session.chat, num_prompt_tokens, response)
         logprobs = tuple(turn.rollout_logprobs.tolist())
-        return Turn(
-            text, response, turn.finish_reason, len(given.token_ids), read, logprobs=logprobs
-        )
+        return Turn(text, response, turn.finish_reason, num_prompt_tokens, read, logprobs=logprobs)
 
     def accept(self, turn: Turn) -> None:
         """Continue the sequence with `turn`, which `sample` returned."""
@@ -168,22 +163,26 @@ class Branch:
         self._tokens.extend(turn.token_ids)
         self.turns.append(turn)
         self._messages.append({"role": "assistant", "content": turn.text})
+        # a turn that ended at its own max_tokens leaves room for another one
         self.is_full = turn.finish_reason == "length" and self.remaining < 1
         self._session.ended(self)
 
     def drop(self) -> int:
-        """Forget what was sampled and is not accepted; returns its number of tokens."""
+        """Forget the turn that was sampled and is not accepted; returns its number of tokens."""
         dropped, self._is_busy, self._asked = self._unaccepted, False, None
         return 0 if dropped is None else dropped.response_length
 
     def read(
         self, chat: Chat, start: int, response: Sequence[int], tools: Sequence[Schema] = ()
     ) -> Reply:
-        """The turn `response`, which begins at token `start`: a turn keeps no copy of its input."""
+        """Parse the turn `response`, which begins at token `start`: a turn keeps no copy of its
+        input.
+        """
         return chat.parse(self._tokens[:start], response, tools)
 
     def _with(self, turn: Rollout) -> Rollout:
-        """The sequence so far with `turn`, complete or cut short."""
+        """Return the sequence so far with `turn`, complete or cut short."""
+        # a turn that is cut short ends where the request that continues it does
         if turn.finish_reason != "abort":
             turn = turn.with_episode(turns=((len(turn.tokens), turn.finish_reason),))
         return turn if self.rollout is None else join_rollouts(self.rollout, turn)
@@ -191,22 +190,21 @@ class Branch:
     @property
     def _unaccepted(self) -> Rollout | None:
         """The turn that is not part of the sequence yet, as far as it is sampled."""
-        return (
-            None
-            if self._asked is None
-            else self._asked.rollouts.get(0) or self._asked.prefixes.get(0)
-        )
+        asked = self._asked
+        return None if asked is None else asked.rollouts.get(0) or asked.prefixes.get(0)
 
     def unfinished(self) -> Rollout | None:
-        """The sequence with what there is of its last turn; None for nothing."""
+        """Return the sequence with its last turn, as far as that is sampled; None without a token
+        of the model.
+        """
         last = self._unaccepted
         return self.rollout if last is None else self._with(last)
 
     def observe(self, observation: Observation) -> None:
-        """Append what the environment says, for the model to read in its next turn.  It is never
-        learned from.
+        """Append text, token ids or messages of the environment, which the model reads in its next
+        turn.  They are never learned from.
 
-        Messages are written in the model's own format, with what opens the model's next turn.
+        Messages are written in the model's own format, with the tokens that open its next turn.
         Raises EpisodeError for messages without a renderer or before the first turn, and for tokens
         outside the vocabulary.
         """
@@ -229,28 +227,26 @@ class Branch:
         self._tokens.extend(ids)
 
     def note(self, messages: Sequence[Message]) -> None:
-        """Add to the messages of the record: those whose tokens were observed."""
+        """Record messages whose tokens were observed."""
         self._messages += [
-            {"role": each["role"], "content": text_of(each.get("content"))} for each in messages
+            {"role": message["role"], "content": text_of(message.get("content"))}
+            for message in messages
         ]
 
     def _encode(self, text: str) -> list[int]:
-        """The tokens of `text`.
-
-        Of one that cannot fit, only as many as fill the context: megabytes take seconds.
+        """Return the tokens of `text`; of a text that cannot fit, only as many as fill the context:
+        megabytes take seconds.
         """
         encode, text = self._session.tokenizer.encode, encodable(text)
         start = text[: CHARACTERS_PER_TOKEN * (max(self.remaining, 0) + 1)]
         ids = encode(start, add_special_tokens=False)
-        return (
-            ids
-            if len(ids) > self.remaining or len(start) == len(text)
-            else encode(text, add_special_tokens=False)
-        )
+        if len(ids) > self.remaining or len(start) == len(text):
+            return ids
+        return encode(text, add_special_tokens=False)
 
     def reward_turn(self, reward: float, turn: Turn | None = None) -> None:
-        """Add to the reward of `turn`, by default the last one; the episode's is their sum, unless
-        `finish` gets another.
+        """Add to the reward of `turn`, by default the last one.  The episode's reward is the sum of
+        all, unless `finish` gets another.
         """
         session = self._session
         if self.rollout is None:
@@ -262,39 +258,33 @@ class Branch:
         session.check_finite("turn reward", reward)
         spans, end = self.rollout.turn_spans, turn.num_prompt_tokens + len(turn.token_ids)
         self.rewards += [0.0] * (len(spans) - len(self.rewards))
-        self.rewards[next(i for i, (start, stop) in enumerate(spans) if start < end <= stop)] += (
-            float(reward)
-        )
+        # the turn's span in the rollout is the one in which its last token lies
+        place = next(i for i, (start, stop) in enumerate(spans) if start < end <= stop)
+        self.rewards[place] += float(reward)
 
     @property
     def result(self) -> Rollout | None:
-        """`rollout` with what is known about its turns."""
+        """`rollout` with the rewards and messages of its turns."""
         if self.rollout is None:
             return None
-        rewards = (
-            tuple(self.rewards) + (0.0,) * (self.rollout.num_turns - len(self.rewards))
-            if self.rewards
-            else ()
-        )
+        rewards = tuple(self.rewards)
+        if rewards:
+            rewards += (0.0,) * (self.rollout.num_turns - len(rewards))
         messages = tuple(self._messages) if self._session.chat is not None else ()
         return self.rollout.with_episode(turn_rewards=rewards, messages=messages)
 
     def _room(self) -> tuple[int, str]:
-        """The tokens that are left of the tightest limit, and which one that is."""
+        """Return (tokens, setting): the room that the tightest limit leaves, and its setting."""
         session = self._session
-        room = [
-            (
-                session.max_tokens - self.num_tokens,
-                f"rollout.max_response_tokens = {session.max_tokens}",
-            )
-        ]
+        setting = f"rollout.max_response_tokens = {session.max_tokens}"
+        room = [(session.max_tokens - self.num_tokens, setting)]
         if session.max_episode_tokens:
             setting = f"agent.max_episode_tokens = {session.max_episode_tokens}"
             room.append((session.max_episode_tokens - session.num_tokens, setting))
         if session.sequence_limit is not None:
             most, setting = session.sequence_limit
             room.append((most - len(self._tokens), setting))
-        return min(room, key=lambda each: each[0])
+        return min(room, key=lambda limit: limit[0])
 
     def _check_idle(self) -> None:
         self._session.check_open()
@@ -324,6 +314,7 @@ class Branch:
             )
         last = len(self.turns[-1].token_ids)
         size = len(self.rollout.tokens)
+        # the format continues a turn of the model, so that it cannot continue an observation
         if len(self._tokens) != size:
             raise EpisodeError(
                 f"rollout {session.name}: give all messages between two turns in one observation"

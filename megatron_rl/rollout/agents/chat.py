@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 NOT_NAMED = ("auto", "default", "custom")
 """Names that guess the format: a wrong guess trains on text that the model never sees when it is
-served.
-"""
+served."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RENDER_ERRORS = (
     ValueError,
@@ -32,17 +31,18 @@ RENDER_ERRORS = (
     AssertionError,
     NotImplementedError,
 )
-"""What renderers raise for messages that their format cannot hold."""
+"""Exceptions of renderers for messages that their format cannot hold."""
 
 CHARACTERS_PER_TOKEN = 16
-"""More than most texts have; one that has more is encoded twice."""
+"""More than most texts have; a text that has more is encoded twice."""
 MAX_DEPTH = 100
-"""Of lists and mappings in the arguments of a call."""
+"""Depth of lists and mappings in the arguments of a call."""
 KNOWN_CHARACTERS, MAX_KNOWN = 32, 1024
+"""Length and number of the texts whose tokens are cached."""
 WITH_PLACES = {"add_special_tokens": False, "return_offsets_mapping": True}
 
 Message = Mapping[str, object]
-"""E.g. {"role": "tool", "content": "4"}; keys as in OpenAI's API."""
+"""A message with keys as in OpenAI's API: {"role": "tool", "content": "4"}."""
 Schema = Mapping[str, object]
 """A tool, as in OpenAI's API: {"type": "function", "function": {"name": ..., "description": ...,
 "parameters": ...}}.
@@ -51,24 +51,21 @@ Schema = Mapping[str, object]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model wrote.
-
-    problem: why it cannot be made, "" where it can; name: "" where it has none.
-    """
+    """A call that the model wrote."""
 
     id: str
     name: str
+    """The name of the tool, "" where the call has none."""
     arguments: object
     raw: str
     problem: str = ""
+    """Why the call cannot be made, "" where it can."""
 
     @property
     def arguments_json(self) -> str:
-        return (
-            self.arguments
-            if isinstance(self.arguments, str)
-            else json.dumps(self.arguments, ensure_ascii=False)
-        )
+        if isinstance(self.arguments, str):
+            return self.arguments
+        return json.dumps(self.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,9 @@ class Reply:
 
     @property
     def message(self) -> dict[str, object]:
-        """As a message of OpenAI's API.
+        """The turn as a message of OpenAI's API.
 
-        A call without a name can be none there: its text is part of the content.
+        A call without a name is no call there: its text is part of the content.
         """
         nameless = [call.raw for call in self.tool_calls if not call.name]
         message: dict[str, object] = {
@@ -105,9 +102,11 @@ class Reply:
 
 
 class KnownTexts:
-    """`tokenizer`, which encodes a short text once: formats write the same headers before and after
-    every message, and ask with one letter, each time, whether the tokenizer can tell where tokens
-    lie in a text."""
+    """A tokenizer that encodes a short text once.
+
+    Formats write the same headers before and after every message, and each time ask with one letter
+    whether the tokenizer can tell where tokens lie in a text.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -129,12 +128,7 @@ class KnownTexts:
 
 
 class Chat:
-    """agent.renderer with the model's tokenizer.  Raises ValueError, naming the key, where it does
-    not know the format.
-
-    history: agent.history; split follows the format, which may drop the thinking of earlier turns.
-    longest: tokens of the longest sequence, None where that is not known.
-    """
+    """agent.renderer with the model's tokenizer."""
 
     def __init__(
         self,
@@ -143,6 +137,11 @@ class Chat:
         history: Literal["keep", "split"] = "keep",
         longest: int | None = None,
     ) -> None:
+        """history: agent.history; split follows the format, which may drop the thinking of earlier
+        turns.  longest: tokens of the longest sequence, None where that is not known.
+
+        Raises ValueError, naming the key, where the library does not know the format.
+        """
         from renderers import create_renderer  # here: it takes a second
         from renderers.configs import config_from_name
 
@@ -165,23 +164,24 @@ class Chat:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """What ends a turn."""
+        """Tokens that end a turn."""
         return list(self._renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """The tokens of a conversation from its start, with what opens the model's turn.
-
-        Raises ValueError.
+        """Return the tokens of a conversation from its start, with those that open the model's
+        turn.  Raises ValueError for messages that the format cannot hold.
         """
-        given = [self._shortened(to_format(message)) for message in messages]
+        written = [self._shortened(to_format(message)) for message in messages]
         try:
-            found = self._renderer.render(given, tools=to_specs(tools), add_generation_prompt=True)
+            rendered = self._renderer.render(
+                written, tools=to_specs(tools), add_generation_prompt=True
+            )
         except RENDER_ERRORS as error:
             raise ValueError(
                 f"agent.renderer = {self.name!r} cannot write these messages: {error}"
             ) from error
-        self._check_all_written(given, found)
-        return list(found.token_ids)
+        self._check_all_written(written, rendered)
+        return list(rendered.token_ids)
 
     def continuation(
         self,
@@ -190,32 +190,31 @@ class Chat:
         messages: Sequence[Message],
         tools: Sequence[Schema] = (),
     ) -> list[int] | None:
-        """The tokens that follow `prompt` and the turn `completion`: `messages`, and what opens the
-        next turn.
+        """Return the tokens that follow `prompt` and the turn `completion`: those of `messages`,
+        and those that open the next turn.
 
-        None where the format would change what was sampled.  Raises ValueError for messages that it
+        None where the format would change sampled tokens.  Raises ValueError for messages that it
         cannot hold.
         """
-        given, added = (
-            [*prompt, *completion],
-            [self._shortened(to_format(each)) for each in messages],
-        )
+        start = [*prompt, *completion]
+        added = [self._shortened(to_format(message)) for message in messages]
         try:
-            found = self._renderer.bridge_to_next_turn(
+            rendered = self._renderer.bridge_to_next_turn(
                 list(prompt), list(completion), added, tools=to_specs(tools)
             )
         except RENDER_ERRORS as error:
             raise ValueError(
                 f"agent.renderer = {self.name!r} cannot write these messages: {error}"
             ) from error
-        if found is None or list(found.token_ids[: len(given)]) != given:
+        if rendered is None or list(rendered.token_ids[: len(start)]) != start:
             return None
-        self._check_all_written(added, found)
-        return list(found.token_ids[len(given) :])
+        self._check_all_written(added, rendered)
+        return list(rendered.token_ids[len(start) :])
 
     def _shortened(self, message: FormatMessage) -> FormatMessage:
-        """Of a text that no sequence can hold, as much as no sequence can hold either: megabytes
-        take seconds, in which no episode continues."""
+        """Shorten a text that no sequence can hold, to a length that none can hold either: to
+        encode megabytes takes seconds, in which no episode continues.
+        """
         text = text_of(message["content"])
         if self._longest is None or len(text) <= CHARACTERS_PER_TOKEN * (self._longest + 1):
             return message
@@ -223,18 +222,18 @@ class Chat:
         fits = len(self._tokenizer.encode(start, add_special_tokens=False)) <= self._longest
         return message if fits else cast("FormatMessage", {**message, "content": start})
 
-    def _check_all_written(self, messages: Sequence[FormatMessage], found: RenderedTokens) -> None:
-        """Raise ValueError for a message that left nothing: formats skip roles that they do not
+    def _check_all_written(
+        self, messages: Sequence[FormatMessage], rendered: RenderedTokens
+    ) -> None:
+        """Raise ValueError for a message without tokens: formats skip roles that they do not
         know.
         """
-        written = set(found.message_indices)
+        written = set(rendered.message_indices)
         for index, message in enumerate(messages):
             text = text_of(message["content"]).strip()
-            if (
-                text
-                and index not in written
-                and text not in self._tokenizer.decode(found.token_ids)
-            ):
+            if not text or index in written:
+                continue
+            if text not in self._tokenizer.decode(rendered.token_ids):
                 raise ValueError(
                     f"messages: agent.renderer = {self.name!r} does not write the one with role ="
                     f" {message['role']!r} ({text[:40]!r}); give it another role"
@@ -243,47 +242,47 @@ class Chat:
     def extend(
         self, prompt: Sequence[int], completion: Sequence[int], messages: Sequence[Message]
     ) -> list[int]:
-        """`continuation`; ValueError where there is none."""
-        found = self.continuation(prompt, completion, messages)
-        if found is None:
+        """Return `continuation`; raise ValueError where there is none."""
+        tokens = self.continuation(prompt, completion, messages)
+        if tokens is None:
             raise ValueError(
                 f"agent.renderer = {self.name!r} cannot continue the"
                 f" {len(prompt) + len(completion)} tokens so far with"
                 f" {[message.get('role') for message in messages]} without changing sampled tokens"
             )
-        return found
+        return tokens
 
     def parse(
         self, prompt: Sequence[int], completion: Sequence[int], tools: Sequence[Schema] = ()
     ) -> Reply:
-        """What the model said in the turn `completion`, which follows `prompt`."""
-        # formats number their calls, or do not name them: a client needs names that differ in the
-        # whole episode; some formats write them into the prompt, so that an episode which continues
-        # needs those that it had
+        """Parse the turn `completion`, which follows `prompt`."""
+        # Formats number their calls, or do not name them: a client needs ids that differ in the
+        # whole episode.  Some formats write the ids into the prompt, so that an episode which
+        # continues needs the ids that it had: they are made from the tokens.
         turn = hashlib.blake2b(
             np.asarray([*prompt, *completion], "<i8").data, digest_size=8
         ).hexdigest()
         try:
-            found = self._renderer.parse_response(
+            parsed = self._renderer.parse_response(
                 list(completion), tools=to_specs(tools), prompt_ids=list(prompt)
             )
-        # thousands of brackets or digits: json raises, and renderers too
+        # json and renderers raise for thousands of brackets or digits
         except (ValueError, RecursionError) as error:
             text = self._tokenizer.decode(completion, skip_special_tokens=True)
             return Reply("", None, (ToolCall(f"call_{turn}_0", "", text, text, str(error)),))
         calls = tuple(
-            to_call(call, f"call_{turn}_{number}") for number, call in enumerate(found.tool_calls)
+            to_call(call, f"call_{turn}_{number}") for number, call in enumerate(parsed.tool_calls)
         )
-        return Reply(found.content, found.reasoning_content, calls)
+        return Reply(parsed.content, parsed.reasoning_content, calls)
 
 
 def to_call(call: ParsedToolCall, call_id: str) -> ToolCall:
     problem = "" if call.status == "ok" else call.status.replace("_", " ")
     name, arguments = call.name or "", call.raw if call.arguments is None else call.arguments
-    # JSON may hold anything, and formats cannot write such a call into a prompt
+    # JSON may hold any value here, and formats cannot write such a call into a prompt
     if not isinstance(name, str):
         name, problem = "", problem or "its name is no text"
-    if is_deep(arguments):  # tools, and what writes JSON, recurse into it
+    if is_deep(arguments):  # tools and JSON writers recurse into it
         arguments, problem = call.raw, problem or f"arguments nested more than {MAX_DEPTH} deep"
     text = json.dumps([name, arguments], ensure_ascii=False)
     if (clean := encodable(text)) != text:
@@ -294,18 +293,20 @@ def to_call(call: ParsedToolCall, call_id: str) -> ToolCall:
 def is_deep(value: object, left: int = MAX_DEPTH) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
-    return isinstance(value, list) and (not left or any(is_deep(each, left - 1) for each in value))
+    return isinstance(value, list) and (not left or any(is_deep(item, left - 1) for item in value))
 
 
 def encodable(text: str) -> str:
-    """`text` with "?" for each half of a surrogate pair: of file names, and of what a model
-    escapes.
+    """Return `text` with "?" for each half of a surrogate pair, as in file names and in escapes
+    that a model writes.
     """
     return text.encode(errors="replace").decode()
 
 
 def to_format(message: Message) -> FormatMessage:
-    """`message` with the keys that formats read.  Raises ValueError, naming what is wrong."""
+    """Return `message` with the keys that formats read.  Raises ValueError for a wrong role or
+    content.
+    """
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"messages: role = {role!r}, must be one of {', '.join(ROLES)}")
@@ -319,7 +320,9 @@ def to_format(message: Message) -> FormatMessage:
 
 
 def text_of(content: object) -> str:
-    """Of text, or of OpenAI's list of parts.  Raises ValueError for anything else."""
+    """Return the text of a content: text, or OpenAI's list of text parts.  Raises ValueError for
+    anything else.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -334,5 +337,5 @@ def text_of(content: object) -> str:
 
 
 def to_specs(tools: Sequence[Schema]) -> list[ToolSpec] | None:
-    """In the form that chat templates get."""
+    """Return tools in the form that chat templates get."""
     return cast("list[ToolSpec]", [dict(tool) for tool in tools]) if tools else None

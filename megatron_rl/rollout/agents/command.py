@@ -2,7 +2,7 @@
 
 It gets OPENAI_BASE_URL and OPENAI_API_KEY, and on standard input one line of JSON: {"id", "text",
 "label"} of the prompt.  The last line of its standard output may be {"reward": 1.0, "metrics":
-{"calls": 2}}; without, the reward function scores.
+{"calls": 2}}; without it, the reward function scores.
 """
 
 from __future__ import annotations
@@ -25,21 +25,19 @@ from megatron_rl.rollout.agents.session import Session
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 """Names of environment variables that a program gets only by agent.pass_env."""
 TAIL_BYTES = 1 << 16
-"""How much of each output is kept, from its end."""
+"""Bytes that are kept of the end of each output."""
 STDERR_LINES = 10
 END_SECONDS = 5.0
-"""How long the pipes of an ended program may stay open: a process that it started may hold them."""
+"""Limit for the pipes of an ended program to close: a process that it started may hold them."""
 
 
 @dataclass(frozen=True)
 class CommandRollout:
-    """`await rollout(session, prompt)` runs the program once.
-
-    hidden_env: the variable with the servers' key, never passed.
-    """
+    """`await rollout(session, prompt)` runs the program once."""
 
     cfg: AgentConfig
     hidden_env: str = ""
+    """Environment variable with the servers' key, which is never passed."""
 
     async def __call__(self, session: Session, prompt: Prompt) -> Episode:
         access = await session.open_endpoint()
@@ -59,8 +57,8 @@ class CommandRollout:
         return session.finish(*read_result(output))
 
     def environment(self) -> dict[str, str]:
-        """This process's variables without what looks like a secret; no proxy gets the requests to
-        the endpoint.
+        """Return this process's variables without those that look like a secret; requests to the
+        endpoint use no proxy.
         """
         passed = {
             name: value
@@ -74,9 +72,9 @@ class CommandRollout:
 
 
 async def run_program(
-    command: tuple[str, ...], env: Mapping[str, str], given: bytes
+    command: tuple[str, ...], env: Mapping[str, str], question: bytes
 ) -> tuple[int, str, str]:
-    """(exit status, end of standard output, end of standard error).
+    """Run the program; returns (exit status, end of standard output, end of standard error).
 
     Its process group is killed in every case.
     """
@@ -86,11 +84,11 @@ async def run_program(
     )
     try:
         stdin = cast("asyncio.WriteTransport", transport.get_pipe_transport(0))
-        stdin.write(given)
-        stdin.close()  # after what it has to write
+        stdin.write(question)
+        stdin.close()  # when all of it is written
         await program.has_exited.wait()
     finally:
-        with contextlib.suppress(ProcessLookupError):  # also those that it started
+        with contextlib.suppress(ProcessLookupError):  # also the processes that it started
             os.killpg(transport.get_pid(), signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
@@ -102,10 +100,12 @@ async def run_program(
 
 
 class Program(asyncio.SubprocessProtocol):
-    """Keeps the end of each output.  has_closed: and no process holds one of them."""
+    """A running program, and the end of each of its outputs."""
 
     def __init__(self) -> None:
-        self.has_exited, self.has_closed = asyncio.Event(), asyncio.Event()
+        self.has_exited = asyncio.Event()
+        self.has_closed = asyncio.Event()
+        """It exited, and no process holds one of its pipes."""
         self._tails = {1: b"", 2: b""}
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
@@ -122,24 +122,23 @@ class Program(asyncio.SubprocessProtocol):
 
 
 def read_result(output: str) -> tuple[float | None, Mapping[str, float]]:
-    """(reward, metrics) of the last line that is not empty, where it is a JSON object.
-
-    Raises EpisodeError for other keys.
+    """Return (reward, metrics) of the last line that is not empty, where it is a JSON object;
+    (None, {}) otherwise.  Raises EpisodeError for other keys.
     """
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
     if not last.lstrip().startswith("{"):
         return None, {}
     try:
-        found = json.loads(last)
+        result = json.loads(last)
     except (ValueError, RecursionError) as error:
         raise EpisodeError(
             f"the program's last line is no JSON object: {last[:200]!r}: {error}"
         ) from error
-    unknown = set(found) - {"reward", "metrics"}
-    metrics = found.get("metrics", {})
+    unknown = set(result) - {"reward", "metrics"}
+    metrics = result.get("metrics", {})
     if unknown or not isinstance(metrics, dict):
         raise EpisodeError(
             f'the program\'s last line {last[:200]!r}: must be {{"reward": NUMBER, "metrics":'
             " {NAME: NUMBER}}"
         )
-    return found.get("reward"), metrics
+    return result.get("reward"), metrics

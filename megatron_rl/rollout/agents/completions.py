@@ -1,8 +1,8 @@
 """Requests and answers of OpenAI's chat completions, as far as a sampler for training can serve
 them.
 
-A field that would change how tokens are sampled is refused unless it states what the run does
-anyway: log-probs of the trainer would be those of another distribution.
+A field that would change how tokens are sampled is refused, unless its value is that of the run:
+log-probs of the trainer would be those of another distribution.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from megatron_rl.rollout.agents.episode import Turn
 Json = dict[str, object]
 
 MODEL = "policy"
-"""What /v1/models names; requests may name any."""
+"""The model that /v1/models names; requests may name any."""
 FULL_SOFTMAX = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
+"""Field -> allowed values, where the run does not truncate (rollout.top_p, top_k, min_p)."""
 ANY_TEXT = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -31,10 +32,7 @@ ANY_TEXT = {
     "top_logprobs": (0,),
     "parallel_tool_calls": (True,),
 }
-"""Field -> what it may say.
-
-FULL_SOFTMAX: where the run does not truncate (rollout.top_p, top_k, min_p).
-"""
+"""Field -> allowed values, in every run."""
 WITHOUT_EFFECT = (
     "user",
     "metadata",
@@ -47,7 +45,7 @@ WITHOUT_EFFECT = (
 
 
 class ApiError(Exception):
-    """An answer other than 200, in OpenAI's format."""
+    """An answer with a status other than 200, in OpenAI's format."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None
@@ -68,7 +66,7 @@ class StreamOptions(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """The fields that are read."""
+    """The fields of a request that are read."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -97,33 +95,35 @@ class CompletionRequest(BaseModel):
 def read_request(
     content: object, temperature: float, truncation: Truncation | None = None
 ) -> CompletionRequest:
-    """Raises ApiError, naming the field, for what would not be sampled as the run samples."""
+    """Read the body of a request.  Raises ApiError, naming the field, for a request that would not
+    be sampled as the run samples.
+    """
     if not isinstance(content, Mapping):
         raise ApiError(400, f"body: must be a JSON object, got {type(content).__name__}")
-    given = {
+    asked = {
         name: value
         for name, value in content.items()
         if value is not None and name not in WITHOUT_EFFECT
     }
-    of_run = (
-        FULL_SOFTMAX
-        if truncation is None
-        else {name: (value,) for name, value in truncation._asdict().items()}
-    )
+    of_run = FULL_SOFTMAX
+    if truncation is not None:
+        of_run = {name: (value,) for name, value in truncation._asdict().items()}
+    # the fields of these tables are checked here; the model below knows all others
     for name, allowed in {**of_run, **ANY_TEXT}.items():
-        if name in given and (value := given.pop(name)) not in allowed:
+        if name in asked and (value := asked.pop(name)) not in allowed:
             raise ApiError(
                 400,
                 f"{name} = {value!r}: must be {allowed[0]!r} in training; remove it",
                 param=name,
             )
     try:
-        request = CompletionRequest.model_validate(given)
+        request = CompletionRequest.model_validate(asked)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         why = "is not known here; remove it" if first["type"] == "extra_forbidden" else first["msg"]
         raise ApiError(400, f"{name} = {first['input']!r:.80}: {why}", param=name) from error
+    # rho would compare distributions of two temperatures
     if request.temperature not in (None, temperature):
         raise ApiError(
             400,
@@ -137,9 +137,9 @@ def read_request(
 def completion(
     request: CompletionRequest, turns: Sequence[Turn], tokens: Sequence[list[Json]]
 ) -> Json:
-    """The answer with one choice for each turn.
+    """Return the answer with one choice for each turn.
 
-    tokens: logprobs of each, empty where they were not asked for.
+    tokens: logprobs of the tokens of each turn, empty where they were not asked for.
     """
     choices = [
         {
@@ -156,7 +156,7 @@ def completion(
 def chunks(
     request: CompletionRequest, turns: Sequence[Turn], tokens: Sequence[list[Json]]
 ) -> Iterator[Json]:
-    """The same for stream = true: two chunks for each choice."""
+    """Yield the answer for stream = true: two chunks for each choice."""
     same = head("chat.completion.chunk", request)
     for index, (turn, logprobs) in enumerate(zip(turns, tokens, strict=True)):
         delta = message_of(turn)
@@ -185,21 +185,18 @@ def head(kind: str, request: CompletionRequest) -> Json:
 
 
 def message_of(turn: Turn) -> Json:
-    """As OpenAI writes it: null content beside tool calls alone."""
+    """Return the message as OpenAI writes it: content is null beside tool calls without text."""
     message = turn.message
     return {**message, "content": message["content"] or (None if "tool_calls" in message else "")}
 
 
 def finish_reason(turn: Turn) -> str:
-    return (
-        "tool_calls"
-        if turn.finish_reason == "stop" and "tool_calls" in turn.message
-        else turn.finish_reason
-    )
+    has_calls = turn.finish_reason == "stop" and "tool_calls" in turn.message
+    return "tool_calls" if has_calls else turn.finish_reason
 
 
 def usage(turns: Sequence[Turn]) -> Json:
-    """The input counts once, as the choices share it."""
+    """Return numbers of tokens.  The input counts once, as the choices share it."""
     prompt, sampled = turns[0].num_prompt_tokens, sum(len(turn.token_ids) for turn in turns)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

@@ -1,10 +1,10 @@
 """Conversations of an episode: which of its token sequences a list of messages continues.
 
-A client sends the whole list of messages with every request, as OpenAI's API wants it.  The longest
-turn whose messages are the beginning of the list is continued from its tokens as they were sampled;
-where there is none (the first request, a history that was shortened or edited), or where the format
-would change what was sampled (agent.history = split), a new sequence starts from the rendered
-messages.  Nothing that was sampled is tokenized again inside a sequence.
+A client sends the whole list of messages with every request, as OpenAI's API requires.  The longest
+turn whose messages are the beginning of the list is continued from its tokens as they were sampled.
+A new sequence starts from the rendered messages where there is no such turn (the first request, a
+history that was shortened or edited), or where the format would change sampled tokens
+(agent.history = split).  Sampled tokens are never tokenized again inside a sequence.
 
 Messages are compared as they were returned: role, text, names and arguments of tool calls.  Ids of
 calls may differ, and thinking may be left out; other thinking than was returned is another history.
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Node:
-    """A sampled turn: the sequence that holds it, the tokens of its input, and its own.
-
-    thinking: of the assistant's messages up to this turn, None where there is none or it is not
-    known.
-    is_open: nothing follows in that sequence yet.
-    """
+    """A sampled turn in its sequence."""
 
     branch: Branch
     num_prompt_tokens: int
+    """Number of tokens of its input."""
     completion: tuple[int, ...]
+    """Tokens of the turn."""
     thinking: list[str | None]
+    """Thinking of each of the assistant's messages up to this turn, None where there is none or it
+    is not known."""
     is_open: bool = True
+    """Nothing follows in the sequence yet."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -53,20 +53,19 @@ class Node:
 
 @dataclass(eq=False)
 class Answer:
-    """A turn that is not part of the episode yet; None while it is sampled.
-
-    digest: of the messages that it answers, with the tools.  thinking: of the assistant's messages
-    among them.
-    """
+    """A turn that is not part of the episode yet."""
 
     branch: Branch
     digest: bytes
+    """Digest of the tools and of the messages that it answers."""
     thinking: list[str | None]
+    """Thinking of the assistant's messages among them."""
     turn: Turn | None = None
+    """None while it is sampled."""
 
 
 class EpisodeOfConversations(EpisodeOfBranch, Protocol):
-    """What conversations need of their episode, a Session."""
+    """The part of a Session that conversations need."""
 
     is_refused: bool
 
@@ -77,7 +76,9 @@ class EpisodeOfConversations(EpisodeOfBranch, Protocol):
 
 
 class Conversations:
-    """Of one episode.  Requests may come in parallel, also for the same messages."""
+    """The conversations of one episode.  Requests may come in parallel, also for the same
+    messages.
+    """
 
     def __init__(
         self, session: EpisodeOfConversations, chat: Chat, counters: RolloutCounters
@@ -93,7 +94,7 @@ class Conversations:
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> Turn:
-        """The model's answer to `messages`; its `reply` is read in the model's format.
+        """Sample the model's answer to `messages`; its `reply` is read in the model's format.
 
         Raises ValueError for messages that the format cannot hold, and what Branch.generate raises.
         """
@@ -104,12 +105,10 @@ class Conversations:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[Answer]]:
-        """The answers that are sampled inside are part of the episode as soon as the block has
-        ended.
+        """Accept the answers that are sampled inside as part of the episode when the block ends.
 
-        Where it raises, none of them is: they are dropped and counted.  They are kept where
-        sampling has ended, for the run that continues this episode, in which the same request gets
-        them.
+        Where the block raises, they are dropped and counted.  Where it raises because sampling has
+        ended, they are kept: the same request of the run that continues this episode gets them.
         """
         answers: list[Answer] = []
         try:
@@ -130,7 +129,7 @@ class Conversations:
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> Turn:
-        """A turn as of `generate`, added to `answers` of `reading`."""
+        """Sample a turn as `generate` does, and add it to `answers` of `reading`."""
         if wrong := [message for message in messages if not isinstance(message, Mapping)]:
             raise ValueError(
                 f"messages: {wrong[0]!r:.80} must be a mapping; an object of openai's has"
@@ -142,11 +141,12 @@ class Conversations:
                 " answers"
             )
         digests = digests_of(messages, tools.schemas)
-        node = self._found(messages, digests)
+        node = self._continued_turn(messages, digests)
         thinking = thinking_of(messages) if node is None else node.thinking
         branch = None if node is None else self._continued(node, messages, tools.schemas)
         if branch is None:
             branch = self._branch(self._chat.render(messages, tools.schemas))
+        # added before it is sampled, so that `reading` drops a turn that was cut short
         answers.append(answer := Answer(branch, digests[-1], thinking))
         turn = await branch.sample(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         read = partial(
@@ -159,6 +159,7 @@ class Conversations:
         branch, turn = answer.branch, answer.turn
         assert turn is not None
         branch.accept(turn)
+        # the reply is read here, as the next request names the turn by its message
         reply = turn.reply
         self._counters.tool_calls += len(reply.tool_calls)
         self._counters.tool_errors += sum(
@@ -182,29 +183,34 @@ class Conversations:
                 sum(tokens),
             )
 
-    def _found(self, messages: Sequence[Message], digests: Sequence[bytes]) -> Node | None:
-        """The longest turn that `messages` continue: one that nothing follows yet, where several
-        are equal but for thinking that was left out.  None where the last of the assistant's
-        messages was not sampled here."""
-        end, given = last_answer(messages), thinking_of(messages)
+    def _continued_turn(self, messages: Sequence[Message], digests: Sequence[bytes]) -> Node | None:
+        """Return the longest turn that `messages` continue, None where the last of the assistant's
+        messages was not sampled here.
+
+        Several turns may be equal but for thinking that was left out: one that nothing follows yet
+        is preferred.
+        """
+        end, thinking = last_answer(messages), thinking_of(messages)
         equal = [] if end is None else self._nodes.get(digests[end], [])
+        # a message without thinking is equal to one with any
         nodes = [
             node
             for node in equal
-            if all(a in (None, b) for a, b in zip(given, node.thinking, strict=True))
+            if all(a in (None, b) for a, b in zip(thinking, node.thinking, strict=True))
         ]
         return next((node for node in nodes if node.is_open), nodes[0] if nodes else None)
 
     def _continued(
         self, node: Node, messages: Sequence[Message], schemas: Sequence[Schema]
     ) -> Branch | None:
-        """The sequence of `node` with the messages after it; None where the format would change
-        what was sampled.
+        """Return the sequence of `node` with the messages after it; None where the format would
+        change sampled tokens.
         """
         added = messages[(last_answer(messages) or 0) + 1 :]
         tokens = self._chat.continuation(node.prompt, node.completion, added, schemas)
         if tokens is None:
             return None
+        # another request has continued this turn: the second one gets a sequence with equal tokens
         if not node.is_open:
             return self._branch([*node.prompt, *node.completion, *tokens])
         node.is_open = False
@@ -213,8 +219,8 @@ class Conversations:
         return node.branch
 
     def _branch(self, token_ids: Sequence[int]) -> Branch:
-        """Raises ContextFull where no sequence can be that long: a client may shorten its history
-        then.
+        """Open a sequence.  Raises ContextFull where no sequence can be that long: a client may
+        shorten its history then.
         """
         session = self._session
         most, setting = session.sequence_limit or (None, "")
@@ -234,7 +240,7 @@ def last_answer(messages: Sequence[Message]) -> int | None:
 
 
 def thinking_of(messages: Sequence[Message]) -> list[str | None]:
-    """Of each of the assistant's messages; None where it was left out."""
+    """Return the thinking of each of the assistant's messages; None where it was left out."""
     return [
         str(message.get("reasoning_content") or "") or None
         for message in messages
@@ -243,30 +249,32 @@ def thinking_of(messages: Sequence[Message]) -> list[str | None]:
 
 
 def digests_of(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[bytes]:
-    """Digest of the tools and the messages up to and with each."""
+    """Return for each message the digest of the tools and of the messages up to it, itself
+    included.
+    """
     first = chained(b"", [dict(schema) for schema in schemas])
     return list(accumulate(messages, chained, initial=first))[1:]
 
 
 def chained(digest: bytes, value: object) -> bytes:
-    """Digest of everything before and `value`."""
+    """Return the digest of `value` after everything that `digest` stands for."""
     if isinstance(value, Mapping):
         value = [
             value.get("role"),
             text_of(value.get("content")),
-            [call_of(each) for each in list_of_tokens(value)],
+            [call_of(call) for call in calls_of(value)],
         ]
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.blake2b(digest + text.encode(), digest_size=16).digest()
 
 
-def list_of_tokens(message: Mapping[str, object]) -> list[object]:
+def calls_of(message: Mapping[str, object]) -> list[object]:
     calls = message.get("tool_calls")
     return list(calls) if isinstance(calls, Sequence) else []
 
 
 def call_of(call: object) -> list[object]:
-    """Name and arguments of a call in a message, however their JSON is written."""
+    """Return name and arguments of a call in a message, in whatever way their JSON is written."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise ValueError(
@@ -274,6 +282,7 @@ def call_of(call: object) -> list[object]:
         )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # else it stays as the model wrote it
+        # where that fails, they stay as the model wrote them
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return [function.get("name"), arguments]

@@ -43,28 +43,28 @@ from megatron_rl.rollout.agents.tools import Tools
 MAX_BODY_BYTES = 64 << 20
 KEY_BYTES = 32
 CLOSE_SECONDS = 1.0
-"""How long open connections may take to end with the server."""
+"""Limit for open connections to end with the server."""
 POLL_SECONDS = 1e-6
 """Above 0, so that the event loop reads from its connections: the client may hang up while its
-answer is built.
-"""
+answer is built."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Open:
-    """An episode with a key.  tasks: requests that are answered now."""
+    """An episode with a key."""
 
     session: Session
     temperature: float
     truncation: Truncation | None
     key: str = field(default_factory=lambda: secrets.token_urlsafe(KEY_BYTES), repr=False)
     tasks: set[asyncio.Task[object]] = field(default_factory=set)
+    """Its requests that are answered now."""
 
 
 class Endpoint:
-    """Starts with the first episode that asks for it; `close` ends it."""
+    """A server that starts with the first episode that opens it; `close` ends it."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -74,17 +74,17 @@ class Endpoint:
     async def open(
         self, session: Session, temperature: float, truncation: Truncation | None = None
     ) -> Access:
-        """A key for `session`: the same for every call."""
+        """Return the address and a key for `session`, the same for every call."""
         if self._start is None:
             self._start = asyncio.create_task(self._listen())
         _, url = await asyncio.shield(self._start)
-        found = next((each for each in self._episodes.values() if each.session is session), None)
-        episode = found or Open(session, temperature, truncation)
+        same = (entry for entry in self._episodes.values() if entry.session is session)
+        episode = next(same, None) or Open(session, temperature, truncation)
         self._episodes[episode.key] = episode
         return Access(url, episode.key)
 
     def end(self, session: Session) -> None:
-        """Forget its key, and cancel its requests."""
+        """Forget the key of `session`, and cancel its requests."""
         for key, episode in list(self._episodes.items()):
             if episode.session is session:
                 del self._episodes[key]
@@ -94,7 +94,7 @@ class Endpoint:
     async def close(self) -> None:
         start, self._start = self._start, None
         if start is not None:
-            # it did not start, which the episode that opened it knows
+            # where it did not start, the episode that opened it has raised the error
             with contextlib.suppress(EpisodeError):
                 runner, _ = await start
                 await runner.cleanup()
@@ -103,8 +103,8 @@ class Endpoint:
         app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
-        # a client that hangs up, or sends its request again, must not leave a request that no one
-        # waits for
+        # handler_cancellation: where a client hangs up, or sends its request again, the first
+        # request must end
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
         )
@@ -155,10 +155,8 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def answers(session: Session, asked: CompletionRequest) -> AsyncIterator[list[Turn]]:
-    """`asked.n` turns, sampled side by side: part of the episode where the block, which writes
-    them, ends without an error.
-
-    Raises ApiError.
+    """Sample `asked.n` turns side by side and yield them; they are part of the episode where the
+    block, which writes them, ends without an error.  Raises ApiError.
     """
     try:
         tools = Tools(asked.tools if asked.tool_choice == "auto" else ())
@@ -198,7 +196,7 @@ async def write_answer(
     turns: Sequence[Turn],
     tokens: Sequence[list[Json]],
 ) -> web.StreamResponse:
-    """The answer, when all of it is written.
+    """Write the answer; return when all of it is written.
 
     Raises ConnectionResetError where the client hung up before.
     """
@@ -234,7 +232,7 @@ def stop_token(session: Session, stop: str) -> int:
 
 
 def sampled_logprobs(session: Session, turn: Turn) -> list[Json]:
-    """As they were sampled."""
+    """Return the log-probs with which the tokens were sampled, in OpenAI's format."""
     texts: Sequence[str] = session.tokenizer.convert_ids_to_tokens(list(turn.token_ids))
     return [
         {"token": text, "logprob": value, "bytes": None, "top_logprobs": []}
@@ -250,8 +248,8 @@ async def errors_as_json(
         return await handler(request)
     except ApiError as error:
         return web.json_response(error.body, status=error.status)
-    except ConnectionResetError:  # counted; there is no one to answer
+    except ConnectionResetError:  # it is counted, and no client reads an answer
         return web.Response(status=499)
-    except web.HTTPException as error:  # another path or method, a body that is too large
+    except web.HTTPException as error:  # unknown path or method, a body that is too large
         refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
         return web.json_response(refused.body, status=error.status)

@@ -29,13 +29,12 @@ from megatron_rl.rollout.agents.threads import in_thread
 
 @dataclass(frozen=True)
 class EnvironmentRollout:
-    """`await rollout(session, prompt)` is one episode in a new environment of `make`, or of a
-    process of `processes`.
-    """
+    """`await rollout(session, prompt)` plays one episode in a new environment."""
 
     make: Callable[[], Environment]
     cfg: AgentConfig
     processes: EnvironmentProcesses | None = None
+    """Where environments run, None in this process, made by `make`."""
 
     async def __call__(self, session: Session, prompt: Prompt) -> Episode:
         async with self._environment(session) as environment:
@@ -45,17 +44,18 @@ class EnvironmentRollout:
         self, session: Session, prompt: Prompt, environment: Environment | RemoteEnvironment
     ) -> Episode:
         reward, metrics, is_done = 0.0, {}, False
+        # the model speaks first to the prompt, unless `reset` adds an observation
         if not is_nothing(first := await self._call(session, "reset", environment.reset, prompt)):
             session.observe(first)
         while not is_done and len(session.turns) < self.cfg.max_turns:
             try:
                 turn = await session.generate()
-            except ContextFull:  # the rewards so far count
+            except ContextFull:  # the episode ends here, with the rewards so far
                 break
             step = checked_step(await self._call(session, "step", environment.step, turn))
             session.reward_turn(step.reward)
             reward, metrics, is_done = reward + step.reward, dict(step.metrics), step.done
-            if not is_done:
+            if not is_done:  # no turn follows the last observation
                 session.observe(step.observation)
         return session.finish(reward, {**metrics, "is_done": float(is_done)})
 
@@ -63,6 +63,7 @@ class EnvironmentRollout:
     async def _environment(
         self, session: Session
     ) -> AsyncIterator[Environment | RemoteEnvironment]:
+        # a constructor may take long, so that it has the time limit of a step in both cases
         if self.processes is None:
             yield await self._call(session, "constructor", self.make)
             return
@@ -82,22 +83,22 @@ class EnvironmentRollout:
             with session.span(name, "environment"):
                 async with limit:
                     is_async = inspect.iscoroutinefunction(method)
-                    found = await (
+                    answer = await (
                         method(*arguments) if is_async else in_thread(method, *arguments)
                     )
         except TimeoutError as error:
-            if not limit.expired():  # the environment's own
+            if not limit.expired():  # the environment raised it
                 raise
             raise late from error
-        if limit.expired():  # it ignored its end
+        if limit.expired():  # it ignored its cancellation
             raise late
-        return found
+        return answer
 
 
 def checked_step(step: object) -> Step:
-    """What `step` returned.
+    """Return the Step that `step` returned.
 
-    Raises EpisodeError for what is no Step, or one with fields of other kinds.
+    Raises EpisodeError for another type, and for a Step with a field of a wrong type.
     """
     if not isinstance(step, Step):
         raise EpisodeError(
@@ -124,22 +125,24 @@ def is_nothing(observation: object) -> bool:
     return observation is None or (isinstance(observation, Sized) and len(observation) == 0)
 
 
-def check_environment_class(found: object, where: str) -> Callable[[], Environment]:
-    """`found`, a class that can be an environment; ValueError, naming the key, where it cannot."""
+def check_environment_class(loaded: object, where: str) -> Callable[[], Environment]:
+    """Return `loaded`, a class of environments.  Raises ValueError, naming the key, where it cannot
+    be one.
+    """
     calls = {"reset": (None, None), "step": (None, None)}  # with self
-    missing = [name for name in calls if not callable(getattr(found, name, None))]
-    if not inspect.isclass(found) or missing:
+    missing = [name for name in calls if not callable(getattr(loaded, name, None))]
+    if not inspect.isclass(loaded) or missing:
         raise ValueError(
             f"{where} must be a class with the methods reset(prompt) and step(turn); missing:"
             f" {missing}"
         )
     try:
-        inspect.signature(found).bind()
+        inspect.signature(loaded).bind()
         for name, arguments in calls.items():
-            inspect.signature(getattr(found, name)).bind(*arguments)
+            inspect.signature(getattr(loaded, name)).bind(*arguments)
     except TypeError as error:
         raise ValueError(
             f"{where} must be made without arguments, and have reset(prompt) and step(turn):"
             f" {error}"
         ) from error
-    return cast("Callable[[], Environment]", found)
+    return cast("Callable[[], Environment]", loaded)

@@ -1,29 +1,16 @@
-"""Processes of agent.environment: `python -m megatron_rl.rollout.agents.environment_worker
-MODULE:CLASS MEMORY_BYTES`.
+"""agent.environment in its worker process: how calls and answers are written as JSON.
 
-This process imports the class once and forks for every episode, which takes milliseconds; it starts
-no thread and uses no GPU.  Standard input is a socket: one JSON line in, one out.
-    in   {"start": NUMBER} with a socket as ancillary data, {"end": NUMBER}: kill the episode's
-         process and its children
-    out  {"ready": true} or {"failed": why, "where": frames} once, then nothing
-An episode's process makes the object when it starts and answers on the socket that came with it:
-    in   {"call": "constructor" | "reset" | "step", "argument": fields of a Prompt, or fields_of() a
-         Turn}
-    out  {"answer": fields of a Step, or what reset observed} or {"failed": why, "where": frames}
+    call           argument                          answer
+    reset          fields of a Prompt                what reset observed
+    step           fields_of_turn() of a Turn        {"step": fields of a Step}
+The object is made when the worker starts (megatron_rl/workers/serving.py).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import importlib
 import inspect
-import json
-import os
-import signal
-import socket
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, fields
 from numbers import Integral, Real
 from typing import Any
@@ -31,143 +18,42 @@ from typing import Any
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.episode import Environment, Step, Turn
-from megatron_rl.workers import (
-    Printed,
-    end_with_parent,
-    frames_of,
-    json_line,
-    kill_group,
-    limit_memory,
-    open_channel,
-)
-
-ANSWER_BYTES = 2**26
-"""Of one answer: more cannot fit a context."""
 
 
-def main() -> None:
-    """Serve until the connection ends; then end all episodes."""
-    name, memory = sys.argv[1], int(sys.argv[2])
-    channel = open_channel()
+def load_environment(name: str) -> Callable[[], EnvironmentService]:
+    """Import the class `package.module:Class`; returns what makes an environment of it."""
     module, _, attribute = name.partition(":")
-    try:
-        make = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        channel.sendall(json_line(failure_of(error)))
-        return
-    channel.sendall(json_line({"ready": True}))
-    pids: dict[int, int] = {}
-    try:
-        while message := receive(channel):
-            order, descriptors = message
-            if "end" in order:
-                # else it was of a process before this one
-                if (pid := pids.pop(order["end"], None)) is not None:
-                    end(pid)
-            elif (pid := os.fork()) == 0:
-                channel.close()
-                serve_episode(make, socket.socket(fileno=descriptors[0]), memory)
-            else:
-                pids[order["start"]] = pid
-                os.close(descriptors[0])
-    finally:
-        for pid in pids.values():
-            end(pid)
+    make = getattr(importlib.import_module(module), attribute)
+    return lambda: EnvironmentService(make())
 
 
-def receive(channel: socket.socket) -> tuple[dict[str, int], list[int]] | None:
-    """The next order, always of 32 bytes, with its descriptors; None at the end of the connection."""
-    data, descriptors, _, _ = socket.recv_fds(channel, ORDER_BYTES, 1)
-    while data and len(data) < ORDER_BYTES:
-        more, others, _, _ = socket.recv_fds(channel, ORDER_BYTES - len(data), 1)
-        data, descriptors = data + more if more else b"", [*descriptors, *others]
-    return (json.loads(data), descriptors) if data else None
+class EnvironmentService:
+    """An environment, as a worker serves it: one call after another."""
+
+    is_concurrent = False
+    description = None
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+
+    def answer(self, call: str, argument: Mapping[str, Any]) -> object:
+        """Call `reset` or `step`; returns what it returned as JSON holds it, or a coroutine."""
+        read = prompt_of_fields if call == "reset" else turn_of
+        value = getattr(self.environment, call)(read(argument))
+        return plain_later(value) if inspect.isawaitable(value) else plain(value)
 
 
-ORDER_BYTES = 32
+async def plain_later(value: Awaitable[object]) -> object:
+    return plain(await value)
 
 
-def order(**fields_of: int) -> bytes:
-    """A message to `main`."""
-    return json.dumps(fields_of).encode().ljust(ORDER_BYTES)
-
-
-def end(pid: int) -> None:
-    """Not reaped before: the number is still that of our child."""
-    kill_group(pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)  # it may not lead its group yet
-    os.waitpid(pid, 0)
-
-
-def serve_episode(make: Callable[[], Environment], channel: socket.socket, memory: int) -> None:
-    """One episode, in a forked process: never returns."""
-    os.setsid()
-    end_with_parent()
-    if memory:
-        limit_memory(memory)
-    reseed()
-    status = 1
-    try:
-        with asyncio.Runner() as runner, channel.makefile("rb") as lines:
-            found: dict[str, Environment] = {}
-            for line in lines:
-                sys.stdout = sys.stderr = Printed()
-                channel.sendall(reply_line(make, found, json.loads(line), runner))
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def reseed() -> None:
-    """Global generators are copies of the parent's, the same in every episode; Python's own is
-    seeded after a fork.
-    """
-    for name, seed in (("numpy.random", "seed"), ("torch", "seed")):
-        if name in sys.modules:
-            getattr(sys.modules[name], seed)()
-
-
-def reply_line(
-    make: Callable[[], Environment],
-    found: dict[str, Environment],
-    message: Mapping[str, Any],
-    runner: asyncio.Runner,
-) -> bytes:
-    """The answer to one call.  found: the environment, once it is made."""
-    try:
-        if message["call"] == "constructor":
-            found["environment"] = make()
-            return json_line({"answer": None})
-        if message["call"] == "reset":
-            argument: Prompt | Turn = Prompt(**with_tuple(message["argument"]))
-        else:
-            argument = turn_of(message["argument"])
-        answer = getattr(found["environment"], message["call"])(argument)
-        if inspect.isawaitable(answer):
-            answer = runner.run(awaited(answer))
-        line = json_line({"answer": plain(answer)})
-    # sys.exit in an environment must not look like a crash
-    except (Exception, SystemExit) as error:
-        return json_line(failure_of(error))
-    if len(line) > ANSWER_BYTES:
-        return json_line(
-            {"failed": f"answered {len(line)} bytes: must be at most {ANSWER_BYTES}", "where": []}
-        )
-    return line
-
-
-async def awaited(answer: Any) -> object:
-    return await answer
-
-
-def with_tuple(argument: dict[str, Any]) -> dict[str, Any]:
-    return argument | {"token_ids": tuple(argument["token_ids"])}
+def prompt_of_fields(values: Mapping[str, Any]) -> Prompt:
+    return Prompt(**{**values, "token_ids": tuple(values["token_ids"])})
 
 
 def fields_of_turn(turn: Turn) -> dict[str, object]:
-    """`turn` as JSON holds it, read in the model's chat format where there is one; the inverse of
-    turn_of.
+    """Return `turn` as JSON holds it, read in the model's chat format where there is one; the
+    inverse of turn_of.
     """
     return {
         "text": turn.text,
@@ -179,18 +65,21 @@ def fields_of_turn(turn: Turn) -> dict[str, object]:
     }
 
 
-def turn_of(given: Mapping[str, Any]) -> Turn:
-    named = {**given, "token_ids": tuple(given["token_ids"]), "logprobs": tuple(given["logprobs"])}
-    if (reply := named.pop("reply")) is None:
-        return Turn(**named)
+def turn_of(values: Mapping[str, Any]) -> Turn:
+    tuples = {name: tuple(values[name]) for name in ("token_ids", "logprobs")}
+    arguments = {**values, **tuples}
+    if (reply := arguments.pop("reply")) is None:
+        return Turn(**arguments)
     calls = tuple(ToolCall(**call) for call in reply["tool_calls"])
-    return Turn(**named, read=lambda: Reply(reply["content"], reply["reasoning"], calls))
+    return Turn(**arguments, read=lambda: Reply(reply["content"], reply["reasoning"], calls))
 
 
 def plain(value: object) -> object:
-    """As JSON holds it, numbers of numpy included.  Raises TypeError for what is no observation."""
+    """Return `value` as JSON holds it, numbers of numpy included.  Raises TypeError for what is no
+    observation.
+    """
     if isinstance(value, Step):
-        return {"step": {each.name: plain(getattr(value, each.name)) for each in fields(value)}}
+        return {"step": {item.name: plain(getattr(value, item.name)) for item in fields(value)}}
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Integral):
@@ -204,14 +93,3 @@ def plain(value: object) -> object:
     raise TypeError(
         f"answered {type(value).__name__}: must be text, numbers, lists, mappings or a Step"
     )
-
-
-def failure_of(error: BaseException) -> dict[str, object]:
-    return {
-        "failed": f"{type(error).__name__}: {error}"[:2000],
-        "where": frames_of(error, __file__),
-    }
-
-
-if __name__ == "__main__":
-    main()

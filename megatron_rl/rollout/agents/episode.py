@@ -1,5 +1,5 @@
 """The types that a user's function or environment meets: observations, turns, the finished episode,
-and what ends it early.
+and the exceptions that end it early.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NO_TOOLS = Tools()
 
 
 class EpisodeError(RuntimeError):
-    """An episode that cannot be trained on; agent.on_error says what happens then."""
+    """The episode cannot be trained on; agent.on_error says what happens then."""
 
 
 class EpisodeStopped(BaseException):
@@ -30,27 +30,30 @@ class EpisodeStopped(BaseException):
 
 
 class ContextFull(EpisodeError):
-    """No token is left of rollout.max_response_tokens, agent.max_episode_tokens or what servers and
-    trainer take.  Where the function does not catch it, the episode ends here, as truncated."""
+    """No token is left of rollout.max_response_tokens, agent.max_episode_tokens, or of the longest
+    sequence that servers and trainer take.
+
+    Where the function does not catch it, the episode ends here, as truncated.
+    """
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model said.  text: without special tokens; finish_reason: stop, or length at
-    `max_tokens`.
-
-    num_prompt_tokens: of its input.  read: parses it in the model's chat format, when `reply` is
-    first asked for.
-    tools: that were in its prompt.  logprobs: log mu of its tokens.
-    """
+    """One response of the model in an episode."""
 
     text: str
+    """The response without special tokens."""
     token_ids: tuple[int, ...]
     finish_reason: str
+    """stop, or length at `max_tokens`."""
     num_prompt_tokens: int = 0
+    """Number of tokens of its input."""
     read: Callable[[], Reply] | None = field(default=None, repr=False, compare=False)
+    """Parses it in the model's chat format, when `reply` is first asked for."""
     tools: Tools = field(default=NO_TOOLS, repr=False, compare=False)
+    """The tools that its prompt described."""
     logprobs: tuple[float, ...] = field(default=(), repr=False)
+    """log mu of its tokens."""
 
     @cached_property
     def reply(self) -> Reply:
@@ -70,40 +73,42 @@ class Turn:
 
 @dataclass(frozen=True)
 class Access:
-    """An OpenAI-compatible endpoint for one episode: its key is the episode."""
+    """An OpenAI-compatible endpoint for one episode."""
 
     base_url: str
     api_key: str = field(repr=False)
+    """Names the episode, and is valid as long as it runs."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished episode.
-
-    reward: None leaves it to the reward function.  metrics are averaged and logged as episode/NAME.
-    """
+    """A finished episode."""
 
     rollout: Rollout
     reward: float | None = None
+    """None leaves it to the reward function."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Averaged over episodes and logged as episode/NAME."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the environment answers to a turn.
-
-    Rewards of an episode are added; metrics are those of its last step.
-    """
+    """The environment's answer to a turn."""
 
     observation: Observation = ""
     reward: float = 0.0
+    """Rewards of all steps are added."""
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Those of the last step are the episode's."""
 
 
 class Environment(Protocol):
-    """`reset` may add an observation to the prompt.  Either method may be async; others run in a
-    thread, or all in a process of the episode's own (agent.isolation)."""
+    """An environment of one episode; `reset` may add an observation to the prompt.
+
+    Either method may be async; others run in a thread, or all of them in a process of the episode
+    (agent.isolation).
+    """
 
     def reset(self, prompt: Prompt) -> Observation | None: ...
 

@@ -18,12 +18,10 @@ from megatron_rl.records import FinishReason, Rollout
 
 
 class RecordedTurns:
-    """`rollout`: what an unfinished episode has (finish_reason abort), None for a new one.
-
-    left: turns that were not taken, with the sequence that each is of.
-    """
+    """The turns of an unfinished episode, each given once to the run that continues it."""
 
     def __init__(self, rollout: Rollout | None) -> None:
+        """rollout: the unfinished episode (finish_reason abort), None for a new one."""
         sequences = () if rollout is None else rollout.sequences
         # a turn that two sequences begin with, after an interruption at which they went apart, was
         # sampled once
@@ -33,6 +31,7 @@ class RecordedTurns:
             for turn in turns_of(sequence)
         }
         self.left = list(turns.values())
+        """(turn, its sequence) of turns that were not taken."""
 
     def take(
         self,
@@ -41,12 +40,12 @@ class RecordedTurns:
         stops: Collection[int] = (),
         after: Rollout | None = None,
     ) -> Rollout | None:
-        """The recorded turn that follows `tokens`, of at most `limit` and without any of `stops`
-        before its
-        end: complete, or the beginning of one (abort).
+        """Take the recorded turn that follows `tokens`: complete, or the beginning of one (abort);
+        None where there is none.
 
-        after: the sequence that it continues.  Two may have equal tokens, of other weights each:
-        one continues no newer one. None where there is none.  Each is given once.
+        It has at most `limit` tokens, and none of `stops` before its end.  after: the sequence that
+        it continues.  Two sequences may have equal tokens, sampled with other weights: a turn of
+        older weights does not continue one of newer weights.
         """
         newest = 0 if after is None else int(after.policy_versions[-1])
         for place, (turn, _) in enumerate(self.left):
@@ -57,49 +56,49 @@ class RecordedTurns:
             ):
                 if turn.finish_reason == "abort" and turn.response_length == limit:
                     turn = replace(turn, finish_reason="length")
-                # a turn that reached its limit would have been longer, or shorter, with another one
+                # a turn that reached its limit would be longer or shorter with another limit
                 over = limit - turn.response_length
-                early = turn.tokens[turn.prompt_length :][
-                    : -1 if turn.finish_reason != "abort" else None
-                ]
-                if (
-                    over < 0
-                    or (over and turn.finish_reason == "length")
-                    or not set(stops).isdisjoint(early.tolist())
-                ):
-                    continue  # one that was sampled beside it for the same input may fit
+                is_of_other_length = over < 0 or (over and turn.finish_reason == "length")
+                end = None if turn.finish_reason == "abort" else -1
+                early = turn.tokens[turn.prompt_length :][:end]
+                if is_of_other_length or not set(stops).isdisjoint(early.tolist()):
+                    continue  # another turn that was sampled for the same input may fit
                 del self.left[place]
                 return turn
         return None
 
     @property
     def tokens_left(self) -> int:
-        """Sampled tokens of the turns that were not taken."""
+        """Number of sampled tokens of the turns that were not taken."""
         return sum(turn.response_length for turn, _ in self.left)
 
     def with_left(self, sequences: Sequence[Rollout]) -> list[Rollout]:
-        """`sequences` of the episode as it is now, and those of the record with turns that it did
-        not ask for yet.
+        """Return the sequences of the record with turns that were not taken yet, and `sequences`,
+        those of the episode now, that none of them begins with.
         """
         waiting = list({id(sequence): sequence for _, sequence in self.left}.values())
-        return [
-            *waiting,
-            *(own for own in sequences if not any(begins(whole, own) for whole in waiting)),
+        other = [
+            sequence
+            for sequence in sequences
+            if not any(begins(whole, sequence) for whole in waiting)
         ]
+        return [*waiting, *other]
 
 
 def identity(turn: Rollout) -> tuple[int, bytes, bytes]:
-    """Of what was sampled, and after what."""
+    """Return what is equal for equal turns: length of the input, tokens and log-probs."""
     return turn.prompt_length, turn.tokens.tobytes(), turn.rollout_logprobs.tobytes()
 
 
 def begins(sequence: Rollout, other: Rollout) -> bool:
-    """Whether `sequence` begins with all of `other`."""
+    """Return True where `sequence` begins with all of `other`."""
     return np.array_equal(sequence.tokens[: len(other.tokens)], other.tokens)
 
 
 def turns_of(rollout: Rollout) -> Iterator[Rollout]:
-    """Its turns as their requests returned them: each with all tokens before it as its prompt."""
+    """Yield the turns as their requests returned them: each with all tokens before it as its
+    prompt.
+    """
     answered = dict(rollout.environment)
     start, taken = rollout.prompt_length, 0
     ends: list[tuple[int, FinishReason]] = [*rollout.episode.turns]
@@ -114,7 +113,10 @@ def turns_of(rollout: Rollout) -> Iterator[Rollout]:
 def part(
     rollout: Rollout, start: int, end: int, taken: int, finish_reason: FinishReason
 ) -> Rollout:
-    """Tokens start..end of `rollout` as one request's; taken: sampled tokens before them."""
+    """Return tokens start..end of `rollout` as one request returned them.
+
+    taken: number of sampled tokens before them.
+    """
     sampled = slice(taken, taken + end - start)
     routes, missing, mask = rollout.routed_experts, rollout.missing_routes, rollout.sampling_mask
     return Rollout(

@@ -1,19 +1,19 @@
 """Runs a user's rollout function for every response of a group: G episodes of a prompt side by
 side.
+
+    EpisodeRunner   one per rollout client: the function, and what its sessions share
+    EpisodeCall     one per fill() of the client: its groups, tries, failures and counters
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import inspect
 import logging
 import math
-import shutil
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,56 +23,18 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config import AgentConfig, Config
 from megatron_rl.records import FinishReason, Prompt, Rollout
 from megatron_rl.rollout.agents.chat import Chat
-from megatron_rl.rollout.agents.command import CommandRollout
 from megatron_rl.rollout.agents.endpoint import Endpoint
-from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment_class
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
-from megatron_rl.rollout.agents.episode import ContextFull, Episode, EpisodeError, EpisodeStopped
-from megatron_rl.rollout.agents.session import Session
+from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, EpisodeStopped
+from megatron_rl.rollout.agents.rollout_function import load_function
+from megatron_rl.rollout.agents.sequence_limit import sequence_limit
+from megatron_rl.rollout.agents.session import Session, SessionSettings
 from megatron_rl.rollout.client.call import Call, GroupCancelled, SampleTurn
 from megatron_rl.rollout.client.request import RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.partial import PartialGroup
 
-RolloutFunction = Callable[[Session, Prompt], Awaitable[Episode]]
-
 logger = logging.getLogger(__name__)
-
-
-def load_function(
-    cfg: AgentConfig, processes: EnvironmentProcesses | None = None, hidden_env: str = ""
-) -> RolloutFunction:
-    """agent.function, or agent.environment or agent.command as one.  Raises ValueError, naming the
-    key, where it cannot be that.
-
-    processes: those of agent.isolation = process.  hidden_env: the environment variable with the
-    servers' key.
-    """
-    if cfg.command:
-        if shutil.which(cfg.command[0]) is None:
-            raise ValueError(
-                f"{cfg.setting}: {cfg.command[0]!r} must be a program; it is not on PATH"
-            )
-        return CommandRollout(cfg, hidden_env)
-    module, _, attribute = cfg.name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{cfg.setting} cannot be loaded: {error}; must be package.module:NAME"
-        ) from error
-    if cfg.environment:
-        return EnvironmentRollout(check_environment_class(found, cfg.setting), cfg, processes)
-    if not inspect.iscoroutinefunction(found):
-        raise ValueError(
-            f"{cfg.setting} must be an async function: async def {attribute}(session, prompt) ->"
-            " Episode"
-        )
-    try:
-        inspect.signature(found).bind(None, None)
-    except TypeError as error:
-        raise ValueError(f"{cfg.setting} must take (session, prompt): {error}") from error
-    return found
 
 
 def check_agent(cfg: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -88,7 +50,10 @@ def make_runner(
     vocab_size: int,
     max_positions: int | None = None,
 ) -> EpisodeRunner | None:
-    """None where a rollout is one response.  max_positions: of the model, where it is known."""
+    """Return the runner of [agent], None where a rollout is one response.
+
+    max_positions: positions of the model, None where they are not known.
+    """
     if not cfg.agent.name:
         return None
     limit = sequence_limit(cfg, max_positions)
@@ -105,54 +70,21 @@ def make_runner(
     )
 
 
-SERVER_TOKENS = 6
-"""Of its KV cache and of the model's positions SGLang leaves so many unused (tp_worker.py:
-max_req_input_len).
-"""
-
-
-def sequence_limit(cfg: Config, max_positions: int | None) -> tuple[int, str]:
-    """(tokens, setting) of the longest sequence, prompt and response, that the run's servers and
-    its trainer take.
-    """
-    # a sequence above the cap of a micro-batch is one by itself: memory is planned for the longest
-    # prompt and response
-    rows, cache = cfg.run.max_tokens_per_micro_batch, cfg.rollout.max_total_tokens
-    response = max(cfg.rollout.max_response_tokens, cfg.eval.max_response_tokens or 0)
-    limits = [
-        (
-            max(rows, cfg.data.max_prompt_tokens + response),
-            f"run.max_tokens_per_micro_batch = {rows}",
-        )
-    ]
-    if not cfg.rollout.urls:
-        limits.append((cache - SERVER_TOKENS, f"rollout.max_total_tokens = {cache}"))
-        if max_positions is not None and not any(
-            arg.startswith("--context") for arg in cfg.rollout.server_args
-        ):
-            limits.append(
-                (
-                    max_positions - SERVER_TOKENS,
-                    f"the model's max_position_embeddings = {max_positions}",
-                )
-            )
-    return min(limits)
-
-
 @dataclass
 class EpisodeRunner:
-    """`cfg.function`, `cfg.environment` or `cfg.command`, and what its sessions need.
-
-    One per rollout client.
-    """
+    """The rollout function of [agent] and what its sessions need; one per rollout client."""
 
     cfg: AgentConfig
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
-    max_retries: int  # of an episode that failed
-    sequence_limit: tuple[int, str] | None = None  # of a session
-    processes: EnvironmentProcesses | None = None  # of agent.isolation = process
-    hidden_env: str = ""  # variable with the servers' key
+    max_retries: int
+    """Further tries of an episode that failed, under agent.on_error = retry."""
+    sequence_limit: tuple[int, str] | None = None
+    """(tokens, setting) of the longest sequence of a session."""
+    processes: EnvironmentProcesses | None = None
+    """Where environments run under agent.isolation = process."""
+    hidden_env: str = ""
+    """Environment variable with the servers' key."""
 
     def __post_init__(self) -> None:
         self.function = load_function(self.cfg, self.processes, self.hidden_env)
@@ -163,35 +95,35 @@ class EpisodeRunner:
             else None
         )
         self.endpoint = Endpoint(self.cfg.endpoint_host)
-        self.has_worked = False  # in some episode of the last call
+        self.has_worked = False
+        """Some episode of the last call did not fail."""
 
     def call(self, sampling: Sampling, sample: SampleTurn, call: Call) -> EpisodeCall:
-        """For one fill() of the client, in its event loop."""
+        """Return the episodes of one fill() of the client, in its event loop."""
         return EpisodeCall(self, sampling, sample, call)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Episodes run inside: it ends the endpoint that they may have opened in this event loop."""
+        """Run episodes inside; at the end, close the endpoint that they may have opened."""
         try:
             yield
         finally:
             await self.endpoint.close()
 
     def adapt(self, sampling: Sampling) -> Sampling:
-        """`sampling` with what ends a turn in the model's chat format."""
+        """Return `sampling` with the tokens that end a turn in the model's chat format."""
         ends = [] if self.chat is None else self.chat.stop_token_ids
-        return replace(
-            sampling, stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *ends]))
-        )
+        stop_token_ids = list(dict.fromkeys([*sampling.stop_token_ids, *ends]))
+        return replace(sampling, stop_token_ids=stop_token_ids)
 
 
 RAISED = (Exception, EpisodeStopped, BaseExceptionGroup, SystemExit, asyncio.CancelledError)
-"""What a function may raise.  A TaskGroup puts what its tasks raise into a group."""
+"""Exceptions of a rollout function.  A TaskGroup puts what its tasks raise into a group."""
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether only a full context ended the function: also as an OpenAI client raises it, and in a
-    TaskGroup.
+    """Return True where only a full context ended the function: also as an OpenAI client raises it,
+    and in a TaskGroup.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_full, error.exceptions))
@@ -202,18 +134,17 @@ def is_full(error: BaseException) -> bool:
 
 @dataclass
 class EpisodeCall:
-    """The episodes of one fill() of the client, at most agent.concurrency of them at a time.
-
-    call: the client's, which ends the tasks that run.  failures: what each failed episode failed
-    with; done: the prompts of those that ended.
-    """
+    """The episodes of one fill() of the client, at most agent.concurrency of them at a time."""
 
     runner: EpisodeRunner
     sampling: Sampling
     sample: SampleTurn
     call: Call
+    """The client's call, which ends the tasks that run."""
     failures: list[RolloutError] = field(default_factory=list)
+    """The errors of failed episodes."""
     done: list[Prompt] = field(default_factory=list)
+    """The prompts of episodes that ended."""
 
     def __post_init__(self) -> None:
         self.counters = self.call.counters
@@ -221,15 +152,16 @@ class EpisodeCall:
         self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
 
     async def fill(self, group: PartialGroup) -> None:
-        """An episode for every response that `group` lacks.
+        """Play an episode for every response that `group` lacks.
 
         Raises RolloutError for one that failed (agent.on_error), and what `sample` raises; the
-        others run on, so that what they have can be kept.
+        other episodes continue, so that their turns can be kept.
         """
         tasks = [asyncio.create_task(self._in_turn(group, index)) for index in group.missing]
         self.call.episodes.update(tasks)
         for task in tasks:
             task.add_done_callback(self._ended)
+        # GroupCancelled is raised when all tasks have ended; any other error at once
         waiting, cancelled = set(tasks), False
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
@@ -244,14 +176,15 @@ class EpisodeCall:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.call.episodes.discard(task)  # an open call has episodes without end
         if not task.cancelled():
-            task.exception()  # raised by `fill`, or after another one's: asyncio need not name it
+            # `fill` raises it, or that of an earlier task: asyncio need not report it
+            task.exception()
 
     def check(self) -> None:
         """Raise RolloutError where all of several episodes failed: agent.on_error = drop would
         leave nothing to learn from.
 
-        Those of one prompt say nothing of a function that worked just before: dynamic sampling may
-        draw a single one.
+        Where the function worked just before, a single prompt is no proof that it is broken:
+        dynamic sampling may draw a single one.
         """
         if not (count := len(self.done)):
             return
@@ -261,7 +194,7 @@ class EpisodeCall:
             raise RolloutError(f"all {count} episodes failed, the last one: {self.failures[-1]}")
 
     async def _in_turn(self, group: PartialGroup, index: int) -> None:
-        async with self._slots:
+        async with self._slots:  # agent.concurrency
             await self._episode(group, index, f"{self.sampling.id_prefix}{group.prompt.id}/{index}")
         self.done.append(group.prompt)
 
@@ -276,9 +209,9 @@ class EpisodeCall:
             except (GroupCancelled, RolloutError, asyncio.CancelledError):
                 self._keep(group, index, session)
                 raise
-            # of the user's function: counted, and raised where it may not be tried again
+            # an error of the user's function: counted, and raised where it may not be tried again
             except Exception as error:
-                group.prefixes.pop(index, None)  # it might lead there again
+                group.prefixes.pop(index, None)  # the recorded turns might lead to the error again
                 self.counters.failed_episodes += 1
                 self.counters.redrawn_samples += attempt < tries
                 why = f"{type(error).__name__}: {error}"
@@ -311,33 +244,32 @@ class EpisodeCall:
                     in_flight.discard(answered)
                     answered.set_result(None)
             if in_flight and isinstance(session.stopped_by, GroupCancelled):
-                await asyncio.wait(
-                    in_flight
-                )  # aborted, too: the end of this turn would end them before they are answered
+                # they are aborted, too: raising now would end them before they are answered
+                await asyncio.wait(in_flight)
             raise EpisodeStopped
 
         if recorded is not None:
             self.counters.resumed_episodes += 1
-        runner = self.runner
-        session = Session(
-            prompt,
-            name=name,
-            max_tokens=self.sampling.max_tokens,
-            vocab_size=runner.vocab_size,
+        runner, sampling = self.runner, self.sampling
+        settings = SessionSettings(
             tokenizer=runner.tokenizer,
+            vocab_size=runner.vocab_size,
             chat=runner.chat,
-            sample=sample_turn,
+            max_tokens=sampling.max_tokens,
             max_episode_tokens=runner.cfg.max_episode_tokens,
             sequence_limit=runner.sequence_limit,
+        )
+        open_endpoint = partial(
+            runner.endpoint.open, temperature=sampling.temperature, truncation=sampling.truncation
+        )
+        session = Session(
+            prompt,
+            name,
+            settings,
+            call=self.call,
+            sample=sample_turn,
+            open_endpoint=open_endpoint,
             recorded=recorded,
-            counters=self.counters,
-            trace=self.call.trace,
-            open_endpoint=partial(
-                runner.endpoint.open,
-                temperature=self.sampling.temperature,
-                truncation=self.sampling.truncation,
-            ),
-            is_over=lambda: self.call.is_over,
         )
         return session
 
@@ -357,8 +289,7 @@ class EpisodeCall:
                 if not is_full(error):
                     if isinstance(error, Exception):
                         raise
-                    # sys.exit, or a task that the function itself cancelled: else it would end the
-                    # run
+                    # sys.exit, or a task that the function cancelled, must not end the run
                     raise EpisodeError(f"{type(error).__name__}: {error}") from error
                 episode, is_cut = session.finish(), True
         finally:
@@ -366,7 +297,8 @@ class EpisodeCall:
             self.runner.endpoint.end(session)
         if session.stopped_by is not None:  # also where the function handled it
             raise session.stopped_by
-        # cancelled for it; not cancelling(): a TaskGroup leaves that counted (Python 3.11)
+        # The call cancelled this task, and the function ignored it.  Task.cancelling() would not
+        # tell: a TaskGroup leaves it counted (Python 3.11).
         if self.call.is_over:
             raise asyncio.CancelledError
         if limit.expired():
@@ -374,7 +306,7 @@ class EpisodeCall:
                 f"it took longer than agent.episode_timeout_seconds = {seconds:g}, and ignored"
                 " its end"
             )
-        # another one's tokens would be learned from twice
+        # tokens of another episode would be learned from twice
         if episode is None or episode is not session.episode:
             raise TypeError(
                 f"returned {type(episode).__name__}, must be session.finish() of this session,"
@@ -389,15 +321,15 @@ class EpisodeCall:
         return rollout.with_episode(reward=episode.reward, metrics=episode.metrics)
 
     def _keep(self, group: PartialGroup, index: int, session: Session) -> None:
-        """What the session has, for the next run of the episode."""
-        found = session.unfinished()
-        if found is not None and self.runner.cfg.resume == "continue":
-            group.put(index, found)
-        elif found is not None:
+        """Keep the turns of the session for the next run of the episode."""
+        unfinished = session.unfinished()
+        if unfinished is not None and self.runner.cfg.resume == "continue":
+            group.put(index, unfinished)
+        elif unfinished is not None:
             self.counters.redrawn_samples += 1
 
     def _count_unused(self, session: Session) -> None:
-        """A record that the episode did not follow to its end."""
+        """Count recorded turns that the resumed episode did not ask for."""
         if tokens := session.recorded.tokens_left:
             self.counters.diverged_episodes += 1
             self.counters.diverged_tokens += tokens
@@ -410,8 +342,8 @@ class EpisodeCall:
             )
 
     async def _dropped(self, session: Session, prompt: Prompt, name: str) -> Rollout:
-        """Stands for a failed episode in its group: what it sampled, or else one token; without a
-        reward, never learned from.
+        """Return the rollout of a failed episode in its group: its turns, or one token where it has
+        none.  It has no reward, so that it is never learned from.
         """
         try:
             rollout = session.finish().rollout

@@ -27,14 +27,13 @@ import operator
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.launch.trace import OFF, Trace
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents.branch import Branch
 from megatron_rl.rollout.agents.chat import Chat, Message
@@ -49,73 +48,75 @@ from megatron_rl.rollout.agents.episode import (
 )
 from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.agents.tools import Tool, Tools
-from megatron_rl.rollout.client.call import SampleTurn
-from megatron_rl.rollout.client.counters import RolloutCounters
+from megatron_rl.rollout.client.call import Call, SampleTurn
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """The model and the limits that all episodes of a call share."""
+
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    chat: Chat | None
+    """The model's chat format, None without agent.renderer."""
+    max_tokens: int
+    """Limit of a sequence: its turns, and the observations between them."""
+    max_episode_tokens: int
+    """Limit of turns and observations of all sequences, 0 = none."""
+    sequence_limit: tuple[int, str] | None
+    """(tokens, setting) of the longest sequence, its prompt included, that servers and trainer
+    take."""
 
 
 class Session:
-    """The model as one episode sees it.  `max_tokens` bounds a sequence: all its turns with what
-    the environment says.
+    """The model as one episode sees it.
 
     Most episodes are one sequence: turns and observations of the session itself, which continue the
     prompt.  `branch` opens further ones.
-    max_episode_tokens: bounds turns and observations of all sequences; 0 = none.
-    sequence_limit: (tokens, setting) of the longest sequence, its prompt included, that servers and
-    trainer take.
-    server: URL of the one that was asked last.
-    recorded: what this episode had when it was cut short.  stopped_by: what ended sampling
-    meanwhile.
-    sampling_seconds: in which it waited for the model, for turns of several branches at the same
-    time once.
-    is_refused: the last messages were longer than a sequence can be.
-    episode: what `finish` returned last.
     """
 
     def __init__(
         self,
         prompt: Prompt,
-        *,
         name: str,
-        max_tokens: int,
-        vocab_size: int,
-        tokenizer: PreTrainedTokenizerBase,
-        chat: Chat | None,
+        settings: SessionSettings,
+        *,
+        call: Call,
         sample: SampleTurn,
-        max_episode_tokens: int = 0,
-        sequence_limit: tuple[int, str] | None = None,
+        open_endpoint: Callable[[Session], Awaitable[Access]],
         recorded: Rollout | None = None,
-        counters: RolloutCounters | None = None,
-        trace: Trace = OFF,
-        open_endpoint: Callable[[Session], Awaitable[Access]] | None = None,
-        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.prompt, self.name, self.max_tokens, self.vocab_size = (
-            prompt,
-            name,
-            max_tokens,
-            vocab_size,
-        )
-        self.tokenizer, self.chat, self.sample = tokenizer, chat, sample
-        self.max_episode_tokens, self.sequence_limit = max_episode_tokens, sequence_limit
-        self.server, self.recorded = "", RecordedTurns(recorded)
+        """recorded: the turns that this episode had when it was cut short."""
+        self.prompt, self.name, self.sample = prompt, name, sample
+        self.tokenizer, self.vocab_size = settings.tokenizer, settings.vocab_size
+        self.chat, self.max_tokens = settings.chat, settings.max_tokens
+        self.max_episode_tokens = settings.max_episode_tokens
+        self.sequence_limit = settings.sequence_limit
+        self.counters, self._call, self._open_endpoint = call.counters, call, open_endpoint
+        self.recorded = RecordedTurns(recorded)
+        self.server = ""
+        """URL of the server that was asked last."""
         self.stopped_by: Exception | None = None
-        self.sampling_seconds, self._num_waiting, self._waiting_since = 0.0, 0, 0.0
-        self.counters, self._open_endpoint = counters or RolloutCounters(), open_endpoint
-        self._is_over = is_over
-        self._trace = trace
+        """The error that ended sampling while the episode ran."""
+        self.sampling_seconds = 0.0
+        """Time in which the episode waited for the model; turns that are sampled at the same time
+        count once."""
+        self._num_waiting, self._waiting_since = 0, 0.0
         self.is_refused = False
+        """The last messages were longer than a sequence can be."""
         self.episode: Episode | None = None
+        """The episode as `finish` returned it last."""
         self._branches: list[Branch] = []  # in the order of their last turns
         self._is_finished = False
 
     @cached_property
     def _first(self) -> Branch:
-        """What continues the prompt, unless everything happens in branches."""
+        """The sequence that continues the prompt, unless everything happens in branches."""
         return self.branch(self.prompt.token_ids)
 
     def branch(self, token_ids: Sequence[int]) -> Branch:
-        """A further sequence of this episode, which starts with `token_ids`: all of them are its
-        prompt.
+        """Open a further sequence of this episode, which starts with `token_ids`: all of them are
+        its prompt.
 
         It shares the episode's reward and advantage.  Raises EpisodeError where the start is empty,
         outside the vocabulary, or leaves no room for a turn, and after `finish`.
@@ -150,12 +151,12 @@ class Session:
 
     @property
     def num_tokens(self) -> int:
-        """Of turns and observations in all sequences."""
+        """Number of tokens of turns and observations in all sequences."""
         return sum(branch.num_tokens for branch in self._branches)
 
     @property
     def is_full(self) -> bool:
-        """Whether the sequence of the last turn was cut off, or found no room for another."""
+        """True where the sequence of the last turn was cut off, or has no room for another turn."""
         sampled = [branch for branch in self._branches if branch.turns]
         return bool(sampled) and sampled[-1].is_full
 
@@ -167,7 +168,8 @@ class Session:
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> Turn:
-        """The model's next turn, of the sequence that continues the prompt: see Branch.generate.
+        """Sample the model's next turn in the sequence that continues the prompt: see
+        Branch.generate.
 
         given: all messages (rollout/agents/conversation.py says which sequence they continue), or
         all token ids of the input, which start a sequence of their own where they do not begin with
@@ -185,6 +187,7 @@ class Session:
                 "tools: must come with messages, whose format describes them; or write them into"
                 " the prompt"
             )
+        # token ids that continue the first sequence belong to it; others start a sequence
         ids, branch = self.check_tokens(parts, "given"), self._first
         if ids and tuple(ids[: len(branch.token_ids)]) != branch.token_ids:
             branch = self.branch(ids)
@@ -194,7 +197,7 @@ class Session:
 
     @cached_property
     def conversations(self) -> Conversations:
-        """Messages of this episode.  Raises EpisodeError without agent.renderer."""
+        """The sequences by their messages.  Raises EpisodeError without agent.renderer."""
         if self.chat is None:
             raise EpisodeError(
                 f"rollout {self.name}: messages need agent.renderer, the format of the model's"
@@ -203,31 +206,29 @@ class Session:
         return Conversations(self, self.chat, self.counters)
 
     async def call_tools(self, turn: Turn) -> list[Message]:
-        """Call the tools that `turn` asks for, one after another: their answers, as messages; []
-        where it asks for none.
+        """Call the tools that `turn` asks for, one after another; returns their answers as
+        messages, [] where it asks for none.
 
-        What cannot be called (no such tool, arguments against its type hints) is answered by what
-        is wrong.
+        A call that cannot be made (no such tool, arguments against its type hints) is answered by
+        what is wrong with it.
         """
         answers: list[Message] = []
         for call in turn.reply.tool_calls:
             text, is_error = await turn.tools.answer(call)
-            # those are counted already
+            # calls that cannot be made are counted when the turn is accepted
             self.counters.tool_errors += is_error and not turn.tools.problem_of(call)
             named = {"tool_call_id": call.id, "name": call.name} if call.name else {}
             answers.append({"role": "tool", "content": text, **named})
         return answers
 
     async def open_endpoint(self) -> Access:
-        """Where an OpenAI client finds the model of this episode, until it ends; the same for every
-        call.
+        """Return where an OpenAI client finds the model of this episode, until it ends; the same
+        for every call.
         """
-        if self._open_endpoint is None:
-            raise EpisodeError(f"rollout {self.name}: this session has no endpoint")
         return await self._open_endpoint(self)
 
     def observe(self, observation: Observation) -> None:
-        """What the environment says to it: see Branch.observe."""
+        """Append an observation to the sequence that continues the prompt: see Branch.observe."""
         self._first.observe(observation)
 
     def reward_turn(self, reward: float, turn: Turn | None = None) -> None:
@@ -236,7 +237,7 @@ class Session:
         """
         sampled = [branch for branch in self._branches if branch.turns]
         if turn is not None:
-            sampled = [branch for branch in sampled if any(each is turn for each in branch.turns)]
+            sampled = [branch for branch in sampled if any(turn is other for other in branch.turns)]
             if not sampled:
                 raise EpisodeError(
                     f"rollout {self.name}: the turn to reward is none of this episode's"
@@ -246,10 +247,10 @@ class Session:
     def finish(
         self, reward: float | None = None, metrics: Mapping[str, float] | None = None
     ) -> Episode:
-        """The episode, each sequence up to its last turn: what was observed after it is dropped, as
-        nothing follows from it.
+        """Return the episode, each sequence up to its last turn: observations after it are dropped,
+        as nothing follows from them.
 
-        Ends all branches; those without a turn are left out.
+        Ends all branches; a branch without a turn is left out.
         Without a `reward` it is the sum of reward_turn, and without that the reward function's.
         Raises EpisodeError where the model was never asked, and for a reward or metric that is not
         finite.
@@ -259,6 +260,7 @@ class Session:
             raise EpisodeError(
                 f"rollout {self.name}: nothing was sampled; await session.generate() at least once"
             )
+        # without a reward of the function or of a turn, the reward function scores the episode
         if reward is None and any(rollout.episode.turn_rewards for rollout in sequences):
             reward = math.fsum(
                 value for rollout in sequences for value in rollout.episode.turn_rewards
@@ -268,37 +270,42 @@ class Session:
                 self.check_finite(name, value)
         self._is_finished = True
         values = {name: float(value) for name, value in (metrics or {}).items()}
+        # the record of an episode is its last sequence, which holds the earlier ones
         *earlier, last = sequences
         rollout = last.after(earlier).named(self.name)
         self.episode = Episode(rollout, None if reward is None else float(reward), values)
         return self.episode
 
     def end(self) -> None:
-        """Its function returned or failed: tasks that still run get no further turn."""
+        """Give no further turn: the function returned or failed, and its tasks may still run."""
         self._is_finished = True
 
     def unfinished(self) -> Rollout | None:
-        """What a later run of the episode continues (finish_reason abort); None for nothing."""
-        found = [
+        """Return the sequences that a later run of the episode continues (finish_reason abort),
+        None where nothing was sampled.
+        """
+        sampled = [
             sequence for branch in self._branches if (sequence := branch.unfinished()) is not None
         ]
         sequences = [
-            replace(sequence, finish_reason="abort") for sequence in self.recorded.with_left(found)
+            replace(sequence, finish_reason="abort")
+            for sequence in self.recorded.with_left(sampled)
         ]
         return sequences[-1].after(sequences[:-1]).named(self.name) if sequences else None
 
     @property
     def is_stopped(self) -> bool:
-        """True where sampling ended while the episode ran: a later run may continue what there is."""
-        return self.stopped_by is not None or self._is_over()
+        """True where sampling ended while the episode ran: a later run may continue its turns."""
+        return self.stopped_by is not None or self._call.is_over
 
     def span(self, name: str, kind: str) -> AbstractContextManager[object]:
-        """Of the trace, on a lane of this episode."""
-        return self._trace.span(name, kind, thread="episode", key=self.name)
+        """Return a span of the trace, on the lane of this episode."""
+        return self._call.trace.span(name, kind, thread="episode", key=self.name)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A turn is sampled inside."""
+        """Count the time of the block as waiting for the model."""
+        # turns of several branches overlap: the clock runs from the first to the last of them
         if not self._num_waiting:
             self._waiting_since = time.monotonic()
         self._num_waiting += 1
@@ -310,7 +317,7 @@ class Session:
                 self.sampling_seconds += time.monotonic() - self._waiting_since
 
     def ended(self, branch: Branch) -> None:
-        """A turn of `branch` ended."""
+        """Note that a turn of `branch` ended: it is the last of the sequences now."""
         self._branches.remove(branch)
         self._branches.append(branch)
 
@@ -328,14 +335,15 @@ class Session:
                 f"rollout {self.name}: the episode is finished; no sequence of it can be continued"
             )
 
-    def check_tokens(self, given: Sequence[object], what: str) -> list[int]:
-        """`given` as ints.  Raises EpisodeError for what is no token id (the digits of a text are
-        none), and for one outside the vocabulary, which kills an SGLang server."""
+    def check_tokens(self, tokens: Sequence[object], what: str) -> list[int]:
+        """Return `tokens` as ints.  Raises EpisodeError for a value that is no token id (the digits
+        of a text are none), and for one outside the vocabulary, which kills an SGLang server.
+        """
         try:
-            ids = [operator.index(cast("int", token)) for token in given]
+            ids = [operator.index(cast("int", token)) for token in tokens]
         except TypeError as error:
             raise EpisodeError(
-                f"rollout {self.name}: {what}: must be integers, got {given!r:.80}: {error}"
+                f"rollout {self.name}: {what}: must be integers, got {tokens!r:.80}: {error}"
             ) from error
         wrong = [token for token in ids if not 0 <= token < self.vocab_size]
         if wrong:

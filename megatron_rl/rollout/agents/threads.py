@@ -14,16 +14,16 @@ Result = TypeVar("Result")
 async def in_thread(
     function: Callable[..., Result], /, *arguments: object, **named: object
 ) -> Result:
-    """Call in a daemon thread of its own: asyncio joins its own when the loop closes, so one that
-    hangs would hang the run.
+    """Call `function` in a new daemon thread and wait for its result.
 
-    named: perhaps by the model, so that any name may be among them.
+    Not asyncio.to_thread: asyncio joins its threads when the loop closes, so that a function that
+    hangs would hang the run.  named: the model may have chosen the names, so any may be among them.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
     def settle(value: Result | None, error: BaseException | None) -> None:
-        if future.done():  # no one waits for it now
+        if future.done():  # cancelled: the caller does not wait any more
             return
         if error is None:
             future.set_result(cast("Result", value))

@@ -33,23 +33,18 @@ from megatron_rl.rollout.agents.chat import Schema, ToolCall
 from megatron_rl.rollout.agents.threads import in_thread
 
 Tool = Callable[..., Any] | Schema
-"""A function that is called, or only the schema of a tool that the rollout function serves itself.
-"""
+"""A function that is called, or only the schema of a tool that the rollout function serves."""
 
 
 class ToolError(Exception):
-    """Raised by a tool for what the model should read as its answer; any other exception fails the
-    episode.
-    """
+    """A tool's error that the model reads as its answer; any other exception fails the episode."""
 
 
 class Tools:
-    """What the model may call.
-
-    Raises ValueError, naming the tool, where it cannot be described to the model.
-    """
+    """The tools that the model may call."""
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        """Raises ValueError, naming the tool, where it cannot be described to the model."""
         self.schemas: list[Schema] = []
         self._functions: dict[str, Callable[..., Any]] = {}
         for tool in tools:
@@ -68,7 +63,9 @@ class Tools:
         return [name_of(schema) for schema in self.schemas]
 
     def problem_of(self, call: ToolCall) -> str:
-        """Why `call` cannot be made, "" where it can (as far as is known without its arguments)."""
+        """Return why `call` cannot be made, "" where it can, as far as that is known without its
+        arguments.
+        """
         if call.problem:
             return f"this tool call could not be read: {call.problem}"
         if call.name not in self.names:
@@ -76,12 +73,13 @@ class Tools:
         return ""
 
     async def answer(self, call: ToolCall) -> tuple[str, bool]:
-        """(what the model reads, whether it is an error).
+        """Make the call; returns (text that the model reads, True for an error).
 
-        Functions that are not async run in a thread of their own.
+        A function that is not async runs in a thread of its own.
         """
         if problem := self.problem_of(call):
             return f"error: {problem}", True
+        # an error of the rollout function, which the model cannot mend
         if call.name not in self._functions:
             raise ValueError(
                 f"tool {call.name!r} is only a schema: answer its calls yourself, or give its"
@@ -89,35 +87,30 @@ class Tools:
             )
         function, arguments = self._functions[call.name], call.arguments
         if not isinstance(arguments, Mapping):
-            return (
-                (
-                    f"error: arguments of {call.name} must be an object, got"
-                    f" {call.arguments_json[:200]}"
-                ),
-                True,
-            )
+            wrong = call.arguments_json[:200]
+            return f"error: arguments of {call.name} must be an object, got {wrong}", True
         try:
             if inspect.iscoroutinefunction(function):
-                found = await function(**arguments)
+                answer = await function(**arguments)
             else:
-                found = await in_thread(function, **arguments)
+                answer = await in_thread(function, **arguments)
         except ValidationError as error:
             wrong = "; ".join(
-                f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
+                f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
             )
             return f"error: arguments of {call.name}: {wrong}", True
         except ToolError as error:
             return f"error: {error}", True
-        return found if isinstance(found, str) else to_json(found).decode(), False
+        return answer if isinstance(answer, str) else to_json(answer).decode(), False
 
 
 @functools.lru_cache(maxsize=256)  # every turn of every episode names the same functions
 def described(function: Callable[..., Any]) -> tuple[Schema, Callable[..., Any]]:
-    """(schema, the function with checked arguments)."""
+    """Return the schema of a function, and the function with checked arguments."""
     name = getattr(function, "__name__", repr(function))
     try:
         schema = get_json_schema(function)
-        # formats write what they get; models were trained without
+        # formats would write it into the prompt, and models were trained without it
         schema["function"].pop("return", None)
         return schema, validate_call(function)
     except (

@@ -17,7 +17,8 @@ from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.records import Prompt, RolloutGroup, RowState
 from megatron_rl.reward.pool import Rewarded
 from megatron_rl.rollout.agents import EpisodeError, Step
-from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
+from megatron_rl.rollout.agents.rollout_function import load_function
+from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.response import ExpectedSample, join_rollouts, parse_sample
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
@@ -181,7 +182,12 @@ def test_an_episode_travels_unchanged_and_a_moved_span_is_found():
     (copy,), _ = from_bytes(to_bytes([rollout]))
     for name in ("tokens", "rollout_logprobs", "policy_versions", "routed_experts"):
         assert np.array_equal(getattr(copy, name), getattr(rollout, name)), name
-    assert (copy.environment, copy.reward, copy.metrics) == (rollout.environment, 0.5, {"calls": 2})
+    record = copy.episode
+    assert (copy.environment, record.reward, record.metrics) == (
+        rollout.environment,
+        0.5,
+        {"calls": 2},
+    )
     (start, end), second = rollout.environment
     moved = replace(rollout, environment=((start + 1, end + 1), second))
     with pytest.raises(ValueError, match="spans of the environment moved"):

@@ -30,7 +30,8 @@ from megatron_rl.rollout.agents import ToolError, Turn
 from megatron_rl.rollout.agents.chat import Reply
 from megatron_rl.rollout.agents.command import Program
 from megatron_rl.rollout.agents.completions import ApiError, chunks, read_request
-from megatron_rl.rollout.agents.runner import EpisodeRunner, load_function
+from megatron_rl.rollout.agents.rollout_function import load_function
+from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.samples import make_sample, random_routes
@@ -713,7 +714,7 @@ assert os.environ["no_proxy"] == os.environ["NO_PROXY"]  # programs read either
 print(json.dumps({"metrics": {os.environ["no_proxy"].replace(".", "_"): 1}}))"""
     )
     direct = {"example.org": "example_org,127_0_0_1", "*": "*", "": "127_0_0_1"}[given]
-    assert run_command(sys.executable, "-c", code).metrics == {direct: 1}
+    assert run_command(sys.executable, "-c", code).episode.metrics == {direct: 1}
 
 
 def test_a_program_gets_no_secrets_and_may_leave_the_reward_to_the_run(monkeypatch):

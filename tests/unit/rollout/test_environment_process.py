@@ -15,12 +15,13 @@ import pytest
 
 from megatron_rl.config import AgentConfig, Config, DataConfig, ModelConfig, RolloutConfig
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents import EpisodeError, Turn, environment_process
+from megatron_rl.rollout.agents import EpisodeError, Turn
 from megatron_rl.rollout.agents.chat import Reply, ToolCall
 from megatron_rl.rollout.agents.environment import EnvironmentRollout
 from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.runner import EpisodeRunner, check_agent, make_runner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.workers import forks
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.sessions import measure
 from tests.words import word_tokenizer
@@ -59,10 +60,10 @@ def test_a_process_has_no_key_no_memory_without_limit_and_an_end(monkeypatch):
         with pytest.raises(EpisodeError, match="reset failed: MemoryError"):
             ask(processes, "memory")
         assert not os.path.exists(f"/proc/{step.observation}")
-        pid = processes.pid
+        pid = processes._process.pid
     finally:
         processes.close()
-    assert not os.path.exists(f"/proc/{pid}") and processes.pid == 0
+    assert not os.path.exists(f"/proc/{pid}") and processes._process is None
 
 
 @pytest.mark.parametrize("when", ["it starts", "it is connected"])
@@ -71,34 +72,38 @@ def test_an_episode_that_is_cancelled_while_its_process_starts_leaves_none(when,
     processes = EnvironmentProcesses("tests.faults.environments:Asked")
     cancelled, reached, started = threading.Event(), threading.Event(), []
     processes.start()
-    start = processes._start
+    fork = processes._fork
 
-    def slow_start(theirs):
+    def slow_fork(theirs):
         if when == "it starts":
             reached.set()
             cancelled.wait(60)
-        started.append(start(theirs))
+        started.append(fork(theirs))
         return started[0]
 
     async def connect(**settings):
         reached.set()
         await asyncio.sleep(600)
 
+    async def enter():
+        async with processes.episode() as environment:
+            await environment.constructor()
+
     async def cancel():
-        task = asyncio.create_task(processes.episode().__aenter__())
+        task = asyncio.create_task(enter())
         await asyncio.to_thread(reached.wait, 60)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
         cancelled.set()
 
-    monkeypatch.setattr(processes, "_start", slow_start)
+    monkeypatch.setattr(processes, "_fork", slow_fork)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(asyncio, "open_connection", connect)
             asyncio.run(cancel())
         assert started, "a process was started"
-        assert wait_for(lambda: not psutil.Process(processes.pid).children(), 60)
+        assert wait_for(lambda: not psutil.Process(processes._process.pid).children(), 60)
         assert ask(processes, "NONE")[0] == "none"
     finally:
         processes.close()
@@ -115,7 +120,7 @@ def test_a_process_that_died_is_started_again_and_ends_with_all_that_episodes_st
     async def hang():
         """With a child of the environment; close meanwhile."""
         hanging = asyncio.create_task(reset(f"hangs@reset {tmp_path / 'once'}"))
-        main = psutil.Process(processes.pid)
+        main = psutil.Process(processes._process.pid)
         assert await asyncio.to_thread(
             wait_for, lambda: len(main.children(recursive=True)) == 2, 60
         )
@@ -127,12 +132,12 @@ def test_a_process_that_died_is_started_again_and_ends_with_all_that_episodes_st
 
     try:
         assert asyncio.run(reset()) == [7]
-        dead = processes.pid
+        dead = processes._process.pid
         os.kill(dead, signal.SIGKILL)
         assert wait_for(lambda: processes._process.poll() is not None, 60)
-        assert asyncio.run(reset()) == [7] and processes.pid not in (0, dead)
-        alive = processes.pid
-        assert asyncio.run(reset()) == [7] and processes.pid == alive, "it is started once"
+        assert asyncio.run(reset()) == [7] and processes._process.pid not in (0, dead)
+        alive = processes._process.pid
+        assert asyncio.run(reset()) == [7] and processes._process.pid == alive, "it is started once"
         children = asyncio.run(hang())
     finally:
         processes.close()
@@ -165,35 +170,32 @@ def test_the_end_of_an_episode_does_not_wait_for_an_import():
     started, ended = threading.Event(), threading.Event()
     try:
         assert asyncio.run(end()), "it waited for the lock"
-        assert wait_for(lambda: not psutil.Process(processes.pid).children(), 60)
+        assert wait_for(lambda: not psutil.Process(processes._process.pid).children(), 60)
     finally:
         processes.close()
 
 
 def test_a_process_that_takes_too_long_to_start_is_ended(monkeypatch):
-    workers, start = [], environment_process.start_worker
+    workers, launch = [], forks.launch_worker
     monkeypatch.setattr(
-        environment_process,
-        "start_worker",
-        lambda *args: workers.append(start(*args)) or workers[-1],
+        forks, "launch_worker", lambda *args: workers.append(launch(*args)) or workers[-1]
     )
-    monkeypatch.setattr(environment_process, "START_SECONDS", 0.01)
+    monkeypatch.setattr(forks, "START_SECONDS", 0.01)
     processes = EnvironmentProcesses("tests.faults.environments:Asked")
     with pytest.raises(TimeoutError):
         processes.start()
-    assert workers[0][0].returncode is not None and processes.pid == 0
+    assert workers[0][0].returncode is not None and processes._process is None
 
 
 def test_of_a_start_that_failed_or_was_cancelled_nothing_is_ended():
     async def call():
-        ended, processes = [], EnvironmentProcesses("tests.faults.environments:Asked")
-        processes._end = ended.append
+        ended = []
         futures = [asyncio.get_running_loop().create_future() for _ in range(3)]
         futures[0].set_exception(EpisodeError("it cannot be imported"))
         futures[1].cancel()
-        futures[2].set_result(7)
+        futures[2].set_result(lambda: ended.append(7))
         for future in futures:
-            processes._end_unused(future)
+            forks.end_unused(future)
         return ended
 
     assert asyncio.run(call()) == [7]
@@ -235,8 +237,9 @@ def test_a_runs_processes_get_its_limit_and_not_its_key(monkeypatch):
     environment = {"environment": "tests.faults.environments:Asked"}
     assert run() is None and run(**environment).processes is None
     processes = run(**environment, isolation="process", process_memory_gib=1.5).processes
-    assert (processes.name, processes.memory_bytes) == (environment["environment"], 3 * 2**29)
-    assert processes.hidden_env == "SECRET_KEY"
+    spec = processes.spec
+    assert (spec.arguments, spec.memory_bytes) == ((environment["environment"],), 3 * 2**29)
+    assert spec.hidden_env == "SECRET_KEY"
 
 
 def test_a_function_without_messages_needs_no_format():

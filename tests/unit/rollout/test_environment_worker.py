@@ -19,7 +19,10 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step, Turn
 from megatron_rl.rollout.agents import environment_worker as worker
 from megatron_rl.rollout.agents.chat import Reply, ToolCall
+from megatron_rl.rollout.agents.environment_process import LOADER
 from megatron_rl.rollout.agents.threads import in_thread
+from megatron_rl.workers import protocol, serving
+from megatron_rl.workers.protocol import call_line
 from tests.fake_server import wait_for
 
 REPLY = Reply("w1", "hm", (ToolCall("id", "add", {"a": 1}, "{}"),))
@@ -48,11 +51,13 @@ class Answers:
 
 
 def reply(environment, turn=TURN):
-    message = json.loads(json.dumps({"call": "step", "argument": worker.fields_of_turn(turn)}))
+    message = json.loads(call_line(5, "step", worker.fields_of_turn(turn)))
+    connection = serving.Connection(None, worker.__file__)
     with asyncio.Runner() as runner:
-        return json.loads(
-            worker.reply_line(type(environment), {"environment": environment}, message, runner)
-        )
+        line = connection.reply(worker.EnvironmentService(environment), message, runner)
+    answer = json.loads(line)
+    assert answer.pop("number") == 5
+    return answer
 
 
 @pytest.mark.parametrize("turn", [TURN, Turn("w1", (1,), "stop")])
@@ -89,12 +94,12 @@ def test_an_answer_arrives_as_json(value, answer):
         (float("nan"), "ValueError"),
         (KeyError("calculator"), "KeyError: 'calculator'"),
         (SystemExit(3), "SystemExit: 3"),
-        ("x" * 99, "answered 114 bytes: must be at most 99"),
+        ("x" * 99, "answered 127 bytes: must be at most 99"),
     ],
 )
 def test_what_fails_is_answered_with_the_reason(answer, why, monkeypatch):
     monkeypatch.setattr(
-        worker, "ANSWER_BYTES", 99 if isinstance(answer, str) else worker.ANSWER_BYTES
+        protocol, "ANSWER_BYTES", 99 if isinstance(answer, str) else protocol.ANSWER_BYTES
     )
     found = reply(Answers(answer))
     assert set(found) == {"failed", "where"} and why in found["failed"]
@@ -106,14 +111,14 @@ def test_what_fails_is_answered_with_the_reason(answer, why, monkeypatch):
 @contextmanager
 def running(monkeypatch, name):
     """`main` of a worker of `name`: this side of its connection."""
-    ours, theirs = socket.socketpair()
-    monkeypatch.setattr(worker, "open_channel", lambda: theirs)
-    monkeypatch.setattr(sys, "argv", ["worker", name, "0"])
-    main = threading.Thread(target=worker.main, daemon=True)
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(serving, "open_channel", lambda: theirs)
+    monkeypatch.setattr(sys, "argv", ["worker", "forks", LOADER, json.dumps([name]), "0"])
+    main = threading.Thread(target=serving.main, daemon=True)
     main.start()
     try:
-        with ours, ours.makefile("rb") as lines:
-            yield ours, json.loads(lines.readline())
+        with ours:
+            yield ours, json.loads(ours.recv(2**16))
             ours.shutdown(socket.SHUT_RDWR)
         main.join(60)
         assert not main.is_alive()
@@ -128,40 +133,38 @@ class Client:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(60)
         with theirs:
-            start = worker.order(start=number)
-            socket.send_fds(channel, [start[:10]], [theirs.fileno()])
-            channel.sendall(start[10:])  # an order may come in pieces
+            socket.send_fds(channel, [call_line(number, "fork", None)], [theirs.fileno()])
         self.lines = self.socket.makefile("rb")
+        assert json.loads(self.lines.readline()) == {"number": 0, "answer": None}
 
     def ask(self, call, argument):
-        self.socket.sendall(json.dumps({"call": call, "argument": argument}).encode() + b"\n")
-        return json.loads(self.lines.readline())
+        self.socket.sendall(call_line(3, call, argument))
+        return json.loads(self.lines.readline())["answer"]
 
 
 def test_every_episode_has_a_process_that_ends_with_it(monkeypatch):
     with running(monkeypatch, f"{__name__}:Talks") as (channel, ready):
-        assert ready == {"ready": True}
+        assert ready == {"number": 0, "answer": None}
         episodes = [Client(channel, number) for number in (7, 8)]
         pids = []
         for episode in episodes:
-            assert episode.ask("constructor", {}) == {"answer": None}
-            assert episode.ask("reset", asdict(PROMPT)) == {"answer": "tuple (3, 4)"}
-            step = episode.ask("step", worker.fields_of_turn(TURN))["answer"]["step"]
+            assert episode.ask("reset", asdict(PROMPT)) == "tuple (3, 4)"
+            step = episode.ask("step", worker.fields_of_turn(TURN))["step"]
             pids.append(step["metrics"].pop("pid"))
             assert step == {"observation": "w1", "reward": 2.0, "done": False, "metrics": {}}
         assert len({*pids, os.getpid()}) == 3
-        # the other one is of a process before this one
-        channel.sendall(worker.order(end=7) + worker.order(end=99))
+        channel.sendall(call_line(7, "end", None))
         assert episodes[0].lines.readline() == b"" and wait_for(
             lambda: not os.path.exists(f"/proc/{pids[0]}"), 60
         )
-        assert episodes[1].ask("reset", asdict(PROMPT)) == {"answer": "tuple (3, 4)"}
+        assert episodes[1].ask("reset", asdict(PROMPT)) == "tuple (3, 4)"
     assert wait_for(lambda: not os.path.exists(f"/proc/{pids[1]}"), 60)
 
 
 def test_a_class_that_cannot_be_imported_is_answered(monkeypatch):
     with running(monkeypatch, f"{__name__}:Nothing") as (_, ready):
-        assert "AttributeError" in ready["failed"] and set(ready) == {"failed", "where"}
+        assert "AttributeError" in ready["failed"]
+        assert set(ready) == {"number", "failed", "where"}
 
 
 def test_blocking_calls_do_not_keep_the_process():

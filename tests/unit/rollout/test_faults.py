@@ -72,7 +72,9 @@ def test_a_fault_of_an_episode_ends_as_expected(trial):
     assert outcome.is_as_expected, outcome
     if trial.isolation == "process":
         processes = environment_processes()
-        assert wait_for(lambda: not children(processes.pid), 10), "a process of an episode is left"
+        assert wait_for(lambda: not children(processes._process.pid), 10), (
+            "a process of an episode is left"
+        )
 
 
 def children(pid):

@@ -1,0 +1,54 @@
+"""agent.function, agent.environment or agent.command, loaded as a rollout function."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shutil
+from collections.abc import Awaitable, Callable
+
+from megatron_rl.config import AgentConfig
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.agents.command import CommandRollout
+from megatron_rl.rollout.agents.environment import EnvironmentRollout, check_environment_class
+from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
+from megatron_rl.rollout.agents.episode import Episode
+from megatron_rl.rollout.agents.session import Session
+
+RolloutFunction = Callable[[Session, Prompt], Awaitable[Episode]]
+
+
+def load_function(
+    cfg: AgentConfig, processes: EnvironmentProcesses | None = None, hidden_env: str = ""
+) -> RolloutFunction:
+    """Return what [agent] names as a rollout function.  Raises ValueError, naming the key, where it
+    cannot be one.
+
+    processes: where environments run under agent.isolation = process.  hidden_env: the environment
+    variable with the servers' key, which a command does not get.
+    """
+    if cfg.command:
+        if shutil.which(cfg.command[0]) is None:
+            raise ValueError(
+                f"{cfg.setting}: {cfg.command[0]!r} must be a program; it is not on PATH"
+            )
+        return CommandRollout(cfg, hidden_env)
+    module, _, attribute = cfg.name.partition(":")
+    try:
+        loaded = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{cfg.setting} cannot be loaded: {error}; must be package.module:NAME"
+        ) from error
+    if cfg.environment:
+        return EnvironmentRollout(check_environment_class(loaded, cfg.setting), cfg, processes)
+    if not inspect.iscoroutinefunction(loaded):
+        raise ValueError(
+            f"{cfg.setting} must be an async function: async def {attribute}(session, prompt) ->"
+            " Episode"
+        )
+    try:
+        inspect.signature(loaded).bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"{cfg.setting} must take (session, prompt): {error}") from error
+    return loaded
