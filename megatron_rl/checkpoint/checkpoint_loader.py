@@ -59,11 +59,15 @@ def load_checkpoint(engine: Engine, folder: Path, path: Path) -> Restored:
     # before anything changes: a damaged checkpoint must leave the engine as it is
     manifest = undamaged_manifest(engine, folder, path)
     state = read_state(path)
-    missing = REQUIRED - state.keys()
-    if state.get("version") != FORMAT_VERSION or missing:
+    if state.get("version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path / STATE}: version {state.get('version')} (known: {FORMAT_VERSION}), missing"
-            f" parts {sorted(missing)}"
+            f"{path / STATE}: version {state.get('version')}, must be {FORMAT_VERSION}; load it"
+            " with the program that saved it"
+        )
+    if missing := REQUIRED - state.keys():
+        raise CheckpointError(
+            f"{path / STATE}: keys are missing: {', '.join(sorted(missing))}; choose another"
+            " checkpoint with --checkpoint.load"
         )
     # also before the engine changes
     changed = check_changes(state["config"], engine.cfg, str(path))

@@ -81,7 +81,7 @@ def read_header(folder: Path) -> Header:
         )
     if missing := Header.__required_keys__ - header.keys():
         raise BundleError(
-            f"{file}: version {header.get('version')} (known: {VERSION}), missing {sorted(missing)}"
+            f"{file}: keys are missing: {', '.join(sorted(missing))}; save the mini-batch again"
         )
     return header
 

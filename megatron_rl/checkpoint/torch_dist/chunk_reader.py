@@ -122,8 +122,8 @@ class TorchDist:
         if covered != values.numel() and not allow_missing:
             raise CheckpointError(
                 f"{self.path}: {chunk.key} of shape {list(self._tensor(chunk.key).size)} holds"
-                f" {covered} of the {values.numel()} values at {list(chunk.offsets)}; is"
-                " config.json of this checkpoint?"
+                f" {covered} of the {values.numel()} values at {list(chunk.offsets)};"
+                " does config.json belong to this checkpoint?"
             )
 
     def _load(
@@ -203,7 +203,7 @@ class TorchDist:
         entry = self.metadata.state_dict_metadata.get(self.stored_keys.get(canonical(key), key))
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(
-                f"{self.path}: has no tensor {key}; is config.json of this checkpoint?"
+                f"{self.path}: has no tensor {key}; does config.json belong to this checkpoint?"
             )
         return entry
 

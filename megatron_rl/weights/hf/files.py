@@ -131,7 +131,9 @@ class HFFiles:
             listed(f"is not {dtypes}", not_floating),
         ]
         if problem := "; ".join(filter(None, problems)):
-            raise CheckpointError(f"{self.path}: {problem}; is config.json of this checkpoint?")
+            raise CheckpointError(
+                f"{self.path}: {problem}; does config.json belong to this checkpoint?"
+            )
 
 
 class Outline(NamedTuple):
@@ -207,7 +209,9 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     named = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
     files = sorted({path / file for file in named.values()} or path.glob("*.safetensors"))
     if absent := [file.name for file in files if not file.is_file()]:
-        raise CheckpointError(f"{index}: names files that do not exist: {', '.join(absent)}")
+        raise CheckpointError(
+            f"{index}: names files that do not exist: {', '.join(absent)}; copy it again"
+        )
     if not files:
         pickles = [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]
         raise CheckpointError(
@@ -223,7 +227,9 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
             with safe_open(file, framework="pt"):
                 pass
         except Exception as error:
-            raise CheckpointError(f"{file}: not a complete safetensors file: {error}") from error
+            raise CheckpointError(
+                f"{file}: not a complete safetensors file: {error}; copy it again"
+            ) from error
         with file.open("rb") as stream:
             # the format: 8 bytes with the length of a JSON header, the header, the values
             length = int.from_bytes(stream.read(8), "little")
@@ -241,7 +247,8 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
             headers[name] = TensorHeader(name, file, tuple(about["shape"]), about["dtype"], start)
     if absent := sorted(named.keys() - headers.keys()):
         raise CheckpointError(
-            f"{path}: the index names tensors that its files do not have, first {absent[0]}"
+            f"{path}: the index names tensors that its files do not have, first {absent[0]};"
+            " they are not of one checkpoint"
         )
     return headers
 

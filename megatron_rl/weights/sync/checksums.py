@@ -182,9 +182,9 @@ class Verifier:
         comparable &= served
         if not comparable:
             raise WeightPushError(
-                f"server {url}: of its {len(served)} tensors none can be compared with the"
-                f" trainer's export, as all have other names: {shown_names(sorted(served))}; to"
-                " run without, set rollout.verify_push = version"
+                f"server {url}: none of its {len(served)} tensors can be compared with the"
+                f" trainer's export, all have other names: {shown_names(sorted(served))}; to run without this"
+                " check, set rollout.verify_push = version"
             )
         wrong = sorted(
             {name for rank in ranks for name in comparable if rank.get(name) != ours[name]}
@@ -224,7 +224,7 @@ class Verifier:
             for one, two in zip(ranks, on_gpus[other], strict=True):
                 if wrong := sorted(name for name in {*one, *two} if one.get(name) != two.get(name)):
                     raise WeightPushError(
-                        f"servers {url} and {other} hold other weights after version {version}:"
+                        f"servers {url} and {other} have different weights after version {version}:"
                         f" {len(wrong)} tensors have another checksum: {shown_names(wrong)}; one of"
                         " them loaded what it got wrongly: restart both"
                     )

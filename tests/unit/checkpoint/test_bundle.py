@@ -283,7 +283,7 @@ def test_what_is_no_complete_bundle_is_named(saved):
     (folder / "bundle.json").write_text(
         json.dumps({key: header[key] for key in header if key != "loss"})
     )
-    refused(r"version 1 \(known: 1\), missing \['loss'\]")
+    refused(r"bundle.json: keys are missing: loss; save the mini-batch again")
     (folder / "bundle.json").write_text("{")
     refused("not a saved mini-batch.*name a folder of RUN/batches")
     without_age = {key: header[key] for key in header if key != "policy_version"}

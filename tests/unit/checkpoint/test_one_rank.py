@@ -247,14 +247,10 @@ def test_a_checkpoint_of_another_version_or_without_a_part_is_refused(make, tmp_
     saver.save(Snapshot(1, PROGRESS))
     path = tmp_path / "step_000001"
     rewrite_state(path, version=9)
-    with pytest.raises(
-        CheckpointError, match=r"state\.json: version 9 \(known: 1\), missing parts \[\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"state\.json: version 9, must be 1; "):
         saver.load(path)
     rewrite_state(path, version=1, layout=None)
-    with pytest.raises(
-        CheckpointError, match=r"version 1 \(known: 1\), missing parts \['layout'\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"state\.json: keys are missing: layout; "):
         saver.load(path)
     rewrite_state(path, layout="one rank")
     (path / "rng_00000.safetensors").write_bytes(b"none")

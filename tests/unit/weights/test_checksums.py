@@ -145,7 +145,7 @@ def test_a_server_whose_tensors_all_have_other_names_is_an_error(export):
     with pytest.raises(
         WeightPushError,
         match=(
-            r"http://server:0: of its 2 tensors none can be compared .*: a\.norm, b; .*"
+            r"http://server:0: none of its 2 tensors can be compared .*: a\.norm, b; .*"
             r" rollout\.verify_push = version"
         ),
     ):
@@ -163,7 +163,7 @@ def test_servers_on_gpus_are_compared_with_each_other(export, caplog):
     assert caplog.text.count("between servers only") == 1, "logged once"
     with pytest.raises(
         WeightPushError,
-        match=r"server:1 and http://server:0 hold other weights after version 3.* checksum: w",
+        match=r"server:1 and http://server:0 have different weights after version 3.* checksum: w",
     ):
         verifier.verify(servers([found], [found | {"w": "c"}], device="cuda"), export, 3)
 
