@@ -19,7 +19,7 @@ BAD_ARGUMENTS = 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit status, 2 for a command that is unknown or not installed."""
+    """Run one command and return its exit status: 2 if it is unknown or not installed."""
     name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(overview())

@@ -70,8 +70,8 @@ def evaluate(
 
 
 def users_metrics(name: str, groups: Sequence[RolloutGroup]) -> MetricSums:
-    """Those of the reward function and of the rollout function or environment, averaged over the
-    responses that have them.
+    """Return the metrics of the reward function and of the rollout function or environment,
+    averaged over the responses that have them.
     """
     sums = MetricSums()
     for rollout in (rollout for group in groups for rollout in group.rollouts):
@@ -141,7 +141,7 @@ def evaluate_checkpoint(config: Config, out: Path) -> Results:
 
 
 def console_of(cfg: Config) -> Console:
-    """Its lines as run.log_format says, without secrets."""
+    """Return a console that writes lines in run.log_format, without secrets."""
     return Console(enabled=True, lines=LogLines(cfg.run.log_format, (cfg.rollout.api_key_env,)))
 
 
@@ -219,22 +219,22 @@ def lines_of_set(name: str, group: RolloutGroup) -> list[dict[str, object]]:
 def table_of(results: Results) -> str:
     """A readable table: one line per set, values with their 95 % intervals."""
     rows = []
-    for name, found in results["sets"].items():
+    for name, values in results["sets"].items():
         scores = [
             key
-            for key in found
+            for key in values
             if key.startswith(("avg@", "pass@")) and not key.endswith(("_low", "_high"))
         ]
-        row = {"set": name, "prompts": str(found["num_prompts"])}
+        row = {"set": name, "prompts": str(values["num_prompts"])}
         row |= {
-            key: with_interval(*(found[key + end] for end in ("", "_low", "_high")))
+            key: with_interval(*(values[key + end] for end in ("", "_low", "_high")))
             for key in scores
         }
         row |= {
-            "tokens": f"{found['response_length_mean']:.1f}",
-            "truncated": f"{found['truncated_frac']:.3f}",
+            "tokens": f"{values['response_length_mean']:.1f}",
+            "truncated": f"{values['truncated_frac']:.3f}",
         }
-        rows.append(row | {"failed": f"{found['failed_frac']:.3f}"})
+        rows.append(row | {"failed": f"{values['failed_frac']:.3f}"})
     columns = list(rows[0])
     widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in columns}
     lines = [{column: column for column in columns}, *rows]

@@ -14,20 +14,23 @@ TRAIN = (
     "Train.  On N ranks: megatron-rl launch --nproc_per_node N -m megatron_rl.train --config"
     " FILE.toml ..."
 )
-EVALUATE = """Compute avg@n and pass@k on evaluation sets, through the client and the reward pool of training.
+EVALUATE = """Compute avg@n and pass@k on evaluation sets, through the client and the reward pool
+of training.
 
-    megatron-rl evaluate --checkpoint HF_DIR --sets NAME=FILE ... [--samples N] [--k K ...] [--section.key value ...]
+    megatron-rl evaluate --checkpoint HF_DIR --sets NAME=FILE ... [--samples N] [--k K ...]
+        [--section.key value ...]
     megatron-rl evaluate --run RUN_DIR [--section.key value ...]
 
-The command starts SGLang servers on the checkpoint, or uses those of --rollout.urls, which must serve that model.
+The command starts SGLang servers on the checkpoint, or uses those of --rollout.urls, which must
+serve that model.
 """
 
 
 def parse(
     argv: list[str] | None = None, description: str = TRAIN
 ) -> tuple[argparse.Namespace, list[str]]:
-    """The options of training, and all overrides --section.key VALUE, including those that options
-    set.
+    """Return the options of training, and all overrides --section.key VALUE, including those that
+    options set.
     """
     from megatron_rl.config.arguments import split
 
@@ -124,7 +127,7 @@ def positive(text: str) -> int:
 
 
 def parse_evaluate(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The options of `megatron-rl evaluate`, and the overrides --section.key VALUE."""
+    """Return the options of `megatron-rl evaluate`, and the overrides --section.key VALUE."""
     parser = argparse.ArgumentParser(
         description=EVALUATE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

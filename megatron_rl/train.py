@@ -1,7 +1,8 @@
 """The RL loop.  Run it under torchrun:
 
     torchrun --nproc_per_node N -m megatron_rl.train --config FILE.toml [--section.key value ...]
-        --dry-run [--gpus N]   check everything that needs no GPU and print what the run will do (megatron-rl dry-run)
+        --dry-run [--gpus N]   check everything that needs no GPU and print what the run will do
+                               (megatron-rl dry-run)
         --only rollout         sample and score every step, write the rollouts with their tensors,
                                train nothing
         --from-rollouts DIR    train on the rollouts that the run in DIR wrote, step by step,

@@ -201,8 +201,8 @@ def file_arrays(name: str, rollout: Rollout) -> dict[str, np.ndarray]:
     names = [*(f"{name}/{number}" for number in range(len(rollout.episode.earlier))), name]
     return {
         # safetensors writes the memory of a view, not its elements
-        f"{own}:{kind}": np.ascontiguousarray(array)
-        for own, sequence in zip(names, (*rollout.episode.earlier, rollout), strict=True)
+        f"{key}:{kind}": np.ascontiguousarray(array)
+        for key, sequence in zip(names, (*rollout.episode.earlier, rollout), strict=True)
         for kind, array in to_arrays(sequence).items()
     }
 
@@ -281,15 +281,15 @@ def encode(rollouts: Sequence[Rollout], **columns: np.ndarray) -> Encoded:
     headers, arrays = [], list(columns.values())
     for rollout in rollouts:
         for sequence in (*rollout.episode.earlier, rollout):
-            own = to_arrays(sequence)
-            if "routed_experts" in own:
+            by_kind = to_arrays(sequence)
+            if "routed_experts" in by_kind:
                 # layer-major, so this is contiguous
-                own["routed_experts"] = own["routed_experts"].transpose(1, 0, 2)
+                by_kind["routed_experts"] = by_kind["routed_experts"].transpose(1, 0, 2)
             headers.append(
                 header_of(sequence)
-                | {"arrays": list(own), "num_earlier": len(sequence.episode.earlier)}
+                | {"arrays": list(by_kind), "num_earlier": len(sequence.episode.earlier)}
             )
-            arrays += own.values()
+            arrays += by_kind.values()
     header = {
         "rollouts": headers,
         "columns": list(columns),
@@ -315,15 +315,15 @@ def from_bytes(data: np.ndarray) -> tuple[list[Rollout], dict[str, np.ndarray]]:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         arrays.append(data[at : at + size].view(dtype).reshape(shape))
         at += aligned(size)
-    found = iter(arrays)
-    columns = {name: next(found) for name in header["columns"]}
+    remaining = iter(arrays)
+    columns = {name: next(remaining) for name in header["columns"]}
     rollouts: list[Rollout] = []
-    for each in header["rollouts"]:
-        own = {kind: next(found) for kind in each["arrays"]}
-        if "routed_experts" in own:
-            own["routed_experts"] = own["routed_experts"].transpose(1, 0, 2)
-        first = len(rollouts) - each["num_earlier"]
-        rollouts[first:] = [joined(from_arrays(each, own.get), rollouts[first:])]
+    for sequence in header["rollouts"]:
+        by_kind = {kind: next(remaining) for kind in sequence["arrays"]}
+        if "routed_experts" in by_kind:
+            by_kind["routed_experts"] = by_kind["routed_experts"].transpose(1, 0, 2)
+        first = len(rollouts) - sequence["num_earlier"]
+        rollouts[first:] = [joined(from_arrays(sequence, by_kind.get), rollouts[first:])]
     return rollouts, columns
 
 

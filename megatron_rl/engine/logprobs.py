@@ -37,7 +37,7 @@ from megatron_rl.records.sampling_mask import KeptTokens
 class TokenLogprobs(NamedTuple):
     """Log-probs of the labels and entropies; float32 [T] each.
 
-    S_t is the row's kept set (megatron_rl/records/sampling_mask.py), pi~ is pi renormalised over it.
+    S_t is the row's kept set (records/sampling_mask.py), pi~ is pi renormalised over it.
     """
 
     logprobs: Tensor

@@ -1,7 +1,7 @@
 """The records that travel between stages.  Read this folder second, after train.py.
 
-    rollouts       Prompt, Rollout, EpisodeRecord, RolloutGroup: what was sampled
-    packed         Sample, PackedBatch, MiniBatch, StepResult: what is trained on
+    rollouts       Prompt, Rollout, EpisodeRecord, RolloutGroup: records that were sampled
+    packed         Sample, PackedBatch, MiniBatch, StepResult: records that are trained on
     sampling_mask  the kept sets of sampled tokens (rollout.top_p, top_k, min_p)
 
 Every stage takes and returns records.  None is changed in place: `dataclasses.replace` makes a new

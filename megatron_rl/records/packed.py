@@ -1,4 +1,4 @@
-"""What is trained on: samples, micro-batches in packed order, mini-batches, and a step's results.
+"""Records that are trained on: samples, micro-batches in packed order, mini-batches, and a step's results.
 
 Shapes: S tokens of one sequence, L MoE layers, K top-k, B sequences and T packed tokens of one
 micro-batch (pads included).
@@ -47,7 +47,7 @@ class Sample:
 
     @property
     def sequences(self) -> list[Sample]:
-        """The sequences of the rollout, which is one response however many they are."""
+        """Sequences of the rollout, which is one response however many they are."""
         if not self.rollout.episode.earlier:
             return [self]
         return [
@@ -57,9 +57,9 @@ class Sample:
 
 
 class RowState(enum.IntEnum):
-    """What the router does with one packed row under replay.
+    """Action of the router on one packed row under replay.
 
-    Stored next to the ids, never encoded in them.
+    It is stored next to the ids, never encoded in them.
     """
 
     REPLAYED = 0

@@ -1,4 +1,5 @@
-"""What was sampled: a prompt, its responses, the episodes of agents, and the digests that bind them.
+"""Records that were sampled: a prompt, its responses, the episodes of agents, and the digests that
+bind them.
 
 Shapes: S tokens of one sequence (prompt + response), R sampled tokens, L MoE layers, K top-k,
 G responses of a group.
@@ -42,10 +43,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """What an agent's episode adds to a sampled sequence.
+    """Additions of an agent's episode to a sampled sequence.
 
-    reward, metrics, earlier and digest belong to the whole episode and are kept by its last
-    sequence; turns, turn_rewards and messages belong to the sequence that has them.
+    The episode's last sequence keeps the fields of the whole episode: reward, metrics, earlier and
+    digest.  The other fields belong to the sequence that has them.
     """
 
     reward: float | None = None
@@ -128,7 +129,7 @@ class Rollout:
 
     @property
     def sequences(self) -> tuple[Rollout, ...]:
-        """All sequences of the episode, each alone; most rollouts have one."""
+        """Every sequence of the episode, alone; most rollouts have one."""
         return (*self.episode.earlier, self.alone)
 
     @property
@@ -294,8 +295,8 @@ def check_episode(rollout: Rollout) -> Rollout:
         recorded = "none" if episode.digest is None else episode.digest.hex()
         raise ValueError(
             f"rollout {rollout.id}: digest of its {len(rollout.sequences)} sequences is"
-            f" {actual.hex()}, must be the one recorded with the episode, {recorded}: a sequence was"
-            " lost, swapped or repeated, or where it begins to be learned from was moved"
+            f" {actual.hex()}, must be the one recorded with the episode, {recorded}: a sequence"
+            " was lost, swapped or repeated, or where it begins to be learned from was moved"
         )
     return rollout
 

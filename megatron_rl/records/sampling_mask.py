@@ -1,4 +1,4 @@
-"""The kept set S_t of every sampled token: what top-k, top-p and min-p left to sample from, kept
+"""The kept set S_t of every sampled token: the ids that top-k, top-p and min-p left to sample from, kept
 compact on the way.
 
 A server that samples from a truncated distribution draws y_t from mu renormalised over S_t.  The
@@ -26,16 +26,15 @@ BLOCK_IDS = 1 << 22
 class SamplingMask:
     """The sets of one rollout's sampled tokens.
 
-    sizes  uint16 [R], ids of each set
-    codes  uint8 [bytes], the ids of set after set, ascending: the first as it is, every other as
-           its distance from the one before, in groups of 7 bits with the lowest first; all bytes of
-           a number but its last have the top bit set (LEB128)
-
     A set of n ids takes 2 bytes and 1 to 3 bytes an id: results/sampling.md.
     """
 
     sizes: np.ndarray
+    """uint16 [R], number of ids of each set."""
     codes: np.ndarray
+    """uint8 [bytes], the ids of set after set, ascending: the first as it is, every other as its
+    distance from the one before, in groups of 7 bits with the lowest first; all bytes of a number
+    but its last have the top bit set (LEB128)."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -46,7 +45,7 @@ class SamplingMask:
 
     @classmethod
     def of(cls, sizes: np.ndarray, ids: np.ndarray) -> SamplingMask:
-        """From int [R] and the ids int [N] of set after set, in any order within a set.
+        """Make it from sizes int [R] and the ids int [N] of set after set, in any order within a set.
 
         Raises ValueError for an empty set, one of more than MOST_KEPT ids, a negative id and an id
         twice in a set.
@@ -72,7 +71,7 @@ class SamplingMask:
         return cls(sizes.astype(np.uint16), to_varints(steps))
 
     def part(self, start: int, stop: int) -> SamplingMask:
-        """The sets of tokens start..stop."""
+        """Return the sets of tokens start..stop."""
         ends = np.concatenate([[0], np.flatnonzero(self.codes < 128) + 1])  # of the ids in `codes`
         places = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
         first, last = ends[places[[start, stop]]]
@@ -95,7 +94,7 @@ class SamplingMask:
 
 
 def join_masks(parts: Sequence[SamplingMask]) -> SamplingMask:
-    """Of the tokens of `parts`, in order."""
+    """Return the sets of the tokens of all `parts`, in order."""
     return SamplingMask(
         np.concatenate([part.sizes for part in parts]),
         np.concatenate([part.codes for part in parts]),
@@ -103,8 +102,8 @@ def join_masks(parts: Sequence[SamplingMask]) -> SamplingMask:
 
 
 def check_mask(name: str, mask: SamplingMask, sampled: np.ndarray) -> np.ndarray:
-    """The ids int64 [N] of `mask`, which must be that of the tokens `sampled` int [R] of rollout
-    `name`.
+    """Return the ids int64 [N] of `mask`, which must belong to the tokens `sampled` int [R] of
+    rollout `name`.
 
     Raises ValueError, naming rollout, token and position among the sampled ones, for a token
     outside its own set: it was sampled from another one.
@@ -117,14 +116,15 @@ def check_mask(name: str, mask: SamplingMask, sampled: np.ndarray) -> np.ndarray
         raise ValueError(f"rollout {name}: kept sets: {error}") from error
     if not len(sampled):
         return ids
-    found = np.logical_or.reduceat(ids == np.repeat(sampled, mask.sizes), first_of_sets(mask.sizes))
-    if not found.all():
-        at = int(found.argmin())
-        own = ids[int(mask.sizes[:at].sum()) :][: int(mask.sizes[at])]
-        shown = f"{own[:8].tolist()}{' ...' if len(own) > 8 else ''}"
+    is_kept = ids == np.repeat(sampled, mask.sizes)
+    in_its_set = np.logical_or.reduceat(is_kept, first_of_sets(mask.sizes))
+    if not in_its_set.all():
+        at = int(in_its_set.argmin())
+        kept = ids[int(mask.sizes[:at].sum()) :][: int(mask.sizes[at])]
+        shown = f"{kept[:8].tolist()}{' ...' if len(kept) > 8 else ''}"
         raise ValueError(
             f"rollout {name}: sampled token {at} of {len(sampled)} is {int(sampled[at])}, not in"
-            f" its kept set of {len(own)} ids {shown}: the set is another token's, or tokens were"
+            f" its kept set of {len(kept)} ids {shown}: the set is another token's, or tokens were"
             " edited after sampling"
         )
     return ids
@@ -132,26 +132,25 @@ def check_mask(name: str, mask: SamplingMask, sampled: np.ndarray) -> np.ndarray
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The sets of the rows of a micro-batch, on its device; a row without one (prompt, pad) has
-    none of the ids.
+    """The sets of the rows of a micro-batch, on its device.
 
-    offsets  int64 [T + 1] on the host: row t has the ids offsets[t] to offsets[t + 1]
-    ids, rows  int64 [N], ids and the row of each
-    is_empty   bool [T], rows without a set
+    A row without a set (prompt, pad) has none of the ids.
     """
 
     offsets: np.ndarray
+    """int64 [T + 1] on the host: row t has the ids offsets[t] to offsets[t + 1]."""
     ids: torch.Tensor
+    """int64 [N]."""
     rows: torch.Tensor
+    """int64 [N], the row of each id."""
     is_empty: torch.Tensor
+    """bool [T], rows without a set."""
 
     def blocks(self, start: int, stop: int) -> Iterator[slice]:
-        """Rows start..stop in blocks of at most BLOCK_IDS ids (or one row)."""
+        """Yield rows start..stop in blocks of at most BLOCK_IDS ids (or one row)."""
         while start < stop:
-            end = (
-                int(np.searchsorted(self.offsets, self.offsets[start] + BLOCK_IDS, side="right"))
-                - 1
-            )
+            last = self.offsets[start] + BLOCK_IDS
+            end = int(np.searchsorted(self.offsets, last, side="right")) - 1
             end = min(max(end, start + 1), stop)
             yield slice(start, end)
             start = end
@@ -160,45 +159,46 @@ class KeptTokens:
 def sets_of_tokens(
     masks: Sequence[SamplingMask], tokens: np.ndarray, device: torch.device | str = "cpu"
 ) -> KeptTokens:
-    """Sets of the rows whose sampled tokens have the numbers `tokens` int [T] among those of
-    `masks` (-1: no set).
+    """Return the sets of rows whose sampled tokens have the numbers `tokens` int [T] among those
+    of `masks` (-1: no set).
     """
     sizes = np.concatenate([mask.sizes for mask in masks]).astype(np.int64)
     ids = np.concatenate([mask.ids() for mask in masks])
-    own = np.where(tokens < 0, 0, sizes[tokens])
-    offsets = np.concatenate([[0], np.cumsum(own)])
-    rows = np.repeat(np.arange(len(tokens)), own)
+    row_sizes = np.where(tokens < 0, 0, sizes[tokens])
+    offsets = np.concatenate([[0], np.cumsum(row_sizes)])
+    rows = np.repeat(np.arange(len(tokens)), row_sizes)
     first = (np.cumsum(sizes) - sizes)[tokens]  # of the token's ids in `ids`
     places = np.arange(len(rows)) - offsets[rows] + first[rows]
     return KeptTokens(
         offsets,
         torch.from_numpy(ids[places]).to(device),
         torch.from_numpy(rows).to(device),
-        torch.from_numpy(own == 0).to(device),
+        torch.from_numpy(row_sizes == 0).to(device),
     )
 
 
 def first_of_sets(sizes: np.ndarray) -> np.ndarray:
-    """int64 [R], place of each set's first id."""
+    """Return int64 [R], the place of each set's first id."""
     return np.cumsum(sizes, dtype=np.int64) - sizes
 
 
 def to_varints(values: np.ndarray) -> np.ndarray:
-    """uint8 [bytes] of int64 [N], none negative; see SamplingMask.codes."""
+    """Encode int64 [N], none negative, as uint8 [bytes]; see SamplingMask.codes."""
     lengths = np.ones(len(values), np.int64)
     while (more := values >> (7 * lengths)).any():
         lengths += more > 0
     starts = np.cumsum(lengths) - lengths
     out = np.empty(int(lengths.sum()), np.uint8)
     for group in range(int(lengths.max(initial=0))):
-        own = lengths > group
-        is_last = lengths[own] == group + 1
-        out[starts[own] + group] = (values[own] >> (7 * group)) & 127 | np.where(is_last, 0, 128)
+        longer = lengths > group
+        is_last = lengths[longer] == group + 1
+        bits = (values[longer] >> (7 * group)) & 127
+        out[starts[longer] + group] = bits | np.where(is_last, 0, 128)
     return out
 
 
 def from_varints(codes: np.ndarray) -> np.ndarray:
-    """int64 [N]; the inverse of `to_varints`.
+    """Return int64 [N], the inverse of `to_varints`.
 
     Raises ValueError where the last number has no end, or is too long.
     """
