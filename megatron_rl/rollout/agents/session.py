@@ -174,7 +174,8 @@ class Session:
         given: all messages (rollout/agents/conversation.py says which sequence they continue), or
         all token ids of the input, which start a sequence of their own where they do not begin with
         `token_ids`.
-        tools: what the model may call; needs messages, whose format describes them in the prompt.
+        tools: functions or schemas that the model may call; they need messages, whose format
+        describes them in the prompt.
         """
         parts: list[object] = [] if given is None else list(given)
         if parts and isinstance(parts[0], Mapping):
@@ -197,7 +198,7 @@ class Session:
 
     @cached_property
     def conversations(self) -> Conversations:
-        """The sequences by their messages.  Raises EpisodeError without agent.renderer."""
+        """Conversations of this episode.  Raises EpisodeError without agent.renderer."""
         if self.chat is None:
             raise EpisodeError(
                 f"rollout {self.name}: messages need agent.renderer, the format of the model's"
@@ -222,8 +223,8 @@ class Session:
         return answers
 
     async def open_endpoint(self) -> Access:
-        """Return where an OpenAI client finds the model of this episode, until it ends; the same
-        for every call.
+        """Return the address and the key with which an OpenAI client finds the model of this
+        episode until it ends; the same for every call.
         """
         return await self._open_endpoint(self)
 
