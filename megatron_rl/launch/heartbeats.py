@@ -80,7 +80,7 @@ def find_stalled(beats: Mapping[int, Heartbeat], stage_seconds: float) -> str | 
     limited = [beat for beat in running.values() if beat.stage not in (NOT_STARTED, LOADING)]
     if not any(beat.seconds > stage_seconds for beat in limited):
         return None
-    # ranks enter the same stages in one order: the ones after keep the others waiting
+    # ranks enter the same stages in one order: the slow ones keep the others waiting
     least = min(beat.entered for beat in running.values())
     late = {rank: beat for rank, beat in running.items() if beat.entered == least}
     where = next(iter(late.values())).where

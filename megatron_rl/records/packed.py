@@ -1,4 +1,4 @@
-"""Records that are trained on: samples, micro-batches in packed order, mini-batches, and a step's results.
+"""Records that are trained on: samples, micro-batches in packed order, mini-batches, results.
 
 Shapes: S tokens of one sequence, L MoE layers, K top-k, B sequences and T packed tokens of one
 micro-batch (pads included).

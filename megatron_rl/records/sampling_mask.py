@@ -1,5 +1,5 @@
-"""The kept set S_t of every sampled token: the ids that top-k, top-p and min-p left to sample from, kept
-compact on the way.
+"""The kept set S_t of every sampled token: the ids that top-k, top-p and min-p left,
+in a compact encoding.
 
 A server that samples from a truncated distribution draws y_t from mu renormalised over S_t.  The
 trainer computes its log-prob over the same set, log pi~(y_t) = z_t[y_t] - logsumexp_{v in S_t}
@@ -45,7 +45,7 @@ class SamplingMask:
 
     @classmethod
     def of(cls, sizes: np.ndarray, ids: np.ndarray) -> SamplingMask:
-        """Make it from sizes int [R] and the ids int [N] of set after set, in any order within a set.
+        """Make it from sizes int [R] and ids int [N] of set after set, in any order in a set.
 
         Raises ValueError for an empty set, one of more than MOST_KEPT ids, a negative id and an id
         twice in a set.

@@ -183,8 +183,8 @@ class Verifier:
         if not comparable:
             raise WeightPushError(
                 f"server {url}: none of its {len(served)} tensors can be compared with the"
-                f" trainer's export, all have other names: {shown_names(sorted(served))}; to run without this"
-                " check, set rollout.verify_push = version"
+                f" trainer's export, all have other names: {shown_names(sorted(served))}; to run"
+                " without this check, set rollout.verify_push = version"
             )
         wrong = sorted(
             {name for rank in ranks for name in comparable if rank.get(name) != ours[name]}
