@@ -43,10 +43,9 @@ from megatron_rl.weights.hf.files import num_tensors
 from megatron_rl.weights.hf.write import write_hf_checkpoint
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Trainer:
-    """first_step: the number of finished steps at the start, above 0 when a checkpoint was resumed;
-    evaluated: that of the last complete evaluation, -1 before."""
+    """The parts of a run, and its stages as methods."""
 
     cfg: Config
     parallel: Parallel
@@ -60,7 +59,9 @@ class Trainer:
     recording: Recording
     step_trace: StepTrace
     first_step: int
+    """Number of finished steps at the start, above 0 when a checkpoint was resumed."""
     evaluated: int
+    """Number of finished steps at the last complete evaluation, -1 before any."""
 
     def listen(self, stop: StopSignal) -> None:
         """From here on a signal ends sampling, saves a checkpoint and stops the run."""

@@ -67,13 +67,22 @@ def made(tmp_path):
             enter=lambda stage, step: calls.append(("enter", (stage, step), {}))
         )
         trainer = Trainer(
-            cfg, SimpleNamespace(rank=0, world_size=1, dp_group="dp", device=torch.device("cpu")),
-            engine, rollouts,
-            Recorded(calls, "policy", add_previous_totals={"a_total": 1.0}), StepMeter(watchdog,
-            step_trace.trace),
-            reporter, saver, tokens, SimpleNamespace(files=files, events=Recorded(calls, "events")),
-            step_trace, 2, 2,
-        )  # fmt: skip
+            cfg=cfg,
+            parallel=SimpleNamespace(
+                rank=0, world_size=1, dp_group="dp", device=torch.device("cpu")
+            ),
+            engine=engine,
+            rollouts=rollouts,
+            checkpoint_policy=Recorded(calls, "policy", add_previous_totals={"a_total": 1.0}),
+            meter=StepMeter(watchdog, step_trace.trace),
+            reporter=reporter,
+            saver=saver,
+            tokens=tokens,
+            recording=SimpleNamespace(files=files, events=Recorded(calls, "events")),
+            step_trace=step_trace,
+            first_step=2,
+            evaluated=2,
+        )
         return trainer, calls
 
     yield make
