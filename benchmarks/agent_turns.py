@@ -342,7 +342,7 @@ CLIENTS: dict[str, Callable[[str, Path, Path], Round]] = {
 
 def measure(name: str, url: str, folder: Path, checkout: Path, sessions: int, profile: str) -> None:
     """In a process of its own: print {"cpu": ms per turn, "block": ms}."""
-    from megatron_rl.rollout.garbage import postpone_full_collections
+    from megatron_rl.rollout.garbage_collection import postpone_full_collections
 
     logging.disable(logging.WARNING)
     run = CLIENTS[name](url, folder, checkout)

@@ -37,15 +37,15 @@ from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_lay
 from megatron_rl.records import Prompt
 from megatron_rl.replay.compatibility import compatibility_line
 from megatron_rl.rollout.agents.runner import check_agent
-from megatron_rl.rollout.garbage import postpone_full_collections
-from megatron_rl.rollout.recorder import forget_steps
-from megatron_rl.trainer.batch_saver import BatchSaver
+from megatron_rl.rollout.garbage_collection import postpone_full_collections
+from megatron_rl.rollout.saved.rollout_recorder import forget_steps
 from megatron_rl.trainer.build_inference import make_inference
+from megatron_rl.trainer.recording.batch_saver import BatchSaver
+from megatron_rl.trainer.recording.token_recorder import TokenRecorder
 from megatron_rl.trainer.reporter import Reporter, make_sinks
 from megatron_rl.trainer.rollout_source import LiveRollouts, RolloutSource
 from megatron_rl.trainer.saved_rollouts import SavedRollouts
 from megatron_rl.trainer.services import RunServices, start_services
-from megatron_rl.trainer.token_recorder import TokenRecorder
 from megatron_rl.trainer.trainer import Trainer
 
 

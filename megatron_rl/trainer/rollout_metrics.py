@@ -17,7 +17,7 @@ from megatron_rl.metrics.histogram import tabulate
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Rollout, RolloutGroup
 from megatron_rl.rollout.client.counters import CallStats
-from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
+from megatron_rl.rollout.missing_routes import count_missing_routes
 
 
 def count_step(
@@ -113,14 +113,6 @@ def check_age(groups: Sequence[RolloutGroup], *, version: int, max_staleness: in
             " rollout.max_staleness: a bug of the scheduler; the run stops before it trains on"
             " them"
         )
-
-
-def count_missing_rows(sums: MetricSums, counts: MissingRouteCounts) -> None:
-    """Missing routes of all sampled rollouts."""
-    sums.add_total("replay/missing_rows_total", counts.rows)
-    sums.add_total("replay/dropped_samples_total", counts.dropped)
-    sums.add("replay/missing_route_frac", counts.missing_response_rows, counts.response_rows)
-    sums.add("replay/prompt_missing_route_frac", counts.missing_prompt_rows, counts.prompt_rows)
 
 
 def count_discarded(sums: MetricSums, totals: dict[str, float]) -> None:

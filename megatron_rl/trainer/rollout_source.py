@@ -32,13 +32,13 @@ from megatron_rl.records import Files, Prompt, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.inference import Inference, SamplingStopped
-from megatron_rl.rollout.missing_routes import MissingRouteCounts
+from megatron_rl.rollout.missing_routes import MissingRouteCounts, MissingRoutes
 from megatron_rl.rollout.partial import PartialGroup
-from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.scheduler import Sampled, Scheduler
 from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.selection import refill
-from megatron_rl.trainer.missing_routes import MissingRoutes
+from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl.trainer.rollout_metrics import (
     check_age,
     count_call,
@@ -155,7 +155,7 @@ class LiveRollouts(RolloutSource):
 
     def __post_init__(self) -> None:
         self.restarts = 0  # of servers, as last reported
-        self.missing_routes = MissingRoutes(self.cfg, self.meter)
+        self.missing_routes = MissingRoutes(self.cfg)
         self.scheduler = Scheduler(
             self.cfg,
             self.parallel,
@@ -189,7 +189,7 @@ class LiveRollouts(RolloutSource):
         if self.cfg.batch.dynamic_sampling:
             prompts, groups = self.refill(prompts, groups)
         with self.meter.time("split"):
-            return self.share(groups, prompts)
+            return self.share(with_unique_ids(groups), prompts)
 
     def release_memory(self) -> None:
         self.inference.release_memory()
@@ -288,7 +288,9 @@ class LiveRollouts(RolloutSource):
             sampled = take(*arguments, self.policy_version)
             # else `refill` checks the sum over all draws
             is_last = not self.cfg.batch.dynamic_sampling
-            self.missing_routes.check(sampled.groups, sampled.gaps, is_last=is_last)
+            self.missing_routes.check(
+                self.meter.sums, sampled.groups, sampled.gaps, is_last=is_last
+            )
             if sampled.call is not None:
                 count_call(self.meter.sums, sampled.call, self.parallel)
         with self.meter.time("reward"):
@@ -341,7 +343,7 @@ class LiveRollouts(RolloutSource):
             is_leader=self.leader is not None,
             device=self.parallel.device,
         )
-        self.missing_routes.check(refilled.groups, MissingRouteCounts())
+        self.missing_routes.check(self.meter.sums, refilled.groups, MissingRouteCounts())
         if self.parallel.rank == 0:
             sums = self.meter.sums
             sums.add("rollout/sampling_rounds", 1 + refilled.rounds)

@@ -15,12 +15,16 @@ from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import Console
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import RolloutGroup
-from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
-from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.saved import SavedSteps
+from megatron_rl.rollout.missing_routes import (
+    MissingRouteCounts,
+    MissingRoutes,
+    count_missing_routes,
+)
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
+from megatron_rl.rollout.saved.saved_steps import SavedSteps
 from megatron_rl.rollout.scheduler import num_prompts
 from megatron_rl.rollout.scoring import with_text
-from megatron_rl.trainer.missing_routes import MissingRoutes
+from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl.trainer.rollout_metrics import count_step
 from megatron_rl.trainer.rollout_source import RolloutSource, restore_prompts
 from megatron_rl.trainer.step_meter import StepMeter
@@ -60,8 +64,9 @@ class SavedRollouts(RolloutSource):
             groups = self.steps.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
             is_counted = self.parallel.is_replica_leader
             counts = count_missing_routes(groups) if is_counted else MissingRouteCounts()
-            MissingRoutes(self.cfg, self.meter).check(groups, counts)
-        return groups
+            MissingRoutes(self.cfg).check(self.meter.sums, groups, counts)
+        # two replicas of the saved run may have drawn the same prompt
+        return with_unique_ids(groups)
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
         if self.recorder is not None and self.parallel.is_replica_leader:

@@ -15,7 +15,7 @@ from megatron_rl.launch.trace import Trace
 from megatron_rl.launch.watchdog import Watchdog, WatchSettings
 from megatron_rl.metrics.console import Console
 from megatron_rl.rollout.inference import Inference
-from megatron_rl.trainer.recording import Recording, start_recording
+from megatron_rl.trainer.recording.events_and_files import Recording, start_recording
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.step_trace import StepTrace
 

@@ -30,15 +30,14 @@ from megatron_rl.metrics.console import counted, evaluation_text
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, RolloutGroup, StepResult
 from megatron_rl.rollout.inference import SamplingStopped
-from megatron_rl.rollout.recorder import with_unique_ids
-from megatron_rl.trainer.batch_saver import BatchSaver
-from megatron_rl.trainer.recording import Recording
+from megatron_rl.trainer.recording.batch_saver import BatchSaver
+from megatron_rl.trainer.recording.events_and_files import Recording
+from megatron_rl.trainer.recording.token_recorder import TokenRecorder
 from megatron_rl.trainer.reporter import Reporter
 from megatron_rl.trainer.rollout_metrics import derived, peak_memory_gib
 from megatron_rl.trainer.rollout_source import RolloutSource
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.step_trace import StepTrace
-from megatron_rl.trainer.token_recorder import TokenRecorder
 from megatron_rl.weights.hf.files import num_tensors
 from megatron_rl.weights.hf.write import write_hf_checkpoint
 
@@ -104,7 +103,6 @@ class Trainer:
             groups = with_advantages(
                 groups, self.cfg.advantage_kind, self.parallel.dp_group, reward_weights=weights
             )
-            groups = with_unique_ids(groups)
             batches = split(
                 groups,
                 self.cfg,
@@ -178,7 +176,7 @@ class Trainer:
         with self.meter.part("report"):
             self.rollouts.finish_step()
             with self.meter.part("garbage collection"):
-                gc.collect()  # full ones wait for the end of a step: rollout/garbage.py
+                gc.collect()  # full ones wait for the end of a step: rollout/garbage_collection.py
             self.tokens.finish(step + 1)
             if failed := self.recording.files.failed:
                 self.meter.sums.add_total("run/unwritten_files_total", failed)

@@ -24,7 +24,7 @@ from megatron_rl.rollout.client.response import ExpectedSample, join_rollouts, p
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.missing_routes import count_missing_routes
 from megatron_rl.rollout.partial import PartialGroup
-from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.scoring import make_turns, score_groups
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.samples import honest_sample

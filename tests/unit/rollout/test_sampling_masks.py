@@ -29,7 +29,7 @@ from megatron_rl.rollout.client.response import ExpectedSample, join_rollouts, p
 from megatron_rl.rollout.client.sample_fields import SampleDropped
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
 from megatron_rl.rollout.partial import PartialGroup
-from megatron_rl.rollout.recorder import RecordedRollout
+from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout
 from megatron_rl_tools.check_rollouts.dumped import Dumped
 from megatron_rl_tools.check_rollouts.rollout_checks import check_one
 from tests.fake_server import FakeServer

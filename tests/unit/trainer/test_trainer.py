@@ -138,9 +138,7 @@ def test_a_signal_ends_sampling_and_saves_what_was_sampled(made):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_mini_batches_are_of_penalised_groups_with_advantages_and_unique_ids(
-    made, monkeypatch, max_staleness
-):
+def test_mini_batches_are_of_penalised_groups_with_advantages(made, monkeypatch, max_staleness):
     trainer, calls = made(rollout={"max_staleness": max_staleness})
     cfg = trainer.cfg
 
@@ -150,12 +148,11 @@ def test_mini_batches_are_of_penalised_groups_with_advantages_and_unique_ids(
 
     monkeypatch.setattr(module, "with_penalties", lambda groups, cfg: [*groups, "penalties"])
     monkeypatch.setattr(module, "with_advantages", advantages)
-    monkeypatch.setattr(module, "with_unique_ids", lambda groups: [*groups, "ids"])
     monkeypatch.setattr(module, "split", calls.note("split", [BATCH]))
-    groups = ["group", "penalties", "advantages", "ids"]
+    groups = ["group", "penalties", "advantages"]
     assert trainer.make_batches(["group"], 4) == [BATCH]
     settings = dict(
-        seed=4, rule="rule", dp_group="dp", save_tokens="those of 4 in step 5",
+        seed=4, rule="rule", dp_group="dp", save_tokens="those of 3 in step 5",
         policy_version=VERSION if max_staleness else None,
     )  # fmt: skip
     assert calls == [

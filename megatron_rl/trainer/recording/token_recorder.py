@@ -27,8 +27,8 @@ from megatron_rl.engine.pass_results import ObserveTokens, OldPass, UpdateTokens
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.records import MiniBatch, PackedBatch, Sample
 from megatron_rl.replay.layout import Rows, indices
-from megatron_rl.rollout.recorder import GroupChoice
-from megatron_rl.trainer.token_files import Flag, SequenceTokens, Table, TokenFiles
+from megatron_rl.rollout.saved.rollout_recorder import GroupChoice
+from megatron_rl.trainer.recording.token_files import Flag, SequenceTokens, Table, TokenFiles
 
 NUM_SUMS, NUM_MAXIMA = 9, 2
 """Columns of a sequence's summary: see `add_tokens` and `flips_of_sequences`, and Summary in

@@ -13,7 +13,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.events import EVENTS_FILE, Events
 from megatron_rl.metrics.file_writer import FileWriter
-from megatron_rl.rollout.recorder import GroupChoice, Recorder
+from megatron_rl.rollout.saved.rollout_recorder import GroupChoice, Recorder
 from megatron_rl.trainer.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,12 @@ import orjson
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.metrics.lines import append_text
 from megatron_rl.records import Sample
-from megatron_rl.rollout.recorder import SCHEMA, replica_file, tensors_path, write_tensors
+from megatron_rl.rollout.saved.rollout_tensors import (
+    SCHEMA,
+    replica_file,
+    tensors_path,
+    write_tensors,
+)
 
 
 class Flag(enum.IntFlag):

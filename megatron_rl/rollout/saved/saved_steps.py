@@ -21,8 +21,9 @@ from megatron_rl.batch.codec import arrays_in_file, joined
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.recorder import RecordedRollout, read_episodes, tensors_path, to_rollout
-from megatron_rl.rollout.saved_run import check_config, first_step_number
+from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout, read_episodes, to_rollout
+from megatron_rl.rollout.saved.rollout_tensors import tensors_path
+from megatron_rl.rollout.saved.saved_config import check_config, first_step_number
 
 ALWAYS_READ = ("tokens", "logprobs", "environment", "episode_digest", "mask_sizes", "mask_codes")
 
@@ -79,8 +80,7 @@ class SavedSteps:
         for path, lines in ((path, steps[step]) for path, steps in replicas if step in steps):
             tensors = tensors_path(self.folder, step, path.stem)
             records = self._with_tensors(tensors, lines)
-            # a prompt drawn twice in a step has two groups: ids are unique
-            # (recorder.with_unique_ids)
+            # a prompt drawn twice in a step has two groups, whose ids differ (with_unique_ids)
             by_group = itertools.groupby(
                 records, lambda record: (record.episode or record.id).rpartition("/")[0]
             )

@@ -1,0 +1,161 @@
+"""The lines of rollouts.jsonl: one per sequence, for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.batch.codec import from_arrays
+from megatron_rl.records import FinishReason, Rollout, RolloutGroup, version_spans
+
+
+@dataclass(frozen=True)
+class RecordedRollout:
+    """One line of rollouts.jsonl.  `reward` and `advantage` are None where their stage had not run.
+
+    policy_versions: [[version, tokens], ...], the weights that sampled the response, in order
+    (records.version_spans).
+    environment_length: tokens of the response that an environment wrote, not among response_length.
+    metrics: of the rollout function; reward_metrics: of the reward function; turn_rewards,
+    turn_ends: see records.Rollout.
+    episode: of an episode of several sequences the id of the last one, in the lines of the others,
+    which come before it.
+    """
+
+    step: int
+    id: str
+    prompt_id: str
+    prompt: str
+    response: str
+    label: str
+    reward: float | None
+    advantage: float | None
+    prompt_length: int
+    response_length: int
+    finish_reason: str
+    policy_versions: list[list[int]]
+    environment_length: int = 0
+    episode: str = ""
+    num_turns: int = 1
+    turn_rewards: list[float] = field(default_factory=list)
+    turn_ends: list[FinishReason] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    reward_metrics: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        """Without what is empty."""
+        return {name: value for name, value in vars(self).items() if value not in ([], {})}
+
+
+def to_records(
+    step: int, group: RolloutGroup, clean: Callable[[str], str]
+) -> Iterator[RecordedRollout]:
+    """clean: what removes secrets from a text."""
+    for k, rollout in enumerate(group.rollouts):
+        for sequence in rollout.sequences:
+            yield RecordedRollout(
+                step=step,
+                id=sequence.id,
+                prompt_id=group.prompt.id,
+                prompt=clean(group.prompt.text),
+                response=clean(sequence.response_text),
+                label=clean(group.prompt.label),
+                reward=None if group.rewards is None else float(group.rewards[k]),
+                advantage=None if group.advantages is None else float(group.advantages[k]),
+                prompt_length=sequence.prompt_length,
+                response_length=sequence.response_length,
+                finish_reason=sequence.finish_reason,
+                policy_versions=version_spans(sequence.policy_versions),
+                environment_length=sequence.environment_length,
+                num_turns=sequence.num_turns,
+                turn_rewards=list(sequence.episode.turn_rewards),
+                turn_ends=list(sequence.turn_ends),
+                metrics=dict(sequence.episode.metrics),
+                reward_metrics=dict(sequence.reward_metrics),
+                episode="" if sequence.id == rollout.id else rollout.id,
+            )
+
+
+def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
+    """Yield the lines of a rollouts.jsonl.  ValueError with file and line number for one that is
+    not such a record.
+
+    A resumed run writes the steps after its checkpoint again: see cut_steps, and for older runs
+    read_episodes. Lines of older files name one policy_version for the whole response; they are
+    read as one span.
+    """
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                fields = json.loads(line)
+                # older files have one version for the entire response
+                if "policy_version" in fields:
+                    fields["policy_versions"] = [
+                        [fields.pop("policy_version"), fields.get("response_length")]
+                    ]
+                record = RecordedRollout(**fields)
+                check_spans(record.policy_versions)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: not a rollout record: {error}") from error
+            yield record
+
+
+Episodes = dict[str, list[RecordedRollout]]
+"""Id of a rollout -> the lines of its sequences, the one with this id last; in the order in which
+they were written.
+"""
+
+
+def read_episodes(path: Path) -> dict[int, Episodes]:
+    """The episodes of every step.  Of a step that a resumed run of an older version wrote again
+    each episode counts once, in its last place.
+
+    A line whose episode does not follow it (the run was killed while it wrote) is left out.
+    """
+    steps: dict[int, Episodes] = {}
+    lines: list[RecordedRollout] = []
+    for record in read_rollouts(path):
+        lines.append(record)
+        if not record.episode:
+            of_step = steps.setdefault(record.step, {})
+            of_step.pop(record.id, None)  # a dict keeps the place of the first
+            of_step[record.id] = [line for line in lines if record.id in (line.id, line.episode)]
+            lines = []
+    return steps
+
+
+def check_spans(spans: object) -> None:
+    """Raise ValueError unless these are [[version, tokens], ...]."""
+    if not isinstance(spans, list) or not all(
+        isinstance(span, list)
+        and len(span) == 2
+        and all(type(value) is int for value in span)
+        and span[1] > 0
+        for span in spans
+    ):
+        raise ValueError(f"policy_versions = {spans}: must be [[version, tokens], ...]")
+
+
+def to_rollout(record: RecordedRollout, array: Callable[[str], np.ndarray | None]) -> Rollout:
+    """The sequence of a line, without its text; array(kind): one of batch/codec.to_arrays, or None.
+
+    Raises as `from_arrays`.
+    """
+    header = {
+        "id": record.id,
+        "prompt_length": record.prompt_length,
+        "finish_reason": record.finish_reason,
+        "versions": record.policy_versions,
+        "turn_rewards": record.turn_rewards,
+        "metrics": record.metrics,
+        "reward_metrics": record.reward_metrics,
+    }
+    rollout = from_arrays(header, array)
+    if not record.turn_ends:
+        return rollout
+    ends = [end for _, end in rollout.turn_spans]
+    return rollout.with_episode(turns=tuple(zip(ends, record.turn_ends, strict=True)))
