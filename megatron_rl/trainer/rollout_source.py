@@ -31,9 +31,9 @@ from megatron_rl.metrics.events import Events
 from megatron_rl.records import Files, Prompt, RolloutGroup
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.inference import Inference, SamplingStopped
 from megatron_rl.rollout.missing_routes import MissingRouteCounts, MissingRoutes
-from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.scheduler import Sampled, Scheduler
 from megatron_rl.rollout.scoring import score_groups
@@ -296,7 +296,7 @@ class LiveRollouts(RolloutSource):
         with self.meter.time("reward"):
             return sampled.prompts, self.score(sampled.groups, for_training=True)
 
-    def score_ready(self, groups: Sequence[PartialGroup]) -> None:
+    def score_ready(self, groups: Sequence[Group]) -> None:
         """Score complete groups for training while others are sampled.  Not collective."""
         if self.leader is not None and groups:
             closed = [group.closed() for group in groups]

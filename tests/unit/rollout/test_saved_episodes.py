@@ -13,13 +13,8 @@ from safetensors.numpy import load_file, save_file
 from megatron_rl.config import dump_config, load_config
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.partial import (
-    PartialGroup,
-    file_name,
-    find_groups,
-    read_groups,
-    write_groups,
-)
+from megatron_rl.rollout.group import Group
+from megatron_rl.rollout.group_files import file_name, find_groups, read_groups, write_groups
 from megatron_rl.rollout.saved.recorded_rollouts import read_episodes, read_rollouts
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.saved.saved_steps import SavedSteps
@@ -47,7 +42,7 @@ def assert_same(found, expected):
 
 
 def flight(folder):
-    group = PartialGroup(PROMPTS[0], 3)
+    group = Group(PROMPTS[0], 3)
     group.put(0, make_tree("p0/0", seed=1))
     group.put(2, make_rollout("p0/2", 3, 4))
     write_groups(folder / file_name(0), [group], [0])
