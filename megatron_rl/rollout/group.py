@@ -21,7 +21,7 @@ from megatron_rl.records import Prompt, Rollout, RolloutGroup
 
 
 class GroupState(Enum):
-    """Where a group is in the WAITING -> IN_FLIGHT -> COMPLETE -> FINISHED lifecycle."""
+    """Place of a group in the WAITING -> IN_FLIGHT -> COMPLETE -> FINISHED lifecycle."""
 
     WAITING = "waiting"
     """Responses are missing, and no call samples them."""

@@ -40,10 +40,11 @@ from megatron_rl.rollout.agents.runner import check_agent
 from megatron_rl.rollout.garbage_collection import postpone_full_collections
 from megatron_rl.rollout.saved.rollout_recorder import forget_steps
 from megatron_rl.trainer.build_inference import make_inference
+from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.recording.batch_saver import BatchSaver
 from megatron_rl.trainer.recording.token_recorder import TokenRecorder
 from megatron_rl.trainer.reporter import Reporter, make_sinks
-from megatron_rl.trainer.rollout_source import LiveRollouts, RolloutSource
+from megatron_rl.trainer.rollout_source import RolloutSource
 from megatron_rl.trainer.saved_rollouts import SavedRollouts
 from megatron_rl.trainer.services import RunServices, start_services
 from megatron_rl.trainer.trainer import Trainer

@@ -41,7 +41,7 @@ from megatron_rl.rollout.server.server_info import (
     tokenizer_digest,
 )
 from megatron_rl.rollout.server.server_pool import ServerPool
-from megatron_rl.trainer.rollout_source import Leader
+from megatron_rl.trainer.live_rollouts import Leader
 from megatron_rl.trainer.services import RunServices
 from megatron_rl.weights.sync.push import WeightPusher
 from megatron_rl.weights.sync.pushed_weights import PushedWeights

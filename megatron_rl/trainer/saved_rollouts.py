@@ -1,4 +1,4 @@
-"""A step's rollouts from a run that saved them (rollout.save_tensors, --from-rollouts)."""
+"""Rollouts of a run that saved them (rollout.save_tensors), for --from-rollouts."""
 
 from __future__ import annotations
 
@@ -32,21 +32,19 @@ from megatron_rl.trainer.step_meter import StepMeter
 
 @dataclass
 class SavedRollouts(RolloutSource):
-    """Read from the run directory `folder`: no server, no evaluation, no weight sync.
-
-    recorder: with rollout.save_tensors, so that the lines and tensors of what this run trains on
-    are in its own directory.
-    """
+    """Rollouts that are read from a run directory: no server, no evaluation, no weight sync."""
 
     cfg: Config
     parallel: Parallel
     spec: ModelSizes
     prompts: PromptSource
     folder: Path
+    """Run directory that has the rollouts."""
     meter: StepMeter
     console: Console
     tokenizer: PreTrainedTokenizerBase
     recorder: Recorder | None = None
+    """With rollout.save_tensors: writes what this run trains on into its own directory, too."""
     policy_version: int = 0
 
     def start(self, first_step: int) -> None:
@@ -58,7 +56,7 @@ class SavedRollouts(RolloutSource):
         self.console.log(f"training on the rollouts of {self.folder}: no server, no evaluation")
 
     def sample(self, step: int) -> list[RolloutGroup]:
-        # Advance the data cursor: a later run with servers continues after these prompts.
+        # advance in the data, so that a later run with servers continues after these prompts
         self.prompts.take(num_prompts(self.cfg, self.parallel.dp_size))
         with self.meter.time("rollout"):
             groups = self.steps.groups(step, self.parallel.dp_rank, self.parallel.dp_size)

@@ -1,8 +1,8 @@
 """One training run: the stages that `train` calls, in order.  build.py constructs it and closes
 what it uses.
 
-Every method is collective: all ranks call it at the same place.  A step in progress has the index
-`step`, from 0; after it `step + 1` steps are finished.
+Every method is collective unless it says otherwise: all ranks call it at the same place.  A step in
+progress has the index `step`, from 0; after it `step + 1` steps are finished.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class Trainer:
     """Number of finished steps at the last complete evaluation, -1 before any."""
 
     def listen(self, stop: StopSignal) -> None:
-        """From here on a signal ends sampling, saves a checkpoint and stops the run."""
+        """Let a signal end sampling, save a checkpoint and stop the run from now on."""
         self.checkpoint_policy.listen(stop, self.rollouts.stop)
 
     def steps(self) -> Iterator[int]:
-        """Indices of the steps still to train.
+        """Yield the indices of the steps still to train.
 
-        Records the state that is saved if a signal abandons the step.
+        Before each step its state is noted, which is saved if a signal abandons the step.
         """
-        self.meter.begin()  # the start of the run is of no step
+        self.meter.begin()  # the time that the run needed to start belongs to no step
         for step in range(self.first_step, self.cfg.run.num_steps):
             self.meter.step = step
             if self.step_trace.trace.is_on:
@@ -81,9 +81,9 @@ class Trainer:
             yield step
 
     def sample(self, step: int) -> list[RolloutGroup]:
-        """The step's scored groups of this replica, on each of its ranks.
+        """Return the step's scored groups of this replica, on each of its ranks.
 
-        Raises StoppedBySignal when a signal ended it.
+        Raises StoppedBySignal when a signal ended sampling.
         """
         try:
             groups = self.rollouts.sample(step)
@@ -94,8 +94,10 @@ class Trainer:
         return groups
 
     def make_batches(self, groups: Sequence[RolloutGroup], step: int) -> list[MiniBatch]:
-        """Penalties, advantages, N mini-batches of packed micro-batches; saves the rollouts, takes
-        the GPUs' memory.
+        """Return N mini-batches of packed micro-batches, with penalties and advantages.
+
+        The rollouts are saved, and the trainer takes the GPUs' memory from the servers
+        (rollout.release_memory).
         """
         with self.meter.time("split"):
             groups = with_penalties(groups, self.cfg)
@@ -123,7 +125,7 @@ class Trainer:
         self.rollouts.record(groups, step)
 
     def check_recorded(self) -> None:
-        """Raises OSError where rollouts could not be saved, which training alone can do without."""
+        """Raise OSError where rollouts could not be saved.  Training continues in that case."""
         self.recording.files.wait()
         if self.recording.files.failed:
             raise OSError(
@@ -132,10 +134,11 @@ class Trainer:
             )
 
     def old_logprobs(self, batches: Sequence[MiniBatch]) -> list[OldPass]:
-        """log pi_old of every mini-batch; R2 records its routes here, R3 replays the rollouts'."""
+        """Return log pi_old of every mini-batch; R2 records routes, R3 replays the rollouts'."""
         with self.meter.time("old_logprob"):
             passes = [self._old_pass(batch) for batch in batches]
-        self.stop_if_signalled()  # the last chance: after the first update the step must finish
+        # the last chance: after its first update a step must finish
+        self.stop_if_signalled()
         return passes
 
     def _old_pass(self, batch: MiniBatch) -> OldPass:
@@ -147,8 +150,9 @@ class Trainer:
         return old
 
     def update(self, batch: MiniBatch, old: OldPass) -> None:
-        """One optimizer update on one mini-batch, which is saved before where something is wrong
-        with it.
+        """Make one optimizer update on one mini-batch.
+
+        A mini-batch that looks wrong is saved before the update (run.save_batches).
         """
         with self.meter.time("update"):
             sums = MetricSums()
@@ -166,17 +170,18 @@ class Trainer:
             self.meter.sums.merge(sums)
 
     def sync_weights(self, version: int) -> None:
-        """mu_old <- theta: end what is sampled (rollout.weight_update), then send the weights as
+        """Set mu_old <- theta: end sampling (rollout.weight_update), then send the weights as
         `version`.
         """
         self.rollouts.sync_weights(version)
 
     def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
-        """Reduce the step's metrics over all ranks and log them."""
+        """Reduce the step's metrics over all ranks, log them and return them."""
         with self.meter.part("report"):
             self.rollouts.finish_step()
             with self.meter.part("garbage collection"):
-                gc.collect()  # full ones wait for the end of a step: rollout/garbage_collection.py
+                # full collections wait for the end of a step: rollout/garbage_collection.py
+                gc.collect()
             self.tokens.finish(step + 1)
             if failed := self.recording.files.failed:
                 self.meter.sums.add_total("run/unwritten_files_total", failed)
@@ -189,12 +194,11 @@ class Trainer:
             metrics |= self.meter.take_times()
             metrics = derived(metrics)
             per_layer: dict[str, list[float]] = {}
-            if mismatch is not None:
-                values = {f"routing/{name}": value for name, value in vars(mismatch).items()}
-                per_layer = {
-                    name: value for name, value in values.items() if isinstance(value, list)
-                }
-                metrics |= {name: value for name, value in values.items() if name not in per_layer}
+            for name, value in ({} if mismatch is None else vars(mismatch)).items():
+                if isinstance(value, list):
+                    per_layer[f"routing/{name}"] = value
+                else:
+                    metrics[f"routing/{name}"] = value
             totals = self.checkpoint_policy.add_previous_totals(metrics)
             self.checkpoint_policy.note(step + 1, metrics)
             result = StepResult(step, self.rollouts.policy_version, metrics, per_layer)
@@ -202,10 +206,10 @@ class Trainer:
             return result
 
     def evaluate(self, step: int, *, is_last: bool = False) -> None:
-        """avg@k and pass@k of the servers' weights after `step` finished steps, if due.
+        """Evaluate the servers' weights after `step` finished steps, if due: avg@k and pass@k.
 
-        Due at step 0, every eval.every steps, unless it was done before a checkpoint was resumed,
-        and at the end (is_last).
+        An evaluation is due at step 0, every eval.every steps, and at the end (is_last).  A resumed
+        run does not repeat one, but for the last.
         """
         is_open = step != self.evaluated and (step == 0 or self.is_due(step, self.cfg.eval.every))
         if not (is_last or is_open):
@@ -213,7 +217,7 @@ class Trainer:
         with self.meter.between_steps("evaluate"):
             start = time.monotonic()
             metrics = self.rollouts.evaluate()
-            if metrics:  # else a signal ended it, or there is nothing to evaluate
+            if metrics:  # otherwise a signal ended it, or there is nothing to evaluate
                 self.evaluated = step
                 self.recording.events.add(
                     "evaluation", step, evaluation_text(metrics), time.monotonic() - start
@@ -222,8 +226,9 @@ class Trainer:
                 self.reporter.evaluation(step, self.rollouts.policy_version, metrics)
 
     def save(self, step: int, *, is_last: bool = False) -> None:
-        """A checkpoint after `step` finished steps, if due or if a signal came: the latter raises
-        StoppedBySignal.
+        """Save a checkpoint after `step` finished steps, if due or if a signal came.
+
+        Raises StoppedBySignal after a signal.
         """
         with self.meter.between_steps("checkpoint"):
             is_due = is_last or self.is_due(step, self.cfg.checkpoint.every)
@@ -231,23 +236,26 @@ class Trainer:
             self.checkpoint_policy.end(step, self._progress(), files, is_due=is_due)
 
     def _progress(self) -> Progress:
-        """What a checkpoint keeps beside the engine."""
+        """Return the state that a checkpoint keeps beside the engine's."""
         return self.rollouts.progress() | self.reporter.progress() | {"evaluated": self.evaluated}
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether a task with this period (0: only at the end) is due after `step` of the run's
-        steps, the last excluded.
+        """Return True if a task with the period `every` is due after `step` finished steps, the
+        run's last one excluded.
+
+        every: 0 for a task that runs at the end only.
         """
         return every > 0 and 0 < step < self.cfg.run.num_steps and step % every == 0
 
     def stop_if_signalled(self) -> None:
-        """Before any update of the step: if a signal came, save everything and raise
-        StoppedBySignal.
+        """Save everything and raise StoppedBySignal, if a signal came.
+
+        It is called before the first update of a step, which is then abandoned.
         """
         self.checkpoint_policy.stop_if_signalled(lambda: self.rollouts.files(is_step_done=False))
 
     def finish(self) -> None:
-        """The last evaluation and checkpoint, HF export, report."""
+        """Do the last evaluation, checkpoint, HF export and report."""
         last = self.cfg.run.num_steps
         self.evaluate(last, is_last=True)
         self.save(last, is_last=True)

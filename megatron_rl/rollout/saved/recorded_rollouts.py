@@ -15,16 +15,7 @@ from megatron_rl.records import FinishReason, Rollout, RolloutGroup, version_spa
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """One line of rollouts.jsonl.  `reward` and `advantage` are None where their stage had not run.
-
-    policy_versions: [[version, tokens], ...], the weights that sampled the response, in order
-    (records.version_spans).
-    environment_length: tokens of the response that an environment wrote, not among response_length.
-    metrics: of the rollout function; reward_metrics: of the reward function; turn_rewards,
-    turn_ends: see records.Rollout.
-    episode: of an episode of several sequences the id of the last one, in the lines of the others,
-    which come before it.
-    """
+    """One line of rollouts.jsonl."""
 
     step: int
     id: str
@@ -33,28 +24,43 @@ class RecordedRollout:
     response: str
     label: str
     reward: float | None
+    """None where the response was not scored."""
     advantage: float | None
+    """None where advantages were not computed."""
     prompt_length: int
     response_length: int
+    """Number of sampled tokens."""
     finish_reason: str
     policy_versions: list[list[int]]
+    """[[version, tokens], ...], the weights that sampled the response, in order
+    (records.version_spans)."""
     environment_length: int = 0
+    """Number of tokens that an environment wrote, which response_length does not count."""
     episode: str = ""
+    """Id of the last sequence of the episode, in the lines of its other sequences, which come
+    before."""
     num_turns: int = 1
     turn_rewards: list[float] = field(default_factory=list)
+    """records.EpisodeRecord.turn_rewards."""
     turn_ends: list[FinishReason] = field(default_factory=list)
+    """records.Rollout.turn_ends."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the rollout function."""
     reward_metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the reward function."""
 
     def to_json(self) -> dict[str, object]:
-        """Without what is empty."""
+        """Return the fields that are not empty lists or dicts."""
         return {name: value for name, value in vars(self).items() if value not in ([], {})}
 
 
 def to_records(
     step: int, group: RolloutGroup, clean: Callable[[str], str]
 ) -> Iterator[RecordedRollout]:
-    """clean: what removes secrets from a text."""
+    """Yield the lines of a group.
+
+    clean: removes secrets from a text; an environment may have printed one.
+    """
     for k, rollout in enumerate(group.rollouts):
         for sequence in rollout.sequences:
             yield RecordedRollout(
@@ -81,18 +87,17 @@ def to_records(
 
 
 def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
-    """Yield the lines of a rollouts.jsonl.  ValueError with file and line number for one that is
-    not such a record.
+    """Yield the lines of a rollouts.jsonl.
 
-    A resumed run writes the steps after its checkpoint again: see cut_steps, and for older runs
-    read_episodes. Lines of older files name one policy_version for the whole response; they are
-    read as one span.
+    Raises ValueError, with file and line number, for a line that is not such a record.  A resumed
+    run writes the steps after its checkpoint again: see rollout_recorder.cut_steps, and for older
+    runs read_episodes.
     """
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
                 fields = json.loads(line)
-                # older files have one version for the entire response
+                # older files have one version for the entire response: read as one span
                 if "policy_version" in fields:
                     fields["policy_versions"] = [
                         [fields.pop("policy_version"), fields.get("response_length")]
@@ -105,16 +110,17 @@ def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
 
 
 Episodes = dict[str, list[RecordedRollout]]
-"""Id of a rollout -> the lines of its sequences, the one with this id last; in the order in which
+"""Id of a rollout -> the lines of its sequences, the one with this id last, in the order in which
 they were written.
 """
 
 
 def read_episodes(path: Path) -> dict[int, Episodes]:
-    """The episodes of every step.  Of a step that a resumed run of an older version wrote again
-    each episode counts once, in its last place.
+    """Return the episodes of every step.
 
-    A line whose episode does not follow it (the run was killed while it wrote) is left out.
+    A resumed run of an older version may have written a step again: each episode counts once, in
+    its last place.  Lines whose episode does not follow them are left out: the run was killed while
+    it wrote.
     """
     steps: dict[int, Episodes] = {}
     lines: list[RecordedRollout] = []
@@ -122,7 +128,7 @@ def read_episodes(path: Path) -> dict[int, Episodes]:
         lines.append(record)
         if not record.episode:
             of_step = steps.setdefault(record.step, {})
-            of_step.pop(record.id, None)  # a dict keeps the place of the first
+            of_step.pop(record.id, None)  # otherwise the dict would keep the first place
             of_step[record.id] = [line for line in lines if record.id in (line.id, line.episode)]
             lines = []
     return steps
@@ -141,9 +147,9 @@ def check_spans(spans: object) -> None:
 
 
 def to_rollout(record: RecordedRollout, array: Callable[[str], np.ndarray | None]) -> Rollout:
-    """The sequence of a line, without its text; array(kind): one of batch/codec.to_arrays, or None.
+    """Return the sequence of a line, without its text.  Raises what `from_arrays` raises.
 
-    Raises as `from_arrays`.
+    array: kind -> an array as of batch/codec.to_arrays, or None.
     """
     header = {
         "id": record.id,

@@ -33,12 +33,13 @@ class Recorder:
     """Appends to `folder`/NAME.jsonl; with `save_tensors` also writes
     `folder`/NAME_STEP.safetensors.
 
-    One per data-parallel replica, each with a file of its own: rollouts.jsonl, rollouts.dp1.jsonl,
-    ...
-    save_tensors: which groups; a Boolean: all or none.  files: writes the tensors in its thread and
-    continues after an error; without it an error is raised.  hidden: environment variables whose
-    values no line may show, beside those that look like secrets; an environment may have printed
-    one.  Token ids are what the model was trained on, and are not changed.
+    Every data-parallel replica has a recorder with its own file: rollouts.jsonl,
+    rollouts.dp1.jsonl, ...
+
+    save_tensors: the groups whose tensors are saved; True or False: all or none.  files: writes in
+    its thread, and continues after an error; without it an error is raised.  hidden: environment
+    variables whose values no line may show, beside those that look like secrets; an environment may
+    have printed one.  Token ids are not changed: they are what the model was trained on.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class Recorder:
         trained = tensors_path(self.folder, step, self.name.replace("rollouts", "trained", 1))
 
         def write_lines() -> None:
-            # of an attempt at this step that the run was resumed before
+            # An attempt at this step, before the run was resumed, may have left tensors of the
+            # trainer, and lines of this step and later ones, perhaps of other prompts.
             trained.unlink(missing_ok=True)
-            # so are lines of this step and later ones, perhaps of other prompts
             if not self._has_written:
                 self._has_written = True
                 cut_steps(path, step)
@@ -93,20 +94,20 @@ class Recorder:
 
 @dataclass(frozen=True)
 class GroupChoice:
-    """Which groups of a step have their tensors saved: `share` of all replicas' groups, at least
-    one.
+    """The groups of a step whose tensors are saved: `share` of all replicas' groups, at least one.
 
-    The same on every rank, and for the same prompts on every number of replicas, of which replica d
-    has every D-th prompt.
+    The choice is the same on every rank.  It does not depend on the number D of replicas, of which
+    each has every D-th prompt.
     """
 
     share: float
+    """0: none, 1: all."""
     seed: int = 0
     dp_rank: int = 0
     dp_size: int = 1
 
     def of(self, step: int, num_groups: int) -> frozenset[int]:
-        """Indices among this replica's `num_groups`; every replica has as many.
+        """Return indices among this replica's `num_groups`; every replica has equally many groups.
 
         step: counted from 1.
         """
@@ -114,11 +115,8 @@ class GroupChoice:
             return frozenset(range(num_groups))
         total = num_groups * self.dp_size
         count = max(1, round(self.share * total)) if self.share > 0 else 0
-        chosen = (
-            np.random.default_rng([GROUP_CHOICE, self.seed, step])
-            .permutation(total)[:count]
-            .tolist()
-        )
+        order = np.random.default_rng([GROUP_CHOICE, self.seed, step]).permutation(total)
+        chosen = order[:count].tolist()
         return frozenset(
             index // self.dp_size for index in chosen if index % self.dp_size == self.dp_rank
         )
@@ -128,17 +126,17 @@ def forget_steps(folder: Path, first_step: int, dp_size: int) -> None:
     """Remove what an earlier process wrote of the steps after `first_step`, which are trained
     again, where nothing replaces it.
 
-    Of replicas from `dp_size` on, which the resumed run no longer has, that is everything; of the
-    others the trainer's half: the same sequence may be trained by another replica this time, and
-    would have a line of each attempt.
+    That is everything of replicas from `dp_size` on, which the resumed run no longer has, and the
+    trainer's half of the others: another replica may train the same sequence this time, which would
+    then have a line of each attempt.
     """
     for path in folder.iterdir():
-        found = HALVES.fullmatch(path.name)
-        if found is None or (found["half"] == "rollouts" and int(found["rank"] or 0) < dp_size):
+        match = HALVES.fullmatch(path.name)
+        if match is None or (match["half"] == "rollouts" and int(match["rank"] or 0) < dp_size):
             continue
-        if found["step"] is None:
+        if match["step"] is None:
             forget_lines(path, first_step)
-        elif int(found["step"]) > first_step:
+        elif int(match["step"]) > first_step:
             path.unlink()
 
 
@@ -154,22 +152,22 @@ def forget_lines(path: Path, first_step: int) -> None:
 
 
 def cut_steps(path: Path, first: int) -> None:
-    """Remove the lines of steps from `first` on at the end of `path`, where they are: they were
+    """Remove the lines of the steps from `first` on, which are at the end of `path`: steps are
     written in order.
 
-    Read from the end: the file may have gigabytes.
+    The file is read from its end, as it may have gigabytes.
     """
     if not path.exists() or not path.stat().st_size:
         return
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
-        end = lines.rfind(b"\n") + 1  # without the incomplete line of a killed run
+        end = lines.rfind(b"\n") + 1  # a killed run may have left an incomplete line
         while end and step_of(lines[(start := lines.rfind(b"\n", 0, end - 1) + 1) : end]) >= first:
             end = start
     os.truncate(path, end)
 
 
 def step_of(line: bytes) -> int:
-    """0 for one that cannot be read: whoever reads the file names it."""
+    """Return the step of a line; 0 for one that cannot be read, which read_rollouts reports."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):

@@ -20,7 +20,7 @@ SCHEMA = "1"
 
 
 def replica_file(name: str, dp_rank: int) -> str:
-    """Stem of the files of a data-parallel replica."""
+    """Return the stem of the names of a replica's files."""
     return name if dp_rank == 0 else f"{name}.dp{dp_rank}"
 
 
@@ -29,8 +29,8 @@ def tensors_path(folder: Path, step: int, name: str = "rollouts") -> Path:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write `path`, complete or not at all; without tensors a file of an earlier run of the same
-    step is removed.
+    """Write `path`, complete or not at all; without tensors remove the file of an earlier attempt
+    at the step.
     """
     if not tensors:
         path.unlink(missing_ok=True)
@@ -44,13 +44,13 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def read_tensors(folder: Path, step: int, name: str = "rollouts") -> dict[str, np.ndarray]:
-    """The tensors of `step`, of the replica whose files begin with `name`.
+    """Return the tensors of `step` from the replica whose files begin with `name`.
 
-    Raises ValueError for expert ids without a digest, or that are not those of their tokens.
+    Raises ValueError for expert ids without a digest, or that belong to other tokens.
     """
     tensors = load_file(tensors_path(folder, step, name))
-    for name, routes in tensors.items():
-        rollout, kind = name.rsplit(":", 1)
+    for key, routes in tensors.items():
+        rollout, kind = key.rsplit(":", 1)
         if kind == "routed_experts":
             digest = tensors.get(f"{rollout}:routes_digest")
             environment = to_spans(tensors.get(f"{rollout}:environment"))

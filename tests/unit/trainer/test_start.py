@@ -22,7 +22,7 @@ from megatron_rl.launch.watchdog import WatchSettings
 from megatron_rl.plan.hardware import HARDWARE
 from megatron_rl.records import Prompt
 from megatron_rl.trainer import build, services
-from megatron_rl.trainer.rollout_source import LiveRollouts
+from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.saved_rollouts import SavedRollouts
 from tests.unit.trainer.recorded import Calls, Recorded
 
@@ -69,18 +69,30 @@ def start(monkeypatch, tmp_path):
         cfg = config(tmp_path, **sections)
         cfg = cfg.model_copy(update={"megatron": SimpleNamespace(fields=fields)})
         lines = Recorded(calls, "lines")
+        console = SimpleNamespace(
+            log=lambda line: calls.append(("log", (line,), {})), progress="progress"
+        )
         parts = {
-            "quiet_libraries": None, "LogLines": lines, "join_job": parallel, "check_start": None,
+            "quiet_libraries": None,
+            "LogLines": lines,
+            "join_job": parallel,
+            "check_start": None,
             "start_recording": recording,
-            "read_inputs": SimpleNamespace(lines=["an input"]), "Console": SimpleNamespace(
-                log=lambda line: calls.append(("log", (line,), {})), progress="progress"),
-            "Engine": SimpleNamespace(core_config="core"), "compatibility_line": "compatible",
+            "read_inputs": SimpleNamespace(lines=["an input"]),
+            "Console": console,
+            "Engine": SimpleNamespace(core_config="core"),
+            "compatibility_line": "compatible",
             "make_source": source,
-            "Checkpointer": "checkpointer", "CheckpointPolicy": "policy", "resume": build.StartPoint(FIRST_STEP, EVALUATED, IDS),
-            "make_sinks": "sinks", "forget_steps": None, "Reporter": "reporter",
+            "Checkpointer": "checkpointer",
+            "CheckpointPolicy": "policy",
+            "resume": build.StartPoint(FIRST_STEP, EVALUATED, IDS),
+            "make_sinks": "sinks",
+            "forget_steps": None,
+            "Reporter": "reporter",
             "BatchSaver": "saver",
-            "TokenRecorder": "tokens", "untested": list(fields),
-        }  # fmt: skip
+            "TokenRecorder": "tokens",
+            "untested": list(fields),
+        }
         for name, part in parts.items():
             is_service = name in ("start_recording", "Console")
             monkeypatch.setattr(services if is_service else build, name, makes(name, part))

@@ -23,8 +23,8 @@ from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.missing_routes import MissingRouteCounts, add_missing_rows
 from megatron_rl.rollout.scoring import score_groups
+from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.reporter import Reporter
-from megatron_rl.trainer.rollout_source import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl_viewer.run_folder import Run
