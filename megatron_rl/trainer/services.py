@@ -45,7 +45,7 @@ class RunServices:
         """
         self.watchdog.waiting_for = inference.waiting_for
         if self.status is not None:
-            self.status.urls = lambda: inference.urls
+            self.status.urls = partial(getattr, inference, "urls")  # a push may change them
 
 
 def start_services(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.batch.codec import from_arrays
-from megatron_rl.records import FinishReason, Rollout, RolloutGroup, version_spans
+from megatron_rl.records import FinishReason, Rollout
 
 
 @dataclass(frozen=True)
@@ -52,38 +52,6 @@ class RecordedRollout:
     def to_json(self) -> dict[str, object]:
         """Return the fields that are not empty lists or dicts."""
         return {name: value for name, value in vars(self).items() if value not in ([], {})}
-
-
-def to_records(
-    step: int, group: RolloutGroup, clean: Callable[[str], str]
-) -> Iterator[RecordedRollout]:
-    """Yield the lines of a group.
-
-    clean: removes secrets from a text; an environment may have printed one.
-    """
-    for k, rollout in enumerate(group.rollouts):
-        for sequence in rollout.sequences:
-            yield RecordedRollout(
-                step=step,
-                id=sequence.id,
-                prompt_id=group.prompt.id,
-                prompt=clean(group.prompt.text),
-                response=clean(sequence.response_text),
-                label=clean(group.prompt.label),
-                reward=None if group.rewards is None else float(group.rewards[k]),
-                advantage=None if group.advantages is None else float(group.advantages[k]),
-                prompt_length=sequence.prompt_length,
-                response_length=sequence.response_length,
-                finish_reason=sequence.finish_reason,
-                policy_versions=version_spans(sequence.policy_versions),
-                environment_length=sequence.environment_length,
-                num_turns=sequence.num_turns,
-                turn_rewards=list(sequence.episode.turn_rewards),
-                turn_ends=list(sequence.turn_ends),
-                metrics=dict(sequence.episode.metrics),
-                reward_metrics=dict(sequence.reward_metrics),
-                episode="" if sequence.id == rollout.id else rollout.id,
-            )
 
 
 def read_rollouts(path: Path) -> Iterator[RecordedRollout]:

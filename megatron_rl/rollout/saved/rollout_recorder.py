@@ -6,7 +6,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from megatron_rl.batch.codec import file_arrays
 from megatron_rl.config.redact import Redactor
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.metrics.lines import append_lines
-from megatron_rl.records import RolloutGroup
-from megatron_rl.rollout.saved.recorded_rollouts import to_records
+from megatron_rl.records import RolloutGroup, version_spans
+from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout
 from megatron_rl.rollout.saved.rollout_tensors import replica_file, tensors_path, write_tensors
 
 HALVES = re.compile(
@@ -90,6 +90,38 @@ class Recorder:
         else:
             self.files.now(path, write_lines)
             self.files.later(side, lambda: write_tensors(side, tensors))
+
+
+def to_records(
+    step: int, group: RolloutGroup, clean: Callable[[str], str]
+) -> Iterator[RecordedRollout]:
+    """Yield the lines of a group.
+
+    clean: removes secrets from a text; an environment may have printed one.
+    """
+    for k, rollout in enumerate(group.rollouts):
+        for sequence in rollout.sequences:
+            yield RecordedRollout(
+                step=step,
+                id=sequence.id,
+                prompt_id=group.prompt.id,
+                prompt=clean(group.prompt.text),
+                response=clean(sequence.response_text),
+                label=clean(group.prompt.label),
+                reward=None if group.rewards is None else float(group.rewards[k]),
+                advantage=None if group.advantages is None else float(group.advantages[k]),
+                prompt_length=sequence.prompt_length,
+                response_length=sequence.response_length,
+                finish_reason=sequence.finish_reason,
+                policy_versions=version_spans(sequence.policy_versions),
+                environment_length=sequence.environment_length,
+                num_turns=sequence.num_turns,
+                turn_rewards=list(sequence.episode.turn_rewards),
+                turn_ends=list(sequence.turn_ends),
+                metrics=dict(sequence.episode.metrics),
+                reward_metrics=dict(sequence.reward_metrics),
+                episode="" if sequence.id == rollout.id else rollout.id,
+            )
 
 
 @dataclass(frozen=True)
