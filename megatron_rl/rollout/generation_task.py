@@ -35,6 +35,7 @@ class GenerationTask:
     def start(self, client: RolloutClient) -> None:
         """Start, or continue after an error with what is still missing."""
         self._mark(is_in_call=True)
+        # new queues: the call before may have left events and commands
         self.error, self.events, self.commands = None, SimpleQueue(), SimpleQueue()
         self.thread = Thread(target=self._run, args=(client,), name="sampling", daemon=True)
         self.thread.start()
@@ -112,6 +113,7 @@ class GenerationTask:
             self.commands.put(
                 NewWeights(version, oldest, groups, lambda: self.events.put("renewed"))
             )
+            # wait for the answer; the next `wait` sees groups that complete meanwhile
             while (event := self.events.get()) == "complete":
                 pass
             if event == "renewed":

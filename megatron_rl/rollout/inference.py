@@ -102,6 +102,7 @@ class Inference:
             "weights are pushed while rollouts are sampled from the old ones"
         )
         before = self.taken
+        # a request that continues (keep_requests) may get tokens of these weights
         if self.client is not None:
             self.client.newest_version = version
         if self.memory is not None:
@@ -120,6 +121,7 @@ class Inference:
         self.version = version
         if self.client is not None:
             self.client.set_urls(self.urls)
+        # a server that was replaced has lost the requests of the open task
         if self.pending is not None and self.taken != before:
             with suppress(SamplingStopped):
                 # its failure is no error: a server that it asked is gone
@@ -133,7 +135,7 @@ class Inference:
         queue, from the new weights.
         """
         if self.client is not None:
-            self.client.oldest_version = oldest
+            self.client.oldest_version = oldest  # read by requests that start later
         if self.pending is not None and self.pending.sampling.policy_version != self.version:
             self.pending.renew(groups, self.version, oldest, self.client)
 
@@ -181,8 +183,8 @@ class Inference:
         while self._failed_somewhere(failure := task.wait(on_progress, is_enough)):
             self._check_lost(failure)
             if restarts := failure is not None or task.thread is not None:
-                task.end("abort")  # where it has not failed
-            self.pending = None
+                task.end("abort")  # leaders whose task has not failed end it, too
+            self.pending = None  # `push` asserts that nothing is sampled meanwhile
             self.log(f"sampling continues without the servers that died: pushing version {version}")
             self.push(version)
             self.pending = task

@@ -96,6 +96,7 @@ class Scheduler:
 
     def take(self, step: int, version: int) -> Sampled:
         """Return the groups of `step`, which starts from the servers' weights `version`."""
+        # the last steps of a run have fewer steps after them
         self.steps_ahead = min(self.cfg.rollout.steps_ahead, self.cfg.run.num_steps - 1 - step)
         over = num_prompts(self.cfg, self.parallel.dp_size) // self.parallel.dp_size - self.share
         return self._take(f"step {step + 1}", self.share, over, version)
@@ -193,6 +194,8 @@ class Scheduler:
         over: number of further groups that are sampled for the same step.
         """
         oldest = version - self.cfg.rollout.max_staleness
+        # A task in progress (in_place) drops what is too old itself, on its thread.  Without a task,
+        # or for groups of a checkpoint that it does not have yet, drop_older does.
         self.inference.renew(self.groups, oldest)
         added = self._open(share + over + self.steps_ahead * self.share)
         is_new = self.inference.pending is None
@@ -266,6 +269,7 @@ class Scheduler:
         """Mark the groups that would be too old for the next step, at most as many as this step
         takes.
         """
+        # with k = 0 no group stays in the queue for the next step
         k = self.cfg.rollout.max_staleness
         due = [group for group in self.groups if k and group.begins_at(version - k)][:share]
         for group in self.groups:
@@ -287,6 +291,7 @@ class Scheduler:
         groups = [group for group in self.groups if group in first]
         for group in groups:
             group.leave(GroupState.FINISHED)
+        # every prompt is taken: no rank needs to ask the others which
         if share * self.parallel.dp_size == len(self.queue):
             prompts, self.queue, self.groups = self.queue, [], []
             return prompts, groups
@@ -306,6 +311,7 @@ class Scheduler:
         if self.inference.pending is None and self.cfg.rollout.partial == "drop":
             for group in self.groups:
                 group.leave(GroupState.DROPPED)
+            # until the step is done: a checkpoint from before the step has them
             self.taken += self.groups
             self.queue, self.groups = [], []
         return interleave(kept), groups

@@ -63,6 +63,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
     lines = LogLines(cfg.run.log_format, (cfg.rollout.api_key_env,))
     lines.catch_warnings()
     with ExitStack() as stack:
+        # cheap checks first: wrong input must not cost the time to load a model
         inputs = read_inputs(cfg, is_live=rollouts is None)
         parallel = join_job(cfg, stack)
         services = start_services(cfg, parallel, lines, stack)
@@ -72,16 +73,19 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
             log_lines(console, nccl.user_settings(os.environ))
         log_lines(console, inputs.lines)
 
+        # the model, then servers or saved rollouts
         services.watchdog.enter(LOADING)
         engine = load_engine(cfg, parallel, console)
         source = make_source(cfg, services, inputs, engine, stack, rollouts)
 
+        # the state of a checkpoint, before any weights are sent
         services.watchdog.enter(LOADING)
         policy = make_policy(cfg, services, engine, source)
         start = resume(policy, source, console)
         # until the first step begins, events belong to the last finished one
         services.meter.step = start.first_step - 1
         reporter = make_reporter(cfg, services, parallel, start, stack)
+        # from here on events say when and why the run stops; then the first weight sync and parity
         stack.enter_context(recording.run(start.first_step, services.meter))
         source.start(start.first_step)
         stack.callback(postpone_full_collections())
@@ -151,6 +155,7 @@ def join_job(cfg: Config, stack: ExitStack) -> Parallel:
     )
     stack.callback(parallel.destroy)
     from_rank_0(lambda: check_trackers(cfg.track))
+    # on rank 0 alone: one process of a run holds the lock
     from_rank_0(lambda: stack.enter_context(locked(cfg.run_dir)))
     cfg.run_dir.mkdir(parents=True, exist_ok=True)  # also on a machine that does not share it
     return parallel

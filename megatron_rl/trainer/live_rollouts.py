@@ -100,7 +100,7 @@ class LiveRollouts(RolloutSource):
             max_tokens=min(64, self.cfg.rollout.max_response_tokens),
         )
         limits = parity_limits(self.cfg, self.inference.dtype)
-        self.release_memory()
+        self.release_memory()  # the engine needs its weights
         parity = compare(self.engine, groups, self.cfg)
         self.console.log(parity.line(limits))
         parity.check(limits, self.console.log)
@@ -111,6 +111,7 @@ class LiveRollouts(RolloutSource):
         if self.cfg.batch.dynamic_sampling:
             prompts, groups = self.refill(prompts, groups)
         with self.meter.time("split"):
+            # before the groups are shared: all ranks of the replica must see the same ids
             return self.share(with_unique_ids(groups), prompts)
 
     def release_memory(self) -> None:
@@ -125,6 +126,7 @@ class LiveRollouts(RolloutSource):
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
         if self.leader is not None:
+            # independent of the scheduler, and before anything is saved or trained on
             check_age(
                 groups, version=self.policy_version, max_staleness=self.cfg.rollout.max_staleness
             )
@@ -138,6 +140,7 @@ class LiveRollouts(RolloutSource):
         with self.meter.time("rollout"), suppress(SamplingStopped):
             self.scheduler.prepare_sync()
         self.policy_version = version
+        # with rollout.release_memory the servers get them from `serve`, before they sample next
         if self.inference.is_serving:
             self._push()
 

@@ -54,6 +54,7 @@ def start_services(
     """Start the services of this rank; `stack` stops them in reverse order."""
     status = stack.enter_context(make_status(cfg)) if parallel.rank == 0 else None
     watchdog = stack.enter_context(make_watchdog(cfg, parallel, lines, status))
+    # the watchdog first: files that hang at the end of a run are a stall, too
     recording = start_recording(cfg, parallel, stack)
     step_trace = stack.enter_context(StepTrace(cfg, parallel, recording.files))
     return RunServices(

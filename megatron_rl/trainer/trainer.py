@@ -87,7 +87,7 @@ class Trainer:
         """
         try:
             groups = self.rollouts.sample(step)
-        except SamplingStopped:
+        except SamplingStopped:  # on every rank, whichever got the signal
             self.stop_if_signalled()
             raise
         self.stop_if_signalled()
@@ -117,6 +117,7 @@ class Trainer:
                 else None,
             )
             self.record(groups, step)
+        # everything is sampled: the old-logprob pass needs the trainer's memory
         self.rollouts.release_memory()
         return batches
 
@@ -161,6 +162,7 @@ class Trainer:
                 grad_norm = self.engine.compute_gradient(
                     batch, old, sums, replay=self.cfg.replay.mode, observe=observe
                 )
+            # between gradient and optimizer: the norm is known, and the weights are those before
             self.saver.look(self.meter.step, batch, old, sums, grad_norm)
             with self.meter.part("optimizer"):
                 outcome = self.engine.apply_gradient(grad_norm, batch, sums)
