@@ -194,8 +194,8 @@ class Scheduler:
         over: number of further groups that are sampled for the same step.
         """
         oldest = version - self.cfg.rollout.max_staleness
-        # A task in progress (in_place) drops what is too old itself, on its thread.  Without a task,
-        # or for groups of a checkpoint that it does not have yet, drop_older does.
+        # A task in progress (in_place) drops what is too old on its own thread.  Without a task, or
+        # for groups of a checkpoint that the task does not have yet, drop_older does it.
         self.inference.renew(self.groups, oldest)
         added = self._open(share + over + self.steps_ahead * self.share)
         is_new = self.inference.pending is None
