@@ -22,6 +22,7 @@ from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.response import ExpectedSample, join_rollouts, parse_sample
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.missing_routes import count_missing_routes
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.scoring import make_turns, score_groups

@@ -16,8 +16,8 @@ from megatron_rl.rollout.agents import EpisodeError
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.generation_task import GenerationTask
 from megatron_rl.rollout.group import Group
-from megatron_rl.rollout.inference import GenerationTask
 from tests.fake_model import TurnModel
 from tests.fake_server import SPEC, FakeServer
 from tests.unit.rollout.test_unfinished_episodes import interrupted

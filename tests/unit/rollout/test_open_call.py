@@ -14,8 +14,8 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.call import Call
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.generation_task import GenerationTask
 from megatron_rl.rollout.group import Group
-from megatron_rl.rollout.inference import GenerationTask
 from tests.fake_model import FakeModel, assert_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
 
