@@ -183,11 +183,9 @@ def ours(url: str, folder: Path, checkout: Path) -> Round:
 
     async def run(sessions: int) -> Callable[[], None]:
         from megatron_rl.rollout.client.sampling import Sampling
-        from megatron_rl.rollout.partial import PartialGroup
+        from megatron_rl.rollout.group import Group
 
-        groups = [
-            PartialGroup(Prompt(str(index), text, ids, FOUND), 8) for index in range(sessions // 8)
-        ]
+        groups = [Group(Prompt(str(index), text, ids, FOUND), 8) for index in range(sessions // 8)]
         sampling = Sampling(1.0, 4096, [tokenizer.eos_token_id], policy_version=0)
         # fill() without a loop of its own
         filled = await client._generate(groups, sampling, len(groups), None, None)
@@ -342,7 +340,7 @@ CLIENTS: dict[str, Callable[[str, Path, Path], Round]] = {
 
 def measure(name: str, url: str, folder: Path, checkout: Path, sessions: int, profile: str) -> None:
     """In a process of its own: print {"cpu": ms per turn, "block": ms}."""
-    from megatron_rl.rollout.garbage import postpone_full_collections
+    from megatron_rl.rollout.garbage_collection import postpone_full_collections
 
     logging.disable(logging.WARNING)
     run = CLIENTS[name](url, folder, checkout)

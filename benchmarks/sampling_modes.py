@@ -21,7 +21,7 @@ from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters, drop_older
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.scheduler import Sampled, Scheduler
 
 PARALLEL = SimpleNamespace(dp_rank=0, dp_size=1, rank=0, device=torch.device("cpu"))
@@ -40,26 +40,26 @@ class SimulatedInference:
         self.workload, self.concurrency = workload, concurrency
         self.servers = Servers(speed, self._finished)
         self.client = SimpleNamespace(counters=RolloutCounters(), take_stats=CallStats)
-        self.pending: list[PartialGroup] | None = None
-        self.of: dict[int, PartialGroup] = {}  # in flight, by prompt
+        self.pending: list[Group] | None = None
+        self.of: dict[int, Group] = {}  # in flight, by prompt
         self.asked: dict[Key, Response] = {}  # in flight
-        self.queue: list[PartialGroup] = []  # not requested yet
+        self.queue: list[Group] = []  # not requested yet
         self.version, self.has_news = 0, True
 
     def start(
-        self, groups: list[PartialGroup], *, keep: int | None, is_open: bool, **settings: object
+        self, groups: list[Group], *, keep: int | None, is_open: bool, **settings: object
     ) -> None:
         self.pending, self.keep, self.is_open = [], len(groups) if keep is None else keep, is_open
         self.version = self.servers.version
         self.add(groups)
 
-    def add(self, groups: list[PartialGroup]) -> None:
+    def add(self, groups: list[Group]) -> None:
         assert self.pending is not None
         self.pending += groups
         self.queue += [group for group in groups if not group.is_complete]
         self._begin()
 
-    def renew(self, groups: list[PartialGroup], oldest: int) -> None:
+    def renew(self, groups: list[Group], oldest: int) -> None:
         """After a weight sync that kept the requests, as in Call.renew: those that may be too old
         are aborted.
         """

@@ -21,7 +21,8 @@ has the heartbeats of all ranks.  The network's own time is not included.
                each) are read and validated twice, as core does, and so are the write plans, of
                which the beginning of .metadata is made
     save       rank 0's end of every save: where all ranks wrote, .metadata written and its digest,
-               the manifest; both with Python's garbage collector as in a run (rollout/garbage.py)
+               the manifest; both with Python's garbage collector as in a run
+               (rollout/garbage_collection.py)
     join       seconds of the job's store until a gloo group of all ranks has connected for its
                first collectives, computed: 4 log2(n) - 1 requests per rank with answers of 154
                bytes (both counted with 8, 32, 128 and 512 ranks, torch 2.13), times those of one
@@ -81,7 +82,7 @@ from megatron_rl.models.known import KNOWN
 from megatron_rl.plan.dry_run import report
 from megatron_rl.records import Rollout
 from megatron_rl.replay.layout import RankLayout
-from megatron_rl.rollout.garbage import postpone_full_collections
+from megatron_rl.rollout.garbage_collection import postpone_full_collections
 
 SHARE, CAP, LAYERS, TOP_K, EXPERTS, BALANCE_LENGTH, TENSORS = 32, 4096, 12, 8, 128, 15_470, 300
 

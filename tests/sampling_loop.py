@@ -14,7 +14,7 @@ from megatron_rl.metrics.console import Console
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.inference import Inference
-from megatron_rl.trainer.rollout_source import LiveRollouts
+from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.weights.sync.push import WeightPushError
 from tests.fake_model import FakeModel

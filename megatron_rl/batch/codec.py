@@ -1,8 +1,8 @@
 """A rollout as a JSON header and named arrays, the form in which it is sent to ranks and written to
 files.
 
-The users are transfer.py (between ranks), rollout/recorder.py and rollout/saved.py (files of a run)
-and rollout/partial.py (files of a checkpoint).
+The users are transfer.py (between ranks), rollout/saved (files of a run) and
+rollout/group_files.py (files of a checkpoint).
 Shapes: S tokens of a rollout, R of them sampled, L MoE layers, K top-k, n rollouts.
 """
 

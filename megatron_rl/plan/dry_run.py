@@ -29,7 +29,7 @@ from megatron_rl.plan.hardware import (
 from megatron_rl.plan.preflight import check_files
 from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout, planned_machine
 from megatron_rl.plan.training_time import TrainingModel
-from megatron_rl.rollout.saved_run import check_config
+from megatron_rl.rollout.saved.saved_config import check_config
 
 MEMORY_TITLE = (
     "Memory per rank, computed, at a full micro-batch; without the framework, CUDA and nccl"

@@ -30,7 +30,7 @@ class Sample:
     sampled_by: int = 0
     """The data-parallel replica that sampled it, whose rollouts*.jsonl has its line."""
     save_tokens: bool = False
-    """Its token data is written (trainer/token_recorder.py)."""
+    """Its token data is written (trainer/recording/token_recorder.py)."""
     response: int | None = None
     """Number of the response among those of the job's mini-batch that are in the loss, the same for
     all its sequences; None before `make_mini_batch` and where it is left out."""

@@ -1,8 +1,8 @@
 """The servers as the job uses them: sample from them, push weights to them, and continue when one
 of them dies.
 
-Every call is collective: all ranks call it at the same place.  Leaders sample, rank 0 owns the
-servers, all push.
+Every method is collective unless it says otherwise: all ranks call it at the same place.  Leaders
+sample, rank 0 owns the servers, all ranks push.
 
 Sampling runs on a thread of each leader: `start` starts it, and training may continue meanwhile.  A
 closed task ends when its groups are complete, and `wait` waits for that; an open one takes further
@@ -12,24 +12,21 @@ its requests (rollout.weight_update = in_place); `renew` follows.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
-from threading import Thread
-from typing import Literal, Protocol, Unpack
+from dataclasses import dataclass, replace
+from typing import Protocol, Unpack
 
 import torch.distributed as dist
 
 from megatron_rl.batch.collectives import all_reduce_ints
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.client.call import Commands, Ending, NewWeights
+from megatron_rl.rollout.client.call import Ending
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
-from megatron_rl.rollout.client.counters import drop_older
 from megatron_rl.rollout.client.sampling import Sampling, SamplingSettings
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.generation_task import GenerationTask
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.weights.hf.export import HFStream
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
@@ -41,184 +38,79 @@ class SamplingStopped(RuntimeError):
     """
 
 
-@dataclass
-class GenerationTask:
-    """One call of RolloutClient.fill on a thread.
-
-    keep: see there; is_open: it runs until `end`.
-    """
-
-    groups: Sequence[PartialGroup]
-    sampling: Sampling
-    keep: int | None = None
-    is_open: bool = False
-    error: BaseException | None = None
-    thread: Thread | None = None
-    events: SimpleQueue[Literal["complete", "renewed", "end"]] = field(default_factory=SimpleQueue)
-    commands: Commands = field(default_factory=SimpleQueue)
-
-    def start(self, client: RolloutClient) -> None:
-        """Start, or continue after an error with what is still missing."""
-        self.error, self.events, self.commands = None, SimpleQueue(), SimpleQueue()
-        self.thread = Thread(target=self._run, args=(client,), name="sampling", daemon=True)
-        self.thread.start()
-
-    def _run(self, client: RolloutClient) -> None:
-        try:
-            with client.trace.span("sampling", "sampling", groups=len(self.groups)):
-                client.fill(
-                    self.groups,
-                    self.sampling,
-                    keep=None if self.is_open else self.keep,
-                    on_progress=lambda group: self.events.put("complete"),
-                    commands=self.commands if self.is_open else None,
-                )
-        except asyncio.CancelledError:
-            self.error = RolloutError("sampling was stopped")
-        # asyncio raises it through its loop: it would end this rank, without an error
-        except SystemExit as error:
-            self.error = RuntimeError(
-                f"a task that agent.function started called sys.exit({error.code})"
-            )
-        except BaseException as error:  # raised in the thread that waits
-            self.error = error
-        finally:
-            self.events.put("end")
-
-    def add(self, groups: Sequence[PartialGroup]) -> None:
-        """Sample these, too; only while it is open."""
-        self.groups = [
-            *(group for group in self.groups if not group.is_complete),
-            *groups,
-        ]  # complete ones are released
-        self.commands.put(groups)
-
-    def wait(
-        self,
-        on_progress: Callable[[], None] = lambda: None,
-        is_enough: Callable[[], bool] = lambda: False,
-    ) -> RolloutError | None:
-        """Wait for the end, or until `is_enough`; returns the RolloutError that ended it, if any.
-        Raises every other error.
-
-        is_enough: called at first and after each complete group.
-        """
-        while not (self.is_open and is_enough()):
-            if self.thread is None:  # it ended before, or there is nothing to sample here
-                break
-            if self.events.get() == "end":  # not join(): an interrupt must reach the main thread
-                self.join()
-                self.thread = None
-            else:
-                on_progress()
-        else:
-            return None
-        if self.error is not None and not isinstance(self.error, RolloutError):
-            raise self.error
-        return self.error
-
-    def renew(
-        self,
-        groups: Sequence[PartialGroup],
-        version: int,
-        oldest: int,
-        client: RolloutClient | None,
-    ) -> None:
-        """The servers have the weights `version` since.  On return no response of `groups`, all
-        that there are, has a token older than `oldest`, except those whose requests are being
-        aborted for it; all are sampled."""
-        self.sampling, self.groups = replace(self.sampling, policy_version=version), list(groups)
-        if self.thread is not None:
-            self.commands.put(
-                NewWeights(version, oldest, groups, lambda: self.events.put("renewed"))
-            )
-            while (event := self.events.get()) == "complete":
-                pass
-            if event == "renewed":
-                return
-            self.join()
-            self.thread = None
-        if client is not None:  # its sampling failed: see `wait`
-            drop_older(groups, oldest, client.counters)
-
-    def end(self, how: Ending) -> RolloutError | None:
-        """End an open task, and wait for that; see `wait`."""
-        self.commands.put(how)
-        return self.wait()
-
-    def join(self) -> None:
-        if self.thread is not None:
-            self.thread.join()
-
-
 class TrainerMemory(Protocol):
-    """This rank's memory on its GPU (engine/offload.py)."""
+    """The trainer's memory on this rank's GPU (engine/offload.py)."""
 
     def free_training(self) -> int:
-        """Gradients and optimizer state: what a weight sync does not read."""
+        """Free gradients and optimizer state, which a weight sync does not read; return bytes."""
         ...
 
-    def free_weights(self) -> int: ...
+    def free_weights(self) -> int:
+        """Free the weights; return bytes."""
+        ...
 
-    def restore(self) -> None: ...
+    def restore(self) -> None:
+        """Allocate everything again, with the values from before."""
+        ...
 
 
 @dataclass
 class Inference:
-    """export: the current weights as HF tensors, each on one rank, collective.  client: on leaders
-    of replicas; pusher: on every rank; server_pool: the servers this run started, on rank 0, None
-    with rollout.urls.
-
-    `urls` are the servers that hold weights `version`: only these are sampled from.  taken: those
-    of the last push, and how many servers had been replaced before it.  dtype: the precision that
-    they report, "auto" where it is not known.  group: all ranks, over gloo (Parallel.host_group),
-    None for the default group.
-
-    memory: with rollout.release_memory, where servers and trainer have the GPUs in alternation;
-    is_serving: the servers have them.  A side allocates only after every rank, or server, of the
-    other has freed its own.
-    """
+    """The servers of a run, as one rank uses them."""
 
     export: Callable[[], HFStream]
+    """Yields the current weights as HF tensors, each on one rank.  Collective."""
     client: RolloutClient | None
+    """Samples; on the leaders of replicas."""
     pusher: WeightPusher | None
+    """Sends weights; on every rank."""
     server_pool: ServerPool | None
+    """The servers that this run started, on rank 0; None with rollout.urls."""
     urls: Sequence[str]
+    """Servers that hold the weights `version`: only these are sampled from."""
     log: Callable[[str], None]
     dtype: str = "auto"
+    """Precision that the servers report; "auto" where it is unknown."""
     group: dist.ProcessGroup | None = None
+    """All ranks, over gloo (Parallel.host_group); None: the default group."""
     version: int = 0
+    """Version of the weights that were pushed last."""
     pending: GenerationTask | None = None
+    """The task in progress."""
     memory: TrainerMemory | None = None
+    """With rollout.release_memory, where servers and trainer have the GPUs in alternation.  A side
+    allocates only after every rank, or server, of the other side has freed its memory."""
     is_serving: bool = True
+    """The servers have their GPU memory."""
     taken: tuple[list[str], int] | None = None
+    """The URLs of the last push, and how many servers had been replaced before it."""
 
     @property
     def restarts(self) -> int:
-        """Servers replaced since the run started; 0 off rank 0."""
+        """Number of servers that were replaced since the run started; 0 on all ranks but 0."""
         return 0 if self.server_pool is None else self.server_pool.restarts
 
     def push(self, version: int, *, keep_requests: bool = False) -> None:
-        """Send the current weights as `version`; on return all servers that are sampled from have
-        confirmed it.
+        """Send the current weights as `version`; on return all servers in `urls` have confirmed it.
 
-        Of the servers this run started these are the ones that answer now.  When one dies during
+        `urls` are those of the servers started by this run that answer now.  When one dies during
         the push, the others get the weights again.
-        keep_requests: an open task continues, unless its servers are others now; then it is ended
+        keep_requests: an open task continues, unless the servers have changed; then it is ended
         with "abort".
         """
         assert self.pending is None or keep_requests, (
             "weights are pushed while rollouts are sampled from the old ones"
         )
         before = self.taken
+        # a request that continues (keep_requests) may get tokens of these weights
         if self.client is not None:
             self.client.newest_version = version
         if self.memory is not None:
-            self.release_memory()  # the weights have to be in the trainer's memory
+            self.release_memory()  # the weights must be in the trainer's memory
             self.memory.free_training()
             dist.barrier(self.group)
         with nullcontext() if self.client is None else self.client.clock.paused():
-            # ends: every failure costs one of max_server_restarts
+            # the loop ends: every failure costs one of rollout.max_server_restarts
             while not self._try_push(version):
                 pass
         if self.memory is not None:
@@ -229,34 +121,36 @@ class Inference:
         self.version = version
         if self.client is not None:
             self.client.set_urls(self.urls)
+        # a server that was replaced has lost the requests of the open task
         if self.pending is not None and self.taken != before:
             with suppress(SamplingStopped):
-                # as it may: a server that it asked is gone
+                # its failure is no error: a server that it asked is gone
                 self._failed_somewhere(self.pending.end("abort"))
             self.pending = None
 
-    def renew(self, groups: Sequence[PartialGroup], oldest: int) -> None:
-        """From now on responses with a token older than `oldest` are dropped.  After a push that
-        kept the requests of the open
-        task: sample `groups`, all that there are, from the new weights.  Not collective."""
+    def renew(self, groups: Sequence[Group], oldest: int) -> None:
+        """Drop responses with a token older than `oldest` from now on.  Not collective.
+
+        After a push that kept the requests of the open task, sample `groups`, all groups of the
+        queue, from the new weights.
+        """
         if self.client is not None:
-            self.client.oldest_version = oldest
+            self.client.oldest_version = oldest  # read by requests that start later
         if self.pending is not None and self.pending.sampling.policy_version != self.version:
             self.pending.renew(groups, self.version, oldest, self.client)
 
     def start(
         self,
-        groups: Sequence[PartialGroup],
+        groups: Sequence[Group],
         *,
         keep: int | None = None,
         is_open: bool = False,
         **settings: Unpack[SamplingSettings],
     ) -> None:
-        """Start to fill this replica's `groups` from the weights pushed last; [] on ranks that do
-        not lead one.
+        """Start to sample this replica's `groups` from the weights pushed last.
 
-        keep: the task ends when as many of them are complete (default: all).  is_open: it ends at
-        `end`.
+        groups: [] on ranks that do not lead a replica.  keep: the task ends when this many are
+        complete (default: all).  is_open: the task ends at `end`.
         """
         assert self.pending is None, "only one task is sampled at a time"
         self.pending = GenerationTask(
@@ -265,8 +159,8 @@ class Inference:
         if self.client is not None and groups:
             self.pending.start(self.client)
 
-    def add(self, groups: Sequence[PartialGroup]) -> None:
-        """Sample these in the open task, too.  Not collective."""
+    def add(self, groups: Sequence[Group]) -> None:
+        """Sample these groups in the open task, too.  Not collective."""
         if self.pending is not None and groups:
             self.pending.add(groups)
 
@@ -276,12 +170,12 @@ class Inference:
         on_progress: Callable[[], None] = lambda: None,
         is_enough: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Until the task has ended, or for an open one until `is_enough` on every leader.
+        """Wait until the task has ended, or for an open one until `is_enough` on every leader.
 
-        version: of the weights that the trainer has now.  When servers of ours died, so that a
-        replica could not be served, these weights are pushed to the servers that are left, and what
-        is missing is sampled from them.  Raises RolloutError when that cannot help, and
-        SamplingStopped.
+        version: that of the weights that the trainer has now.  When servers started by this run
+        died, so that a replica could not be served, these weights are pushed to the servers that
+        are left, and what is missing is sampled from them.  Raises RolloutError when that cannot
+        help, and SamplingStopped.
         """
         task = self.pending
         if task is None:
@@ -289,8 +183,8 @@ class Inference:
         while self._failed_somewhere(failure := task.wait(on_progress, is_enough)):
             self._check_lost(failure)
             if restarts := failure is not None or task.thread is not None:
-                task.end("abort")  # where it has not failed
-            self.pending = None
+                task.end("abort")  # leaders whose task has not failed end it, too
+            self.pending = None  # `push` asserts that nothing is sampled meanwhile
             self.log(f"sampling continues without the servers that died: pushing version {version}")
             self.push(version)
             self.pending = task
@@ -314,12 +208,12 @@ class Inference:
         self.pending = None
 
     def _failed_somewhere(self, failure: RolloutError | None) -> bool:
-        """Whether any leader's task failed.
+        """Return True if any leader's task failed.
 
-        Raises SamplingStopped on every rank if one was stopped, when all are.
+        If one was stopped, stop all and raise SamplingStopped on every rank.
         """
-        # also the barrier: waiting for the slowest replica is time spent on rollouts. On the host:
-        # NCCL would keep GPUs busy
+        # This is also the barrier after sampling: waiting for the slowest replica counts as time of
+        # rollouts.  It is on the host, as NCCL would keep GPUs busy.
         is_stopped = failure is not None and self.client is not None and self.client.is_stopped
         failed, stopped = all_reduce_ints(
             [int(failure is not None), int(is_stopped)],
@@ -340,28 +234,32 @@ class Inference:
         on_progress: Callable[[], None] = lambda: None,
         **settings: Unpack[SamplingSettings],
     ) -> list[RolloutGroup]:
-        """Complete groups for this replica's `prompts`, from the weights pushed last: `start` and
-        `wait` in one.
+        """Return complete groups for this replica's `prompts`, sampled from the weights pushed
+        last: `start` and `wait` in one.
         """
-        groups = (
-            [] if self.client is None else [PartialGroup(prompt, group_size) for prompt in prompts]
-        )
+        groups = [] if self.client is None else [Group(prompt, group_size) for prompt in prompts]
         self.start(groups, **settings)
         self.wait(self.version, on_progress)
         return [group.closed() for group in groups]
 
     def stop(self, *, keep_parts: bool = False) -> None:
-        """End sampling permanently, see RolloutClient.stop.  Not collective: a run that ends in an
-        error stops each leader by itself."""
-        if self.client is not None and not (
-            keep_parts and self.client.is_stopped
-        ):  # again, it would end the collecting
-            self.client.stop(keep_parts=keep_parts)
+        """End sampling permanently, see RolloutClient.stop.
+
+        Not collective: a run that ends in an error stops each leader by itself.
+        """
+        if self.client is not None:
+            # a second stop would end the collection of partial responses
+            is_collecting = keep_parts and self.client.is_stopped
+            if not is_collecting:
+                self.client.stop(keep_parts=keep_parts)
         if self.pending is not None:
             self.pending.join()
 
     def waiting_for(self) -> str:
-        """Servers that have not answered this rank yet; "" for none.  From any thread."""
+        """Return the servers that have not answered this rank yet, "" for none.
+
+        Any thread may call it.
+        """
         requested = "" if self.client is None else self.client.balancer.waiting_for()
         pushed = [] if self.pusher is None else sorted(self.pusher.servers.unanswered.copy())
         started = [] if self.server_pool is None else self.server_pool.not_ready()
@@ -370,19 +268,18 @@ class Inference:
         )
 
     def _lost(self) -> list[str]:
-        """On rank 0: servers of ours that died."""
+        """Return, on rank 0, the servers started by this run that died."""
         return [] if self.server_pool is None else self.server_pool.lost()
 
     def _check_lost(self, failure: RolloutError | None) -> None:
-        """After some replica's sampling failed: raise unless servers of ours died."""
+        """Raise, after some replica's sampling failed, unless servers started by this run died."""
         if not (gone := from_rank_0(self._lost, self.group)):
             raise failure or RuntimeError("sampling failed on another replica")
         self.log(f"sampling failed: {', '.join(gone)} died")
 
     def _try_push(self, version: int) -> bool:
-        """Whether `urls` all hold the weights now; False when one of ours died meanwhile.
-
-        Nothing is sampled before.
+        """Return True if all of `urls` hold the weights now, False when a server started by this
+        run died meanwhile.
         """
         self.taken = from_rank_0(
             lambda: (
@@ -395,7 +292,7 @@ class Inference:
         pusher = self._own_pusher()
         pusher.set_urls(self.urls)
         try:
-            # serve: with less memory when all ranks have freed their weights
+            # with rollout.release_memory `push` lets them serve once all ranks have freed weights
             pusher.push(
                 self.export,
                 version,
@@ -418,10 +315,9 @@ class Inference:
         return self.pusher
 
     def release_memory(self) -> None:
-        """Until the next push the servers have no GPU memory and serve nothing; on return the
-        trainer has its own again.
+        """Free the servers' GPU memory until the next push, and restore the trainer's.
 
-        No effect where the GPUs are not shared in alternation, or the trainer has them.
+        No effect where the GPUs are not shared in alternation, or where the trainer has them.
         """
         if self.memory is None or not self.is_serving:
             return

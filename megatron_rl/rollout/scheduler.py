@@ -1,20 +1,21 @@
-"""What is sampled, and when, and which groups a step trains on.  States and rules:
-docs/design/architecture.md#scheduler.
+"""The scheduler: it decides what is sampled, when, and which groups a step trains on.
 
-Weights `v` are those after v steps.  Step v is trained on from weights v; its tokens are of weights
-v - k .. v, where k is rollout.max_staleness.  A queue holds the prompts that are sampled, oldest
-first, each with its group:
+The rules are in docs/design/architecture.md#scheduler, the states of a group in group.py.
 
-    source --_open--> queue: in progress <-> complete --_take--> trained on --step_done--> forgotten
-                        ^-- too old: sampled again --'
+Weights `v` are those after v steps.  Step v starts from weights v; its tokens were sampled by
+weights v - k .. v, where k is rollout.max_staleness.  A queue holds the prompts that are sampled,
+oldest first, each with its group:
+
+    source --_open--> queue: waiting, in flight, complete --_take--> taken --step_done--> forgotten
 
 The queue holds the groups of this step, with over_sample some more, and those of `steps_ahead`
-further ones: longer, it would hold groups that are too old when they are trained on.  Synchronous
+further steps.  If it were longer, groups would be too old when a step takes them.  Synchronous
 steps, over-sampling, partial rollouts, sampling ahead and continuous sampling differ in these
 numbers, and in how sampling ends when weights change (rollout.weight_update).
 
-Every rank has a Scheduler, and every method is collective.  Prompts are known to all ranks, groups
-to leaders; each replica has equally many in the queue, so that every rank knows how many to add.
+Every rank has a Scheduler, and every method is collective.  All ranks know the prompts, leaders
+have the groups; each replica has equally many in the queue, so that every rank knows how many to
+add.
 """
 
 from __future__ import annotations
@@ -31,46 +32,36 @@ from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import ShowProgress
 from megatron_rl.records import Files, Prompt, RolloutGroup
 from megatron_rl.rollout.client.counters import CallStats, drop_older
-from megatron_rl.rollout.inference import Inference, SamplingStopped
-from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
-from megatron_rl.rollout.partial import (
-    PartialGroup,
+from megatron_rl.rollout.group import Group, GroupState
+from megatron_rl.rollout.group_files import (
     copied,
     file_name,
     find_groups,
     read_groups,
     write_groups,
 )
+from megatron_rl.rollout.inference import Inference, SamplingStopped
+from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
 from megatron_rl.rollout.selection import divide_prompts, interleave
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Groups that a step trains on, not scored.
-
-    prompts  of all replicas, the same on every rank
-    groups   this leader's, of its prompts in their order; [] on other ranks
-    gaps, call  what the leader counted since the groups before these; call: None on other ranks
-    """
+    """Groups that a step trains on, not all scored yet."""
 
     prompts: list[Prompt]
+    """Prompts of all replicas, the same on every rank."""
     groups: list[RolloutGroup]
+    """This leader's groups, in the order of its prompts; [] on other ranks."""
     gaps: MissingRouteCounts
+    """Missing routes that the leader counted in `groups`, and the samples dropped for them."""
     call: CallStats | None
+    """What the client did since the groups before these; None on ranks without a client."""
 
 
 @dataclass
 class Scheduler:
-    """queue: prompts of all replicas, oldest first; prompt i belongs to replica i % dp.  groups:
-    this leader's, of its prompts.
-
-    taken: this leader's groups that the step in progress removed from the queue.  restored: groups
-    of a checkpoint, whose prompts are not in the queue yet.
-    steps_ahead: how many steps after this one are sampled while it trains.  call: what the client
-    did since `_take`.
-    score: called with complete groups of a leader while it waits for others; may set their
-    `scored`.
-    """
+    """The queue of one rank, and the rules by which it is filled, sampled and taken from."""
 
     cfg: Config
     parallel: Parallel
@@ -78,64 +69,76 @@ class Scheduler:
     prompts: PromptSource
     stop_token_ids: Sequence[int]
     progress: ShowProgress
-    score: Callable[[Sequence[PartialGroup]], None] = lambda groups: None
+    score: Callable[[Sequence[Group]], None] = lambda groups: None
+    """Called with complete groups of a leader while it waits for others; may set their `scored`."""
     queue: list[Prompt] = field(default_factory=list)
-    groups: list[PartialGroup] = field(default_factory=list)
-    taken: list[PartialGroup] = field(default_factory=list)
-    restored: list[PartialGroup] = field(default_factory=list)
+    """Prompts of all replicas, oldest first; prompt i belongs to replica i % dp."""
+    groups: list[Group] = field(default_factory=list)
+    """This leader's groups of the queue, in the order of its prompts."""
+    taken: list[Group] = field(default_factory=list)
+    """This leader's groups that left the queue in the step in progress, FINISHED or DROPPED."""
+    restored: list[Group] = field(default_factory=list)
+    """Groups of a checkpoint, whose prompts are not in the queue yet."""
     steps_ahead: int = 0
+    """Number of steps after this one that are sampled while it trains."""
     call: CallStats = field(default_factory=CallStats)
+    """What the client did since the last groups were taken."""
 
     @property
     def share(self) -> int:
-        """Groups of a step on each replica."""
+        """Number of groups of a step on each replica."""
         return self.cfg.run.prompts_per_step // self.parallel.dp_size
 
     @property
     def trains_on_all(self) -> bool:
-        """Whether every group that is started is trained on: over_sample drops none."""
+        """True if every group that is started is trained on: over_sample drops none."""
         return not self.cfg.rollout.over_sample or self.cfg.rollout.partial == "resume"
 
     def take(self, step: int, version: int) -> Sampled:
-        """The groups of `step`, trained on next from weights `version`, which the servers have."""
+        """Return the groups of `step`, which starts from the servers' weights `version`."""
+        # the last steps of a run have fewer steps after them
         self.steps_ahead = min(self.cfg.rollout.steps_ahead, self.cfg.run.num_steps - 1 - step)
         over = num_prompts(self.cfg, self.parallel.dp_size) // self.parallel.dp_size - self.share
         return self._take(f"step {step + 1}", self.share, over, version)
 
     def take_more(self, num_prompts: int, version: int) -> Sampled:
-        """So many further groups for the same step, over all replicas."""
+        """Return further groups for the same step, `num_prompts` over all replicas."""
         return self._take("more", num_prompts // self.parallel.dp_size, 0, version)
 
     def finish(self) -> None:
-        """Before the servers' weights change, or they are used for other things: nothing is in
-        flight afterwards.
+        """End sampling, before the servers' weights change or an evaluation uses them.  No group is
+        in flight afterwards.
         """
         if self.inference.pending is not None:
             self.inference.end("drain" if self.cfg.rollout.weight_update == "drain" else "abort")
             self._take_stats()
 
     def prepare_sync(self) -> None:
-        """Before the servers' weights change: with rollout.weight_update = in_place they keep what
-        is sampled for later steps.
+        """End sampling before the servers' weights change, unless rollout.weight_update = in_place
+        lets the servers keep the requests of later steps.
         """
         if not (self.cfg.rollout.weight_update == "in_place" and self.steps_ahead):
             self.finish()
 
     def step_done(self) -> None:
-        """The step was trained on."""
+        """Forget the groups that the step has trained on."""
         self.taken = []
 
     def prompts_state(self) -> dict[str, object]:
-        """Plain values for a checkpoint: with them PromptSource.load_state_dict first returns the
-        prompts of the queue.
+        """Return plain values for a checkpoint: PromptSource.load_state_dict(values) first returns
+        the prompts of the queue.
         """
         return self.prompts.state_dict(first=self.queue)
 
     def files(self, *, is_step_done: bool) -> Files:
-        """What a leader adds to a checkpoint: its groups, as they are now, that a run resumed after
-        the step (or before it) need not sample again.  A step that is abandoned ends sampling."""
+        """Return a leader's file in a checkpoint: its groups as they are now, which a resumed run
+        need not sample again.
+
+        is_step_done: the run continues after the step, else before it.  A step that is abandoned
+        ends sampling.
+        """
         if is_step_done:
-            with suppress(SamplingStopped):  # the step is saved for it
+            with suppress(SamplingStopped):  # the signal is the reason for this checkpoint
                 self.finish()
         else:
             self.inference.stop(keep_parts=True)
@@ -146,40 +149,37 @@ class Scheduler:
         return {file_name(self.parallel.dp_rank): lambda path: write_groups(path, groups, numbers)}
 
     def restore(self, checkpoint: Path, accepted: Sequence[str]) -> str | None:
-        """Continue the groups of a checkpoint, whose prompts come first (prompts_state); returns a
+        """Continue the groups of a checkpoint, whose prompts come first (prompts_state); return a
         line for the console.
 
-        accepted: settings that changed since.  Then all groups are sampled again, as are those of
-        another size, or without the routes or kept sets that are needed now.
+        accepted: settings that have changed.  If there are any, all groups are sampled again.  So
+        are groups of another size, or without the routes or kept sets that are needed now.
         """
         if self.inference.client is None and self.parallel.rank != 0:
-            return None  # neither samples nor logs
+            return None  # this rank neither samples nor logs
         waiting = find_groups(checkpoint)
-        every = [about for found in waiting.values() for _, _, about in found]
-        if not every:
+        headers = [header for places in waiting.values() for _, _, header in places]
+        if not headers:
             return None
-        text = (
-            f"  {sum(len(about['responses']) for about in every)} responses of {len(every)} groups"
-            " in flight"
-        )
+        num_responses = sum(len(header["responses"]) for header in headers)
+        text = f"  {num_responses} responses of {len(headers)} groups in flight"
         if accepted:
             return f"{text}: sampled again, as {', '.join(accepted)} changed"
         if self.inference.client is not None:
-            # replicas may be others than those that saved: groups follow their prompts
-            order, dp = self.prompts.peek(len(self.prompts.returned) + len(every)), self.parallel
-            found = read_groups(
-                waiting, self.prompts.prompts, order, slice(dp.dp_rank, None, dp.dp_size)
-            )
-            self.restored = [group for group in found if self._fits(group)]
-            if len(self.restored) < len(found):
-                missing = len(found) - len(self.restored)
+            # the number of replicas may have changed: groups follow their prompts
+            order, dp = self.prompts.peek(len(self.prompts.returned) + len(headers)), self.parallel
+            part = slice(dp.dp_rank, None, dp.dp_size)
+            groups = read_groups(waiting, self.prompts.prompts, order, part)
+            self.restored = [group for group in groups if self._fits(group)]
+            if misfits := len(groups) - len(self.restored):
                 text += (
-                    f"; {missing} of this replica's {len(found)} do not fit the settings: sampled"
+                    f"; {misfits} of this replica's {len(groups)} do not fit the settings: sampled"
                     " again"
                 )
         return text
 
-    def _fits(self, group: PartialGroup) -> bool:
+    def _fits(self, group: Group) -> bool:
+        """Return True if the group has the size, routes and kept sets that this run needs."""
         rollouts = [*group.rollouts.values(), *group.prefixes.values()]
         needs_mask = self.cfg.rollout.truncation is not None
         return group.size == self.cfg.run.group_size and all(
@@ -189,9 +189,13 @@ class Scheduler:
 
     def _take(self, text: str, share: int, over: int, version: int) -> Sampled:
         """Sample the queue until `share` groups are complete on each replica, and all that are due;
-        take those, then the complete ones of the oldest prompts.  over: further groups that are
-        sampled for the same step."""
+        take those that are due, then the complete ones of the oldest prompts.
+
+        over: number of further groups that are sampled for the same step.
+        """
         oldest = version - self.cfg.rollout.max_staleness
+        # A task in progress (in_place) drops what is too old on its own thread.  Without a task, or
+        # for groups of a checkpoint that the task does not have yet, drop_older does it.
         self.inference.renew(self.groups, oldest)
         added = self._open(share + over + self.steps_ahead * self.share)
         is_new = self.inference.pending is None
@@ -207,7 +211,7 @@ class Scheduler:
 
             def show() -> None:
                 nonlocal shown
-                ready = [group for group in self.groups if group.is_complete][:share]
+                ready = self._complete()[:share]
                 advance(len(ready) - shown)
                 shown = len(ready)
                 if shown < share and self.trains_on_all:
@@ -222,8 +226,8 @@ class Scheduler:
         gaps = count_missing_routes(closed, dropped=call.dropped_without_route)
         return Sampled(prompts, closed, gaps, None if self.inference.client is None else call)
 
-    def _open(self, size: int) -> list[PartialGroup]:
-        """Fill the queue to `size` prompts of each replica; returns this leader's new groups."""
+    def _open(self, size: int) -> list[Group]:
+        """Fill the queue to `size` prompts of each replica; return this leader's new groups."""
         dp = self.parallel
         prompts = self.prompts.take(max(0, size * dp.dp_size - len(self.queue)))
         self.queue += prompts
@@ -233,16 +237,16 @@ class Scheduler:
         self.groups += added
         return added
 
-    def _group(self, prompt: Prompt) -> PartialGroup:
-        """What a checkpoint has of this prompt's group, or a new one.
+    def _group(self, prompt: Prompt) -> Group:
+        """Return the prompt's group from the checkpoint, or a new one.
 
-        A prompt may come twice: then so do its groups.
+        A prompt that comes twice has two groups.
         """
-        found = next((group for group in self.restored if group.prompt is prompt), None)
-        if found is None:
-            return PartialGroup(prompt, self.cfg.run.group_size)
-        self.restored.remove(found)
-        return found
+        restored = next((group for group in self.restored if group.prompt is prompt), None)
+        if restored is None:
+            return Group(prompt, self.cfg.run.group_size)
+        self.restored.remove(restored)
+        return restored
 
     def _start(self, share: int) -> None:
         """Sample the queue: until a step's share is complete, or until `finish` if sampling goes
@@ -250,10 +254,10 @@ class Scheduler:
         """
         rollout, client = self.cfg.rollout, self.inference.client
         if client is not None:
-            client.take_stats()  # discards those of evaluation and parity check
+            client.take_stats()  # discard those of evaluation and parity check
         self.inference.start(
             self.groups,
-            keep=share if self.groups else None,  # off leaders there is nothing to keep
+            keep=share if self.groups else None,  # only leaders have groups
             is_open=self.steps_ahead > 0,
             temperature=rollout.temperature,
             max_tokens=rollout.max_response_tokens,
@@ -262,30 +266,38 @@ class Scheduler:
         )
 
     def _mark_due(self, share: int, version: int) -> None:
-        """Groups that would be too old for the next step, as far as this one has room."""
+        """Mark the groups that would be too old for the next step, at most as many as this step
+        takes.
+        """
+        # with k = 0 no group stays in the queue for the next step
         k = self.cfg.rollout.max_staleness
         due = [group for group in self.groups if k and group.begins_at(version - k)][:share]
         for group in self.groups:
             group.is_due = group in due
 
-    def _are_complete(self, share: int) -> bool:
-        complete = sum(group.is_complete for group in self.groups)
-        return complete >= share and all(group.is_complete for group in self.groups if group.is_due)
+    def _complete(self) -> list[Group]:
+        return [group for group in self.groups if group.state is GroupState.COMPLETE]
 
-    def _choose(self, share: int) -> tuple[list[Prompt], list[PartialGroup]]:
-        """Remove from the queue what the step trains on: (prompts of all replicas, this leader's
-        groups).
+    def _are_complete(self, share: int) -> bool:
+        due = (group for group in self.groups if group.is_due)
+        return len(self._complete()) >= share and all(group.is_complete for group in due)
+
+    def _choose(self, share: int) -> tuple[list[Prompt], list[Group]]:
+        """Remove from the queue what the step trains on: return the prompts of all replicas and
+        this leader's groups.
         """
-        complete = [group for group in self.groups if group.is_complete]
-        # else in the order of their prompts
-        first = sorted(complete, key=lambda group: not group.is_due)[:share]
-        mine = [group for group in self.groups if group in first]
+        # those that are due come first, then the others in the order of their prompts
+        first = sorted(self._complete(), key=lambda group: not group.is_due)[:share]
+        groups = [group for group in self.groups if group in first]
+        for group in groups:
+            group.leave(GroupState.FINISHED)
+        # every prompt is taken: no rank needs to ask the others which
         if share * self.parallel.dp_size == len(self.queue):
             prompts, self.queue, self.groups = self.queue, [], []
-            return prompts, mine
+            return prompts, groups
         kept, others = divide_prompts(
             self.queue,
-            None if self.inference.client is None else [group in mine for group in self.groups],
+            None if self.inference.client is None else [group in groups for group in self.groups],
             dp_rank=self.parallel.dp_rank,
             dp_size=self.parallel.dp_size,
             device=self.parallel.device,
@@ -293,15 +305,16 @@ class Scheduler:
         assert all(len(prompts) == share for prompts in kept), (
             "a replica kept another number of groups than its share"
         )
-        self.queue, self.groups = (
-            interleave(others),
-            [group for group in self.groups if group not in mine],
-        )
-        # their requests were aborted
+        self.queue = interleave(others)
+        self.groups = [group for group in self.groups if group not in groups]
+        # over_sample: the task has ended, and its other requests were aborted
         if self.inference.pending is None and self.cfg.rollout.partial == "drop":
+            for group in self.groups:
+                group.leave(GroupState.DROPPED)
+            # until the step is done: a checkpoint from before the step has them
             self.taken += self.groups
             self.queue, self.groups = [], []
-        return interleave(kept), mine
+        return interleave(kept), groups
 
     def _take_stats(self) -> None:
         if self.inference.client is not None:
@@ -309,7 +322,7 @@ class Scheduler:
 
 
 def num_prompts(cfg: Config, dp_size: int) -> int:
-    """Prompts to sample for a step, over all replicas: run.prompts_per_step, and more under
-    rollout.over_sample.
+    """Return the number of prompts that are sampled for a step, over all replicas:
+    run.prompts_per_step, and more with rollout.over_sample.
     """
     return math.ceil(cfg.run.prompts_per_step // dp_size * (1 + cfg.rollout.over_sample)) * dp_size

@@ -21,12 +21,12 @@ def score_groups(
     for_training: bool,
     is_last: bool = True,
 ) -> list[RolloutGroup]:
-    """Fill `response_text`, `reward_metrics` and `rewards`, float32 [G].
+    """Return the groups with `response_text`, `reward_metrics` and `rewards`, float32 [G].
 
-    A rollout function's own reward stays as it is.  for_training: other rewards include
-    reward.format_penalty, and a failed one is reward.on_error.  Evaluation has the task's reward
-    alone, and NaN where it failed.  is_last: False where more of a step's groups follow.  Raises
-    RewardError, see RewardPool.score_episodes.
+    A reward that the rollout function gave stays as it is.  for_training: other rewards include
+    reward.format_penalty, and reward.on_error replaces one that failed.  Evaluation has the task's
+    reward alone, and NaN where it failed.  is_last: False where more of a step's groups follow.
+    Raises RewardError, see RewardPool.score_episodes.
     """
     groups = [with_text(group, tokenizer) for group in groups]
     episodes = [
@@ -38,28 +38,30 @@ def score_groups(
         for group in groups
     ]
     failed = None if for_training else float("nan")
-    found = pool.score_episodes(episodes, shaped=for_training, failed=failed, is_last=is_last)
-    return [with_rewards(group, rewarded) for group, rewarded in zip(groups, found, strict=True)]
+    scores = pool.score_episodes(episodes, shaped=for_training, failed=failed, is_last=is_last)
+    return [with_rewards(group, rewarded) for group, rewarded in zip(groups, scores, strict=True)]
 
 
 def with_rewards(group: RolloutGroup, rewarded: Sequence[Rewarded]) -> RolloutGroup:
-    """rewarded: of the rollouts without a reward of their own, in order."""
-    rest = iter(rewarded)
-    own = [
-        next(rest) if rollout.episode.reward is None else Rewarded(rollout.episode.reward)
+    """Return the group with rewards and their metrics.
+
+    rewarded: results for the rollouts whose episode gave no reward, in order.
+    """
+    scored = iter(rewarded)
+    results = [
+        next(scored) if rollout.episode.reward is None else Rewarded(rollout.episode.reward)
         for rollout in group.rollouts
     ]
     rollouts = tuple(
-        replace(rollout, reward_metrics=each.metrics)
-        for rollout, each in zip(group.rollouts, own, strict=True)
+        replace(rollout, reward_metrics=result.metrics)
+        for rollout, result in zip(group.rollouts, results, strict=True)
     )
-    return replace(
-        group, rollouts=rollouts, rewards=np.array([each.reward for each in own], np.float32)
-    )
+    rewards = np.array([result.reward for result in results], np.float32)
+    return replace(group, rollouts=rollouts, rewards=rewards)
 
 
 def with_text(group: RolloutGroup, tokenizer: PreTrainedTokenizerBase) -> RolloutGroup:
-    """Fill `response_text`, of all sequences."""
+    """Return the group with `response_text` in all sequences."""
     rollouts = (
         r.with_episode(earlier=decoded(r.episode.earlier, tokenizer))
         for r in decoded(group.rollouts, tokenizer)
@@ -68,7 +70,7 @@ def with_text(group: RolloutGroup, tokenizer: PreTrainedTokenizerBase) -> Rollou
 
 
 def decoded(rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase) -> tuple[Rollout, ...]:
-    if not rollouts:  # transformers decodes [] to one text
+    if not rollouts:  # transformers would decode [] to one text
         return ()
     texts = tokenizer.batch_decode(
         [r.tokens[r.prompt_length :] for r in rollouts], skip_special_tokens=True
@@ -77,7 +79,7 @@ def decoded(rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def make_episode(prompt: Prompt, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Episode:
-    """What a reward function sees of `rollout`, which has its text."""
+    """Return what a reward function sees of `rollout`, which has its text."""
     return Episode(
         prompt=prompt.text,
         response=rollout.response_text,
@@ -96,7 +98,7 @@ def make_episode(prompt: Prompt, rollout: Rollout, tokenizer: PreTrainedTokenize
 
 
 def make_turns(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Iterator[EpisodeTurn]:
-    """The turns of one sequence, each with what the environment answered to it."""
+    """Yield the turns of one sequence, each with the environment's answer to it."""
     spans, count = rollout.turn_spans, rollout.num_turns
     parts = [rollout.tokens[start:end] for start, end in (*spans, *rollout.environment)]
     texts = tokenizer.batch_decode(parts, skip_special_tokens=True)

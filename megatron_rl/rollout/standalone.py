@@ -1,6 +1,6 @@
-"""What evaluation needs outside a run: servers of one checkpoint, their client, a reward pool.
+"""Servers of one checkpoint, their client and a reward pool, for evaluation outside a run.
 
-No process group.
+It needs no process group.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from megatron_rl.rollout.server.server_info import (
 from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.weights.version import read_version_name
 
-PROMPTS_PER_CALL = 512  # the most that a server's death loses
+PROMPTS_PER_CALL = 512
+"""Prompts that are sampled together, and again when a server dies."""
 
 
 class StandaloneSampler:
-    """A context manager: starts the servers, or uses those of rollout.urls, and checks them.
+    """Samples from servers of one checkpoint; use it as a context manager.
 
-    version, run: the weight version that every server reports and every sample must have.
+    It starts the servers, or uses those of rollout.urls, and checks them.  version, run: the weight
+    version that every server reports and every sample must have.
     """
 
     def __init__(
@@ -80,9 +82,9 @@ class StandaloneSampler:
         self._stack.close()
 
     def sample(self, name: str, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        """eval.samples responses to each prompt, in order.
+        """Return eval.samples responses to each prompt, in order.
 
-        A server that we started and that dies is restarted.
+        A server that was started here is restarted when it dies.
         """
         groups: list[RolloutGroup] = []
         with self.console.progress(f"{name}: sampling", len(prompts), "prompts") as advance:
@@ -127,10 +129,9 @@ class StandaloneSampler:
         )
 
     def _check(self, urls: Sequence[str]) -> None:
-        headers, timeout = (
-            auth_headers(self.cfg.rollout),
-            self.cfg.rollout.probe_seconds(self.device),
-        )
+        """Check the servers, and note the version of their weights."""
+        headers = auth_headers(self.cfg.rollout)
+        timeout = self.cfg.rollout.probe_seconds(self.device)
         infos = [server_info(url, headers, timeout=timeout) for url in urls]
         for info in infos:
             check_server(
@@ -160,7 +161,7 @@ class StandaloneSampler:
 
 
 def served_model(path: Path) -> ModelSizes:
-    """The sizes that a client needs, from config.json; without routes."""
+    """Return the sizes that a client needs, from config.json.  It asks for no routes."""
     config = read_served_config(path)
     if "vocab_size" not in config:
         raise ValueError(

@@ -41,8 +41,8 @@ from megatron_rl.rollout.server.server_info import (
     tokenizer_digest,
 )
 from megatron_rl.rollout.server.server_pool import ServerPool
-from megatron_rl.trainer.recording import Recording
-from megatron_rl.trainer.rollout_source import Leader
+from megatron_rl.trainer.live_rollouts import Leader
+from megatron_rl.trainer.services import RunServices
 from megatron_rl.weights.sync.push import WeightPusher
 from megatron_rl.weights.sync.pushed_weights import PushedWeights
 from megatron_rl.weights.sync.servers import ServerAccess
@@ -52,56 +52,40 @@ from megatron_rl.weights.version import new_run_name
 
 def make_inference(
     cfg: Config,
-    parallel: Parallel,
+    services: RunServices,
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     stack: ExitStack,
-    console: Console,
-    recording: Recording,
 ) -> tuple[Inference, Leader | None]:
-    """The servers, started or found, then checked; the clients of this rank.  Collective.
+    """Start or find the servers, check them, and make the client of this rank.  Collective.
 
     With rollout.release_memory the trainer leaves the GPUs to the servers while they start, then
     takes them back.
     """
-    problems = list(length_problems(cfg, engine.spec))
-    if cfg.rollout.steps_ahead:
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / dist.get_world_size()
-        smallest = torch.tensor(psutil.virtual_memory().total)
-        # else only some ranks would stop
-        dist.all_reduce(smallest, dist.ReduceOp.MIN, parallel.host_group)
-        problems += queue_problems(cfg, engine.spec, on_this_machine, int(smallest))
-    if problems:
-        raise ValueError("\n".join(problems))
-    server_pool = (
-        make_server_pool(cfg, parallel, console)
-        if parallel.rank == 0 and not cfg.rollout.urls
-        else None
-    )
+    parallel, console = engine.parallel, services.console
+    check_room(cfg, engine.spec, parallel)
+    starts_servers = parallel.rank == 0 and not cfg.rollout.urls
+    server_pool = make_server_pool(cfg, parallel, console) if starts_servers else None
     memory = engine.offload if cfg.rollout.release_memory else None
     if memory is not None:
         memory.free_training()
         memory.free_weights()
         dist.barrier(parallel.host_group)
-    found = from_rank_0(
+    servers = from_rank_0(
         lambda: find_servers(cfg, engine.spec, device_type(parallel), server_pool, stack, console),
         parallel.host_group,
     )
-    leader = (
-        make_leader(cfg, parallel, engine.spec, tokenizer, found, stack, recording)
-        if parallel.is_replica_leader
-        else None
-    )
-    pusher = make_pusher(cfg, parallel, found, server_pool, stack)
-    client = None if leader is None else leader.client
+    leader = None
+    if parallel.is_replica_leader:
+        leader = make_leader(cfg, parallel, engine.spec, tokenizer, servers, stack, services)
     inference = Inference(
         partial(engine.export_parts, max_sources(cfg, parallel)),
-        client=client,
-        pusher=pusher,
+        client=None if leader is None else leader.client,
+        pusher=make_pusher(cfg, parallel, servers, server_pool, stack),
         server_pool=server_pool,
-        urls=found.urls,
+        urls=servers.urls,
         log=console.log,
-        dtype=found.dtype,
+        dtype=servers.dtype,
         group=parallel.host_group,
         memory=memory,
     )
@@ -110,8 +94,23 @@ def make_inference(
     return inference, leader
 
 
+def check_room(cfg: Config, spec: ModelSpec, parallel: Parallel) -> None:
+    """Raise ValueError where responses are longer than the model allows, or where groups that are
+    sampled ahead need more host memory than the smallest machine has.  Collective.
+    """
+    problems = list(length_problems(cfg, spec))
+    if cfg.rollout.steps_ahead:
+        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / dist.get_world_size()
+        smallest = torch.tensor(psutil.virtual_memory().total)
+        # the smallest of all machines: otherwise only some ranks would stop
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, parallel.host_group)
+        problems += queue_problems(cfg, spec, on_this_machine, int(smallest))
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
 def make_server_pool(cfg: Config, parallel: Parallel, console: Console) -> ServerPool:
-    """The servers that rank 0 starts and owns."""
+    """Return the servers that rank 0 starts and owns."""
     device = device_type(parallel)
     return ServerPool(
         cfg.model.path,
@@ -129,13 +128,15 @@ def device_type(parallel: Parallel) -> Device:
 
 
 class FoundServers(NamedTuple):
-    """dtype: the precision that all of them compute in; settings: URL -> what check_settings has
-    checked; run: its name for them, the same on every rank (weights/version.py)."""
+    """The servers that passed their checks."""
 
     urls: tuple[str, ...]
     dtype: str
+    """Precision that all of them compute in."""
     settings: Mapping[str, Values]
+    """URL -> the settings that check_settings has checked."""
     run: str
+    """The run's name for the weights that it sends, the same on every rank (weights/version.py)."""
 
 
 def find_servers(
@@ -146,10 +147,9 @@ def find_servers(
     stack: ExitStack,
     console: Console,
 ) -> FoundServers:
-    """The servers that passed their checks, on rank 0.
+    """Return the servers, each of which must serve this model; on rank 0.
 
-    The URLs are those of the configuration, or of `server_pool`, which is started here.  Each must
-    serve this model.
+    The URLs are those of the configuration, or of `server_pool`, which is started here.
     """
     if server_pool is not None:
         console.log(
@@ -178,7 +178,7 @@ def find_servers(
     check_identical(infos)
     for line in accepted_lines(infos, cfg.rollout, want_routes=cfg.needs_routes):
         console.log(line)
-    # refuses a limit without effect, before the first weight sync
+    # refuse a limit without effect now, before the first weight sync
     parity_limits(cfg, infos[0].dtype)
     return FoundServers(
         tuple(urls), infos[0].dtype, {info.url: info.settings for info in infos}, new_run_name()
@@ -190,34 +190,36 @@ def make_leader(
     parallel: Parallel,
     spec: ModelSpec,
     tokenizer: PreTrainedTokenizerBase,
-    found: FoundServers,
+    servers: FoundServers,
     stack: ExitStack,
-    recording: Recording,
+    services: RunServices,
 ) -> Leader:
-    """What only the leader of a data-parallel replica has: client, reward pool, recorder."""
-    return Leader(
-        client=RolloutClient(
-            found.urls,
-            cfg.rollout,
-            spec=spec,
-            want_routes=cfg.needs_routes,
-            drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
-            episodes=make_runner(cfg, tokenizer, spec.vocab_size, spec.max_positions),
-            run=found.run,
-        ),
-        rewards=stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env)),
-        recorder=recording.recorder(cfg, parallel),
+    """Return what only the leader of a data-parallel replica has: client, reward pool, recorder.
+
+    Client and reward pool record into the run's trace.
+    """
+    client = RolloutClient(
+        servers.urls,
+        cfg.rollout,
+        spec=spec,
+        want_routes=cfg.needs_routes,
+        drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
+        episodes=make_runner(cfg, tokenizer, spec.vocab_size, spec.max_positions),
+        run=servers.run,
     )
+    rewards = stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env))
+    client.trace = rewards.trace = services.trace
+    return Leader(client, rewards, services.recording.recorder(cfg, parallel))
 
 
 def make_pusher(
     cfg: Config,
     parallel: Parallel,
-    found: FoundServers,
+    servers: FoundServers,
     server_pool: ServerPool | None,
     stack: ExitStack,
 ) -> WeightPusher:
-    """What sends new weights to the servers, on every rank.
+    """Return what sends new weights to the servers, on every rank.
 
     Raises ValueError for ranks that cannot reach them.
     """
@@ -236,10 +238,10 @@ def make_pusher(
         places = gpus_of(cfg, server_pool)
     pusher = WeightPusher(
         ServerAccess(
-            found.urls,
+            servers.urls,
             rollout.weight_sync_timeout_seconds,
             headers=auth_headers(rollout),
-            settings=found.settings,
+            settings=servers.settings,
         ),
         PushedWeights(
             cfg.model.path,
@@ -255,41 +257,38 @@ def make_pusher(
         ),
         verify_every=rollout.verify_push_every if rollout.verify_push == "checksum" else 0,
         ranks=Ranks.of(parallel),
-        run=found.run,
+        run=servers.run,
     )
     stack.callback(pusher.close)
     return pusher
 
 
 def max_sources(cfg: Config, parallel: Parallel) -> int:
-    """Ranks that send weights, at most.
+    """Return the largest number of ranks that send weights.
 
-    Those of `distributed` cost the servers a process group each; `disk`, and `colocated` in shared
-    memory, have no limit. `colocated` on GPUs has rank 0 alone: every source takes a bucket, and a
-    CUDA context, on each GPU of the servers.  So has `distributed` where ranks on other machines
-    cannot reach the servers, which listen on this one only.
+    `disk`, and `colocated` in shared memory, have no limit.  With `distributed` each sender costs
+    the servers a process group (rollout.weight_sync_sources); rank 0 sends alone where ranks on
+    other machines cannot reach the servers, which listen on rank 0's machine only.  With
+    `colocated` on GPUs rank 0 sends alone: every sender takes a bucket, and a CUDA context, on each
+    GPU of the servers.
     """
     if cfg.rollout.weight_sync == "distributed":
         is_spread = local_world_size(parallel) < parallel.world_size
-        return (
-            1
-            if is_spread and not cfg.rollout.urls and is_local(cfg.rollout.host)
-            else cfg.rollout.weight_sync_sources
-        )
-    return (
-        1
-        if cfg.rollout.weight_sync == "colocated" and parallel.device.type == "cuda"
-        else parallel.world_size
-    )
+        is_unreachable = not cfg.rollout.urls and is_local(cfg.rollout.host)
+        return 1 if is_spread and is_unreachable else cfg.rollout.weight_sync_sources
+    is_on_gpus = cfg.rollout.weight_sync == "colocated" and parallel.device.type == "cuda"
+    return 1 if is_on_gpus else parallel.world_size
 
 
 def local_world_size(parallel: Parallel) -> int:
-    """Ranks on this machine."""
+    """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", parallel.world_size))
 
 
 def gpus_of(cfg: Config, server_pool: ServerPool) -> Callable[[str], Sequence[torch.device]]:
-    """URL of a server of ours -> the GPU of each of its ranks, as rank 0 numbers them."""
+    """Return a function: URL of a server of ours -> the GPU of each of its ranks, as rank 0 numbers
+    them.
+    """
 
     def places(url: str) -> list[torch.device]:
         return [

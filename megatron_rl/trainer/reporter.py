@@ -1,4 +1,4 @@
-"""Writes results of steps and evaluations, on rank 0: terminal, metrics.jsonl, trackers,
+"""Writes the results of steps and evaluations, on rank 0: terminal, metrics.jsonl, trackers,
 status.json, report.
 """
 
@@ -28,13 +28,16 @@ from megatron_rl.records import StepResult
 VIEWS = ("view", "top")
 """Commands that show a run."""
 REPORT = "megatron_rl.report"
-"""Group of the entry point that writes a run's page: a function of the run's folder that returns
-the page's path.
+"""Group of the entry point that writes a run's page: a function that takes the run's folder and
+returns the page's path.
 """
 
 
 class Reporter:
-    """sinks, status: None on other ranks, which write nothing and whose console is silent."""
+    """Writer of results on rank 0.
+
+    sinks, status: None on other ranks, which write nothing and whose console is silent.
+    """
 
     def __init__(
         self, cfg: Config, console: Console, sinks: Sinks | None, status: StatusWriter | None = None
@@ -42,7 +45,7 @@ class Reporter:
         self.cfg, self.console, self.sinks, self.status = cfg, console, sinks, status
 
     def log(self, text: str) -> None:
-        """One line on the terminal."""
+        """Print one line on the terminal."""
         self.console.log(text)
 
     def count(self, sums: MetricSums) -> None:
@@ -52,14 +55,14 @@ class Reporter:
                 sums.add_total(f"track/{name}_failures_total", failures)
 
     def progress(self) -> dict[str, dict[str, str]]:
-        """What a checkpoint keeps: tracker -> id of its run."""
+        """Return the state that a checkpoint keeps: tracker -> id of its run."""
         trackers = None if self.sinks is None else self.sinks.trackers
         return {"trackers": {} if trackers is None else trackers.ids}
 
     def step(self, result: StepResult, totals: Mapping[str, float]) -> None:
-        """A finished step.
+        """Write a finished step.
 
-        totals: the metrics that count since the start, as the step before left them.
+        totals: the metrics that count since the run began, as the step before left them.
         """
         if self.sinks is None:
             return
@@ -79,13 +82,13 @@ class Reporter:
             )
 
     def evaluation(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation after `step` finished steps."""
+        """Write an evaluation after `step` finished steps."""
         if self.sinks is not None:
             self.sinks.write(StepResult(step - 1, policy_version, dict(metrics)))
             self.console.evaluation(step, metrics)
 
     def finish(self) -> None:
-        """The report, the trackers' last tables, and the summary."""
+        """Write the report, the trackers' last tables, and the summary."""
         if self.sinks is None:
             return
         run_dir = self.cfg.run_dir
@@ -112,8 +115,8 @@ class Reporter:
 
 
 def send_samples(tracker: Tracker, *, cfg: Config, step: int) -> None:
-    """The best and the worst of the last recorded responses, without secrets that an environment
-    may have printed.
+    """Send the best and the worst of the last recorded responses, without secrets that an
+    environment may have printed.
 
     Called on the trackers' threads.
     """
@@ -129,8 +132,9 @@ def make_sinks(
     ids: Mapping[str, str],
     first_step: int,
 ) -> Sinks:
-    """config.toml, metrics.jsonl and the trackers, whose runs continue those of `ids` (Trackers)
-    after `first_step` steps.
+    """Write config.toml; return the writers of metrics.jsonl and of the trackers.
+
+    ids: tracker -> id of the run that it continues after `first_step` steps (Trackers).
     """
     (cfg.run_dir / "config.toml").write_text(dump_config(cfg))
     track, trackers = cfg.track, None

@@ -17,13 +17,13 @@ from megatron_rl.metrics.histogram import tabulate
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Rollout, RolloutGroup
 from megatron_rl.rollout.client.counters import CallStats
-from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
+from megatron_rl.rollout.missing_routes import count_missing_routes
 
 
 def count_step(
     cfg: Config, parallel: Parallel, sums: MetricSums, groups: Sequence[RolloutGroup], version: int
 ) -> None:
-    """Metrics of the groups that are trained on from weights `version`, counted once per replica."""
+    """Count the groups that are trained on from weights `version`, once per replica."""
     if not parallel.is_replica_leader:
         return
     if cfg.replay.on_missing_route == "mask_token":
@@ -36,8 +36,8 @@ def count_step(
 
 
 def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: int) -> None:
-    """Rewards with their metrics, lengths and ages of the groups that are trained on, from weights
-    `version`.
+    """Count rewards with their metrics, lengths and ages of the groups that are trained on from
+    weights `version`.
     """
     for group in groups:
         rewards = np.asarray(group.rewards)
@@ -70,7 +70,7 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
 
 
 def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:
-    """Sequences, turns, what the environment wrote, and the metrics of agent.function."""
+    """Count sequences, turns, tokens of environments, and the metrics of agent.function."""
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         turns = sum(sequence.num_turns for sequence in rollout.sequences)
         sums.add("rollout/sequences_mean", len(rollout.sequences), 1)
@@ -79,7 +79,7 @@ def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:
         sums.add_max("rollout/turns_max", float(turns))
         sums.add(
             "rollout/environment_length_mean",
-            sum(each.environment_length for each in rollout.sequences),
+            sum(sequence.environment_length for sequence in rollout.sequences),
             1,
         )
         for name, value in rollout.episode.metrics.items():
@@ -87,7 +87,7 @@ def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:
 
 
 def count_age(sums: MetricSums, rollout: Rollout, version: int) -> None:
-    """Weight versions between the sampling of each token and this step."""
+    """Count the weight versions between the sampling of each token and this step."""
     ages = version - rollout.policy_versions
     sums.add("rollout/staleness_mean", float(ages.sum()), len(ages))
     sums.add_max("rollout/staleness_max", float(ages.max()))
@@ -97,8 +97,9 @@ def count_age(sums: MetricSums, rollout: Rollout, version: int) -> None:
 
 
 def check_age(groups: Sequence[RolloutGroup], *, version: int, max_staleness: int) -> None:
-    """Raise RuntimeError for tokens older than rollout.max_staleness: an independent check of the
-    scheduler.
+    """Raise RuntimeError for tokens older than rollout.max_staleness.
+
+    It checks the scheduler, independently of it.
     """
     oldest = version - max_staleness
     old = [
@@ -115,18 +116,10 @@ def check_age(groups: Sequence[RolloutGroup], *, version: int, max_staleness: in
         )
 
 
-def count_missing_rows(sums: MetricSums, counts: MissingRouteCounts) -> None:
-    """Missing routes of all sampled rollouts."""
-    sums.add_total("replay/missing_rows_total", counts.rows)
-    sums.add_total("replay/dropped_samples_total", counts.dropped)
-    sums.add("replay/missing_route_frac", counts.missing_response_rows, counts.response_rows)
-    sums.add("replay/prompt_missing_route_frac", counts.missing_prompt_rows, counts.prompt_rows)
-
-
 def count_discarded(sums: MetricSums, totals: dict[str, float]) -> None:
-    """The mean length of discarded responses.
+    """Count the mean length of discarded responses.
 
-    totals: of the replica's rollout client, {} before it sampled.
+    totals: those of the replica's rollout client; {} before it sampled.
     """
     kinds = [
         kind
@@ -142,7 +135,7 @@ def count_discarded(sums: MetricSums, totals: dict[str, float]) -> None:
 
 
 def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
-    """Request latency, environments' time, prefix-cache hits and throughput; throughput is summed
+    """Count request latency, environments' time, prefix-cache hits and throughput, which is summed
     over replicas.
     """
     count_seconds(sums, "rollout/request_seconds", call.request_seconds, parallel)
@@ -152,47 +145,46 @@ def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
     sums.add("rollout/tokens_per_second", call.tokens * parallel.dp_size, call.seconds)
 
 
-def count_seconds(sums: MetricSums, name: str, found: Sequence[float], parallel: Parallel) -> None:
-    seconds = torch.tensor(found, device=parallel.device)
-    everything = (
-        torch.ones_like(seconds, dtype=torch.bool),
-        torch.zeros_like(seconds, dtype=torch.int64),
-    )
-    sums.add_histogram(name, tabulate(seconds, *everything, 1))
+def count_seconds(sums: MetricSums, name: str, values: Sequence[float], parallel: Parallel) -> None:
+    seconds = torch.tensor(values, device=parallel.device)
+    mask = torch.ones_like(seconds, dtype=torch.bool)
+    one_group = torch.zeros_like(seconds, dtype=torch.int64)
+    sums.add_histogram(name, tabulate(seconds, mask, one_group, 1))
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:
-    """The step's reduced metrics, with those that are functions of several in place of their
-    inputs.
+    """Return the step's reduced metrics, with functions of several in place of their inputs.
+
+    perf/train_tokens_per_second = tokens of the step / (time/old_logprob + time/update);
+    train/ess = mean(weight)^2 / mean(weight^2).
     """
-    found = dict(metrics)
-    square = found.pop("rollout/reward_square_mean", None)
+    all_metrics = dict(metrics)
+    square = all_metrics.pop("rollout/reward_square_mean", None)
     if square is not None:
-        variance = square - found["rollout/reward_mean"] ** 2
-        # in this order: NaN, where no reward is known, stays
-        found["rollout/reward_std"] = max(variance, 0.0) ** 0.5
-    if (largest := found.pop("rollout/negative_reward_max", None)) is not None:
-        found["rollout/reward_min"] = -largest
-        found["rollout/zero_rewards"] = float(
-            found["rollout/reward_min"] == found["rollout/reward_max"] == 0
+        variance = square - all_metrics["rollout/reward_mean"] ** 2
+        # max in this order, so that NaN stays NaN: no reward is known
+        all_metrics["rollout/reward_std"] = max(variance, 0.0) ** 0.5
+    if (largest := all_metrics.pop("rollout/negative_reward_max", None)) is not None:
+        all_metrics["rollout/reward_min"] = -largest
+        all_metrics["rollout/zero_rewards"] = float(
+            all_metrics["rollout/reward_min"] == all_metrics["rollout/reward_max"] == 0
         )
-    if (largest := found.pop("rollout/advantage_max", None)) is not None:
-        found["rollout/zero_advantages"] = float(largest == 0)
-    weight_square = found.pop("train/is_weight_square_mean", None)
+    if (largest := all_metrics.pop("rollout/advantage_max", None)) is not None:
+        all_metrics["rollout/zero_advantages"] = float(largest == 0)
+    weight_square = all_metrics.pop("train/is_weight_square_mean", None)
     if weight_square is not None:
-        found["train/ess"] = (
-            found["train/is_weight_mean"] ** 2 / weight_square if weight_square else 0.0
-        )
-    tokens = found.pop("perf/step_tokens", None)
-    seconds = found.get("time/old_logprob", 0.0) + found.get("time/update", 0.0)
+        weight = all_metrics["train/is_weight_mean"]
+        all_metrics["train/ess"] = weight**2 / weight_square if weight_square else 0.0
+    tokens = all_metrics.pop("perf/step_tokens", None)
+    seconds = all_metrics.get("time/old_logprob", 0.0) + all_metrics.get("time/update", 0.0)
     if tokens is not None and seconds > 0:
-        found["perf/train_tokens_per_second"] = tokens / seconds
-    return found
+        all_metrics["perf/train_tokens_per_second"] = tokens / seconds
+    return all_metrics
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """GiB: peak allocation on this rank's GPU since the last call; on a CPU the peak resident size
-    of the process.
+    """Return the peak allocation in GiB on this rank's GPU since the last call; on a CPU the peak
+    resident size of the process.
     """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**30

@@ -1,61 +1,27 @@
-"""Where a step's rollouts come from: servers that sample them (LiveRollouts), or a run that saved
+"""The source of a step's rollouts: servers that sample them (live_rollouts.py), or a run that saved
 them (saved_rollouts.py).
 
-Every method is collective: all ranks call it at the same place.  The leader of each data-parallel
-replica samples, scores and saves its replica's share of the prompts; every rank sends its part of
-the weights to the servers.
+Every method is collective unless it says otherwise: all ranks call it at the same place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import torch.distributed as dist
-
-from megatron_rl.batch.penalties import with_penalties
-from megatron_rl.batch.transfer import share_groups
-from megatron_rl.config import Config
-from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.data.prompts import PromptSource
-from megatron_rl.distributed import Parallel
-from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.parity import SAMPLES_PER_PROMPT, compare, probe_prompts
-from megatron_rl.evaluate import evaluate
-from megatron_rl.metrics.console import Console
-from megatron_rl.metrics.events import Events
-from megatron_rl.records import Files, Prompt, RolloutGroup
-from megatron_rl.reward.pool import RewardPool
-from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.inference import Inference, SamplingStopped
-from megatron_rl.rollout.missing_routes import MissingRouteCounts
-from megatron_rl.rollout.partial import PartialGroup
-from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.scheduler import Sampled, Scheduler
-from megatron_rl.rollout.scoring import score_groups
-from megatron_rl.rollout.selection import refill
-from megatron_rl.trainer.missing_routes import MissingRoutes
-from megatron_rl.trainer.rollout_metrics import (
-    check_age,
-    count_call,
-    count_discarded,
-    count_step,
-)
-from megatron_rl.trainer.step_meter import StepMeter
+from megatron_rl.records import Files, RolloutGroup
 
 
 class RolloutSource(Protocol):
-    """A source without servers overrides only the methods that have no default here.
-
-    policy_version: version of the trainer's weights at the start of the step, which the servers
-    received last.
+    """A source of rollouts.  One without servers overrides only the methods that have no default
+    here.
     """
 
     policy_version: int
+    """Version of the trainer's weights at the start of the step, which the servers received last.
+    """
 
     def start(self, first_step: int) -> None:
         """Prepare for `first_step`, after a checkpoint was restored.
@@ -65,9 +31,11 @@ class RolloutSource(Protocol):
         ...
 
     def sample(self, step: int) -> list[RolloutGroup]:
-        """The step's scored groups of this replica, on each of its ranks.
+        """Return the step's scored groups of this replica, on each of its ranks; their ids are
+        unique.
 
-        Raises SamplingStopped when a signal ended it, ValueError when missing routes stop the run.
+        Raises SamplingStopped when a signal ended sampling, ValueError when missing routes stop the
+        run.
         """
         ...
 
@@ -79,333 +47,58 @@ class RolloutSource(Protocol):
         """Send the current weights to the servers as `version`; on return every server in use has
         confirmed it.
 
-        With rollout.release_memory they are sent when the servers next sample, with the GPUs'
-        memory.
+        With rollout.release_memory the weights are sent when the servers sample next and get the
+        GPUs' memory.
         """
         ...
 
     def progress(self) -> dict[str, Any]:
-        """The state that a checkpoint saves, as plain values."""
+        """Return the state that a checkpoint saves, as plain values."""
         ...
 
     def restore(
         self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
     ) -> list[str]:
-        """Continue from `progress`; returns log lines.
+        """Continue from `progress`; return lines for the log.
 
         accepted: changed settings that the user allowed.
         """
         ...
 
     def release_memory(self) -> None:
-        """Before anything that uses the trainer's weights: with rollout.release_memory they come
-        back from the host, after the servers have freed their GPU memory."""
+        """Bring the trainer's weights back from the host, after the servers have freed their GPU
+        memory (rollout.release_memory).
+
+        It is called before anything that uses the trainer's weights.
+        """
         return
 
     def evaluate(self) -> dict[str, float]:
-        """eval/* metrics of the servers' weights; {} without evaluation sets or when a signal ended
-        it.
+        """Return the metrics eval/* of the servers' weights; {} without evaluation sets, or when a
+        signal ended the evaluation.
         """
         return {}
 
     def finish_step(self) -> None:
-        """The step is trained and reported."""
+        """End a step that is trained, before it is reported."""
         return
 
     def files(self, *, is_step_done: bool) -> Files:
-        """Extra files of this rank in a checkpoint: name -> writer."""
+        """Return extra files of this rank for a checkpoint: name -> writer."""
         return {}
 
     def stop(self) -> None:
-        """Abort sampling, from another thread: a signal came, and sampling may outlast its grace.
+        """Abort sampling: a signal came, and sampling may outlast its grace.
 
-        Not collective.
+        Not collective; called from another thread.
         """
         return
-
-
-@dataclass
-class Leader:
-    """The parts that only the leader of a data-parallel replica has."""
-
-    client: RolloutClient
-    rewards: RewardPool
-    recorder: Recorder
-
-
-@dataclass
-class LiveRollouts(RolloutSource):
-    """Sampled from SGLang servers.
-
-    leader: None on ranks that are not the leader of their replica.
-    """
-
-    cfg: Config
-    parallel: Parallel
-    engine: Engine
-    tokenizer: Any
-    prompts: PromptSource
-    eval_sets: Mapping[str, Sequence[Prompt]]
-    inference: Inference
-    leader: Leader | None
-    meter: StepMeter
-    console: Console
-    policy_version: int = 0
-    events: Events = field(default_factory=Events)
-
-    def __post_init__(self) -> None:
-        self.restarts = 0  # of servers, as last reported
-        self.missing_routes = MissingRoutes(self.cfg, self.meter)
-        self.scheduler = Scheduler(
-            self.cfg,
-            self.parallel,
-            self.inference,
-            self.prompts,
-            [self.tokenizer.eos_token_id],
-            self.console.progress,
-            self.score_ready,
-        )
-
-    def start(self, first_step: int) -> None:
-        """Send the weights, then check parity: the engine's log-probs of a few sampled responses
-        against the servers'.
-        """
-        self.meter.enter("first weight sync and parity check")
-        self.sync_weights(self.policy_version)
-        groups = self.probe(
-            probe_prompts(self.prompts.prompts, self.parallel.dp_size),
-            SAMPLES_PER_PROMPT,
-            max_tokens=min(64, self.cfg.rollout.max_response_tokens),
-        )
-        limits = parity_limits(self.cfg, self.inference.dtype)
-        self.release_memory()
-        found = compare(self.engine, groups, self.cfg)
-        self.console.log(found.line(limits))
-        found.check(limits, self.console.log)
-
-    def sample(self, step: int) -> list[RolloutGroup]:
-        self.serve()
-        prompts, groups = self.draw(self.scheduler.take, step)
-        if self.cfg.batch.dynamic_sampling:
-            prompts, groups = self.refill(prompts, groups)
-        with self.meter.time("split"):
-            return self.share(groups, prompts)
-
-    def release_memory(self) -> None:
-        self.inference.release_memory()
-
-    def serve(self) -> None:
-        """Before anything that samples: send the weights to servers that have released their
-        memory.
-        """
-        if not self.inference.is_serving:
-            self._push()
-
-    def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        if self.leader is not None:
-            check_age(
-                groups, version=self.policy_version, max_staleness=self.cfg.rollout.max_staleness
-            )
-            self.leader.recorder.record(step + 1, groups)
-            for name, count in self.leader.rewards.totals().items():
-                self.meter.sums.add_total(name, count)
-        count_step(self.cfg, self.parallel, self.meter.sums, groups, self.policy_version)
-
-    def sync_weights(self, version: int) -> None:
-        # the step is trained: its checkpoint must be saved
-        with self.meter.time("rollout"), suppress(SamplingStopped):
-            self.scheduler.prepare_sync()
-        self.policy_version = version
-        if self.inference.is_serving:
-            self._push()
-
-    def _push(self) -> None:
-        event = self.events.timed(
-            "weight_sync", self.meter.step + 1, f"version {self.policy_version}"
-        )
-        with self.meter.time("weight_sync"), event:
-            keeps = self.cfg.rollout.weight_update == "in_place"
-            self.inference.push(self.policy_version, keep_requests=keeps)
-
-    def evaluate(self) -> dict[str, float]:
-        if not self.eval_sets:
-            return {}
-        self.serve()
-        self.meter.enter("evaluate")
-        cfg, parallel = self.cfg, self.parallel
-        with suppress(SamplingStopped):
-            self.scheduler.finish()
-            return evaluate(
-                self.eval_sets,
-                cfg.eval,
-                cfg.reward.on_error,
-                self.sample_for_evaluation,
-                dp_rank=parallel.dp_rank,
-                dp_size=parallel.dp_size,
-                device=parallel.device,
-            )
-        return {}
-
-    def finish_step(self) -> None:
-        self.scheduler.step_done()
-        if self.leader is not None:  # here: what the weight sync cut short belongs to this step
-            totals = self.leader.client.counters.totals()
-            for name, count in totals.items():
-                self.meter.sums.add_total(name, count)
-            count_discarded(self.meter.sums, totals)
-        restarts = self.inference.restarts
-        self.meter.sums.add_total("rollout/server_restarts_total", restarts)
-        if restarts > self.restarts:
-            self.events.add(
-                "server_restart", self.meter.step + 1, f"{restarts - self.restarts} replaced"
-            )
-            self.restarts = restarts
-
-    def progress(self) -> dict[str, Any]:
-        return {"policy_version": self.policy_version, "prompts": self.scheduler.prompts_state()}
-
-    def files(self, *, is_step_done: bool) -> Files:
-        return self.scheduler.files(is_step_done=is_step_done)
-
-    def restore(
-        self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
-    ) -> list[str]:
-        lines = [restore_prompts(self, self.prompts, progress)]
-        in_flight = self.scheduler.restore(checkpoint, accepted)
-        return [*lines, in_flight] if in_flight else lines
-
-    def stop(self) -> None:
-        if self.leader is not None:
-            self.leader.client.stop(keep_parts=True)
-
-    def draw(
-        self, take: Callable[..., Sampled], *arguments: object
-    ) -> tuple[list[Prompt], list[RolloutGroup]]:
-        """Call `take`, a method of the scheduler: the prompts of all replicas and this replica's
-        scored groups.
-        """
-        with self.meter.time("rollout"):
-            sampled = take(*arguments, self.policy_version)
-            # else `refill` checks the sum over all draws
-            is_last = not self.cfg.batch.dynamic_sampling
-            self.missing_routes.check(sampled.groups, sampled.gaps, is_last=is_last)
-            if sampled.call is not None:
-                count_call(self.meter.sums, sampled.call, self.parallel)
-        with self.meter.time("reward"):
-            return sampled.prompts, self.score(sampled.groups, for_training=True)
-
-    def score_ready(self, groups: Sequence[PartialGroup]) -> None:
-        """Score complete groups for training while others are sampled.  Not collective."""
-        if self.leader is not None and groups:
-            closed = [group.closed() for group in groups]
-            pool, tokenizer = self.leader.rewards, self.tokenizer
-            scored = score_groups(closed, pool, tokenizer, for_training=True, is_last=False)
-            for group, found in zip(groups, scored, strict=True):
-                group.scored = found
-
-    def score(self, groups: Sequence[RolloutGroup], *, for_training: bool) -> list[RolloutGroup]:
-        """With texts and rewards; [] off the leader, which alone holds groups.
-
-        Returns when all replicas have theirs.
-        """
-        scored: list[RolloutGroup] = []
-        if self.leader is not None:
-            rest = [group for group in groups if group.rewards is None]
-            found = iter(
-                score_groups(rest, self.leader.rewards, self.tokenizer, for_training=for_training)
-            )
-            scored = [next(found) if group.rewards is None else group for group in groups]
-        # on the host: the next collective may be NCCL's, which would keep GPUs busy
-        dist.barrier(self.parallel.host_group)
-        return scored
-
-    def refill(
-        self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup]
-    ) -> tuple[list[Prompt], list[RolloutGroup]]:
-        """DAPO's dynamic sampling: replace the groups whose rewards are all equal, with other
-        prompts.
-        """
-
-        def draw(count: int) -> tuple[list[Prompt], list[RolloutGroup]]:
-            more, scored = self.draw(self.scheduler.take_more, count)
-            return more, with_penalties(scored, self.cfg)
-
-        refilled = refill(
-            prompts,
-            # a penalty can make equal rewards differ, and the reverse
-            with_penalties(groups, self.cfg),
-            draw,
-            max_rounds=self.cfg.batch.max_sampling_rounds,
-            dp_rank=self.parallel.dp_rank,
-            dp_size=self.parallel.dp_size,
-            is_leader=self.leader is not None,
-            device=self.parallel.device,
-        )
-        self.missing_routes.check(refilled.groups, MissingRouteCounts())
-        if self.parallel.rank == 0:
-            sums = self.meter.sums
-            sums.add("rollout/sampling_rounds", 1 + refilled.rounds)
-            sums.add(
-                "rollout/discarded_groups_frac",
-                refilled.sampled - len(refilled.prompts),
-                refilled.sampled,
-            )
-        return refilled.prompts, refilled.groups
-
-    def share(
-        self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]
-    ) -> list[RolloutGroup]:
-        """The leader's scored groups on every rank of its replica."""
-        return share_groups(
-            groups if self.leader is not None else None,
-            self.my_share(prompts),
-            group=self.parallel.replica_group,
-            leader=self.parallel.replica_leader,
-        )
-
-    def my_share(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of this rank's data-parallel replica."""
-        return list(prompts[self.parallel.dp_rank :: self.parallel.dp_size])
-
-    def sample_for_evaluation(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        """eval.samples scored responses to each of this replica's prompts; [] off its leader."""
-        with self.console.progress("evaluation: sampling", len(prompts), "prompts") as advance:
-            groups = self.inference.generate(
-                prompts,
-                self.cfg.eval.samples,
-                temperature=self.cfg.eval.temperature,
-                max_tokens=self.cfg.eval.max_response_tokens
-                or self.cfg.rollout.max_response_tokens,
-                stop_token_ids=[self.tokenizer.eos_token_id],
-                id_prefix="eval/",
-                on_progress=advance,
-            )
-        return self.score(groups, for_training=False)
-
-    def probe(
-        self, prompts: Sequence[Prompt], num_samples: int, max_tokens: int
-    ) -> list[RolloutGroup]:
-        """Responses for the parity check, on every rank of the replica; rewards are 0."""
-        self.serve()
-        groups = self.inference.generate(
-            self.my_share(prompts),
-            num_samples,
-            temperature=self.cfg.rollout.temperature,
-            max_tokens=max_tokens,
-            stop_token_ids=[self.tokenizer.eos_token_id],
-            id_prefix="parity/",
-            single_turn=True,
-        )
-        groups = [
-            replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups
-        ]
-        return self.share(groups, prompts)
 
 
 def restore_prompts(
     source: RolloutSource, prompts: PromptSource, progress: Mapping[str, Any]
 ) -> str:
-    """Restore the policy version and the position in the data; returns a log line."""
+    """Restore the policy version and the position in the data; return a line for the log."""
     cursor = progress["prompts"]
     source.policy_version = progress["policy_version"]
     prompts.load_state_dict(cursor)

@@ -1,4 +1,4 @@
-"""A step's rollouts from a run that saved them (rollout.save_tensors, --from-rollouts)."""
+"""Rollouts of a run that saved them (rollout.save_tensors), for --from-rollouts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import Console
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import RolloutGroup
-from megatron_rl.rollout.missing_routes import MissingRouteCounts, count_missing_routes
-from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.saved import SavedSteps
+from megatron_rl.rollout.missing_routes import (
+    MissingRouteCounts,
+    MissingRoutes,
+    count_missing_routes,
+)
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
+from megatron_rl.rollout.saved.saved_steps import SavedSteps
 from megatron_rl.rollout.scheduler import num_prompts
 from megatron_rl.rollout.scoring import with_text
-from megatron_rl.trainer.missing_routes import MissingRoutes
+from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl.trainer.rollout_metrics import count_step
 from megatron_rl.trainer.rollout_source import RolloutSource, restore_prompts
 from megatron_rl.trainer.step_meter import StepMeter
@@ -28,21 +32,19 @@ from megatron_rl.trainer.step_meter import StepMeter
 
 @dataclass
 class SavedRollouts(RolloutSource):
-    """Read from the run directory `folder`: no server, no evaluation, no weight sync.
-
-    recorder: with rollout.save_tensors, so that the lines and tensors of what this run trains on
-    are in its own directory.
-    """
+    """Rollouts that are read from a run directory: no server, no evaluation, no weight sync."""
 
     cfg: Config
     parallel: Parallel
     spec: ModelSizes
     prompts: PromptSource
     folder: Path
+    """Run directory that has the rollouts."""
     meter: StepMeter
     console: Console
     tokenizer: PreTrainedTokenizerBase
     recorder: Recorder | None = None
+    """With rollout.save_tensors: writes what this run trains on into its own directory, too."""
     policy_version: int = 0
 
     def start(self, first_step: int) -> None:
@@ -54,14 +56,15 @@ class SavedRollouts(RolloutSource):
         self.console.log(f"training on the rollouts of {self.folder}: no server, no evaluation")
 
     def sample(self, step: int) -> list[RolloutGroup]:
-        # Advance the data cursor: a later run with servers continues after these prompts.
+        # advance in the data, so that a later run with servers continues after these prompts
         self.prompts.take(num_prompts(self.cfg, self.parallel.dp_size))
         with self.meter.time("rollout"):
             groups = self.steps.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
             is_counted = self.parallel.is_replica_leader
             counts = count_missing_routes(groups) if is_counted else MissingRouteCounts()
-            MissingRoutes(self.cfg, self.meter).check(groups, counts)
-        return groups
+            MissingRoutes(self.cfg).check(self.meter.sums, groups, counts)
+        # two replicas of the saved run may have drawn the same prompt
+        return with_unique_ids(groups)
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
         if self.recorder is not None and self.parallel.is_replica_leader:

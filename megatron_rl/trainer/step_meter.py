@@ -17,9 +17,10 @@ TIMED = ("rollout", "reward", "split", "old_logprob", "update", "weight_sync")
 
 
 class StepMeter:
-    """sums: the metrics counted since `take_sums`.
+    """Counts and times of the step in progress.
 
-    The watchdog, if any, is notified before each stage.
+    sums: the metrics counted since the last `take_sums`.  The watchdog, if any, is notified before
+    each stage.
     """
 
     def __init__(self, watchdog: Watchdog | None = None, trace: Trace = OFF) -> None:
@@ -31,7 +32,7 @@ class StepMeter:
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
-        """Add this rank's wall-clock seconds inside to time/`stage` of the step."""
+        """Add the wall-clock seconds that this rank spends inside to time/`stage` of the step."""
         start = time.monotonic_ns()
         self.enter(stage)
         try:
@@ -42,12 +43,14 @@ class StepMeter:
             )
 
     def part(self, name: str) -> AbstractContextManager[object]:
-        """A part of a stage, or what is outside all of them: a span of the trace alone."""
+        """Trace a part of a stage, or of the time outside all stages; count no time."""
         return self.trace.span(name, "part")
 
     @contextmanager
     def between_steps(self, stage: str) -> Iterator[None]:
-        """What belongs to no step: an evaluation, a checkpoint.  The next step begins after it."""
+        """Time what belongs to no step, as an evaluation or a checkpoint.  The next step begins
+        afterwards.
+        """
         self.enter(stage)
         start = time.monotonic_ns()
         try:
@@ -56,8 +59,8 @@ class StepMeter:
             self.begin(self._end(stage, "stage", start).end)
 
     def begin(self, now: int | None = None) -> None:
-        """The next step begins: what was timed before, as weights that were sent for an evaluation,
-        is of none.
+        """Begin the next step.  Times counted before, such as those of a weight sync for an
+        evaluation, belong to no step.
 
         now: time.monotonic_ns().
         """
@@ -69,13 +72,14 @@ class StepMeter:
             self.watchdog.enter(stage, self.step)
 
     def take_sums(self) -> MetricSums:
-        """The sums since the last call."""
+        """Return the sums since the last call."""
         sums, self.sums = self.sums, MetricSums()
         return sums
 
     def take_times(self) -> dict[str, float]:
-        """time/*: seconds since the last call, `between_steps` or `begin`; `other` is outside every
-        stage.
+        """Return time/*: seconds since the last call, `between_steps` or `begin`.
+
+        time/other is the time outside every stage.
         """
         step = self._end(f"step {self.step + 1}", "step", self._started, thread="step")
         self._started, total = step.end, step.seconds
@@ -86,7 +90,10 @@ class StepMeter:
         return times
 
     def _end(self, name: str, kind: str, start: int, *, thread: str = MAIN) -> Span:
-        """From `start` (time.monotonic_ns()) until now: counted and traced are the same."""
+        """Return and trace the span from `start` (time.monotonic_ns()) until now.
+
+        Counted and traced times are the same.
+        """
         span = Span(name, kind, start, time.monotonic_ns(), thread=thread)
         self.trace.add(span)
         return span

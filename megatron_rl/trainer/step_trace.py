@@ -34,14 +34,17 @@ from megatron_rl.metrics.file_writer import FileWriter
 
 
 class StepTrace:
-    """trace: what the run records into.  Use as a context manager; the exit writes the last step,
-    also after an error, then without the GPU, which may never answer."""
+    """Traces of the steps that run.trace names; use it as a context manager.
+
+    trace: the Trace that the parts of the run record into.  The exit writes the last step, also
+    after an error, but then without the GPU, which may never answer.
+    """
 
     def __init__(self, cfg: Config, parallel: Parallel, files: FileWriter) -> None:
         self.cfg, self.parallel, self.files = cfg, parallel, files
         self.trace = Trace(is_on=cfg.run.trace != "off")
         self._redactor = Redactor((cfg.rollout.api_key_env,))
-        self._step: int | None = None  # that is traced
+        self._step: int | None = None  # the step that is traced now
         self._stack = ExitStack()
 
     def __enter__(self) -> StepTrace:
@@ -51,13 +54,13 @@ class StepTrace:
         self.end(failed=kind is not None)
 
     def begin(self, step: int) -> None:
-        """End the step before, and trace this one if it is due.  Collective then."""
+        """End the step before, and trace this one if it is due.  Collective if it is."""
         self.end()
-        self.trace.take()  # between traced steps: not needed
+        self.trace.take()  # discard what was recorded between traced steps
         if not self.cfg.run.traces(step):
             return
         group = self.parallel.host_group
-        # the first waits for late ranks, so that all leave the second one together
+        # the first barrier waits for late ranks, so that all leave the second one together
         dist.barrier(group)
         dist.barrier(group)
         self._clock = SharedClock(socket.gethostname(), time.monotonic_ns(), time.time_ns())
@@ -70,7 +73,7 @@ class StepTrace:
     def end(self, *, failed: bool = False) -> None:
         """Write what was recorded since `begin`: the step, and what followed it.
 
-        failed: the GPU is not asked.
+        failed: write nothing of the GPU, which may never answer.
         """
         step, self._step = self._step, None
         if step is None:
@@ -94,19 +97,18 @@ class StepTrace:
         self.files.later(path, partial(write, path, self.trace.take()))
         if on_gpu:
             gpu = gpu_path(path.parent, rank)
-            self.files.now(
-                gpu, partial(remove, gpu) if failed else partial(export, self._profile, gpu)
-            )
+            write_gpu = partial(remove, gpu) if failed else partial(export, self._profile, gpu)
+            self.files.now(gpu, write_gpu)
 
 
-def export(found: profile, path: Path) -> None:
-    """Replace the profile of a rank."""
+def export(gpu_profile: profile, path: Path) -> None:
+    """Write the profile of a rank, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
-    found.export_chrome_trace(str(temporary))
+    gpu_profile.export_chrome_trace(str(temporary))
     temporary.replace(path)
 
 
 def remove(path: Path) -> None:
-    """The profile of an earlier step, or of an earlier run of this one."""
+    """Remove the profile of an earlier step, or of an earlier attempt at this one."""
     path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """One training run: the stages that `train` calls, in order.  build.py constructs it and closes
 what it uses.
 
-Every method is collective: all ranks call it at the same place.  A step in progress has the index
-`step`, from 0; after it `step + 1` steps are finished.
+Every method is collective unless it says otherwise: all ranks call it at the same place.  A step in
+progress has the index `step`, from 0; after it `step + 1` steps are finished.
 """
 
 from __future__ import annotations
@@ -30,23 +30,21 @@ from megatron_rl.metrics.console import counted, evaluation_text
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch, RolloutGroup, StepResult
 from megatron_rl.rollout.inference import SamplingStopped
-from megatron_rl.rollout.recorder import with_unique_ids
-from megatron_rl.trainer.batch_saver import BatchSaver
-from megatron_rl.trainer.recording import Recording
+from megatron_rl.trainer.recording.batch_saver import BatchSaver
+from megatron_rl.trainer.recording.events_and_files import Recording
+from megatron_rl.trainer.recording.token_recorder import TokenRecorder
 from megatron_rl.trainer.reporter import Reporter
 from megatron_rl.trainer.rollout_metrics import derived, peak_memory_gib
 from megatron_rl.trainer.rollout_source import RolloutSource
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.step_trace import StepTrace
-from megatron_rl.trainer.token_recorder import TokenRecorder
 from megatron_rl.weights.hf.files import num_tensors
 from megatron_rl.weights.hf.write import write_hf_checkpoint
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Trainer:
-    """first_step: the number of finished steps at the start, above 0 when a checkpoint was resumed;
-    evaluated: that of the last complete evaluation, -1 before."""
+    """The parts of a run, and its stages as methods."""
 
     cfg: Config
     parallel: Parallel
@@ -60,18 +58,20 @@ class Trainer:
     recording: Recording
     step_trace: StepTrace
     first_step: int
+    """Number of finished steps at the start, above 0 when a checkpoint was resumed."""
     evaluated: int
+    """Number of finished steps at the last complete evaluation, -1 before any."""
 
     def listen(self, stop: StopSignal) -> None:
-        """From here on a signal ends sampling, saves a checkpoint and stops the run."""
+        """Let a signal end sampling, save a checkpoint and stop the run from now on."""
         self.checkpoint_policy.listen(stop, self.rollouts.stop)
 
     def steps(self) -> Iterator[int]:
-        """Indices of the steps still to train.
+        """Yield the indices of the steps still to train.
 
-        Records the state that is saved if a signal abandons the step.
+        Before each step its state is noted, which is saved if a signal abandons the step.
         """
-        self.meter.begin()  # the start of the run is of no step
+        self.meter.begin()  # the time that the run needed to start belongs to no step
         for step in range(self.first_step, self.cfg.run.num_steps):
             self.meter.step = step
             if self.step_trace.trace.is_on:
@@ -81,21 +81,23 @@ class Trainer:
             yield step
 
     def sample(self, step: int) -> list[RolloutGroup]:
-        """The step's scored groups of this replica, on each of its ranks.
+        """Return the step's scored groups of this replica, on each of its ranks.
 
-        Raises StoppedBySignal when a signal ended it.
+        Raises StoppedBySignal when a signal ended sampling.
         """
         try:
             groups = self.rollouts.sample(step)
-        except SamplingStopped:
+        except SamplingStopped:  # on every rank, whichever got the signal
             self.stop_if_signalled()
             raise
         self.stop_if_signalled()
         return groups
 
     def make_batches(self, groups: Sequence[RolloutGroup], step: int) -> list[MiniBatch]:
-        """Penalties, advantages, N mini-batches of packed micro-batches; saves the rollouts, takes
-        the GPUs' memory.
+        """Return N mini-batches of packed micro-batches, with penalties and advantages.
+
+        The rollouts are saved, and the trainer takes the GPUs' memory from the servers
+        (rollout.release_memory).
         """
         with self.meter.time("split"):
             groups = with_penalties(groups, self.cfg)
@@ -103,7 +105,6 @@ class Trainer:
             groups = with_advantages(
                 groups, self.cfg.advantage_kind, self.parallel.dp_group, reward_weights=weights
             )
-            groups = with_unique_ids(groups)
             batches = split(
                 groups,
                 self.cfg,
@@ -116,6 +117,7 @@ class Trainer:
                 else None,
             )
             self.record(groups, step)
+        # everything is sampled: the old-logprob pass needs the trainer's memory
         self.rollouts.release_memory()
         return batches
 
@@ -124,7 +126,7 @@ class Trainer:
         self.rollouts.record(groups, step)
 
     def check_recorded(self) -> None:
-        """Raises OSError where rollouts could not be saved, which training alone can do without."""
+        """Raise OSError where rollouts could not be saved.  Training continues in that case."""
         self.recording.files.wait()
         if self.recording.files.failed:
             raise OSError(
@@ -133,10 +135,11 @@ class Trainer:
             )
 
     def old_logprobs(self, batches: Sequence[MiniBatch]) -> list[OldPass]:
-        """log pi_old of every mini-batch; R2 records its routes here, R3 replays the rollouts'."""
+        """Return log pi_old of every mini-batch; R2 records routes, R3 replays the rollouts'."""
         with self.meter.time("old_logprob"):
             passes = [self._old_pass(batch) for batch in batches]
-        self.stop_if_signalled()  # the last chance: after the first update the step must finish
+        # the last chance: after its first update a step must finish
+        self.stop_if_signalled()
         return passes
 
     def _old_pass(self, batch: MiniBatch) -> OldPass:
@@ -148,8 +151,9 @@ class Trainer:
         return old
 
     def update(self, batch: MiniBatch, old: OldPass) -> None:
-        """One optimizer update on one mini-batch, which is saved before where something is wrong
-        with it.
+        """Make one optimizer update on one mini-batch.
+
+        A mini-batch that looks wrong is saved before the update (run.save_batches).
         """
         with self.meter.time("update"):
             sums = MetricSums()
@@ -158,6 +162,7 @@ class Trainer:
                 grad_norm = self.engine.compute_gradient(
                     batch, old, sums, replay=self.cfg.replay.mode, observe=observe
                 )
+            # between gradient and optimizer: the norm is known, and the weights are those before
             self.saver.look(self.meter.step, batch, old, sums, grad_norm)
             with self.meter.part("optimizer"):
                 outcome = self.engine.apply_gradient(grad_norm, batch, sums)
@@ -167,17 +172,18 @@ class Trainer:
             self.meter.sums.merge(sums)
 
     def sync_weights(self, version: int) -> None:
-        """mu_old <- theta: end what is sampled (rollout.weight_update), then send the weights as
+        """Set mu_old <- theta: end sampling (rollout.weight_update), then send the weights as
         `version`.
         """
         self.rollouts.sync_weights(version)
 
     def report(self, step: int, passes: Sequence[OldPass]) -> StepResult:
-        """Reduce the step's metrics over all ranks and log them."""
+        """Reduce the step's metrics over all ranks, log them and return them."""
         with self.meter.part("report"):
             self.rollouts.finish_step()
             with self.meter.part("garbage collection"):
-                gc.collect()  # full ones wait for the end of a step: rollout/garbage.py
+                # full collections wait for the end of a step: rollout/garbage_collection.py
+                gc.collect()
             self.tokens.finish(step + 1)
             if failed := self.recording.files.failed:
                 self.meter.sums.add_total("run/unwritten_files_total", failed)
@@ -190,12 +196,11 @@ class Trainer:
             metrics |= self.meter.take_times()
             metrics = derived(metrics)
             per_layer: dict[str, list[float]] = {}
-            if mismatch is not None:
-                values = {f"routing/{name}": value for name, value in vars(mismatch).items()}
-                per_layer = {
-                    name: value for name, value in values.items() if isinstance(value, list)
-                }
-                metrics |= {name: value for name, value in values.items() if name not in per_layer}
+            for name, value in ({} if mismatch is None else vars(mismatch)).items():
+                if isinstance(value, list):
+                    per_layer[f"routing/{name}"] = value
+                else:
+                    metrics[f"routing/{name}"] = value
             totals = self.checkpoint_policy.add_previous_totals(metrics)
             self.checkpoint_policy.note(step + 1, metrics)
             result = StepResult(step, self.rollouts.policy_version, metrics, per_layer)
@@ -203,10 +208,10 @@ class Trainer:
             return result
 
     def evaluate(self, step: int, *, is_last: bool = False) -> None:
-        """avg@k and pass@k of the servers' weights after `step` finished steps, if due.
+        """Evaluate the servers' weights after `step` finished steps, if due: avg@k and pass@k.
 
-        Due at step 0, every eval.every steps, unless it was done before a checkpoint was resumed,
-        and at the end (is_last).
+        An evaluation is due at step 0, every eval.every steps, and at the end (is_last).  A resumed
+        run does not repeat one, but for the last.
         """
         is_open = step != self.evaluated and (step == 0 or self.is_due(step, self.cfg.eval.every))
         if not (is_last or is_open):
@@ -214,7 +219,7 @@ class Trainer:
         with self.meter.between_steps("evaluate"):
             start = time.monotonic()
             metrics = self.rollouts.evaluate()
-            if metrics:  # else a signal ended it, or there is nothing to evaluate
+            if metrics:  # otherwise a signal ended it, or there is nothing to evaluate
                 self.evaluated = step
                 self.recording.events.add(
                     "evaluation", step, evaluation_text(metrics), time.monotonic() - start
@@ -223,8 +228,9 @@ class Trainer:
                 self.reporter.evaluation(step, self.rollouts.policy_version, metrics)
 
     def save(self, step: int, *, is_last: bool = False) -> None:
-        """A checkpoint after `step` finished steps, if due or if a signal came: the latter raises
-        StoppedBySignal.
+        """Save a checkpoint after `step` finished steps, if due or if a signal came.
+
+        Raises StoppedBySignal after a signal.
         """
         with self.meter.between_steps("checkpoint"):
             is_due = is_last or self.is_due(step, self.cfg.checkpoint.every)
@@ -232,23 +238,26 @@ class Trainer:
             self.checkpoint_policy.end(step, self._progress(), files, is_due=is_due)
 
     def _progress(self) -> Progress:
-        """What a checkpoint keeps beside the engine."""
+        """Return the state that a checkpoint keeps beside the engine's."""
         return self.rollouts.progress() | self.reporter.progress() | {"evaluated": self.evaluated}
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether a task with this period (0: only at the end) is due after `step` of the run's
-        steps, the last excluded.
+        """Return True if a task with the period `every` is due after `step` finished steps, the
+        run's last one excluded.
+
+        every: 0 for a task that runs at the end only.
         """
         return every > 0 and 0 < step < self.cfg.run.num_steps and step % every == 0
 
     def stop_if_signalled(self) -> None:
-        """Before any update of the step: if a signal came, save everything and raise
-        StoppedBySignal.
+        """Save everything and raise StoppedBySignal, if a signal came.
+
+        It is called before the first update of a step, which is then abandoned.
         """
         self.checkpoint_policy.stop_if_signalled(lambda: self.rollouts.files(is_step_done=False))
 
     def finish(self) -> None:
-        """The last evaluation and checkpoint, HF export, report."""
+        """Do the last evaluation, checkpoint, HF export and report."""
         last = self.cfg.run.num_steps
         self.evaluate(last, is_last=True)
         self.save(last, is_last=True)

@@ -183,7 +183,7 @@ def add_and_end():
 
     Ranks that lead none call the same.
     """
-    from megatron_rl.rollout.partial import PartialGroup
+    from megatron_rl.rollout.group import Group
     from tests.fake_model import assert_fingerprints
     from tests.fake_server import wait_for
 
@@ -191,9 +191,9 @@ def add_and_end():
         inference, parallel = loop.inference, loop.scheduler.parallel
         leads = inference.client is not None
 
-        def groups(first: int) -> list[PartialGroup]:
+        def groups(first: int) -> list[Group]:
             mine = loop.source.prompts[first : first + DP * SHARE][parallel.dp_rank :: DP]
-            return [PartialGroup(prompt, GROUP) for prompt in mine] if leads else []
+            return [Group(prompt, GROUP) for prompt in mine] if leads else []
 
         def start(these) -> None:
             inference.start(these, is_open=True, temperature=0.7, max_tokens=6, stop_token_ids=[1])

@@ -46,7 +46,7 @@ def wait_for_others(folder):
     from megatron_rl.launch.trace import OFF
     from megatron_rl.rollout.client.client import RolloutError
     from megatron_rl.rollout.inference import Inference, SamplingStopped
-    from megatron_rl.trainer.rollout_source import LiveRollouts
+    from megatron_rl.trainer.live_rollouts import LiveRollouts
     from megatron_rl.weights.sync.push import WeightPushError
 
     parallel = start_without_nccl()

@@ -242,8 +242,8 @@ def sample_steps(cases, folder):
     from megatron_rl.reward.pool import Rewarded
     from megatron_rl.rollout.client.client import RolloutClient
     from megatron_rl.rollout.inference import Inference
-    from megatron_rl.rollout.recorder import Recorder
-    from megatron_rl.trainer.rollout_source import Leader, LiveRollouts
+    from megatron_rl.rollout.saved.rollout_recorder import Recorder
+    from megatron_rl.trainer.live_rollouts import Leader, LiveRollouts
     from megatron_rl.trainer.step_meter import StepMeter
     from tests.fake_server import SPEC, VERSION, FakeServer
 

@@ -74,7 +74,7 @@ def save_where_due(checkpoint, folder):
 
     from megatron_rl.metrics.events import Events
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl.trainer.batch_saver import BatchSaver
+    from megatron_rl.trainer.recording.batch_saver import BatchSaver
     from tests.dist.engines import make_engine, random_batch
 
     dist.init_process_group("gloo")
@@ -129,7 +129,7 @@ def save_in_vain(engine, folder, batch, old, norm):
     import torch.distributed as dist
 
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl.trainer.batch_saver import BatchSaver
+    from megatron_rl.trainer.recording.batch_saver import BatchSaver
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     least, most = resource.getrlimit(resource.RLIMIT_FSIZE)

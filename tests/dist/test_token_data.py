@@ -40,7 +40,7 @@ def train_step(checkpoint, layout, folder, *, look=None):
     """
     from megatron_rl.metrics.file_writer import FileWriter
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl.trainer.token_recorder import TokenRecorder
+    from megatron_rl.trainer.recording.token_recorder import TokenRecorder
     from tests.dist.engines import make_engine, random_batch
 
     rollout = {"top_p": 0.9, "top_k": 40, "save_tensors": 0.5}
@@ -193,7 +193,7 @@ def check_recomputed(run_dir, found):
 
     from megatron_rl.config import load_config
     from megatron_rl.loss import LossInputs, Sequences, policy_loss, token_shares
-    from megatron_rl.trainer.token_files import Flag
+    from megatron_rl.trainer.recording.token_files import Flag
 
     config = load_config(
         None, [], {"model": {"path": "x"}, "data": {"train": "x"}, "loss": LOSS}

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file
 
 from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.checkpoint.manifest import damage, read_manifest
-from megatron_rl.rollout.recorder import read_rollouts, read_tensors
+from megatron_rl.rollout.saved.recorded_rollouts import read_rollouts
+from megatron_rl.rollout.saved.rollout_tensors import read_tensors
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run
 from megatron_rl_tools.check_rollouts.model_sizes import open_model
 from tests.e2e.test_train import make_material, metrics_of, start, wait_for

@@ -125,7 +125,7 @@ def check_demo(demo: Path) -> tuple[list[str], dict[str, str]]:
     from megatron_rl.distributed import make_parallel
     from megatron_rl.engine.engine import Engine
     from megatron_rl.engine.parity import ParityError, compare
-    from megatron_rl.rollout.saved import SavedSteps
+    from megatron_rl.rollout.saved.saved_steps import SavedSteps
     from tests.wrong_models import wrong_models
 
     os.chdir(demo)  # the configuration's paths are relative to it

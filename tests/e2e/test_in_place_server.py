@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.records import Prompt, Rollout
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.inference import Inference
-from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.server.server_info import check_in_place, server_info
 from tests.e2e.reference import TINY_SPEC, as_sampled, assert_is_from, hf_logprobs_and_routes
 from tests.e2e.test_rollout import running_requests
@@ -78,14 +78,14 @@ def push(inference: Inference) -> None:
     inference.push(inference.version + 1, keep_requests=True)
 
 
-def sample(inference: Inference, groups: list[PartialGroup]) -> None:
+def sample(inference: Inference, groups: list[Group]) -> None:
     """Start to; requests are in flight on return."""
     inference.start(groups, is_open=True, **SETTINGS)
     with httpx.Client(base_url=inference.urls[0], timeout=60) as http:
         assert wait_for(lambda: running_requests(http) > 0, 60)
 
 
-def finish(inference: Inference, groups: list[PartialGroup]) -> list[Rollout]:
+def finish(inference: Inference, groups: list[Group]) -> list[Rollout]:
     inference.wait(inference.version, is_enough=lambda: all(group.is_complete for group in groups))
     inference.end("abort")
     counters = inference.client.counters
@@ -101,7 +101,7 @@ def finish(inference: Inference, groups: list[PartialGroup]) -> list[Rollout]:
 
 def test_every_token_is_of_the_forward_that_its_version_names(inference, checkpoints):
     first = inference.version
-    groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
+    groups = [Group(prompt, GROUP) for prompt in PROMPTS]
     sample(inference, groups)
     for _ in range(2):
         push(inference)
@@ -123,10 +123,10 @@ def test_every_token_is_of_the_forward_that_its_version_names(inference, checkpo
 
 def test_a_request_after_a_sync_finds_no_keys_of_older_weights(inference, checkpoints):
     """The prefix cache still has the prompts, computed by the weights before."""
-    groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
+    groups = [Group(prompt, GROUP) for prompt in PROMPTS]
     sample(inference, groups)
     push(inference)
-    more = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
+    more = [Group(prompt, GROUP) for prompt in PROMPTS]
     inference.renew([*groups, *more], inference.version - 1)
     for rollout in finish(inference, [*groups, *more])[-GROUP * len(PROMPTS) :]:
         assert set(rollout.policy_versions.tolist()) == {inference.version}
@@ -135,7 +135,7 @@ def test_a_request_after_a_sync_finds_no_keys_of_older_weights(inference, checkp
 
 def test_routes_that_a_retraction_computed_with_other_weights_are_missing(inference, checkpoints):
     first = inference.version
-    groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
+    groups = [Group(prompt, GROUP) for prompt in PROMPTS]
     sample(inference, groups)
     push(inference)
     inference.renew(groups, first)
@@ -154,7 +154,7 @@ def test_routes_that_a_retraction_computed_with_other_weights_are_missing(infere
 
 
 def test_what_would_be_too_old_is_aborted_and_starts_again(inference, checkpoints):
-    groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
+    groups = [Group(prompt, GROUP) for prompt in PROMPTS]
     sample(inference, groups)
     push(inference)
     inference.renew(groups, inference.version)  # k = 0: every response in flight is too old

@@ -14,7 +14,7 @@ from megatron_rl.records import Prompt, Rollout, version_spans
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.server_info import server_info
 from megatron_rl.weights.sync.push import WeightPusher
 from megatron_rl.weights.sync.pushed_weights import PushedWeights
@@ -65,7 +65,7 @@ def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_con
     cfg = rollout_config.model_copy(update=settings)
     client = RolloutClient([sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True)
     checkpoints: dict[int, Path] = {}
-    groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
+    groups = [Group(prompt, GROUP) for prompt in PROMPTS]
     for seed in (11, 12, 13):
         checkpoint = random_checkpoint(tmp_path / str(seed), seed=seed)
         version = push(checkpoint)
@@ -74,9 +74,7 @@ def test_every_token_is_of_the_version_it_names(push, sglang_server, rollout_con
         client.fill(groups, sampling, keep=1)  # whatever is aborted by then
         client.fill(groups, sampling)
         if seed != 13:
-            groups = [
-                PartialGroup(group.prompt, GROUP, prefixes=cut_all(group)) for group in groups
-            ]
+            groups = [Group(group.prompt, GROUP, prefixes=cut_all(group)) for group in groups]
     assert (
         client.counters.lost_samples
         == client.counters.dropped.total()
@@ -119,7 +117,7 @@ def test_episodes_continue_under_the_weights_of_a_push(
         [sglang_server.url], cfg, spec=TINY_SPEC, want_routes=True, episodes=runner
     )
     checkpoints: dict[int, Path] = {}
-    groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
+    groups = [Group(prompt, GROUP) for prompt in PROMPTS]
     for seed, keep in ((21, 1), (22, 3), (23, len(groups))):
         checkpoint = random_checkpoint(tmp_path / str(seed), seed=seed)
         version = push(checkpoint)
@@ -144,7 +142,7 @@ def test_episodes_continue_under_the_weights_of_a_push(
     )
 
 
-def cut_all(group: PartialGroup) -> dict[int, Rollout]:
+def cut_all(group: Group) -> dict[int, Rollout]:
     """Two thirds of every response of more than one token."""
     return {
         k: cut(r, r.response_length * 2 // 3)

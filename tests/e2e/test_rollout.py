@@ -23,7 +23,7 @@ from megatron_rl.records import Prompt
 from megatron_rl.records.sampling_mask import sets_of_tokens
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.sampling_defaults import (
     check_masks,
     check_sampling,
@@ -132,8 +132,7 @@ def test_kept_sets_of_a_response_that_was_cut_and_continued(
     version = int(server_info(sglang_server.url).weight_version)
     sampling = Sampling(1.0, 200, (), version, truncation=Truncation(0.9, 20, 0.0))
     groups = [
-        PartialGroup(prompt, 4, max_tokens=None if index else 4)
-        for index, prompt in enumerate(PROMPTS)
+        Group(prompt, 4, max_tokens=None if index else 4) for index, prompt in enumerate(PROMPTS)
     ]
     client.fill(groups, sampling, keep=1)
     client.fill(groups, sampling)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.launch.status import read_status
 from megatron_rl.metrics.left_out import entry_of
-from megatron_rl.rollout.recorder import read_rollouts
+from megatron_rl.rollout.saved.recorded_rollouts import read_rollouts
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run
 from megatron_rl_tools.make_tiny_moe import make_tokenizer
 from megatron_rl_tools.top import top

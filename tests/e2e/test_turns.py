@@ -16,7 +16,7 @@ from megatron_rl.config import AgentConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.rollout.server.server_info import server_info
 from tests.e2e.reference import TINY_SPEC, hf_model
@@ -166,7 +166,7 @@ def check_bytes_of_routes(url, version, cfg):
         client._parse = measured
         with pytest.MonkeyPatch.context() as patch:
             if not knows_rows:
-                patch.setattr(PartialGroup, "first_row", 0)
+                patch.setattr(Group, "first_row", 0)
             sample(client, version, group_size=1)
         taken.append(np.array(sizes).reshape(-1, 3).mean(0))
         assert client.counters.resent_routes == 0

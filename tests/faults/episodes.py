@@ -24,7 +24,8 @@ from megatron_rl.rollout.agents.environment_process import EnvironmentProcesses
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.partial import PartialGroup, copied, find_groups, read_groups, write_groups
+from megatron_rl.rollout.group import Group
+from megatron_rl.rollout.group_files import copied, find_groups, read_groups, write_groups
 from tests.fake_model import END, TurnModel, assert_turn_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
 from tests.faults.environments import AT_RESET, BEHAVIOURS, DEADLY, ONLY_LATER, POINTS, TURNS
@@ -133,7 +134,7 @@ def _run(trial: EpisodeTrial, folder: Path, hanging_seconds: float) -> EpisodeOu
     )
     texts = ["", fault, ""]
     prompts = [Prompt(f"q{i}", text, (3, 4, 5 + i), "") for i, text in enumerate(texts)]
-    groups = [PartialGroup(prompt, 1) for prompt in prompts]
+    groups = [Group(prompt, 1) for prompt in prompts]
     agent = AgentConfig(
         environment="tests.faults.environments:Faulty",
         on_error=trial.policy,
@@ -173,7 +174,7 @@ def _client(server: FakeServer, *others: FakeServer, runner: EpisodeRunner) -> R
 
 
 def _fill(
-    client: RolloutClient, groups: Sequence[PartialGroup], version: int, most: int = MAX_TOKENS
+    client: RolloutClient, groups: Sequence[Group], version: int, most: int = MAX_TOKENS
 ) -> str:
     """Why it stopped, "" where it did not."""
     try:
@@ -183,12 +184,12 @@ def _fill(
     return ""
 
 
-Result = tuple[bool, Sequence[PartialGroup], str]
+Result = tuple[bool, Sequence[Group], str]
 """(whether it was counted, the groups, the error that stopped it)."""
 
 
 def _undisturbed(
-    trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[PartialGroup], folder: Path
+    trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[Group], folder: Path
 ) -> Result:
     """Only the environment fails, or its limits end it."""
     # full after as many turns, with the two observed tokens between them
@@ -215,7 +216,7 @@ def _undisturbed(
 
 
 def _server_dies(
-    trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[PartialGroup], folder: Path
+    trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[Group], folder: Path
 ) -> Result:
     model = TurnModel(version=3)
     answers = trial.place * EPISODES // 2
@@ -230,7 +231,7 @@ def _server_dies(
 
 
 def _interrupted(
-    trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[PartialGroup], folder: Path
+    trial: EpisodeTrial, runner: EpisodeRunner, groups: Sequence[Group], folder: Path
 ) -> Result:
     """A signal after so many answers; the groups pass through a checkpoint, and another client
     continues, perhaps under new weights."""
@@ -273,9 +274,7 @@ def _interrupted(
     return counted and is_exact, groups, error
 
 
-INTERRUPTED: dict[
-    str, Callable[[EpisodeTrial, EpisodeRunner, Sequence[PartialGroup], Path], Result]
-] = {
+INTERRUPTED: dict[str, Callable[[EpisodeTrial, EpisodeRunner, Sequence[Group], Path], Result]] = {
     "server dies": _server_dies,
     "SIGTERM": _interrupted,
     "new weights": _interrupted,

@@ -38,7 +38,8 @@ def recorded_samples(
     prompt, in turn.
     """
     # here: it imports torch, for which every stub server would wait
-    from megatron_rl.rollout.recorder import read_rollouts, read_tensors
+    from megatron_rl.rollout.saved.recorded_rollouts import read_rollouts
+    from megatron_rl.rollout.saved.rollout_tensors import read_tensors
 
     tensors = read_tensors(folder, step)
     waiting: dict[tuple[int, ...], list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]] = {}

@@ -29,7 +29,7 @@ from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.agents import Episode, Session
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.garbage import postpone_full_collections
+from megatron_rl.rollout.garbage_collection import postpone_full_collections
 from tests.fake_model import TurnModel, assert_turn_fingerprints
 from tests.fake_server import SPEC, FakeServer
 from tests.words import word_tokenizer

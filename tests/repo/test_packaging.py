@@ -28,7 +28,7 @@ import megatron_rl
 from megatron_rl.config.versions import PACKAGES, admits, package
 from megatron_rl.models.known import KNOWN
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from tests.unit.batch.rollouts import make_tree
 from tests.unit.tools.test_foreign_dumps import every, save_batch, save_samples
 from tests.viewer_run import EXPERTS, LAYERS, TOP_K, write_run

@@ -16,7 +16,7 @@ from benchmarks.sampling_model import Record, Response, Servers, Speed, Workload
 from benchmarks.sampling_modes import SimulatedInference, simulate, with_update_share
 from benchmarks.sampling_peers import Slime, Verl
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 from tests.fake_server import wait_for
 
 SMALL = Workload(prompts=8, group=4, steps=12, update=1e-3)
@@ -116,9 +116,7 @@ def test_a_request_that_waits_grows_old_in_place():
     inference = SimulatedInference(
         replace(SMALL, group=1), Speed(servers=1, slots=1), concurrency=2
     )
-    running, waiting = groups = [
-        PartialGroup(Prompt(str(number), "", (0,), ""), 1) for number in range(2)
-    ]
+    running, waiting = groups = [Group(Prompt(str(number), "", (0,), ""), 1) for number in range(2)]
     inference.start(groups, keep=None, is_open=True)
     inference.servers.advance(0.1)
     inference.servers.next_version()

@@ -25,7 +25,7 @@ from megatron_rl.rollout.agents.chat import (
 from megatron_rl.rollout.agents.episode import ContextFull, EpisodeError, Observation, Turn
 from megatron_rl.rollout.agents.recorded import RecordedTurns
 from megatron_rl.rollout.client.response import join_rollouts
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 
 OBSERVED_ROLES = ("tool", "user")
 """Roles of messages between turns: the model's own messages are sampled, and formats have no place
@@ -44,7 +44,7 @@ class EpisodeOfBranch(Protocol):
     tokenizer: PreTrainedTokenizerBase
     chat: Chat | None
     recorded: RecordedTurns
-    sample: Callable[[PartialGroup], Awaitable[None]]
+    sample: Callable[[Group], Awaitable[None]]
 
     @property
     def num_tokens(self) -> int: ...
@@ -75,7 +75,7 @@ class Branch:
         # not a list or tuple, in which the garbage collector visits every int
         self._tokens = array("q", token_ids)
         self._server, self._is_busy = session.server, False
-        self._asked: PartialGroup | None = None  # the request of the turn that is not accepted yet
+        self._asked: Group | None = None  # the request of the turn that is not accepted yet
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class Branch:
             raise ContextFull(f"rollout {session.name}: {setting} are used up{over}")
         prompt = replace(session.prompt, id=session.name, token_ids=self.token_ids)
         limit = min(left, max_tokens or left)
-        group = PartialGroup(
+        group = Group(
             prompt,
             1,
             max_tokens=limit,

@@ -32,7 +32,7 @@ from megatron_rl.rollout.agents.session import Session, SessionSettings
 from megatron_rl.rollout.client.call import Call, GroupCancelled, SampleTurn
 from megatron_rl.rollout.client.request import RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class EpisodeCall:
         limit = self.runner.cfg.concurrency
         self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
 
-    async def fill(self, group: PartialGroup) -> None:
+    async def fill(self, group: Group) -> None:
         """Play an episode for every response that `group` lacks.
 
         Raises RolloutError for one that failed (agent.on_error), and what `sample` raises; the
@@ -193,12 +193,12 @@ class EpisodeCall:
         if count > 1 and not self.runner.has_worked and not (of_one_prompt and had_worked):
             raise RolloutError(f"all {count} episodes failed, the last one: {self.failures[-1]}")
 
-    async def _in_turn(self, group: PartialGroup, index: int) -> None:
+    async def _in_turn(self, group: Group, index: int) -> None:
         async with self._slots:  # agent.concurrency
             await self._episode(group, index, f"{self.sampling.id_prefix}{group.prompt.id}/{index}")
         self.done.append(group.prompt)
 
-    async def _episode(self, group: PartialGroup, index: int, name: str) -> None:
+    async def _episode(self, group: Group, index: int, name: str) -> None:
         cfg = self.runner.cfg
         tries = 1 + self.runner.max_retries if cfg.on_error == "retry" else 1
         for attempt in range(1, tries + 1):
@@ -233,7 +233,7 @@ class EpisodeCall:
     def _session(self, prompt: Prompt, name: str, recorded: Rollout | None) -> Session:
         in_flight: set[asyncio.Future[None]] = set()
 
-        async def sample_turn(turn: PartialGroup) -> None:
+        async def sample_turn(turn: Group) -> None:
             if session.stopped_by is None:
                 in_flight.add(answered := asyncio.get_running_loop().create_future())
                 try:
@@ -320,7 +320,7 @@ class EpisodeCall:
         rollout = replace(episode.rollout, finish_reason=reason)
         return rollout.with_episode(reward=episode.reward, metrics=episode.metrics)
 
-    def _keep(self, group: PartialGroup, index: int, session: Session) -> None:
+    def _keep(self, group: Group, index: int, session: Session) -> None:
         """Keep the turns of the session for the next run of the episode."""
         unfinished = session.unfinished()
         if unfinished is not None and self.runner.cfg.resume == "continue":

@@ -17,7 +17,7 @@ from megatron_rl.rollout.client.counters import CallStats, RolloutCounters, drop
 from megatron_rl.rollout.client.load_balancer import ServerState
 from megatron_rl.rollout.client.request import ABORT_SECONDS, abort
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 
 Tasks = set[asyncio.Task[None]]
 Ending = Literal["drain", "abort"]
@@ -35,25 +35,25 @@ class NewWeights:
     """Version of these weights, which sample the next requests."""
     oldest: int
     """Oldest version of a token that may be kept."""
-    groups: Sequence[PartialGroup]
+    groups: Sequence[Group]
     """All groups that the call samples, and complete ones that it has sampled."""
     done: Callable[[], object]
     """Called in the thread of the call when no group has older tokens, except those whose requests
     are aborted for that reason."""
 
 
-Commands = SimpleQueue[Sequence[PartialGroup] | NewWeights | Ending]
+Commands = SimpleQueue[Sequence[Group] | NewWeights | Ending]
 """Further groups for an open call, new weights, and at last how it ends.  From any thread."""
 
 
-SampleTurn = Callable[[PartialGroup], Awaitable[None]]
+SampleTurn = Callable[[Group], Awaitable[None]]
 """Fills a group of one response with the client's retries, deadlines and servers."""
 
 
 class EpisodeSampler(Protocol):
     """The episodes of one call of the client."""
 
-    async def fill(self, group: PartialGroup) -> None: ...
+    async def fill(self, group: Group) -> None: ...
     def check(self) -> None: ...
 
 
@@ -75,7 +75,7 @@ class Request:
 
     rid: str
     server: ServerState
-    group: PartialGroup
+    group: Group
     sampling: Sampling
     """The settings that it was sent with."""
     indexes: list[int]
@@ -119,7 +119,7 @@ class Call:
     """No more groups: those in progress are completed."""
     is_over: bool = False
     """Every task is cancelled."""
-    tasks: dict[asyncio.Task[None], PartialGroup] = field(default_factory=dict)
+    tasks: dict[asyncio.Task[None], Group] = field(default_factory=dict)
     """Task of every group that is sampled."""
     busy: Tasks = field(default_factory=set)
     """Tasks that wait for an answer or read it, without those that wait for a slot."""
@@ -137,9 +137,7 @@ class Call:
         """The client's present record, which take_stats() replaces during a call."""
         return self.get_stats()
 
-    async def follow(
-        self, commands: Commands, begin: Callable[[Sequence[PartialGroup]], None]
-    ) -> Ending:
+    async def follow(self, commands: Commands, begin: Callable[[Sequence[Group]], None]) -> Ending:
         """Obey commands until one ends the call, and return it.  Raises what a task raised."""
         waiting = None
         while True:
@@ -159,7 +157,7 @@ class Call:
                 else:
                     begin(command)
 
-    def renew(self, new: NewWeights) -> Sequence[PartialGroup]:
+    def renew(self, new: NewWeights) -> Sequence[Group]:
         """Abort the requests whose responses may be too old, drop responses that are too old, and
         return the groups that no task samples.
         """
@@ -208,7 +206,7 @@ class Call:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
 
-    def sampling_of(self, group: PartialGroup) -> Sampling:
+    def sampling_of(self, group: Group) -> Sampling:
         """Return the call's settings with the group's limit and stop tokens, where it has them, and
         its first row without a known route.
         """

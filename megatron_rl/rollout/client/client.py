@@ -37,11 +37,11 @@ from megatron_rl.rollout.client.request import (
     connections,
 )
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling, SamplingSettings
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 
 __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
 
-OnProgress = Callable[[PartialGroup], object]
+OnProgress = Callable[[Group], object]
 """Called with every group when it becomes complete."""
 
 
@@ -96,7 +96,7 @@ class RolloutClient(GroupSampler):
 
         Raises what `fill` raises.
         """
-        groups = [PartialGroup(prompt, group_size) for prompt in prompts]
+        groups = [Group(prompt, group_size) for prompt in prompts]
         sampling = Sampling(policy_version=policy_version, **settings)
         return [
             group.closed()
@@ -105,13 +105,13 @@ class RolloutClient(GroupSampler):
 
     def fill(
         self,
-        groups: Sequence[PartialGroup],
+        groups: Sequence[Group],
         sampling: Sampling,
         *,
         keep: int | None = None,
         on_progress: OnProgress | None = None,
         commands: Commands | None = None,
-    ) -> list[PartialGroup]:
+    ) -> list[Group]:
         """Sample what `groups` lack, in place, until `keep` of them (default: all) and all that are
         due are complete.
 
@@ -172,12 +172,12 @@ class RolloutClient(GroupSampler):
 
     async def _generate(
         self,
-        groups: Sequence[PartialGroup],
+        groups: Sequence[Group],
         sampling: Sampling,
         keep: int,
         on_progress: OnProgress | None,
         commands: Commands | None,
-    ) -> list[PartialGroup]:
+    ) -> list[Group]:
         self._set_running()
         runner = None if sampling.single_turn else self.episodes
         sampling = sampling if runner is None else runner.adapt(sampling)
@@ -186,7 +186,7 @@ class RolloutClient(GroupSampler):
             runner.serving() if runner else nullcontext(),
         ):
             call = self._new_call(http, sampling)
-            sample: Callable[[PartialGroup], Awaitable[None]] = partial(self._sample_group, call)
+            sample: Callable[[Group], Awaitable[None]] = partial(self._sample_group, call)
             episodes = None if runner is None else runner.call(sampling, sample, call)
             complete = partial(
                 self._complete,
@@ -196,13 +196,13 @@ class RolloutClient(GroupSampler):
                 on_progress,
             )
 
-            def begin(groups: Sequence[PartialGroup]) -> None:
+            def begin(groups: Sequence[Group]) -> None:
                 for group in groups:
                     check_prompt(group.prompt, self.rules.spec.vocab_size)
                     if not group.is_complete:
                         call.tasks[asyncio.create_task(complete(group))] = group
 
-            kept: list[PartialGroup] = []
+            kept: list[Group] = []
             try:
                 begin(groups)
                 if commands is None:
@@ -243,9 +243,9 @@ class RolloutClient(GroupSampler):
         self,
         call: Call,
         slots: asyncio.Semaphore,
-        fill: Callable[[PartialGroup], Awaitable[None]],
+        fill: Callable[[Group], Awaitable[None]],
         on_progress: OnProgress | None,
-        group: PartialGroup,
+        group: Group,
     ) -> None:
         """Complete one group as soon as a slot is free, and report it."""
         # the slot is taken for all turns and retries of the group
@@ -266,8 +266,8 @@ class RolloutClient(GroupSampler):
 
 
 async def first_to_finish(
-    tasks: Mapping[asyncio.Task[None], PartialGroup], groups: Sequence[PartialGroup], keep: int
-) -> list[PartialGroup]:
+    tasks: Mapping[asyncio.Task[None], Group], groups: Sequence[Group], keep: int
+) -> list[Group]:
     """Wait until `keep` groups and all that are due are complete.
 
     Returns `keep` complete groups, those that are due before others, in the order of `groups`.

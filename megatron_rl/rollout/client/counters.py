@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def class_of(reason: str) -> str:
 
 
 def drop_older(
-    groups: Sequence[PartialGroup],
+    groups: Sequence[Group],
     version: int,
     counters: RolloutCounters,
     *,
@@ -210,7 +210,7 @@ def drop_older(
     """Drop and count the responses of `groups` with a token of weights older than `version`; they
     are sampled again.
 
-    is_asked: see PartialGroup.drop_older.
+    is_asked: see Group.drop_older.
     """
     for group in groups:
         for rollout in group.drop_older(version, is_asked=is_asked):

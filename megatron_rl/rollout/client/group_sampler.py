@@ -39,7 +39,7 @@ from megatron_rl.rollout.client.response import (
 )
 from megatron_rl.rollout.client.sample_fields import SampleDropped
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 10.0
 """Pause between a request and the next one for the same group: doubled with each retry up to the
@@ -67,7 +67,7 @@ class GroupSampler:
         self._name, self._request_numbers = uuid.uuid4().hex[:12], itertools.count(1)
         self._ends: set[int] = set()  # tokens at which responses were seen to end
 
-    async def _sample_group(self, call: Call, group: PartialGroup) -> None:
+    async def _sample_group(self, call: Call, group: Group) -> None:
         """Send requests until the group is complete.
 
         Raises RolloutError when the retries are spent, and GroupCancelled.
@@ -91,7 +91,7 @@ class GroupSampler:
             pause = random.SystemRandom().uniform(0, RETRY_SECONDS)
             await asyncio.sleep(min(RETRY_SECONDS * 2 ** (attempt - 1), MAX_RETRY_SECONDS) + pause)
 
-    async def _fill(self, call: Call, group: PartialGroup) -> None:
+    async def _fill(self, call: Call, group: Group) -> None:
         """Send one request for the missing samples and put the usable ones into the group.
 
         Raises RetryableError if one is not usable.
@@ -148,9 +148,7 @@ class GroupSampler:
             self._blame(group, server, why, is_servers=is_useless)
             raise RetryableError("dropped", str(dropped[0]))
 
-    def _blame(
-        self, group: PartialGroup, server: ServerState, why: str, *, is_servers: bool
-    ) -> None:
+    def _blame(self, group: Group, server: ServerState, why: str, *, is_servers: bool) -> None:
         """Record what failed.
 
         is_servers: nothing in the answer was usable, which counts against the server.
@@ -236,7 +234,7 @@ class GroupSampler:
     def _parse(
         self,
         sample: object,
-        group: PartialGroup,
+        group: Group,
         k: int,
         sample_id: str,
         sampling: Sampling,

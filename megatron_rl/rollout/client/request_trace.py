@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_rl.launch.trace import OFF, Trace
 from megatron_rl.rollout.client.counters import meta_info, num_tokens
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 
 SERVER_SECONDS = ("queue_time", "e2e_latency")
 """Times of a sample that servers may report in meta_info, in seconds."""
@@ -28,7 +28,7 @@ class RequestTrace:
             name, "request", process=self.url, thread="request", key=self.rid, **values
         )
 
-    def request(self, group: PartialGroup) -> AbstractContextManager[dict[str, object]]:
+    def request(self, group: Group) -> AbstractContextManager[dict[str, object]]:
         """Open the span from sending the request to the end of reading its answer."""
         prompt, turn = group.prompt, 1 if group.known is None else 1 + group.known.num_turns
         tokens, samples = len(prompt.token_ids), len(group.missing)

@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.checkpoint.manifest import MANIFEST, digest_files, manifest_text, read_manifest
 from megatron_rl.checkpoint.torch_dist.metadata import read_metadata
 from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint
-from megatron_rl.rollout.partial import find_groups
+from megatron_rl.rollout.group_files import find_groups
 from megatron_rl.weights.hf import files as hf_files
 from tests.dist.engines import make_engine
 from tests.tiny import random_checkpoint

@@ -12,7 +12,7 @@ from megatron_rl.config import Config, ConfigError, dump_config, load_config
 from megatron_rl.config.renamed import METRICS, SETTINGS, new_metric
 from megatron_rl.config.schema import SECTIONS
 from megatron_rl.metrics.sinks import read_metrics
-from megatron_rl.rollout.saved_run import check_config
+from megatron_rl.rollout.saved.saved_config import check_config
 
 OLD_RUN = Path(__file__).parents[2] / "fixtures/run_0_1_0"
 """config.toml of version 0.1.0 with every setting that was renamed since; a hand-written

@@ -298,7 +298,7 @@ def test_a_run_reports_every_stage_to_its_watchdog():
 
 def test_a_run_gets_a_watchdog_that_ends_before_its_collectives(tmp_path):
     from megatron_rl.config import load_config
-    from megatron_rl.trainer.build import make_watchdog
+    from megatron_rl.trainer.services import make_watchdog
 
     run = {
         "dir": str(tmp_path),

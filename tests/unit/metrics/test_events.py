@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.file_writer import MOST_WAITING, FileWriter
 from megatron_rl.metrics.lines import append_lines
-from megatron_rl.rollout.recorder import write_tensors
+from megatron_rl.rollout.saved.rollout_tensors import write_tensors
 
 
 def test_events_are_appended_with_time_and_seconds(tmp_path):

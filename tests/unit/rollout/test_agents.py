@@ -22,9 +22,9 @@ from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.response import ExpectedSample, join_rollouts, parse_sample
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.missing_routes import count_missing_routes
-from megatron_rl.rollout.partial import PartialGroup
-from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.scoring import make_turns, score_groups
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.samples import honest_sample
@@ -484,7 +484,7 @@ def test_an_episode_that_handles_its_cancellation_is_not_trained_on():
     with FakeServer("ok") as server:
         server.behave = behave
         client = client_of([server], "swallows", idle_timeout_seconds=60.0)
-        groups = [PartialGroup(prompt, 1) for prompt in PROMPTS]
+        groups = [Group(prompt, 1) for prompt in PROMPTS]
         sampling = Sampling(
             temperature=1.0, max_tokens=64, stop_token_ids=(1,), policy_version=VERSION
         )

@@ -21,7 +21,7 @@ from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.client.load_balancer import ServerState
 from megatron_rl.rollout.client.request import ABORT_SECONDS, RETURN_SECONDS, STOP_SECONDS
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 from tests.fake_model import FakeModel, assert_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
 from tests.faults.samples import with_meta
@@ -36,11 +36,11 @@ def client_of(server: FakeServer, **settings) -> RolloutClient:
     return RolloutClient([server.url], RolloutConfig(**settings), spec=SPEC, want_routes=True)
 
 
-def new(*numbers: int, size: int = 2) -> list[PartialGroup]:
-    return [PartialGroup(PROMPTS[number], size) for number in numbers]
+def new(*numbers: int, size: int = 2) -> list[Group]:
+    return [Group(PROMPTS[number], size) for number in numbers]
 
 
-def request_of(call: Call, group: PartialGroup) -> Request:
+def request_of(call: Call, group: Group) -> Request:
     return Request("r", ServerState("http://127.0.0.1:1"), group, call.sampling, [0, 1])
 
 
@@ -206,7 +206,7 @@ def test_an_open_call_may_begin_without_groups_and_ends_with_those_that_it_began
     with FakeServer("ok", source=FakeModel(version=3)) as server:
         client = client_of(server)
 
-        def progress(group: PartialGroup) -> None:
+        def progress(group: Group) -> None:
             complete.append(group)
             commands.put(groups[1:] if group is groups[0] else "drain")
 

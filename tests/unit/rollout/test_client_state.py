@@ -16,7 +16,7 @@ from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.group_sampler import RETRY_SECONDS
 from megatron_rl.rollout.client.load_balancer import COOLDOWN_SECONDS, FAILURES_TO_OPEN
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 from tests.fake_model import END, FakeModel, answer, assert_fingerprints
 from tests.fake_server import SPEC, FakeServer, send
 
@@ -30,7 +30,7 @@ def client_of(*servers: FakeServer, clock=None, **settings) -> RolloutClient:
     return client
 
 
-def fill(client, groups, version=3, *, keep=None, stop=(END,)) -> list[PartialGroup]:
+def fill(client, groups, version=3, *, keep=None, stop=(END,)) -> list[Group]:
     return client.fill(groups, Sampling(1.0, 6, stop, version), keep=keep)
 
 
@@ -42,7 +42,7 @@ def test_an_answer_that_became_too_old_by_one_version_is_dropped_once_with_its_p
     model = FakeModel(version=3)
     with FakeServer("slow" if has_prefix else "ok", "ok", source=model) as server:
         client = client_of(server, max_retries=0)
-        group, other = PartialGroup(PROMPTS[0], 2), PartialGroup(PROMPTS[1], 2)
+        group, other = Group(PROMPTS[0], 2), Group(PROMPTS[1], 2)
         if has_prefix:
             fill(client, [group, other], keep=1)
             assert [[*each.prefixes] for each in (group, other)].count([0, 1]) == 1
@@ -79,13 +79,13 @@ def test_a_server_that_answers_again_is_tried_by_one_request_and_used_again(cloc
     assert len(faults) == FAILURES_TO_OPEN
     with FakeServer(*faults, "ok") as one, FakeServer("ok") as other:
         client = client_of(one, other, clock=clock, max_concurrency=1)
-        fill(client, [PartialGroup(prompt, 2) for prompt in PROMPTS], version=7)
+        fill(client, [Group(prompt, 2) for prompt in PROMPTS], version=7)
         assert len(one.requests) == 3 and client.counters.circuits_opened == 1
         assert client.balancer.waiting_for() == "" and {
             server.tokens for server in client.balancer.servers
         } == {0}
         clock.advance(COOLDOWN_SECONDS)
-        fill(client, [PartialGroup(prompt, 2) for prompt in PROMPTS], version=7)
+        fill(client, [Group(prompt, 2) for prompt in PROMPTS], version=7)
     assert len(one.requests) == 3 + len(PROMPTS), "the first of two that nothing is asked of"
     assert not client.balancer.servers[0].is_open
 
@@ -93,7 +93,7 @@ def test_a_server_that_answers_again_is_tried_by_one_request_and_used_again(cloc
 def test_answers_without_a_usable_sample_open_the_circuit():
     with FakeServer("reordered") as one, FakeServer("ok") as other:
         client = client_of(one, other, clock=lambda: 0.0, max_concurrency=1)
-        fill(client, [PartialGroup(prompt, 2) for prompt in PROMPTS], version=7)
+        fill(client, [Group(prompt, 2) for prompt in PROMPTS], version=7)
     assert len(one.requests) == FAILURES_TO_OPEN and client.counters.circuits_opened == 1
 
 
@@ -114,9 +114,9 @@ def test_a_response_that_is_cut_at_a_token_that_ends_responses_is_complete():
 
     with FakeServer("ok", source=source) as server:
         client = client_of(server)
-        fill(client, [PartialGroup(PROMPTS[0], 1)])
+        fill(client, [Group(PROMPTS[0], 1)])
         server.script = ["slow", "ok"]
-        groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[1:3]]
+        groups = [Group(prompt, 1) for prompt in PROMPTS[1:3]]
         fill(client, groups, keep=1)
     rollouts = [rollout for group in groups for rollout in group.closed().rollouts]
     assert sorted(rollout.tokens[3:].tolist() for rollout in rollouts) == [
@@ -132,7 +132,7 @@ def test_groups_that_a_later_call_continues_are_spread_over_the_servers():
     """Caches were flushed since: the server that was asked before has nothing of them."""
     with FakeServer("ok") as one, FakeServer("ok") as other:
         client = client_of(one, other)
-        fill(client, [PartialGroup(prompt, 2, server=other.url) for prompt in PROMPTS], version=7)
+        fill(client, [Group(prompt, 2, server=other.url) for prompt in PROMPTS], version=7)
     assert len(one.requests) >= 3 and len(other.requests) >= 3
 
 
@@ -148,7 +148,7 @@ def test_no_variable_of_the_environment_comes_between_client_and_servers(monkeyp
     monkeypatch.setenv("SSL_CERT_FILE", "/nowhere")
     with FakeServer("ok") as server:
         client = client_of(server, max_retries=0)
-        group = PartialGroup(PROMPTS[0], 1)
+        group = Group(PROMPTS[0], 1)
         assert fill(client, [group], version=7) == [group] and client.counters.failures.total() == 0
 
 
@@ -166,7 +166,7 @@ def test_pauses_before_a_request_is_repeated_double_up_to_a_limit_and_differ(mon
     with FakeServer("http_429") as server:
         client = client_of(server, max_retries=9)
         with pytest.raises(RolloutError, match="max_retries = 9"):
-            fill(client, [PartialGroup(PROMPTS[0], 1)])
+            fill(client, [Group(PROMPTS[0], 1)])
     least = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
     assert all(low <= pause <= low + 0.1 for low, pause in zip(least, pauses, strict=True))
     assert len({pause - low for low, pause in zip(least, pauses, strict=True)}) == 9
@@ -186,7 +186,7 @@ def test_seconds_and_outstanding_tokens_of_a_call_are_those_of_its_requests():
     model = FakeModel(version=3)
     with FakeServer("ok", source=source) as server:
         client, started = client_of(server), time.monotonic()
-        fill(client, [PartialGroup(PROMPTS[0], 2), PartialGroup(PROMPTS[1], 2)])
+        fill(client, [Group(PROMPTS[0], 2), Group(PROMPTS[1], 2)])
         elapsed = time.monotonic() - started
     last = client.take_stats()
     seconds = [stats.seconds for stats in (*taken, last)]
@@ -214,5 +214,5 @@ def test_an_abort_that_a_server_refuses_is_counted():
     with Refusing("slow", "ok", source=FakeModel(version=3)) as server:
         server.patience = 0.3
         client = client_of(server)
-        fill(client, [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]], keep=1)
+        fill(client, [Group(prompt, 2) for prompt in PROMPTS[:2]], keep=1)
     assert client.counters.aborts_failed == client.counters.aborts > 0, "of one sample of two"

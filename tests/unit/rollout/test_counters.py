@@ -11,7 +11,7 @@ from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.client.load_balancer import COOLDOWN_SECONDS
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 from tests.fake_model import FakeModel
 from tests.fake_server import SPEC, VERSION, FakeServer, send
 
@@ -35,7 +35,7 @@ def fill(client, groups, keep=None, version=VERSION):
 
 
 def new(*numbers, size=2):
-    return [PartialGroup(PROMPTS[number], size) for number in numbers]
+    return [Group(PROMPTS[number], size) for number in numbers]
 
 
 def faults(client, server, clock):

@@ -16,8 +16,8 @@ from megatron_rl.rollout.agents import EpisodeError
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.inference import GenerationTask
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.generation_task import GenerationTask
+from megatron_rl.rollout.group import Group
 from tests.fake_model import TurnModel
 from tests.fake_server import SPEC, FakeServer
 from tests.unit.rollout.test_unfinished_episodes import interrupted
@@ -43,7 +43,7 @@ def client_of(server, function, **settings):
 
 def sample(function, *, size=1, max_tokens=64, **settings):
     """(rollouts, counters)"""
-    groups = [PartialGroup(PROMPT, size)]
+    groups = [Group(PROMPT, size)]
     with FakeServer("ok", source=TurnModel(version=3)) as server:
         client = client_of(server, function, **settings)
         client.fill(groups, Sampling(1.0, max_tokens, (1,), 3))
@@ -81,7 +81,7 @@ async def leaves_a_task(session, prompt):
 @pytest.mark.parametrize("function", [gathers, groups_tasks, leaves_a_task])
 def test_turns_that_are_cut_at_the_same_time_are_all_kept(function):
     for _ in range(4):  # the answers come in either order
-        groups = [PartialGroup(PROMPT, 1)]
+        groups = [Group(PROMPT, 1)]
         with FakeServer("ok", "slow", source=TurnModel(version=3)) as server:
             client = client_of(server, function)
             interrupted(server, client, groups, 3, lambda server=server: len(server.requests) == 3)
@@ -132,7 +132,7 @@ async def gives_up_a_turn(session, prompt):
 
 
 def test_a_turn_that_the_function_gave_up_can_be_asked_for_again():
-    groups = [PartialGroup(PROMPT, 1)]
+    groups = [Group(PROMPT, 1)]
     with FakeServer("hang", "ok", source=TurnModel(version=3)) as server:
         client_of(server, gives_up_a_turn).fill(groups, Sampling(1.0, 64, (1,), 3))
     assert groups[0].rollouts[0].num_turns == 1 and groups[0].rollouts[0].response_length == TURN
@@ -169,7 +169,7 @@ def test_the_time_outside_of_sampling_is_that_of_the_environment():
         time.sleep(0.5)
         return model(*given)
 
-    groups = [PartialGroup(PROMPT, 1)]
+    groups = [Group(PROMPT, 1)]
     with FakeServer("ok", source=slow) as server:
         client = client_of(server, measures_itself)
         client.fill(groups, Sampling(1.0, 64, (1,), 3))
@@ -214,7 +214,7 @@ def test_a_task_that_exits_ends_the_run_with_an_error_not_with_its_status():
     """asyncio raises SystemExit through its loop, whoever awaits the task."""
     with FakeServer("ok", source=TurnModel(version=3)) as server:
         client = client_of(server, starts_a_task_that_exits, on_error="drop")
-        task = GenerationTask([PartialGroup(PROMPT, 2)], Sampling(1.0, 64, (1,), 3))
+        task = GenerationTask([Group(PROMPT, 2)], Sampling(1.0, 64, (1,), 3))
         task.start(client)
         with pytest.raises(
             RuntimeError, match=r"a task that agent.function started called sys.exit\(0\)"

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.records import Prompt, Rollout
-from megatron_rl.rollout.partial import (
-    PartialGroup,
+from megatron_rl.rollout.group import Group
+from megatron_rl.rollout.group_files import (
     copied,
     file_name,
     find_groups,
@@ -41,14 +41,14 @@ def rollout(number: int, index: int, *, cut: bool = False, has_gap: bool = False
     )
 
 
-def group(number: int) -> PartialGroup:
-    made = PartialGroup(PROMPTS[number], 3)
+def group(number: int) -> Group:
+    made = Group(PROMPTS[number], 3)
     made.put(0, rollout(number, 0, has_gap=True))
     made.put(2, rollout(number, 2, cut=True))
     return made
 
 
-def assert_same(found: PartialGroup, expected: PartialGroup) -> None:
+def assert_same(found: Group, expected: Group) -> None:
     assert (found.prompt, found.size) == (expected.prompt, expected.size)
     for mine, theirs in ((found.rollouts, expected.rollouts), (found.prefixes, expected.prefixes)):
         assert mine.keys() == theirs.keys()
@@ -90,7 +90,7 @@ def test_every_group_reaches_the_replica_that_will_get_its_prompt(readers, tmp_p
 
 
 def test_a_prompt_that_comes_twice_has_two_groups(tmp_path):
-    first, second = PartialGroup(PROMPTS[3], 1), PartialGroup(PROMPTS[3], 1)
+    first, second = Group(PROMPTS[3], 1), Group(PROMPTS[3], 1)
     first.put(0, rollout(3, 0))
     second.put(0, rollout(3, 1))
     write_groups(tmp_path / file_name(0), [first, second], [3, 3])

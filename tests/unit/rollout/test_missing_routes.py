@@ -9,16 +9,16 @@ from safetensors.numpy import load_file
 from megatron_rl.batch.pack import pack
 from megatron_rl.config import ReplayConfig, load_config
 from megatron_rl.metrics.file_writer import FileWriter
+from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt, RolloutGroup, RowState, Sample
 from megatron_rl.rollout.missing_routes import (
     MissingRouteCounts,
+    MissingRoutes,
     check_missing_routes,
     count_missing_routes,
     describe_missing_routes,
 )
-from megatron_rl.trainer.missing_routes import MissingRoutes
-from megatron_rl.trainer.step_meter import StepMeter
-from megatron_rl.trainer.token_files import Flag, SequenceTokens, Table, TokenFiles
+from megatron_rl.trainer.recording.token_files import Flag, SequenceTokens, Table, TokenFiles
 from tests.unit.batch.rollouts import make_rollout
 
 
@@ -139,15 +139,15 @@ def test_the_budget_bounds_responses_and_prompts_separately(policy, counts, mess
 def test_the_budget_is_of_a_step_whatever_its_draws_and_the_steps_before_it():
     sections = {"model": {"path": "unused"}, "data": {"train": "unused"}}
     sections["replay"] = {"on_missing_route": "live", "missing_route_budget": 0.05}
-    missing = MissingRoutes(load_config(None, [], sections), StepMeter())
+    missing, sums = MissingRoutes(load_config(None, [], sections)), MetricSums()
     for _ in range(2):
-        missing.check([], MissingRouteCounts(9, 100, 0, 10), is_last=False)
-        missing.check([], MissingRouteCounts(0, 100, 1, 20))
+        missing.check(sums, [], MissingRouteCounts(9, 100, 0, 10), is_last=False)
+        missing.check(sums, [], MissingRouteCounts(0, 100, 1, 20))
     with pytest.raises(ValueError, match="11 of the step's 200 response tokens"):
-        missing.check([], MissingRouteCounts(8, 100, 0, 10), is_last=False)
-        missing.check([], MissingRouteCounts(3, 100, 0, 10))
-    sums = missing.meter.sums.reduce(None, "cpu")
-    assert sums["replay/missing_rows_total"] == 9 + 1 + 9 + 1 + 8 + 3, "every draw is counted"
+        missing.check(sums, [], MissingRouteCounts(8, 100, 0, 10), is_last=False)
+        missing.check(sums, [], MissingRouteCounts(3, 100, 0, 10))
+    metrics = sums.reduce(None, "cpu")
+    assert metrics["replay/missing_rows_total"] == 9 + 1 + 9 + 1 + 8 + 3, "every draw is counted"
 
 
 def test_the_budget_of_dropped_samples():

@@ -14,8 +14,8 @@ from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.call import Call
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.inference import GenerationTask
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.generation_task import GenerationTask
+from megatron_rl.rollout.group import Group
 from tests.fake_model import FakeModel, assert_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
 
@@ -26,7 +26,7 @@ SAMPLING = Sampling(temperature=1.0, max_tokens=8, stop_token_ids=(1,), policy_v
 def test_a_signal_while_a_weight_sync_waits_keeps_every_token(monkeypatch):
     """The call drains, and would wait for the longest responses: the signal cuts them short."""
     draining, commands, real = threading.Event(), SimpleQueue(), Call.drain
-    groups = [PartialGroup(prompt, 2) for prompt in PROMPTS]
+    groups = [Group(prompt, 2) for prompt in PROMPTS]
 
     async def drain(call):
         draining.set()
@@ -71,10 +71,10 @@ def test_a_signal_that_comes_as_a_call_ends_is_no_error(monkeypatch):
         client = RolloutClient(
             [server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=True
         )
-        (group,) = client.fill([PartialGroup(PROMPTS[0], 2)], SAMPLING)
+        (group,) = client.fill([Group(PROMPTS[0], 2)], SAMPLING)
         assert group.is_complete
         with pytest.raises(RolloutError, match="was stopped"):
-            client.fill([PartialGroup(PROMPTS[0], 2)], SAMPLING)
+            client.fill([Group(PROMPTS[0], 2)], SAMPLING)
 
 
 def test_an_open_task_starts_again_with_fewer_groups_than_a_step_takes():
@@ -86,7 +86,7 @@ def test_an_open_task_starts_again_with_fewer_groups_than_a_step_takes():
         def fill(self, groups, sampling, *, keep, on_progress, commands):
             self.calls.append((len(groups), keep, commands is not None))
 
-    client, groups = Client(), [PartialGroup(prompt, 1) for prompt in PROMPTS]
+    client, groups = Client(), [Group(prompt, 1) for prompt in PROMPTS]
     task = GenerationTask(groups[:2], SAMPLING, keep=4, is_open=True)
     task.start(client)
     assert task.wait() is None

@@ -8,7 +8,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.counters import RolloutCounters, class_of
-from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.samples import recorded_samples
 

@@ -16,7 +16,7 @@ from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.counters import drop_older
 from megatron_rl.rollout.client.response import ended, join_rollouts
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 from tests.fake_model import END, FakeModel, assert_fingerprints, logprob, route
 from tests.fake_server import SPEC, FakeServer, wait_for
 
@@ -116,13 +116,13 @@ def make_client(server: FakeServer, **settings) -> RolloutClient:
     return RolloutClient([server.url], cfg, spec=SPEC, want_routes=True)
 
 
-def fill(client, groups, version, keep=None, stop=(END,)) -> list[PartialGroup]:
+def fill(client, groups, version, keep=None, stop=(END,)) -> list[Group]:
     return client.fill(groups, Sampling(1.0, 6, stop, version, ""), keep=keep)
 
 
 def test_a_response_cut_short_by_an_abort_continues_under_the_next_weights():
     model = FakeModel(version=3)
-    groups = [PartialGroup(prompt, 2) for prompt in PROMPTS]
+    groups = [Group(prompt, 2) for prompt in PROMPTS]
     with FakeServer("slow", "ok", "slow", "ok", source=model) as server:
         client = make_client(server)
         first = fill(client, groups, 3, keep=2)
@@ -132,7 +132,7 @@ def test_a_response_cut_short_by_an_abort_continues_under_the_next_weights():
             group.rollouts for group in left
         )
         model.version = 5
-        new = [PartialGroup(replace(prompt, id=f"{prompt.id}b"), 2) for prompt in PROMPTS[:1]]
+        new = [Group(replace(prompt, id=f"{prompt.id}b"), 2) for prompt in PROMPTS[:1]]
         assert fill(client, left + new, 5) == left + new
     assert client.counters.cut_samples == client.counters.resumed_samples == 4
     assert (
@@ -168,10 +168,10 @@ def test_a_group_continues_sample_by_sample():
     prompt = PROMPTS[0]
     with FakeServer("slow", "ok", source=model) as server:
         client = make_client(server)
-        groups = [PartialGroup(prompt, 1), PartialGroup(PROMPTS[1], 1)]
+        groups = [Group(prompt, 1), Group(PROMPTS[1], 1)]
         (complete,) = fill(client, groups, 3, keep=1)
         (cut,) = [group for group in groups if group is not complete]
-        group = PartialGroup(cut.prompt, 3, prefixes={1: cut.prefixes[0]})
+        group = Group(cut.prompt, 3, prefixes={1: cut.prefixes[0]})
         fill(client, [group], 3)
         (request,) = server.requests[2:]
         assert [len(ids) for ids in request["input_ids"]] == [3, 5, 3]
@@ -183,7 +183,7 @@ def test_a_group_continues_sample_by_sample():
 
 def test_a_group_that_is_due_is_waited_for_and_what_is_too_old_is_dropped_and_sampled_again():
     model = FakeModel(version=3)
-    groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
+    groups = [Group(prompt, 2) for prompt in PROMPTS[:2]]
     with FakeServer("slow", "ok", "ok", source=model) as server:
         client = make_client(server)
         (complete,) = fill(client, groups, 3, keep=1)
@@ -198,7 +198,7 @@ def test_a_group_that_is_due_is_waited_for_and_what_is_too_old_is_dropped_and_sa
         left.is_due = True
         model.version = 4
         server.script = ["ok"]
-        others = [PartialGroup(prompt, 2) for prompt in PROMPTS[2:]]
+        others = [Group(prompt, 2) for prompt in PROMPTS[2:]]
         kept = fill(client, [*others, left], 4, keep=1)
     assert kept == [left]
     for rollout in left.closed().rollouts:
@@ -209,7 +209,7 @@ def test_a_group_that_is_due_is_waited_for_and_what_is_too_old_is_dropped_and_sa
 def test_a_prefix_that_is_too_old_is_not_continued():
     """As after a failed call of servers that kept their requests: the restart has to drop it."""
     model = FakeModel(version=3)
-    groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
+    groups = [Group(prompt, 2) for prompt in PROMPTS[:2]]
     with FakeServer("slow", "ok", "ok", source=model) as server:
         client = make_client(server)
         (complete,) = fill(client, groups, 3, keep=1)
@@ -236,7 +236,7 @@ def test_a_damaged_continuation_is_dropped_and_its_prefix_is_kept():
     model = FakeModel(version=3)
     with FakeServer("slow", "ok", source=model) as server:
         client = make_client(server)
-        groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        groups = [Group(prompt, 1) for prompt in PROMPTS[:2]]
         (complete,) = fill(client, groups, 3, keep=1)
         (left,) = [group for group in groups if group is not complete]
         before = left.prefixes[0]
@@ -260,7 +260,7 @@ def test_samples_aborted_in_the_queue_leave_no_trace():
 
     with Queued("slow", "ok", source=FakeModel(version=3)) as server:
         client = make_client(server)
-        groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
+        groups = [Group(prompt, 2) for prompt in PROMPTS[:2]]
         (complete,) = fill(client, groups, 3, keep=1)
     (left,) = [group for group in groups if group is not complete]
     assert not left.rollouts and not left.prefixes
@@ -270,7 +270,7 @@ def test_samples_aborted_in_the_queue_leave_no_trace():
 def test_a_response_that_ended_as_it_was_aborted_is_complete_and_not_requested_again():
     with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
         client = make_client(server)
-        groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        groups = [Group(prompt, 1) for prompt in PROMPTS[:2]]
         (complete,) = fill(client, groups, 3, keep=1, stop=tuple(range(SPEC.vocab_size)))
         (left,) = [group for group in groups if group is not complete]
         (rollout,) = left.closed().rollouts
@@ -278,7 +278,7 @@ def test_a_response_that_ended_as_it_was_aborted_is_complete_and_not_requested_a
             rollout.finish_reason == "stop" and rollout.response_length == 2 and not left.prefixes
         )
         assert (
-            fill(client, [PartialGroup(PROMPTS[2], 1), left], 4, keep=1) == [left]
+            fill(client, [Group(PROMPTS[2], 1), left], 4, keep=1) == [left]
             and len(server.requests) <= 3
         )
     assert_fingerprints(rollout)
@@ -295,7 +295,7 @@ def test_an_abort_that_overtakes_its_request_is_sent_again():
     heard: set[str] = set()
     with Forgetful("slow", "ok", source=FakeModel(version=3)) as server:
         client = make_client(server)
-        groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        groups = [Group(prompt, 1) for prompt in PROMPTS[:2]]
         (complete,) = fill(client, groups, 3, keep=1)
     (left,) = [group for group in groups if group is not complete]
     assert heard and list(left.prefixes) == [0] and client.counters.lost_samples == 0
@@ -308,14 +308,14 @@ def test_a_continuation_that_a_server_does_not_return_is_counted_as_lost_and_its
     model = FakeModel(version=3)
     with FakeServer("slow", "ok", source=model) as server:
         client = make_client(server)
-        groups = [PartialGroup(prompt, 1) for prompt in PROMPTS[:2]]
+        groups = [Group(prompt, 1) for prompt in PROMPTS[:2]]
         (complete,) = fill(client, groups, 3, keep=1)
         (left,) = [group for group in groups if group is not complete]
         before = left.prefixes[0]
         server.behave = lambda handler, behaviour, body: FakeServer.behave(
             server, handler, "hang" if len(body["input_ids"][0]) > 3 else "ok", body
         )
-        new = PartialGroup(PROMPTS[2], 1)
+        new = Group(PROMPTS[2], 1)
         assert fill(client, [left, new], 3, keep=1) == [new]
     assert left.prefixes == {0: before} and not left.rollouts
     assert client.counters.lost_samples == 1 and client.counters.dropped.total() == 0
@@ -356,7 +356,7 @@ def test_a_signal_keeps_the_prefix_of_every_response():
     """
     with FakeServer("slow", "ok", source=FakeModel(version=3)) as server:
         client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
-        groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
+        groups = [Group(prompt, 2) for prompt in PROMPTS[:2]]
 
         def sample() -> None:
             with pytest.raises(asyncio.CancelledError):
@@ -381,7 +381,7 @@ def test_when_one_group_fails_permanently_the_others_keep_their_prefixes():
     """As when a server dies: what is missing is sampled from the others, and continues."""
     with FakeServer("slow", "http_400", source=FakeModel(version=3)) as server:
         client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
-        groups = [PartialGroup(prompt, 2) for prompt in PROMPTS[:2]]
+        groups = [Group(prompt, 2) for prompt in PROMPTS[:2]]
         with pytest.raises(RolloutError, match="input too long"):
             fill(client, groups, 3)
         server.script = ["ok"]

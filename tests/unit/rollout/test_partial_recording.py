@@ -10,8 +10,9 @@ import pytest
 from safetensors import safe_open
 
 from megatron_rl.config import ConfigError, dump_config, load_config
-from megatron_rl.rollout.recorder import GroupChoice, Recorder, read_tensors, tensors_path
-from megatron_rl.rollout.saved import SavedSteps
+from megatron_rl.rollout.saved.rollout_recorder import GroupChoice, Recorder
+from megatron_rl.rollout.saved.rollout_tensors import read_tensors, tensors_path
+from megatron_rl.rollout.saved.saved_steps import SavedSteps
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run, main
 from tests.unit.rollout.test_saved import SPEC, config, make_step
 

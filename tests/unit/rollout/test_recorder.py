@@ -7,13 +7,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.recorder import (
-    Recorder,
-    forget_steps,
-    read_rollouts,
-    read_tensors,
-    tensors_path,
-)
+from megatron_rl.rollout.saved.recorded_rollouts import read_rollouts
+from megatron_rl.rollout.saved.rollout_recorder import Recorder, forget_steps
+from megatron_rl.rollout.saved.rollout_tensors import read_tensors, tensors_path
+from megatron_rl.rollout.unique_ids import with_unique_ids
 
 
 def make_group(num_experts_dtype=np.uint8) -> RolloutGroup:
@@ -173,7 +170,7 @@ def test_a_prompt_drawn_twice_in_a_step_keeps_both_groups_tensors(tmp_path):
         first,
         rollouts=tuple(replace(r, rollout_logprobs=r.rollout_logprobs - 1) for r in first.rollouts),
     )
-    Recorder(tmp_path, save_tensors=True).record(4, [first, second, other])
+    Recorder(tmp_path, save_tensors=True).record(4, with_unique_ids([first, second, other]))
     tensors, lines = read_tensors(tmp_path, 4), list(read_rollouts(tmp_path / "rollouts.jsonl"))
     assert [line.id for line in lines] == [
         f"step1/q1{name}/{k}" for name in ("", "#2", "#3") for k in (0, 1)

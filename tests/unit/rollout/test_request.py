@@ -26,7 +26,7 @@ from megatron_rl.rollout.client.request import (
     late_seconds,
 )
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server.sampling_defaults import FULL_SOFTMAX
 from tests.fake_server import SPEC, VERSION, FakeServer, send
 from tests.faults.samples import make_sample, random_routes
@@ -172,9 +172,7 @@ def test_a_prefill_asks_for_no_routes_of_known_rows():
     known = make_rollout("q", 3, 597)
     prompt = Prompt("q", "", (*known.tokens.tolist(), 7, 8), "")
     with FakeServer("ok") as server:
-        client_of(server).fill(
-            [PartialGroup(prompt, 3, known=known)], Sampling(1.0, 8, (), VERSION)
-        )
+        client_of(server).fill([Group(prompt, 3, known=known)], Sampling(1.0, 8, (), VERSION))
     (body,), (prefill,) = server.requests, server.prefills
     assert body["routed_experts_start_len"] == 599 and "routed_experts_start_len" not in prefill
 
@@ -185,9 +183,7 @@ def test_a_prefill_asks_for_no_routes_of_known_rows():
 def test_another_number_of_samples_is_named(fault, what):
     with FakeServer(fault) as server:
         with pytest.raises(RolloutError, match=f": bad_body: {what} for 4 copies of a prompt$"):
-            client_of(server, max_retries=0).fill(
-                [PartialGroup(PROMPT, 4)], Sampling(1.0, 8, (), VERSION)
-            )
+            client_of(server, max_retries=0).fill([Group(PROMPT, 4)], Sampling(1.0, 8, (), VERSION))
 
 
 def test_a_prefill_that_fails_is_tried_again_like_its_request():

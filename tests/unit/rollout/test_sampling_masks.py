@@ -28,8 +28,8 @@ from megatron_rl.rollout.client.request import GenerateRequest
 from megatron_rl.rollout.client.response import ExpectedSample, join_rollouts, parse_sample
 from megatron_rl.rollout.client.sample_fields import SampleDropped
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
-from megatron_rl.rollout.partial import PartialGroup
-from megatron_rl.rollout.recorder import RecordedRollout
+from megatron_rl.rollout.group import Group
+from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout
 from megatron_rl_tools.check_rollouts.dumped import Dumped
 from megatron_rl_tools.check_rollouts.rollout_checks import check_one
 from tests.fake_server import FakeServer
@@ -62,10 +62,10 @@ def with_mask(rollout, seed=0):
 def test_a_request_asks_for_the_sets_and_a_response_has_them():
     with FakeServer("ok", source=masked_sample) as server:
         client = RolloutClient([server.url], RolloutConfig(), spec=SPEC, want_routes=True)
-        group = PartialGroup(PROMPT, 3)
+        group = Group(PROMPT, 3)
         client.fill([group], SAMPLING)
-        client.fill([PartialGroup(PROMPT, 1)], replace(SAMPLING, truncation=None))
-        client.fill([PartialGroup(replace(PROMPT, token_ids=(3,) * 600), 3)], SAMPLING)
+        client.fill([Group(PROMPT, 1)], replace(SAMPLING, truncation=None))
+        client.fill([Group(replace(PROMPT, token_ids=(3,) * 600), 3)], SAMPLING)
     first, plain, _ = server.requests
     params = first["sampling_params"]
     assert first["return_sampling_mask"] is True and "return_sampling_mask" not in plain
@@ -140,7 +140,7 @@ def test_a_server_without_sets_is_named_after_the_retries():
             [server.url], RolloutConfig(max_retries=0), spec=SPEC, want_routes=False
         )
         with pytest.raises(RolloutError, match="bad_mask: no output_token_sampling_mask.*0.5.16"):
-            client.fill([PartialGroup(PROMPT, 1)], SAMPLING)
+            client.fill([Group(PROMPT, 1)], SAMPLING)
     assert client.counters.dropped["bad_mask"] == 1
 
 

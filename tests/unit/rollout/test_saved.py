@@ -12,8 +12,9 @@ from safetensors.numpy import load_file, save_file
 from megatron_rl.config import dump_config, load_config
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.rollout.saved import SavedSteps
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
+from megatron_rl.rollout.saved.saved_steps import SavedSteps
+from megatron_rl.rollout.unique_ids import with_unique_ids
 
 SPEC = ModelSizes(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8, vocab_size=64)
 P, G = 4, 2
@@ -126,7 +127,9 @@ def test_a_prompt_drawn_twice_in_a_step_is_two_groups(tmp_path):
             replace(r, rollout_logprobs=r.rollout_logprobs - 1) for r in groups[0].rollouts
         ),
     )
-    Recorder(tmp_path / "live", save_tensors=True).record(1, [groups[0], again, groups[1]])
+    Recorder(tmp_path / "live", save_tensors=True).record(
+        1, with_unique_ids([groups[0], again, groups[1]])
+    )
     (tmp_path / "live/config.toml").write_text(dump_config(config(tmp_path, "live")))
     cfg = config(tmp_path, run={"prompts_per_step": 3, "num_steps": 1}, **ALLOWED)
     loaded = SavedSteps(tmp_path / "live", cfg, SPEC).groups(0, 0, 1)

@@ -13,15 +13,12 @@ from safetensors.numpy import load_file, save_file
 from megatron_rl.config import dump_config, load_config
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.partial import (
-    PartialGroup,
-    file_name,
-    find_groups,
-    read_groups,
-    write_groups,
-)
-from megatron_rl.rollout.recorder import Recorder, read_episodes, read_rollouts
-from megatron_rl.rollout.saved import SavedSteps
+from megatron_rl.rollout.group import Group
+from megatron_rl.rollout.group_files import file_name, find_groups, read_groups, write_groups
+from megatron_rl.rollout.saved.recorded_rollouts import read_episodes, read_rollouts
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
+from megatron_rl.rollout.saved.saved_steps import SavedSteps
+from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run
 from tests.unit.batch.rollouts import make_rollout, make_tree
 
@@ -31,7 +28,7 @@ PROMPTS = [Prompt(f"p{n}", f"text {n}", (1, 2, 3), "label") for n in range(2)]
 
 def assert_same(found, expected):
     assert [each.id for each in found.sequences] == [each.id for each in expected.sequences]
-    assert found.episode_digest == expected.episode_digest
+    assert found.episode.digest == expected.episode.digest
     for one, other in zip(found.sequences, expected.sequences, strict=True):
         for name in (
             "tokens",
@@ -45,7 +42,7 @@ def assert_same(found, expected):
 
 
 def flight(folder):
-    group = PartialGroup(PROMPTS[0], 3)
+    group = Group(PROMPTS[0], 3)
     group.put(0, make_tree("p0/0", seed=1))
     group.put(2, make_rollout("p0/2", 3, 4))
     write_groups(folder / file_name(0), [group], [0])
@@ -173,7 +170,7 @@ def test_every_sequence_has_a_line_that_names_its_episode(written):
 
 def test_a_prompt_drawn_twice_has_ids_of_its_own(tmp_path):
     groups = make_step(0)[:1]
-    Recorder(tmp_path, save_tensors=True).record(1, [*groups, *groups])
+    Recorder(tmp_path, save_tensors=True).record(1, with_unique_ids([*groups, *groups]))
     ids = [line.id for line in read_rollouts(tmp_path / "rollouts.jsonl")]
     assert ids[4:] == ["p0#2/0", "p0#2/1/0", "p0#2/1/1", "p0#2/1"] and len(set(ids)) == 8
 

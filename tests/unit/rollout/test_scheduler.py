@@ -19,7 +19,7 @@ from megatron_rl.rollout.client.call import Call
 from megatron_rl.rollout.client.client import RolloutError
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.rollout.scheduler import num_prompts
-from megatron_rl.trainer.rollout_source import LiveRollouts
+from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
 from tests.fake_model import assert_fingerprints

@@ -39,8 +39,8 @@ from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client.counters import CallStats, RolloutCounters, drop_older
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.inference import SamplingStopped
-from megatron_rl.rollout.partial import PartialGroup
 from megatron_rl.rollout.scheduler import Scheduler, num_prompts
 
 PROMPTS = [Prompt(str(i), "", (i,), "") for i in range(2000)]
@@ -72,7 +72,7 @@ def config(mode: int):
     return load_config(None, [], sections)
 
 
-def sampled_more(group: PartialGroup, index: int, more: list[int], reason: str) -> None:
+def sampled_more(group: Group, index: int, more: list[int], reason: str) -> None:
     """A further token of response `index` for each version of `more`, the last one unless it is
     cut.
     """
@@ -128,7 +128,7 @@ class RandomServers:
         self.client = (
             SimpleNamespace(take_stats=CallStats, counters=RolloutCounters()) if leads else None
         )
-        self.pending: list[PartialGroup] | None = None
+        self.pending: list[Group] | None = None
         self.rng, self.lost, self.signal_after, self.offered, self.due = (
             random.Random(0),
             0,
@@ -136,7 +136,7 @@ class RandomServers:
             [],
             [],
         )
-        self.held: dict[tuple[PartialGroup, int], tuple[int, list[int]]] = {}
+        self.held: dict[tuple[Group, int], tuple[int, list[int]]] = {}
 
     def start(self, groups, *, keep, is_open, **settings) -> None:
         assert self.pending is None and (self.client is not None or not groups)
@@ -165,7 +165,7 @@ class RandomServers:
         self.pending = list(groups)
         self.find_due(oldest)
 
-    def ages(self, group: PartialGroup) -> list[int]:
+    def ages(self, group: Group) -> list[int]:
         """Of every response, and of the requests whose answers may have tokens of theirs."""
         found = [r.oldest_version for r in (*group.rollouts.values(), *group.prefixes.values())]
         return found + [sent for (asked, _), (sent, _) in self.held.items() if asked is group]
@@ -183,12 +183,12 @@ class RandomServers:
                 self.held.setdefault((group, index), (self.sampling_version, []))
             self.set_sent_to(group)
 
-    def set_sent_to(self, group: PartialGroup) -> None:
+    def set_sent_to(self, group: Group) -> None:
         group.sent_to = min(
             (sent for (asked, _), (sent, _) in self.held.items() if asked is group), default=None
         )
 
-    def answer(self, group: PartialGroup, index: int, reason: str) -> None:
+    def answer(self, group: Group, index: int, reason: str) -> None:
         """With what was sampled before, and a token of now."""
         _, versions = self.held.pop((group, index))
         sampled_more(group, index, [*versions, self.version], reason)
@@ -196,7 +196,7 @@ class RandomServers:
         drop_older([group], self.oldest, self.client.counters)
 
     @property
-    def started(self) -> list[PartialGroup]:
+    def started(self) -> list[Group]:
         return [group for group in self.pending if not group.is_complete][:CONCURRENCY]
 
     def wait(self, version: int, show: Callable[[], None], is_enough: Callable[[], bool]) -> None:
@@ -242,7 +242,7 @@ class RandomServers:
         for group, index in [*self.held]:
             self.cut_one(group, index)
 
-    def cut_one(self, group: PartialGroup, index: int) -> None:
+    def cut_one(self, group: Group, index: int) -> None:
         """Abort: a response is returned as it is, or it just became complete, or the answer is
         lost.
         """
@@ -346,7 +346,7 @@ class Runs(RuleBasedStateMachine):
         return {int(array[1]) - START for name, array in arrays if name.endswith(":tokens")}
 
     @property
-    def groups(self) -> list[PartialGroup]:
+    def groups(self) -> list[Group]:
         return [
             group for scheduler in self.ranks for group in (*scheduler.groups, *scheduler.restored)
         ]

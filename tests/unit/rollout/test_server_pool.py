@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.config import ConfigError
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.partial import PartialGroup
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.server import process as server_module
 from megatron_rl.rollout.server import server_pool as server_pool_module
 from megatron_rl.rollout.server.server_info import ServerError
@@ -138,7 +138,7 @@ def test_after_a_death_the_rest_of_a_step_sampled_ahead_comes_from_the_newer_wei
         one_rank_inference(cfg, SPEC, WEIGHTS.items, server_pool) as inference,
     ):
         inference.push(version=7)
-        groups = [PartialGroup(prompt, 2) for prompt in PROMPTS]
+        groups = [Group(prompt, 2) for prompt in PROMPTS]
         inference.start(groups, temperature=1.0, max_tokens=8, stop_token_ids=())
         assert wait_for(lambda: server_pool.log_path(0).read_text().count("generating") >= 4, 30)
         kill(server_pool, 0)

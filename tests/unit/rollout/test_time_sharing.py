@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_rl.config import RolloutConfig
 from megatron_rl.metrics.events import Events
 from megatron_rl.rollout.inference import Inference
-from megatron_rl.trainer.rollout_source import LiveRollouts
+from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.weights.sync.push import WeightPushError
 from tests.unit.weights.test_push_protocol import ControlServer, checkpoint, make_pusher, stream  # noqa: F401
 

@@ -19,7 +19,8 @@ from megatron_rl.records.sampling_mask import SamplingMask, check_mask
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.partial import PartialGroup, copied, find_groups, read_groups, write_groups
+from megatron_rl.rollout.group import Group
+from megatron_rl.rollout.group_files import copied, find_groups, read_groups, write_groups
 from tests.fake_server import VERSION, FakeServer, wait_for
 from tests.unit.rollout.test_endpoint import (
     CALL,
@@ -116,7 +117,7 @@ def test_a_chat_that_waits_for_its_tool_continues_with_its_turns_and_kept_sets(t
     agent = {"function": f"{__name__}:{name}"}
     if name == "a program":
         agent = {"command": (sys.executable, "-c", PROGRAM, str(calls), json.dumps(MULTIPLY))}
-    groups = [PartialGroup(PROMPT, 1)]
+    groups = [Group(PROMPT, 1)]
     with FakeServer("ok", source=chat_with_sets) as server:
         first = client_of(server, **agent)
         stop = threading.Thread(
@@ -168,7 +169,7 @@ async def fails_in_two_sequences(session, prompt):
 
 
 def test_a_dropped_episode_keeps_the_sets_of_all_its_sequences():
-    groups = [PartialGroup(PROMPT, 1), PartialGroup(replace(PROMPT, id="other"), 1)]
+    groups = [Group(PROMPT, 1), Group(replace(PROMPT, id="other"), 1)]
     with FakeServer("ok", source=chat_with_sets) as server:
         client = client_of(server, function=f"{__name__}:fails_in_two_sequences", on_error="drop")
         client.fill(groups, SAMPLING)
@@ -193,7 +194,7 @@ async def samples_side_by_side(session, prompt):
 def test_time_in_which_several_turns_are_sampled_counts_once():
     with FakeServer("ok", source=chat_with_sets) as server:
         client = client_of(server, function=f"{__name__}:samples_side_by_side")
-        client.fill([PartialGroup(PROMPT, 1)], SAMPLING)
+        client.fill([Group(PROMPT, 1)], SAMPLING)
     assert client.take_stats().environment_seconds[0] >= 0
 
 

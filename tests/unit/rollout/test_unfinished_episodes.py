@@ -21,7 +21,8 @@ from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.partial import PartialGroup, copied, find_groups, read_groups, write_groups
+from megatron_rl.rollout.group import Group
+from megatron_rl.rollout.group_files import copied, find_groups, read_groups, write_groups
 from tests.fake_model import TurnModel, assert_turn_fingerprints
 from tests.fake_server import SPEC, FakeServer, wait_for
 from tests.words import word_tokenizer
@@ -145,7 +146,7 @@ def test_an_interrupted_episode_loses_and_repeats_nothing(tmp_path, name, num_tu
     one.
     """
     model = TurnModel(version=3)
-    groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
+    groups = [Group(prompt, GROUP) for prompt in PROMPTS]
     with FakeServer(*["ok"] * answers, "slow", source=model) as server:
         client = client_of(server, name)
 
@@ -188,7 +189,7 @@ def test_an_episode_that_waits_for_a_tool_keeps_its_turns(tmp_path):
     resting.clear()
     waiting.clear()
     model = TurnModel(version=3)
-    groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
+    groups = [Group(prompt, GROUP) for prompt in PROMPTS]
     with FakeServer("ok", source=model) as server:
         client = client_of(server, "rests")
         started = time.monotonic()
@@ -206,7 +207,7 @@ def test_an_episode_that_waits_for_a_tool_keeps_its_turns(tmp_path):
 def test_an_episode_that_handles_its_end_is_cut_all_the_same():
     resting.clear()
     waiting.clear()
-    groups = [PartialGroup(PROMPTS[0], GROUP)]
+    groups = [Group(PROMPTS[0], GROUP)]
     with FakeServer("ok", source=TurnModel(version=3)) as server:
         interrupted(server, client_of(server, "stubborn"), groups, 3, lambda: len(waiting) == 2)
         assert not groups[0].rollouts and len(groups[0].prefixes) == 2
@@ -217,7 +218,7 @@ def test_what_an_environment_that_cannot_be_repeated_drops_is_counted(name, drop
     """`drifting` observes something else after its second turn; `greedy` asks for longer turns."""
     observed.clear()
     model = TurnModel(version=3)
-    groups = [PartialGroup(PROMPTS[0], 1)]
+    groups = [Group(PROMPTS[0], 1)]
     with FakeServer(*["ok"] * (turns - 1), "slow", source=model) as server:
         interrupted(
             server, client_of(server, name), groups, 3, lambda: len(server.requests) == turns
@@ -235,7 +236,7 @@ def test_what_an_environment_that_cannot_be_repeated_drops_is_counted(name, drop
 
 def test_restart_begins_again_and_counts_it():
     model = TurnModel(version=3)
-    groups = [PartialGroup(PROMPTS[0], GROUP)]
+    groups = [Group(PROMPTS[0], GROUP)]
     with FakeServer("ok", "ok", "slow", source=model) as server:
         client = client_of(server, "repeatable", resume="restart")
         interrupted(server, client, groups, 3, lambda: len(server.requests) == 4)
@@ -255,7 +256,7 @@ def test_restart_begins_again_and_counts_it():
 def test_groups_that_were_not_needed_continue_under_the_next_weights():
     """rollout.partial = resume with over-sampling: versions per token, nothing repeated."""
     model = TurnModel(version=3)
-    groups = [PartialGroup(prompt, GROUP) for prompt in PROMPTS]
+    groups = [Group(prompt, GROUP) for prompt in PROMPTS]
 
     class SlowServer(FakeServer):
         """Slow in the second turns of the last two prompts."""
@@ -279,7 +280,7 @@ def test_groups_that_were_not_needed_continue_under_the_next_weights():
 
 def test_turns_of_a_rollout_join_to_it_again():
     with FakeServer("ok", source=TurnModel(version=3)) as server:
-        (group,) = fill(client_of(server, "repeatable"), [PartialGroup(PROMPTS[0], 1)], 3)
+        (group,) = fill(client_of(server, "repeatable"), [Group(PROMPTS[0], 1)], 3)
     rollout = group.rollouts[0]
     joined = reduce(join_rollouts, turns_of(rollout))
     assert len([*turns_of(rollout)]) == 5 and joined.environment == rollout.environment
@@ -294,7 +295,7 @@ def test_turns_of_a_rollout_join_to_it_again():
 
 def test_a_recorded_turn_is_given_once_and_only_where_it_fits():
     with FakeServer("ok", source=TurnModel(version=3)) as server:
-        (group,) = fill(client_of(server, "repeatable"), [PartialGroup(PROMPTS[0], 1)], 3)
+        (group,) = fill(client_of(server, "repeatable"), [Group(PROMPTS[0], 1)], 3)
     rollout = replace(group.rollouts[0], finish_reason="abort")
     first = next(turns_of(rollout))
     for tokens, limit in (
@@ -344,7 +345,7 @@ def test_a_recorded_turn_continues_no_newer_sequence_of_equal_tokens():
     the next weights.
     """
     with FakeServer("ok", source=TurnModel(version=3)) as server:
-        (group,) = fill(client_of(server, "drifting"), [PartialGroup(PROMPTS[0], 1)], 3)
+        (group,) = fill(client_of(server, "drifting"), [Group(PROMPTS[0], 1)], 3)
     first, second = (
         turn.with_episode(turns=((len(turn.tokens), turn.finish_reason),))
         for turn in [*turns_of(group.rollouts[0])][:2]
@@ -355,7 +356,7 @@ def test_a_recorded_turn_continues_no_newer_sequence_of_equal_tokens():
         rollout_logprobs=first.rollout_logprobs - 0.1,
     )
     record = replace(newer, finish_reason="abort").after([join_rollouts(first, second)])
-    groups = [PartialGroup(PROMPTS[0], 1, prefixes={0: record.named("q0/0")})]
+    groups = [Group(PROMPTS[0], 1, prefixes={0: record.named("q0/0")})]
     model = TurnModel(version=4)
     with FakeServer("ok", source=model) as server:
         (group,) = fill(client_of(server, "twins"), groups, 4)
@@ -377,7 +378,7 @@ async def branching(session, prompt):
 @pytest.mark.parametrize("answers", [1, 2, 3])
 def test_an_episode_of_several_sequences_continues(tmp_path, answers):
     model = TurnModel(version=3)
-    groups = [PartialGroup(PROMPTS[0], 1)]
+    groups = [Group(PROMPTS[0], 1)]
     with FakeServer(*["ok"] * answers, "slow", source=model) as server:
         is_waiting = {1: 3, 2: 3, 3: 4}[answers]  # the second and third turn are asked for together
         interrupted(

@@ -19,7 +19,8 @@ from openai import APITimeoutError, AsyncOpenAI, BadRequestError
 
 from megatron_rl.rollout.agents import endpoint
 from megatron_rl.rollout.client import client as client_module
-from megatron_rl.rollout.partial import PartialGroup, copied, find_groups, read_groups, write_groups
+from megatron_rl.rollout.group import Group
+from megatron_rl.rollout.group_files import copied, find_groups, read_groups, write_groups
 from tests.fake_server import FakeServer, wait_for
 from tests.unit.rollout.test_endpoint import PROMPT, TOKENIZER, USER, chat_sample, sample, spans
 from tests.unit.rollout.test_unfinished_chats import SAMPLING
@@ -381,7 +382,7 @@ def test_an_interrupted_request_continues_with_the_choices_that_it_had(
     prompts, sampling = [PROMPT, replace(PROMPT, id="waits")], replace(SAMPLING, truncation=None)
     # all choices together have more tokens than this, each by itself has fewer
     agent = {"function": f"{__name__}:is_interrupted", "max_episode_tokens": 60}
-    groups = [PartialGroup(prompt, 1) for prompt in prompts]
+    groups = [Group(prompt, 1) for prompt in prompts]
     before = ["ok", "ok", "hang"] if gives_up else ["ok"]
     with FakeServer(*before, "ok", "ok", "ok", last, source=source) as server:
         first = resuming_client(server, **agent)

@@ -21,8 +21,8 @@ from megatron_rl.models.known import KNOWN
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.records.sampling_mask import SamplingMask
-from megatron_rl.rollout import recorder
-from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.saved import recorded_rollouts, rollout_tensors
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl_tools.check_rollouts import model_sizes
 from megatron_rl_tools.check_rollouts.check_rollouts import main
 from megatron_rl_tools.check_rollouts.digests import digest_of_episode, digest_of_routes
@@ -94,14 +94,14 @@ def test_both_readers_read_the_same_run(written):
         dumped.missing is not None for dumped in dumps
     )
     for (path, step), lines in records.items():
-        episodes = recorder.read_episodes(path)[step]
+        episodes = recorded_rollouts.read_episodes(path)[step]
         assert [vars(line) for line in lines] == [
             vars(line) for part in episodes.values() for line in part
         ]
-        tensors = recorder.read_tensors(written, step)
+        tensors = rollout_tensors.read_tensors(written, step)
         of_step = {dumped.record.id: dumped for dumped in dumps if dumped.record.step == step}
         for line in (line for part in episodes.values() for line in part):
-            rollout = recorder.to_rollout(
+            rollout = recorded_rollouts.to_rollout(
                 line, lambda kind, of=tensors, at=line.id: of.get(f"{at}:{kind}")
             )
             dumped = of_step[line.id]
@@ -216,7 +216,7 @@ def test_a_line_has_the_fields_that_the_trainer_writes():
             (part.name, part.default, part.default_factory is MISSING) for part in fields(record)
         ]
 
-    assert described(RecordedRollout) == described(recorder.RecordedRollout)
+    assert described(RecordedRollout) == described(recorded_rollouts.RecordedRollout)
     complete = with_missing(with_sets(make_tree("x"), np.random.default_rng(0)))
     complete = replace(
         complete, environment=((4, 5),), sampling_mask=complete.sampling_mask.part(0, 5)
@@ -250,7 +250,7 @@ def test_both_refuse_the_same_lines_in_the_same_words(wrong, tmp_path):
         "".join(json.dumps(LINE | part) + "\n" for part in ({"policy_version": 0}, wrong))
     )
     errors = []
-    for read in (read_steps, recorder.read_episodes):
+    for read in (read_steps, recorded_rollouts.read_episodes):
         with pytest.raises(ValueError, match=r"rollouts\.jsonl:2: not a rollout record") as caught:
             read(path)
         errors.append(str(caught.value))
@@ -274,7 +274,7 @@ def test_both_keep_the_last_of_an_episode_and_leave_out_a_cut_one(tmp_path):
         for number, (name, episode) in enumerate(names)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    expected = [line for part in recorder.read_episodes(path)[1].values() for line in part]
+    expected = [line for part in recorded_rollouts.read_episodes(path)[1].values() for line in part]
     assert [vars(line) for line in read_steps(path)[1]] == [vars(line) for line in expected]
     assert [line.policy_versions[0][0] for line in expected] == [3, 4, 5, 6]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.records import Prompt, RolloutGroup
-from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run
 from megatron_rl_tools.verify_replay.episodes import break_episode
 from megatron_rl_tools.verify_replay.fingerprints import Shape, make_given

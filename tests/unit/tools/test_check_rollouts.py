@@ -36,7 +36,7 @@ def make_dump(checkpoint, folder):
     from megatron_rl.batch.split import make_mini_batch
     from megatron_rl.metrics.reduce import MetricSums
     from megatron_rl.records import Prompt, Rollout, RolloutGroup
-    from megatron_rl.rollout.recorder import Recorder
+    from megatron_rl.rollout.saved.rollout_recorder import Recorder
     from tests.dist.engines import make_engine
 
     dist.init_process_group("gloo")

@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import save_file
 
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.recorder import Recorder
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl_tools.explain_mismatch import evidence as ev
 from megatron_rl_tools.explain_mismatch import history, weights
 from megatron_rl_tools.explain_mismatch.evidence import Evidence

@@ -16,7 +16,7 @@ from safetensors.torch import save_file as save_torch
 
 from megatron_rl.config import load_config
 from megatron_rl.records import Prompt, Rollout, RolloutGroup, routes_digest
-from megatron_rl.rollout.recorder import GroupChoice, Recorder
+from megatron_rl.rollout.saved.rollout_recorder import GroupChoice, Recorder
 from megatron_rl_tools.explain_mismatch import explain_mismatch, history, weights
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.explain_mismatch import main
@@ -39,7 +39,7 @@ def save_halves(
     keys: list[str],
     name: str = "trained",
 ):
-    """The trainer's half, as trainer/token_files.py writes it."""
+    """The trainer's half, as trainer/recording/token_files.py writes it."""
     tensors = {}
     for key, half in zip(keys, halves, strict=True):
         tensors |= {

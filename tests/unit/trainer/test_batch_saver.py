@@ -14,8 +14,8 @@ from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.config import load_config
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.trainer import batch_saver
-from megatron_rl.trainer.batch_saver import BatchSaver
+from megatron_rl.trainer.recording import batch_saver
+from megatron_rl.trainer.recording.batch_saver import BatchSaver
 from tests.unit.trainer.test_events_of_a_step import events_of
 
 

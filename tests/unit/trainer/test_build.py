@@ -77,7 +77,7 @@ def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(mon
     from megatron_rl.models.known import KNOWN
     from megatron_rl.plan.hardware import HARDWARE
     from megatron_rl.plan.refusals import Machine
-    from megatron_rl.trainer import build
+    from megatron_rl.trainer import build, services
 
     sections = {"model": {"path": "x"}, "data": {"train": "x"}, "run": {"dir": str(tmp_path)}}
     rank_0 = SimpleNamespace(
@@ -94,7 +94,7 @@ def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(mon
     monkeypatch.setattr(build, "provider_spec", lambda model, device: spec)
     monkeypatch.setattr(build, "this_machine", lambda parallel: Machine(HARDWARE["h100"], 4, 8))
     monkeypatch.setattr(build, "make_parallel", lambda *args, **rest: rank_0)
-    monkeypatch.setattr(build, "make_watchdog", lambda *args: MagicMock())
+    monkeypatch.setattr(services, "make_watchdog", lambda *args: MagicMock())
     monkeypatch.setattr(
         build, "Engine", MagicMock(side_effect=InterruptedError("the model is loaded"))
     )
@@ -143,9 +143,10 @@ def test_servers_and_sampling_are_awaited_on_the_host_group(monkeypatch):
     monkeypatch.setattr(build, "from_rank_0", from_rank_0)
     monkeypatch.setattr(build, "make_pusher", lambda *_: None)
     cfg = load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}})
-    engine, console = SimpleNamespace(spec=None, export_parts=iter), SimpleNamespace(log=print)
+    engine = SimpleNamespace(parallel=parallel, spec=None, export_parts=iter)
+    services = SimpleNamespace(console=SimpleNamespace(log=print))
     with ExitStack() as stack:
-        inference, _ = build.make_inference(cfg, parallel, engine, None, stack, console, None)
+        inference, _ = build.make_inference(cfg, services, engine, None, stack)
     assert inference.group is host and groups == [host]
 
 
@@ -157,7 +158,9 @@ def test_client_and_weight_sync_of_a_run_name_its_versions_alike(monkeypatch):
 
     given = {}
     monkeypatch.setattr(
-        build, "RolloutClient", lambda *_, **settings: given.update(client=settings["run"])
+        build,
+        "RolloutClient",
+        lambda *_, **settings: given.update(client=settings["run"]) or SimpleNamespace(),
     )
     monkeypatch.setattr(build, "RewardPool", lambda *_, **settings: ExitStack())
     monkeypatch.setattr(build, "make_runner", lambda *_: None)
@@ -170,12 +173,11 @@ def test_client_and_weight_sync_of_a_run_name_its_versions_alike(monkeypatch):
     cfg = load_config(None, [], {"model": {"path": "x"}, "data": {"train": "x"}})
     found = build.FoundServers(("http://127.0.0.1:1",), "bfloat16", {}, "5f0c9a1e")
     parallel = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=1)
-    spec, recording = (
-        SimpleNamespace(vocab_size=8, max_positions=256),
-        SimpleNamespace(recorder=lambda *_: None),
-    )
+    spec = SimpleNamespace(vocab_size=8, max_positions=256)
+    recording = SimpleNamespace(recorder=lambda *_: None)
+    services = SimpleNamespace(recording=recording, trace=None)
     with ExitStack() as stack:
-        build.make_leader(cfg, parallel, spec, None, found, stack, recording)
+        build.make_leader(cfg, parallel, spec, None, found, stack, services)
         build.make_pusher(cfg, parallel, found, None, stack)
         stack.pop_all()
     assert given == {"client": "5f0c9a1e", "pusher": "5f0c9a1e"}

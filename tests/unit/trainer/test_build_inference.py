@@ -133,16 +133,18 @@ def test_servers_of_a_run_have_its_settings_and_the_time_that_their_device_needs
 @pytest.mark.parametrize("missing", ["error", "drop_sample"])
 def test_a_leader_samples_scores_and_records_as_configured(monkeypatch, calls, missing):
     cfg = config(replay={"on_missing_route": missing}, api_key_env="KEY_OF_THE_SERVERS")
-    monkeypatch.setattr(build, "RolloutClient", calls.note("client", "the client"))
+    monkeypatch.setattr(build, "RolloutClient", calls.note("client", SimpleNamespace))
     monkeypatch.setattr(build, "make_runner", calls.note("runner", "episodes"))
     pool = ExitStack()
     pool.callback(calls.note("closed"))
     monkeypatch.setattr(build, "RewardPool", calls.note("rewards", lambda: pool))
     recording, parallel = Recorded(calls, "recording", recorder="the recorder"), job()
+    services = SimpleNamespace(recording=recording, trace="trace")
     with ExitStack() as stack:
-        leader = build.make_leader(cfg, parallel, SPEC, "tokenizer", FOUND, stack, recording)
+        leader = build.make_leader(cfg, parallel, SPEC, "tokenizer", FOUND, stack, services)
         assert "closed" not in calls.names
-    assert (leader.client, leader.rewards, leader.recorder) == ("the client", pool, "the recorder")
+    assert leader.rewards is pool and leader.recorder == "the recorder"
+    assert leader.client.trace == pool.trace == "trace"
     settings = dict(
         spec=SPEC,
         want_routes=True,
@@ -267,10 +269,9 @@ def asked(monkeypatch, calls):
     def make(cfg, parallel):
         calls.clear()
         with ExitStack() as stack:
-            console = SimpleNamespace(log=print)
-            made = build.make_inference(
-                cfg, parallel, engine, "tokenizer", stack, console, "recording"
-            )
+            engine.parallel = parallel
+            services = SimpleNamespace(console=SimpleNamespace(log=print))
+            made = build.make_inference(cfg, services, engine, "tokenizer", stack)
             assert calls.names[-1] == "release"
         assert calls.names[-1] == "stop"
         return made

@@ -13,8 +13,8 @@ from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.config import load_config
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.trainer import batch_saver
-from megatron_rl.trainer.rollout_source import LiveRollouts
+from megatron_rl.trainer.live_rollouts import LiveRollouts
+from megatron_rl.trainer.recording import batch_saver
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
 

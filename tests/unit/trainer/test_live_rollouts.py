@@ -23,8 +23,8 @@ from megatron_rl.rollout.client.counters import CallStats
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.rollout.missing_routes import MissingRouteCounts
 from megatron_rl.rollout.scheduler import Sampled
-from megatron_rl.trainer import rollout_source
-from megatron_rl.trainer.rollout_source import LiveRollouts
+from megatron_rl.trainer import live_rollouts
+from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
 from tests.unit.batch.rollouts import make_rollout
 from tests.unit.trainer.recorded import Calls
@@ -216,8 +216,8 @@ def test_a_start_sends_the_weights_and_checks_parity_without_the_servers_memory(
         )
         return SimpleNamespace(line=lambda limits: f"line {limits}", check=calls.note("check"))
 
-    monkeypatch.setattr(rollout_source, "compare", compare)
-    monkeypatch.setattr(rollout_source, "parity_limits", lambda cfg, dtype: f"limits of {dtype}")
+    monkeypatch.setattr(live_rollouts, "compare", compare)
+    monkeypatch.setattr(live_rollouts, "parity_limits", lambda cfg, dtype: f"limits of {dtype}")
     stages = []
     source.meter.watchdog = SimpleNamespace(enter=lambda stage, step: stages.append(stage))
     source.start(0)
@@ -225,7 +225,7 @@ def test_a_start_sends_the_weights_and_checks_parity_without_the_servers_memory(
     assert calls.names == ["prepare_sync", "push", "generate", "release", "compare", "log", "check"]
     assert calls.pop(0) and calls[0][1] == (3,)
     assert calls[1][1:] == (
-        ([f"p{n}" for n in range(8)], rollout_source.SAMPLES_PER_PROMPT),
+        ([f"p{n}" for n in range(8)], live_rollouts.SAMPLES_PER_PROMPT),
         {"temperature": 0.7, "max_tokens": min(64, max_tokens), "stop_token_ids": [1],
         "id_prefix": "parity/",
          "single_turn": True},
@@ -334,7 +334,7 @@ def test_the_leader_alone_has_groups_and_every_rank_its_replicas_prompts(
     live, monkeypatch, is_leader
 ):
     source, calls = live()
-    monkeypatch.setattr(rollout_source, "share_groups", calls.note("share", ["shared"]))
+    monkeypatch.setattr(live_rollouts, "share_groups", calls.note("share", ["shared"]))
     source.leader = source.leader if is_leader else None
     source.parallel.dp_rank, source.parallel.dp_size, source.parallel.replica_leader = 1, 2, 2
     assert source.share(["a group"], ["a", "b", "c", "d"]) == ["shared"]
@@ -380,7 +380,7 @@ def test_an_evaluation_has_its_own_samples_and_no_training_rewards(live, monkeyp
         assert (dp_rank, dp_size, device) == (0, 1, CPU)
         return {"eval/a/avg@3": float(sum(group.rewards.sum() for group in sample(sets["a"])))}
 
-    monkeypatch.setattr(rollout_source, "evaluate", evaluate)
+    monkeypatch.setattr(live_rollouts, "evaluate", evaluate)
     source.inference.is_serving = False
     stages = []
     source.meter.watchdog = SimpleNamespace(enter=lambda stage, step: stages.append(stage))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.manifest import read_manifest
 from megatron_rl.config import load_config
-from megatron_rl.rollout.saved import SavedSteps
+from megatron_rl.rollout.saved.saved_steps import SavedSteps
 from megatron_rl.trainer import reporter
 from tests.dist.test_resume import (
     RUN,

@@ -11,9 +11,9 @@ import pytest
 from megatron_rl.config import load_config
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.file_writer import FileWriter
-from megatron_rl.rollout.recorder import GroupChoice
-from megatron_rl.trainer import recording as module
-from megatron_rl.trainer.recording import Recording, start_recording
+from megatron_rl.rollout.saved.rollout_recorder import GroupChoice
+from megatron_rl.trainer.recording import events_and_files as module
+from megatron_rl.trainer.recording.events_and_files import Recording, start_recording
 from tests.unit.trainer.recorded import Calls
 from tests.unit.trainer.test_events_of_a_step import events_of
 

@@ -25,8 +25,19 @@ def trainer_of(first_step, evaluated, *, is_cut=False):
         evaluation=lambda step, version, metrics: done.append(step), progress=dict
     )
     recording = SimpleNamespace(events=Events())
-    parts = (cfg, None, None, rollouts, policy, StepMeter(), reporter, None, None, recording, None)
-    return Trainer(*parts, first_step, evaluated), done
+    unused = dict.fromkeys(("parallel", "engine", "saver", "tokens", "step_trace"))
+    trainer = Trainer(
+        cfg=cfg,
+        rollouts=rollouts,
+        checkpoint_policy=policy,
+        meter=StepMeter(),
+        reporter=reporter,
+        recording=recording,
+        first_step=first_step,
+        evaluated=evaluated,
+        **unused,
+    )
+    return trainer, done
 
 
 def restored(progress, step):

@@ -14,14 +14,16 @@ from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.records.sampling_mask import SamplingMask
 from megatron_rl.rollout.client.counters import CallStats
-from megatron_rl.rollout.missing_routes import MissingRouteCounts
+from megatron_rl.rollout.missing_routes import (
+    MissingRouteCounts,
+    MissingRoutes,
+    add_missing_rows,
+)
 from megatron_rl.trainer import rollout_metrics
-from megatron_rl.trainer.missing_routes import MissingRoutes
 from megatron_rl.trainer.rollout_metrics import (
     count_call,
     count_discarded,
     count_groups,
-    count_missing_rows,
     count_step,
     derived,
     peak_memory_gib,
@@ -48,8 +50,8 @@ def groups():
         return replace(
             rollout, policy_versions=np.resize(np.array(versions, np.int32), size),
             sampling_mask=mask, finish_reason=reason,
-            reward_metrics={"format": size / 10}, metrics={"calls": float(size)},
-        )  # fmt: skip
+            reward_metrics={"format": size / 10},
+        ).with_episode(metrics={"calls": float(size)})  # fmt: skip
 
     def with_answer(rollout):
         """Two of its tokens are an environment's."""
@@ -59,7 +61,8 @@ def groups():
             rollout, environment=((4, 6),), sampling_mask=None, routes_digest=None, **changed
         )
 
-    tree = replace(make_tree("b/1"), metrics={"calls": 0.5}, reward_metrics={"format": 0.25})
+    tree = replace(make_tree("b/1"), reward_metrics={"format": 0.25})
+    tree = tree.with_episode(metrics={"calls": 0.5})
     first = (with_answer(response("a/0", 6, 1, [7])), response("a/1", 6, 2, [5, 6], "length"))
     second = (response("b/0", 9, 3, [6, 7, 3]), tree)
     prompt = Prompt("a", "", (1,), "")
@@ -179,7 +182,7 @@ def test_missing_rows_of_all_draws():
             prompt_rows=12,
             dropped=2,
         )
-        count_missing_rows(sums, counts)
+        add_missing_rows(sums, counts)
     assert reduced(sums) == {
         "replay/missing_rows_total": 8,
         "replay/dropped_samples_total": 4,
@@ -248,6 +251,6 @@ def test_without_replay_no_route_is_missing():
             "replay": {"mode": "none", "measure": False},
         },
     )
-    missing = MissingRoutes(cfg, SimpleNamespace(sums=MetricSums()))
-    missing.check([], MissingRouteCounts(missing_response_rows=3, response_rows=9))
-    assert reduced(missing.meter.sums) == {} and missing.counts == MissingRouteCounts()
+    missing, sums = MissingRoutes(cfg), MetricSums()
+    missing.check(sums, [], MissingRouteCounts(missing_response_rows=3, response_rows=9))
+    assert reduced(sums) == {} and missing.counts == MissingRouteCounts()

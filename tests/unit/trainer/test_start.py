@@ -21,8 +21,8 @@ from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.launch.watchdog import WatchSettings
 from megatron_rl.plan.hardware import HARDWARE
 from megatron_rl.records import Prompt
-from megatron_rl.trainer import build
-from megatron_rl.trainer.rollout_source import LiveRollouts
+from megatron_rl.trainer import build, services
+from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.saved_rollouts import SavedRollouts
 from tests.unit.trainer.recorded import Calls, Recorded
 
@@ -44,15 +44,11 @@ def config(folder, **sections):
     )
 
 
-class Live(SimpleNamespace):
-    """In place of LiveRollouts."""
-
-
 @pytest.fixture
 def start(monkeypatch, tmp_path):
     """start(rank, **settings): (what the trainer is made of, the calls, the parts)."""
 
-    def run(rank=0, *, device="cpu", rollouts=None, leader=True, fields=(), **sections):
+    def run(rank=0, *, device="cpu", rollouts=None, fields=(), **sections):
         calls = Calls()
 
         @contextmanager
@@ -66,49 +62,55 @@ def start(monkeypatch, tmp_path):
 
         parallel = SimpleNamespace(rank=rank, device=torch.device(device), dp_size=3)
         status, watchdog = SimpleNamespace(urls=tuple), Recorded(calls, "watchdog")
-        inference = SimpleNamespace(waiting_for="waiting", urls=["http://a:1"])
-        source = (Live if rollouts is None else SimpleNamespace)(
-            inference=inference, release_memory="release", start=calls.note("source.start"),
-            leader=SimpleNamespace(client=SimpleNamespace(),
-            rewards=SimpleNamespace()) if leader else None,
-        )  # fmt: skip
+        source = SimpleNamespace(release_memory="release", start=calls.note("source.start"))
         recording = SimpleNamespace(files="files", events="events")
         recording.run = lambda first, meter: entered(f"recording after {first}, {meter.step}")
         step_trace = SimpleNamespace(trace="trace")
         cfg = config(tmp_path, **sections)
         cfg = cfg.model_copy(update={"megatron": SimpleNamespace(fields=fields)})
         lines = Recorded(calls, "lines")
+        console = SimpleNamespace(
+            log=lambda line: calls.append(("log", (line,), {})), progress="progress"
+        )
         parts = {
-            "quiet_libraries": None, "LogLines": lines, "join_job": parallel, "check_start": None,
+            "quiet_libraries": None,
+            "LogLines": lines,
+            "join_job": parallel,
+            "check_start": None,
             "start_recording": recording,
-            "read_inputs": SimpleNamespace(lines=["an input"]), "Console": SimpleNamespace(
-                log=lambda line: calls.append(("log", (line,), {})), progress="progress"),
-            "Engine": SimpleNamespace(core_config="core"), "compatibility_line": "compatible",
+            "read_inputs": SimpleNamespace(lines=["an input"]),
+            "Console": console,
+            "Engine": SimpleNamespace(core_config="core"),
+            "compatibility_line": "compatible",
             "make_source": source,
-            "Checkpointer": "checkpointer", "CheckpointPolicy": "policy", "resume": (FIRST_STEP,
-            EVALUATED, IDS),
-            "make_sinks": "sinks", "forget_steps": None, "Reporter": "reporter",
+            "Checkpointer": "checkpointer",
+            "CheckpointPolicy": "policy",
+            "resume": build.StartPoint(FIRST_STEP, EVALUATED, IDS),
+            "make_sinks": "sinks",
+            "forget_steps": None,
+            "Reporter": "reporter",
             "BatchSaver": "saver",
-            "TokenRecorder": "tokens", "untested": list(fields),
-        }  # fmt: skip
+            "TokenRecorder": "tokens",
+            "untested": list(fields),
+        }
         for name, part in parts.items():
-            monkeypatch.setattr(build, name, makes(name, part))
-        monkeypatch.setattr(build, "LiveRollouts", Live)
+            is_service = name in ("start_recording", "Console")
+            monkeypatch.setattr(services if is_service else build, name, makes(name, part))
         monkeypatch.setattr(build.nccl, "user_settings", lambda environ: ["a setting of NCCL"])
         monkeypatch.setattr(
-            build,
+            services,
             "make_status",
             lambda cfg: calls.append(("make_status", (cfg,), {})) or entered("status", status),
         )
         monkeypatch.setattr(
-            build,
+            services,
             "make_watchdog",
             lambda *args: (
                 calls.append(("make_watchdog", args, {})) or entered("watchdog", watchdog)
             ),
         )
         monkeypatch.setattr(
-            build,
+            services,
             "StepTrace",
             lambda *args: calls.append(("StepTrace", args, {})) or entered("trace", step_trace),
         )
@@ -116,7 +118,7 @@ def start(monkeypatch, tmp_path):
             build, "postpone_full_collections", makes("postpone", calls.note("collect again"))
         )
         monkeypatch.setattr(
-            build, "Trainer", lambda *parts: calls.append(("yielded", (), {})) or parts
+            build, "Trainer", lambda **parts: calls.append(("yielded", (), {})) or parts
         )
         with build.start_trainer(cfg, rollouts) as made:
             pass
@@ -135,9 +137,9 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
     "lines.catch_warnings")] == [
         "quiet_libraries", "read_inputs", "join_job", "make_status", "enter status",
         "make_watchdog", "enter watchdog",
-        "check_start", "Console", "start_recording", "watchdog.enter", "Engine",
-        "compatibility_line", "untested", "StepTrace",
-        "enter trace", "make_source", "watchdog.enter", "Checkpointer", "CheckpointPolicy",
+        "start_recording", "StepTrace", "enter trace", "Console", "check_start",
+        "watchdog.enter", "Engine", "compatibility_line", "untested",
+        "make_source", "watchdog.enter", "Checkpointer", "CheckpointPolicy",
         "resume", "make_sinks",
         "forget_steps", "Reporter", f"enter recording after {FIRST_STEP}, {FIRST_STEP - 1}",
         "source.start", "postpone",
@@ -145,7 +147,7 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
         f"leave recording after {FIRST_STEP}, {FIRST_STEP - 1}",
         "leave trace", "leave watchdog", "leave status",
     ]  # fmt: skip
-    cfg, parallel, meter = parts.cfg, parts.parallel, made[5]
+    cfg, parallel, meter = parts.cfg, parts.parallel, made["meter"]
     assert calls.named("LogLines") == [((cfg.run.log_format, ("KEY_OF_THE_SERVERS",)), {})]
     assert "lines.catch_warnings" in calls.names
     assert calls.named("read_inputs") == [((cfg,), {"is_live": True})]
@@ -167,32 +169,45 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
     assert calls.named("Reporter") == [((cfg, console, "sinks", parts.status), {})]
     assert calls.named("source.start") == [((FIRST_STEP,), {})]
     assert calls.named("BatchSaver") == [((cfg, parts.Engine, console.log, "events"), {})]
-    assert made == (
-        cfg, parallel, parts.Engine, parts.make_source, "policy", meter, "reporter", "saver",
-        "tokens", parts.start_recording,
-        made[10], FIRST_STEP, EVALUATED,
+    step_trace = made["step_trace"]
+    assert made == dict(
+        cfg=cfg, parallel=parallel, engine=parts.Engine, rollouts=parts.make_source,
+        checkpoint_policy="policy", meter=meter, reporter="reporter", saver="saver",
+        tokens="tokens", recording=parts.start_recording, step_trace=step_trace,
+        first_step=FIRST_STEP, evaluated=EVALUATED,
     )  # fmt: skip
-    assert (meter.trace, made[10].trace) == ("trace", "trace") and meter.watchdog is parts.watchdog
-    assert parts.watchdog.waiting_for == "waiting" and parts.status.urls() == ["http://a:1"]
-    leader = parts.make_source.leader
-    assert leader.client.trace == leader.rewards.trace == "trace"
+    assert (meter.trace, step_trace.trace) == ("trace", "trace")
+    assert meter.watchdog is parts.watchdog
+    ((source_cfg, shared, inputs, engine, _, rollouts), _), *_ = calls.named("make_source")
+    assert (source_cfg, inputs, engine, rollouts) == (cfg, parts.read_inputs, parts.Engine, None)
+    assert shared == services.RunServices(
+        parts.status, parts.watchdog, console, parts.start_recording, step_trace, meter
+    )
 
 
 def test_only_rank_0_writes(start):
-    _, calls, parts = start(1, leader=False)
+    _, calls, _ = start(1)
     assert not {"make_status", "make_sinks", "forget_steps"} & set(calls.names)
     assert calls.named("Console")[0][1]["enabled"] is False
-    assert calls.named("make_watchdog")[0][0][3] is None and parts.status.urls is tuple
+    assert calls.named("make_watchdog")[0][0][3] is None
     assert calls.named("Reporter")[0][0][2:] == (None, None)
-    assert parts.watchdog.waiting_for == "waiting", "every rank may wait for servers"
 
 
 def test_a_run_from_saved_rollouts_has_no_servers(start):
-    _, calls, parts = start(rollouts=Path("saved"))
+    _, calls, _ = start(rollouts=Path("saved"))
     assert calls.named("read_inputs")[0][1] == {"is_live": False}
     assert calls.named("check_start")[0][1] == {"has_servers": False}
     assert calls.named("make_source")[0][0][-1] == Path("saved")
-    assert parts.status.urls is tuple and "waiting_for" not in vars(parts.watchdog)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_watchdog_and_status_json_name_the_servers(rank):
+    status = None if rank else SimpleNamespace(urls=tuple)
+    watchdog, inference = SimpleNamespace(), SimpleNamespace(waiting_for="waiting", urls=["a"])
+    services.RunServices(status, watchdog, None, None, None, None).watch(inference)
+    assert watchdog.waiting_for == "waiting", "every rank may wait for servers"
+    inference.urls = ["b"]
+    assert status is None or status.urls() == ["b"], "a push may replace servers"
 
 
 def test_what_is_set_on_gpus_and_what_was_never_tested_is_logged(start):
@@ -295,7 +310,9 @@ def test_rollouts_come_from_servers_or_from_a_run(monkeypatch, tmp_path, save_te
     engine, meter = SimpleNamespace(parallel=parallel, spec="spec"), Recorded(calls, "meter")
     inputs = build.Inputs("tokenizer", "prompts", {"heldout": PROMPTS}, [])
     recording = SimpleNamespace(events="events", recorder=calls.note("recorder", "the recorder"))
-    arguments = (cfg, inputs, engine, meter, "console", recording, "stack")
+    shared = Recorded(calls, "services")
+    shared.meter, shared.console, shared.recording = meter, "console", recording
+    arguments = (cfg, shared, inputs, engine, "stack")
     saved = build.make_source(*arguments, Path("saved"))
     recorder = "the recorder" if save_tensors else None
     assert saved == SavedRollouts(
@@ -311,10 +328,10 @@ def test_rollouts_come_from_servers_or_from_a_run(monkeypatch, tmp_path, save_te
         meter, "console", 0,
         "events",
     )  # fmt: skip
-    asked = (cfg, parallel, engine, "tokenizer", "stack", "console", recording)
     assert calls == [
         ("meter.enter", ("starting or finding servers",), {}),
-        ("inference", asked, {}),
+        ("inference", (cfg, shared, engine, "tokenizer", "stack"), {}),
+        ("services.watch", ("inference",), {}),
     ]
 
 
@@ -368,15 +385,15 @@ def test_a_run_tells_of_its_state_and_its_stalls(monkeypatch, tmp_path):
         ),
     )
     monkeypatch.setattr(
-        build, "StatusWriter", calls.note("status", lambda: Recorded(calls, "made"))
+        services, "StatusWriter", calls.note("status", lambda: Recorded(calls, "made"))
     )
-    status = build.make_status(cfg)
+    status = services.make_status(cfg)
     settings = dict(api_key_env="KEY_OF_THE_SERVERS", stopped=(StoppedBySignal,))
     assert calls == [("status", (cfg.run_dir, 6), settings)]
     parallel = SimpleNamespace(store=lambda: "store", rank=1, world_size=2)
-    monkeypatch.setattr(build, "Watchdog", calls.note("dog", lambda: SimpleNamespace()))
-    assert vars(build.make_watchdog(cfg, parallel, "lines")) == {}
-    watchdog = build.make_watchdog(cfg, parallel, "lines", status)
+    monkeypatch.setattr(services, "Watchdog", calls.note("dog", lambda: SimpleNamespace()))
+    assert vars(services.make_watchdog(cfg, parallel, "lines")) == {}
+    watchdog = services.make_watchdog(cfg, parallel, "lines", status)
     settings = WatchSettings(cfg.stage_seconds, 77.0, cfg.run_dir, agreed=(StoppedBySignal,))
     assert calls.named("dog") == [(("store", 1, 2, settings), {"lines": "lines"})] * 2
     watchdog.on_heartbeats("beats")

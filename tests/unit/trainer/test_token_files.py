@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.records import Prompt, RolloutGroup, Sample
-from megatron_rl.rollout.recorder import Recorder
-from megatron_rl.trainer.token_files import Flag, SequenceTokens, Table, TokenFiles
+from megatron_rl.rollout.saved.rollout_recorder import Recorder
+from megatron_rl.trainer.recording.token_files import Flag, SequenceTokens, Table, TokenFiles
 from tests.unit.batch.rollouts import make_rollout
 
 L, K = 10, 2  # 10 layers: the flips of a row take two bytes

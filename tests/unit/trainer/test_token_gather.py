@@ -15,9 +15,9 @@ from megatron_rl.batch.pack import pack
 from megatron_rl.config import load_config
 from megatron_rl.records import Sample
 from megatron_rl.replay.layout import RankLayout, indices
-from megatron_rl.trainer import token_recorder
-from megatron_rl.trainer.token_files import Table
-from megatron_rl.trainer.token_recorder import Part, TokenRecorder
+from megatron_rl.trainer.recording import token_recorder
+from megatron_rl.trainer.recording.token_files import Table
+from megatron_rl.trainer.recording.token_recorder import Part, TokenRecorder
 from tests.unit.batch.rollouts import make_rollout
 from tests.unit.trainer.recorded import Calls, Recorded
 

@@ -12,7 +12,7 @@ from megatron_rl.engine.pass_results import UpdateTokens
 from megatron_rl.loss import PolicyLoss
 from megatron_rl.records import Sample
 from megatron_rl.replay.layout import RankLayout
-from megatron_rl.trainer.token_recorder import Part
+from megatron_rl.trainer.recording.token_recorder import Part
 from tests.unit.batch.rollouts import make_rollout
 from tests.unit.replay.test_no_sync import DEVICES
 

@@ -67,13 +67,22 @@ def made(tmp_path):
             enter=lambda stage, step: calls.append(("enter", (stage, step), {}))
         )
         trainer = Trainer(
-            cfg, SimpleNamespace(rank=0, world_size=1, dp_group="dp", device=torch.device("cpu")),
-            engine, rollouts,
-            Recorded(calls, "policy", add_previous_totals={"a_total": 1.0}), StepMeter(watchdog,
-            step_trace.trace),
-            reporter, saver, tokens, SimpleNamespace(files=files, events=Recorded(calls, "events")),
-            step_trace, 2, 2,
-        )  # fmt: skip
+            cfg=cfg,
+            parallel=SimpleNamespace(
+                rank=0, world_size=1, dp_group="dp", device=torch.device("cpu")
+            ),
+            engine=engine,
+            rollouts=rollouts,
+            checkpoint_policy=Recorded(calls, "policy", add_previous_totals={"a_total": 1.0}),
+            meter=StepMeter(watchdog, step_trace.trace),
+            reporter=reporter,
+            saver=saver,
+            tokens=tokens,
+            recording=SimpleNamespace(files=files, events=Recorded(calls, "events")),
+            step_trace=step_trace,
+            first_step=2,
+            evaluated=2,
+        )
         return trainer, calls
 
     yield make
@@ -129,9 +138,7 @@ def test_a_signal_ends_sampling_and_saves_what_was_sampled(made):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_mini_batches_are_of_penalised_groups_with_advantages_and_unique_ids(
-    made, monkeypatch, max_staleness
-):
+def test_mini_batches_are_of_penalised_groups_with_advantages(made, monkeypatch, max_staleness):
     trainer, calls = made(rollout={"max_staleness": max_staleness})
     cfg = trainer.cfg
 
@@ -141,12 +148,11 @@ def test_mini_batches_are_of_penalised_groups_with_advantages_and_unique_ids(
 
     monkeypatch.setattr(module, "with_penalties", lambda groups, cfg: [*groups, "penalties"])
     monkeypatch.setattr(module, "with_advantages", advantages)
-    monkeypatch.setattr(module, "with_unique_ids", lambda groups: [*groups, "ids"])
     monkeypatch.setattr(module, "split", calls.note("split", [BATCH]))
-    groups = ["group", "penalties", "advantages", "ids"]
+    groups = ["group", "penalties", "advantages"]
     assert trainer.make_batches(["group"], 4) == [BATCH]
     settings = dict(
-        seed=4, rule="rule", dp_group="dp", save_tokens="those of 4 in step 5",
+        seed=4, rule="rule", dp_group="dp", save_tokens="those of 3 in step 5",
         policy_version=VERSION if max_staleness else None,
     )  # fmt: skip
     assert calls == [

@@ -21,11 +21,10 @@ from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.counters import RolloutCounters
-from megatron_rl.rollout.missing_routes import MissingRouteCounts
+from megatron_rl.rollout.missing_routes import MissingRouteCounts, add_missing_rows
 from megatron_rl.rollout.scoring import score_groups
+from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.reporter import Reporter
-from megatron_rl.trainer.rollout_metrics import count_missing_rows
-from megatron_rl.trainer.rollout_source import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl_viewer.run_folder import Run
@@ -188,7 +187,7 @@ def test_every_total_counts_as_the_table_says(cfg):
         live.inference.restarts = trainer.recording.files.failed = trainer.saver.unsaved = 3
         for step in range(2):
             if step == 0:
-                count_missing_rows(
+                add_missing_rows(
                     live.meter.sums, MissingRouteCounts(3, 9, 0, 9, dropped=3, samples=9)
                 )
                 live.meter.sums.add_total("replay/masked_tokens_total", 3)  # as count_step

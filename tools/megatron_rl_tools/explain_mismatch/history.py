@@ -20,7 +20,8 @@ from safetensors.numpy import load_file
 
 from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
 from megatron_rl.records import Rollout, StepResult
-from megatron_rl.rollout.recorder import RecordedRollout, read_rollouts, tensors_path
+from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout, read_rollouts
+from megatron_rl.rollout.saved.rollout_tensors import tensors_path
 from megatron_rl_tools.explain_mismatch import evidence as ev
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.ladder import EXACT_LIMIT

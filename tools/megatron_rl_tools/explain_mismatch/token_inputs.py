@@ -17,14 +17,9 @@ from megatron_rl.checkpoint.batches.bundle_header import read_header
 from megatron_rl.checkpoint.batches.bundle_sequences import BundleError, SavedSequences
 from megatron_rl.config import Config, load_config
 from megatron_rl.records import Rollout
-from megatron_rl.rollout.recorder import (
-    RecordedRollout,
-    read_tensors,
-    replica_file,
-    tensors_path,
-    to_rollout,
-)
-from megatron_rl.rollout.saved import read_replicas
+from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout, to_rollout
+from megatron_rl.rollout.saved.rollout_tensors import read_tensors, replica_file, tensors_path
+from megatron_rl.rollout.saved.saved_steps import read_replicas
 from megatron_rl.rollout.server.process import server_dtype
 from megatron_rl_tools.explain_mismatch.server_side import ServerFacts
 

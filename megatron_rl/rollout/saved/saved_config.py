@@ -1,5 +1,5 @@
-"""Whether the folder of --from-rollouts fits this run, by its config.toml: checked before anything
-is read or built.
+"""Checks that the folder of --from-rollouts fits this run, by its config.toml, before anything is
+read or built.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ SAMPLED_WITH = ("temperature", "top_p", "top_k", "min_p")
 
 
 def first_step_number(folder: Path) -> int:
-    """The number of the first step in `folder`: 1, and 0 in version 0.1, recognised by a former
-    setting.
+    """Return the number of the first step in `folder`: 1, or 0 for a run of version 0.1, which is
+    recognised by a former setting.
     """
     saved = tomllib.loads((folder / "config.toml").read_text())
     return 0 if "push" in saved.get("rollout", {}) else 1
@@ -36,11 +36,9 @@ def check_config(folder: Path, cfg: Config) -> None:
         theirs |= {f"rollout.{key}": sampling[key] for key in SAMPLED_WITH}
         saved_tensors = sampling.get("save_tensors", True)
     except (OSError, ValueError, KeyError) as error:
-        why = (
-            f"no {error}"
-            if isinstance(error, KeyError)
-            else getattr(error, "strerror", None) or str(error)
-        )
+        why = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, KeyError):
+            why = f"no {error}"
         raise ValueError(
             f"--from-rollouts {folder}: {path.name}: {why}; name a run directory with its"
             " config.toml"

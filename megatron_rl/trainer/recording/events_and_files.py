@@ -1,6 +1,4 @@
-"""What a run writes beside its metrics: events.jsonl, and in a thread the tensors of rollouts and
-tokens.
-"""
+"""The events of a run (events.jsonl), and the thread that writes tensors of rollouts and tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.events import EVENTS_FILE, Events
 from megatron_rl.metrics.file_writer import FileWriter
-from megatron_rl.rollout.recorder import GroupChoice, Recorder
+from megatron_rl.rollout.saved.rollout_recorder import GroupChoice, Recorder
 from megatron_rl.trainer.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
@@ -21,13 +19,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recording:
-    """Of this rank; events are written on rank 0 alone."""
+    """The files that this rank writes beside the metrics."""
 
     files: FileWriter
+    """Writes files in a thread, and counts those that could not be written."""
     events: Events
+    """Writes events.jsonl, on rank 0 only."""
 
     def recorder(self, cfg: Config, parallel: Parallel) -> Recorder:
-        """What saves the rollouts of this replica."""
+        """Return the writer of this replica's rollouts."""
         choice = GroupChoice(
             cfg.rollout.saved_share, cfg.run.seed, parallel.dp_rank, parallel.dp_size
         )
@@ -42,7 +42,7 @@ class Recording:
 
     @contextmanager
     def run(self, first_step: int, meter: StepMeter) -> Iterator[None]:
-        """Add an event where the run starts or continues, and one where it ends, with the reason."""
+        """Add an event where the run starts or continues, and one with the reason where it ends."""
         self.events.add(
             "resume" if first_step else "start",
             first_step,
@@ -50,7 +50,7 @@ class Recording:
         )
         try:
             yield
-        except BaseException as error:  # a signal and an interrupt, too, are why the run stopped
+        except BaseException as error:  # signals and interrupts are reasons, too
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             self.events.add("stop", meter.step + 1, reason)
             raise
@@ -58,7 +58,7 @@ class Recording:
 
 
 def start_recording(cfg: Config, parallel: Parallel, stack: ExitStack) -> Recording:
-    """Closed by `stack`, when everything is written."""
+    """Start the thread that writes files; `stack` ends it when everything is written."""
     files = FileWriter(logger.warning)
     stack.callback(files.close)
     path = cfg.run_dir / EVENTS_FILE if parallel.rank == 0 else None

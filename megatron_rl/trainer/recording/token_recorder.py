@@ -1,10 +1,10 @@
-"""Records what the trainer knew about every sampled token, of the groups that rollout.save_tensors
+"""Records what the trainer knew about every sampled token of the groups that rollout.save_tensors
 chooses.
 
-It looks on: at the router's own choices in the old-logprob pass, and at what the loss is computed
-from in the update.  Nothing waits for the device before the step is trained; then every rank of a
-replica adds its layers and rows of the chosen sequences to one table on the leader, which writes it
-in a thread (token_files.py).  What is written: docs/reference/token_data.md.
+It observes the router's own choices in the old-logprob pass, and the terms of the loss in the
+update.  Nothing waits for the device before the step is trained.  Then every rank of a replica adds
+its layers and rows of the chosen sequences to one table on the leader, which writes it in a thread
+(token_files.py).  docs/reference/token_data.md says what is written.
 Shapes: S tokens of a sequence, R sampled, T rows of a micro-batch on this rank, B its sequences, n
 the chosen rows here, L MoE layers of the model, l this stage's, K top-k.
 """
@@ -27,12 +27,12 @@ from megatron_rl.engine.pass_results import ObserveTokens, OldPass, UpdateTokens
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.records import MiniBatch, PackedBatch, Sample
 from megatron_rl.replay.layout import Rows, indices
-from megatron_rl.rollout.recorder import GroupChoice
-from megatron_rl.trainer.token_files import Flag, SequenceTokens, Table, TokenFiles
+from megatron_rl.rollout.saved.rollout_recorder import GroupChoice
+from megatron_rl.trainer.recording.token_files import Flag, SequenceTokens, Table, TokenFiles
 
 NUM_SUMS, NUM_MAXIMA = 9, 2
-"""Columns of a sequence's summary: see `add_tokens` and `flips_of_sequences`, and Summary in
-token_files.py.
+"""Columns of a sequence's summary: `add_tokens` and `add_flips` add them, line_of in token_files.py
+reads them.
 """
 
 
@@ -40,14 +40,19 @@ token_files.py.
 class Places:
     """The chosen rows that this rank has."""
 
-    index: Tensor  # int64 [n] among this rank's rows, on the device
-    at: np.ndarray  # int64 [n] among all chosen rows of the micro-batch
-    count: int  # of all chosen rows of the micro-batch
+    index: Tensor
+    """int64 [n], places among this rank's rows, on the device."""
+    at: np.ndarray
+    """int64 [n], places among all chosen rows of the micro-batch."""
+    count: int
+    """Number of all chosen rows of the micro-batch."""
 
     @classmethod
     def of(cls, wanted: Sequence[np.ndarray], rows: Rows, device: torch.device) -> Places:
-        """wanted: the packed rows of each chosen sequence, ascending; rows: those that this rank
-        has, in its order.
+        """Return the places of the chosen rows that this rank has.
+
+        wanted: the packed rows of each chosen sequence, ascending.  rows: this rank's rows, in its
+        order.
         """
         local = indices(rows).numpy()
         packed = np.concatenate([local[:0], *wanted])
@@ -84,7 +89,7 @@ class Part:
         self.margins = torch.zeros(shape, dtype=torch.float16, device=device)
         self.flipped = torch.zeros(shape, dtype=torch.uint8, device=device)
         self.values = torch.zeros(len(Table.VALUES), len(self.sampled.index), device=device)
-        # the last: pads
+        # one more row than sequences: the pads add to the last one
         self.sums = torch.zeros(len(samples) + 1, NUM_SUMS, dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(samples) + 1, NUM_MAXIMA, dtype=torch.float64, device=device)
         self.has_routes = False
@@ -96,12 +101,12 @@ class Part:
         self.flipped[local] = flipped[self.inputs.index].to(torch.uint8)
 
     def add_flips(self, flips: Tensor, compared: Tensor) -> None:
-        """flips [t]: layers that flip; compared [t]: rows with a route."""
+        """Add flips [t], numbers of layers that flip, and compared [t], the rows with a route."""
         counts = torch.stack([flips.double(), compared.double() * len(self.own_experts)], dim=1)
         self.sums[:, -2:].index_add_(0, self._slots(self.sequence_of_row), counts)
 
     def add_tokens(self, tokens: UpdateTokens) -> None:
-        """Keep what the loss of this rank's rows was computed from."""
+        """Keep the terms of the loss of this rank's rows."""
         loss, batch = tokens.loss, tokens.micro_batch
         mask, clipped = loss.mask, loss.clipped_high | loss.clipped_low
         weight = torch.where(mask, loss.weight, 0.0)
@@ -131,7 +136,7 @@ class Part:
 
 
 def flags(tokens: UpdateTokens) -> Tensor:
-    """[T], the sum of the flags that the loss knows; the others are known where they are written."""
+    """Return [T], the sum of the flags that the loss knows; TokenFiles adds the others."""
     loss = tokens.loss
     known = {
         Flag.CLIPPED_HIGH: loss.clipped_high,
@@ -145,7 +150,7 @@ def flags(tokens: UpdateTokens) -> Tensor:
 
 
 class TokenRecorder:
-    """Every method does nothing without rollout.save_tensors."""
+    """Records the tokens of a step.  Without rollout.save_tensors every method does nothing."""
 
     def __init__(self, cfg: Config, engine: Engine, files: FileWriter) -> None:
         parallel = engine.parallel
@@ -157,7 +162,7 @@ class TokenRecorder:
         self.files = TokenFiles(
             cfg.run_dir, files, dp_rank=parallel.dp_rank, mask_missing_routes=mask_missing
         )
-        self._parts: dict[int, list[Part]] = {}  # of every mini-batch
+        self._parts: dict[int, list[Part]] = {}  # index of a mini-batch -> its micro-batches
 
     @contextmanager
     def old_pass(self, batch: MiniBatch) -> Iterator[None]:
@@ -180,7 +185,7 @@ class TokenRecorder:
             yield
 
     def update(self, batch: MiniBatch, old: OldPass) -> ObserveTokens | None:
-        """What records the update of `batch`: for Engine.compute_gradient."""
+        """Return what observes the update of `batch`, for Engine.compute_gradient."""
         if not self.choice.share:
             return None
         parts = self._parts[batch.index]
@@ -193,8 +198,9 @@ class TokenRecorder:
         return partial(observe_tokens, parts)
 
     def finish(self, step: int) -> None:
-        """After the updates of `step`, counted from 1: collect on the leader of the replica, and
-        write.  Collective.
+        """Collect the tokens on the leader of the replica and write them.  Collective.
+
+        It is called after the updates of `step`, which is counted from 1.
         """
         everything = [
             (number, part) for number, parts in sorted(self._parts.items()) for part in parts
@@ -206,15 +212,15 @@ class TokenRecorder:
         summaries = self._summaries([part for _, part in everything])
         if self.engine.parallel.is_replica_leader:
             rows = iter(summaries.tolist())
-            found = [
+            sequences = [
                 SequenceTokens(number, sample, next(rows), table)
                 for (number, part), table in zip(everything, tables, strict=True)
                 for sample in part.samples
             ]
-            self.files.write(step, found)
+            self.files.write(step, sequences)
 
     def _table(self, part: Part) -> Table | None:
-        """All chosen rows of a micro-batch, complete on the leader; None where none are chosen."""
+        """Return the chosen rows of a micro-batch, complete on the leader; None without any."""
         if not part.sampled.count:
             return None
         engine, parallel = self.engine, self.engine.parallel
@@ -223,14 +229,14 @@ class TokenRecorder:
         table = Table.zeros(
             layers, part.inputs.count, engine.spec.top_k, part.sampled.count, ids.dtype
         )
-        # else others have the same
+        # without sequence parallelism the tensor-parallel ranks have the same rows
         if part.has_routes and (engine.layout.sequence_parallel or parallel.tp_rank == 0):
             here = np.ix_(np.array(engine.layout.layers, np.int64), part.inputs.at)
             table.own_experts[here], table.margins[here] = ids, part.margins.cpu().numpy()
             table.flipped[here] = part.flipped.cpu().numpy()
-        if parallel.tp_rank == 0:  # the stages before the last have zeros
+        if parallel.tp_rank == 0:  # the stages before the last add zeros
             table.values[:, part.sampled.at] = part.values.cpu().numpy()
-        # every byte is of one rank, the others add 0: this is a gather
+        # one rank has each byte and the others add 0: the sum is a gather
         if parallel.replica_group.size() > 1:
             dist.reduce(
                 torch.from_numpy(table.memory),
@@ -240,23 +246,25 @@ class TokenRecorder:
         return table
 
     def _summaries(self, parts: Sequence[Part]) -> Tensor:
-        """float64 [sequences, NUM_SUMS + NUM_MAXIMA] on the leader."""
+        """Return float64 [sequences, NUM_SUMS + NUM_MAXIMA], complete on the leader."""
         engine, parallel = self.engine, self.engine.parallel
-        own = torch.cat([torch.cat([part.sums, part.maxima], dim=1)[:-1] for part in parts]).cpu()
+        here = torch.cat([torch.cat([part.sums, part.maxima], dim=1)[:-1] for part in parts]).cpu()
+        # tensor-parallel ranks have the same rows of the loss, and of the routers unless they are
+        # sequence-parallel: rank 0 counts them
         if parallel.tp_rank and not engine.layout.sequence_parallel:
-            own.zero_()
+            here.zero_()
         if parallel.tp_rank:
-            own[:, : NUM_SUMS - 2] = own[:, NUM_SUMS:] = 0
+            here[:, : NUM_SUMS - 2] = here[:, NUM_SUMS:] = 0
         group = parallel.replica_group
         if group.size() == 1:
-            return own
-        every = (
-            [torch.empty_like(own) for _ in range(group.size())]
+            return here
+        ranks = (
+            [torch.empty_like(here) for _ in range(group.size())]
             if parallel.is_replica_leader
             else None
         )
-        dist.gather(own, every, parallel.replica_leader, group=group)
-        stacked = torch.stack(every or [own])
+        dist.gather(here, ranks, parallel.replica_leader, group=group)
+        stacked = torch.stack(ranks or [here])
         return torch.cat([stacked[:, :, :NUM_SUMS].sum(0), stacked[:, :, NUM_SUMS:].amax(0)], dim=1)
 
 

@@ -1,8 +1,8 @@
 """trained.jsonl and trained_STEP.safetensors: the trainer's half of what a run writes about every
 token.
 
-Schema, and how to read it: docs/reference/token_data.md.  Written by the leader of a data-parallel
-replica about the sequences that it trained, which another replica may have sampled.
+docs/reference/token_data.md has the schema, and how to read it.  The leader of a data-parallel
+replica writes about the sequences that its replica trained, which another one may have sampled.
 Shapes: S tokens of a sequence, R sampled, L MoE layers, K top-k; m rows and n sampled tokens of a
 micro-batch's chosen sequences.
 """
@@ -21,39 +21,56 @@ import orjson
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.metrics.lines import append_text
 from megatron_rl.records import Sample
-from megatron_rl.rollout.recorder import SCHEMA, replica_file, tensors_path, write_tensors
+from megatron_rl.rollout.saved.rollout_tensors import (
+    SCHEMA,
+    replica_file,
+    tensors_path,
+    write_tensors,
+)
 
 
 class Flag(enum.IntFlag):
-    """Why a token did not, or not fully, contribute to the update."""
+    """Reasons why a token did not, or not fully, contribute to the update."""
 
     CLIPPED_HIGH = 1
     CLIPPED_LOW = 2
-    BOUNDED = 4  # the bounds of W_t changed it
-    WEIGHT_MASKED = 8  # removed by loss.weight_mode = mask
-    REJECTED = 16  # with its response
-    NOT_FINITE = 32  # a log-prob is not finite
-    MISSING_ROUTE = 64  # replay.on_missing_route = mask_token
-    LEFT_OUT = 128  # the response is not in the loss: batch.filter_truncated, or no reward
+    BOUNDED = 4
+    """The bounds of W_t changed its weight."""
+    WEIGHT_MASKED = 8
+    """loss.weight_mode = mask removed it."""
+    REJECTED = 16
+    """Its response was rejected."""
+    NOT_FINITE = 32
+    """One of its log-probs is not finite."""
+    MISSING_ROUTE = 64
+    """It has no route, and replay.on_missing_route = mask_token."""
+    LEFT_OUT = 128
+    """Its response is not in the loss: batch.filter_truncated, or no reward."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The chosen sequences of one micro-batch, end to end; all arrays are views of `memory`, uint8."""
+    """The chosen sequences of one micro-batch, end to end."""
 
     VALUES: ClassVar = ("old_logprobs", "logprobs", "weight", "ratio", "entropy", "loss", "flags")
 
     memory: np.ndarray
-    values: np.ndarray  # float32 [VALUES, n]
-    own_experts: np.ndarray  # uint8 | int16 [L, m, K]; L is 0 where routes were not compared
-    margins: np.ndarray  # float16 [L, m]
-    flipped: np.ndarray  # uint8 [L, m], 0 or 1
+    """uint8, of which all other arrays are views: one reduction gathers them."""
+    values: np.ndarray
+    """float32 [VALUES, n]."""
+    own_experts: np.ndarray
+    """uint8 | int16 [L, m, K], the router's own choices; L is 0 where routes were not compared."""
+    margins: np.ndarray
+    """float16 [L, m], between the scores of the last chosen expert and the next one."""
+    flipped: np.ndarray
+    """uint8 [L, m], 1 where the router's own choice differs from the rollout's route."""
 
     @classmethod
     def zeros(
         cls, layers: int, num_rows: int, top_k: int, num_sampled: int, ids: np.dtype
     ) -> Table:
-        """The widest elements first, so that all are aligned."""
+        """Return a table of zeros."""
+        # the widest elements come first, so that all are aligned
         shapes: list[tuple[tuple[int, ...], np.dtype]] = [
             ((len(cls.VALUES), num_sampled), np.dtype(np.float32)),
             ((layers, num_rows), np.dtype(np.float16)),
@@ -63,25 +80,24 @@ class Table:
         sizes = [int(np.prod(shape)) * kind.itemsize for shape, kind in shapes]
         memory = np.zeros(sum(sizes), np.uint8)
         parts = np.split(memory, np.cumsum(sizes)[:-1])
-        values, margins, own, flipped = (
+        values, margins, own_experts, flipped = (
             part.view(kind).reshape(shape)
             for part, (shape, kind) in zip(parts, shapes, strict=True)
         )
-        return cls(memory, values, own, margins, flipped)
+        return cls(memory, values, own_experts, margins, flipped)
 
 
 @dataclass(frozen=True)
 class SequenceTokens:
-    """A trained sequence.
-
-    summary: the columns of `line_of`; table: of its micro-batch, where one of its sequences is
-    chosen.
-    """
+    """A trained sequence."""
 
     mini_batch: int
+    """Index of its mini-batch."""
     sample: Sample
     summary: Sequence[float]
+    """Sums and maxima over its tokens, in the order that `line_of` reads."""
     table: Table | None
+    """The table of its micro-batch; None where no sequence of it is chosen."""
 
 
 class TokenFiles:
@@ -99,7 +115,7 @@ class TokenFiles:
         The tensors come first: a line names a complete file.
         """
         side, path = tensors_path(self.folder, step, self.name), self.folder / f"{self.name}.jsonl"
-        sequences = [each for each in sequences if not each.sample.is_copy]
+        sequences = [sequence for sequence in sequences if not sequence.sample.is_copy]
         keys = tensor_keys(sequences)
         self.files.later(side, lambda: write_tensors(side, dict(self._tensors(sequences, keys))))
         self.files.later(
@@ -109,35 +125,37 @@ class TokenFiles:
     def _tensors(
         self, sequences: Sequence[SequenceTokens], keys: Sequence[str]
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """("KEY:KIND", array) of the chosen ones."""
+        """Yield ("KEY:KIND", array) of the chosen sequences."""
         row = sampled = 0
-        before: Table | None = None
-        for each, key in zip(sequences, keys, strict=True):
-            if each.table is not before:
-                before, row, sampled = each.table, 0, 0
-            if before is None or not each.sample.save_tokens:
+        table: Table | None = None
+        for sequence, key in zip(sequences, keys, strict=True):
+            # the sequences of a micro-batch follow each other, in the order of its table's rows
+            if sequence.table is not table:
+                table, row, sampled = sequence.table, 0, 0
+            if table is None or not sequence.sample.save_tokens:
                 continue
-            rollout = each.sample.rollout
+            rollout = sequence.sample.rollout
             rows = slice(row, row := row + len(rollout.tokens) - 1)
             tokens = slice(sampled, sampled := sampled + rollout.response_length)
-            for kind, array in self._arrays(each.sample, before, rows, tokens).items():
+            for kind, array in self._arrays(sequence.sample, table, rows, tokens).items():
                 yield f"{key}:{kind}", np.ascontiguousarray(array)
 
     def _arrays(
         self, sample: Sample, table: Table, rows: slice, tokens: slice
     ) -> dict[str, np.ndarray]:
-        found = dict(zip(table.VALUES, table.values[:, tokens], strict=True))
-        found["logprobs"] = found["logprobs"][None]
-        found["flags"] = found["flags"].astype(np.uint8) | self._known_flags(sample)
-        found["advantage"] = np.array([sample.advantage], np.float32)
+        """Return kind -> array of one sequence: the given rows and sampled tokens of the table."""
+        arrays = dict(zip(table.VALUES, table.values[:, tokens], strict=True))
+        arrays["logprobs"] = arrays["logprobs"][None]
+        arrays["flags"] = arrays["flags"].astype(np.uint8) | self._known_flags(sample)
+        arrays["advantage"] = np.array([sample.advantage], np.float32)
         if len(table.own_experts):
-            found["own_experts"] = table.own_experts[:, rows].transpose(1, 0, 2)
-            found["margin"] = table.margins[:, rows].T
-            found["flips"] = np.packbits(table.flipped[:, rows].T, axis=1, bitorder="little")
-        return found
+            arrays["own_experts"] = table.own_experts[:, rows].transpose(1, 0, 2)
+            arrays["margin"] = table.margins[:, rows].T
+            arrays["flips"] = np.packbits(table.flipped[:, rows].T, axis=1, bitorder="little")
+        return arrays
 
     def _known_flags(self, sample: Sample) -> np.ndarray:
-        """uint8 [R]: the flags that the loss does not know."""
+        """Return uint8 [R], the flags that the loss does not know."""
         rollout = sample.rollout
         known = np.zeros(rollout.response_length, np.uint8)
         if self.mask_missing_routes and rollout.missing_routes is not None:
@@ -148,33 +166,40 @@ class TokenFiles:
 
 
 def tensor_keys(sequences: Sequence[SequenceTokens]) -> list[str]:
-    """The id; of two equal ones, which two replicas sampled for a prompt that both drew, the second
-    is ID@FILE.
+    """Return the key of each sequence's tensors: its id, or ID@FILE for the second of equal ids.
+
+    Two replicas that drew the same prompt sample rollouts of equal ids.
     """
     keys: dict[str, None] = {}
-    for each in sequences:
-        name = each.sample.rollout.id
-        keys[
-            f"{name}@{replica_file('rollouts', each.sample.sampled_by)}" if name in keys else name
-        ] = None
+    for sequence in sequences:
+        sample = sequence.sample
+        name = sample.rollout.id
+        if name in keys:
+            name = f"{name}@{replica_file('rollouts', sample.sampled_by)}"
+        keys[name] = None
     return list(keys)
 
 
 def lines_of(
     sequences: Sequence[SequenceTokens], keys: Sequence[str], step: int, tensors: str
 ) -> bytes:
-    """The step's lines of trained.jsonl; by orjson, which is fast, and writes what is not finite as
-    null.
+    """Return the step's lines of trained.jsonl.
+
+    orjson is fast, and writes numbers that are not finite as null.
     """
-    lines = [line_of(each, step, tensors, key) for each, key in zip(sequences, keys, strict=True)]
+    lines = [
+        line_of(sequence, step, tensors, key) for sequence, key in zip(sequences, keys, strict=True)
+    ]
     return b"".join(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE) for line in lines)
 
 
-def line_of(each: SequenceTokens, step: int, tensors: str, key: str) -> dict[str, object]:
-    """Means are over the tokens in the loss, null where there are none; flip_frac over all (token,
-    layer) pairs with a route.
+def line_of(sequence: SequenceTokens, step: int, tensors: str, key: str) -> dict[str, object]:
+    """Return the line of a sequence.
+
+    Means are over the tokens in the loss, null where there are none; flip_frac is the share of all
+    (token, layer) pairs with a route.
     """
-    count, kl, k3, clipped, weight, entropy, loss, flips, pairs, gap, stale = each.summary
+    count, kl, k3, clipped, weight, entropy, loss, flips, pairs, gap, stale = sequence.summary
     means = {
         "kl": kl,
         "kl_k3": k3,
@@ -182,7 +207,7 @@ def line_of(each: SequenceTokens, step: int, tensors: str, key: str) -> dict[str
         "weight_mean": weight,
         "entropy_mean": entropy,
     }
-    sample = each.sample
+    sample = sequence.sample
     return {
         "schema": int(SCHEMA),
         "step": step,
@@ -190,7 +215,7 @@ def line_of(each: SequenceTokens, step: int, tensors: str, key: str) -> dict[str
         "sampled_by": replica_file("rollouts", sample.sampled_by),
         "tensors": tensors if sample.save_tokens else None,
         "key": key,
-        "mini_batch": each.mini_batch,
+        "mini_batch": sequence.mini_batch,
         **{name: total / count if count else None for name, total in means.items()},
         "max_log_ratio": gap if count else None,
         "max_staleness": stale if count else None,

@@ -1,4 +1,4 @@
-"""Saves mini-batches before their update: on request, and where something is wrong with one
+"""Saves mini-batches before their update: those that look wrong, others on request
 (run.save_batches).
 """
 
@@ -21,29 +21,34 @@ from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import MiniBatch
 
 FOLDER = "batches"
-MOST_ANOMALIES = 3  # a run that diverges has one in every update
+MOST_ANOMALIES = 3
+"""Most mini-batches saved because they look wrong: a run that diverges has one in every update."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class BatchSaver:
-    """`log` prints one line.  Every method is collective: all ranks see the same norms, and decide
+    """Saves mini-batches.  Every method is collective: all ranks see the same norms, and decide
     alike.
-
-    unsaved: mini-batches that were due and could not be written, since this process started.
     """
 
     cfg: Config
     engine: Engine
     log: Callable[[str], None] = lambda text: None
+    """Prints one line."""
     events: Events = field(default_factory=Events)
     unsaved: int = 0
+    """Number of mini-batches that were due and could not be written since this process started."""
     _anomalies: int = 0
     _kl: dict[int, float] = field(default_factory=dict)
+    """Index of a mini-batch -> its KL(mu, pi_old) per token."""
 
     def note_old_pass(self, batch: MiniBatch, sums: MetricSums) -> None:
-        """Remember KL(mu, pi_old) per token of a mini-batch; sums: of its old-logprob pass alone."""
+        """Remember KL(mu, pi_old) per token of a mini-batch.
+
+        sums: those of its old-logprob pass alone.
+        """
         if self.cfg.run.save_batches != "off":
             self._kl[batch.index] = sums.mean(
                 "train/kl_mu_pi", dist.group.WORLD, self.engine.parallel.device
@@ -52,10 +57,10 @@ class BatchSaver:
     def look(
         self, step: int, batch: MiniBatch, old: OldPass, sums: MetricSums, grad_norm: float
     ) -> None:
-        """Save the mini-batch where it is due.  sums: of its gradient's computation alone.
+        """Save the mini-batch if it is due.
 
-        A bundle that cannot be written is counted and reported, and training continues: it is for
-        people.
+        sums: those of its gradient's computation alone.  A bundle that cannot be written is counted
+        and reported, and training continues: only people need it.
         """
         run = self.cfg.run
         anomaly = self._anomaly(batch, grad_norm)
@@ -71,7 +76,7 @@ class BatchSaver:
             self._save(step, batch, old, sums, grad_norm, "the latest", name="last")
 
     def _anomaly(self, batch: MiniBatch, grad_norm: float) -> str:
-        """What is wrong with the mini-batch; empty where nothing is."""
+        """Return why the mini-batch looks wrong, "" if it does not."""
         run = self.cfg.run
         if run.save_batches == "off":
             return ""
@@ -83,7 +88,7 @@ class BatchSaver:
                 f"gradient norm {grad_norm:.4g} above run.anomaly_grad_norm ="
                 f" {run.anomaly_grad_norm:g}"
             )
-        # NaN: nothing was counted, as no token of the mini-batch is in the loss
+        # NaN does not count as wrong: no token of the mini-batch is in the loss
         if abs(kl) > run.anomaly_kl:
             return f"KL(mu, pi_old) {kl:.4g} above run.anomaly_kl = {run.anomaly_kl:g}"
         return ""

@@ -2,7 +2,7 @@
 
 import gc
 
-from megatron_rl.rollout import garbage
+from megatron_rl.rollout import garbage_collection
 
 
 class Node:
@@ -12,14 +12,14 @@ class Node:
 
 def test_a_full_collection_waits_but_a_step_without_end_does_not_fill_the_memory(monkeypatch):
     generations, before = [], gc.get_threshold()
-    monkeypatch.setattr(garbage, "MIDDLE_PER_FULL", 4)
+    monkeypatch.setattr(garbage_collection, "MIDDLE_PER_FULL", 4)
     gc.callbacks.append(
         note := lambda phase, info: phase == "start" and generations.append(info["generation"])
     )
     try:
-        restore = garbage.postpone_full_collections()
+        restore = garbage_collection.postpone_full_collections()
         generations.clear()
-        kept = [[] for _ in range(100 * garbage.YOUNG * garbage.MIDDLE)]
+        kept = [[] for _ in range(100 * garbage_collection.YOUNG * garbage_collection.MIDDLE)]
         for _ in range(10_000):
             Node()
     finally:
@@ -27,5 +27,5 @@ def test_a_full_collection_waits_but_a_step_without_end_does_not_fill_the_memory
         restore()
     assert gc.get_threshold() == before and not gc.get_freeze_count()
     assert generations.count(1) >= 4 * generations.count(2) > 0
-    assert len(kept) == 100 * garbage.YOUNG * garbage.MIDDLE
+    assert len(kept) == 100 * garbage_collection.YOUNG * garbage_collection.MIDDLE
     assert sum(type(each) is Node for each in gc.get_objects()) < 10_000

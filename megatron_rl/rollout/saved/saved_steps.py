@@ -1,10 +1,9 @@
-"""Rollouts that an earlier run saved (rollout.save_tensors), as the same records: training without
-a server.
+"""Reads the rollouts that an earlier run saved (rollout.save_tensors): training without servers.
 
 The folder is that run's directory: config.toml, rollouts*.jsonl and their tensor files, one pair
-per replica that sampled. Replica d of D took every D-th prompt of a step, so that its group i
-answers prompt i x D + d; how many replicas train on the groups now is free.  Shapes: S tokens of a
-rollout, L MoE layers, K top-k, G responses of a group.
+per replica that sampled.  Replica d of D took every D-th prompt of a step: its group i answers
+prompt i x D + d.  Any number of replicas may train on the groups now.
+Shapes: S tokens of a rollout, L MoE layers, K top-k, G responses of a group.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ from megatron_rl.batch.codec import arrays_in_file, joined
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
-from megatron_rl.rollout.recorder import RecordedRollout, read_episodes, tensors_path, to_rollout
-from megatron_rl.rollout.saved_run import check_config, first_step_number
+from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout, read_episodes, to_rollout
+from megatron_rl.rollout.saved.rollout_tensors import tensors_path
+from megatron_rl.rollout.saved.saved_config import check_config, first_step_number
 
 ALWAYS_READ = ("tokens", "logprobs", "environment", "episode_digest", "mask_sizes", "mask_codes")
+"""Kinds of tensors that are read also where the run needs no routes."""
 
 Steps = dict[int, list[RecordedRollout]]
 """Number of a step -> its lines."""
-
-
 SavedGroup = tuple[Path, tuple[RecordedRollout, ...]]
 """The file of a group's tensors, and its lines: one per sequence."""
 
 
 class SavedSteps:
-    """The steps `first_step`.. of `cfg` in `folder`, checked to fit this configuration and model
-    before anything is trained.
+    """The saved steps from `first_step` on that the run `cfg` trains on.
 
-    Raises ValueError, naming what differs, the rule and the fix, for a folder without the steps or
-    their tensors, for another model, temperature, number of prompts or responses, and for routes
-    that are needed and missing or of another shape.  That routes belong to their tokens is checked
-    where they are packed, by their digest.
+    The constructor checks that they fit this configuration and model, before anything is trained.
+    It raises ValueError, naming what differs, the rule and the fix, for a folder without the steps
+    or their tensors, for another model, temperature, number of prompts or responses, and for routes
+    that are needed and missing or of another shape.  Their digest is checked where they are packed:
+    it proves that routes belong to their tokens.
     """
 
     def __init__(self, folder: Path, cfg: Config, spec: ModelSizes, *, first_step: int = 0) -> None:
@@ -55,32 +54,33 @@ class SavedSteps:
         }
 
     def groups(self, step: int, dp_rank: int, dp_size: int) -> list[RolloutGroup]:
-        """The scored groups of replica `dp_rank` of `dp_size`, in the order of the step's prompts.
+        """Return the scored groups of replica `dp_rank` of `dp_size`, in the order of the step's
+        prompts.
 
-        Routes are layer-major in memory, as from the client.  Raises ValueError for a token outside
-        the vocabulary.
+        Routes are layer-major in memory, as the client returns them.  Raises ValueError for a token
+        outside the vocabulary.
         """
         return [
             self._load(tensors, records) for tensors, records in self.steps[step][dp_rank::dp_size]
         ]
 
     def _groups_of(self, step: int, replicas: Sequence[tuple[Path, Steps]]) -> list[SavedGroup]:
+        """Return the groups of a step, in the order of its prompts."""
         run = self.cfg.run
         known = sorted(set().union(*(steps for _, steps in replicas)))
         if step not in known:
-            found = f"steps {known[0]} to {known[-1]}" if known else "none"
+            saved = f"steps {known[0]} to {known[-1]}" if known else "none"
             raise ValueError(
                 f"{self.folder} has no rollouts of step {step}: every step to be trained must have"
-                f" been saved; it has {found}; set run.num_steps ="
+                f" been saved; it has {saved}; set run.num_steps ="
                 f" {known[-1] + 1 - self.first if known else 0}, or record more"
             )
         parts = []
-        # a run that was resumed on another number of replicas has steps of either
+        # a run that was resumed on another number of replicas has steps of both numbers
         for path, lines in ((path, steps[step]) for path, steps in replicas if step in steps):
             tensors = tensors_path(self.folder, step, path.stem)
             records = self._with_tensors(tensors, lines)
-            # a prompt drawn twice in a step has two groups: ids are unique
-            # (recorder.with_unique_ids)
+            # a prompt drawn twice in a step has two groups, whose ids differ (with_unique_ids)
             by_group = itertools.groupby(
                 records, lambda record: (record.episode or record.id).rpartition("/")[0]
             )
@@ -105,8 +105,9 @@ class SavedSteps:
     def _with_tensors(
         self, tensors: Path, records: Sequence[RecordedRollout]
     ) -> list[RecordedRollout]:
-        """The records whose tensors are in `tensors`, which is of the last run that wrote the step;
-        checked against it.
+        """Return the records whose tensors are in the file `tensors`, checked against it.
+
+        The file is that of the last attempt at the step; lines of earlier ones have no tensors.
         """
         try:
             with safe_open(tensors, framework="numpy") as file:
@@ -167,13 +168,13 @@ class SavedSteps:
     def _load(self, tensors: Path, records: Sequence[RecordedRollout]) -> RolloutGroup:
         with safe_open(tensors, framework="numpy") as file:
             names = set(file.keys())
-            found = {record.id: self._sequence(file, names, record) for record in records}
+            sequences = {record.id: self._sequence(file, names, record) for record in records}
         rollouts = []
         for record in (record for record in records if not record.episode):
-            earlier = [found[other.id] for other in records if other.episode == record.id]
-            rollouts.append(joined(found[record.id], earlier))
+            earlier = [sequences[other.id] for other in records if other.episode == record.id]
+            rollouts.append(joined(sequences[record.id], earlier))
         first = records[0]
-        ids = tuple(found[first.id].tokens[: first.prompt_length].tolist())
+        ids = tuple(sequences[first.id].tokens[: first.prompt_length].tolist())
         rewards = np.array([record.reward for record in records if not record.episode], np.float32)
         return RolloutGroup(
             Prompt(first.prompt_id, first.prompt, ids, first.label), tuple(rollouts), rewards
@@ -188,7 +189,7 @@ class SavedSteps:
                 " length; record again"
             )
         array = arrays_in_file(file, names, record.id)
-        # routes are most of the bytes: not read where this run does not use them
+        # routes are most of the bytes: they are read only where this run uses them
         needed = self.cfg.needs_routes
         rollout = to_rollout(
             record, lambda kind: array(kind) if needed or kind in ALWAYS_READ else None
@@ -204,7 +205,9 @@ class SavedSteps:
 
 
 def read_replicas(folder: Path) -> list[tuple[Path, Steps]]:
-    """(rollouts*.jsonl, its steps without the texts of responses) in the order of the replicas."""
+    """Return (rollouts*.jsonl, its steps) of every replica, in order; without texts of responses,
+    to save memory.
+    """
     paths = sorted(
         folder.glob("rollouts*.jsonl"), key=lambda path: int(path.stem.partition(".dp")[2] or 0)
     )

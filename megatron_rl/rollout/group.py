@@ -1,0 +1,155 @@
+"""One prompt's group, from the moment it is drawn until a step trains on it.
+
+    WAITING --start, add--> IN_FLIGHT --last response--> COMPLETE --a step takes it--> FINISHED
+       ^                     |     ^                        |
+       |<------ cut short ---'     |                        |
+       |                           '-- too old, in a call --|
+       '---------- too old, no call in progress ------------'
+    any of the three --over_sample with partial = drop--> DROPPED
+
+The scheduler makes groups, queues them, and takes them out of its queue.  A call of
+RolloutClient.fill (inference.GenerationTask) samples the missing responses, on a thread of its own,
+and `put`s them into the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from megatron_rl.records import Prompt, Rollout, RolloutGroup
+
+
+class GroupState(Enum):
+    """Place of a group in the WAITING -> IN_FLIGHT -> COMPLETE -> FINISHED lifecycle."""
+
+    WAITING = "waiting"
+    """Responses are missing, and no call samples them."""
+    IN_FLIGHT = "in flight"
+    """Responses are missing, and a call in progress samples them."""
+    COMPLETE = "complete"
+    """All responses are there, for a step to take."""
+    FINISHED = "finished"
+    """A step has taken the group out of the queue and trains on it."""
+    DROPPED = "dropped"
+    """The group was taken out of the queue, and no step trains on it."""
+
+
+@dataclass(eq=False)  # compared by identity: a prompt may be drawn twice
+class Group:
+    """The responses to one prompt while they are sampled, perhaps over several steps."""
+
+    prompt: Prompt
+    size: int
+    """Number of responses of a complete group."""
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    """Complete responses, by their index in the group."""
+    prefixes: dict[int, Rollout] = field(default_factory=dict)
+    """Responses that were cut short (finish_reason abort), by index; a later request continues
+    them."""
+    is_due: bool = False
+    """A token would be too old for the next step: this step waits for the group and takes it."""
+    sent_to: int | None = None
+    """Version of the weights that a server had when it got the group's request; None when no answer
+    is outstanding."""
+    troubles: list[tuple[str, str]] = field(default_factory=list)
+    """(URL of a server, what failed there) of the call that samples the group now."""
+    max_tokens: int | None = None
+    """Longest response; None: as long as the call allows."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens at which a response ends, beside the call's."""
+    server: str = ""
+    """URL of the server that was asked last, whose cache may hold the prompt."""
+    known: Rollout | None = None
+    """Sequence with which the prompt begins, up to its last turn: its routes need not be sent
+    again."""
+    scored: RolloutGroup | None = None
+    """The complete group with its rewards, where it was scored while others were sampled."""
+    is_in_call: bool = False
+    """A call in progress samples the missing responses (inference.GenerationTask)."""
+    outcome: GroupState | None = None
+    """FINISHED or DROPPED once the group has left the queue (`leave`)."""
+
+    @property
+    def state(self) -> GroupState:
+        """The state, derived from facts: responses arrive on the thread that samples, which could
+        overwrite a state that the main thread stores.
+        """
+        if self.outcome is not None:
+            return self.outcome
+        if self.is_complete:
+            return GroupState.COMPLETE
+        return GroupState.IN_FLIGHT if self.is_in_call else GroupState.WAITING
+
+    def leave(self, outcome: GroupState) -> None:
+        """Take the group out of the queue, FINISHED or DROPPED."""
+        assert outcome in (GroupState.FINISHED, GroupState.DROPPED) and self.outcome is None
+        assert outcome is GroupState.DROPPED or self.is_complete
+        self.outcome = outcome
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the responses that are not complete."""
+        return [index for index in range(self.size) if index not in self.rollouts]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.rollouts) == self.size
+
+    def prefix_tokens(self, index: int) -> list[int]:
+        """Return the response tokens that exist of an unfinished response."""
+        prefix = self.prefixes.get(index)
+        return [] if prefix is None else prefix.tokens[prefix.prompt_length :].tolist()
+
+    def known_of(self, index: int) -> Rollout | None:
+        """Return the sequence with which the next request for response `index` begins, if any."""
+        return self.prefixes.get(index, self.known)
+
+    @property
+    def first_row(self) -> int:
+        """First row for which the next request needs routes, the same for all its samples.
+
+        The rows before it are known.  The last token of a sampled sequence was never an input, and
+        has no row.
+        """
+        known = [self.known_of(index) for index in self.missing]
+        return min(
+            (0 if k is None or not k.has_routes else len(k.tokens) - 1 for k in known), default=0
+        )
+
+    def put(self, index: int, rollout: Rollout) -> None:
+        """Set response `index`: complete, or a longer prefix than before."""
+        if rollout.finish_reason == "abort":
+            self.prefixes[index] = rollout
+        else:
+            self.rollouts[index] = rollout
+            self.prefixes.pop(index, None)
+
+    def begins_at(self, version: int) -> bool:
+        """Return True if the oldest weights of a response are `version`, or may be in the answer of
+        a request.
+        """
+        # in this order: while the group is sampled, a response moves from the request to the
+        # prefixes and then to the complete ones
+        sent_to, responses = self.sent_to, (*self.prefixes.values(), *self.rollouts.values())
+        return sent_to == version or any(rollout.oldest_version == version for rollout in responses)
+
+    def drop_older(self, version: int, *, is_asked: bool) -> list[Rollout]:
+        """Remove and return the responses with a token of weights older than `version`: they start
+        again.
+
+        is_asked: keep the prefixes, which a request may be continuing.
+        """
+        old = []
+        for responses in (self.rollouts,) if is_asked else (self.rollouts, self.prefixes):
+            too_old = [i for i, rollout in responses.items() if rollout.oldest_version < version]
+            old += [responses.pop(index) for index in too_old]
+        if old:
+            self.scored = None
+        return old
+
+    def closed(self) -> RolloutGroup:
+        """Return the complete group, with its rewards if it was scored."""
+        return self.scored or RolloutGroup(
+            self.prompt, tuple(self.rollouts[index] for index in range(self.size))
+        )
