@@ -281,7 +281,7 @@ class Checkpointer:
         checked_in = time.monotonic() - started
         saved_by = state.get("megatron_core", "(unknown)")
         checkpoint = on_every_rank(lambda: SafeCheckpoint(path, saved_by))
-        request = sharded_state(self.engine, is_loading=True)
+        request = sharded_state(self.engine)
         loaded = on_every_rank(lambda: checkpoint.load(request))
         load_state(self.engine, loaded, adam_step=state["adam_step"])
         optimizer, schedule = self.engine.optimizer, state["schedule"]

@@ -52,12 +52,10 @@ class Owned(NamedTuple):
     state: dict[str, Tensor]
 
 
-def sharded_parts(
-    optimizer: DistributedOptimizer, models: ShardedStateDict, *, is_loading: bool = False
-) -> ShardedStateDict:
+def sharded_parts(optimizer: DistributedOptimizer, models: ShardedStateDict) -> ShardedStateDict:
     """This rank's optimizer state as sharded tensors that share its memory.  models: core's sharded state of all chunks.
 
-    is_loading: also what `load_parts` needs afterwards.
+    "owned" is what `load_parts` needs after a load; it is never stored.
     """
     places = {id(place.data): place for place in nested_values(extract_sharded_tensors_and_factories(models)[0])}
     parts: ShardedStateDict = {}
@@ -71,8 +69,10 @@ def sharded_parts(
             for name, values in each.state.items()
             if name != STEP
         }
-    kept = {"owned": LocalNonpersistentObject([(each.parameter, each.state) for each in found])} if is_loading else {}
-    return {"param_state": parts, **kept}
+    return {
+        "param_state": parts,
+        "owned": LocalNonpersistentObject([(each.parameter, each.state) for each in found]),
+    }
 
 
 @torch.no_grad()

@@ -31,13 +31,13 @@ from megatron_rl.engine.engine import Engine
 # Model and optimizer ------------------------------------------------------------------------------------------------
 
 
-def sharded_state(engine: Engine, *, is_loading: bool = False) -> ShardedStateDict:
+def sharded_state(engine: Engine) -> ShardedStateDict:
     """This rank's part of a checkpoint: sharded tensors only, whose names are the same in every layout.
 
-    is_loading: for a load to fill, then passed to `load_state`.  The tensors share the memory of model and optimizer.
+    A load fills it, and `load_state` takes it then.  The tensors share the memory of model and optimizer.
     """
     models = {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(engine.chunks)}
-    states = [_optimizer_state(optimizer, models, is_loading=is_loading) for optimizer in inner_optimizers(engine)]
+    states = [_optimizer_state(optimizer, models) for optimizer in inner_optimizers(engine)]
     return models | {"optimizer": {str(index): state for index, state in enumerate(states)}}
 
 
@@ -80,13 +80,13 @@ def inner_optimizers(engine: Engine) -> list[MegatronOptimizer]:
     return list(getattr(core, "chained_optimizers", [core]))
 
 
-def _optimizer_state(optimizer: MegatronOptimizer, models: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
+def _optimizer_state(optimizer: MegatronOptimizer, models: ShardedStateDict) -> ShardedStateDict:
     """Sharded tensors in core's structure; {} where this rank has none of the optimizer's parameters."""
     if optimizer.optimizer is None:
         return {}
-    _fill_moments(optimizer.optimizer)
+    fill_moments(optimizer.optimizer)
     if isinstance(optimizer, DistributedOptimizer):
-        return sharded_parts(optimizer, models, is_loading=is_loading)
+        return sharded_parts(optimizer, models)
     state = optimizer.sharded_state_dict(models, is_loading=False)
     tensors: ShardedStateDict = extract_matching_values(state, lambda value: isinstance(value, ShardedBase))[0]
     return tensors
@@ -109,7 +109,7 @@ def _fill(optimizer: MegatronOptimizer, tensors: StateDict) -> None:
             mine.data.copy_(loaded)
 
 
-def _fill_moments(optimizer: torch.optim.Optimizer) -> None:
+def fill_moments(optimizer: torch.optim.Optimizer) -> None:
     """Create zero moments before the first update, so that a checkpoint of step 0 has the same tensors as any other."""
     missing = [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]]
     for parameter in missing:

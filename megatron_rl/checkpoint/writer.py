@@ -16,7 +16,6 @@ import megatron_rl.distributed  # noqa: F401  before megatron-core: makes it wor
 import contextlib
 import inspect
 import io
-import os
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,11 +101,9 @@ class Shards:
         return outcome
 
     def write_metadata(self, pieces: list[bytes]) -> None:
-        """On rank 0, when all ranks have written: the file and offset of each tensor."""
+        """On rank 0, when all ranks have written: the file and offset of each tensor.  The caller syncs the file."""
         with open(Path(self.writer.checkpoint_dir) / METADATA, "wb") as file:
             file.writelines(places.complete(self.metadata, pieces))
-            file.flush()
-            os.fsync(file.fileno())
 
 
 class _Strategy(TorchDistSaveShardedStrategy):

@@ -130,7 +130,7 @@ def test_model_and_optimizer_of_a_run_are_read_under_any_names(tmp_path: Path, d
             with torch.no_grad():
                 for value in engine.chunks[0].parameters():
                     value.zero_()
-            request = sharded_state(engine, is_loading=True)
+            request = sharded_state(engine)
             request["extra"] = ShardedObject("decoder.layers.q_layernorm._extra_state", None, (1,), (0,))
             load_state(engine, SafeCheckpoint(folder).load(request), adam_step=3.0)
             assert adam_step(engine) == 3.0
