@@ -97,7 +97,7 @@ def restore_engine(engine: Engine, path: Path, state: State) -> None:
     saved_by = state.get("megatron_core", "(unknown)")
     checkpoint = on_every_rank(lambda: SafeCheckpoint(path, saved_by))
     # tensors are filled in place: the request shares the engine's memory
-    request = sharded_state(engine, is_loading=True)
+    request = sharded_state(engine)
     loaded = on_every_rank(lambda: checkpoint.load(request))
     load_state(engine, loaded, adam_step=state["adam_step"])
     optimizer, schedule = engine.optimizer, state["schedule"]

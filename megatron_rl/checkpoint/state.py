@@ -33,19 +33,16 @@ from megatron_rl.engine.engine import Engine
 # Model and optimizer ------------------------------------------------------------------------------
 
 
-def sharded_state(engine: Engine, *, is_loading: bool = False) -> ShardedStateDict:
+def sharded_state(engine: Engine) -> ShardedStateDict:
     """Return this rank's part of a checkpoint: sharded tensors only.
 
     Their names are the same in every layout, and they share the memory of model and optimizer.
-    With `is_loading` the result is for a load to fill, and then for `load_state`.
+    A load fills them, and `load_state` takes them then.
     """
     models = {
         f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(engine.chunks)
     }
-    states = [
-        _optimizer_state(optimizer, models, is_loading=is_loading)
-        for optimizer in inner_optimizers(engine)
-    ]
+    states = [_optimizer_state(optimizer, models) for optimizer in inner_optimizers(engine)]
     return models | {"optimizer": {str(index): state for index, state in enumerate(states)}}
 
 
@@ -100,9 +97,7 @@ def inner_optimizers(engine: Engine) -> list[MegatronOptimizer]:
     return list(getattr(core, "chained_optimizers", [core]))
 
 
-def _optimizer_state(
-    optimizer: MegatronOptimizer, models: ShardedStateDict, *, is_loading: bool
-) -> ShardedStateDict:
+def _optimizer_state(optimizer: MegatronOptimizer, models: ShardedStateDict) -> ShardedStateDict:
     """Return sharded tensors in core's structure.
 
     It is {} where this rank has none of the optimizer's parameters.
@@ -110,9 +105,9 @@ def _optimizer_state(
     if optimizer.optimizer is None:
         return {}
     # torch makes moments in the first update
-    _fill_moments(optimizer.optimizer)
+    fill_moments(optimizer.optimizer)
     if isinstance(optimizer, DistributedOptimizer):
-        return sharded_parts(optimizer, models, is_loading=is_loading)
+        return sharded_parts(optimizer, models)
     state = optimizer.sharded_state_dict(models, is_loading=False)
     tensors: ShardedStateDict = extract_matching_values(
         state, lambda value: isinstance(value, ShardedBase)
@@ -138,7 +133,7 @@ def _fill(optimizer: MegatronOptimizer, tensors: StateDict) -> None:
             master.data.copy_(loaded)
 
 
-def _fill_moments(optimizer: torch.optim.Optimizer) -> None:
+def fill_moments(optimizer: torch.optim.Optimizer) -> None:
     """Create zero moments before the first update.
 
     So a checkpoint of step 0 has the same tensors as any other.

@@ -82,8 +82,7 @@ def formats(checkpoint, folder):
     from megatron_rl.checkpoint.checkpointer import Checkpointer, Snapshot
     from tests.dist.engines import make_engine
 
-    def gathered(optimizer, models, *, is_loading=False):
-        assert not is_loading
+    def gathered(optimizer, models):
         metadata = {
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,

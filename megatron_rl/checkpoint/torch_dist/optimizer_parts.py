@@ -56,13 +56,11 @@ class Owned(NamedTuple):
     """Flat tensors of these values, by core's names."""
 
 
-def sharded_parts(
-    optimizer: DistributedOptimizer, models: ShardedStateDict, *, is_loading: bool = False
-) -> ShardedStateDict:
+def sharded_parts(optimizer: DistributedOptimizer, models: ShardedStateDict) -> ShardedStateDict:
     """Return this rank's optimizer state as sharded tensors that share its memory.
 
-    `models` is core's sharded state of all chunks.  With `is_loading` the result also has what
-    `load_parts` needs afterwards.
+    `models` is core's sharded state of all chunks.  `load_parts` needs the entry "owned" after a
+    load; it is never stored.
     """
     places = {
         id(place.data): place
@@ -78,8 +76,6 @@ def sharded_parts(
             for name, values in run.state.items()
             if name != STEP
         }
-    if not is_loading:
-        return {"param_state": parts}
     states = LocalNonpersistentObject([(run.parameter, run.state) for run in runs])
     return {"param_state": parts, "owned": states}
 

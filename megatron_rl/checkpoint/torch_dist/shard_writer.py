@@ -17,7 +17,6 @@ import megatron_rl.distributed  # noqa: F401
 import contextlib
 import inspect
 import io
-import os
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -121,11 +120,12 @@ class Shards:
         return outcome
 
     def write_metadata(self, pieces: list[bytes]) -> None:
-        """Write the file and offset of each tensor, on rank 0, when all ranks have written."""
+        """Write the file and offset of each tensor, on rank 0, when all ranks have written.
+
+        The caller syncs the file.
+        """
         with open(Path(self.writer.checkpoint_dir) / METADATA, "wb") as file:
             file.writelines(metadata_pieces.complete(self.metadata, pieces))
-            file.flush()
-            os.fsync(file.fileno())
 
 
 class _Strategy(TorchDistSaveShardedStrategy):

@@ -102,7 +102,7 @@ class Part:
 
     def add_flips(self, flips: Tensor, compared: Tensor) -> None:
         """Add flips [t], numbers of layers that flip, and compared [t], the rows with a route."""
-        counts = torch.stack([flips.double(), compared.double() * len(self.own_experts)], dim=1)
+        counts = torch.stack([flips, compared * len(self.own_experts)], dim=1).double()
         self.sums[:, -2:].index_add_(0, self._slots(self.sequence_of_row), counts)
 
     def add_tokens(self, tokens: UpdateTokens) -> None:

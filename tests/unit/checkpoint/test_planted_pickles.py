@@ -182,7 +182,7 @@ def test_metadata_that_is_replaced_after_it_was_read_is_not_read_again(writer, p
     checkpoint = SafeCheckpoint(path)
     for name, content in ((".metadata", metadata), ("common.pt", common)):
         (path / name).write_bytes(content(path, tmp_path / "marker"))
-    assert checkpoint.load(sharded_state(writer.engine, is_loading=True))
+    assert checkpoint.load(sharded_state(writer.engine))
     assert not (tmp_path / "marker").exists()
 
 

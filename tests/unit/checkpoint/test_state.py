@@ -10,6 +10,7 @@ from safetensors.torch import load, save
 import megatron_rl.distributed  # noqa: F401  (CPU support first)
 from megatron_rl.checkpoint.state import (
     adam_step,
+    fill_moments,
     load_state,
     rng_state,
     set_adam_step,
@@ -70,6 +71,15 @@ def test_an_optimizer_without_parameters_saves_and_loads_nothing():
     state = sharded_state(engine)
     assert state == {"optimizer": {"0": {}}}
     load_state(engine, state, adam_step=3.0)
+
+
+def test_an_optimizer_before_its_first_update_has_moments_of_zero():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+    fill_moments(optimizer)
+    (state,) = optimizer.state.values()
+    assert {name: value.tolist() for name, value in state.items()} == {
+        "exp_avg": [0] * 3, "exp_avg_sq": [0] * 3, "step": 0,
+    }  # fmt: skip
 
 
 @pytest.fixture

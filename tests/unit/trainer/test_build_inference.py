@@ -57,13 +57,14 @@ def test_every_server_is_checked_before_a_run_uses_it(monkeypatch, calls, consol
     monkeypatch.setenv("KEY_OF_THE_SERVERS", "sesame")
     cfg = config(dtype=dtype, **({"num_servers": 2} if ours else {"urls": urls}) | key)
     headers = {"Authorization": "Bearer sesame"}
+    dtypes = dict(zip(urls, ("float16", "not the first one's"), strict=True))
 
     def info(url, headers, **settings):
         calls.append(("info", (url, headers), settings))
         return SimpleNamespace(
             url=url,
             version="1",
-            dtype="float16",
+            dtype=dtypes[url],
             routed_experts=url == urls[0],
             settings={"of": url},
         )
@@ -95,7 +96,7 @@ def test_every_server_is_checked_before_a_run_uses_it(monkeypatch, calls, consol
     assert lines == [
         *(["starting 2 SGLang server(s), log in log"] if ours else []),
         f"server {urls[0]}: SGLang 1, float16, experts yes",
-        f"server {urls[1]}: SGLang 1, float16, experts no", "a line",
+        f"server {urls[1]}: SGLang 1, {dtypes[urls[1]]}, experts no", "a line",
     ]  # fmt: skip
     seconds = {"timeout": cfg.rollout.probe_seconds("cpu"), "resume": not ours}
     assert calls.named("info") == [((url, headers), seconds) for url in urls]

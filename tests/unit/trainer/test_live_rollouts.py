@@ -289,6 +289,26 @@ def test_missing_routes_stop_the_step_after_its_last_draw(live, dynamic):
             source.sample(0)
 
 
+def test_the_budget_of_missing_routes_counts_every_draw_of_a_step(live):
+    more = {"replay": {"on_missing_route": "mask_token", "missing_route_budget": 0.2}}
+    source, calls = live(batch={"dynamic_sampling": True}, rewards=[1, 1, 0, 1, 0, 1], **more)
+    gaps = MissingRouteCounts(response_rows=10, missing_response_rows=3)
+    source.scheduler.take = lambda *args: sampled(
+        make_group("a", missing=1), make_group("b", missing=1), gaps=gaps
+    )
+    source.scheduler.take_more = calls.note("more", sampled(make_group("c"), gaps=gaps))
+    with pytest.raises(ValueError, match="missing_route_budget"):
+        source.sample(0)
+    assert len(calls.named("more")) == 1
+
+
+def test_one_rank_counts_the_rounds_of_all(live):
+    source, _ = live(batch={"dynamic_sampling": True}, rewards=[1, 0, 0, 1])
+    source.scheduler.take = lambda *args: sampled(make_group("a"), make_group("b"))
+    source.parallel.rank = 1
+    assert len(source.sample(0)) == PROMPTS and "rollout/sampling_rounds" not in metrics(source)
+
+
 def test_one_missing_route_stops_a_step_before_its_last_draw(live):
     source, _ = live(
         batch={"dynamic_sampling": True}, replay={"mode": "R3", "on_missing_route": "error"}

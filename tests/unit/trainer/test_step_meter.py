@@ -73,6 +73,14 @@ def test_sums_are_taken_once():
     assert meter.take_sums() is sums and meter.sums is not sums and meter.take_sums() is not sums
 
 
+def test_a_step_begins_at_the_time_that_is_named(clock):
+    meter = StepMeter()
+    start = step_meter.time.monotonic_ns()
+    clock(3)
+    meter.begin(start + 10**9)
+    assert meter.take_times()["time/step"] == 2
+
+
 def test_spans_of_a_step_are_nested_and_the_step_is_on_a_thread_of_its_own(clock):
     meter = StepMeter(trace=Trace(is_on=True))
     meter.step = 6

@@ -186,19 +186,20 @@ def check_written(calls, truths, **options):
         truth.check(sequences[first : first + len(truth.samples)], **options)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_leader_writes_every_value_once(monkeypatch, recorder, sequence_parallel):
-    group = SimpleNamespace(size=lambda: 4)
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_the_leader_writes_every_value_once(monkeypatch, recorder, tp, sequence_parallel):
+    ranks = [(stage, tp_rank) for stage in (1, 0) for tp_rank in reversed(range(tp))]
+    group = SimpleNamespace(size=lambda: len(ranks))
     exchange = Exchange(monkeypatch, group)
     truths = [Truth(*micro_batch(names), seed) for seed, names in enumerate(BATCHES)]
-    for stage, tp_rank in ((1, 1), (1, 0), (0, 1), (0, 0)):
-        engine = make_engine(tp_rank, stage, sequence_parallel, group)
+    for stage, tp_rank in ranks:
+        engine = make_engine(tp_rank, stage, sequence_parallel, group, tp_size=tp)
         made, calls = recorder(engine, [truth.part(engine) for truth in truths])
         made.finish(5)
         assert made._parts == {} and len(calls) == engine.parallel.is_replica_leader
         made.finish(6)
         assert len(calls) == engine.parallel.is_replica_leader, "nothing is left of the step"
-    assert len(exchange.gathered) == 4 and len(exchange.reduced) == 8
+    assert len(exchange.gathered) == len(ranks) and len(exchange.reduced) == 2 * len(ranks)
     check_written(calls, truths)
 
 

@@ -111,7 +111,11 @@ def test_before_each_step_the_state_is_noted_that_a_signal_saves(made):
     assert spans(trainer) == [("trace", "stage")] * 4
     trainer, calls = made()
     trainer.step_trace.trace.is_on = False
+    with trainer.meter.time("weight_sync"):  # at the start of the run, which is of no step
+        pass
+    calls.clear()
     list(trainer.steps())
+    assert trainer.meter.take_times()["time/weight_sync"] == 0
     assert not calls.named("step_trace.begin") and not calls.named("enter")
 
 

@@ -158,7 +158,7 @@ def test_model_and_optimizer_of_a_run_are_read_under_any_names(
             with torch.no_grad():
                 for value in engine.chunks[0].parameters():
                     value.zero_()
-            request = sharded_state(engine, is_loading=True)
+            request = sharded_state(engine)
             request["extra"] = ShardedObject(
                 "decoder.layers.q_layernorm._extra_state", None, (1,), (0,)
             )
