@@ -89,8 +89,8 @@ class BridgeProvider:
             names = ("model.provider = bridge", named_settings(users, fields))
             raise ModelError(
                 f"{', '.join(filter(None, names))}: megatron-core refuses these settings for"
-                f" {self.spec.architecture}: "
-                f"{first_line(reason_of(error))}; change [parallel] or [megatron]"
+                f" {self.spec.architecture}: {first_line(reason_of(error))}; change [parallel] or"
+                " [megatron]"
             ) from error
         # Bridge's provider reads the process groups of its layers here
         self.core_config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -108,7 +108,7 @@ class BridgeProvider:
             except ImportError as error:
                 raise ModelError(
                     f"model.provider = bridge: the layers of {self.spec.architecture} need another"
-                    f" package: {first_line(error)}"
+                    f" package: {first_line(error)}; install it"
                 ) from error
             self._check(chunk)
             # core's gradient norm reads these attributes of every parameter
