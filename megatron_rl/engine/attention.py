@@ -255,7 +255,7 @@ def causal_attention(
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
-        enable_gqa=q.size(1) != k.size(1),
+        enable_gqa=q.size(1) != k.size(1),  # several query heads share a key head
     )
     return out.permute(2, 0, 1, 3).flatten(2)
 

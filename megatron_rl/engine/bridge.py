@@ -89,12 +89,14 @@ class BridgeProvider:
             names = ("model.provider = bridge", named_settings(users, fields))
             raise ModelError(
                 f"{', '.join(filter(None, names))}: megatron-core refuses these settings for"
-                f" {self.spec.architecture}: "
-                f"{first_line(reason_of(error))}; change [parallel] or [megatron]"
+                f" {self.spec.architecture}: {first_line(reason_of(error))}; change [parallel] or"
+                " [megatron]"
             ) from error
+        # Bridge's provider reads the process groups of its layers here
         self.core_config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
     def build(self) -> list[GPTModel]:
+        """Build the chunks of this pipeline stage; raise ModelError where Bridge cannot."""
         parallel, chunks = self.parallel, []
         for vp_stage in range(parallel.vp_size):
             try:
@@ -106,9 +108,10 @@ class BridgeProvider:
             except ImportError as error:
                 raise ModelError(
                     f"model.provider = bridge: the layers of {self.spec.architecture} need another"
-                    f" package: {first_line(error)}"
+                    f" package: {first_line(error)}; install it"
                 ) from error
             self._check(chunk)
+            # core's gradient norm reads these attributes of every parameter
             for parameter in chunk.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
             chunks.append(chunk.to(parallel.device))

@@ -61,7 +61,7 @@ class Engine:
     def __init__(
         self, cfg: Config, parallel: Parallel, *, total_updates: int, spec: ModelSpec | None = None
     ) -> None:
-        check_loss(cfg.loss)
+        check_loss(cfg.loss)  # before the checkpoint, whose loading takes minutes
         self.cfg = cfg
         self.parallel = parallel
         self.provider = make_provider(cfg.model, cfg.parallel, parallel, cfg.megatron.fields, spec)
@@ -101,6 +101,7 @@ class Engine:
             self.layout.pad_multiple,
             equal_sizes=cfg.model.token_dispatcher == "allgather",
             sequence_multiple=self.layout.sequence_multiple,
+            # core's interleaved schedules take multiples of pp micro-batches
             count_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
             padded=self.layout.padded,
             mask_missing_routes=cfg.replay.on_missing_route == "mask_token",
@@ -134,6 +135,7 @@ class Engine:
         )
         flips = None
         if replayed.mismatch is not None:
+            # a token's layers are on several stages: count its flips over the model group
             bounds = [micro_batch.cu_seqlens for micro_batch in micro_batches]
             flips = flips_per_token(
                 replayed.mismatch, self.layout, bounds, self.parallel.model_group

@@ -97,6 +97,7 @@ def forward_step(
     index, batch = next(data)
     shape = (len(batch.cu_seqlens) - 1 if padded else 1, -1)
     packed = None if padded else packed_parameters(batch, get_model_config(model))
+    # tells the routers which micro-batch's routes to use
     with manager.forward(index):
         output = model(
             batch.tokens.view(shape),

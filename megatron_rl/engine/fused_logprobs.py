@@ -179,7 +179,7 @@ class _FusedLogprobs(torch.autograd.Function):
         into_main_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         scanned = torch.zeros(4, len(hidden), dtype=torch.float64, device=hidden.device)
-        scanned[0] = float("-inf")
+        scanned[0] = float("-inf")  # stays where the shard is padding only: there are no chunks
         scanned_kept = scanned[:3].clone() if kept is not None else None
         logits = make_logits_buffer(chunks, weight, shard)
         for rows in chunks:
@@ -200,6 +200,7 @@ class _FusedLogprobs(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, labels, *result.saved)
             return result.logprobs, result.entropy, None, None
         inside = reduce_kept(scanned_kept, scanned, labels, kept, result, shard, dtype)
+        # without the set's entropy, which has no gradient
         ctx.save_for_backward(hidden, weight, labels, *result.saved, *inside.saved[:2])
         ctx.mark_non_differentiable(inside.entropy, inside.log_mass)
         return inside.logprobs, result.entropy, inside.entropy, inside.log_mass
@@ -242,6 +243,7 @@ class _FusedLogprobs(torch.autograd.Function):
 
 
 def make_logits_buffer(chunks: list[slice], weight: Tensor, shard: Shard) -> Float[Tensor, "n c"]:
+    """Return memory for the logits of the largest chunk, which all chunks share."""
     return weight.new_empty(chunks[0].stop if chunks else 0, shard.columns)
 
 

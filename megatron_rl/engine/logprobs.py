@@ -128,6 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
         inside = reduce_kept(
             scan_kept(logits, kept, 0, shard), scanned, labels, kept, rows, shard, dtype
         )
+        # without the set's entropy, which has no gradient
         ctx.save_for_backward(logits, labels, *rows.saved, *inside.saved[:2])
         ctx.mark_non_differentiable(inside.entropy, inside.log_mass)
         return inside.logprobs, rows.entropy, inside.entropy, inside.log_mass

@@ -53,6 +53,7 @@ def make_sequences(
     device.  Raises ValueError for kept_mean where the mini-batch does not record which sequences
     are one response.
     """
+    # on context ranks a sequence's sums are all-reduced over the CP group
     every = [
         Sequences(
             part.sequence_ids, len(part.rollout_ids), part.response_lengths, parallel.cp_group

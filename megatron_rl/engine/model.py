@@ -81,6 +81,7 @@ def core_settings(
         ffn_hidden_size=spec.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=spec.rms_eps,
+        # in latent attention this is the norm of latents
         qk_layernorm=spec.qk_norm != "none" or spec.is_mla,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -98,6 +99,7 @@ def run_settings(
     """Return the fields of core's configuration that this program sets for every provider."""
     te, dtype = uses_transformer_engine(model, device), getattr(torch, model.dtype)
     return dict(
+        # dropout would make pi_old and pi differ at equal weights
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -165,6 +167,7 @@ def pipeline_settings(parallel: ParallelConfig, device: torch.device) -> dict[st
     # ranks, both messages go to one peer and core posts them in an order that swaps them silently.
     # Overlapped, each direction is a separate call.
     interleaved = parallel.vp > 1
+    # core counts the embedding and the loss as layers of their stages
     layout = [["decoder"] * count for count in parallel.layers_per_stage]
     if layout:
         layout[0].insert(0, "embedding")
@@ -211,6 +214,7 @@ def make_model(
             parallel_output=True,
             vp_stage=stage,
         )
+        # core's gradient norm reads these attributes of every parameter
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if not te:

@@ -96,6 +96,7 @@ class ModelInBF16(Float16Module):
     """
 
     def __init__(self, config: TransformerConfig, module: GPTModel) -> None:
+        # super().__init__ casts every tensor to 16 bits
         exact = [
             (owner, name, buffer)
             for owner in module.modules()

@@ -80,9 +80,9 @@ class NativeProvider:
         if self.plan is None:
             self.plan = plan_export(chunks, self.spec, self.parallel)
         stream = export_planned(self.plan, chunks, self.spec, self.parallel)
-        return forwarded(
-            stream, few_sources(self.plan, max_sources), self.parallel.rank, self.parallel.device
-        )
+        # ranks beyond max_sources pass their tensors to a neighbour that is a source
+        sources = few_sources(self.plan, max_sources)
+        return forwarded(stream, sources, self.parallel.rank, self.parallel.device)
 
 
 def make_provider(

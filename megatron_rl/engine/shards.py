@@ -217,6 +217,7 @@ def make_buffers(
 
 
 def compute_dtype(logits: Tensor) -> torch.dtype:
+    """Return the dtype of computations: float64 for float64 logits, else float32."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 

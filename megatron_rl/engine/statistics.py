@@ -234,6 +234,7 @@ def add_first_order(
     The product is computed as a sum of logarithms.  Logarithms are limited to LARGEST_LOG, so that
     the metric is finite.
     """
+    # per response: number of tokens, then sum of log(1 + delta) and sum of delta for every gap
     columns = [mask.double()]
     for gap in gaps.values():
         gap = gap.clamp(-LARGEST_LOG, LARGEST_LOG)

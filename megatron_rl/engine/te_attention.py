@@ -122,6 +122,7 @@ def local_attention(
     hidden = (distance < 0) | (distance >= (window or len(rows)))
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
+        # one more key, without a value: its column is dropped after the softmax
         column = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
     weights = scores.softmax(-1)[..., : len(rows)].to(value.dtype)

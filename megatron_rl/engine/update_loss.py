@@ -62,6 +62,7 @@ class UpdateLoss:
             num_responses=self.batch.num_responses,
             num_response_tokens=self.batch.num_response_tokens,
         )
+        # shares have the mini-batch's global denominator: parts of ranks and micro-batches add up
         total = self.config.scale * shares.sum()
         if self.observe is not None:
             self.observe(self._tokens(index, micro_batch, values, loss, shares))

@@ -50,6 +50,7 @@ def routing_settings(spec: ModelSpec, model: ModelConfig, te: bool) -> dict[str,
         # core would update it with the load of replayed routes, pads included
         "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": None if model.router_dtype == "model" else model.router_dtype,
+        # RL uses no balancing loss: its gradient is not part of the policy's loss
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": te,  # the grouped GEMM is TransformerEngine's

@@ -52,6 +52,7 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
 
 
 def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
+    """Read Qwen2-MoE, which has a bias for queries, keys and values, and a gated shared expert."""
     refuse_windows(config)
     return ModelSpec(
         **sizes(config),
@@ -65,6 +66,7 @@ def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
 
 
 def read_olmoe(config: ConfigReader) -> ModelSpec:
+    """Read OLMoE, which normalises queries and keys over all heads together."""
     refuse_bias_and_windows(config)
     config.only("clip_qkv", None)
     spec = ModelSpec(
@@ -79,6 +81,7 @@ def read_olmoe(config: ConfigReader) -> ModelSpec:
 
 
 def read_mixtral(config: ConfigReader) -> ModelSpec:
+    """Read Mixtral; its configs have no norm_topk_prob: gate weights always sum to 1."""
     refuse_bias_and_windows(config)
     config.only("router_jitter_noise", 0, None)
     return ModelSpec(
@@ -90,6 +93,7 @@ def read_mixtral(config: ConfigReader) -> ModelSpec:
 
 
 def read_glm4_moe(config: ConfigReader) -> ModelSpec:
+    """Read GLM-4.5, which rotates half of every head unless its config says otherwise."""
     bias = bool(config.get("attention_bias", False))
     refuse_windows(config)
     norm: QkNorm = "head" if config.get("use_qk_norm", False) else "none"
@@ -337,6 +341,7 @@ def groups(config: ConfigReader, *, best: int) -> Fields:
 
 
 def latent_attention(config: ConfigReader) -> Fields:
+    """Read the sizes of multi-latent attention."""
     config.only("attention_bias", False)
     refuse_windows(config)
     config.get("qk_head_dim", None)  # redundant: the sum of qk_nope_head_dim and qk_rope_head_dim

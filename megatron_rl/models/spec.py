@@ -169,7 +169,9 @@ class ConfigReader:
         for key in keys:
             if self.hf.get(key) is not None:
                 return self.hf[key]
-        raise ModelError(f"config.json: key {' or '.join(keys)} is missing")
+        raise ModelError(
+            f"config.json: key {' or '.join(keys)} is missing; take the published config.json"
+        )
 
     def get(self, key: str, default: object) -> Any:
         """Return the value of a key, or `default` where it is absent or null."""

@@ -227,7 +227,7 @@ def layer_bytes(
     attention = t * (5 * h // sequence + heads * head // tp)
     if not is_moe:
         return (attention + t * (h // sequence + gated * spec.ffn_size // tp)) * size, 0
-    # every expert tensor rank sees the rows of all of them, for its part of the expert
+    # every tensor rank of an expert computes the rows of all of them, for its part of the expert
     routed = spec.top_k * (2 * h * parallel.expert_tp + gated * spec.expert_ffn_size)
     experts = t // sequence * (h + routed + 2 * spec.num_experts)
     experts += t * gated * spec.shared_ffn_size // tp

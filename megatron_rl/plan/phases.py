@@ -47,6 +47,7 @@ def phases(
     saving = state + rank.reference
     server = None if cfg.rollout.urls else server_bytes(spec, cfg, hardware, assumed)
     if server is None or not shared:
+        # the trainer and the servers have GPUs of their own
         yield Phase("training", rank.total, 0, state)
         yield Phase(SAVE, saving, 0, state)
         if server is not None:
@@ -56,6 +57,7 @@ def phases(
         yield Phase("training beside servers", rank.total, served, state + served)
         yield Phase(SAVE, saving, served, state + served)
     else:
+        # either the trainer or the servers have released most of their memory
         left, buckets = int(assumed.released * GIB), 2 * cfg.rollout.weight_sync_bucket_mb << 20
         synced = shared * server.weights
         yield Phase("training", rank.total, shared * left, state)
@@ -120,6 +122,7 @@ def check_phases(phases: Sequence[Phase], hardware: Hardware) -> None:
 
 
 def remedy(phase: Phase) -> str:
+    """Return the change that makes a phase fit, for a message."""
     if not phase.servers:
         return (
             "use more ranks, or another layout (megatron-rl plan); for other hardware of the dry"

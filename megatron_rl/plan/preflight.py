@@ -87,6 +87,7 @@ def is_plan_only(path: Path) -> bool:
 
 
 def notes(cfg: Config) -> Iterator[str]:
+    """Yield what a run needs and what is not checked here."""
     if is_plan_only(cfg.model.path):
         yield (
             f"model.path = {cfg.model.path}: only config.json is there; a run needs the tokenizer"
@@ -105,6 +106,7 @@ def notes(cfg: Config) -> Iterator[str]:
 
 
 def prompt_problems(cfg: Config) -> Iterator[str]:
+    """Yield prompt files that are missing or have wrong rows."""
     files = {"data.train": (cfg.data.train, cfg.data)}
     files |= {f"eval.sets.{name}": (path, cfg.eval_data) for name, path in cfg.eval.sets.items()}
     for key, (path, data) in files.items():
@@ -220,6 +222,7 @@ def weight_problems(path: Path) -> Iterator[str]:
 
 
 def function_problems(cfg: Config) -> Iterator[str]:
+    """Yield functions of the user that cannot be loaded or called."""
     functions = (
         ("reward.function", cfg.reward.function, REWARD_ARGUMENTS),
         ("loss.name", cfg.loss.name, (LOSS_ARGUMENTS,)),
@@ -238,6 +241,7 @@ def function_problems(cfg: Config) -> Iterator[str]:
 
 
 def server_problems(cfg: Config) -> Iterator[str]:
+    """Yield why the run cannot start servers with rollout.python."""
     if not cfg.rollout.urls:
         try:
             check_python(cfg.rollout)

@@ -49,6 +49,7 @@ PASSES = {
 def phase_lines(
     phases: Sequence[Phase], hardware: Hardware, spec: ModelSpec, cfg: Config, world: int
 ) -> Iterator[str]:
+    """Yield the memory of a GPU in every phase, and the host memory of an offload."""
     for phase in phases:
         warning = "" if phase.total <= hardware.memory else "WARNING, more than the GPU has: "
         yield (
@@ -71,6 +72,7 @@ def rendered(table: Table) -> list[str]:
 
 
 def model_lines(spec: ModelSpec) -> Iterator[str]:
+    """Yield the sizes of the model."""
     yield (
         f"{spec.architecture}: {spec.num_layers} layers, hidden {spec.hidden_size}, vocabulary"
         f" {spec.vocab_size}"
@@ -85,6 +87,7 @@ def model_lines(spec: ModelSpec) -> Iterator[str]:
 
 
 def rank_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
+    """Yield the layout and a table of the ranks of every pipeline rank and replica."""
     p = cfg.parallel
     yield (
         f"{world} ranks = tp {p.tp} x cp {p.cp} x dp {grid.dp_size(p, world)} x pp {p.pp}; experts:"
@@ -120,6 +123,7 @@ def layer_ranges(spec: ModelSpec, cfg: Config, pp_rank: int) -> str:
 
 
 def step_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
+    """Yield the responses, updates, tokens and micro-batches of a step."""
     run, replicas = cfg.run, grid.dp_size(cfg.parallel, world)
     responses = run.prompts_per_step * run.group_size
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
@@ -163,6 +167,7 @@ def amount(count: int, noun: str, nouns: str = "") -> str:
 
 
 def routing_lines(cfg: Config) -> Sequence[str]:
+    """Return the source of the routes of every pass."""
     lines = [f"replay.mode = {cfg.replay.mode}", *PASSES[cfg.replay.mode]]
     if cfg.replay.measure:
         lines.append("expert ids of rollouts are compared with the trainer's (replay.measure)")
@@ -170,6 +175,7 @@ def routing_lines(cfg: Config) -> Sequence[str]:
 
 
 def server_lines(cfg: Config) -> Iterator[str]:
+    """Yield the servers that the run attaches to or starts, with their command."""
     if cfg.rollout.urls:
         yield f"attached: {', '.join(cfg.rollout.urls)}"
         return
