@@ -23,11 +23,9 @@ from megatron_rl.launch.trace import Trace
 
 COLLECTIVES = (
     "all_reduce", "reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor",
-    "gather", "scatter",
-    "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv",
-    "isend", "irecv",
-    "batch_isend_irecv", "all_gather_object", "gather_object", "broadcast_object_list",
-    "scatter_object_list",
+    "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
+    "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv", "all_gather_object",
+    "gather_object", "broadcast_object_list", "scatter_object_list",
 )  # fmt: skip
 
 

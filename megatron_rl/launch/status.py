@@ -87,8 +87,7 @@ class Status:
 
 SHOWN = (
     "rollout/reward_mean", "rollout/tokens_per_second", "perf/train_tokens_per_second",
-    "routing/router_mismatch",
-    "routing/replayed_mismatch", "train/kl_mu_pi", "optim/grad_norm",
+    "routing/router_mismatch", "routing/replayed_mismatch", "train/kl_mu_pi", "optim/grad_norm",
 )  # fmt: skip
 """Metrics in status.json."""
 

@@ -229,10 +229,8 @@ def units(spans: Iterable[Span]) -> Iterator[list[Span]]:
 def event_of(span: Span, pid: int, tid: int) -> Event:
     values = {**span.values, "key": span.key} if span.key else span.values
     start, end = span.start / 1e3, span.end / 1e3
-    return {
-        "ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid, "ts": start,
-        "dur": end - start, "args": values
-    }  # fmt: skip
+    place = {"ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid}
+    return place | {"ts": start, "dur": end - start, "args": values}
 
 
 def name_events(what: str, pid: int, tid: int, name: str) -> Event:
