@@ -212,7 +212,7 @@ def test_a_users_configuration_is_proven_with_a_cut_down_model(tmp_path):
     """48 layers, 128 experts, top-8 as in the TOML's checkpoint; its pp and recompute are taken
     over.
     """
-    from megatron_rl_tools.verify_replay.fingerprints import small_config
+    from megatron_rl_tools.verify_replay.random_checkpoint import small_config
 
     hf = small_config(num_layers=48, num_experts=128, top_k=8, first_k_dense=3, tp=1, etp=1)
     (tmp_path / "model").mkdir()
@@ -313,7 +313,7 @@ def test_interleaved_uneven_stages_under_every_recompute_mode():
 
 
 def test_gradients_that_differ_are_named():
-    from megatron_rl_tools.verify_replay.verify_replay import compare_gradients
+    from megatron_rl_tools.verify_replay.outcome_checks import compare_gradients
 
     reference = {"a": torch.ones(4), "b": torch.full((4,), 1e-3), "zero": torch.zeros(2)}
     assert compare_gradients(

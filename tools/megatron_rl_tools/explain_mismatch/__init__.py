@@ -1,3 +1,3 @@
-"""Explain a mismatch between trainer and server: the same tokens through both, then one difference
-after the other removed.
+"""Explain a mismatch between trainer and server: compute the same tokens with both, then remove one
+difference after the other.
 """

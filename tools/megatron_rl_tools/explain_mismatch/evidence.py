@@ -1,8 +1,8 @@
-"""Evidence: what was measured, as numbers and texts under names that the rules (verdicts.py) read.
+"""Evidence: measured numbers and texts under names that the rules (verdicts.py) read.
 
-KL is k3, the mean over sampled tokens of exp(d) - 1 - d with d = log pi - log mu, in nats: never
-negative, 0 only where equal.
-Shapes: R sampled tokens, S tokens, L MoE layers, K top-k.
+KL is k3, the mean over sampled tokens of exp(d) - 1 - d with d = log pi - log mu, in nats.  It is
+never negative, and 0 only where both are equal.
+Shapes: N rows, R sampled tokens, S tokens, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatron_rl_tools.explain_mismatch.trainer_side import Half
 Value = float | str
 LONGEST_SHIFT = 2
 MOST_NATS = 20.0
-"""A log-ratio counts as at most this: exp of a wrong model's would say nothing."""
+"""Bound of a log-ratio's absolute value: without it, one token of a wrong model decides the KL."""
 
 
 class Evidence(dict[str, Value]):
     """Name -> number (booleans are 0 and 1) or text.
 
-    A rule that reads a name that is not here does not hold.
+    A condition of a rule that reads a missing name is false.
     """
 
     def number(self, name: str) -> float | None:
@@ -31,65 +31,64 @@ class Evidence(dict[str, Value]):
         return float(value) if isinstance(value, int | float) else None
 
     def add(self, prefix: str, **values: Value | None) -> None:
-        """PREFIX.NAME for each value that is known."""
+        """Set PREFIX.NAME for each value that is not None."""
         self.update(
             {f"{prefix}.{name}": value for name, value in values.items() if value is not None}
         )
 
 
 def kl(mu: Sequence[np.ndarray], pi: Sequence[np.ndarray]) -> float:
-    """k3 of KL(mu, pi) over the sampled tokens of all sequences, nats."""
-    d = np.concatenate([p.astype(np.float64) - m for m, p in zip(mu, pi, strict=True)]).clip(
-        -MOST_NATS, MOST_NATS
-    )
+    """Return k3 of KL(mu, pi) over the sampled tokens of all sequences, in nats."""
+    d = log_ratios(mu, pi).clip(-MOST_NATS, MOST_NATS)
     return float(np.mean(np.expm1(d) - d))
 
 
 def difference(mu: Sequence[np.ndarray], pi: Sequence[np.ndarray]) -> float:
-    """Mean of |log mu - log pi|, nats."""
-    return float(
-        np.mean(
-            np.abs(np.concatenate([m.astype(np.float64) - p for m, p in zip(mu, pi, strict=True)]))
-        )
-    )
+    """Return the mean of |log mu - log pi|, in nats."""
+    return float(np.mean(np.abs(log_ratios(mu, pi))))
 
 
-def overlap(served: np.ndarray, own: np.ndarray) -> float:
-    """Mean over rows and layers of the share of K experts in both; served, own [N, L, K]."""
-    return float((served.astype(np.int64)[..., :, None] == own[..., None, :]).any(-1).mean())
+def log_ratios(mu: Sequence[np.ndarray], pi: Sequence[np.ndarray]) -> np.ndarray:
+    """Return log pi - log mu of the sampled tokens of all sequences, float64 [sum of R]."""
+    return np.concatenate([p.astype(np.float64) - m for m, p in zip(mu, pi, strict=True)])
 
 
-def flips(served: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """bool [N, L]: the sets differ."""
-    return ~(served.astype(np.int64)[..., :, None] == own[..., None, :]).any(-1).all(-1)
+def overlap(served: np.ndarray, trained: np.ndarray) -> float:
+    """Return the mean share of the K experts that are in both; served, trained: [N, L, K]."""
+    return float((served.astype(np.int64)[..., :, None] == trained[..., None, :]).any(-1).mean())
 
 
-def shifted_overlap(served: np.ndarray, own: np.ndarray, shift: int) -> float:
-    """Of served row j + shift with the trainer's row j."""
-    rows = slice(max(0, -shift), len(own) - max(0, shift))
-    moved = slice(max(0, shift), len(own) - max(0, -shift))
-    return overlap(served[moved], own[rows])
+def flips(served: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """Return where the sets of experts differ, bool [N, L]."""
+    return ~(served.astype(np.int64)[..., :, None] == trained[..., None, :]).any(-1).all(-1)
+
+
+def shifted_overlap(served: np.ndarray, trained: np.ndarray, shift: int) -> float:
+    """Return the overlap of served row j + shift with the trainer's row j."""
+    rows = slice(max(0, -shift), len(trained) - max(0, shift))
+    moved = slice(max(0, shift), len(trained) - max(0, -shift))
+    return overlap(served[moved], trained[rows])
 
 
 def route_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evidence:
-    """Do the server's routes belong to these rows, layers and sequences?
+    """Test whether the server's routes belong to these rows, layers and sequences.
 
-    halves: the trainer's own choice, live.
+    halves: the live choices of the trainer's routers.
     """
-    found = Evidence()
+    evidence = Evidence()
     pairs = [
         (rollout.routed_experts, half.routes)
         for rollout, half in zip(rollouts, halves, strict=True)
     ]
-    known = [(served, own) for served, own in pairs if served is not None and own.shape[1]]
+    known = [(served, live) for served, live in pairs if served is not None and live.shape[1]]
     if not known:
-        return found
+        return evidence
 
-    def mean(score: list[float]) -> float:
-        return float(np.average(score, weights=[len(own) for _, own in known]))
+    def mean(scores: list[float]) -> float:
+        return float(np.average(scores, weights=[len(live) for _, live in known]))
 
     def best(scores: dict[int, float]) -> int:
-        """0 unless a shift removes at least half of the disagreement."""
+        """Return 0 unless a shift removes more than half of the disagreement."""
         top = max(scores, key=lambda key: scores[key])
         return top if scores[top] - scores[0] > 0.5 * (1 - scores[0]) and scores[top] > 0.5 else 0
 
@@ -99,71 +98,88 @@ def route_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evide
     }
     num_layers = known[0][1].shape[1]
     by_layer = {
-        shift: mean([overlap(np.roll(served, -shift, axis=1), own) for served, own in known])
+        shift: mean([overlap(np.roll(served, -shift, axis=1), live) for served, live in known])
         for shift in range(min(num_layers, 4))
     }
-    found.add(
-        "routes", overlap=by_row[0], row_shift=best(by_row), row_offset=-best(by_row),
+    evidence.add(
+        "routes",
+        overlap=by_row[0],
+        row_shift=best(by_row),
+        row_offset=-best(by_row),
         row_shift_overlap=max(by_row.values()),
-        layer_shift=best(by_layer), layer_shift_overlap=max(by_layer.values()),
-    )  # fmt: skip
+        layer_shift=best(by_layer),
+        layer_shift_overlap=max(by_layer.values()),
+    )
+    evidence.update(foreign_evidence(known))
+    return evidence
+
+
+def foreign_evidence(known: Sequence[tuple[np.ndarray, np.ndarray]]) -> Evidence:
+    """Test whether a response carries the routes of another one.
+
+    known: (the server's routes, the trainer's live choice) of each sequence, both [S - 1, L, K].
+    """
     others = [
-        overlap(other[:size], own[:size])
-        for number, (_, own) in enumerate(known)
-        for at, (other, _) in enumerate(known)
-        if at != number and (size := min(len(own), len(other)))
+        overlap(served[:size], live[:size])
+        for number, (_, live) in enumerate(known)
+        for at, (served, _) in enumerate(known)
+        if at != number and (size := min(len(live), len(served)))
     ]
     partners = [
         max(
             (
-                overlap(other[: len(own)], own[: len(other)])
-                for at, (other, _) in enumerate(known)
+                overlap(served[: len(live)], live[: len(served)])
+                for at, (served, _) in enumerate(known)
                 if at != number
             ),
             default=0.0,
         )
-        for number, (_, own) in enumerate(known)
+        for number, (_, live) in enumerate(known)
     ]
-    own_overlap = [overlap(served, own) for served, own in known]
-    foreign = [p > o + 0.2 and p > 0.8 for p, o in zip(partners, own_overlap, strict=True)]
-    found.add(
+    same = [overlap(served, live) for served, live in known]
+    # another response's routes must agree much better, and nearly completely: responses to one
+    # prompt share the routes of its rows
+    foreign = [other > s + 0.2 and other > 0.8 for other, s in zip(partners, same, strict=True)]
+    evidence = Evidence()
+    evidence.add(
         "routes",
         foreign=float(np.mean(foreign)),
         others_overlap=float(np.mean(others)) if others else None,
     )
-    return found
+    return evidence
 
 
 def logprob_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evidence:
-    """Do the server's log-probs belong to these tokens?"""
-    found = Evidence()
+    """Test whether the server's log-probs belong to these tokens, or to their neighbours."""
+    evidence = Evidence()
     scores = {}
     for shift in range(-LONGEST_SHIFT, LONGEST_SHIFT + 1):
-        mine = [
+        ours = [
             half.logprobs[max(0, -shift) : len(half.logprobs) - max(0, shift)] for half in halves
         ]
         theirs = [
             r.rollout_logprobs[max(0, shift) : len(r.rollout_logprobs) - max(0, -shift)]
             for r in rollouts
         ]
-        if min(map(len, mine)) > 0:
-            scores[shift] = difference(theirs, mine), kl(theirs, mine)
+        if min(map(len, ours)) > 0:
+            scores[shift] = difference(theirs, ours), kl(theirs, ours)
     top = min(scores, key=lambda key: scores[key][0])
     shift = top if scores[top][0] < 0.3 * scores[0][0] else 0
-    found.add("logprobs", shift=shift, offset=-shift, shift_diff=scores[top][0])
-    found.add("kl", logprobs_shifted=scores[top][1])
-    return found
+    evidence.add("logprobs", shift=shift, offset=-shift, shift_diff=scores[top][0])
+    evidence.add("kl", logprobs_shifted=scores[top][1])
+    return evidence
 
 
 def flip_evidence(
     rollouts: Sequence[Rollout], halves: Sequence[Half], *, num_layers: int
 ) -> tuple[Evidence, list[dict[str, float]]]:
-    """Where routers choose otherwise although the layers below had the same routes; and a table by
+    """Return how often routers flip although the layers below had the same routes, with a table by
     layer.
 
-    A flip whose gap is above a tenth of the usual margin is clear: rounding does not explain it.
+    A flip whose gap is above a tenth of the layer's median margin is clear: rounding does not
+    explain it.
     """
-    found, table = Evidence(), list[dict[str, float]]()
+    evidence, table = Evidence(), list[dict[str, float]]()
     known = [
         (rollout.routed_experts, half)
         for rollout, half in zip(rollouts, halves, strict=True)
@@ -188,39 +204,35 @@ def flip_evidence(
         )
     first = next((row for row in table if row["clear"] > 0), None)
     if table:
-        found.add(
+        evidence.add(
             "flips",
             share=float(np.mean([row["flips"] for row in table])),
             clear=float(np.mean([row["clear"] for row in table])),
         )
     if first is not None:
-        found.add(
+        evidence.add(
             "flips",
             first_layer=first["layer"],
             first_gap=first["gap"],
             first_margin=first["margin"],
         )
-    return found, table
+    return evidence, table
 
 
 def position_evidence(
     rollouts: Sequence[Rollout], halves: Sequence[Half], borders: Sequence[int]
 ) -> Evidence:
-    """Does the difference grow with the position, or sit at the borders of pages and chunks?"""
+    """Test whether the difference grows with the position, or lies at page and chunk borders."""
     places = np.concatenate([r.sampled - 1 for r in rollouts])
-    sizes = np.abs(
-        np.concatenate(
-            [r.rollout_logprobs - h.logprobs for r, h in zip(rollouts, halves, strict=True)]
-        )
-    )
-    found = Evidence()
+    pairs = zip(rollouts, halves, strict=True)
+    sizes = np.abs(np.concatenate([r.rollout_logprobs - half.logprobs for r, half in pairs]))
+    evidence = Evidence()
     early, late = places <= np.quantile(places, 0.3), places >= np.quantile(places, 0.7)
     if early.any() and late.any() and sizes[early].mean() > 0:
-        found.add("position", growth=float(sizes[late].mean() / sizes[early].mean()))
+        evidence.add("position", growth=float(sizes[late].mean() / sizes[early].mean()))
     for border in borders:
         at = places % border == 0
         if border > 1 and at.any() and not at.all() and sizes[~at].mean() > 0:
-            found.add(
-                "position", **{f"border_{border}": float(sizes[at].mean() / sizes[~at].mean())}
-            )
-    return found
+            ratio = float(sizes[at].mean() / sizes[~at].mean())
+            evidence.add("position", **{f"border_{border}": ratio})
+    return evidence

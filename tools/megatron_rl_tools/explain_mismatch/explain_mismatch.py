@@ -1,5 +1,6 @@
-"""The command `megatron-rl explain-mismatch`: a server, a run or a saved mini-batch; options.py
-parses its arguments.
+"""The command `megatron-rl explain-mismatch`, for a server, a run or a saved mini-batch.
+
+options.py parses its arguments.
 """
 
 from __future__ import annotations
@@ -75,14 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(as_json(explanation, history), indent=1))
     else:
-        print(
-            "\n".join(
-                [
-                    *(history.lines() if history else ()),
-                    *(describe_inputs(explanation) if explanation else ()),
-                ]
-            )
-        )
+        lines = history.lines() if history else []
+        lines += describe_inputs(explanation) if explanation else []
+        print("\n".join(lines))
         print(f"page: {page}")
     if problem:
         return 2
@@ -90,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe_error(error: Exception) -> str:
-    """What to do about it.  Raises the error again where it is a defect of this command."""
+    """Return the error's text with what to do.  Raises it again if it is this command's defect."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
         return (
@@ -111,7 +107,10 @@ def describe_error(error: Exception) -> str:
 
 
 def of_server(args: argparse.Namespace) -> Explanation:
-    """Raises ValueError and ServerError, which name the option and what to do."""
+    """Compare the trainer with the server at --url.
+
+    Raises ValueError and ServerError, which name the option and what to do.
+    """
     check_arguments(args)
     spec = make_spec(load_hf_config(args.model))
     check_max_tokens(args, spec.max_positions)
@@ -150,8 +149,9 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def check_max_tokens(args: argparse.Namespace, max_positions: int) -> None:
-    """Set the default of --longest; ValueError where prompt and response are longer than the
-    model's positions.
+    """Set the default of --longest.
+
+    Raises ValueError if prompt and response together exceed the model's positions.
     """
     most = max_positions - args.response - RESERVED
     if most < LEAST_LENGTH or (args.longest or 0) > most:
@@ -164,8 +164,8 @@ def check_max_tokens(args: argparse.Namespace, max_positions: int) -> None:
 
 
 def with_dtype(cfg: Config, args: argparse.Namespace, served: str) -> Config:
-    """The server's dtype where neither --dtype nor --config names one: a healthy pair then differs
-    by rounding only.
+    """Set the server's dtype if neither --dtype nor --config names one, so that a healthy pair
+    differs by rounding only.
     """
     if args.dtype or args.config or served not in DTYPES:
         return cfg
@@ -173,7 +173,9 @@ def with_dtype(cfg: Config, args: argparse.Namespace, served: str) -> Config:
 
 
 def explain_config(args: argparse.Namespace, *, longest: int, base: Config | None = None) -> Config:
-    """The trainer's: one rank, no measuring of its own, the settings of --config or of the run."""
+    """Return the trainer's configuration: that of --config or of the run, on one rank, without
+    replay's own measurements.
+    """
     sections: dict[str, dict[str, object]] = {
         "model": {"path": str(args.model)},
         "parallel": {},
@@ -199,9 +201,9 @@ def explain_config(args: argparse.Namespace, *, longest: int, base: Config | Non
 
 
 USED = ("model", "parallel", "replay", "run", "data", "rollout", "megatron")
-"""Sections of a configuration that the trainer here has."""
+"""Sections of a configuration that the trainer of this command reads."""
 KEPT_OF_ROLLOUT = ("temperature", "api_key_env", "probe_timeout_seconds", "allow_unproven")
-"""Keys of [rollout] that this command uses; others start servers, and some need one another."""
+"""Keys of [rollout] that this command uses.  The others start servers, and some require others."""
 
 
 # A run, or a mini-batch of one
@@ -216,8 +218,8 @@ def check_folder(args: argparse.Namespace) -> None:
 
 
 def of_folder(args: argparse.Namespace) -> Explanation | None:
-    """The ladder, where the weights that sampled are known: those of the first step of a run, or of
-    a saved mini-batch.
+    """Climb the ladder with saved tokens if the weights that sampled them are known: those of the
+    first step of a run, or of a saved mini-batch.  Returns None otherwise.
     """
     read = read_bundle if (args.folder / BUNDLE).is_file() else read_run
     saved = read(args.folder, lambda base, longest: of_run(args, base, longest), args.model)
@@ -265,7 +267,7 @@ def climb(
 
 
 def describe_inputs(explanation: Explanation) -> list[str]:
-    found = explanation.evidence
+    evidence = explanation.evidence
     lines = ["rung                      KL(mu, pi)   mean |log mu - log pi|   taken off"]
     for rung in explanation.rungs:
         lines.append(
@@ -274,12 +276,12 @@ def describe_inputs(explanation: Explanation) -> list[str]:
         )
     lines += [
         f"{name:<28} {value if isinstance(value, str) else format(value, '.6g')}"
-        for name, value in sorted(found.items())
+        for name, value in sorted(evidence.items())
     ]
     if not explanation.verdicts:
         lines.append(
-            f"HEALTHY: the two differ by rounding: mean {found['diff.live']:.1e} nats, limit"
-            f" {found['limit.diff']:.1e}"
+            f"HEALTHY: the two differ by rounding: mean {evidence['diff.live']:.1e} nats, limit"
+            f" {evidence['limit.diff']:.1e}"
         )
     for verdict in explanation.verdicts:
         part = "not measured" if verdict.share is None else f"{verdict.share:.0%}"
@@ -288,19 +290,19 @@ def describe_inputs(explanation: Explanation) -> list[str]:
             f"  share of KL(mu, pi_old): {part}",
             f"  change {verdict.key}: {verdict.value}",
         ]
-    return [*lines, *([str(found["limit.note"])] if "limit.note" in found else [])]
+    return [*lines, *([str(evidence["limit.note"])] if "limit.note" in evidence else [])]
 
 
 def as_json(explanation: Explanation | None, history: History | None) -> dict[str, object]:
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     if explanation is not None:
-        found = {
+        result = {
             "verdicts": [vars(verdict) for verdict in explanation.verdicts],
             "rungs": [vars(rung) for rung in explanation.rungs],
             "evidence": dict(explanation.evidence),
             "layers": list(explanation.layers),
         }
-    return found if history is None else {**found, "history": history.as_json()}
+    return result if history is None else {**result, "history": history.as_json()}
 
 
 if __name__ == "__main__":

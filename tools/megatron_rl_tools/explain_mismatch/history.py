@@ -1,8 +1,8 @@
-"""A trained run: at which step did the mismatch begin, and what else changed there?
+"""The history of a trained run: at which step the mismatch began, and what else changed there.
 
-Reads metrics.jsonl, and of runs with saved tensors the two halves of every sequence:
-rollouts_STEP.safetensors (the server's) and trained_STEP.safetensors (the trainer's).  Shapes: S
-tokens, R sampled, L MoE layers, K top-k.
+Reads metrics.jsonl, and for runs with saved tensors the two halves of every sequence:
+rollouts_STEP.safetensors (the server's) and trained_STEP.safetensors (the trainer's).
+Shapes: S tokens, R sampled, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ from megatron_rl_tools.explain_mismatch.verdicts import (
 
 DIFFERENCE = "train/logratio_abs_mean"
 SHOWN = (
-    DIFFERENCE, "train/kl_mu_pi_k3", "routing/router_mismatch", "routing/replayed_mismatch",
+    DIFFERENCE,
+    "train/kl_mu_pi_k3",
+    "routing/router_mismatch",
+    "routing/replayed_mismatch",
     "routing/flipped_margin",
-    "routing/kept_margin", "rollout/staleness_mean",
-)  # fmt: skip
-"""Metrics that are compared before and after."""
+    "routing/kept_margin",
+    "rollout/staleness_mean",
+)
+"""Metrics whose medians before and after the beginning are compared."""
 TIMES = 2.0
 SPREADS = 6.0
 LASTING = 3
-"""A beginning: this many steps in a row above EXACT_LIMIT nats, TIMES x the median before and
-SPREADS x its spread; with as many steps before."""
-
+"""The mismatch begins where this many steps in a row lie above EXACT_LIMIT nats, TIMES x the median
+before, and that median plus SPREADS x its spread; as many steps must precede."""
 NO_BEGINNING = "the difference of the two engines did not begin to grow at any step"
 
 RULES: tuple[VerdictRule, ...] = (
@@ -59,111 +62,125 @@ RULES: tuple[VerdictRule, ...] = (
     ),
     VerdictRule(
         "logprobs_shifted", PROOF, ("logprobs.shift != 0",),
-        "{history.since}the server's log-probs are those of other tokens, by {logprobs.offset:+.0f}",
+        "{history.since}the server's log-probs are those of other tokens, by "
+        "{logprobs.offset:+.0f}",
         "rollout.urls", "a server that returns each log-prob with its token",
     ),
     VerdictRule(
         "not_replayed", PROOF, ("after.routing/replayed_mismatch > 0",),
-        "{after.routing/replayed_mismatch:.2%} of the experts used in training are not the rollout's",
+        "{after.routing/replayed_mismatch:.2%} of the experts used in training are not the "
+        "rollout's",
         "replay.mode", "R3; check the layout with megatron-rl verify-replay",
     ),
     VerdictRule(
-        "age", PROOF, ("after.rollout/staleness_mean > 0.5", "after.rollout/staleness_mean > 2 * "
-        "before.rollout/staleness_mean"),
-        "responses became older at step {history.began:.0f}: {before.rollout/staleness_mean:.2g} to "
-        "{after.rollout/staleness_mean:.2g} weight syncs between sampling and training",
-        "rollout.max_staleness",
-        "0, to see the engines alone",
+        "age", PROOF,
+        (
+            "after.rollout/staleness_mean > 0.5",
+            "after.rollout/staleness_mean > 2 * before.rollout/staleness_mean",
+        ),
+        "responses became older at step {history.began:.0f}: {before.rollout/staleness_mean:.2g} "
+        "to {after.rollout/staleness_mean:.2g} weight syncs between sampling and training",
+        "rollout.max_staleness", "0, to see the engines alone",
     ),
     VerdictRule(
         "clear_flips", SYMPTOM,
-        ("history.began >= 1", "after.routing/flipped_margin > 0.5 * after.routing/kept_margin",
-        "ratio.routing/router_mismatch > 2"),
+        (
+            "history.began >= 1", "after.routing/flipped_margin > 0.5 * after.routing/kept_margin",
+            "ratio.routing/router_mismatch > 2",
+        ),
         "routers disagree about clear choices from step {history.began:.0f} on "
-        "({after.routing/router_mismatch:.2%} of them, before {before.routing/router_mismatch:.2%}): the two "
-        "engines have other weights",
-        "rollout.verify_push",
-        "checksum: it names the tensor; or compare now with --url",
+        "({after.routing/router_mismatch:.2%} of them, before "
+        "{before.routing/router_mismatch:.2%}): the two engines have other weights",
+        "rollout.verify_push", "checksum: it names the tensor; or compare now with --url",
     ),
     VerdictRule(
         "rounding_grows", SYMPTOM, ("history.began >= 1", "ratio.routing/router_mismatch > 1.5"),
-        "log-ratios and close choices of routers grow together from step {history.began:.0f} on: precision, at "
-        "weights that became larger or sharper",
+        "log-ratios and close choices of routers grow together from step {history.began:.0f} on: "
+        "precision, at weights that became larger or sharper",
         "rollout.dtype", "a more precise one; replay.mode = R3 takes the part of the routes away",
     ),
     VerdictRule(
         "began", SYMPTOM, ("history.began >= 1",),
-        "|log mu - log pi_old| began to grow at step {history.began:.0f}: {history.before:.2e} to "
-        "{history.after:.2e} nats; routers "
-        "agree as before", "rollout.temperature",
-        "equal for requests and trainer; then compare precision and the "
-        "output head with --url",
+        "|log mu - log pi_old| began to grow at step {history.began:.0f}: {history.before:.2e} "
+        "to {history.after:.2e} nats; routers agree as before",
+        "rollout.temperature",
+        "equal for requests and trainer; then compare precision and the output head with --url",
     ),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class History:
-    """steps, differences: of DIFFERENCE; began: the first step that differs for good, None where
-    none does.
-    """
+    """The difference of the two engines over a run's steps, and where it began to grow."""
 
     steps: np.ndarray
+    """Steps with the metric DIFFERENCE, counted from 1."""
     differences: np.ndarray
+    """The metric DIFFERENCE of these steps, in nats."""
     began: int | None
+    """The first step from which the difference stays larger; None if there is none."""
     evidence: Evidence
     verdicts: tuple[Verdict, ...]
     events: tuple[str, ...] = ()
+    """Lines of events.jsonl near `began`."""
     flips_by_layer: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """Step -> share of tokens that flip, for each MoE layer."""
     notes: tuple[str, ...] = ()
 
     @property
     def accuses(self) -> bool:
-        """A cause may be proven although no step is known: it was there from the first step on."""
+        """Return whether a cause or a beginning is known.
+
+        A cause that exists from the first step on has no beginning.
+        """
         return bool(self.verdicts) or self.began is not None
 
     def lines(self) -> list[str]:
-        found = [
+        lines = [
             f"steps {int(self.steps[0])} to {int(self.steps[-1])}: {DIFFERENCE}"
             f" {self.differences[0]:.2e} to {self.differences[-1]:.2e}"
         ]
-        found += self.notes
+        lines += self.notes
         if self.began is None:
-            found.append(NO_BEGINNING)
+            lines.append(NO_BEGINNING)
         else:
-            found.append(
+            lines.append(
                 f"BEGAN at step {self.began}: {self.evidence['history.before']:.2e} before, "
                 f"{self.evidence['history.after']:.2e} after"
             )
-        found += [f"  event {each}" for each in self.events]
+        lines += [f"  event {event}" for event in self.events]
         for verdict in self.verdicts:
-            found += [
+            lines += [
                 f"CAUSE {verdict.name}: {verdict.cause}",
                 f"  change {verdict.key}: {verdict.value}",
             ]
-        return found
+        return lines
 
     def as_json(self) -> dict[str, object]:
         return {
-            "steps": self.steps.tolist(), "differences": self.differences.tolist(),
+            "steps": self.steps.tolist(),
+            "differences": self.differences.tolist(),
             "began": self.began,
-            "evidence": dict(self.evidence), "verdicts": [vars(each) for each in self.verdicts],
+            "evidence": dict(self.evidence),
+            "verdicts": [vars(verdict) for verdict in self.verdicts],
             "events": list(self.events),
             "notes": list(self.notes),
-        }  # fmt: skip
+        }
 
 
 def read_history(folder: Path) -> History:
-    """Raises ValueError where the folder has no metrics of training steps."""
+    """Read the history of a run's folder.  Raises ValueError if it has no metrics of steps."""
     path = folder / METRICS_FILE
     if not path.is_file():
         raise ValueError(
             f"{folder}: no {METRICS_FILE}; must be the folder of a run, or of a mini-batch in its"
             " batches/"
         )
-    # NaN: no token of the step was counted
+    # the metric is NaN if no token of the step was counted
     results = [
-        each for each in read_metrics(path) if math.isfinite(each.metrics.get(DIFFERENCE, math.nan))
+        result
+        for result in read_metrics(path)
+        if math.isfinite(result.metrics.get(DIFFERENCE, math.nan))
     ]
     if not results:
         raise ValueError(
@@ -173,25 +190,19 @@ def read_history(folder: Path) -> History:
     steps = np.array([result.step + 1 for result in results])
     differences = np.array([result.metrics[DIFFERENCE] for result in results], float)
     at = since_when(differences)
-    found, began = Evidence(), None if at is None else int(steps[at])
-    found.add("history", since="" if began is None else f"from step {began} on ")
+    evidence, began = Evidence(), None if at is None else int(steps[at])
+    evidence.add("history", since="" if began is None else f"from step {began} on ")
     if at is not None:
-        found.add(
+        evidence.add(
             "history",
             began=float(steps[at]),
             before=median(differences[:at]),
             after=median(differences[at:]),
         )
-        compare_metrics(found, results, at)
+        compare_metrics(evidence, results, at)
     notes: list[str] = []
-    read_halves(
-        folder,
-        [int(step) for step in steps[at:]]
-        if at is not None
-        else [int(step) for step in steps[-3:]],
-        found,
-        notes,
-    )
+    compared = steps[-3:] if at is None else steps[at:]
+    read_halves(folder, [int(step) for step in compared], evidence, notes)
     flips = {
         result.step + 1: result.per_layer["routing/flip_rate"]
         for result in results
@@ -199,30 +210,26 @@ def read_history(folder: Path) -> History:
     }
     events = () if began is None else tuple(events_near(folder, began))
     return History(
-        steps,
-        differences,
-        began,
-        found,
-        tuple(verdicts_of(found, RULES)),
-        events,
-        flips,
-        tuple(notes),
+        steps=steps,
+        differences=differences,
+        began=began,
+        evidence=evidence,
+        verdicts=tuple(verdicts_of(evidence, RULES)),
+        events=events,
+        flips_by_layer=flips,
+        notes=tuple(notes),
     )
 
 
 def since_when(values: np.ndarray) -> int | None:
-    """Index of the first value from which LASTING values in a row stand out of the LASTING or more
-    before it.
+    """Return the index of the first of LASTING values in a row that stand out of all values before
+    them, at least LASTING; None if there is none.
     """
     for at in range(LASTING, len(values) - LASTING + 1):
         before, after = values[:at], values[at : at + LASTING]
-        spread = float(np.median(np.abs(before - np.median(before))))
-        limit = max(
-            EXACT_LIMIT,
-            TIMES * float(np.median(before)),
-            float(np.median(before)) + SPREADS * spread,
-        )
-        if (after > limit).all():
+        usual = float(np.median(before))
+        spread = float(np.median(np.abs(before - usual)))
+        if (after > max(EXACT_LIMIT, TIMES * usual, usual + SPREADS * spread)).all():
             return at
     return None
 
@@ -232,54 +239,41 @@ def median(values: np.ndarray) -> float:
 
 
 def ratio(before: float, after: float) -> float:
-    """after / before; 1 where both are 0."""
+    """Return after / before, or 1 if both are 0."""
     if before == 0:
         return math.inf if after > 0 else 1.0
     return after / before
 
 
-def compare_metrics(found: Evidence, results: Sequence[StepResult], at: int) -> None:
+def compare_metrics(evidence: Evidence, results: Sequence[StepResult], at: int) -> None:
     for name in SHOWN:
-        before, after = (
-            median(
-                np.array(
-                    [
-                        each.metrics[name]
-                        for each in part
-                        if math.isfinite(each.metrics.get(name, math.nan))
-                    ]
-                )
-            )
-            for part in (results[:at], results[at:])
-        )
-        for prefix, value in (
-            ("before", before),
-            ("after", after),
-            ("ratio", ratio(before, after)),
-        ):
+        values = np.array([result.metrics.get(name, math.nan) for result in results], float)
+        before, after = (median(part[np.isfinite(part)]) for part in (values[:at], values[at:]))
+        compared = (("before", before), ("after", after), ("ratio", ratio(before, after)))
+        for prefix, value in compared:
             if not math.isnan(value):
-                found.add(prefix, **{name: value})
+                evidence.add(prefix, **{name: value})
 
 
 def events_near(folder: Path, step: int) -> list[str]:
-    """Lines of events.jsonl of this step and the one before, as text."""
+    """Return the lines of events.jsonl of this step and the one before, as text."""
     try:
         lines = (folder / "events.jsonl").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    events = []
     for line in lines:
         try:
             event = json.loads(line)
         except ValueError:  # the last line of a run that was killed
             continue
         if event.get("step") in (step - 1, step):
-            found.append(f"step {event['step']}, {event.get('kind')}: {event.get('text', '')}")
-    return found
+            events.append(f"step {event['step']}, {event.get('kind')}: {event.get('text', '')}")
+    return events
 
 
-def read_halves(folder: Path, steps: Sequence[int], found: Evidence, notes: list[str]) -> None:
-    """Evidence from both halves of the sequences of the first of these steps that has them."""
+def read_halves(folder: Path, steps: Sequence[int], evidence: Evidence, notes: list[str]) -> None:
+    """Add evidence and notes from both halves of the sequences of the first step that has them."""
     lines = trained_lines(folder)
     for step in steps:
         if step not in lines:
@@ -292,9 +286,9 @@ def read_halves(folder: Path, steps: Sequence[int], found: Evidence, notes: list
         if pairs:
             rollouts, halves = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             notes.append(f"step {step}: {len(pairs)} sequences with the halves of both engines")
-            found.update(ev.route_evidence(rollouts, halves))
-            found.update(ev.logprob_evidence(rollouts, halves))
-            found.add(
+            evidence.update(ev.route_evidence(rollouts, halves))
+            evidence.update(ev.logprob_evidence(rollouts, halves))
+            evidence.add(
                 "kl",
                 live=ev.kl([r.rollout_logprobs for r in rollouts], [h.logprobs for h in halves]),
             )
@@ -302,7 +296,7 @@ def read_halves(folder: Path, steps: Sequence[int], found: Evidence, notes: list
 
 
 class TrainedLine(TypedDict):
-    """Of a line of trained*.jsonl, what is read here."""
+    """The fields of a line of trained*.jsonl that are read here."""
 
     step: int
     id: str
@@ -312,10 +306,11 @@ class TrainedLine(TypedDict):
 
 
 def trained_lines(folder: Path) -> dict[int, list[TrainedLine]]:
-    """Step -> the sequences whose trainer's half was saved, of all replicas; a cut last line is
-    left out.
+    """Return step -> the sequences of all replicas whose trainer's half was saved.
+
+    A cut last line is left out.
     """
-    found: dict[int, list[TrainedLine]] = {}
+    lines_of_step: dict[int, list[TrainedLine]] = {}
     for path in sorted(folder.glob("trained*.jsonl")):
         for text in path.read_text(encoding="utf-8").splitlines():
             try:
@@ -323,13 +318,14 @@ def trained_lines(folder: Path) -> dict[int, list[TrainedLine]]:
             except ValueError:
                 continue
             if line.get("tensors"):
-                found.setdefault(line["step"], []).append(line)
-    return found
+                lines_of_step.setdefault(line["step"], []).append(line)
+    return lines_of_step
 
 
 def read_pairs(folder: Path, step: int, lines: Sequence[TrainedLine]) -> list[tuple[Rollout, Half]]:
-    """(the server's half, the trainer's half); a group may be trained by another replica than the
-    one that sampled it.
+    """Return (the server's half, the trainer's half) of each sequence.
+
+    A group may be trained by another replica than the one that sampled it.
     """
     ours = {name: load_file(folder / name) for name in {str(line["tensors"]) for line in lines}}
     theirs: dict[str, tuple[dict[str, RecordedRollout], dict[str, np.ndarray]]] = {}
@@ -338,30 +334,22 @@ def read_pairs(folder: Path, step: int, lines: Sequence[TrainedLine]) -> list[tu
         name, source = line["id"], line["sampled_by"]
         if source not in theirs:
             records = {
-                each.id: each
-                for each in read_rollouts(folder / f"{source}.jsonl")
-                if each.step == step
+                record.id: record
+                for record in read_rollouts(folder / f"{source}.jsonl")
+                if record.step == step
             }
             theirs[source] = records, load_file(tensors_path(folder, step, source))
         records, tensors = theirs[source]
         trained = ours[str(line["tensors"])]
-        key = line.get("key", name)  # another one where two replicas sampled equal ids
-        old, own = trained.get(f"{key}:old_logprobs"), trained.get(f"{key}:own_experts")
+        key = line.get("key", name)  # present where two replicas sampled equal ids
+        old, experts = trained.get(f"{key}:old_logprobs"), trained.get(f"{key}:own_experts")
         if old is None or name not in records:
             continue
         rollout = single_sequence(records[name], tensors)
-        routes = (
-            np.zeros((len(rollout.tokens) - 1, 0, 0), np.int64)
-            if own is None
-            else own.astype(np.int64)
-        )
-        margin = trained.get(f"{key}:margin", np.zeros(routes.shape[:2]))
-        pairs.append(
-            (
-                rollout,
-                Half(
-                    old, routes, np.zeros(routes.shape[:2], np.float32), margin.astype(np.float32)
-                ),
-            )
-        )
+        if experts is None:
+            experts = np.zeros((len(rollout.tokens) - 1, 0, 0))
+        routes = experts.astype(np.int64)
+        gap = np.zeros(routes.shape[:2], np.float32)  # scores are not saved
+        margin = trained.get(f"{key}:margin", gap).astype(np.float32)
+        pairs.append((rollout, Half(old, routes, gap, margin)))
     return pairs

@@ -1,6 +1,4 @@
-"""The page: verdict, rungs, layers, positions and history of one explanation, with all its pictures
-inside.
-"""
+"""The page of one explanation: verdict, rungs, layers, positions and history, in one HTML file."""
 
 from __future__ import annotations
 
@@ -21,11 +19,14 @@ from megatron_rl_viewer.report import STYLE, html_table
 
 MORE_STYLE = """
 .verdict { border-left: 4px solid #c43d4b; background: #f6f7f9; padding: .7em 1em; margin: 1em 0; }
-.healthy { border-color: #3a9a5b; } .verdict p { margin: .3em 0; overflow-wrap: anywhere; } td { overflow-wrap: anywhere; }
+.healthy { border-color: #3a9a5b; } .verdict p { margin: .3em 0; overflow-wrap: anywhere; } \
+td { overflow-wrap: anywhere; }
 img { background: #fff; border-radius: 4px; }
-@media (prefers-color-scheme: dark) { .verdict { background: #22252b; } img { filter: invert(.9) hue-rotate(180deg); } }
+@media (prefers-color-scheme: dark) { .verdict { background: #22252b; } \
+img { filter: invert(.9) hue-rotate(180deg); } }
 """
 LEAST_NATS = 1e-8
+"""Smaller differences are drawn as this one: the axes are logarithmic."""
 
 
 def write_page(
@@ -43,7 +44,8 @@ def write_page(
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}{MORE_STYLE}</style></head><body>{''.join(parts)}</body></html>"
+        f"<title>{html.escape(title)}</title><style>{STYLE}{MORE_STYLE}</style></head>"
+        f"<body>{''.join(parts)}</body></html>"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
@@ -51,17 +53,17 @@ def write_page(
 
 
 def explanation_parts(explanation: Explanation) -> Iterator[str]:
-    found = explanation.evidence
+    evidence = explanation.evidence
     yield "<h2>Verdict</h2>"
     if not explanation.verdicts:
-        live, limit = found["diff.live"], found["limit.diff"]
+        live, limit = evidence["diff.live"], evidence["limit.diff"]
         yield (
             '<div class="verdict healthy"><p><b>Healthy.</b> The engines differ by rounding: mean '
             f"{live:.1e} nats, limit {limit:.1e}.</p></div>"
         )
     yield from map(verdict_part, explanation.verdicts)
-    if "limit.note" in found:
-        yield f'<p class="note">{html.escape(str(found["limit.note"]))}</p>'
+    if "limit.note" in evidence:
+        yield f'<p class="note">{html.escape(str(evidence["limit.note"]))}</p>'
     yield "<h2>Ladder</h2>"
     rows = [
         [
@@ -91,7 +93,7 @@ def explanation_parts(explanation: Explanation) -> Iterator[str]:
             f"<code>{html.escape(name)}</code>",
             html.escape(value if isinstance(value, str) else f"{value:.6g}"),
         ]
-        for name, value in sorted(found.items())
+        for name, value in sorted(evidence.items())
     ]
     yield f"<h2>Evidence</h2>{html_table(['', ''], cells, numbers_from=2)}"
 
@@ -117,10 +119,10 @@ def history_parts(history: History) -> Iterator[str]:
 def verdict_part(verdict: Verdict) -> str:
     part = "not measured" if verdict.share is None else f"{verdict.share:.0%}"
     return (
-        "<div"
-        f' class="verdict"><p><b>{html.escape(verdict.name)}</b></p><p>{html.escape(verdict.cause)}</p><p>Share'
-        f" of KL(mu, pi_old): <b>{part}</b></p><p>Change <code>{html.escape(verdict.key)}</code>:"
-        f" {html.escape(verdict.value)}</p></div>"
+        f'<div class="verdict"><p><b>{html.escape(verdict.name)}</b></p>'
+        f"<p>{html.escape(verdict.cause)}</p>"
+        f"<p>Share of KL(mu, pi_old): <b>{part}</b></p>"
+        f"<p>Change <code>{html.escape(verdict.key)}</code>: {html.escape(verdict.value)}</p></div>"
     )
 
 
@@ -131,11 +133,8 @@ def ladder_figure(explanation: Explanation) -> Figure:
     figure = Figure(figsize=(9, 0.45 * len(explanation.rungs) + 1), layout="constrained")
     axis = figure.add_subplot()
     values = [max(rung.kl, LEAST_NATS**2) for rung in explanation.rungs]
-    axis.barh(
-        [rung.name for rung in explanation.rungs],
-        values,
-        color=[ORANGE, *[BLUE] * (len(values) - 1)],
-    )
+    names = [rung.name for rung in explanation.rungs]
+    axis.barh(names, values, color=[ORANGE, *[BLUE] * (len(values) - 1)])
     axis.set_xscale("log")
     axis.set_xlim(min(values) / 3, max(values) * 3)
     axis.invert_yaxis()
@@ -158,9 +157,8 @@ def layer_figure(layers: Sequence[dict[str, float]]) -> Figure:
 def position_figure(explanation: Explanation) -> Figure:
     figure = Figure(figsize=(9, 3), layout="constrained")
     axis = figure.add_subplot()
-    axis.plot(
-        explanation.places, np.maximum(explanation.sizes, LEAST_NATS), ".", color=BLUE, markersize=4
-    )
+    sizes = np.maximum(explanation.sizes, LEAST_NATS)
+    axis.plot(explanation.places, sizes, ".", color=BLUE, markersize=4)
     axis.set_yscale("log")
     axis.set_xlabel("position of the row that predicts the token")
     axis.set_ylabel("abs(log mu - log pi), nats")
@@ -176,11 +174,8 @@ def history_figure(history: History) -> Figure:
     axes[0].set_ylabel(DIFFERENCE)
     if has_layers:
         steps = list(history.flips_by_layer)
-        shown = axes[1].pcolormesh(
-            steps,
-            range(len(history.flips_by_layer[steps[0]])),
-            100 * np.array([history.flips_by_layer[s] for s in steps]).T,
-        )
+        percents = 100 * np.array([history.flips_by_layer[step] for step in steps]).T
+        shown = axes[1].pcolormesh(steps, range(len(percents)), percents)
         axes[1].set_ylabel("MoE layer")
         figure.colorbar(shown, ax=axes[1], label="% of tokens that flip")
     for axis in axes:

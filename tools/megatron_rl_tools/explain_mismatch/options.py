@@ -1,5 +1,5 @@
-"""Why do trainer and server disagree?  The same tokens through both engines, then one difference
-                                        after the other removed.
+"""Why do trainer and server disagree?  The same tokens through both engines, then one difference \
+after the other removed.
 
     megatron-rl explain-mismatch --url http://HOST:PORT --model CHECKPOINT [--config FILE]
     megatron-rl explain-mismatch RUN_DIR            # when it began, and why, from saved rollouts
@@ -24,61 +24,27 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog=COMMAND, description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
     )
     add = parser.add_argument
-    add(
-        "folder",
-        type=Path,
-        nargs="?",
-        metavar="RUN_DIR",
-        help="a run with saved rollouts, or a folder of its batches/",
-    )
+    text = "a run with saved rollouts, or a folder of its batches/"
+    add("folder", type=Path, nargs="?", metavar="RUN_DIR", help=text)
     add("--url", help="a running SGLang server; needs --model")
     add("--model", type=Path, metavar="CHECKPOINT", help="HF checkpoint that the trainer loads")
-    add(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="settings of the run: dtype, temperature, API key (default: none)",
-    )
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help="of the trainer (default: that of --config, else the server's)",
-    )
+    text = "settings of the run: dtype, temperature, API key (default: none)"
+    add("--config", type=Path, metavar="FILE", help=text)
+    text = "of the trainer (default: that of --config, else the server's)"
+    add("--dtype", choices=DTYPES, help=text)
     add("--temperature", type=float, help="of the requests (default: that of --config, else 1)")
-    add(
-        "--prompts",
-        type=int,
-        default=6,
-        metavar="N",
-        help="prompts of random token ids, two responses each (default 6)",
-    )
-    add(
-        "--longest",
-        type=int,
-        metavar="TOKENS",
-        help="the longest prompt (default 160, or what the model allows)",
-    )
-    add(
-        "--response",
-        type=int,
-        default=32,
-        metavar="TOKENS",
-        help="tokens of a response (default 32)",
-    )
+    text = "prompts of random token ids, two responses each (default 6)"
+    add("--prompts", type=int, default=6, metavar="N", help=text)
+    text = "the longest prompt (default 160, or what the model allows)"
+    add("--longest", type=int, metavar="TOKENS", help=text)
+    text = "tokens of a response (default 32)"
+    add("--response", type=int, default=32, metavar="TOKENS", help=text)
     add("--seed", type=int, default=0)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add(
-        "--no-referee",
-        action="store_true",
-        help="do not load transformers' model of the checkpoint",
-    )
+    text = "do not load transformers' model of the checkpoint"
+    add("--no-referee", action="store_true", help=text)
     add("--no-routes", action="store_true", help="do not compare experts: the server returns none")
-    add(
-        "--output",
-        type=Path,
-        default=Path("explain_mismatch.html"),
-        metavar="FILE",
-        help="the page to write",
-    )
+    path = Path("explain_mismatch.html")
+    add("--output", type=Path, default=path, metavar="FILE", help="the page to write")
     add("--json", action="store_true", help="print the evidence and the verdicts as JSON")
     return parser.parse_args(argv)

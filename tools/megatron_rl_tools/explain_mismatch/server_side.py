@@ -1,7 +1,7 @@
-"""The server's half: what it reports about itself, what it samples, and the same tokens once more
-in one forward.
+"""The server's half: what it reports about itself, what it samples, and the same tokens again in
+one forward.
 
-Everything goes through SGLang's HTTP API; nothing on the server is changed, no cache is flushed.
+Everything goes through SGLang's HTTP API.  Nothing on the server is changed, and no cache flushed.
 Shapes: S tokens of a sequence, R sampled, L MoE layers, K top-k, H hidden.
 """
 
@@ -38,40 +38,39 @@ REQUEST_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What the server reports.
-
-    config: the config.json that it computes, with its overrides; {} where its checkpoint cannot be
-    read here.  weights_path: the checkpoint that it loaded last, where that can be read here.
-    unusual: its refused and unproven settings.
-    """
+    """A server's report about itself."""
 
     info: ServerInfo
     device: str
     config: Json
+    """The config.json that it computes, with its overrides; {} if its checkpoint is not here."""
     weights_path: Path | None
+    """The checkpoint that it loaded last; None if that cannot be read here."""
     page_size: int
+    """Tokens of a page of the KV cache."""
     chunk_size: int | None
+    """Tokens of a prefill chunk; None for prefill in one piece."""
     returns_hidden: bool
     unusual: tuple[str, ...]
+    """Its refused and unproven settings, as text."""
 
 
 @dataclass(frozen=True)
 class Fresh:
-    """The same tokens in one forward, without the prefix cache.
-
-    logprobs: float32 [R] of the sampled tokens at temperature 1; routes uint8 | int16 [S - 1, L, K]
-    or None; hidden float32 [S, H] after the last norm, or None where the server returns none.
-    """
+    """The server's values of the same tokens in one forward, without the prefix cache."""
 
     logprobs: np.ndarray
+    """Log-probs of the sampled tokens at temperature 1, float32 [R]."""
     routes: np.ndarray | None
+    """Expert ids, uint8 | int16 [S - 1, L, K]."""
     hidden: np.ndarray | None
+    """Hidden states after the last norm, float32 [S, H]; None if the server returns none."""
 
 
 class ServerSide:
     """A client of one server.
 
-    Raises ServerError, which names the server, for answers that cannot be used.
+    Raises ServerError, which names the server, for answers that it cannot use.
     """
 
     def __init__(
@@ -100,19 +99,20 @@ class ServerSide:
     def sample(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, *, per_prompt: int = 2
     ) -> list[Rollout]:
-        """per_prompt responses to each prompt: all but the first find it in the prefix cache, as in
-        training.
+        """Sample `per_prompt` responses to each prompt.
+
+        All but the first find the prompt in the prefix cache, as in training.
         """
-        found = []
+        rollouts = []
         for number, prompt in enumerate(prompts):
             for copy in range(per_prompt):
-                found.append(self._sample(f"p{number}/{copy}", prompt, max_tokens))
-        return found
+                rollouts.append(self._sample(f"p{number}/{copy}", prompt, max_tokens))
+        return rollouts
 
     def fresh(self, rollout: Rollout) -> Fresh:
-        """One forward over all tokens.
+        """Compute all tokens in one forward.
 
-        Log-probs of input tokens make the server compute them all, cached or not.
+        A server that returns log-probs of input tokens computes them all, cached or not.
         """
         tokens = rollout.tokens.tolist()
         body: Json = {
@@ -140,27 +140,23 @@ class ServerSide:
         routes = None
         if self.want_routes:
             try:
-                routes = parse_routes(meta, rollout.id, len(tokens) + 1, self.spec)[0][
-                    : len(tokens) - 1
-                ]
+                routes, _ = parse_routes(meta, rollout.id, len(tokens) + 1, self.spec)
             except SampleDropped as error:
                 raise ServerError(f"SGLang server {self.url}: {error}") from error
+            routes = routes[: len(tokens) - 1]  # without the row of the token sampled here
         return Fresh(logprobs, routes, self._hidden(meta, len(tokens)))
 
     def checksums(self) -> list[dict[str, str]]:
-        """Of every rank: name -> checksum of a tensor; [] where the server has none that compare
-        with ours.
+        """Return name -> checksum of a tensor for every rank; [] if the server has none that
+        compare with ours.
         """
         if self.facts.device != "cpu":
             return []  # a GPU hashes in another way: weights/sync/checksums.py
-        answer = self.http.post(
-            "/weights_checker", json={"action": "checksum", "selector": "target"}
-        )
-        return (
-            [rank["checksums"] for rank in answer.json().get("ranks") or []]
-            if answer.status_code == 200
-            else []
-        )
+        body = {"action": "checksum", "selector": "target"}
+        answer = self.http.post("/weights_checker", json=body)
+        if answer.status_code != 200:
+            return []
+        return [rank["checksums"] for rank in answer.json().get("ranks") or []]
 
     def _read_facts(self, info: ServerInfo) -> ServerFacts:
         server = ask(self.http, "GET", "/server_info")
@@ -170,9 +166,9 @@ class ServerSide:
             config = config | json.loads(server.get("json_model_override_args") or "{}")
         loaded = Path(str(model.get("model_path") or info.model_path))
         marked = [
-            f"{each.name} = {value} ({verdict(each, value)}: {reason(each, value)})"
-            for each, value in unusual(info.settings, needs_routes=True)
-            if verdict(each, value) != "proven"
+            f"{setting.name} = {value} ({verdict(setting, value)}: {reason(setting, value)})"
+            for setting, value in unusual(info.settings, needs_routes=True)
+            if verdict(setting, value) != "proven"
         ]
         chunk = server.get("chunked_prefill_size")
         return ServerFacts(
@@ -223,8 +219,9 @@ class ServerSide:
         return replace(rollout, missing_routes=missing)
 
     def _hidden(self, meta: Json, length: int) -> np.ndarray | None:
-        """SGLang returns a list for each forward: the prompt's rows first, then one for each
-        further token.
+        """Return the rows of the prompt's forward, float32 [S, H].
+
+        SGLang returns a list of rows for each forward; the prompt's is the first.
         """
         states = meta.get("hidden_states")
         if not isinstance(states, list) or not states:
@@ -236,7 +233,7 @@ class ServerSide:
 def connect_to_server(
     url: str, rollout: RolloutConfig, spec: ModelSpec, *, want_routes: bool
 ) -> ServerSide:
-    """Raises ServerError, with what to do, where no SGLang server of this model answers at `url`."""
+    """Connect, or raise ServerError with what to do if no server of this model answers at `url`."""
     try:
         return ServerSide(url, rollout, spec, want_routes=want_routes)
     except ServerError as error:

@@ -1,7 +1,4 @@
-"""The tokens that both engines compute: random prompts for a server, or what a run has saved.
-
-Shapes: S tokens of a sequence.
-"""
+"""The tokens that both engines compute: random prompts for a server, or the saved ones of a run."""
 
 from __future__ import annotations
 
@@ -26,30 +23,29 @@ from megatron_rl_tools.explain_mismatch.server_side import ServerFacts
 MakeConfig = Callable[[Config, int], Config]
 """(the run's configuration, longest sequence) -> the trainer's."""
 MOST_ROLLOUTS = 24
-"""Of a step or a mini-batch."""
+"""The most sequences that are compared of a step or a mini-batch."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a server sampled, and the weights that it had.
-
-    server_dtype: as reported, or as the run has set it.
-    """
+    """The rollouts of a server, with the weights that sampled them."""
 
     checkpoint: Path
     cfg: Config
+    """The trainer's configuration."""
     rollouts: Sequence[Rollout]
     server_dtype: str
+    """The dtype that the server reports, or that the run has set."""
 
 
 def make_prompts(
     count: int, longest: int, vocab_size: int, facts: ServerFacts, *, seed: int
 ) -> list[list[int]]:
-    """Random ids; lengths from 4 to `longest`, some at and around the borders of pages and prefill
-    chunks.
+    """Make prompts of random ids with lengths from 4 to `longest`, some of them at and after the
+    borders of pages and prefill chunks.
 
-    The same seed gives the same prompts: a second call finds them in the prefix cache, and shows
-    whether it is stale.
+    The same seed gives the same prompts: a second call of the command finds them in the prefix
+    cache, and shows whether that is stale.
     """
     rng = np.random.default_rng(seed)
     borders = [
@@ -69,12 +65,12 @@ def make_prompts(
 
 
 def read_run(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved | None:
-    """The rollouts of the first recorded step, whose weights are those of model.path; None where
-    none were saved.
+    """Read the rollouts of the first recorded step, whose weights are those of model.path.
 
-    Equally many of every replica, which may have had another server.  Those with tensors
-    (rollout.save_tensors may be a share); of a step that a restarted run wrote again, the last
-    attempt. Raises ValueError for a folder without config.toml.
+    Takes equally many of every replica, which may have had another server, and only those with
+    tensors (rollout.save_tensors may be a share); of a step that a restarted run wrote again, the
+    last attempt.  Returns None if there are none.  Raises ValueError for a folder without
+    config.toml.
     """
     base = run_config(folder)
     replicas = read_replicas(folder)
@@ -84,31 +80,28 @@ def read_run(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved
         rollout for row in itertools.zip_longest(*parts) for rollout in row if rollout is not None
     ]
     fresh = [rollout for rollout in saved if not rollout.policy_versions.any()]
+    # the weights of a resumed run's first step are known only if --model names them
     if not saved or (not fresh and model is None):
-        return None  # the latter: a resumed run, whose weights are not known
+        return None
     rollouts = (fresh or saved)[:MOST_ROLLOUTS]
-    return Saved(
-        base.model.path,
-        make_config(base, longest(rollouts)),
-        rollouts,
-        dtype_of_engine(base, model),
-    )
+    cfg = make_config(base, longest(rollouts))
+    return Saved(base.model.path, cfg, rollouts, dtype_of_engine(base, model))
 
 
 def saved_sequences(path: Path, step: int, records: Sequence[RecordedRollout]) -> list[Rollout]:
-    """Those of a replica's `step` that have tensors; path: its rollouts*.jsonl.
+    """Return the sequences of a replica's `step` that have tensors; path: its rollouts*.jsonl.
 
-    Two replicas may have the same ids: those of other replicas than the first become ID@FILE.
+    Two replicas may have the same ids, so those of all replicas but the first become ID@FILE.
     """
     if not records or not tensors_path(path.parent, step, path.stem).is_file():
         return []
     tensors = read_tensors(path.parent, step, path.stem)
-    found = [
+    sequences = [
         single_sequence(record, tensors) for record in records if f"{record.id}:tokens" in tensors
     ]
     if path.stem == replica_file("rollouts", 0):
-        return found
-    return [rollout.named(f"{rollout.id}@{path.stem}") for rollout in found]
+        return sequences
+    return [rollout.named(f"{rollout.id}@{path.stem}") for rollout in sequences]
 
 
 def run_config(folder: Path) -> Config:
@@ -122,15 +115,16 @@ def run_config(folder: Path) -> Config:
 
 
 def single_sequence(record: RecordedRollout, tensors: dict[str, np.ndarray]) -> Rollout:
-    """Not bound to the other sequences of its episode, which are compared as sequences of their
-    own.
+    """Return the record's sequence alone.
+
+    It has no digest of its episode, whose other sequences are compared separately.
     """
     rollout = to_rollout(record, lambda kind: tensors.get(f"{record.id}:{kind}"))
     return rollout.with_episode(digest=None)
 
 
 def read_bundle(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved:
-    """The sequences of a saved mini-batch.  Raises BundleError where its weights are not known."""
+    """Read the sequences of a saved mini-batch.  Raises BundleError if its weights are unknown."""
     header = read_header(folder)
     base = load_config(None, [], {name: dict(keys) for name, keys in header["config"].items()})
     weights = model or folder / header["weights"]
@@ -152,7 +146,7 @@ def longest(rollouts: Sequence[Rollout]) -> int:
 
 
 def dtype_of_engine(cfg: Config, model: Path | None = None) -> str:
-    """Of the servers of a run, as far as its configuration says."""
+    """Return the dtype of a run's servers according to its configuration."""
     if cfg.rollout.dtype != "auto":
         return cfg.rollout.dtype
     return server_dtype(model or cfg.model.path, "auto")

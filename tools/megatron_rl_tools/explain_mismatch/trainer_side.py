@@ -1,5 +1,4 @@
-"""The trainer's half: the project's engine on one rank, its log-probs, and what its routers choose
-by themselves.
+"""The trainer's half: the project's engine on one rank, its log-probs and its live choices.
 
 Shapes: S tokens of a sequence, R sampled, L MoE layers, K top-k, E experts; T packed rows of a
 micro-batch.
@@ -28,24 +27,30 @@ from megatron_rl.records import MiniBatch, Rollout, Sample
 from megatron_rl_tools.verify_replay.router_kinds import live_choice, selection_scores
 
 Edit = Callable[[Engine], AbstractContextManager[object]]
-"""A change of the trainer that lasts as long as the context."""
+"""A change of the trainer that is undone at the end of the context."""
 
 
 @dataclass(frozen=True)
 class Half:
-    """Of one sequence: log pi float32 [R] of the sampled tokens; routes int64 [S - 1, L, K], the
-    routers' own choice given the layers below; gap float32 [S - 1, L], by how much its lowest
-    chosen score lies above the lowest of the server's experts (0 where both chose the same set);
-    margin float32 [S - 1, L], the same above the best expert not chosen."""
+    """The trainer's half of one sequence."""
 
     logprobs: np.ndarray
+    """log pi of the sampled tokens, float32 [R]."""
     routes: np.ndarray
+    """The routers' live choices, given the outputs of the layers below, int64 [S - 1, L, K]."""
     gap: np.ndarray
+    """Lowest chosen score minus the lowest score of the server's experts, float32 [S - 1, L]; 0
+    where both chose the same set."""
     margin: np.ndarray
+    """Lowest chosen score minus the best score not chosen, float32 [S - 1, L]."""
+
+
+def logprobs(halves: Sequence[Half]) -> list[np.ndarray]:
+    return [half.logprobs for half in halves]
 
 
 class TrainerSide:
-    """An engine of `cfg`, on this rank alone."""
+    """An engine with the configuration `cfg`, on this rank alone."""
 
     def __init__(self, cfg: Config, parallel: Parallel) -> None:
         self.cfg, self.parallel = cfg, parallel
@@ -55,9 +60,9 @@ class TrainerSide:
     def forward(
         self, rollouts: Sequence[Rollout], *, replay: bool, edit: Edit | None = None
     ) -> list[Half]:
-        """Log-probs and routes of every sequence, in order.
+        """Return log-probs and routes of every sequence, in order.
 
-        replay: use the routes of the rollouts (R3).
+        replay: whether the routers replay the rollouts' routes (R3).
         """
         engine = self.engine
         samples = [Sample(rollout, 0.0) for rollout in rollouts]
@@ -69,12 +74,11 @@ class TrainerSide:
                 dp_group=self.parallel.dp_group,
             )
             old = engine.old_logprobs(batch, MetricSums(), replay="R3" if replay else "none")
-        return self._halves(
-            rollouts, batch, [values.cpu().numpy() for values in old.logprobs], scores
-        )
+        values = [part.cpu().numpy() for part in old.logprobs]
+        return self._halves(rollouts, batch, values, scores)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) of every parameter."""
+        """Yield (HF name, tensor) of every parameter."""
         for name, tensor in self.engine.export():
             if tensor is not None:
                 yield name, tensor
@@ -86,23 +90,22 @@ class TrainerSide:
         logprobs: Sequence[np.ndarray],
         scores: RouterScores,
     ) -> list[Half]:
-        found: dict[str, Half] = {}
+        halves: dict[str, Half] = {}
         by_id = {rollout.id: rollout for rollout in rollouts}
-        for number, (micro_batch, values) in enumerate(
-            zip(batch.micro_batches, logprobs, strict=True)
-        ):
-            for name, start in zip(
-                micro_batch.rollout_ids, micro_batch.cu_seqlens.tolist(), strict=False
-            ):
+        pairs = zip(batch.micro_batches, logprobs, strict=True)
+        for number, (micro_batch, values) in enumerate(pairs):
+            starts = micro_batch.cu_seqlens.tolist()  # one more than sequences
+            for name, start in zip(micro_batch.rollout_ids, starts, strict=False):
                 rollout = by_id[name]
                 rows = slice(start, start + len(rollout.tokens) - 1)
-                own = scores.of(number, rows, rollout.routed_experts)
-                found[name] = Half(values[start + rollout.sampled - 1].astype(np.float32), *own)
-        return [found[rollout.id] for rollout in rollouts]
+                routes, gap, margin = scores.of(number, rows, rollout.routed_experts)
+                sampled = values[start + rollout.sampled - 1].astype(np.float32)
+                halves[name] = Half(sampled, routes, gap, margin)
+        return [halves[rollout.id] for rollout in rollouts]
 
 
 class RouterScores:
-    """Collects the scores by which every router selects, forward by forward."""
+    """Collects, in every forward, the scores by which every router selects."""
 
     def __init__(self, engine: Engine) -> None:
         self.kind, self.top_k = engine.spec.router, engine.spec.top_k
@@ -137,30 +140,27 @@ class RouterScores:
     def of(
         self, micro_batch: int, rows: slice, served: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(routes, gap, margin) of these rows of a micro-batch; see Half."""
+        """Return (routes, gap, margin) of these rows of a micro-batch; see Half."""
         routes, gaps, margins = [], [], []
         for layer, (calls, bias) in enumerate(zip(self.calls, self.biases, strict=True)):
             logits = calls[micro_batch][rows]
             scores = selection_scores(logits, self.kind, bias)
-            own = live_choice(logits, self.kind, bias, self.top_k)
-            lowest = scores.gather(1, own).amin(1)
-            margins.append(lowest - scores.scatter(1, own, -torch.inf).amax(1))
-            gap = torch.zeros(len(own))
+            chosen = live_choice(logits, self.kind, bias, self.top_k)
+            lowest = scores.gather(1, chosen).amin(1)
+            margins.append(lowest - scores.scatter(1, chosen, -torch.inf).amax(1))
+            gap = torch.zeros(len(chosen))
             if served is not None:
                 theirs = torch.from_numpy(served[:, layer].astype(np.int64))
-                same = (own[:, :, None] == theirs[:, None]).any(1).all(1)
+                same = (chosen[:, :, None] == theirs[:, None]).any(1).all(1)
                 gap = torch.where(
                     same, 0.0, (lowest - scores.gather(1, theirs).amin(1)).clamp(min=0.0)
                 )
-            routes.append(own)
+            routes.append(chosen)
             gaps.append(gap)
-        if not routes:
+        if not routes:  # a dense model
             size = rows.stop - rows.start
-            return (
-                np.zeros((size, 0, 0), np.int64),
-                np.zeros((size, 0), np.float32),
-                np.zeros((size, 0), np.float32),
-            )
+            empty = np.zeros((size, 0), np.float32)
+            return np.zeros((size, 0, 0), np.int64), empty, empty
         return (
             torch.stack(routes, 1).numpy(),
             torch.stack(gaps, 1).numpy().astype(np.float32),
@@ -170,10 +170,9 @@ class RouterScores:
 
 @contextmanager
 def another_trainer(cfg: Config, parallel: Parallel, **model: object) -> Iterator[TrainerSide]:
-    """A trainer with other keys of [model]; its memory is free afterwards."""
-    side = TrainerSide(
-        cfg.model_copy(update={"model": cfg.model.model_copy(update=model)}), parallel
-    )
+    """A trainer with other keys of [model], whose memory is freed afterwards."""
+    changed = cfg.model_copy(update={"model": cfg.model.model_copy(update=model)})
+    side = TrainerSide(changed, parallel)
     try:
         yield side
     finally:
@@ -182,7 +181,7 @@ def another_trainer(cfg: Config, parallel: Parallel, **model: object) -> Iterato
 
 
 def with_routes(rollouts: Sequence[Rollout], routes: Sequence[np.ndarray]) -> list[Rollout]:
-    """The rollouts with these routes [S - 1, L, K]."""
+    """Return the rollouts with these routes, each [S - 1, L, K]."""
     return [
         replace(rollout, routed_experts=ids, missing_routes=None, routes_digest=None)
         for rollout, ids in zip(rollouts, routes, strict=True)
@@ -190,7 +189,7 @@ def with_routes(rollouts: Sequence[Rollout], routes: Sequence[np.ndarray]) -> li
 
 
 def linked_checkpoint(folder: Path, source: Path, config: Mapping[str, object]) -> Path:
-    """A folder with the tensors of `source` and another config.json, which a caller removes."""
+    """Make a folder with the tensors of `source` and another config.json; the caller removes it."""
     folder.mkdir(parents=True)
     for file in source.iterdir():
         if file.name != "config.json":

@@ -1,8 +1,7 @@
-"""What is tried: each trial changes one thing in the trainer, and the distance to the server is
-measured again.
+"""The trials: each changes one thing in the trainer, and the distance to the server is measured
+again.
 
-A trial is data: its rung of the ladder, the values to try, and how to apply one of them to an
-engine.
+A trial is data: its rung of the ladder, the values to try, and how to apply a value to an engine.
 """
 
 from __future__ import annotations
@@ -26,23 +25,22 @@ GATES, MODEL, SAMPLING = "same gate weights", "same model settings", "same sampl
 
 @dataclass(frozen=True)
 class Trial:
-    """values: to try, of this model; () where the trial does not apply.
-
-    is_smooth: search between them for the best one.
-    """
+    """One thing that is changed in the trainer."""
 
     name: str
     rung: str
     values: Callable[[ModelSpec], Sequence[float]]
+    """The values to try for a model; () if the trial does not apply to it."""
     edit: Callable[[float], Edit]
     is_smooth: bool = False
+    """Whether a search between these values for the best one makes sense."""
 
 
 # Gate weights
 
 
 def rounded_routers(_: float) -> Edit:
-    """Router weights rounded to bfloat16."""
+    """Round router weights to bfloat16."""
 
     @contextmanager
     def edit(engine: Engine) -> Iterator[None]:
@@ -60,7 +58,7 @@ def rounded_routers(_: float) -> Edit:
 
 
 def without_bias(_: float) -> Edit:
-    """Experts are selected without the expert bias."""
+    """Select experts without the expert bias."""
 
     @contextmanager
     def edit(engine: Engine) -> Iterator[None]:
@@ -78,7 +76,7 @@ def without_bias(_: float) -> Edit:
 
 
 def router_setting(name: str, convert: Callable[[float], object]) -> Callable[[float], Edit]:
-    """Another value of a field of core's configuration that routers read in every forward."""
+    """Change a field of core's configuration that routers read in every forward."""
 
     def make(value: float) -> Edit:
         @contextmanager
@@ -104,7 +102,7 @@ def router_setting(name: str, convert: Callable[[float], object]) -> Callable[[f
 
 
 def live_from(layer: int) -> Edit:
-    """The server's routes are replayed in the MoE layers below `layer` only."""
+    """Replay the server's routes only in the MoE layers below `layer`."""
 
     @contextmanager
     def edit(engine: Engine) -> Iterator[None]:
@@ -114,7 +112,7 @@ def live_from(layer: int) -> Edit:
         def decide(
             at: int, scores: torch.Tensor, live_topk: LiveTopK
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            # which counts that every route was asked for
+            # asked for in every layer: the manager counts that every route is consumed
             used = engine.manager.decide(at, scores, live_topk)
             return used if at < layer else live_topk(None)
 
@@ -133,7 +131,7 @@ def live_from(layer: int) -> Edit:
 
 
 def rope_theta(value: float) -> Edit:
-    """theta^(-i / d) with another theta; of plain RoPE only."""
+    """Use another theta in the frequencies theta^(-i / d) of plain RoPE."""
 
     @contextmanager
     def edit(engine: Engine) -> Iterator[None]:
@@ -153,7 +151,7 @@ def rope_theta(value: float) -> Edit:
 
 
 def rotary_embeddings(engine: Engine) -> list[Any]:
-    """Of all chunks; latent attention has one in every layer."""
+    """Return the rotary embeddings of all chunks; latent attention has one in every layer."""
     modules = (module for chunk in engine.chunks for module in chunk.modules())
     return [
         module for module in modules if isinstance(getattr(module, "inv_freq", None), torch.Tensor)
@@ -161,7 +159,7 @@ def rotary_embeddings(engine: Engine) -> list[Any]:
 
 
 def forget(rope: Any) -> None:
-    """core caches what it computed from the frequencies."""
+    """Clear core's caches of values that it computed from the frequencies."""
     for name in ("forward", "get_cos_sin", "get_emb"):
         if (clear := getattr(getattr(rope, name, None), "cache_clear", None)) is not None:
             clear()
@@ -192,7 +190,7 @@ def norm_eps(value: float) -> Edit:
 
 
 def temperature(value: float) -> Edit:
-    """Log-probs of logits / value."""
+    """Compute log-probs of logits / value."""
 
     @contextmanager
     def edit(engine: Engine) -> Iterator[None]:
@@ -208,6 +206,14 @@ def temperature(value: float) -> Edit:
     return edit
 
 
+def has_softmax_gates(spec: ModelSpec) -> bool:
+    return bool(spec.moe_layers) and spec.router.score_function == "softmax"
+
+
+def has_gate_factor(spec: ModelSpec) -> bool:
+    return bool(spec.router.scaling_factor) or spec.router.score_function == "sigmoid"
+
+
 def has_plain_rope(spec: ModelSpec) -> bool:
     return spec.yarn is None and spec.rope_theta > 1
 
@@ -216,23 +222,30 @@ TRIALS: tuple[Trial, ...] = (
     Trial("rounded_router", GATES, lambda spec: (1.0,) if spec.moe_layers else (), rounded_routers),
     Trial("no_bias", GATES, lambda spec: (1.0,) if spec.router.expert_bias else (), without_bias),
     Trial(
-        "gate_normalisation", GATES,
-        lambda spec: (1.0 - spec.router.pre_softmax,
-        ) if spec.moe_layers and spec.router.score_function == "softmax" else (),
+        "gate_normalisation",
+        GATES,
+        lambda spec: (1.0 - spec.router.pre_softmax,) if has_softmax_gates(spec) else (),
         router_setting("moe_router_pre_softmax", bool),
     ),
     Trial(
-        "gate_factor", GATES,
-        lambda spec: (0.4, 0.7, 1.0, 1.5, 2.0, 2.5,
-        4.0) if spec.router.scaling_factor or spec.router.score_function ==
-        "sigmoid"
-        else (), router_setting("moe_router_topk_scaling_factor", float), is_smooth=True,
+        "gate_factor",
+        GATES,
+        lambda spec: (0.4, 0.7, 1.0, 1.5, 2.0, 2.5, 4.0) if has_gate_factor(spec) else (),
+        router_setting("moe_router_topk_scaling_factor", float),
+        is_smooth=True,
     ),
     Trial(
-        "rope_theta", MODEL, lambda spec: (1e4, 1e5, 5e5, 1e6, 5e6, 1e7,
-        1e8) if has_plain_rope(spec) else (), rope_theta
+        "rope_theta",
+        MODEL,
+        lambda spec: (1e4, 1e5, 5e5, 1e6, 5e6, 1e7, 1e8) if has_plain_rope(spec) else (),
+        rope_theta,
     ),
     Trial("norm_eps", MODEL, lambda spec: (1e-6, 1e-5, 1e-8, 1e-12), norm_eps),
-    Trial("temperature", SAMPLING, lambda spec: (0.3, 0.5, 0.7, 0.9, 1.0, 1.2, 1.5), temperature,
-    is_smooth=True),
-)  # fmt: skip
+    Trial(
+        "temperature",
+        SAMPLING,
+        lambda spec: (0.3, 0.5, 0.7, 0.9, 1.0, 1.2, 1.5),
+        temperature,
+        is_smooth=True,
+    ),
+)

@@ -1,7 +1,7 @@
-"""Tensor by tensor: does the server hold what the trainer exports, and if not, what does it hold?
+"""The weights of both sides, tensor by tensor: does the server hold what the trainer exports?
 
-A server returns checksums, not values.  Of a tensor with another checksum the trainer's own values
-are changed in known ways until one has the server's: then the change is proven, not guessed.
+A server returns checksums, not values.  If they differ, the trainer's values are changed in known
+ways until one has the server's checksum: then the change is proven, not guessed.
 """
 
 from __future__ import annotations
@@ -29,37 +29,35 @@ from megatron_rl.weights.sync.checksums import (
 from megatron_rl_tools.explain_mismatch.trainer_side import TrainerSide
 
 MOST_EXPLAINED = 6
-"""Served tensors that are searched for a known change."""
+"""The most served tensors that are searched for a known change."""
 CHANGED_FILE = "changed.safetensors"
 MOST_BYTES = 4 << 30
-"""Hashed while searching for two experts that changed places."""
+"""The most bytes that are hashed in a search for two experts that changed places."""
 Parts = list[Tensor]
 """The HF tensors of a served tensor, in its order, in the server's dtype."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """compared: served tensors with a checksum on both sides; wrong: those that differ, with the HF
-    tensors in each.
-
-    changes: of a wrong one, the change that gives the server's checksum, such as "rounded to
-    bfloat16"; relative: of a wrong one,
-    |server - trainer| / |trainer|, where the server's checkpoint is here and is what it holds;
-    is_loaded: whether it is.
-    dtypes: of served tensors in another dtype than the server's own, or that only the trainer's
-    dtype rounds.
-    unnamed: of those searched, without a known change.
-    replaced: HF tensors as the server must have them, of those with a known change.
-    """
+    """The result of the comparison; served tensors are named as on the server."""
 
     compared: int = 0
+    """Number of served tensors with a checksum on both sides."""
     wrong: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Served tensor that differs -> names of its HF tensors."""
     changes: Mapping[str, str] = field(default_factory=dict)
+    """Wrong tensor -> the change that gives the server's checksum, e.g. "rounded to bfloat16"."""
     relative: Mapping[str, float] = field(default_factory=dict)
+    """Wrong tensor -> |server - trainer| / |trainer|, if the server holds its checkpoint's values
+    and that checkpoint is here."""
     is_loaded: bool = False
+    """Whether `relative` has all wrong tensors."""
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    """Served tensor -> its dtype, if it is another than the server's or only the trainer rounds."""
     unnamed: int = 0
+    """Number of tensors that were searched without finding a known change."""
     replaced: Mapping[str, Tensor] = field(default_factory=dict)
+    """HF tensor with a known change -> its values on the server."""
 
 
 def compare_weights(
@@ -68,22 +66,23 @@ def compare_weights(
     dtype: torch.dtype,
     loaded: Path | None,
 ) -> Comparison:
-    """ranks: checksums of the server's ranks; dtype: of the server; loaded: its checkpoint, where
-    that is here.
+    """Compare the trainer's export with the checksums of a server's ranks.
+
+    dtype: of the server.  loaded: the server's checkpoint, or None if it is not here.
     """
     if not ranks:
         return Comparison()
     tensors = {name: tensor.detach().to("cpu") for name, tensor in trainer.export()}
     ours = digests_of_model(tensors, dtype)
-    found = ours.digests()
+    our_digests = ours.digests()
     known = {
         name
-        for name in found
+        for name in our_digests
         if name in ranks[0] and (len(ranks) == 1 or WHOLE_ON_EVERY_RANK.search(name))
     }
     wrong, dtypes = list[str](), dict[str, str]()
     for name in sorted(known):
-        if all(rank.get(name) == found[name] for rank in ranks):
+        if all(rank.get(name) == our_digests[name] for rank in ranks):
             continue
         parts = [tensors[part] for part in ours.parts[name]]
         if (
@@ -100,7 +99,7 @@ def compare_weights(
         )
         dtypes |= dict.fromkeys(rounded, trainer.cfg.model.dtype)
         wrong = [name for name in wrong if name not in rounded]
-    changes, replaced = explain_weights(wrong, ranks[0], ours, found, tensors, dtype)
+    changes, replaced = explain_weights(wrong, ranks[0], ours, our_digests, tensors, dtype)
     relative = relative_differences(wrong, ranks[0], ours, tensors, dtype, loaded)
     return Comparison(
         compared=len(known),
@@ -109,7 +108,7 @@ def compare_weights(
         relative=relative,
         is_loaded=bool(wrong) and len(relative) == len(wrong),
         dtypes=dtypes,
-        unnamed=sum(name not in changes for name in searched(wrong, ranks[0], found)),
+        unnamed=sum(name not in changes for name in searched(wrong, ranks[0], our_digests)),
         replaced=replaced,
     )
 
@@ -124,24 +123,24 @@ def rounded_by_trainer(
     dtype: torch.dtype,
     narrow: torch.dtype,
 ) -> set[str]:
-    """Those of which the server has the values of the trainer's checkpoint, and the trainer the
-    same in `narrow`.
+    """Return the wrong tensors that differ only because the trainer rounds its checkpoint's values
+    to `narrow`: the server holds them unrounded.
     """
-    found = set[str]()
+    rounded = set[str]()
     with HFFiles(source) as files:
         for name in wrong:
             names = ours.parts[name]
             if not all(part in files.headers for part in names):
                 continue
             values = [files.read(part) for part in names]
-            mine = [tensors[part] for part in names]
+            exported = [tensors[part] for part in names]
             is_rounded = all(
-                torch.equal(v.to(narrow).to(own.dtype), own)
-                for v, own in zip(values, mine, strict=True)
+                torch.equal(v.to(narrow).to(ours_in_dtype.dtype), ours_in_dtype)
+                for v, ours_in_dtype in zip(values, exported, strict=True)
             )
             if is_rounded and digest_of_tensor(name, values, dtype) == theirs[name]:
-                found.add(name)
-    return found
+                rounded.add(name)
+    return rounded
 
 
 def digests_of_model(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> ExportDigests:
@@ -152,7 +151,7 @@ def digests_of_model(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Expor
 
 
 def digest_of_tensor(name: str, parts: Sequence[Tensor], dtype: torch.dtype) -> str:
-    """The checksum of a served tensor made of these parts."""
+    """Return the checksum of a served tensor made of these parts."""
     value = hashlib.sha256()
     for part in parts:
         part = part.to(dtype).contiguous()
@@ -177,22 +176,22 @@ CHANGES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "ones": torch.ones_like,
     "transposed": lambda tensor: tensor.T if tensor.dim() == 2 else tensor,
 }
-"""Of every part of a served tensor alike."""
+"""Changes that apply to every part of a served tensor alike."""
 
 
 def explain_weights(
     wrong: Sequence[str],
     theirs: Mapping[str, str],
     ours: ExportDigests,
-    found: Mapping[str, str],
+    our_digests: Mapping[str, str],
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """(name -> change, HF tensors after it).
+    """Return (wrong tensor -> change, HF tensor -> its values after the change).
 
-    First those that hold another tensor of the trainer's: that costs nothing.
+    Tensors that hold another tensor of the trainer come first, because that costs no hashing.
     """
-    owners = {value: name for name, value in found.items()}
+    owners = {value: name for name, value in our_digests.items()}
     changes, replaced = dict[str, str](), dict[str, Tensor]()
     for name in wrong:
         if theirs[name] in owners:
@@ -202,7 +201,7 @@ def explain_weights(
                 part: tensors[other]
                 for part, other in zip(ours.parts[name], ours.parts[owner], strict=False)
             }
-    for name in searched(wrong, theirs, found):
+    for name in searched(wrong, theirs, our_digests):
         parts = [tensors[part] for part in ours.parts[name]]
         for change, changed in candidates(name, parts):
             if digest_of_tensor(name, changed, dtype) == theirs[name]:
@@ -213,14 +212,14 @@ def explain_weights(
 
 
 def searched(
-    wrong: Sequence[str], theirs: Mapping[str, str], found: Mapping[str, str]
+    wrong: Sequence[str], theirs: Mapping[str, str], our_digests: Mapping[str, str]
 ) -> list[str]:
-    """The wrong tensors that a known change is searched for."""
-    return [name for name in wrong if theirs[name] not in found.values()][:MOST_EXPLAINED]
+    """Return the wrong tensors that a known change is searched for."""
+    return [name for name in wrong if theirs[name] not in our_digests.values()][:MOST_EXPLAINED]
 
 
 def candidates(name: str, parts: Parts) -> Iterator[tuple[str, Parts]]:
-    """(change, parts after it).  name: of the served tensor."""
+    """Yield (change, parts after it) for the served tensor `name`."""
     for change, apply in CHANGES.items():
         yield change, [apply(part) for part in parts]
     if len(parts) < 4:
@@ -228,33 +227,32 @@ def candidates(name: str, parts: Parts) -> Iterator[tuple[str, Parts]]:
             (f"parts {a} and {b} swapped", swapped(parts, a, b, 1)) for a, b in pairs(len(parts))
         )
         return
-    each = 2 if name.endswith("w13_weight") else 1  # gate and up of every expert
-    experts = len(parts) // each
-    yield "experts rolled by one", parts[each:] + parts[:each]
-    yield "experts rolled by one", parts[-each:] + parts[:-each]
-    if each == 2:
+    parts_per_expert = 2 if name.endswith("w13_weight") else 1  # gate and up of every expert
+    experts = len(parts) // parts_per_expert
+    yield "experts rolled by one", parts[parts_per_expert:] + parts[:parts_per_expert]
+    yield "experts rolled by one", parts[-parts_per_expert:] + parts[:-parts_per_expert]
+    if parts_per_expert == 2:
         yield "gate and up swapped", [parts[number ^ 1] for number in range(len(parts))]
     budget = MOST_BYTES // max(1, sum(part.nbytes for part in parts))
     for a, b in itertools.islice(pairs(experts), budget):
-        yield f"experts {a} and {b} swapped", swapped(parts, a, b, each)
+        yield f"experts {a} and {b} swapped", swapped(parts, a, b, parts_per_expert)
     for change, expert in itertools.product(
         ("rounded to fp8 in blocks", "zeros"), range(min(experts, budget))
     ):
-        own = range(expert * each, (expert + 1) * each)
-        yield (
-            f"expert {expert} {change}",
-            [CHANGES[change](part) if number in own else part for number, part in enumerate(parts)],
-        )
+        of_expert = range(expert * parts_per_expert, (expert + 1) * parts_per_expert)
+        apply = CHANGES[change]
+        changed = [apply(part) if at in of_expert else part for at, part in enumerate(parts)]
+        yield f"expert {expert} {change}", changed
 
 
 def pairs(count: int) -> Iterator[tuple[int, int]]:
     return itertools.combinations(range(count), 2)
 
 
-def swapped(parts: Parts, a: int, b: int, each: int) -> Parts:
+def swapped(parts: Parts, a: int, b: int, size: int) -> Parts:
     order = list(range(len(parts)))
-    for number in range(each):
-        order[a * each + number], order[b * each + number] = b * each + number, a * each + number
+    for number in range(size):
+        order[a * size + number], order[b * size + number] = b * size + number, a * size + number
     return [parts[number] for number in order]
 
 
@@ -266,7 +264,9 @@ def relative_differences(
     dtype: torch.dtype,
     loaded: Path | None,
 ) -> dict[str, float]:
-    """Of the wrong tensors that the server holds as its checkpoint `loaded` has them."""
+    """Return |server - trainer| / |trainer| of each wrong tensor that the server holds exactly as
+    its checkpoint `loaded` has it.
+    """
     if loaded is None or not wrong:
         return {}
     relative = {}
@@ -282,15 +282,16 @@ def relative_differences(
                 (tensors[part].double(), value.double())
                 for part, value in zip(names, values, strict=True)
             ]
-            if all(mine.shape == value.shape for mine, value in pairs_of):
-                difference = sum(float((value - mine).square().sum()) for mine, value in pairs_of)
-                size = sum(float(mine.square().sum()) for mine, _ in pairs_of)
+            if all(exported.shape == value.shape for exported, value in pairs_of):
+                squares = ((value - exported).square().sum() for exported, value in pairs_of)
+                difference = sum(map(float, squares))
+                size = sum(float(exported.square().sum()) for exported, _ in pairs_of)
                 relative[name] = (difference / max(size, 1e-30)) ** 0.5
     return relative
 
 
 def changed_checkpoint(folder: Path, source: Path, replaced: Mapping[str, Tensor]) -> Path:
-    """A checkpoint in `folder` that reads these tensors from a file of its own and all others from
+    """Make a checkpoint in `folder` with these tensors in a new file and links to the others in
     `source`.
     """
     folder.mkdir(parents=True)
@@ -301,12 +302,12 @@ def changed_checkpoint(folder: Path, source: Path, replaced: Mapping[str, Tensor
     for file in source.iterdir():
         if not file.name.endswith(".index.json"):
             (folder / file.name).symlink_to(file.resolve())
-    own = {
+    changed = {
         name: tensor.to(dtypes[name]).reshape(shapes[name]).contiguous().clone()
         for name, tensor in replaced.items()
         if name in places
     }
-    save_file(own, folder / CHANGED_FILE, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": places | dict.fromkeys(own, CHANGED_FILE)}
+    save_file(changed, folder / CHANGED_FILE, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": places | dict.fromkeys(changed, CHANGED_FILE)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder

@@ -29,7 +29,8 @@ from megatron_rl_tools.gpu_check.material import (
 )
 from megatron_rl_tools.gpu_check.result import Figure, Findings, StepOutcome
 from megatron_rl_tools.gpu_check.steps import StepPlace
-from megatron_rl_tools.verify_replay.fingerprints import logprob_keys, write_random_checkpoint
+from megatron_rl_tools.verify_replay.fingerprints import logprob_keys
+from megatron_rl_tools.verify_replay.random_checkpoint import write_random_checkpoint
 
 LENGTHS = (37, 64, 150, 201)
 LIMIT = 2.0

@@ -25,7 +25,7 @@ from megatron_rl_tools.gpu_check.material import (
 from megatron_rl_tools.gpu_check.result import Findings, NotPossible, StepOutcome
 from megatron_rl_tools.gpu_check.speed import real_layers
 from megatron_rl_tools.gpu_check.steps import StepPlace
-from megatron_rl_tools.verify_replay.fingerprints import write_random_checkpoint
+from megatron_rl_tools.verify_replay.random_checkpoint import write_random_checkpoint
 
 DISPATCHER = "/transformer/moe/"
 """megatron-core's experts and dispatcher copy token counts to the host: one synchronisation per

@@ -20,7 +20,8 @@ from megatron_rl_tools.gpu_check.material import (
 from megatron_rl_tools.gpu_check.memory_steps import step
 from megatron_rl_tools.gpu_check.result import Figure, Findings, StepOutcome
 from megatron_rl_tools.gpu_check.steps import StepPlace
-from megatron_rl_tools.verify_replay.fingerprints import make_given, write_random_checkpoint
+from megatron_rl_tools.verify_replay.fingerprints import make_given
+from megatron_rl_tools.verify_replay.random_checkpoint import write_random_checkpoint
 from megatron_rl_tools.verify_replay.passes import Proof
 from megatron_rl_tools.verify_replay.verify_replay import shape_of
 

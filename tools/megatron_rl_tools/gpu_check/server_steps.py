@@ -26,7 +26,7 @@ from megatron_rl_tools.gpu_check.material import QWEN3_MOE, check_step_config, e
 from megatron_rl_tools.gpu_check.result import Findings, NotPossible, StepOutcome
 from megatron_rl_tools.gpu_check.steps import StepPlace
 from megatron_rl_tools.make_tiny_moe import make_tiny_moe
-from megatron_rl_tools.verify_replay.fingerprints import write_random_checkpoint
+from megatron_rl_tools.verify_replay.random_checkpoint import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "examples" / "tiny_cpu" / "demo.toml"

@@ -32,7 +32,7 @@ from megatron_rl_tools.gpu_check.material import (
 )
 from megatron_rl_tools.gpu_check.result import Figure, Findings, StepOutcome
 from megatron_rl_tools.gpu_check.steps import StepPlace
-from megatron_rl_tools.verify_replay.fingerprints import write_random_checkpoint
+from megatron_rl_tools.verify_replay.random_checkpoint import write_random_checkpoint
 
 REPLAY_GOAL = 1.005
 REPLAY_LIMIT = 1.02

@@ -1,2 +1,3 @@
-"""The parts of tools/megatron_rl_tools/verify_replay/verify_replay.py: what is given, what is
-watched, what is compared, and what is broken on purpose."""
+"""The proof of routing replay: inputs with known routes, hooks on routers, comparisons, and faults
+that are injected on purpose.
+"""

@@ -1,13 +1,13 @@
-"""Episodes of several turns for the proof: requests as servers answer them, and what must become of
-them, by definition.
+"""Episodes of several turns for the proof: requests as servers answer them, and the sequence that
+must result, by definition.
 
-A request's input is everything before it.  Its forward has a fingerprint route for every row; of a
-server with the prefix in its cache, the rows of that prefix are those of the forward that put them
-there.
-    row j     is of the forward that sampled token j + 1; where that was not sampled, of the first
-              that computed token j
+A request's input is everything before it.  Its forward has a fingerprint route for every row; if
+the server has the prefix in its cache, the rows of the prefix have the routes of the forward that
+put them there.
+    row j     has the route of the forward that sampled token j + 1; if that token was not sampled,
+              of the first forward that computed token j
     learned   are the tokens that a request sampled, with its log-probs, and no others
-Plain loops over requests, independent of records.Rollout and rollout/client/response.py.
+These are plain loops over requests, independent of records.Rollout and rollout/client/response.py.
 Shapes: S_k tokens of request k's input and output, R_k sampled, L MoE layers, K top-k.
 """
 
@@ -25,22 +25,24 @@ from megatron_rl.records import MiniBatch, Rollout
 from megatron_rl.rollout.client.response import join_rollouts
 
 PROMPT = 3
-LEAST = 2  # tokens of a turn, and of what an environment answers
+LEAST = 2
+"""The fewest tokens of a turn, and of an environment's answer."""
 
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """tokens int64 [S_k], of which those from `first` on were sampled; logprobs float32 [R_k];
-    routes [S_k - 1, L, K].
-
-    is_cached: rows of the request before it are repeated.
-    """
+    """One request of an episode, with its answer."""
 
     tokens: np.ndarray
+    """Input and output, int64 [S_k]."""
     first: int
+    """Index of the first sampled token."""
     logprobs: np.ndarray
+    """Log-probs of the sampled tokens, float32 [R_k]."""
     routes: np.ndarray
+    """Expert ids, [S_k - 1, L, K]."""
     is_cached: bool
+    """Whether it repeats the routes of the previous request, whose rows are in the cache."""
 
 
 def least_length(turns: int) -> int:
@@ -48,8 +50,8 @@ def least_length(turns: int) -> int:
 
 
 def turn_bounds(rng: np.random.Generator, length: int, turns: int) -> list[tuple[int, int]]:
-    """(start, end) of every turn in `length` tokens: a prompt, then turns with what an environment
-    answers between them.
+    """Return (start, end) of every turn in `length` tokens: a prompt, then turns with the
+    environment's answers between them.
     """
     parts = 2 * turns - 1
     extra = rng.multinomial(length - least_length(turns), [1 / parts] * parts)
@@ -65,7 +67,7 @@ def make_request(
     vocab_size: int,
     before: TurnRequest | None = None,
 ) -> TurnRequest:
-    """before: the request whose prefix is in the server's cache."""
+    """Make a request.  before: the one whose rows are in the server's cache."""
     if before is not None:
         routes[: len(before.routes)] = before.routes
     logprobs = -math.log(vocab_size) + 0.3 * rng.standard_normal(len(tokens) - first)
@@ -73,7 +75,7 @@ def make_request(
 
 
 def join(name: str, requests: Sequence[TurnRequest]) -> Rollout:
-    """The episode as the program's own code makes it, turn by turn."""
+    """Join the turns one by one with the trainer's own code."""
     turns = [
         Rollout(
             id=name,
@@ -89,11 +91,11 @@ def join(name: str, requests: Sequence[TurnRequest]) -> Rollout:
     return reduce(join_rollouts, turns)
 
 
-# What must become of it ---------------------------------------------------------------------------
+# The sequence that must result --------------------------------------------------------------------
 
 
 def sampled_by(requests: Sequence[TurnRequest], position: int) -> int | None:
-    """The request that sampled the token at `position`, or None."""
+    """Return the request that sampled the token at `position`, or None."""
     for number, request in enumerate(requests):
         if request.first <= position < len(request.tokens):
             return number
@@ -101,7 +103,7 @@ def sampled_by(requests: Sequence[TurnRequest], position: int) -> int | None:
 
 
 def forward_of(requests: Sequence[TurnRequest], position: int) -> int:
-    """The request whose forward the row at `position` must have its route from."""
+    """Return the request whose forward gives the row at `position` its route."""
     number = sampled_by(requests, position + 1)
     if number is not None:
         return number
@@ -111,32 +113,25 @@ def forward_of(requests: Sequence[TurnRequest], position: int) -> int:
 def expected_routes(
     name: str, requests: Sequence[TurnRequest]
 ) -> Iterator[tuple[tuple[str, int, int], tuple[int, ...]]]:
-    """((rollout, position, MoE layer), route) of every row."""
+    """Yield ((rollout, position, MoE layer), route) of every row."""
     for position in range(len(requests[-1].tokens) - 1):
-        for layer, ids in enumerate(
-            requests[forward_of(requests, position)].routes[position].tolist()
-        ):
+        routes = requests[forward_of(requests, position)].routes[position]
+        for layer, ids in enumerate(routes.tolist()):
             yield (name, position, layer), tuple(sorted(ids))
 
 
 def other_forwards(
     name: str, requests: Sequence[TurnRequest]
 ) -> Iterator[tuple[tuple[int, ...], str]]:
-    """(route, text) of every row that another request's forward has, for hints."""
+    """Yield (route, hint) of every row as another request's forward computed it."""
     for number, request in enumerate(requests):
-        for position, layers in enumerate(request.routes.tolist()):
+        for position, routes in enumerate(request.routes):
             right = forward_of(requests, position)
-            if number != right and not np.array_equal(
-                request.routes[position], requests[right].routes[position]
-            ):
-                for ids in layers:
-                    yield (
-                        tuple(sorted(ids)),
-                        (
-                            f"rows of request {number + 1} in place of request {right + 1}, rollout"
-                            f" {name}"
-                        ),
-                    )
+            if number == right or np.array_equal(routes, requests[right].routes[position]):
+                continue
+            text = f"rows of request {number + 1} in place of request {right + 1}, rollout {name}"
+            for ids in routes.tolist():
+                yield tuple(sorted(ids)), text
 
 
 def wrong_row(
@@ -145,8 +140,8 @@ def wrong_row(
     is_learned: Sequence[bool],
     logprobs: Sequence[float],
 ) -> tuple[str, str] | None:
-    """(hint, finding) of the first packed row of an episode that is not as its requests were; the
-    rows of one sequence.
+    """Return (hint, finding) of the first packed row of an episode that differs from its requests,
+    or None.
     """
     truth = requests[-1].tokens.tolist()
     for position, token in enumerate(tokens):
@@ -169,31 +164,26 @@ def wrong_row(
             request = requests[number]
             expected = float(request.logprobs[position + 1 - request.first])
             if logprobs[position] != expected:
-                return (
-                    "",
-                    (
-                        f"position {position + 1}: log-prob {logprobs[position]:.4g}, {who} it with"
-                        f" {expected:.4g}"
-                    ),
-                )
+                value = f"log-prob {logprobs[position]:.4g}"
+                return "", f"position {position + 1}: {value}, {who} it with {expected:.4g}"
     return None
 
 
 def wrong_batch(
     requests: Mapping[str, Sequence[TurnRequest]], batch: MiniBatch, replica: int
 ) -> tuple[str, str] | None:
-    """The first of wrong_row in a replica's mini-batch, or a wrong denominator."""
+    """Return the first result of wrong_row in a replica's mini-batch, or None."""
     for number, micro_batch in enumerate(batch.micro_batches):
         bounds = micro_batch.cu_seqlens.tolist()
-        # further bounds are those of pads
+        # the last bounds are those of the pads
         for name, start in zip(micro_batch.rollout_ids, bounds, strict=False):
             rows = slice(start, start + len(requests[name][-1].tokens))
             columns = (micro_batch.tokens, micro_batch.loss_mask, micro_batch.rollout_logprobs)
-            found = wrong_row(requests[name], *(column[rows].tolist() for column in columns))
-            if found is not None:
-                return found[
-                    0
-                ], f"rollout {name}, {found[1]} (replica {replica}, micro-batch {number})"
+            wrong = wrong_row(requests[name], *(column[rows].tolist() for column in columns))
+            if wrong is not None:
+                hint, finding = wrong
+                place = f"(replica {replica}, micro-batch {number})"
+                return hint, f"rollout {name}, {finding} {place}"
     return None
 
 
@@ -201,15 +191,15 @@ def wrong_batch(
 
 
 def break_episode(fault: str, rollout: Rollout, requests: Sequence[TurnRequest]) -> Rollout:
-    """The episode as a bug would have joined it, with a digest of its own: no later check of the
-    program can see it.
+    """Join the episode as a bug would, with a matching digest, so that no later check of the
+    trainer sees it.
     """
     tokens, environment = rollout.tokens.copy(), rollout.environment
     routes = None if rollout.routed_experts is None else rollout.routed_experts.copy()
     logprobs = rollout.rollout_logprobs
     (start, end), (last, stop) = rollout.turn_spans[-2], rollout.turn_spans[-1]
     match fault:
-        case "turn":  # the last two in the wrong order, with all that belongs to them
+        case "turn":  # the last two turns in the wrong order, with all that belongs to them
             order = [*range(start), *range(last, stop), *range(end, last), *range(start, end)]
             sampled = np.zeros(len(tokens), np.float32)
             sampled[rollout.sampled] = logprobs
@@ -226,7 +216,7 @@ def break_episode(fault: str, rollout: Rollout, requests: Sequence[TurnRequest])
         case "retokenise":  # the first turn's text in other tokens
             start, _ = rollout.turn_spans[0]
             tokens[start : start + 2] = [(token + 1) % 32 for token in tokens[start : start + 2]]
-        case "forward":  # all rows of the last request
+        case "forward":  # the routes of all rows are those of the last request's forward
             routes = requests[-1].routes.copy()
     return replace(
         rollout,

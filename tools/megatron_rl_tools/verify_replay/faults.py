@@ -1,5 +1,5 @@
-"""Faults put into a rank's routes on purpose, after cutting and validation, where a real bug would
-have its effect.
+"""Faults that are injected into a rank's routes, after cutting and validation, where a real bug
+would have its effect.
 
 Shapes: l this rank's MoE layers, t its rows, K top-k.
 """
@@ -19,7 +19,7 @@ from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes
 class FaultInjector:
     """Wraps manager.run_pass on one rank and breaks the routes that it is about to replay.
 
-    step: distance in rows of a sequence's successive positions.
+    step: distance in rows between successive positions of a sequence.
     """
 
     def __init__(self, manager: ReplayManager, fault: str, step: int = 1) -> None:
@@ -27,13 +27,13 @@ class FaultInjector:
         self.step = step
         self.pads: list[list[int]] = []
         self.tokens: list[list[int]] = []
-        self.previous: list[Tensor] = []  # what the round before replayed
+        self.previous: list[Tensor] = []  # routes that the previous round replayed
         self._current: list[Tensor] = []
         self._run_pass = manager.run_pass
         manager.run_pass = self.run_pass  # type: ignore[method-assign,assignment]
 
     def start_round(self, pads: list[list[int]], tokens: list[list[int]]) -> None:
-        """Rows of each micro-batch that are pads, and rows that have a route."""
+        """Set the rows of each micro-batch that are pads, and those that have a route."""
         self.pads, self.tokens = pads, tokens
         self.previous, self._current = self._current, []
 
@@ -50,7 +50,7 @@ class FaultInjector:
         return self._run_pass(routes, **settings)
 
     def break_tables(self, tables: list[Tensor]) -> list[Tensor]:
-        """[l, t, K] per micro-batch, changed in place or replaced."""
+        """Return broken tables, [l, t, K] per micro-batch; they may be changed in place."""
         first = tables[0]
         match self.fault:
             case "offset":
@@ -67,7 +67,7 @@ class FaultInjector:
             case "pad":
                 for table, pads, tokens in zip(tables, self.pads, self.tokens, strict=True):
                     if pads and tokens:
-                        table[:, pads] = table[:, pads[:1]]  # one hot spot
+                        table[:, pads] = table[:, pads[:1]]  # all pads use the same experts
                         table[:, tokens[0]] = table[:, pads[0]]
         return tables
 
@@ -75,7 +75,7 @@ class FaultInjector:
 def has_room(
     fault: str, manager: ReplayManager, pads: list[list[int]], tokens: list[list[int]]
 ) -> bool:
-    """Whether the fault can be put into this rank's routes."""
+    """Return whether the fault can be injected into this rank's routes."""
     if fault == "layer":
         return len(manager.layers) > 1
     if fault == "order":

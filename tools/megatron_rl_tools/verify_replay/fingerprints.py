@@ -1,31 +1,22 @@
-"""Inputs of the proof: a random checkpoint, sequences, and one fingerprint route per (token, MoE
-layer).
+"""Inputs of the proof: random sequences, with one fingerprint route per (token, MoE layer).
 
-Where each token must be found is computed here in plain loops, from the definition of the layout,
-independently of replay/layout.py.  The tests of replay on real ranks (tests/dist) use the same
-fingerprints and the same loops.
+The row in which each token must be is computed here in plain loops, from the definition of the
+layout, independently of replay/layout.py.  The tests of replay on real ranks (tests/dist) use the
+same fingerprints and the same loops.
 Shapes: S tokens of a sequence, L MoE layers, E experts, K top-k.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import save_file
 
 from megatron_rl.batch.pack import PackRule, Sample, pack
-from megatron_rl.models.families import make_spec
-from megatron_rl.models.spec import ModelSpec
 from megatron_rl.records import MiniBatch, Rollout
-from megatron_rl.weights.hf.mapping import entries
 from megatron_rl_tools.verify_replay.episodes import (
     LEAST,
     TurnRequest,
@@ -37,7 +28,8 @@ from megatron_rl_tools.verify_replay.episodes import (
     turn_bounds,
 )
 
-ROUNDS = 2  # two batches in a row: a route that outlives its batch shows in the second
+ROUNDS = 2
+"""Batches in a row: a route that outlives its batch shows in the second one."""
 SEQUENCES_PER_MICRO_BATCH = 2
 
 Key = tuple[str, int, int]
@@ -45,12 +37,12 @@ Key = tuple[str, int, int]
 Route = tuple[int, ...]
 """Expert ids, ascending."""
 Owner = tuple[str, int] | None
-"""Who a row belongs to: (rollout, position), or None for a pad."""
+"""The token that a row belongs to: (rollout, position), or None for a pad."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that the random data depends on."""
+    """The sizes that the random data depends on."""
 
     num_layers: int
     num_experts: int
@@ -64,15 +56,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Given:
-    """samples[round][replica][micro-batch] -> sequences; the same in every process, from one seed.
-
-    requests: rollout -> its turns as servers answered them; {} where rollouts have one turn, whose
-    routes are their own.
-    """
+    """The inputs of all ranks, from one seed and thus the same in every process."""
 
     samples: tuple[tuple[tuple[tuple[Sample, ...], ...], ...], ...]
+    """[round][replica][micro-batch] -> sequences."""
     is_unique: bool
+    """Whether no two (token, MoE layer) have the same set of experts."""
     requests: Mapping[str, Sequence[TurnRequest]] = field(default_factory=dict)
+    """Rollout -> its turns as servers answered them; {} if rollouts have one turn."""
 
     def rollouts(self, index: int) -> Iterator[Rollout]:
         for replica in self.samples[index]:
@@ -80,7 +71,7 @@ class Given:
                 yield from (sample.rollout for sample in micro_batch)
 
     def routes(self, index: int) -> dict[Key, Route]:
-        """The route of every token of that round; the last token of a sequence has none."""
+        """Return the route of every token of a round; the last token of a sequence has none."""
         if self.requests:
             names = [rollout.id for rollout in self.rollouts(index)]
             return dict(
@@ -89,15 +80,17 @@ class Given:
         return fingerprint_routes(self.rollouts(index))
 
     def forwards(self, index: int) -> dict[Route, str]:
-        """Routes of forwards that no row may have, see episodes.other_forwards."""
+        """Return the routes of forwards that no row may have, see episodes.other_forwards."""
         requests = {
             rollout.id: self.requests.get(rollout.id, ()) for rollout in self.rollouts(index)
         }
-        return dict(pair for name, own in requests.items() for pair in other_forwards(name, own))
+        return dict(
+            pair for name, turns in requests.items() for pair in other_forwards(name, turns)
+        )
 
     def broken(self, fault: str) -> Given:
-        """With this fault of EPISODE_FAULTS in the last sequence of every round's first
-        micro-batch.
+        """Return the inputs with this fault of EPISODE_FAULTS in the last sequence of every round's
+        first micro-batch.
         """
         rounds = []
         for (first, *others), *replicas in self.samples:
@@ -107,7 +100,7 @@ class Given:
         return replace(self, samples=tuple(rounds))
 
     def places(self, index: int) -> dict[str, tuple[int, int]]:
-        """Rollout -> (replica, micro-batch)."""
+        """Return rollout -> (replica, micro-batch)."""
         return {
             sample.rollout.id: (replica, number)
             for replica, micro_batches in enumerate(self.samples[index])
@@ -117,11 +110,11 @@ class Given:
 
 
 def make_given(shape: Shape, *, seed: int = 0) -> Given:
-    """Random sequences with a random set of K experts for every (token, layer): all different where
-    C(E, K) allows it.
+    """Make random sequences with a random set of K experts for every (token, layer).
 
-    Lengths are the same in every round, and in micro-batches 2i and 2i + 1: a mix-up of two of them
-    changes no shape, so that only the routes can show it.
+    All sets are different if C(E, K) is large enough.  Lengths are the same in every round, and in
+    micro-batches 2i and 2i + 1: exchanging two of them changes no shape, so that only the routes
+    show it.
     """
     rng = np.random.default_rng(seed)
     pairs = -(-shape.micro_batches // 2)
@@ -161,8 +154,11 @@ def make_given(shape: Shape, *, seed: int = 0) -> Given:
 def make_requests(
     rng: np.random.Generator, shape: Shape, length: int, used: set[Route] | None, *, is_cached: bool
 ) -> list[TurnRequest]:
-    """The turns of an episode of `length` tokens.  is_cached: the server has each turn's input in
-    its cache, up to the last token sampled before; else it computes everything again."""
+    """Make the turns of an episode of `length` tokens.
+
+    is_cached: whether the server has each turn's input in its cache, up to the last token sampled
+    before, or computes everything again.
+    """
     tokens = rng.integers(2, shape.vocab_size, length)
     requests: list[TurnRequest] = []
     for start, end in turn_bounds(rng, length, shape.turns):
@@ -180,8 +176,9 @@ def random_routes(
     top_k: int,
     used: set[Route] | None,
 ) -> np.ndarray:
-    """Random ids [num_rows, L, K], distinct in a row; none of the sets in `used`, which grows by
-    these (None: any set).
+    """Return random ids [num_rows, L, K], distinct in a row.
+
+    No set of ids is in `used`, to which the new ones are added; None allows any set.
     """
     routes = np.empty((num_rows, num_layers, top_k), np.uint8 if num_experts <= 256 else np.int16)
     for row in routes.reshape(-1, top_k):
@@ -194,8 +191,8 @@ def random_routes(
 
 
 def make_sample(rng: np.random.Generator, name: str, routes: np.ndarray, vocab_size: int) -> Sample:
-    """A random sequence with these routes [S - 1, L, K]: 3 prompt tokens, log-probs near uniform, a
-    random advantage.
+    """Make a random sequence with these routes [S - 1, L, K]: 3 prompt tokens, log-probs near
+    uniform, a random advantage.
     """
     prompt, length = 3, len(routes) + 1
     rollout = Rollout(
@@ -213,21 +210,22 @@ def make_sample(rng: np.random.Generator, name: str, routes: np.ndarray, vocab_s
 
 
 def fingerprint_routes(rollouts: Iterable[Rollout]) -> dict[Key, Route]:
-    """The route of every (rollout, position, MoE layer); the last token of a sequence has none."""
-    found = {}
+    """Return the route of every (rollout, position, MoE layer); last tokens have none."""
+    routes = {}
     for rollout in rollouts:
         assert rollout.routed_experts is not None
         for position, layers in enumerate(rollout.routed_experts.tolist()):
             for layer, ids in enumerate(layers):
-                found[rollout.id, position, layer] = tuple(sorted(ids))
-    return found
+                routes[rollout.id, position, layer] = tuple(sorted(ids))
+    return routes
 
 
 def make_batch(
     replicas: Sequence[Sequence[Sequence[Sample]]], replica: int, rule: PackRule
 ) -> MiniBatch:
-    """This replica's mini-batch; each micro-batch ends in a few pad rows, and rows of micro-batches
-    2i, 2i + 1 are equal.
+    """Make this replica's mini-batch.
+
+    Each micro-batch ends in a few pad rows, and micro-batches 2i and 2i + 1 have equally many rows.
     """
     micro_batches = []
     for number, samples in enumerate(replicas[replica]):
@@ -254,12 +252,12 @@ def rows_on_rank(
     parts: int = 1,
     padded: bool = False,
 ) -> list[int]:
-    """The packed row that each row of a rank's routers must be, in their order.
+    """Return the packed row that each row of a rank's routers must be, in their order.
 
-    Of every sequence, pads included, CP rank r keeps chunks r and 2 cp - 1 - r of 2 x cp.  Packed:
-    these rows are end to end, and sequence parallelism gives tensor rank `part` the part-th of
-    `parts` equal slices.  Padded: the rows go position by position, all sequences at each, and the
-    slice is one of positions.
+    CP rank r keeps chunks r and 2 cp - 1 - r of the 2 x cp chunks of every sequence, pads included.
+    Packed: these rows follow each other, and sequence parallelism gives tensor rank `part` the
+    part-th of `parts` equal slices.  Padded: the rows are ordered by position, then by sequence,
+    and the slice is one of positions.
     """
     rows = []
     for start, end in itertools.pairwise(cu_seqlens):
@@ -274,12 +272,9 @@ def rows_on_rank(
 
 
 def owners_of(rollouts: Sequence[Rollout], cu_seqlens: Sequence[int]) -> list[Owner]:
-    """Who must be in each packed row: (rollout, position), or None for a pad.
-
-    `rollouts`: the micro-batch's, in order.
-    """
+    """Return the owner of each packed row.  rollouts: the micro-batch's, in order."""
     owners: list[Owner] = [None] * cu_seqlens[-1]
-    # the bounds after them are those of the pads
+    # the last bounds are those of the pads
     for rollout, start in zip(rollouts, cu_seqlens, strict=False):
         for position in range(len(rollout.tokens)):
             owners[start + position] = (rollout.id, position)
@@ -295,7 +290,7 @@ def owners_on_rank(
     parts: int = 1,
     padded: bool = False,
 ) -> list[Owner]:
-    """Who must be in each row of a rank's routers: see rows_on_rank."""
+    """Return the owner of each row of a rank's routers; see rows_on_rank."""
     owners = owners_of(rollouts, cu_seqlens)
     return [owners[row] for row in rows_on_rank(cu_seqlens, cp_rank, cp_size, part, parts, padded)]
 
@@ -303,96 +298,11 @@ def owners_on_rank(
 def logprob_keys(
     rollouts: Sequence[Rollout], cu_seqlens: Sequence[int], cp_rank: int, cp_size: int
 ) -> list[Owner]:
-    """For each row of a rank's log-probs: (rollout, position) where it predicts a response token,
-    else None.
+    """Return the owner of each row of a rank's log-probs that predicts a response token, and None
+    for all other rows.
     """
     predicting = {
         (rollout.id, place - 1) for rollout in rollouts for place in rollout.sampled.tolist()
     }
     rows = owners_on_rank(rollouts, cu_seqlens, cp_rank, cp_size)
     return [who if who in predicting else None for who in rows]
-
-
-# Checkpoints --------------------------------------------------------------------------------------
-
-
-def small_config(
-    *, num_layers: int, num_experts: int, top_k: int, first_k_dense: int, tp: int, etp: int
-) -> dict[str, Any]:
-    """config.json of a small Qwen3-MoE that every layout of these sizes divides."""
-    kv_heads = math.lcm(2, tp)
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": num_layers,
-        "mlp_only_layers": list(range(first_k_dense)),
-        "decoder_sparse_step": 1,
-        "num_experts": num_experts,
-        "num_experts_per_tok": top_k,
-        "norm_topk_prob": True,
-        "hidden_size": 64,
-        "num_attention_heads": 2 * kv_heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 16,
-        "intermediate_size": 32 * tp,
-        "moe_intermediate_size": 16 * etp,
-        "vocab_size": 96,
-        "max_position_embeddings": 4096,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    }
-
-
-def shrunk_config(
-    hf: dict[str, Any], *, tp: int, etp: int, stages: int, num_layers: int | None = None
-) -> dict[str, Any]:
-    """`hf` with narrow matrices, a small vocabulary and num_layers, or as few as keep its dense
-    ones and divide `stages`.
-
-    Everything that a layout depends on stays: heads, experts, top-k, gate normalisation, tied
-    embeddings, first dense layers.
-    """
-    spec = make_spec(hf)
-    needed = max(4, spec.moe_layers[0] + 2, stages)
-    num_layers = num_layers or min(spec.num_layers, -(-needed // stages) * stages)
-    dense = sorted(set(range(num_layers)) - set(spec.moe_layers))
-    return {
-        **small_config(
-            num_layers=num_layers,
-            num_experts=spec.num_experts,
-            top_k=spec.top_k,
-            first_k_dense=0,
-            tp=tp,
-            etp=etp,
-        ),
-        "architectures": [spec.architecture],
-        "mlp_only_layers": dense,
-        "norm_topk_prob": not spec.router.pre_softmax,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "tie_word_embeddings": spec.tie_embeddings,
-    }
-
-
-def write_random_checkpoint(
-    config: dict[str, Any], path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> ModelSpec:
-    """An HF checkpoint with this config.json and random weights, large enough that routes and
-    logits are distinct.
-    """
-    spec = make_spec(config)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for entry in entries(spec):
-        for name, shape in entry.hf:
-            if "norm" in name:
-                tensor = 1 + 0.1 * torch.randn(shape, generator=generator)
-            else:
-                scale = 0.5 if name.endswith("mlp.gate.weight") else 0.1
-                tensor = scale * torch.randn(shape, generator=generator)
-            tensors[name] = tensor.to(dtype)
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return spec

@@ -1,21 +1,25 @@
 """Prove routing replay in a parallel layout: real megatron-core forward and backward, each token
 with a route of its own.
 
-    megatron-rl verify-replay                                                                     # one rank, a small random MoE
-    torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2 --recompute full  # a
-    layout, before renting GPUs torchrun --nproc_per_node 8 -m megatron_rl.cli verify-replay --model
-    my.toml --shrink        # your layout, a reduced model
+    # one rank, a small random MoE
+    megatron-rl verify-replay
+    # a layout, before renting GPUs
+    torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2 --recompute full
+    # your layout, a reduced model
+    torchrun --nproc_per_node 8 -m megatron_rl.cli verify-replay --model my.toml --shrink
 (a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once
-each, in every pass; (b) a recorded live pass, replayed, gives the same loss and gradients, bit by
-bit; (c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which
-packs its sequences. Exit code: 0 all passed, 1 something failed, 2 invalid arguments.
-docs/guides/mismatch.md reads the output line by line.
+    each, in every pass;
+(b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;
+(c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which
+    packs its sequences.
+Exit code: 0 all passed, 1 something failed, 2 invalid arguments.  docs/guides/mismatch.md reads the
+output line by line.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_rl.models.known import KNOWN, is_known
@@ -26,102 +30,71 @@ FAULTS = ("offset", "layer", "order", "stale", "duplicate", "pad")
 EPISODE_FAULTS = ("turn", "mask", "retokenise", "forward")
 """Faults of an episode's requests, which episodes.py injects."""
 KINDS = ("softmax", "pre-softmax", "sigmoid", "softmax-groups", "sigmoid-groups")
-"""Routers of Qwen3-MoE and Mixtral; Qwen2-MoE; Moonlight, GLM-4.5 and Kimi-K2; DeepSeek-V2;
-DeepSeek-V3.
+"""Kinds of routers: of Qwen3-MoE and Mixtral; of Qwen2-MoE; of Moonlight, GLM-4.5 and Kimi-K2; of
+DeepSeek-V2; of DeepSeek-V3.
 """
 SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="megatron-rl verify-replay", usage="%(prog)s [options]", description=__doc__,
+        prog="megatron-rl verify-replay",
+        usage="%(prog)s [options]",
+        description=__doc__,
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog,
-        max_help_position=40, width=120),
-    )  # fmt: skip
-    add = parser.add_argument
-    add(
-        "--model",
-        type=Path,
-        metavar="MODEL",
-        help="HF directory, its config.json, a TOML file, or a name that plan knows",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=40, width=120
+        ),
     )
-    add(
-        "--shrink",
-        action="store_true",
-        help="keep the model's layout-relevant shape, cut the rest; random weights",
-    )
-    add(
-        "--num-layers",
-        type=int,
-        metavar="N",
-        help="default: 4, or as many as --layers-per-stage holds",
-    )
+    add_model_options(parser.add_argument)
+    add_pass_options(parser.add_argument)
+    args = parser.parse_args(arguments)
+    check_options_of_proof(parser, args)
+    return args
+
+
+def add_model_options(add: Callable[..., object]) -> None:
+    """Add the options of the model and its layout."""
+    text = "HF directory, its config.json, a TOML file, or a name that plan knows"
+    add("--model", type=Path, metavar="MODEL", help=text)
+    text = "keep the model's layout-relevant shape, cut the rest; random weights"
+    add("--shrink", action="store_true", help=text)
+    text = "default: 4, or as many as --layers-per-stage holds"
+    add("--num-layers", type=int, metavar="N", help=text)
     add("--experts", type=int, metavar="N", default=32)
     add("--topk", type=int, metavar="N", default=4, dest="top_k")
     add("--first-k-dense", type=int, metavar="N", default=0)
     for name in SIZES:
-        add(
-            f"--{name}",
-            type=int,
-            help="default: the TOML's, else " + ("tp" if name == "etp" else "1"),
-        )
-    add(
-        "--layers-per-stage",
-        type=stages_of,
-        metavar="2,2,3",
-        help="layers of each of pp x vp stages; default: equal",
-    )
-    add(
-        "--micro-batches",
-        type=int,
-        default=2,
-        metavar="N",
-        help="per data-parallel replica; with --vp a multiple of --pp",
-    )
+        text = "default: the TOML's, else " + ("tp" if name == "etp" else "1")
+        add(f"--{name}", type=int, help=text)
+    text = "layers of each of pp x vp stages; default: equal"
+    add("--layers-per-stage", type=stages_of, metavar="2,2,3", help=text)
+
+
+def add_pass_options(add: Callable[..., object]) -> None:
+    """Add the options of the passes, the faults and the output."""
+    text = "per data-parallel replica; with --vp a multiple of --pp"
+    add("--micro-batches", type=int, default=2, metavar="N", help=text)
     parts = "none, full, block, selective"
-    add(
-        "--recompute",
-        choices=parts.split(", "),
-        metavar="PARTS",
-        help=f"{parts}; default: the TOML's, else none",
-    )
+    text = f"{parts}; default: the TOML's, else none"
+    add("--recompute", choices=parts.split(", "), metavar="PARTS", help=text)
     parts = "alltoall, allgather"
-    add(
-        "--dispatcher",
-        choices=parts.split(", "),
-        metavar="KIND",
-        help=f"{parts}; default: the TOML's, else alltoall",
-    )
+    text = f"{parts}; default: the TOML's, else alltoall"
+    add("--dispatcher", choices=parts.split(", "), metavar="KIND", help=text)
     add("--router", choices=KINDS, metavar="KIND", help=f"{', '.join(KINDS)}; default: the model's")
     add("--mode", choices=("R2", "R3"), default="R3")
     add("--format", choices=FORMATS, help="packed or padded batches; default: the TOML's, else thd")
-    add(
-        "--break",
-        choices=(*FAULTS, *EPISODE_FAULTS),
-        dest="fault",
-        metavar="FAULT",
-        help=f"must fail: {', '.join((*FAULTS, *EPISODE_FAULTS))}",
-    )
-    add(
-        "--turns",
-        type=int,
-        default=1,
-        metavar="N",
-        help="turns of every rollout: requests, and between them an environment's tokens",
-    )
-    add(
-        "--no-reference",
-        action="store_true",
-        help="leave (c) out, for a model that does not fit one rank",
-    )
+    faults = (*FAULTS, *EPISODE_FAULTS)
+    text = f"must fail: {', '.join(faults)}"
+    add("--break", choices=faults, dest="fault", metavar="FAULT", help=text)
+    text = "turns of every rollout: requests, and between them an environment's tokens"
+    add("--turns", type=int, default=1, metavar="N", help=text)
+    text = "leave (c) out, for a model that does not fit one rank"
+    add("--no-reference", action="store_true", help=text)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0, metavar="N")
     add("--timeout-minutes", type=float, default=5.0, metavar="M")
     add("--json", action="store_true", help="one JSON object instead of the table")
-    args = parser.parse_args(arguments)
-    check_options_of_proof(parser, args)
-    return args
 
 
 def check_options_of_proof(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -157,10 +130,10 @@ def check_options_of_proof(parser: argparse.ArgumentParser, args: argparse.Names
 
 
 def stages_of(text: str) -> tuple[int, ...]:
-    """ "2,2,3" -> (2, 2, 3)."""
+    """Parse "2,2,3" as (2, 2, 3)."""
     return tuple(int(count) for count in text.split(","))
 
 
 def num_layers(args: argparse.Namespace) -> int:
-    """Of the small random model: --num-layers, else as many as the stages hold, else 4."""
+    """Return the small random model's layers: --num-layers, else those of all stages, else 4."""
     return args.num_layers or sum(args.layers_per_stage or ()) or 4

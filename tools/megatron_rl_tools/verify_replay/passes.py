@@ -1,16 +1,16 @@
 """Run the engine's own passes with hooks on its routers, on every rank, and check what they used
 and returned.
 
-Steps of a round: old-logprob pass, update (lr 0, so weights stay).  R3 replays the given routes in
-both.  R2 records the first and replays it in the second; the routers' weights are changed in
-between, so only the record can give those routes.
+A round is an old-logprob pass and an update (lr 0, so weights stay).  R3 replays the given routes
+in both.  R2 records the routes of the first and replays them in the second; the routers' weights
+are changed in between, so that only the record can give those routes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +37,7 @@ from megatron_rl_tools.verify_replay.fingerprints import (
     make_batch,
     owners_on_rank,
 )
+from megatron_rl_tools.verify_replay.outcome_checks import PassOutcome
 from megatron_rl_tools.verify_replay.router_hooks import (
     Expected,
     RouteCheck,
@@ -46,6 +47,7 @@ from megatron_rl_tools.verify_replay.router_hooks import (
     check_gates,
     check_live_rows,
     check_pads,
+    first_failure,
     gather_seen,
     name_wrong_rows,
 )
@@ -53,25 +55,13 @@ from megatron_rl_tools.verify_replay.router_kinds import set_expert_bias
 
 T = TypeVar("T")
 Rows = list[list[Owner]]
-
-
-@dataclass(frozen=True)
-class PassOutcome:
-    """Results of a run with known routes, for comparison with another layout.
-
-    logprobs: (rollout, position) -> log pi_old; gradients: HF name -> float32 tensor, on rank 0
-    only.
-    """
-
-    loss: float
-    logprobs: dict[tuple[str, int], float]
-    gradients: dict[str, Tensor]
+"""The owner of every row of this rank's routers, by micro-batch."""
 
 
 class Proof:
-    """One engine in one layout, with hooks on its routers; `fault` breaks the routes of one rank.
+    """An engine in one layout, with hooks on its routers; `fault` breaks the routes of one rank.
 
-    spec: of the model; its kind of router may be another than the checkpoint's.
+    spec: the model's; its kind of router may differ from the checkpoint's.
     """
 
     def __init__(
@@ -96,9 +86,9 @@ class Proof:
         self.fault = self._make_fault(fault) if fault else None
 
     def run_rounds(self) -> tuple[list[RouteCheck], dict[Key, Route]]:
-        """(a): both rounds.
+        """Run check (a) over all rounds.
 
-        Returns the checks and the routes that the last round must have used.
+        Returns the checks, and the routes that the last round must have used.
         """
         seen: dict[tuple[str, int], list[Seen]] = {}  # (pass, round) -> rows of all ranks
         expected: list[Expected] = []
@@ -108,52 +98,50 @@ class Proof:
             old = self.engine.old_logprobs(batch, MetricSums(), replay=self.mode)
             forward = self._take(rows)
             if self.mode == "R2":
-                given = {
-                    (*row.who, row.layer): row.consumed for row in forward if row.who is not None
-                }
+                named = [(row.who, row) for row in forward if row.who is not None]
+                routes = {(*who, row.layer): row.consumed for who, row in named}
                 with self.other_routers():
                     self._update(batch, old, self.mode)
             else:
-                given = self.given.routes(index)
+                routes = self.given.routes(index)
                 seen["old-logprob forward", index] = forward
                 self._update(batch, old, self.mode)
             for row in self._take(rows):
                 seen.setdefault((f"update {row.kind}", index), []).append(row)
-            earlier = expected[-1].given if expected else {}
-            expected.append(
-                Expected(given, earlier, self.given.places(index), self.given.forwards(index))
-            )
-        return [*self.check_episodes(), *self._check(seen, expected)], given
+            earlier = expected[-1].routes if expected else {}
+            places, forwards = self.given.places(index), self.given.forwards(index)
+            expected.append(Expected(routes, earlier, places, forwards))
+        return [*self.check_episodes(), *self._check(seen, expected)], routes
 
     def check_episodes(self) -> list[RouteCheck]:
-        """(a): the packed tokens, the mask and the log-probs of episodes of several turns are those
-        of their requests.
+        """Check (a) for episodes of several turns: packed tokens, mask and log-probs are those of
+        their requests.
         """
         requests = self.given.requests
         if not requests:
             return []
         replica = self.parallel.dp_rank
         batches = [self.batch(index)[0] for index in range(len(self.given.samples))]
-        found = [
+        findings = [
             wrong
             for batch in batches
             if (wrong := wrong_batch(requests, batch, replica)) is not None
         ]
-        everywhere = [wrong for wrongs in self._gather(found) for wrong in wrongs]
+        everywhere = [wrong for wrongs in self._gather(findings) for wrong in wrongs]
         if everywhere:
             hint, detail = everywhere[0]
             return [RouteCheck("(a) tokens and mask", False, detail, hint)]
-        turns = sum(len(own) for own in requests.values())
-        cached = sum(request.is_cached for own in requests.values() for request in own)
+        turns = [request for episode in requests.values() for request in episode]
+        cached = sum(request.is_cached for request in turns)
         detail = (
-            f"{len(requests)} episodes, {turns} requests, {cached} of them with a prefix in the"
-            " cache"
+            f"{len(requests)} episodes, {len(turns)} requests, {cached} of them with a prefix in"
+            " the cache"
         )
         return [RouteCheck("(a) tokens and mask", True, detail)]
 
     def replay_live(self) -> tuple[RouteCheck, OldPass, float]:
-        """(b): record a live pass, train on it live and again with the record: equal loss, equal
-        gradients, bit by bit.
+        """Check (b): record a live pass, train on it live and again with the record, and compare
+        loss and gradients bit by bit.
 
         Leaves the gradients of the replayed update in place.
         """
@@ -162,7 +150,7 @@ class Proof:
         live_loss = self._update(batch, old, "none")
         live = self.gradients()
         noise = 0.0
-        # atomics add in any order: how far is the live pass from itself?
+        # atomics add in any order: measure how far the live pass is from itself
         if self.parallel.device.type == "cuda":
             self._update(batch, old, "none")
             noise = self._difference(live)
@@ -181,8 +169,9 @@ class Proof:
         return RouteCheck("(b) replay of a live pass", passed, detail), old, loss
 
     def known_routes(self, routes: dict[Key, Route]) -> tuple[OldPass, float]:
-        """One old-logprob pass and update of the last round with these routes (R3); leaves the
-        gradients in place.
+        """Run the old-logprob pass and update of the last round with these routes (R3).
+
+        Leaves the gradients in place.
         """
         batch, _ = self.batch(-1, routes)
         old = self.engine.old_logprobs(batch, MetricSums(), replay="R3")
@@ -191,9 +180,10 @@ class Proof:
         return old, loss
 
     def outcome(self, old: OldPass, loss: float) -> PassOutcome:
-        """Results of the last update, gathered.
+        """Gather the results of the last update.
 
-        Collective, and final: overwrites the weights with their gradients.
+        Collective, and final: it overwrites the weights with their gradients, which the export then
+        gathers by HF name.
         """
         for model in self.engine.models:
             for parameter in model.parameters():
@@ -203,30 +193,30 @@ class Proof:
             for name, tensor in self.engine.export()
             if tensor is not None
         }
-        mine: dict[tuple[str, int], float] = {}
+        ours: dict[tuple[str, int], float] = {}
         batch, _ = self.batch(-1)
         if self.parallel.is_last_stage:
             cp = self.parallel.cp_rank, self.parallel.cp_size
-            for samples, micro_batch, values in zip(
-                self._mine(-1), batch.micro_batches, old.logprobs, strict=True
-            ):
-                keys = logprob_keys(
-                    [sample.rollout for sample in samples], micro_batch.cu_seqlens.tolist(), *cp
-                )
+            samples_of_replica = self.given.samples[-1][self.parallel.dp_rank]
+            parts = zip(samples_of_replica, batch.micro_batches, old.logprobs, strict=True)
+            for samples, micro_batch, values in parts:
+                rollouts = [sample.rollout for sample in samples]
+                keys = logprob_keys(rollouts, micro_batch.cu_seqlens.tolist(), *cp)
                 for who, value in zip(keys, values.tolist(), strict=True):
                     if who is not None:
-                        mine[who] = value
+                        ours[who] = value
         everyone: list[dict[tuple[str, int], float]] = [{}] * self.parallel.world_size
-        dist.all_gather_object(everyone, mine)
-        return PassOutcome(
-            loss, {key: value for part in everyone for key, value in part.items()}, gradients
-        )
+        dist.all_gather_object(everyone, ours)
+        logprobs = {key: value for part in everyone for key, value in part.items()}
+        return PassOutcome(loss, logprobs, gradients)
 
     def gradients(self) -> list[Tensor]:
         return [p.main_grad.clone() for model in self.engine.models for p in model.parameters()]
 
     def batch(self, index: int, routes: dict[Key, Route] | None = None) -> tuple[MiniBatch, Rows]:
-        """This replica's mini-batch of a round, and who must be in each row of this rank's routers."""
+        """Return this replica's mini-batch of a round, and the owner of every row of this rank's
+        routers.
+        """
         replicas = self.given.samples[index]
         if routes is not None:
             replicas = tuple(
@@ -259,7 +249,7 @@ class Proof:
 
     @contextmanager
     def other_routers(self) -> Iterator[None]:
-        """Inside, every router has other weights, equal on all ranks that share it."""
+        """Give every router other weights inside the context, equal on all ranks that share it."""
         saved = [router.weight.data.clone() for _, router in self.routers]
         for layer, router in self.routers:
             noise = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(layer))
@@ -270,9 +260,6 @@ class Proof:
             for (_, router), weight in zip(self.routers, saved, strict=True):
                 router.weight.data.copy_(weight)
 
-    def _mine(self, index: int) -> Sequence[Sequence[Sample]]:
-        return self.given.samples[index][self.parallel.dp_rank]
-
     def _update(self, batch: MiniBatch, old: OldPass, mode: ReplayMode) -> float:
         sums = MetricSums()
         self.engine.update(batch, old, sums, replay=mode)
@@ -282,8 +269,8 @@ class Proof:
         return gather_seen(name_wrong_rows(self.watch.take(), rows, self.parallel.rank))
 
     def _difference(self, others: list[Tensor]) -> float:
-        """Largest absolute difference of the gradients now from `others`, over the job; NaN counts
-        as infinite.
+        """Return the largest absolute difference of the current gradients from `others` over all
+        ranks; NaN counts as infinite.
         """
         worst = torch.zeros((), dtype=torch.float64, device=self.parallel.device)
         for gradient, other in zip(self.gradients(), others, strict=True):
@@ -295,30 +282,27 @@ class Proof:
     def _check(
         self, seen: dict[tuple[str, int], list[Seen]], expected: list[Expected]
     ) -> list[RouteCheck]:
-        """One check per pass, over all rounds: the first that fails, or the last."""
+        """Return one check per pass, over all rounds: the first that fails, or the last."""
         spec = self.engine.spec
         everything = range(len(spec.moe_layers))
         passes: dict[str, Container[int]] = (
             {"old-logprob forward": everything} if self.mode == "R3" else {}
         )
         passes["update forward"] = everything
-        if again := {
-            layer for layers in self._gather(recomputed_layers(self.engine)) for layer in layers
-        }:
+        recomputed = self._gather(recomputed_layers(self.engine))
+        if again := {layer for layers in recomputed for layer in layers}:
             passes["update recompute"] = again
-        rounds = range(len(expected))
-        checks = [
-            first_failure(
-                check_consumed(
-                    f"(a) {name}", seen.get((name, index), []), expected[index], spec.top_k, layers
+        checks = []
+        for name, layers in passes.items():
+            rounds = [(seen.get((name, at), []), routes) for at, routes in enumerate(expected)]
+            checks.append(
+                first_failure(
+                    check_consumed(f"(a) {name}", rows, routes, spec.top_k, layers)
+                    for rows, routes in rounds
                 )
-                for index in rounds
             )
-            for name, layers in passes.items()
-        ]
-        checks.append(
-            check_gates("(a) gate weights", max(self._gather(self.watch.gate_error)), spec.router)
-        )
+        gate_error = max(self._gather(self.watch.gate_error))
+        checks.append(check_gates("(a) gate weights", gate_error, spec.router))
         if self.mode == "R3":
             sizes = spec.top_k, spec.num_experts, self.parallel.ep_size
             checks.append(
@@ -332,9 +316,9 @@ class Proof:
             )
         return checks
 
-    def _gather(self, mine: T) -> list[T]:
+    def _gather(self, value: T) -> list[T]:
         everyone: list[Any] = [None] * self.parallel.world_size
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, value)
         return everyone
 
     def _start_round(self, rows: Rows) -> None:
@@ -342,21 +326,20 @@ class Proof:
             self.fault.start_round(*self._split(rows))
 
     def _split(self, rows: Rows) -> tuple[list[list[int]], list[list[int]]]:
-        """Rows that are pads, and rows that have a route (R2 records last tokens too, but they do
-        not matter).
+        """Return the rows that are pads and the rows that have a route, by micro-batch.
+
+        R2 records routes of last tokens too, but nothing depends on them.
         """
-        has_route = {
-            key[:2] for index in range(len(self.given.samples)) for key in self.given.routes(index)
-        }
-        pads = [[row for row, who in enumerate(micro_batch) if who is None] for micro_batch in rows]
-        return pads, [
-            [row for row, who in enumerate(micro_batch) if who in has_route] for micro_batch in rows
-        ]
+        rounds = range(len(self.given.samples))
+        has_route = {key[:2] for index in rounds for key in self.given.routes(index)}
+        pads = [[row for row, who in enumerate(owners) if who is None] for owners in rows]
+        routed = [[row for row, who in enumerate(owners) if who in has_route] for owners in rows]
+        return pads, routed
 
     def _make_fault(self, fault: str) -> FaultInjector | None:
-        """On the last rank where the fault has room.
+        """Make the injector on the last rank that has room for the fault.  Collective.
 
-        Raises ValueError where it has none anywhere.  Collective.
+        Raises ValueError if no rank has room.
         """
         room: list[bool] = [False] * self.parallel.world_size
         batch, rows = self.batch(0)
@@ -369,14 +352,14 @@ class Proof:
             )
         last = max(rank for rank, has in enumerate(room) if has)
         step = self.engine.layout.width(batch.micro_batches[0].cu_seqlens)
-        return (
-            FaultInjector(self.engine.manager, fault, step) if self.parallel.rank == last else None
-        )
+        if self.parallel.rank != last:
+            return None
+        return FaultInjector(self.engine.manager, fault, step)
 
 
 def recomputed_layers(engine: Engine) -> list[int]:
-    """MoE layers on this rank whose routers run again in the backward: of block recompute, the
-    first of each chunk.
+    """Return the MoE layers on this rank whose routers run again in the backward; with block
+    recompute, those are the first ones of each chunk.
     """
     model, spec = engine.cfg.model, engine.spec
     if model.recompute == "none":
@@ -390,23 +373,14 @@ def recomputed_layers(engine: Engine) -> list[int]:
     ]
 
 
-def first_failure(checks: Iterable[RouteCheck]) -> RouteCheck:
-    """The first check that failed, or the last of all."""
-    for check in checks:
-        if not check.passed:
-            break
-    return check
-
-
 def batch_with_routes(sample: Sample, routes: dict[Key, Route]) -> Sample:
-    """The sample with these routes in place of its own."""
+    """Return the sample with these routes instead of its own."""
     experts = sample.rollout.routed_experts
     assert experts is not None
     table = experts.copy()
     for position in range(table.shape[0]):
         for layer in range(table.shape[1]):
             table[position, layer] = routes[sample.rollout.id, position, layer]
-    # made again
-    return replace(
-        sample, rollout=replace(sample.rollout, routed_experts=table, routes_digest=None)
-    )
+    # without the old digest: the rollout computes one of the new routes
+    rollout = replace(sample.rollout, routed_experts=table, routes_digest=None)
+    return replace(sample, rollout=rollout)

@@ -1,7 +1,7 @@
-"""Hooks on live routers: read the routes they dispatch by, name each row (rollout, position),
-compare with the given routes.
+"""Hooks on live routers: read the routes they dispatch by, name the owner of each row, and compare
+with the given routes.
 
-The hook reads core's own routing map, so the proof does not depend on what the replay manager
+The hook reads core's own routing map, so that the proof does not depend on what the replay manager
 reports.
 Shapes: t this rank's rows, E experts, K top-k.
 """
@@ -9,7 +9,7 @@ Shapes: t this rank's rows, E experts, K top-k.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -25,19 +25,20 @@ Kind = Literal["forward", "recompute"]
 
 
 class RouterCall(NamedTuple):
-    """One router call: the n-th of this kind of its layer since the last take(), which is its
-    micro-batch.
-    """
+    """One call of a router."""
 
     layer: int
     kind: Kind
     number: int
-    consumed: list[Route]  # experts switched on in the routing map, row by row
-    live: list[Route]  # what the router would have chosen itself
+    """Number of calls of this kind and layer since the last take(): its micro-batch."""
+    consumed: list[Route]
+    """Experts in the routing map, row by row."""
+    live: list[Route]
+    """The router's live choices, row by row."""
 
 
 class Seen(NamedTuple):
-    """One row of a call, named.  `who` is None for a pad."""
+    """One row of a call, with its owner."""
 
     who: Owner
     layer: int
@@ -51,19 +52,28 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class RouteCheck:
-    """One line of the result.  hint: which kind of fault it looks like."""
+    """One line of the result."""
 
     name: str
     passed: bool
     detail: str
     hint: str = ""
+    """The likeliest kind of fault."""
+
+
+def first_failure(checks: Iterable[RouteCheck]) -> RouteCheck:
+    """Return the first check that failed, or the last one."""
+    for check in checks:
+        if not check.passed:
+            break
+    return check
 
 
 class Watch:
-    """Forward hooks on routers of a kind: (index on the MoE-layer axis, router).
+    """Forward hooks on routers of one kind, which are (index of the MoE layer, router).
 
-    gate_error: largest difference so far of core's gate weights from those of the live scores at
-    the experts it used.
+    gate_error: the largest difference so far between core's gate weights and those of the live
+    scores at the experts that were used.
     """
 
     def __init__(self, routers: Sequence[tuple[int, Any]], top_k: int, kind: RouterKind) -> None:
@@ -75,7 +85,7 @@ class Watch:
         self._hooks = [router.register_forward_hook(self._hook(layer)) for layer, router in routers]
 
     def take(self) -> list[RouterCall]:
-        """The calls since the last take, and forget them."""
+        """Return and forget the calls since the last take."""
         calls, self._calls = self._calls, []
         self._counts.clear()
         return calls
@@ -90,29 +100,23 @@ class Watch:
             inputs: tuple[torch.Tensor, ...],
             outputs: tuple[torch.Tensor, torch.Tensor],
         ) -> Any:
-            # a router that runs while autograd walks backward is recomputing
+            # a router that runs during the backward is recomputing
             kind: Kind = "forward" if torch._C._current_autograd_node() is None else "recompute"
             probs, routing_map = outputs
             with torch.no_grad():
                 logits = router.gating(inputs[0].detach()).view(len(routing_map), -1)
                 live = live_choice(logits, self.kind, router.expert_bias, self.top_k)
                 weights = gate_weights(logits, routing_map, self.kind)
-                difference = (
-                    float((probs - weights).abs().nan_to_num(nan=torch.inf).max())
-                    if len(probs)
-                    else 0.0
-                )
-                self.gate_error = max(self.gate_error, difference)
+                if len(probs):
+                    difference = (probs - weights).abs().nan_to_num(nan=torch.inf).max()
+                    self.gate_error = max(self.gate_error, float(difference))
             consumed: list[list[int]] = [[] for _ in range(len(routing_map))]
             for row, expert in routing_map.nonzero().tolist():
                 consumed[row].append(expert)
             number = self._counts[layer, kind]
             self._counts[layer, kind] += 1
-            self._calls.append(
-                RouterCall(
-                    layer, kind, number, list(map(tuple, consumed)), list(map(tuple, live.tolist()))
-                )
-            )
+            used, chosen = list(map(tuple, consumed)), list(map(tuple, live.tolist()))
+            self._calls.append(RouterCall(layer, kind, number, used, chosen))
             if any(len(row) < self.top_k for row in consumed):
                 return probs, filled(routing_map, self.top_k)
             return None
@@ -121,11 +125,11 @@ class Watch:
 
 
 def filled(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The map [t, E] with K experts in every row: the ones it has, then others, whose gate weight
+    """Return the map [t, E] with K experts in every row: those it has, and others whose gate weight
     stays 0.
 
-    With fewer in a row core's ranks disagree about sizes, and hang or crash before the fault can be
-    named.
+    With fewer in a row, core's ranks disagree about sizes, and hang or crash before the fault can
+    be named.
     """
     chosen = routing_map.to(torch.uint8).topk(top_k, dim=-1).indices
     return torch.zeros_like(routing_map).scatter(1, chosen, True)
@@ -134,10 +138,10 @@ def filled(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
 def name_wrong_rows(
     calls: Sequence[RouterCall], rows: Sequence[Sequence[Owner]], rank: int
 ) -> list[Seen]:
-    """Give every row of every call its owner; rows[micro-batch] says who must be where.
+    """Give every row of every call its owner; rows: the owners by micro-batch.
 
-    Raises RuntimeError where a router saw another number of rows or of micro-batches than the
-    layout has.
+    Raises RuntimeError if a router saw another number of rows or of micro-batches than the layout
+    has.
     """
     seen = []
     for call in calls:
@@ -155,30 +159,31 @@ def name_wrong_rows(
     return seen
 
 
-def gather_seen(mine: list[Seen]) -> list[Seen]:
-    """Every rank's rows, on every rank.  Collective."""
+def gather_seen(seen: list[Seen]) -> list[Seen]:
+    """Return the rows of all ranks.  Collective."""
     everyone: list[list[Seen]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, seen)
     return [row for rows in everyone for row in rows]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The routes that a pass must consume, and the data to name a fault.
+    """The routes that a pass must consume, and the data to name a fault."""
 
-    given: this batch's routes; earlier: the previous batch's; places: rollout -> (replica,
-    micro-batch); forwards: routes of other requests of an episode -> text.
-    """
-
-    given: Mapping[Key, Route]
+    routes: Mapping[Key, Route]
+    """The routes of this batch."""
     earlier: Mapping[Key, Route]
+    """The routes of the previous batch."""
     places: Mapping[str, tuple[int, int]]
+    """Rollout -> (replica, micro-batch)."""
     forwards: Mapping[Route, str] = field(default_factory=dict)
+    """Route of another request of the episode -> hint."""
     owners: dict[Route, list[Key]] = field(default_factory=dict)
+    """Route of this batch -> all that have it."""
     earlier_routes: set[Route] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        for key, route in self.given.items():
+        for key, route in self.routes.items():
             self.owners.setdefault(route, []).append(key)
         self.earlier_routes.update(self.earlier.values())
 
@@ -190,48 +195,48 @@ def check_consumed(
     top_k: int,
     layers: Container[int] | None = None,
 ) -> RouteCheck:
-    """Every given (rollout, position, layer) was consumed exactly once, and by its owner.
+    """Check that every given route was consumed exactly once, and by its owner.
 
-    layers: these only.
+    layers: the MoE layers to check; None for all.
     """
-    given = expected.given
+    routes = expected.routes
     if layers is not None:
-        given = {key: route for key, route in given.items() if key[2] in layers}
+        routes = {key: route for key, route in routes.items() if key[2] in layers}
     counts: Counter[Key] = Counter()
     wrong = []
-    num_live = 0  # routes that the router would have chosen itself
+    num_live = 0  # routes that are the router's live choice too
     for row in seen:
         if row.who is None:
             continue
         key = (*row.who, row.layer)
-        if key in given:
+        if key in routes:
             counts[key] += 1
-            if row.consumed != given[key]:
+            if row.consumed != routes[key]:
                 wrong.append((row.who, row))
-            num_live += row.live == given[key]
+            num_live += row.live == routes[key]
     if wrong:
         pads = {row.consumed for row in seen if row.who is None}
-        votes = Counter(name_fault(*each, expected, pads, top_k) for each in wrong)
-        (rollout, position), first = min(wrong, key=lambda each: (each[0], each[1].layer))
+        votes = Counter(name_fault(*pair, expected, pads, top_k) for pair in wrong)
+        (rollout, position), first = min(wrong, key=lambda pair: (pair[0], pair[1].layer))
         return RouteCheck(
             name,
             False,
-            f"{len(wrong)} of {len(given)} wrong; first: rollout {rollout}, position {position},"
-            f" MoE layer {first.layer}: given {list(given[rollout, position, first.layer])},"
+            f"{len(wrong)} of {len(routes)} wrong; first: rollout {rollout}, position {position},"
+            f" MoE layer {first.layer}: given {list(routes[rollout, position, first.layer])},"
             f" consumed {list(first.consumed)} (rank {first.rank}, micro-batch {first.micro_batch},"
             f" row {first.row})",
             hint=votes.most_common(1)[0][0],
         )
-    missing = [key for key in given if counts[key] != 1]
+    missing = [key for key in routes if counts[key] != 1]
     if missing:
         rollout, position, layer = missing[0]
         return RouteCheck(
             name,
             False,
-            f"{len(missing)} of {len(given)} not consumed exactly once; first: rollout {rollout},"
+            f"{len(missing)} of {len(routes)} not consumed exactly once; first: rollout {rollout},"
             f" position {position}, MoE layer {layer}: {counts[missing[0]]} times",
         )
-    share = num_live / max(len(given), 1)
+    share = num_live / max(len(routes), 1)
     return RouteCheck(
         name,
         True,
@@ -242,7 +247,7 @@ def check_consumed(
 def name_fault(
     who: tuple[str, int], row: Seen, expected: Expected, pads: set[Route], top_k: int
 ) -> str:
-    """The likeliest reason for one wrong row, by whose route it consumed."""
+    """Return the likeliest reason for a wrong row, from the owner of the route that it consumed."""
     rollout, position = who
     if len(row.consumed) < top_k:
         return "duplicate: an id occurs twice in a row, so fewer than top-k experts ran"
@@ -274,23 +279,20 @@ def name_fault(
 
 
 def check_gates(name: str, error: float, kind: RouterKind) -> RouteCheck:
-    """Gate weights are those of the live scores at the consumed experts, so routers get the
-    gradient of their own scores.
+    """Check that gate weights are those of the live scores at the consumed experts, so that routers
+    get the gradient of their own scores.
     """
     limit = GATE_TOLERANCE * (kind.scaling_factor or 1.0)
-    return RouteCheck(
-        name,
-        error <= limit,
-        f"largest difference {error:.2g} from the live scores' (limit {limit:.1g})",
-    )
+    detail = f"largest difference {error:.2g} from the live scores' (limit {limit:.1g})"
+    return RouteCheck(name, error <= limit, detail)
 
 
 def check_live_rows(name: str, seen: Sequence[Seen], expected: Expected) -> RouteCheck:
-    """Rows without a route, the last tokens of sequences, follow the router."""
+    """Check that rows without a route, the last tokens of sequences, follow the router."""
     rows = [
         (row.who, row)
         for row in seen
-        if row.who is not None and (*row.who, row.layer) not in expected.given
+        if row.who is not None and (*row.who, row.layer) not in expected.routes
     ]
     for (rollout, position), row in rows:
         if row.consumed != row.live:
@@ -306,8 +308,8 @@ def check_live_rows(name: str, seen: Sequence[Seen], expected: Expected) -> Rout
 def check_pads(
     name: str, seen: Sequence[Seen], top_k: int, num_experts: int, ep_size: int
 ) -> RouteCheck:
-    """Pads use K distinct experts each, spread evenly over the expert-parallel ranks: loads differ
-    by one at most.
+    """Check that each pad uses K distinct experts, and that pads are spread evenly over experts and
+    expert-parallel ranks: loads differ by at most one.
     """
     calls: dict[tuple[int, int, int, Kind], list[Seen]] = {}
     for row in seen:

@@ -1,5 +1,5 @@
-"""Kinds of routers, and the choice and gate weights of each, computed from its definition and not
-by megatron-core.
+"""Kinds of routers: the choice and the gate weights of each, computed from its definition, not by
+megatron-core.
 
 Shapes: t rows of a router call, E experts, K top-k, G groups of experts.
 """
@@ -16,10 +16,10 @@ from megatron_rl.models.spec import RouterKind
 
 
 def router_kind(name: str, *, num_experts: int, top_k: int) -> RouterKind:
-    """One of KINDS.  Group-limited ones keep half of their groups, and two experts of a kept group
-    on average.
+    """Make one of options.KINDS.
 
-    Raises ValueError where experts do not fall into such groups.
+    Group-limited routers keep half of their groups, and on average two experts of a kept group.
+    Raises ValueError if the experts do not fall into such groups.
     """
     if name == "softmax":
         return RouterKind()
@@ -44,9 +44,7 @@ def router_kind(name: str, *, num_experts: int, top_k: int) -> RouterKind:
 
 
 def set_expert_bias(routers: Sequence[tuple[int, Any]]) -> None:
-    """Give routers biases that change most choices, by layer, equal on all ranks; no effect on a
-    router without bias.
-    """
+    """Give routers that have a bias one that changes most choices: by layer, equal on all ranks."""
     for layer, router in routers:
         if router.expert_bias is not None:
             noise = torch.randn(
@@ -56,7 +54,7 @@ def set_expert_bias(routers: Sequence[tuple[int, Any]]) -> None:
 
 
 def live_choice(logits: Tensor, kind: RouterKind, bias: Tensor | None, top_k: int) -> Tensor:
-    """The experts int64 [t, K], ascending, that a router would choose for logits [t, E] itself."""
+    """Return the live choice for logits [t, E]: expert ids int64 [t, K], ascending."""
     scores = selection_scores(logits, kind, bias)
     if kind.num_groups is not None and kind.group_topk is not None:
         groups = scores.unflatten(1, (kind.num_groups, -1))
@@ -67,7 +65,7 @@ def live_choice(logits: Tensor, kind: RouterKind, bias: Tensor | None, top_k: in
 
 
 def selection_scores(logits: Tensor, kind: RouterKind, bias: Tensor | None) -> Tensor:
-    """[t, E] by which a router selects, before it limits groups."""
+    """Return the scores [t, E] by which a router selects, before it limits groups."""
     scores = logits.sigmoid() if kind.score_function == "sigmoid" else logits
     if kind.pre_softmax:
         scores = logits.softmax(-1)
@@ -75,10 +73,10 @@ def selection_scores(logits: Tensor, kind: RouterKind, bias: Tensor | None) -> T
 
 
 def gate_weights(logits: Tensor, chosen: Tensor, kind: RouterKind) -> Tensor:
-    """Gate weights [t, E] of the chosen experts (bool [t, E]), 0 elsewhere.
+    """Return the gate weights [t, E] of the chosen experts (bool [t, E]), 0 elsewhere.
 
-    softmax over the chosen, or over all experts (pre); sigmoid: shares of the chosen scores,
-    without the expert bias.
+    softmax: over the chosen experts, or over all of them (pre_softmax).
+    sigmoid: shares of the sum of the chosen scores, without the expert bias.
     """
     if kind.score_function == "sigmoid":
         scores = logits.sigmoid() * chosen

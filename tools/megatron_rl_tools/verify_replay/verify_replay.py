@@ -1,5 +1,6 @@
-"""The command `megatron-rl verify-replay`: the proof on the ranks of one layout; options.py parses
-its arguments.
+"""The command `megatron-rl verify-replay`: the proof on the ranks of one layout.
+
+options.py parses its arguments.
 """
 
 from __future__ import annotations
@@ -29,14 +30,7 @@ from megatron_rl.distributed import Parallel, disable_tf32, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.known import KNOWN, is_known
 from megatron_rl.models.spec import ModelSpec, RouterKind, load_hf_config
-from megatron_rl_tools.verify_replay.fingerprints import (
-    Given,
-    Shape,
-    make_given,
-    shrunk_config,
-    small_config,
-    write_random_checkpoint,
-)
+from megatron_rl_tools.verify_replay.fingerprints import Given, Shape, make_given
 from megatron_rl_tools.verify_replay.options import (
     EPISODE_FAULTS,
     FORMATS,
@@ -44,17 +38,20 @@ from megatron_rl_tools.verify_replay.options import (
     num_layers,
     parse,
 )
-from megatron_rl_tools.verify_replay.passes import PassOutcome, Proof
+from megatron_rl_tools.verify_replay.outcome_checks import PassOutcome, compare_outcomes
+from megatron_rl_tools.verify_replay.passes import Proof
+from megatron_rl_tools.verify_replay.random_checkpoint import (
+    shrunk_config,
+    small_config,
+    write_random_checkpoint,
+)
 from megatron_rl_tools.verify_replay.router_hooks import RouteCheck
 from megatron_rl_tools.verify_replay.router_kinds import router_kind
-
-LOGPROB_TOLERANCE = 1e-4
-GRADIENT_TOLERANCE = 1e-4  # of each tensor's largest element
 
 
 @dataclass
 class ProofReport:
-    """What is printed.  `hint` is the likeliest fault, from the first failed check that has one."""
+    """The printed result."""
 
     setup: list[str] = field(default_factory=list)
     checks: list[RouteCheck] = field(default_factory=list)
@@ -66,14 +63,15 @@ class ProofReport:
 
     @property
     def hint(self) -> str:
+        """Return the likeliest fault, from the first failed check that names one."""
         return next((check.hint for check in self.checks if check.hint), "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run on every rank; the exit code.  Rank 0's is the verdict.
+    """Run on every rank and return the exit code; that of rank 0 is the verdict.
 
-    The others end with 0 unless they raised: once one rank fails, torchrun kills all of them, and
-    rank 0 may not have printed.
+    The other ranks end with 0 unless they raised: after one rank fails, torchrun kills all of them,
+    possibly before rank 0 has printed.
     """
     args = parse(arguments)
     for module in ("megatron", "torch"):
@@ -92,11 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sizes, device=args.device, timeout_minutes=args.timeout_minutes
             )
             cfg, spec = proof_config(args, sizes, parallel, stack)
-            given = make_given(
+            inputs = make_given(
                 shape_of(spec, parallel, args.micro_batches, args.turns), seed=args.seed
             )
             in_episode = args.fault in EPISODE_FAULTS
-            used = given.broken(args.fault) if in_episode else given
+            used = inputs.broken(args.fault) if in_episode else inputs
             proof = Proof(cfg, parallel, used, spec, fault=None if in_episode else args.fault)
         except ValueError as error:
             if is_first:
@@ -104,10 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if parallel is not None:
                 parallel.destroy()
             return 2
-        report.setup = describe_proof(args, cfg, spec, parallel, given)
+        report.setup = describe_proof(args, cfg, spec, parallel, inputs)
         try:
-            run_checks(report, proof, cfg, given, compare=not args.no_reference)
-        # its peers would wait for this rank: print here, torchrun ends them
+            run_checks(report, proof, cfg, inputs, compare=not args.no_reference)
+        # print on this rank: its peers wait for it until torchrun ends them
         except Exception as error:
             report.checks.append(
                 RouteCheck(f"rank {parallel.rank}", False, f"{type(error).__name__}: {error}")
@@ -123,11 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_checks(
-    report: ProofReport, proof: Proof, cfg: Config, given: Given, *, compare: bool
+    report: ProofReport, proof: Proof, cfg: Config, inputs: Given, *, compare: bool
 ) -> None:
-    """All checks, in order, into `report.checks`.
+    """Run all checks in order and add them to `report.checks`.
 
-    Ends with torch.distributed shut down where make_parallel started it.
+    Afterwards torch.distributed is shut down if make_parallel started it.
     """
     parallel = proof.parallel
     checks, routes = proof.run_rounds()
@@ -148,13 +146,13 @@ def run_checks(
         device, spec = parallel.device, proof.engine.spec
         del proof
         gc.collect()
-        report.checks += compare_outcomes(outcome, one_rank(cfg, spec, given, routes, device))
+        report.checks += compare_outcomes(outcome, one_rank(cfg, spec, inputs, routes, device))
 
 
 def one_rank(
-    cfg: Config, spec: ModelSpec, given: Given, routes: dict[Any, Any], device: torch.device
+    cfg: Config, spec: ModelSpec, inputs: Given, routes: dict[Any, Any], device: torch.device
 ) -> PassOutcome:
-    """The same sequences and routes in one process that holds the whole model."""
+    """Compute the same sequences and routes in one process that holds the whole model."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     plain = {
@@ -165,81 +163,22 @@ def one_rank(
     }
     model = cfg.model.model_copy(update=plain)
     alone = cfg.model_copy(update={"model": model, "parallel": ParallelConfig()})
-    everything = tuple(micro_batch for replica in given.samples[-1] for micro_batch in replica)
+    everything = tuple(micro_batch for replica in inputs.samples[-1] for micro_batch in replica)
     parallel = make_parallel(alone.parallel, device=device.type)
     try:
-        proof = Proof(alone, parallel, Given(((everything,),), given.is_unique), spec)
+        proof = Proof(alone, parallel, Given(((everything,),), inputs.is_unique), spec)
         return proof.outcome(*proof.known_routes(routes))
     finally:
         parallel.destroy()
         dist.destroy_process_group()
 
 
-def compare_outcomes(ours: PassOutcome, reference: PassOutcome) -> list[RouteCheck]:
-    """(c): largest differences, with where they are."""
-    checks = []
-    if ours.logprobs.keys() == reference.logprobs.keys():
-        worst, who = max(
-            (abs(ours.logprobs[key] - reference.logprobs[key]), key) for key in ours.logprobs
-        )
-        detail = (
-            f"largest difference {worst:.2g} at rollout {who[0]}, position {who[1]} (limit"
-            f" {LOGPROB_TOLERANCE:.0e})"
-        )
-        checks.append(RouteCheck("(c) log-probs, one rank", worst <= LOGPROB_TOLERANCE, detail))
-    else:
-        odd = sorted(ours.logprobs.keys() ^ reference.logprobs.keys())
-        checks.append(
-            RouteCheck(
-                "(c) log-probs, one rank",
-                False,
-                f"{len(odd)} tokens on one side only, first {odd[0]}",
-            )
-        )
-    difference = abs(ours.loss - reference.loss)
-    limit = LOGPROB_TOLERANCE * max(1.0, abs(reference.loss))
-    detail = f"{ours.loss:.7g}, one rank {reference.loss:.7g} (limit {limit:.1g})"
-    checks.append(RouteCheck("(c) loss, one rank", difference <= limit, detail))
-    checks.append(compare_gradients(ours.gradients, reference.gradients))
-    return checks
-
-
-def compare_gradients(
-    ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
-) -> RouteCheck:
-    """Each HF tensor against its own largest element, but no finer than 1e-4 of the largest
-    anywhere (rounding noise).
-    """
-    name = "(c) gradients, one rank"
-    if ours.keys() != reference.keys():
-        odd = sorted(ours.keys() ^ reference.keys())
-        return RouteCheck(name, False, f"{len(odd)} tensors on one side only, first {odd[0]}")
-    floor = 1e-4 * max(float(tensor.abs().max()) for tensor in reference.values())
-    ratios = {
-        key: float(
-            ((ours[key] - tensor).abs().max() / max(float(tensor.abs().max()), floor)).nan_to_num(
-                nan=torch.inf
-            )
-        )
-        for key, tensor in reference.items()
-    }
-    worst = max(ratios, key=lambda key: ratios[key])
-    wrong = sum(ratio > GRADIENT_TOLERANCE for ratio in ratios.values())
-    detail = (
-        f"largest relative difference {ratios[worst]:.2g} in {worst} (limit"
-        f" {GRADIENT_TOLERANCE:.0e})"
-    )
-    if wrong:
-        detail = f"{wrong} of {len(ratios)} tensors differ; {detail}"
-    return RouteCheck(name, not wrong, detail)
-
-
 def parallel_sizes(args: argparse.Namespace) -> ParallelConfig:
-    """From the TOML file where there is one, overridden by flags."""
+    """Return the sizes of the TOML file, if there is one, overridden by flags."""
     base = load_config(args.model).parallel if is_toml(args.model) else ParallelConfig()
     names = (*SIZES, "layers_per_stage")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return ParallelConfig.model_validate({**base.model_dump(), **given})
+    flags = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return ParallelConfig.model_validate({**base.model_dump(), **flags})
 
 
 def check_micro_batches(count: int, sizes: ParallelConfig) -> None:
@@ -254,8 +193,8 @@ def check_micro_batches(count: int, sizes: ParallelConfig) -> None:
 def proof_config(
     args: argparse.Namespace, sizes: ParallelConfig, parallel: Parallel, stack: ExitStack
 ) -> tuple[Config, ModelSpec]:
-    """The engine's configuration: float32, lr 0, and the model of the flags, or a random one that
-    this host writes.
+    """Return the engine's configuration: float32, lr 0, and the model of the flags or a random one
+    that this host writes.
     """
     toml = args.model if is_toml(args.model) else None
     source = load_config(toml).model.path if toml else args.model
@@ -264,14 +203,14 @@ def proof_config(
         source = source.parent
     path = source
     if source is None:
-        shape = {
-            "num_layers": num_layers(args),
-            "first_k_dense": args.first_k_dense,
-            "top_k": args.top_k,
-        }
-        path = write_on_host(
-            small_config(**shape, num_experts=args.experts, **size), args.seed, stack
+        small = small_config(
+            num_layers=num_layers(args),
+            first_k_dense=args.first_k_dense,
+            top_k=args.top_k,
+            num_experts=args.experts,
+            **size,
         )
+        path = write_on_host(small, args.seed, stack)
     elif args.shrink or not any(source.glob("*.safetensors")):
         hf = KNOWN[str(source).lower()] if is_known(source) else load_hf_config(source)
         layers = sum(args.layers_per_stage or ()) or None
@@ -279,9 +218,8 @@ def proof_config(
         path = write_on_host(small, args.seed, stack)
     spec = make_spec(load_hf_config(path))
     if args.router is not None:
-        spec = replace(
-            spec, router=router_kind(args.router, num_experts=spec.num_experts, top_k=spec.top_k)
-        )
+        kind = router_kind(args.router, num_experts=spec.num_experts, top_k=spec.top_k)
+        spec = replace(spec, router=kind)
     model = {
         "path": path,
         "dtype": "float32",
@@ -304,17 +242,17 @@ def proof_config(
 
 
 def write_on_host(config: dict[str, Any], seed: int, stack: ExitStack) -> Path:
-    """One rank per host writes the checkpoint; all get its path.
+    """Write the checkpoint on one rank per host and return its path to all.  Collective.
 
-    Collective.  The same seed gives the same weights.
+    The same seed gives the same weights on all hosts.
     """
     host = socket.gethostname()
-    mine = None
+    folder = None
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        mine = stack.enter_context(tempfile.TemporaryDirectory(prefix="verify_replay_"))
-        write_random_checkpoint(config, Path(mine), seed=seed)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="verify_replay_"))
+        write_random_checkpoint(config, Path(folder), seed=seed)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (host, mine))
+    dist.all_gather_object(everyone, (host, folder))
     return Path(next(path for name, path in everyone if name == host and path))
 
 
@@ -332,10 +270,10 @@ def shape_of(spec: ModelSpec, parallel: Parallel, micro_batches: int, turns: int
 
 
 def describe_proof(
-    args: argparse.Namespace, cfg: Config, spec: ModelSpec, parallel: Parallel, given: Given
+    args: argparse.Namespace, cfg: Config, spec: ModelSpec, parallel: Parallel, inputs: Given
 ) -> list[str]:
     dense = spec.num_layers - len(spec.moe_layers)
-    tokens = sum(len(rollout.tokens) for rollout in given.rollouts(-1))
+    tokens = sum(len(rollout.tokens) for rollout in inputs.rollouts(-1))
     sizes = " ".join(
         f"{name}{getattr(parallel, f'{name}_size')}"
         for name in ("tp", "pp", "vp", "cp", "ep", "etp", "dp")
@@ -359,7 +297,7 @@ def describe_proof(
         + (f"{args.turns} turns each, " if args.turns > 1 else "")
         + (
             "no two equal"
-            if given.is_unique
+            if inputs.is_unique
             else "too few sets of experts for all to differ: hints may be wrong"
         ),
     ]
