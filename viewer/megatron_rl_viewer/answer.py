@@ -1,4 +1,4 @@
-"""Answers as JSON that every browser reads: NaN and infinity are null, arrays are lists or packed."""
+"""Answers as JSON that every browser reads: NaN and infinity are null, arrays lists or packed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 
 def answer_json(value: object) -> str:
-    # ASCII: half a surrogate pair stays JSON
+    # ASCII, because half a surrogate pair has no UTF-8
     return json.dumps(clean(value), allow_nan=False, separators=(",", ":"))
 
 
 def clean(value: object) -> object:
-    """The same of dicts, lists and plain values."""
+    """Convert to dicts, lists and plain values."""
     if isinstance(value, float):  # np.float64 too
         return float(value) if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): clean(each) for key, each in value.items()}
+        return {str(key): clean(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [clean(each) for each in value]
+        return [clean(item) for item in value]
     if isinstance(value, np.ndarray):
         return clean(value.tolist())
     if isinstance(value, np.generic):
@@ -32,8 +32,10 @@ def clean(value: object) -> object:
 
 
 def packed(array: np.ndarray | None) -> dict[str, object] | None:
-    """{"dtype", "shape", "data"}, data in base64, little-endian, last axis fastest: lists of 32k
-    tokens x 48 layers x 8 experts would be 40 MB."""
+    """Return {"dtype", "shape", "data"}: data in base64, little-endian, last axis fastest.
+
+    As lists, the ids of 32k tokens x 48 layers x 8 experts would have 40 MB.
+    """
     if array is None:
         return None
     data = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))

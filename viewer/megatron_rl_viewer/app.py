@@ -1,8 +1,8 @@
-"""HTTP: what each path answers, and who may ask.
+"""The HTTP application: the answer of each path, and access.
 
-Every request needs the token that the command printed: once as ?token=, then as a cookie.  Only
-GET; no other site may read an answer or frame the page; a response of a model travels as JSON,
-never as HTML.
+Every request needs the token that the command printed: once as ?token=, then as a cookie.  Only GET
+is answered, no other site can read an answer or frame the page, and a model's response is sent as
+JSON, never as HTML.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HEADERS = {
 def create_app(
     runs: Runs, token: str, *, port: int = 0, static: Path = STATIC, follow: bool = True
 ) -> FastAPI:
-    """The application; `follow` False leaves reading new lines to the caller (tests)."""
+    """Make the application; without `follow` the caller reads new lines itself (tests)."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -51,7 +51,7 @@ def create_app(
             runs.stop()
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    # cookies know no ports: two viewers must not share one
+    # browsers send a cookie to all ports: two viewers must not share its name
     guard(app, token, cookie=f"megatron_rl_view_{port}")
     add_run_routes(app, runs)
     add_rollout_routes(app, runs)
@@ -60,24 +60,23 @@ def create_app(
 
 
 def guard(app: FastAPI, token: str, cookie: str) -> None:
-    """Refuse requests without the token with 401; set HEADERS on every answer, and JSON on every
-    error.
+    """Refuse requests without the token with 401, set HEADERS on every answer, and answer errors as
+    JSON.
     """
 
     @app.middleware("http")
     async def check(
         request: Request, call_next: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        given = request.query_params.get("token")
-        if is_token(given, token):
-            # "//host" would lead elsewhere
+        sent = request.query_params.get("token")
+        if is_token(sent, token):
+            # a path that begins with "//host" would redirect to another host
             place = "/" + request.scope["raw_path"].decode().lstrip("/")
-            rest = request.url.remove_query_params("token").query
-            response: Response = RedirectResponse(
-                f"{place}?{rest}" if rest else place, status_code=303
-            )
-            # lax: a link to the viewer that is clicked on another page works; that page can send
-            # GET alone, and read nothing
+            query = request.url.remove_query_params("token").query
+            url = f"{place}?{query}" if query else place
+            response: Response = RedirectResponse(url, status_code=303)
+            # lax: a link to the viewer works on another page; that page can send only GET, and
+            # read nothing
             response.set_cookie(cookie, token, httponly=True, samesite="lax")
         elif is_token(request.cookies.get(cookie), token):
             response = await call_next(request)
@@ -94,13 +93,14 @@ def guard(app: FastAPI, token: str, cookie: str) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         problems = [
-            f"{each['loc'][-1]} = {each.get('input')}: {each['msg']}" for each in error.errors()
+            f"{problem['loc'][-1]} = {problem.get('input')}: {problem['msg']}"
+            for problem in error.errors()
         ]
         return answer({"detail": "; ".join(problems)}, status=400)
 
 
-def is_token(given: str | None, token: str) -> bool:
-    return given is not None and secrets.compare_digest(given.encode(), token.encode())
+def is_token(sent: str | None, token: str) -> bool:
+    return sent is not None and secrets.compare_digest(sent.encode(), token.encode())
 
 
 def answer(value: object, status: int = 200) -> Response:
@@ -114,7 +114,7 @@ def find(runs: Runs, number: int) -> Run:
 
 
 def add_run_routes(app: FastAPI, runs: Runs) -> None:
-    """Runs, their curves, events, settings and health."""
+    """Add the paths of runs: their curves, events, settings and health."""
 
     @app.get("/api/runs")
     def all_runs() -> Response:
@@ -163,13 +163,13 @@ PageQuery = Annotated[Query, Depends(page_query)]
 
 
 def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
-    """Tables of rollouts and groups, one rollout, experts."""
+    """Add the paths of rollouts: tables of them and of groups, one rollout, experts."""
 
     def table(number: int, query: Query, page: Callable[[Connection, Query], dict]) -> Response:
         run = find(runs, number)
         with closing(run.index.connect()) as connection:
-            found = page(connection, query)
-        return answer(found | {"indexing": run.index.progress})
+            columns_and_rows = page(connection, query)
+        return answer(columns_and_rows | {"indexing": run.index.progress})
 
     @app.get("/api/runs/{number}/rollouts")
     def rollouts(number: int, query: PageQuery) -> Response:
@@ -182,14 +182,12 @@ def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
     @app.get("/api/runs/{number}/rollout/{key:path}")
     def rollout(number: int, key: str) -> Response:
         run = find(runs, number)
-        found = token_data.rollout(run, key)
-        if found is None:
+        tokens = token_data.rollout(run, key)
+        if tokens is None:
             indexing = run.indexing()
-            raise HTTPException(
-                404,
-                f"no rollout {key}" + (f": {indexing}; reload the page later" if indexing else ""),
-            )
-        return answer(found)
+            later = f": {indexing}; reload the page later" if indexing else ""
+            raise HTTPException(404, f"no rollout {key}{later}")
+        return answer(tokens)
 
     @app.get("/api/runs/{number}/experts")
     def experts_of(number: int, step: str = "") -> Response:
@@ -207,7 +205,7 @@ def add_rollout_routes(app: FastAPI, runs: Runs) -> None:
 
 
 def add_static_routes(app: FastAPI, static: Path) -> None:
-    """The page and its files: those that are in `static`, nothing below or beside it."""
+    """Add the page and its files: those in `static`, none below or beside it."""
 
     @app.get("/")
     def index() -> Response:
@@ -217,11 +215,8 @@ def add_static_routes(app: FastAPI, static: Path) -> None:
 
     @app.get("/static/{name}")
     def file(name: str) -> Response:
-        known = (
-            {path.name: path for path in static.iterdir() if path.is_file()}
-            if static.is_dir()
-            else {}
-        )
+        files = static.iterdir() if static.is_dir() else ()
+        known = {path.name: path for path in files if path.is_file()}
         if name not in known:
             raise HTTPException(404, f"no file {name}")
         return FileResponse(known[name])

@@ -1,5 +1,5 @@
-"""The commands of this package: entry points of the group megatron_rl.commands, see
-megatron_rl/commands.py.
+"""The commands of this package, entry points of the group megatron_rl.commands
+(megatron_rl/commands.py).
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from importlib.util import find_spec
 
 
 def start(module: str) -> int:
-    """Run the command of a module of this package; returns its exit status, 2 where megatron_rl is
-    missing.
-    """
+    """Run the command of a module and return its exit status, or 2 if megatron_rl is missing."""
     if find_spec("megatron_rl") is None:
         print(f"{sys.argv[0]}: needs megatron_rl; in a checkout: pip install .", file=sys.stderr)
         return 2

@@ -42,8 +42,8 @@ def write_copy(
 ) -> Path:
     """Write the copy and return its index.html.
 
-    keys: rollouts by their keys, each of the first run that has it; query: the rollouts of every
-    run that it finds.
+    keys: keys of rollouts, each taken from the first run that has it.
+    query: selects rollouts of every run.
     """
     if not (static / INDEX).is_file():
         raise ExportError(f"{static}: the page is not built; in a checkout: make viewer")
@@ -76,8 +76,10 @@ def write_copy(
 
 
 def script_json(value: object) -> str:
-    """JSON in a script: no text of a model can end it ("</script>") or begin a comment ("<!--")."""
-    # ASCII: no line separators either
+    """Return JSON for a script, which no text of a model can end ("</script>") or comment out
+    ("<!--").
+    """
+    # ASCII: a script must not have the line separators U+2028 and U+2029 either
     text = json.dumps(clean(value), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -88,7 +90,7 @@ def rows_found(run: Run, query: Query) -> list[dict]:
 
 
 def find_in(runs: Runs, key: str) -> tuple[int, dict]:
-    """(number of the run, row as in a table)"""
+    """Return (number of the run, row as in a table)."""
     for number, run in enumerate(runs.runs):
         with closing(run.index.connect()) as connection:
             row = find_rollout(connection, key)
@@ -100,22 +102,21 @@ def find_in(runs: Runs, key: str) -> tuple[int, dict]:
 
 
 def run_summary(run: Run, number: int) -> dict[str, object]:
-    """Without the place of the run on this machine: an export is sent to others."""
+    """Return the summary without the run's path on this machine: exports are sent to others."""
     return run.summary(number) | {"path": run.name, "live": False, "indexing": None}
 
 
 def answers_of_run(run: Run, rows: Sequence[dict]) -> dict[str, object]:
-    """Path below runs/N/ -> JSON."""
+    """Return path below runs/N/ -> JSON."""
     keys = list(dict.fromkeys(str(row["key"]) for row in rows))
     by_key = {row["key"]: row for row in rows}
     groups = []
     with closing(run.index.connect()) as connection:
         for key in dict.fromkeys(str(row["group"]) for row in rows):
-            groups += groups_page(
-                connection, Query(filters=[{"column": "key", "op": "=", "value": key}])
-            )["rows"]
+            query = Query(filters=[{"column": "key", "op": "=", "value": key}])
+            groups += groups_page(connection, query)["rows"]
     steps = sorted({int(row["step"]) for row in rows})
-    found: dict[str, object] = {
+    answers: dict[str, object] = {
         "metrics": run.metrics.table(),
         "events": run.events.since(-1),
         "config": {"text": run.config_text, "values": run.config()[0]},
@@ -134,4 +135,4 @@ def answers_of_run(run: Run, rows: Sequence[dict]) -> dict[str, object]:
         },
         "experts": expert_loads.loads_of_steps(run, f"{steps[0]}:{steps[-1]}" if steps else ""),
     }
-    return found | {f"rollout/{key}": token_data.rollout(run, key) for key in keys}
+    return answers | {f"rollout/{key}": token_data.rollout(run, key) for key in keys}

@@ -25,27 +25,25 @@ from matplotlib.ticker import (
 
 from megatron_rl.metrics.results import Results, evaluations, series
 
-BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
-    "#2f6fb0",
-    "#e07b27",
-    "#3a9a5b",
-    "#c43d4b",
-    "#7d5ba6",
-    "#8a8f98",
-)
+BLUE, ORANGE, GREEN = "#2f6fb0", "#e07b27", "#3a9a5b"
+RED, PURPLE, GREY = "#c43d4b", "#7d5ba6", "#8a8f98"
 CYCLE = (BLUE, ORANGE, GREEN, RED, PURPLE, "#17a2a2", "#b5892e", GREY)
 STAGE_COLORS = {
-    "rollout": BLUE, "reward": "#8ab6de", "split": "#c9c3dd", "old_logprob": "#f2b27a",
+    "rollout": BLUE,
+    "reward": "#8ab6de",
+    "split": "#c9c3dd",
+    "old_logprob": "#f2b27a",
     "update": ORANGE,
-    "weight_sync": GREEN, "other": "#d5d8dc",
-}  # fmt: skip
+    "weight_sync": GREEN,
+    "other": "#d5d8dc",
+}
 Color: TypeAlias = str | tuple[float, float, float, float]
 Line: TypeAlias = tuple[str, Color, str]
-"""(metric, color, label)"""
+"""(metric, color, label)."""
 
 
 def draw_run(results: Results, title: str) -> Figure:
-    """Everything about one run: twelve panels, and two more for rollouts of several turns."""
+    """Draw one run: twelve panels, and two more for rollouts of several turns."""
     panels = PANELS | EPISODES if len(series(results, "rollout/turns_mean")[0]) else PANELS
     figure, axes = make_grid(len(panels) // 2, 2, title)
     for axis, (name, draw) in zip(axes, panels.items(), strict=True):
@@ -55,28 +53,23 @@ def draw_run(results: Results, title: str) -> Figure:
 
 
 def draw_comparison(runs: Mapping[str, Results], title: str) -> Figure:
-    """Several runs in the same panels, one color each."""
+    """Draw several runs in the same panels, one color for each run."""
     figure, axes = make_grid(3, 2, title)
     panels = (
-        ("rollout/reward_mean", "Reward (points: held-out avg@k)"), ("train/entropy",
-        "Entropy (nats)"),
-        ("train/kl_mu_pi_k3", "KL(mu, pi_old), k3"), ("routing/router_mismatch",
-        "Experts: trainer alone vs rollout"),
-        ("routing/replayed_mismatch", "Experts: used vs rollout"), ("optim/grad_norm",
-        "Gradient norm"),
-    )  # fmt: skip
+        ("rollout/reward_mean", "Reward (points: held-out avg@k)"),
+        ("train/entropy", "Entropy (nats)"),
+        ("train/kl_mu_pi_k3", "KL(mu, pi_old), k3"),
+        ("routing/router_mismatch", "Experts: trainer alone vs rollout"),
+        ("routing/replayed_mismatch", "Experts: used vs rollout"),
+        ("optim/grad_norm", "Gradient norm"),
+    )
+    points = {"markeredgecolor": "white", "markersize": 7}
     for axis, (metric, label) in zip(axes, panels, strict=True):
         for color, (run, results) in zip(CYCLE * len(runs), runs.items(), strict=False):
             draw_lines(axis, results, [(metric, color, run)])
             if metric == "rollout/reward_mean":
                 for evaluation in evaluations(results):
-                    axis.plot(
-                        *series(results, evaluation),
-                        "o",
-                        color=color,
-                        markeredgecolor="white",
-                        markersize=7,
-                    )
+                    axis.plot(*series(results, evaluation), "o", color=color, **points)
         if metric.startswith("routing/"):
             as_percent(axis)
         finish_panel(axis, label)
@@ -88,28 +81,17 @@ def draw_reward(axis: Axes, results: Results) -> None:
     for color, name in zip((ORANGE, GREEN, RED, PURPLE), evaluations(results), strict=False):
         steps, values = series(results, name)
         label = name.removeprefix("eval/").replace("/", " ")
-        axis.plot(
-            steps,
-            values,
-            "o--",
-            color=color,
-            label=label,
-            markersize=8,
-            markeredgecolor="white",
-            linewidth=1.2,
-        )
+        points = {"markersize": 8, "markeredgecolor": "white", "linewidth": 1.2}
+        axis.plot(steps, values, "o--", color=color, label=label, **points)
+        box = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+        style = {"textcoords": "offset points", "ha": "center", "zorder": 5, "bbox": box}
         for step, value in zip(steps, values, strict=True):
-            axis.annotate(
-                f"{value:.2f}", (step, value), (0, 9), textcoords="offset points", ha="center",
-                color=color, zorder=5,
-                bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none",
-                "alpha": 0.8},
-            )  # fmt: skip
+            axis.annotate(f"{value:.2f}", (step, value), (0, 9), color=color, **style)
     axis.margins(y=0.18)
 
 
 def draw_turns(axis: Axes, results: Results) -> None:
-    """Turns, and what the user's function counts in about the same range."""
+    """Draw the turns, and the user's counts, which have about the same range."""
     names = sorted(
         {name for result in results for name in result.metrics if name.startswith("episode/")}
     )
@@ -123,9 +105,8 @@ def draw_turns(axis: Axes, results: Results) -> None:
 
 def draw_tokens(axis: Axes, results: Results) -> None:
     sampled, written = "rollout/response_length_mean", "rollout/environment_length_mean"
-    draw_lines(
-        axis, results, [(sampled, BLUE, "sampled"), (written, GREY, "by the environment, masked")]
-    )
+    lines = [(sampled, BLUE, "sampled"), (written, GREY, "by the environment, masked")]
+    draw_lines(axis, results, lines)
     axis.set_ylim(bottom=0)
 
 
@@ -164,26 +145,25 @@ def draw_flips(axis: Axes, results: Results) -> None:
 
 def draw_tails(axis: Axes, results: Results) -> None:
     lines = [
-        ("logratio/train_infer_max", "#8ab6de", "pi_old/mu, max"), ("logratio/train_infer_p99",
-        BLUE, "pi_old/mu, p99"),
-        ("logratio/staleness_max", "#f2b27a", "pi/pi_old, max"), ("logratio/staleness_p99", ORANGE,
-        "pi/pi_old, p99"),
-    ]  # fmt: skip
+        ("logratio/train_infer_max", "#8ab6de", "pi_old/mu, max"),
+        ("logratio/train_infer_p99", BLUE, "pi_old/mu, p99"),
+        ("logratio/staleness_max", "#f2b27a", "pi/pi_old, max"),
+        ("logratio/staleness_p99", ORANGE, "pi/pi_old, p99"),
+    ]
     draw_log_lines(axis, results, lines)
     for color, tau in ((GREY, 2), (RED, 5)):
-        if axis.lines and axis.get_ylim()[1] > math.log(tau):
-            axis.axhline(
-                math.log(tau), color=color, linewidth=0.9, linestyle=":", label=f"F({tau})"
-            )
+        limit, label = math.log(tau), f"F({tau})"
+        if axis.lines and axis.get_ylim()[1] > limit:
+            axis.axhline(limit, color=color, linewidth=0.9, linestyle=":", label=label)
 
 
 def draw_clipping(axis: Axes, results: Results) -> None:
     for name, color, label in (
-        ("train/clip_high_frac", ORANGE, "clipped, r too high"), ("train/clip_low_frac", BLUE,
-        "clipped, r too low"),
+        ("train/clip_high_frac", ORANGE, "clipped, r too high"),
+        ("train/clip_low_frac", BLUE, "clipped, r too low"),
         ("train/tis_truncated_frac", RED, "importance weight truncated"),
         ("rollout/truncated_frac", GREY, "responses cut at the length limit"),
-    ):  # fmt: skip
+    ):
         steps, values = series(results, name)
         if len(steps):
             axis.plot(steps, values, color=color, label=label, linewidth=1.5)
@@ -214,14 +194,8 @@ def draw_layers(axis: Axes, results: Results) -> None:
     bar.outline.set_visible(False)
     first, layers = series(results, "routing/first_flip_layer")
     if len(first):
-        axis.plot(
-            first,
-            layers,
-            ".",
-            color=BLUE,
-            markersize=4,
-            label="first layer that flips, mean over tokens",
-        )
+        label = "first layer that flips, mean over tokens"
+        axis.plot(first, layers, ".", color=BLUE, markersize=4, label=label)
     axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axis.grid(False)
 
@@ -231,9 +205,8 @@ def draw_times(axis: Axes, results: Results) -> None:
     steps, bottom = [result.step + 1 for result in timed], np.zeros(len(timed))
     for name, color in STAGE_COLORS.items():
         if any(f"time/{name}" in result.metrics for result in timed):
-            values = np.nan_to_num(
-                [max(0.0, result.metrics.get(f"time/{name}", 0.0)) for result in timed]
-            )
+            seconds = [max(0.0, result.metrics.get(f"time/{name}", 0.0)) for result in timed]
+            values = np.nan_to_num(seconds)
             axis.bar(steps, values, 1.0, bottom, color=color, label=name.replace("_", " "))
             bottom += values
     if bottom.any():
@@ -241,15 +214,15 @@ def draw_times(axis: Axes, results: Results) -> None:
 
 
 def draw_lines(axis: Axes, results: Results, lines: Iterable[Line]) -> None:
-    """Each metric's values, faint, and their centred running mean: long runs would otherwise be all
-    noise.
+    """Draw each metric's values, faint, and their centred running mean, because the values of a
+    long run are mostly noise.
     """
     for name, color, label in lines:
         noisy_line(axis, *series(results, name), color, label)
 
 
 def draw_log_lines(axis: Axes, results: Results, lines: Iterable[Line]) -> None:
-    """The same on a logarithmic axis, which cannot show 0: such points are left out."""
+    """Draw the same on a logarithmic axis, without values of 0, which it cannot show."""
     for name, color, label in lines:
         steps, values = series(results, name)
         noisy_line(axis, steps[values > 0], values[values > 0], color, label)
@@ -265,7 +238,7 @@ def draw_log_lines(axis: Axes, results: Results, lines: Iterable[Line]) -> None:
 def noisy_line(axis: Axes, steps: np.ndarray, values: np.ndarray, color: Color, label: str) -> None:
     window = min(9, len(values) // 6 * 2 + 1)
     if window >= 3:
-        padded = np.pad(values, window // 2, mode="reflect")  # zeros would bend the ends
+        padded = np.pad(values, window // 2, mode="reflect")  # zeros would pull the ends down
         smooth = np.convolve(padded, np.ones(window) / window, mode="valid")
         axis.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
         axis.plot(steps, smooth, color=color, label=label or None, linewidth=2.0)
@@ -274,11 +247,11 @@ def noisy_line(axis: Axes, steps: np.ndarray, values: np.ndarray, color: Color, 
 
 
 FIRST_ORDER: tuple[Line, ...] = (
-    ("first_order/total_p95", RED, "p95, pi / mu"), ("first_order/total_median", PURPLE,
-    "median, pi / mu"),
-    ("first_order/train_infer_p95", BLUE, "p95, pi_old / mu"), ("first_order/staleness_p95", ORANGE,
-    "p95, pi / pi_old"),
-)  # fmt: skip
+    ("first_order/total_p95", RED, "p95, pi / mu"),
+    ("first_order/total_median", PURPLE, "median, pi / mu"),
+    ("first_order/train_infer_p95", BLUE, "p95, pi_old / mu"),
+    ("first_order/staleness_p95", ORANGE, "p95, pi / pi_old"),
+)
 PANELS: dict[str, Callable[[Axes, Results], None]] = {
     "Reward": draw_reward,
     "Policy entropy (nats per token)": partial(draw_from_zero, line=("train/entropy", PURPLE, "")),
@@ -295,29 +268,31 @@ PANELS: dict[str, Callable[[Axes, Results], None]] = {
     "Gradient norm, before clipping": partial(draw_from_zero, line=("optim/grad_norm", GREEN, "")),
     "Seconds per step": draw_times,
 }
-"""Title -> how the panel of draw_run is drawn."""
+"""Title of a panel of draw_run -> the function that draws it."""
 EPISODES: dict[str, Callable[[Axes, Results], None]] = {
     "Turns and episode metrics": draw_turns,
     "Tokens per episode": draw_tokens,
 }
-"""The same, of rollouts of several turns."""
+"""The additional panels of rollouts of several turns."""
 
 
 def splits(results: Results, name: str, axis: str) -> dict[str, str]:
-    """Label -> metric, of the measured parts of a metric along an axis ("mini_batch_", "flips_"),
-    in order.
+    """Return label -> metric for the measured parts of a metric along an axis ("mini_batch_",
+    "flips_"), in order.
     """
     prefix = f"{name}/{axis}"
-    found = {metric for result in results for metric in result.metrics if metric.startswith(prefix)}
+    metrics = {
+        metric for result in results for metric in result.metrics if metric.startswith(prefix)
+    }
     labels = sorted(
-        (metric.removeprefix(prefix) for metric in found),
+        (metric.removeprefix(prefix) for metric in metrics),
         key=lambda label: int(label.split("_")[0]),
     )
     return {label: prefix + label for label in labels}
 
 
 def shades(name: str, count: int) -> list[Color]:
-    """`count` colors of a colormap from light to dark, none too pale for a line."""
+    """Return `count` colors of a colormap from light to dark, none too pale for a line."""
     return [colormaps[name](0.3 + 0.65 * index / max(1, count - 1)) for index in range(count)]
 
 
@@ -344,7 +319,7 @@ def as_percent(axis: Axes) -> None:
 
 
 def finish_panel(axis: Axes, title: str) -> None:
-    """Title, legend and, where nothing was measured, a note."""
+    """Add title and legend, and a note if nothing was measured."""
     axis.set_title(title, loc="left", fontsize=11, color="#23272e")
     if not axis.lines and not axis.collections and not axis.patches:
         axis.text(
@@ -352,12 +327,11 @@ def finish_panel(axis: Axes, title: str) -> None:
         )
     labels = axis.get_legend_handles_labels()[1]
     if labels:
-        widest = max(map(len, labels))
-        columns = (
-            1 if len(labels) <= 4 and axis.get_yscale() == "linear" else 4 if widest < 17 else 2
-        )
+        columns = 4 if max(map(len, labels)) < 17 else 2
+        if len(labels) <= 4 and axis.get_yscale() == "linear":
+            columns = 1
         legend = axis.legend(
             fontsize=8.5, frameon=True, framealpha=0.85, edgecolor="none", ncols=columns
         )
-        legend.set_in_layout(False)  # a wide one must not narrow the panels
+        legend.set_in_layout(False)  # a wide legend must not narrow the panels
     axis.set_xlabel("finished steps", fontsize=9, color="#4a4f57")

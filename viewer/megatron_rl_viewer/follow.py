@@ -1,4 +1,4 @@
-"""Reads the lines of a file that another process appends to, each once."""
+"""Read each line of a file once while another process appends to it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FilePlace:
-    """How far a file was read: bytes, lines; and length and digest of the last line, which tell a
-    rewritten file.
+    """The place up to which a file was read.
+
+    Length and digest of the last line show whether the file was written again.
     """
 
     offset: int = 0
+    """Bytes that were read."""
     lines: int = 0
+    """Lines that were read."""
     last_length: int = 0
     last_digest: bytes = b""
 
 
 @dataclass(frozen=True)
 class Line:
-    """`number` from 1; `offset` in bytes; `data` with its newline."""
+    """A complete line of a file."""
 
     number: int
+    """Its number in the file, from 1."""
     offset: int
+    """Bytes before it."""
     data: bytes
+    """Its bytes with the newline."""
 
     @property
     def end(self) -> int:
@@ -34,8 +40,8 @@ class Line:
 
 
 def is_rewritten(path: Path, place: FilePlace) -> bool:
-    """Whether the file no longer holds what was read: it is gone, shorter, or another line ends
-    there.
+    """Return whether the file no longer holds what was read: it is gone or shorter, or another line
+    ends at `place`.
     """
     if place.offset == 0:
         return False
@@ -52,12 +58,12 @@ def digest_of_lines(data: bytes) -> bytes:
 
 
 def new_lines(path: Path, place: FilePlace) -> Iterator[Line]:
-    """The complete lines after `place`; an incomplete last one is left for later.
+    """Yield the complete lines after `place`; an incomplete last line is left for later.
 
-    None where there is no such file.
+    Yields nothing if there is no such file.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115  closed below: the generator outlives this block
+        file = open(path, "rb")  # noqa: SIM115  closed by the `with` below
     except FileNotFoundError:
         return
     with file:
@@ -71,21 +77,21 @@ def new_lines(path: Path, place: FilePlace) -> Iterator[Line]:
 
 
 def batch_of(lines: Iterator[Line], count: int, size: int) -> list[Line]:
-    """The next `count` lines, or fewer that have `size` bytes together: they are held in memory."""
-    found: list[Line] = []
+    """Return the next `count` lines, or fewer that have `size` bytes: they are kept in memory."""
+    batch: list[Line] = []
     for line in lines:
-        found.append(line)
-        if len(found) == count or line.end - found[0].offset >= size:
+        batch.append(line)
+        if len(batch) == count or line.end - batch[0].offset >= size:
             break
-    return found
+    return batch
 
 
 def after(place: FilePlace, line: Line) -> FilePlace:
-    """The place after `line`, which was read at or after `place`."""
+    """Return the place after `line`, which was read at or after `place`."""
     return FilePlace(line.end, line.number, len(line.data), digest_of_lines(line.data))
 
 
 def cut_line(path: Path, place: FilePlace) -> str | None:
-    """A warning where bytes without a newline follow, as a killed writer leaves them."""
+    """Return a warning if bytes without a newline follow, as a killed writer leaves them."""
     size = path.stat().st_size if path.is_file() else 0
     return f"{path.name}:{place.lines + 1}: cut line" if size > place.offset else None

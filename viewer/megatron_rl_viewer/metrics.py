@@ -16,11 +16,10 @@ EVALUATION = "eval/"
 
 
 class MetricsFile:
-    """Steps as the files count them (finished steps, the first is 1).  A step that was written
-    again: later values count.
+    """The metrics of a run by step, counted as in the file: finished steps, the first is 1.
 
-    revision grows whenever a step that was already there changed, so that who asked for later steps
-    alone asks again.
+    If a step was written again, the later values count.  `revision` grows whenever a known step
+    changed: a client that asked only for later steps then asks for all again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,14 +65,12 @@ class MetricsFile:
     @property
     def num_layers(self) -> int:
         with self._lock:
-            return max(
-                (len(values) for row in self._per_layer.values() for values in row.values()),
-                default=0,
-            )
+            rows = self._per_layer.values()
+            return max((len(values) for row in rows for values in row.values()), default=0)
 
     def table(self, after_step: int = -1, names: Sequence[str] = ()) -> dict:
-        """{"steps", "metrics", "per_layer", "evaluations"} of the steps > after_step; one value per
-        step, NaN where none.
+        """Return {"steps", "metrics", "per_layer", "evaluations"} of the steps > after_step, with
+        one value per step, NaN if there is none.
         """
         with self._lock:
             rows = {step: row for step, row in sorted(self._metrics.items()) if step > after_step}
@@ -82,41 +79,33 @@ class MetricsFile:
         evaluated = [
             step for step, row in rows.items() if any(name.startswith(EVALUATION) for name in row)
         ]
-        known = sorted(
-            {name for row in rows.values() for name in row if not names or name in names}
-        )
-        layered = sorted(
-            {name for row in per_layer.values() for name in row if not names or name in names}
-        )
+        known = {name for row in rows.values() for name in row if not names or name in names}
+        layered = {name for row in per_layer.values() for name in row if not names or name in names}
+        evaluations = sorted(name for name in known if name.startswith(EVALUATION))
+        metrics = sorted(known.difference(evaluations))
 
         def columns(steps: Sequence[int], wanted: Sequence[str]) -> dict[str, list[float]]:
             return {name: [rows[step].get(name, math.nan) for step in steps] for name in wanted}
 
         return {
             "steps": trained,
-            "metrics": columns(
-                trained, [name for name in known if not name.startswith(EVALUATION)]
-            ),
+            "metrics": columns(trained, metrics),
             "per_layer": {
-                name: [per_layer[step].get(name, []) for step in trained] for name in layered
+                name: [per_layer[step].get(name, []) for step in trained]
+                for name in sorted(layered)
             },
-            "evaluations": {
-                "steps": evaluated,
-                "metrics": columns(
-                    evaluated, [name for name in known if name.startswith(EVALUATION)]
-                ),
-            },
+            "evaluations": {"steps": evaluated, "metrics": columns(evaluated, evaluations)},
         }
 
 
 def is_training(row: dict[str, float]) -> bool:
-    """Not an evaluation alone."""
+    """Return whether the row has more than evaluations."""
     return any(not name.startswith(EVALUATION) for name in row)
 
 
 class EventsFile:
-    """events.jsonl: {"time", "step", "kind", "text", "seconds"?} per line, as trainer/events.py
-    writes them.
+    """The events of a run: {"time", "step", "kind", "text", "seconds"?} per line, as
+    trainer/events.py writes them.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The text of each token, from the tokenizer of a run.
 
-A token of a byte-level tokenizer may be part of a UTF-8 character: what it adds to a text is bytes,
-not letters.
+A token of a byte-level tokenizer may be a part of a UTF-8 character, so it stands for bytes, not
+for letters.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 
 
 class Pieces:
-    """Token id -> bytes.
+    """The bytes of each token id.
 
-    ValueError, naming the folder, where it holds no tokenizer that can be read.
+    Raises ValueError, which names the folder, if it has no tokenizer that can be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -29,13 +29,13 @@ class Pieces:
             for part in flat_pieces(model.get(key))
         }
         self.is_byte_level = "ByteLevel" in parts
-        self.has_marks = bool(parts & {"Metaspace", "ByteFallback"}) or '"\\u2581"' in json.dumps(
-            model.get("decoder")
-        )
+        # SentencePiece writes a space as U+2581
+        decoder = json.dumps(model.get("decoder"))
+        self.has_marks = bool(parts & {"Metaspace", "ByteFallback"}) or '"\\u2581"' in decoder
         self.added = {token["id"]: token["content"] for token in model.get("added_tokens", [])}
 
     def piece(self, token: int) -> bytes | None:
-        """What the token adds to a text; None for an id outside the vocabulary."""
+        """Return the bytes that the token adds to a text; None for an id outside the vocabulary."""
         if token in self.added:
             return self.added[token].encode()
         text = self.tokenizer.id_to_token(token) if token >= 0 else None
@@ -49,37 +49,34 @@ class Pieces:
 
 
 def flat_pieces(part: dict | None) -> list[dict]:
-    """A part of a tokenizer.json and the parts in it."""
+    """Return a part of a tokenizer.json and all parts in it."""
     if not part:
         return []
     inner = [*part.get("decoders", ()), *part.get("pretokenizers", ())]
-    return [part, *(each for one in inner for each in flat_pieces(one))]
+    return [part, *(piece for child in inner for piece in flat_pieces(child))]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """From local files only."""
+    """Load a tokenizer from local files."""
     path = folder / "tokenizer.json"
     try:
         if path.is_file():
             return Tokenizer.from_file(str(path))
         if not (folder / "tokenizer_config.json").is_file():
             raise ValueError("no tokenizer.json or tokenizer_config.json")
-        # seconds: only for a tokenizer without tokenizer.json
+        # the import takes seconds: only for a tokenizer without tokenizer.json
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
-    except (
-        Exception
-        # `tokenizers` raises nothing more specific; the page shows the rollout without texts, and
-        # why
-    ) as error:
+    # `tokenizers` raises nothing more specific; the page then shows token ids, and the reason
+    except Exception as error:
         raise ValueError(f"{folder}: no tokenizer that can be read: {error}") from error
 
 
 @lru_cache
 def byte_of_letter() -> dict[str, int]:
-    """The letters by which byte-level vocabularies write bytes (GPT-2): printable ones as they are,
-    the others from 256 on.
+    """Return the letters that stand for bytes in byte-level vocabularies (GPT-2): printable bytes
+    stand for themselves, the others have letters from U+0100 on.
     """
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -89,8 +86,9 @@ def byte_of_letter() -> dict[str, int]:
 
 
 def shown_tokens(ids: Sequence[int], pieces: Pieces | None) -> list[dict[str, object]]:
-    """[{"text", "id"}], with "bytes" where the token alone is no UTF-8 text; <ID> without a
-    tokenizer.
+    """Return [{"text", "id"}], with "bytes" if the token alone is not UTF-8.
+
+    Without a tokenizer the text is <ID>.
     """
     return [
         {"id": token, **shown_text(token, pieces.piece(token) if pieces else None)} for token in ids

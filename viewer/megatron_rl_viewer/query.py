@@ -1,4 +1,4 @@
-"""Tables of rollouts and of groups from the index: pages of them, sorted, filtered, searched."""
+"""Pages of the tables of rollouts and groups from the index: sorted, filtered and searched."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
-from megatron_rl_viewer.index import rollout_key
+from megatron_rl_viewer.index_rows import rollout_key
 
 MAX_LIMIT = 1000
 MAX_OFFSET = 2**53
-MAX_PARTS = 100  # conditions, words
-MAX_TEXT = 10_000  # characters; SQLite refuses a pattern of 50,000
-FEW = 5000  # rows that are sorted faster than an index of all is walked
+MAX_PARTS = 100
+"""The most conditions, and the most words."""
+MAX_TEXT = 10_000
+"""The most characters of a text; SQLite refuses a pattern of 50,000."""
+FEW = 5000
+"""The most rows that SQLite sorts faster than it walks an index of all rows."""
 OPERATORS = {"=": "=", "!=": "!=", "<": "<", "<=": "<=", ">": ">", ">=": ">=", "contains": "LIKE"}
 
 
 class QueryError(ValueError):
-    """Arguments of a request that make no query; the message names the argument, the value and the
+    """Arguments that are not a valid query; the message names the argument, the value and the
     rule.
     """
 
@@ -32,11 +35,12 @@ class QueryError(ValueError):
 
 @dataclass(frozen=True)
 class Column:
-    """sql: what it is filtered and sorted by; None for texts that are searched instead."""
+    """A column of a table."""
 
     label: str
     kind: Literal["number", "text", "share"]
     sql: str | None
+    """The expression to filter and sort by; None for texts, which are searched instead."""
 
 
 ROLLOUT_COLUMNS = {
@@ -77,33 +81,31 @@ FOUND = "number IN (SELECT rowid FROM search WHERE search MATCH ?)"
 
 @dataclass(frozen=True)
 class Query:
-    """One page.
-
-    filters: [{"column", "op", "value"}]; text: words that must all occur, each as the start of a
-    word.
-    """
+    """The query of one page."""
 
     offset: int = 0
     limit: int = 100
     sort: str = "step"
     order: str = "desc"
     text: str = ""
+    """Words that must all occur, each as the start of a word."""
     filters: Sequence[Mapping[str, object]] = ()
+    """Conditions {"column", "op", "value"} that must all hold."""
 
 
 def parse_filters(text: str) -> list[dict[str, object]]:
-    """The query argument `filter`."""
+    """Parse the query argument `filter`."""
     try:
         filters = json.loads(text or "[]")
     except (ValueError, RecursionError) as error:
         raise QueryError(f"filter: not JSON: {error}") from error
-    if not isinstance(filters, list) or not all(isinstance(each, dict) for each in filters):
+    if not isinstance(filters, list) or not all(isinstance(entry, dict) for entry in filters):
         raise QueryError('filter: must be a list of {"column", "op", "value"}')
     return filters
 
 
 def rollouts_page(connection: sqlite3.Connection, query: Query) -> dict:
-    """{"total", "columns", "rows"}; a row has its key and that of its group."""
+    """Return {"total", "columns", "rows"}; a row has its key and that of its group."""
     where, values = conditions(query, {**ROLLOUT_COLUMNS, **HIDDEN_FILTERS}, FOUND)
     total, numbers = page_of(connection, "rollouts", ROLLOUT_COLUMNS, query, where, values)
     return {
@@ -114,11 +116,12 @@ def rollouts_page(connection: sqlite3.Connection, query: Query) -> dict:
 
 
 def find_rollout(connection: sqlite3.Connection, key: str) -> sqlite3.Row | None:
-    """The row of a key, "STEP/FILE/ID" with the id encoded or not (a server decodes a path once);
-    None where there is none.
+    """Return the row of a key "STEP/FILE/ID", or None.
+
+    The id may be percent-encoded or not, because a server decodes a path once.
     """
-    step, _, rest = key.partition("/")
-    file, _, name = rest.partition("/")
+    step, _, place = key.partition("/")
+    file, _, name = place.partition("/")
     if not (step.isascii() and step.isdecimal() and len(step) < 10):
         return None
     find = "SELECT * FROM rollouts WHERE step = ? AND file = ? AND id = ?"
@@ -127,28 +130,28 @@ def find_rollout(connection: sqlite3.Connection, key: str) -> sqlite3.Row | None
 
 
 def rollout_rows(connection: sqlite3.Connection, numbers: Sequence[int]) -> list[dict[str, object]]:
-    """As a table shows them, in this order; without those that a rewritten step has replaced
-    meanwhile.
+    """Return the rows of these numbers, in this order, as a table shows them.
+
+    Rows that a rewritten step has replaced meanwhile are left out.
     """
     marks = ",".join("?" * len(numbers))
-    found = connection.execute(
+    rows = connection.execute(
         f"SELECT * FROM rollouts JOIN texts USING (number) WHERE number IN ({marks})", numbers
     )
-    by_number = {row["number"]: rollout_row(row) for row in found}
+    by_number = {row["number"]: rollout_row(row) for row in rows}
     return [by_number[number] for number in numbers if number in by_number]
 
 
 def rollout_row(row: sqlite3.Row) -> dict[str, object]:
-    shown = {name: row[name] for name in ROLLOUT_COLUMNS} | {
-        "has_tensors": bool(row["has_tensors"])
-    }
+    shown = {name: row[name] for name in ROLLOUT_COLUMNS}
+    shown |= {"has_tensors": bool(row["has_tensors"])}
     key = rollout_key(row["step"], row["file"], row["id"])
     return shown | {"key": key, "group": row["group_key"], "episode": row["episode"]}
 
 
 def groups_page(connection: sqlite3.Connection, query: Query) -> dict:
-    found = f"key IN (SELECT group_key FROM rollouts WHERE {FOUND})"
-    where, values = conditions(query, {**GROUP_COLUMNS, **HIDDEN_GROUP_FILTERS}, found)
+    has_words = f"key IN (SELECT group_key FROM rollouts WHERE {FOUND})"
+    where, values = conditions(query, {**GROUP_COLUMNS, **HIDDEN_GROUP_FILTERS}, has_words)
     total, numbers = page_of(connection, "groups", GROUP_COLUMNS, query, where, values)
     marks = ",".join("?" * len(numbers))
     rows = connection.execute(
@@ -178,9 +181,9 @@ def page_of(
     where: str,
     values: Sequence[object],
 ) -> tuple[int, list[int]]:
-    """(rows that match, numbers of those of the page).
+    """Return (number of rows that match, numbers of the rows of the page).
 
-    Each sort has an index, empty values come last.
+    Every column that can be sorted by has an index.  Empty values come last.
     """
     if not 0 <= query.offset <= MAX_OFFSET or not 0 < query.limit <= MAX_LIMIT:
         raise QueryError(
@@ -203,17 +206,20 @@ def page_of(
     return total, [row["number"] for row in rows]
 
 
-def conditions(query: Query, columns: Mapping[str, Column], found: str) -> tuple[str, list[object]]:
-    """(WHERE clause or "", its values).
+def conditions(
+    query: Query, columns: Mapping[str, Column], has_words: str
+) -> tuple[str, list[object]]:
+    """Return (WHERE clause or "", its values).
 
-    Column names and operators come from our tables, values are always bound.
+    has_words: the condition that a row has the searched words.  Column names and operators come
+    from the tables above; values are always bound.
     """
     clauses: list[str] = []
     values: list[object] = []
     if len(query.filters) > MAX_PARTS:
         raise QueryError(f"filter: {len(query.filters)} conditions: must be at most {MAX_PARTS}")
-    for each in query.filters:
-        name, operator, value = each.get("column"), each.get("op"), each.get("value")
+    for entry in query.filters:
+        name, operator, value = entry.get("column"), entry.get("op"), entry.get("value")
         column = columns.get(name) if isinstance(name, str) else None
         if column is None or column.sql is None:
             known = ", ".join(name for name, column in columns.items() if column.sql)
@@ -229,12 +235,12 @@ def conditions(query: Query, columns: Mapping[str, Column], found: str) -> tuple
             clauses.append(f"{column.sql} LIKE ? ESCAPE '\\'")
             values.append(f"%{escaped}%")
         else:
-            # for a range, one pass over the rows is faster than an index
+            # "+" turns the index off: for a range, one pass over the rows is faster
             plain = "" if operator == "=" else "+"
             clauses.append(f"{plain}{column.sql} {OPERATORS[operator]} ?")
             values.append(filter_value(name, column, value))
     if query.text.strip():
-        clauses.append(found)
+        clauses.append(has_words)
         values.append(search_words(query.text))
     return ("WHERE " + " AND ".join(clauses) if clauses else ""), values
 
@@ -251,13 +257,10 @@ def filter_value(name: object, column: Column, value: str | int | float | bool) 
 
 
 def usable_text(argument: str, value: object) -> str:
-    """As a text that SQLite takes."""
+    """Return the value as a text that SQLite accepts."""
     text = str(value)
-    if (
-        len(text) > MAX_TEXT
-        or "\0" in text
-        or any("\ud800" <= letter <= "\udfff" for letter in text)
-    ):
+    has_surrogate = any("\ud800" <= letter <= "\udfff" for letter in text)
+    if len(text) > MAX_TEXT or "\0" in text or has_surrogate:
         shown = text[:80].encode("ascii", "backslashreplace").decode()
         raise QueryError(
             f"{argument} = {shown!r}: must be at most {MAX_TEXT} characters of Unicode, without NUL"
@@ -266,14 +269,12 @@ def usable_text(argument: str, value: object) -> str:
 
 
 def search_words(text: str) -> str:
-    """An FTS5 expression: every word of the text, as the start of a word.
+    """Return an FTS5 expression for every word of the text, as the start of a word.
 
-    A word between quotes is a phrase.
+    Words between quotes are a phrase.
     """
-    words = [
-        phrase or word
-        for phrase, word in re.findall(r'"([^"]+)"|([^\s"]+)', usable_text("q", text))
-    ]
+    pairs = re.findall(r'"([^"]+)"|([^\s"]+)', usable_text("q", text))
+    words = [phrase or word for phrase, word in pairs]
     usable = [word for word in words if re.search(r"\w", word)]
     if not usable:
         raise QueryError(f"q = {text}: must have a letter or a digit: text is found by words")

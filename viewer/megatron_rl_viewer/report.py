@@ -1,5 +1,5 @@
-"""report.html (one self-contained page) and report.png of a finished or running run, from the files
-it wrote.
+"""report.html, one self-contained page, and report.png of a finished or running run, from the files
+that it wrote.
 """
 
 from __future__ import annotations
@@ -56,19 +56,20 @@ SUMMARY = {
     "optim/grad_norm": "gradient norm",
     "time/step": "seconds per step",
 }
-OWN_METRICS = {
+USERS_METRICS = {
     "reward/": "of the reward function, mean",
     "episode/": "of the rollout function or environment, mean",
 }
 """Prefix of metrics whose names users choose."""
-SILENT_AT_ZERO = "replay/"  # metrics of errors: shown only where there were any
+SILENT_AT_ZERO = "replay/"
+"""Prefix of metrics of errors, which are shown only if there were any."""
 
 
 def write_report(run_dir: Path) -> Path:
     """Write report.html and report.png into `run_dir` and return the page's path.
 
-    Needs metrics.jsonl (ValueError when it is missing or broken); rollouts.jsonl and config.toml
-    are shown if present.
+    Raises ValueError if metrics.jsonl is missing or broken; rollouts.jsonl and config.toml are
+    optional.
     """
     run_dir = Path(run_dir)
     if not (run_dir / METRICS_FILE).is_file():
@@ -95,13 +96,13 @@ def write_report(run_dir: Path) -> Path:
     config = run_dir / "config.toml"
     if config.is_file():
         text = html.escape(config.read_text())
-        parts.append(
-            f"<h2>Configuration</h2><details><summary>config.toml</summary><pre>{text}</pre></details>"
-        )
+        details = f"<details><summary>config.toml</summary><pre>{text}</pre></details>"
+        parts.append(f"<h2>Configuration</h2>{details}")
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(name)}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>"
+        f"<title>{html.escape(name)}</title><style>{STYLE}</style></head>"
+        f"<body>{''.join(parts)}</body></html>"
     )
     path = run_dir / "report.html"
     path.write_text(Redactor().text(page), encoding="utf-8")
@@ -109,21 +110,24 @@ def write_report(run_dir: Path) -> Path:
 
 
 def health_list(results: Sequence[StepResult], settings: Mapping[str, object]) -> str:
-    """What is wrong with the run, in words."""
+    """Return the findings about the run's health, in words."""
     items = []
-    for found in examine_results(results, settings):
-        advice = f"<p>Try: {html.escape(found.advice)}</p>" if found.advice else ""
-        name = f"<code>{found.metric}</code>, " if found.metric else ""
-        title = f"<b>{html.escape(found.title)}</b>{found.since}"
+    for finding in examine_results(results, settings):
+        advice = f"<p>Try: {html.escape(finding.advice)}</p>" if finding.advice else ""
+        name = f"<code>{finding.metric}</code>, " if finding.metric else ""
+        title = f"<b>{html.escape(finding.title)}</b>{finding.since}"
+        text = html.escape(finding.text)
         items.append(
-            f'<div class="finding {found.level}">{title}<p>{html.escape(found.text)}</p>{advice}'
-            f'<p class="note">{name}{found.guide}</p></div>'
+            f'<div class="finding {finding.level}">{title}<p>{text}</p>{advice}'
+            f'<p class="note">{name}{finding.guide}</p></div>'
         )
     return f"<h2>Health</h2>{''.join(items)}"
 
 
 def left_out_table(results: Sequence[StepResult]) -> str:
-    """Everything that was left out, replaced or repeated, of all steps (left_out.py)."""
+    """Return a table of everything that was left out, replaced or repeated in all steps
+    (metrics/left_out.py).
+    """
     rows = []
     for count in counts_of_run(results):
         entry = count.entry
@@ -139,7 +143,7 @@ def left_out_table(results: Sequence[StepResult]) -> str:
 
 
 def exported_rollouts(run_dir: Path) -> dict[str, str]:
-    """Key of a rollout -> its place in an export (megatron-rl view --export) that lies in the run's
+    """Return key of a rollout -> its link in an export (megatron-rl view --export) inside the run's
     folder.
     """
     links: dict[str, str] = {}
@@ -152,8 +156,8 @@ def exported_rollouts(run_dir: Path) -> dict[str, str]:
             logger.warning("%s: not an export of rollouts: %r", path, error)
             continue
         for place in responses:
-            _, _, rest = place.partition("runs/")
-            number, _, key = rest.partition("/rollout/")
+            _, _, path_of_run = place.partition("runs/")
+            number, _, key = path_of_run.partition("/rollout/")
             if key and names[int(number)] == run_dir.resolve().name:
                 links[key] = f"{path.parent.name}/index.html#/run/{number}/rollout/{key}"
     return links
@@ -171,7 +175,7 @@ def report_headline(results: Sequence[StepResult]) -> str:
 
 
 def accuracy_lines(results: Sequence[StepResult]) -> Iterator[str]:
-    """Before and after training, per evaluation set."""
+    """Yield a line per evaluation set: its value before and after training."""
     for name in evaluations(results):
         steps, values = series(results, name)
         if len(steps) > 1:
@@ -182,7 +186,7 @@ def accuracy_lines(results: Sequence[StepResult]) -> Iterator[str]:
 
 
 def summary_table(results: Sequence[StepResult]) -> str:
-    """First and last fifth of the run, for the metrics that matter."""
+    """Return a table of the most important metrics in the first and the last fifth of the run."""
     rows = []
     for name, label in {**SUMMARY, **users_metrics(results)}.items():
         _, values = series(results, name)
@@ -196,21 +200,23 @@ def summary_table(results: Sequence[StepResult]) -> str:
 
 
 def users_metrics(results: Sequence[StepResult]) -> dict[str, str]:
-    """Metrics of a user's functions -> label."""
+    """Return metric -> label for the metrics of a user's functions."""
     names = sorted(
         {name for result in results for name in result.metrics if not name.endswith("_total")}
     )
     return {
         name: label
         for name in names
-        for prefix, label in OWN_METRICS.items()
+        for prefix, label in USERS_METRICS.items()
         if name.startswith(prefix)
     }
 
 
 def sample_tables(rows: Sequence[Row], links: Mapping[str, str]) -> str:
-    """The best and the worst responses among the last rollouts, at most one per prompt; links: see
-    exported_rollouts.
+    """Return tables of the best and the worst responses among the last rollouts, at most one per
+    prompt.
+
+    links: see exported_rollouts.
     """
     tables, note = best_and_worst(rows)
     note = f'<p class="note">{note}</p>'
@@ -227,33 +233,34 @@ def sample_table(rows: Sequence[Row], links: Mapping[str, str]) -> str:
             text_cell(row["prompt"]),
             text_cell(row["response"]),
             text_cell(row["label"]),
-            (
-                "<span"
-                f' class="{"good" if row["reward"] > 0 else "bad"}">{number(row["reward"])}</span>'
-            ),
+            reward_cell(row),
             tokens_cell(row),
             step_cell(row, links),
         ]
         for row in rows
     ]
-    return html_table(
-        ["prompt", "response", "label", "reward", "tokens", "step"], cells, numbers_from=3
-    )
+    head = ["prompt", "response", "label", "reward", "tokens", "step"]
+    return html_table(head, cells, numbers_from=3)
+
+
+def reward_cell(row: Row) -> str:
+    kind = "good" if row["reward"] > 0 else "bad"
+    return f'<span class="{kind}">{number(row["reward"])}</span>'
 
 
 def step_cell(row: Row, links: Mapping[str, str]) -> str:
-    """The step; a link where an export shows the rollout token by token."""
+    """Return the step, as a link if an export shows the rollout token by token."""
     link = links.get(f"{row['step']}/{row['file']}/{quote(str(row.get('id', '')), safe='')}")
     return f'<a href="{html.escape(link)}">{row["step"]}</a>' if link else str(row["step"])
 
 
 def tokens_cell(row: Row) -> str:
-    """Response tokens; of an episode of several turns also the turns, their rewards and the
-    environment's tokens.
+    """Return the response tokens; for an episode of several turns also the turns, their rewards and
+    the environment's tokens.
     """
-    text = number(row.get("response_length", math.nan)) + (
-        " (cut)" if row.get("finish_reason") == "length" else ""
-    )
+    text = number(row.get("response_length", math.nan))
+    if row.get("finish_reason") == "length":
+        text += " (cut)"
     if row.get("num_turns", 1) == 1:
         return text
     rewards = ", ".join(map(number, row.get("turn_rewards", ())))
@@ -263,7 +270,7 @@ def tokens_cell(row: Row) -> str:
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int) -> str:
-    """Cells are HTML; columns from `numbers_from` on are aligned to the right."""
+    """Return a table of HTML cells; columns from `numbers_from` on are aligned to the right."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
         left = "".join(f"<{tag}>{cell}</{tag}>" for cell in cells[:numbers_from])

@@ -1,7 +1,7 @@
 """Draws one run, or several in the same panels.
 
-megatron-rl report runs/demo                                  # writes runs/demo/report.png and
-                                                              report.html
+megatron-rl report runs/demo                                  # writes runs/demo/report.png and \
+report.html
 megatron-rl report runs/none runs/R2 runs/R3 --out cmp.png    # one picture to compare
 """
 
@@ -16,14 +16,10 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("comparison.png"),
-        help="picture of several runs; default: %(default)s",
-    )
+    text = "picture of several runs; default: %(default)s"
+    parser.add_argument("--out", type=Path, default=Path("comparison.png"), help=text)
     arguments = parser.parse_args(argv)
-    from megatron_rl_viewer.report import write_report  # imports torch: seconds
+    from megatron_rl_viewer.report import write_report  # imports torch, which takes seconds
 
     try:
         if len(arguments.runs) == 1:
@@ -35,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def draw_runs(runs: list[Path], out: Path) -> Path:
-    """Draw the runs, named by their directories, into `out`."""
+    """Draw the runs, named by their directories, into the file `out`."""
     from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
     from megatron_rl_viewer.figure import draw_comparison
 

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.toml"
 FOLLOW_SECONDS = 1.0
-LIVE_SECONDS = 300.0  # after the last write a run counts as ended
+LIVE_SECONDS = 300.0
+"""Seconds after its last write in which a run counts as live."""
 
 
 class NoRunError(ValueError):
@@ -30,7 +31,7 @@ class NoRunError(ValueError):
 
 
 class Run:
-    """What the viewer knows of one run.  NoRunError unless the folder has a file of a run."""
+    """The viewer's state of one run.  Raises NoRunError unless the folder has a file of a run."""
 
     def __init__(self, folder: Path, cache: Path, tokenizer: Path | None = None) -> None:
         self.folder, self.tokenizer = folder, tokenizer
@@ -48,16 +49,12 @@ class Run:
         self.metrics, self.events = MetricsFile(folder), EventsFile(folder)
         self.index = Index(folder, database_path(folder, cache))
         self._pieces: Pieces | None = None
-        self.problem: str | None = None  # why the index is not followed any more
+        self.problem: str | None = None  # the reason if the index is no longer followed
 
     def _files(self) -> list[Path]:
         names = (CONFIG_FILE, "metrics.jsonl", "events.jsonl", "rollouts*.jsonl")
-        return [
-            path
-            for name in names
-            for path in self.folder.glob(name)
-            if is_inside(self.folder, path)
-        ]
+        paths = [path for name in names for path in self.folder.glob(name)]
+        return [path for path in paths if is_inside(self.folder, path)]
 
     def update(self, stop: Event | None = None) -> None:
         """Read what was written since the last call."""
@@ -81,15 +78,14 @@ class Run:
     @property
     def config_text(self) -> str:
         path = self.folder / CONFIG_FILE
-        return (
-            path.read_text(encoding="utf-8", errors="replace")
-            if is_inside(self.folder, path)
-            else ""
-        )
+        if not is_inside(self.folder, path):
+            return ""
+        return path.read_text(encoding="utf-8", errors="replace")
 
     def config(self) -> tuple[dict[str, object], str | None]:
-        """({"section.key": value}, what is wrong with the file); former names of settings are
-        replaced.
+        """Return ({"section.key": value}, a problem with the file or None).
+
+        Former names of settings are replaced.
         """
         try:
             sections = with_new_names(tomllib.loads(self.config_text))
@@ -103,24 +99,24 @@ class Run:
         return flat, None if flat else f"{CONFIG_FILE}: not found"
 
     def warnings(self) -> list[str]:
-        found = [
+        problems = [
             self.config()[1],
             *self.metrics.all_warnings,
             *self.events.warnings,
             *self.index.warnings,
             self.problem,
         ]
-        return [each for each in found if each]
+        return [problem for problem in problems if problem]
 
     def is_live(self) -> bool:
-        """Whether it may still be written: not stopped, not at its last step, and changed lately."""
+        """Return whether the run may still write: it is not stopped, not at its last step, and
+        changed within LIVE_SECONDS.
+        """
         events = self.events.events
         if events and events[-1]["kind"] == "stop":
             return False
-        changed = max(
-            (path.stat().st_mtime for path in self._files() if path.name != CONFIG_FILE),
-            default=0.0,
-        )
+        written = [path for path in self._files() if path.name != CONFIG_FILE]
+        changed = max((path.stat().st_mtime for path in written), default=0.0)
         return self.metrics.last_step != self.num_steps and time.time() - changed < LIVE_SECONDS
 
     @property
@@ -129,7 +125,7 @@ class Run:
         return value if isinstance(value, int) else None
 
     def health(self) -> list[dict[str, str | int | None]]:
-        """What is wrong with the run, in words (metrics/health.py)."""
+        """Return the findings about the run's health, in words (metrics/health.py)."""
         table = self.metrics.table()
         evaluated, steps = table["evaluations"], table["steps"]
         metrics = dict(table["metrics"])
@@ -139,28 +135,23 @@ class Run:
         return [finding.to_json() for finding in examine(steps, metrics, self.config()[0])]
 
     def indexing(self) -> str | None:
-        """Return what a page says while not all of the run is read; None once it is."""
+        """Return a note for pages while the run is being read, else None."""
         share = self.index.progress
         return None if share is None else f"this run is being indexed ({share:.0%})"
 
     def not_saved(self) -> str | None:
-        """Why a response may have no tokens although nothing is damaged; None for a run that saved
-        those of all.
+        """Return why a response may have no tokens although nothing is damaged; None if the run
+        saved those of all responses.
         """
         saved = self.config()[0].get("rollout.save_tensors", True)
-        shown = str(saved).lower()
-        return (
-            None
-            if saved is True
-            else (
-                "this run did not save the tokens of this response (rollout.save_tensors ="
-                f" {shown})"
-            )
-        )
+        if saved is True:
+            return None
+        setting = f"rollout.save_tensors = {str(saved).lower()}"
+        return f"this run did not save the tokens of this response ({setting})"
 
     def model_folders(self) -> list[Path]:
-        """Where the run's model may be: its last HF checkpoint; model.path, which is relative to
-        where training started.
+        """Return the folders that may have the run's model: its last HF checkpoint, and model.path,
+        which is relative to the folder in which training started.
         """
         if self.tokenizer is not None:
             return [self.tokenizer]
@@ -175,33 +166,29 @@ class Run:
         ]
 
     def pieces(self, missing: list[str]) -> Pieces | None:
-        """The tokenizer; None, said in `missing`, where there is none: then token ids are shown."""
+        """Return the tokenizer, or None with the reason in `missing`: then token ids are shown."""
         if self._pieces is None:
             problems = []
+            names = ("tokenizer.json", "tokenizer_config.json")
             for folder in self.model_folders():
-                if (folder / "tokenizer.json").is_file() or (
-                    folder / "tokenizer_config.json"
-                ).is_file():
+                if any((folder / name).is_file() for name in names):
                     try:
                         self._pieces = Pieces(folder)
                         return self._pieces
                     except ValueError as error:
                         problems.append(str(error))
             places = ", ".join(map(str, self.model_folders()[:2]))
-            problems = problems or [
-                f"no tokenizer in {places} (--tokenizer DIR names another folder)"
-            ]
+            missing_everywhere = f"no tokenizer in {places} (--tokenizer DIR names another folder)"
+            problems = problems or [missing_everywhere]
             missing += [f"{problem}: token ids are shown" for problem in problems]
         return self._pieces
 
     def summary(self, number: int) -> dict[str, object]:
-        """One entry of /api/runs."""
+        """Return the run's entry of /api/runs."""
         self.read_small()
         with closing(self.index.connect()) as connection:
-            has_tensors = (
-                connection.execute("SELECT 1 FROM shards WHERE error IS NULL LIMIT 1").fetchone()
-                is not None
-            )
+            readable = "SELECT 1 FROM shards WHERE error IS NULL LIMIT 1"
+            has_tensors = connection.execute(readable).fetchone() is not None
             total = connection.execute("SELECT count(*) FROM rollouts").fetchone()[0]
         return {
             "id": number,
@@ -221,7 +208,7 @@ class Run:
 def setting_differences(
     a: Mapping[str, object], b: Mapping[str, object]
 ) -> list[dict[str, object]]:
-    """Settings that differ; None where one has no such key."""
+    """Return the settings that differ; the value of a missing key is None."""
     names = sorted(a.keys() | b.keys())
     return [
         {"key": name, "a": a.get(name), "b": b.get(name)}
@@ -231,9 +218,7 @@ def setting_differences(
 
 
 class Runs:
-    """The runs of one viewer, each followed by a thread of its own: indexing one must not stop the
-    others.
-    """
+    """The runs of one viewer.  A thread follows each run: indexing one must not stop the others."""
 
     def __init__(self, folders: list[Path], cache: Path, tokenizer: Path | None = None) -> None:
         self.runs = [Run(folder, cache, tokenizer) for folder in folders]
@@ -258,7 +243,7 @@ class Runs:
             while not self._stop.is_set():
                 run.update(self._stop)
                 self._stop.wait(FOLLOW_SECONDS)
-        # the thread ends with its traceback, and the page says why nothing new comes
+        # the thread ends with its traceback, and the page shows why nothing new comes
         except BaseException as error:
             run.problem = (
                 f"the run is not followed any more: {error!r}; start megatron-rl view again"

@@ -18,12 +18,15 @@ import numpy as np
 
 SCHEMA = "1"
 NAME = re.compile(r"(rollouts|trained)(\.dp\d+)?_\d{6,}\.safetensors")
-MAX_HEADER = 256 * 2**20  # bytes
+MAX_HEADER = 256 * 2**20
+"""The most bytes of a file's header."""
 DTYPES = {
-    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4",
-    "U64": "<u8", "I64": "<i8",
+    "BOOL": "?",
+    "U8": "u1", "U16": "<u2", "U32": "<u4", "U64": "<u8",
+    "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8",
     "F16": "<f2", "F32": "<f4", "F64": "<f8",
 }  # fmt: skip
+"""Name in a safetensors header -> NumPy's name."""
 
 
 class ShardError(ValueError):
@@ -35,7 +38,7 @@ def tensor_file_name(stem: str, step: int) -> str:
 
 
 def shard_files(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """(name, bytes, time of the last change in ns) of the run's files of tensors."""
+    """Yield (name, bytes, time of the last change in ns) of the run's files of tensors."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
@@ -44,10 +47,10 @@ def shard_files(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 
 class TensorFile:
-    """A file of tensors.  Raises ShardError, naming the file, for one that is missing, damaged, or
-    of another schema.
+    """A file of tensors.
 
-    A name is one of the run's own files: no path, and no link to elsewhere.
+    Raises ShardError, which names the file, if it is missing, damaged, or of another schema.  The
+    name must be one of the run's own files, not a path or a link to elsewhere.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -67,7 +70,7 @@ class TensorFile:
             )
 
     def _read_header(self) -> None:
-        """8 bytes: its length; JSON: name -> dtype, shape and place; then the tensors."""
+        """Read the header: its length in 8 bytes, then JSON, name -> dtype, shape and place."""
         size = self.path.stat().st_size
         with open(self.path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -80,10 +83,8 @@ class TensorFile:
         for name, entry in header.items():
             dtype, shape = np.dtype(DTYPES[entry["dtype"]]), tuple(map(int, entry["shape"]))
             start, end = entry["data_offsets"]
-            if (
-                end - start != math.prod(shape) * dtype.itemsize
-                or not 0 <= start <= end <= size - self._start
-            ):
+            is_inside = 0 <= start <= end <= size - self._start
+            if end - start != math.prod(shape) * dtype.itemsize or not is_inside:
                 raise ValueError(
                     f"{name}: bytes {start} to {end} do not hold {dtype} {list(shape)}"
                 )
@@ -91,7 +92,7 @@ class TensorFile:
 
     @property
     def ids(self) -> list[str]:
-        """Of the sequences in it."""
+        """Return the ids of the sequences in the file, sorted."""
         return sorted({name.rpartition(":")[0] for name in self._entries})
 
     def shape(self, name: str, kind: str) -> tuple[int, ...] | None:
@@ -99,14 +100,13 @@ class TensorFile:
         return entry[1] if entry else None
 
     def get(self, name: str, kind: str) -> np.ndarray | None:
-        """Tensor "NAME:KIND", None where there is none."""
+        """Return the tensor "NAME:KIND", or None."""
         if f"{name}:{kind}" not in self._entries:
             return None
         dtype, shape, start = self._entries[f"{name}:{kind}"]
+        place = self._start + start
         try:
-            return np.fromfile(
-                self.path, dtype, math.prod(shape), offset=self._start + start
-            ).reshape(shape)
-        # replaced by a shorter one since the header was read
+            return np.fromfile(self.path, dtype, math.prod(shape), offset=place).reshape(shape)
+        # the file may have been replaced by a shorter one since the header was read
         except (OSError, ValueError) as error:
             raise ShardError(f"{self.name}: {name}:{kind}: {error}") from error

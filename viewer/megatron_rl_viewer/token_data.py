@@ -1,8 +1,8 @@
-"""One rollout: its text token by token, with everything that both engines recorded of each.
+"""One rollout: its text token by token, with everything that both engines recorded of each token.
 
 Shapes: S tokens, R of them sampled, L MoE layers, K top-k.  A list of values has S entries, null
-off the tokens it is of. Row j of routes is the forward that read token j: it predicted token j + 1,
-at which the number of its flips stands.
+for tokens without a value.  Row j of routes belongs to the forward that read token j and predicted
+token j + 1; the number of its flips is listed at token j + 1.
 """
 
 from __future__ import annotations
@@ -14,37 +14,35 @@ from typing import Any
 import numpy as np
 
 from megatron_rl_viewer.answer import packed
-from megatron_rl_viewer.index import rollout_key
+from megatron_rl_viewer.index_rows import rollout_key
 from megatron_rl_viewer.pieces import shown_tokens
 from megatron_rl_viewer.query import find_rollout
 from megatron_rl_viewer.run_folder import Run
 from megatron_rl_viewer.tensor_files import ShardError, TensorFile, tensor_file_name
 
-CLIPPED_HIGH, CLIPPED_LOW, WEIGHT_MASK, REJECTED, NOT_FINITE, MISSING_ROUTE, LEFT_OUT = (
-    1,
-    2,
-    8,
-    16,
-    32,
-    64,
-    128,
-)
+# bits of the trainer's flags
+CLIPPED_HIGH, CLIPPED_LOW = 1, 2
+WEIGHT_MASK, REJECTED, NOT_FINITE, MISSING_ROUTE, LEFT_OUT = 8, 16, 32, 64, 128
 MASKED = WEIGHT_MASK | REJECTED | NOT_FINITE | MISSING_ROUTE | LEFT_OUT
 PER_TOKEN = {
-    "log_pi_old": "old_logprobs", "ratio": "ratio", "weight": "weight", "entropy": "entropy",
-    "loss": "loss", "rank": "rank",
+    "log_pi_old": "old_logprobs",
+    "ratio": "ratio",
+    "weight": "weight",
+    "entropy": "entropy",
+    "loss": "loss",
+    "rank": "rank",
     "flags": "flags",
-}  # fmt: skip
-"""Name in the answer -> kind of the trainer's half, [R] each."""
+}
+"""Name in the answer -> kind of a tensor [R] of the trainer's half."""
 SIBLING = ("reward", "advantage", "length", "finish_reason", "kl", "flip_frac", "episode")
 Array = np.ndarray
 
 
 def rollout(run: Run, key: str) -> dict | None:
-    """The answer to /rollout/KEY; None where the run has no such rollout.
+    """Return the answer to /rollout/KEY; None if the run has no such rollout.
 
-    "missing" names what cannot be read, "notes" what the run did not save or the viewer has not
-    read yet.
+    "missing" has messages about what cannot be read, "notes" about what the run did not save or the
+    viewer has not read yet.
     """
     with closing(run.index.connect()) as connection:
         row = find_rollout(connection, key)
@@ -55,9 +53,9 @@ def rollout(run: Run, key: str) -> dict | None:
             "SELECT * FROM rollouts WHERE group_key = ? ORDER BY number", (row["group_key"],)
         )
         siblings = [
-            {"key": rollout_key(each["step"], each["file"], each["id"])}
-            | {column: each[column] for column in SIBLING}
-            for each in group
+            {"key": rollout_key(sibling["step"], sibling["file"], sibling["id"])}
+            | {column: sibling[column] for column in SIBLING}
+            for sibling in group
         ]
         trained = connection.execute(
             "SELECT line FROM trained WHERE step = ? AND id = ? AND file IN (?, '')",
@@ -81,11 +79,8 @@ def rollout(run: Run, key: str) -> dict | None:
     }
     if data.tokens is None:
         return answer
-    spans = text_spans(
-        len(data.tokens),
-        meta.get("prompt_length", 0),
-        data.fitting(data.server("environment"), "environment", (None, 2)),
-    )
+    environment = data.fitting(data.server("environment"), "environment", (None, 2))
+    spans = text_spans(len(data.tokens), meta.get("prompt_length", 0), environment)
     sampled = np.flatnonzero(spans == "model")
     data.check_trainer(len(sampled))
     routes = TokenRoutes(data, len(data.tokens) - 1)
@@ -97,7 +92,7 @@ def rollout(run: Run, key: str) -> dict | None:
 
 
 def read_line(run: Run, file: str, offset: int, size: int, name: str, missing: list[str]) -> dict:
-    """The fields of a line, read again: the index holds only what tables show."""
+    """Read the fields of a line again: the index has only those that tables show."""
     try:
         with open(run.folder / f"{file}.jsonl", "rb") as stream:
             stream.seek(offset)
@@ -105,7 +100,7 @@ def read_line(run: Run, file: str, offset: int, size: int, name: str, missing: l
         if fields["id"] == name:
             return fields
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # said below, as for another line that stands there now
+        pass  # the message below covers this and another line at this place
     missing.append(
         f"{file}.jsonl: the line of {name} is not where it was: the file was written again; reload"
     )
@@ -113,8 +108,9 @@ def read_line(run: Run, file: str, offset: int, size: int, name: str, missing: l
 
 
 class Tensors:
-    """Both halves of one rollout; what is wrong with them is appended to `missing`, once, and to
-    `notes` what is no damage.
+    """Both halves of one rollout.
+
+    Messages about damage are appended to `missing`, other messages to `notes`.
     """
 
     def __init__(
@@ -130,17 +126,15 @@ class Tensors:
         self.name, self.missing = name, missing
         shard = trained.get("tensors")
         self._server: TensorFile | None = None
-        if (
-            (reason := run.not_saved())
-            and shard is None
-            and not has_tensors(run, tensor_file_name(file, step), name)
-        ):
+        server_file = tensor_file_name(file, step)
+        reason = run.not_saved()
+        if reason and shard is None and not has_tensors(run, server_file, name):
             notes.append(reason)
             self._trainer, self.tokens = None, None
             return
-        self._server = self._open(run, tensor_file_name(file, step))
+        self._server = self._open(run, server_file)
         self._trainer = self._open(run, shard) if isinstance(shard, str) else None
-        # of its tensors: ids of two replicas' rollouts may be equal
+        # the trainer's tensors have another key if two replicas' rollouts have equal ids
         self._key = str(trained.get("key", name))
         self.tokens = self.fitting(self.server("tokens"), "tokens", (None,))
         if self._server and self.tokens is None:
@@ -176,7 +170,7 @@ class Tensors:
         return self._get(self._trainer, self._key, kind)
 
     def check_trainer(self, sampled: int) -> None:
-        """A half of an abandoned attempt of the step, which sampled another response, is not shown."""
+        """Drop the trainer's half if it belongs to another response, of an abandoned attempt."""
         old = self.trainer("old_logprobs")
         if old is not None and self.fitting(old, "old_logprobs", (sampled,)) is None:
             self.missing.append(
@@ -194,13 +188,15 @@ class Tensors:
     def fitting(
         self, array: Array | None, what: str, shape: tuple[int | None, ...]
     ) -> Array | None:
-        """The array, None (and said) if it is not of this shape; None in `shape`: any."""
+        """Return the array, or None with a message if it has another shape; None in `shape` allows
+        any size.
+        """
         if array is None:
             return None
-        if len(array.shape) == len(shape) and all(
-            b is None or a == b for a, b in zip(array.shape, shape, strict=True)
-        ):
-            return array
+        if len(array.shape) == len(shape):
+            sizes = zip(array.shape, shape, strict=True)
+            if all(wanted is None or size == wanted for size, wanted in sizes):
+                return array
         self.missing.append(
             f"{self.name}: {what} of shape {list(array.shape)}, must be {list(shape)}: not shown"
         )
@@ -208,8 +204,8 @@ class Tensors:
 
 
 def has_tensors(run: Run, shard: str, name: str) -> bool:
-    """Return True where a rollout has tensors in this file, or may have had: it exists and cannot
-    be read.
+    """Return whether a rollout has tensors in this file, or may have: it exists but cannot be
+    read.
     """
     try:
         return name in TensorFile(run.folder, shard).ids
@@ -218,7 +214,7 @@ def has_tensors(run: Run, shard: str, name: str) -> bool:
 
 
 def text_spans(length: int, prompt_length: int, environment: Array | None) -> Array:
-    """[S] of "prompt", "model", "environment"."""
+    """Return [S] of "prompt", "model" and "environment"."""
     spans = np.full(length, "model", dtype="<U11")
     spans[:prompt_length] = "prompt"
     for start, end in [] if environment is None else environment.tolist():
@@ -227,32 +223,29 @@ def text_spans(length: int, prompt_length: int, environment: Array | None) -> Ar
 
 
 def token_values(data: Tensors, sampled: Array, meta: dict, routes: TokenRoutes) -> dict[str, list]:
-    """Name -> S values."""
+    """Return name -> S values."""
     length = len(data.tokens) if data.tokens is not None else 0
-    found: dict[str, Array | None] = {
+    columns: dict[str, Array | None] = {
         "log_mu": data.fitting(data.server("logprobs"), "logprobs", sampled.shape)
     }
-    found |= {
+    columns |= {
         name: data.fitting(data.trainer(kind), kind, sampled.shape)
         for name, kind in PER_TOKEN.items()
     }
-    updates = data.fitting(
-        data.trainer("logprobs"), "logprobs of the trainer", (None, *sampled.shape)
-    )
-    found["log_pi"] = updates[-1] if updates is not None and len(updates) else None
-    mu, old = found["log_mu"], found["log_pi_old"]
-    found["log_ratio"] = None if mu is None or old is None else old - mu
+    logprobs = data.trainer("logprobs")  # one row per update
+    updates = data.fitting(logprobs, "logprobs of the trainer", (None, *sampled.shape))
+    columns["log_pi"] = updates[-1] if updates is not None and len(updates) else None
+    mu, old = columns["log_mu"], columns["log_pi_old"]
+    columns["log_ratio"] = None if mu is None or old is None else old - mu
     advantage = data.trainer("advantage")
-    value = (
-        float(advantage.ravel()[0])
-        if advantage is not None and advantage.size
-        else meta.get("advantage")
-    )
-    found["advantage"] = None if value is None else np.full(sampled.shape, value, np.float64)
-    found["version"] = version_spans(meta, len(sampled))
-    found["clipped"] = None if found["flags"] is None else clipped(found["flags"])
+    value = meta.get("advantage")
+    if advantage is not None and advantage.size:
+        value = float(advantage.ravel()[0])
+    columns["advantage"] = None if value is None else np.full(sampled.shape, value, np.float64)
+    columns["version"] = version_spans(meta, len(sampled))
+    columns["clipped"] = None if columns["flags"] is None else clipped(columns["flags"])
     values = {
-        name: spread(array, sampled, length) for name, array in found.items() if array is not None
+        name: spread(array, sampled, length) for name, array in columns.items() if array is not None
     }
     if routes.flips is not None:
         values["flips"] = spread(routes.flips.sum(1), np.arange(1, length), length)
@@ -260,7 +253,7 @@ def token_values(data: Tensors, sampled: Array, meta: dict, routes: TokenRoutes)
 
 
 def spread(array: Array, places: Array, length: int) -> list:
-    """S entries: the values at their places, None elsewhere."""
+    """Return S entries: the values at their places, None elsewhere."""
     values: list[Any] = [None] * length
     for place, value in zip(places.tolist(), array.tolist(), strict=True):
         values[place] = value
@@ -268,14 +261,17 @@ def spread(array: Array, places: Array, length: int) -> list:
 
 
 def clipped(flags: Array) -> Array:
-    """0 in the loss, 1 clipped high, 2 clipped low, 3 out of the loss for another reason."""
+    """Return 0 for tokens in the loss, 1 clipped high, 2 clipped low, 3 left out otherwise."""
     conditions = [(flags & bit) > 0 for bit in (CLIPPED_HIGH, CLIPPED_LOW, MASKED)]
     return np.select(conditions, [1, 2, 3], 0)
 
 
 def version_spans(meta: dict, sampled: int) -> Array | None:
-    """[R], from [[version, tokens], ...] of the line; None where these are not its tokens.  A line
-    of an older version names one policy_version for the entire response."""
+    """Return the weight version of each sampled token [R], from the line's [[version, tokens],
+    ...]; None if these do not fit.
+
+    A line of an older version has one policy_version for the entire response.
+    """
     spans = meta.get("policy_versions") or [[meta.get("policy_version"), sampled]]
     counts = [count for _, count in spans]
     if any(version is None for version, _ in spans) or min(counts) < 0 or sum(counts) != sampled:
@@ -287,15 +283,10 @@ class TokenRoutes:
     """Experts of both engines, [S - 1, L, K], and where they differ, bool [S - 1, L]."""
 
     def __init__(self, data: Tensors, rows: int) -> None:
-        self.server = data.fitting(
-            data.server("routed_experts"), "routed_experts", (rows, None, None)
-        )
-        self.trainer = data.fitting(data.trainer("own_experts"), "own_experts", (rows, None, None))
-        if (
-            self.server is not None
-            and self.trainer is not None
-            and self.server.shape != self.trainer.shape
-        ):
+        shape = (rows, None, None)
+        self.server = data.fitting(data.server("routed_experts"), "routed_experts", shape)
+        self.trainer = data.fitting(data.trainer("own_experts"), "own_experts", shape)
+        if self.server is not None and self.trainer is not None:
             self.trainer = data.fitting(self.trainer, "own_experts", self.server.shape)
         self.missing_rows = data.server("missing_routes")
         known = self.server if self.server is not None else self.trainer
@@ -308,12 +299,11 @@ class TokenRoutes:
         self.bits = bits if layers else None
         self.flips: Array | None = None
         if self.bits is not None:
-            self.flips = np.unpackbits(self.bits, axis=1, count=layers, bitorder="little").astype(
-                bool
-            )
+            flips = np.unpackbits(self.bits, axis=1, count=layers, bitorder="little")
+            self.flips = flips.astype(bool)
 
     def answer(self) -> dict[str, object] | None:
-        """The packed arrays; None where there is nothing of them."""
+        """Return the packed arrays; None if there are no routes."""
         if self.server is None and self.trainer is None:
             return None
         # browsers have no 16-bit floats

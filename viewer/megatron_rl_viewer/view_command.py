@@ -3,9 +3,9 @@ rollouts.
 
 megatron-rl view runs/demo                                        # prints a URL; Ctrl-C stops it
 megatron-rl view runs/a runs/b --port 8800                        # two runs, to compare
-megatron-rl view runs/demo --export out --rollouts 12/rollouts/Q7%2F3   # a copy that opens from
+megatron-rl view runs/demo --export out --rollouts 12/rollouts/Q7%2F3   # a copy that opens from \
 disk
-megatron-rl view runs/demo --export out --filter '[{"column": "reward", "op": "<", "value": 0.5}]'
+megatron-rl view runs/demo --export out --filter '[{"column": "reward", "op": "<", "value": 0.5}]' \
 --limit 20
 """
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 BAD_ARGUMENTS = 2
 LOOPBACK = "127.0.0.1"
 PORT = 8765
-EXPORTED = 20  # rollouts
+EXPORTED = 20
+"""Default number of exported rollouts."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,11 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         runs = Runs(arguments.runs, arguments.cache or default_cache(), arguments.tokenizer)
     except (NoRunError, OSError, sqlite3.Error) as error:
-        fix = (
-            ""
-            if isinstance(error, NoRunError)
-            else "; set --cache DIR to a folder that can be written"
-        )
+        is_run = not isinstance(error, NoRunError)
+        fix = "; set --cache DIR to a folder that can be written" if is_run else ""
         print(f"megatron-rl view: {error}{fix}", file=sys.stderr)
         return BAD_ARGUMENTS
     if arguments.export is not None:
@@ -68,46 +66,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     add("--port", type=int, help=f"default: {PORT}, or a free one if it is taken")
     add("--host", default=LOOPBACK, help="address to listen on (default: this machine only)")
-    add(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="folder of the tokenizer (default: hf/ of the run, else its model.path)",
+    text = "folder of the tokenizer (default: hf/ of the run, else its model.path)"
+    add("--tokenizer", type=Path, metavar="DIR", help=text)
+    text = (
+        "of the index (default: $XDG_CACHE_HOME/megatron_rl or ~/.cache/megatron_rl); on a"
+        " local disk: SQLite needs locks that network file systems (NFS) may lack"
     )
-    add(
-        "--cache",
-        type=Path,
-        metavar="DIR",
-        help=(
-            "of the index (default: $XDG_CACHE_HOME/megatron_rl or ~/.cache/megatron_rl); on a"
-            " local disk: SQLite needs locks that network file systems (NFS) may lack"
-        ),
-    )
-    add(
-        "--export",
-        type=Path,
-        metavar="DIR",
-        help="write a copy of chosen rollouts that opens from disk, and stop",
-    )
-    add(
-        "--rollouts",
-        nargs="+",
-        default=[],
-        metavar="KEY",
-        help="export: these, STEP/FILE/ID as in the viewer's address",
-    )
-    add(
-        "--filter",
-        metavar="JSON",
-        help='export: those that fit, [{"column": "reward", "op": "<", "value": 0.5}, ...]',
-    )
+    add("--cache", type=Path, metavar="DIR", help=text)
+    text = "write a copy of chosen rollouts that opens from disk, and stop"
+    add("--export", type=Path, metavar="DIR", help=text)
+    text = "export: these, STEP/FILE/ID as in the viewer's address"
+    add("--rollouts", nargs="+", default=[], metavar="KEY", help=text)
+    text = 'export: those that fit, [{"column": "reward", "op": "<", "value": 0.5}, ...]'
+    add("--filter", metavar="JSON", help=text)
     add("--search", metavar="TEXT", help="export: those with these words")
-    add(
-        "--limit",
-        type=positive,
-        metavar="N",
-        help=f"export: at most N of them, the newest (default: {EXPORTED})",
-    )
+    text = f"export: at most N of them, the newest (default: {EXPORTED})"
+    add("--limit", type=positive, metavar="N", help=text)
     arguments = parser.parse_args(argv)
     chosen = {
         "--rollouts": arguments.rollouts,
@@ -128,11 +102,8 @@ def write_export(runs: Runs, arguments: argparse.Namespace) -> int:
     is_query = not arguments.rollouts or arguments.filter or arguments.search
     try:
         filters = parse_filters(arguments.filter or "")
-        query = (
-            Query(limit=arguments.limit or EXPORTED, text=arguments.search or "", filters=filters)
-            if is_query
-            else None
-        )
+        limit, words = arguments.limit or EXPORTED, arguments.search or ""
+        query = Query(limit=limit, text=words, filters=filters) if is_query else None
         page = write_copy(runs, arguments.export, STATIC, keys=arguments.rollouts, query=query)
     except (ExportError, QueryError, OSError) as error:
         print(f"megatron-rl view: {error}", file=sys.stderr)
@@ -167,8 +138,8 @@ def serve_pages(runs: Runs, host: str, port: int | None) -> int:
         print(f"run {run.folder}", flush=True)
     shown = f"[{host}]" if ":" in host else host
     print(f"open http://{shown}:{port}/?token={token}", flush=True)
-    # no access log: it would show the token. log_config: uvicorn's own closes every log handler of
-    # the process
+    # no access log: it would show the token.  No log_config: uvicorn's default closes every log
+    # handler of the process
     config = uvicorn.Config(
         create_app(runs, token, port=port),
         log_config=None,
@@ -182,21 +153,21 @@ def serve_pages(runs: Runs, host: str, port: int | None) -> int:
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether this machine alone reaches it, by the address that it is bound to: "localhost" is a
-    name.
+    """Return whether only this machine reaches the listener, from the address that it is bound to:
+    a name such as "localhost" may resolve to any.
     """
     return ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def bind_socket(host: str, port: int | None) -> socket.socket:
-    """A listening socket; without a port PORT, or a free one if that is taken."""
+    """Return a listening socket; the default port is PORT, or a free one if that is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in (port,) if port is not None else (PORT, 0):
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, number))
-            # the URL is printed before the server accepts: who opens it at once waits
+            # the URL is printed before the server accepts: a browser that opens it then waits
             listener.listen(128)
             return listener
         except OSError:

@@ -1,0 +1,62 @@
+"""The tables of the index, and the statements that fill them."""
+
+from __future__ import annotations
+
+VERSION = 1
+"""Version of the tables below; an index of another version is built again."""
+TRAINED_NUMBERS = ("kl", "max_log_ratio", "clipped_frac", "flip_frac")
+INDEXED = (
+    "step", "reward", "advantage", "length", "finish_reason", "version", "turns", "has_tensors",
+    *TRAINED_NUMBERS,
+)  # fmt: skip
+GROUP_INDEXED = (
+    "count", "reward_mean", "reward_min", "reward_max", "length_mean", "flip_frac", "kl",
+)  # fmt: skip
+SCHEMA = f"""
+CREATE TABLE files(
+    name TEXT PRIMARY KEY, offset INT, lines INT, last_length INT, last_digest BLOB, last_step INT);
+CREATE TABLE warnings(file TEXT, text TEXT);
+CREATE TABLE rollouts(
+    number INTEGER PRIMARY KEY, step INT, file TEXT, id TEXT, group_key TEXT, episode TEXT,
+    offset INT, size INT, reward REAL, advantage REAL, length INT, finish_reason TEXT,
+    version INT, versions TEXT, turns INT, has_tensors INT DEFAULT 0,
+    kl REAL, max_log_ratio REAL, clipped_frac REAL, flip_frac REAL, UNIQUE(step, file, id));
+CREATE INDEX rollouts_group ON rollouts(group_key);
+CREATE TABLE texts(number INTEGER PRIMARY KEY, prompt TEXT, response TEXT);
+CREATE VIRTUAL TABLE search USING fts5(prompt, response, content='');
+CREATE TABLE trained(
+    step INT, id TEXT, file TEXT, line TEXT,
+    kl REAL, max_log_ratio REAL, clipped_frac REAL, flip_frac REAL,
+    PRIMARY KEY(step, id, file)) WITHOUT ROWID;
+CREATE TABLE groups(
+    number INTEGER PRIMARY KEY, step INT, file TEXT, key TEXT UNIQUE, first INT, count INT,
+    reward_mean REAL, reward_min REAL, reward_max REAL, length_mean REAL, kl REAL, flip_frac REAL);
+CREATE INDEX groups_step ON groups(step);
+CREATE TABLE shards(name TEXT PRIMARY KEY, size INT, modified INT, error TEXT);
+{"".join(f"CREATE INDEX rollouts_{name} ON rollouts({name});" for name in INDEXED)}
+{"".join(f"CREATE INDEX groups_{name} ON groups({name});" for name in GROUP_INDEXED)}
+PRAGMA user_version = {VERSION};
+"""
+"""files: how far each jsonl was read.
+rollouts: one row per sequence, with numbers and short texts.
+texts: the beginnings of prompt and response that a table shows.
+search: full text of both (FTS5; the texts themselves stay in the jsonl).
+trained: lines of the trainer's half.
+groups: one row per (step, prompt).
+shards: safetensors files whose ids were read.
+"""
+ROW = """INSERT OR REPLACE INTO rollouts(
+        number, file, step, id, group_key, episode, offset, size, reward, advantage, length,
+        finish_reason, version, versions, turns)
+    VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
+JOIN_TRAINED = f"""UPDATE rollouts
+    SET {", ".join(f"{name} = t.{name}" for name in TRAINED_NUMBERS)} FROM trained AS t
+    WHERE rollouts.step = ? AND t.step = rollouts.step AND t.id = rollouts.id
+        AND t.file IN (rollouts.file, '')"""
+GROUP_ROWS = """INSERT INTO groups(
+        step, file, key, first, count, reward_mean, reward_min, reward_max, length_mean, kl,
+        flip_frac)
+    SELECT step, file, group_key, min(number), count(CASE episode WHEN '' THEN 1 END),
+        avg(CASE episode WHEN '' THEN reward END), min(reward), max(reward), avg(length), avg(kl),
+        avg(flip_frac)
+    FROM rollouts WHERE step = ? GROUP BY file, group_key ORDER BY min(number)"""
