@@ -1,11 +1,13 @@
-"""The packages an NGC PyTorch image is built around, as pip constraints, so that no requirement
+"""The packages an NGC PyTorch image is built around, as pip constraints, so that no requirement \
 replaces them.
 
-    python tools/image_packages.py > constraints.txt         before pip install -c constraints.txt
-    python tools/image_packages.py --same constraints.txt    afterwards: exit status 1 where one was replaced or has gone
+    # before pip install -c constraints.txt
+    python tools/image_packages.py > constraints.txt
+    # afterwards: exit status 1 if one was replaced or removed
+    python tools/image_packages.py --same constraints.txt
 
-Exit status 1, too, where one that the image must have is missing: then it is another image than the
-Dockerfile is for. Needs nothing but Python: it runs before anything is installed.
+Exit status 1 also if a package is missing that the image must have: then the Dockerfile is for
+another image.  It needs only Python, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -18,42 +20,40 @@ from pathlib import Path
 
 REQUIRED = ("torch", "triton", "transformer-engine", "apex")
 FROZEN = re.compile(
-    r"torch|torchvision|torchao|pytorch-triton|triton|transformer-engine.*|apex|flash-attn.*|nvidia-nccl.*"
+    r"torch|torchvision|torchao|pytorch-triton|triton|transformer-engine.*|apex|flash-attn.*"
+    r"|nvidia-nccl.*"
 )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the constraints, or compare with them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument(
-        "--same", type=Path, metavar="FILE", help="compare with what was printed before"
-    )
+    text = "compare with what was printed before"
+    parser.add_argument("--same", type=Path, metavar="FILE", help=text)
     before = parser.parse_args(argv).same
-    found = frozen(
-        {distribution.name: distribution.version for distribution in metadata.distributions()}
-    )
+    lines = frozen({package.name: package.version for package in metadata.distributions()})
     if before is not None:
-        return complain(differences(before.read_text().splitlines(), found))
-    names = {line.partition("==")[0].removeprefix("pytorch-") for line in found}
+        return complain(differences(before.read_text().splitlines(), lines))
+    names = {line.partition("==")[0].removeprefix("pytorch-") for line in lines}
     missing = [
         f"{name} is not installed: is this an NGC PyTorch image?"
         for name in REQUIRED
         if name not in names
     ]
-    print("\n".join(found))
+    print("\n".join(lines))
     return complain(missing)
 
 
 def frozen(installed: dict[str, str]) -> list[str]:
-    """Lines "name==version", sorted, of the packages among `installed` (name -> version) that must
-    stay.
+    """Return sorted lines "name==version" of the packages among `installed` (name -> version) that
+    must not be replaced.
     """
     names = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in installed.items()}
     return sorted(f"{name}=={version}" for name, version in names.items() if FROZEN.fullmatch(name))
 
 
 def differences(before: list[str], after: list[str]) -> list[str]:
-    """What was replaced, has gone or has come."""
+    """Return a line for each package that was replaced, removed or added."""
     changed = sorted({*before} ^ {*after})
     return [
         f"{line}: {'was replaced or removed' if line in before else 'is installed now'}"

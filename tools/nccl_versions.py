@@ -3,8 +3,8 @@
     python tools/nccl_versions.py python /opt/sglang/bin/python
 
 Training ranks and servers form one NCCL communicator (rollout.weight_sync = "distributed"), and
-NCCL refuses peers of another version.  torch.cuda.nccl.version() is what torch was compiled with;
-here the library that torch calls is asked.
+NCCL refuses peers of another version.  torch.cuda.nccl.version() is the version that torch was
+compiled with; here the library that torch calls is asked.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ print(json.dumps({"torch": torch.__version__, "nccl": nccl, "path": path}))
 
 
 @dataclass(frozen=True)
-class Found:
-    """Of one environment."""
+class NcclEnvironment:
+    """The versions of a Python environment."""
 
     python: str
     torch: str
@@ -43,7 +43,7 @@ class Found:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print each environment's versions, then the remedy where they differ."""
+    """Print the versions of all environments, then the remedy if they differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "pythons",
@@ -52,51 +52,51 @@ def main(argv: list[str] | None = None) -> int:
         help="interpreters; the first is the training ranks'",
     )
     try:
-        found = [probe(python) for python in parser.parse_args(argv).pythons]
+        sides = [probe(python) for python in parser.parse_args(argv).pythons]
     except RuntimeError as error:
         print(f"nccl_versions: {error}", file=sys.stderr)
         return 1
-    for each in found:
-        print(f"{each.python}: torch {each.torch}, NCCL {each.nccl} ({each.path})")
-    problem = difference(found)
+    for side in sides:
+        print(f"{side.python}: torch {side.torch}, NCCL {side.nccl} ({side.path})")
+    problem = difference(sides)
     if problem:
         print(f"nccl_versions: {problem}", file=sys.stderr)
     return 1 if problem else 0
 
 
-def probe(python: str) -> Found:
-    """Raises RuntimeError where torch with NCCL cannot be asked there."""
+def probe(python: str) -> NcclEnvironment:
+    """Ask an interpreter for its versions.  Raises RuntimeError if it has no torch with NCCL."""
     done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise RuntimeError(f"{python}: no version of NCCL: {reason}")
-    return Found(python, **json.loads(done.stdout.splitlines()[-1]))
+    return NcclEnvironment(python, **json.loads(done.stdout.splitlines()[-1]))
 
 
-def difference(found: list[Found]) -> str:
-    """The problem with its remedies, or "".  found: the training ranks' first."""
-    trainer = found[0]
-    others = [each for each in found[1:] if each.nccl != trainer.nccl]
+def difference(environments: list[NcclEnvironment]) -> str:
+    """Return the problem with its remedies, or "".  environments: that of training ranks first."""
+    trainer = environments[0]
+    others = [other for other in environments[1:] if other.nccl != trainer.nccl]
     if not others:
         return ""
     lines = []
-    for each in others:
-        newer, older = sorted((trainer, each), key=lambda side: numbers(side.nccl), reverse=True)
+    for other in others:
+        newer, older = sorted((trainer, other), key=lambda side: numbers(side.nccl), reverse=True)
         lines += [
             (
-                f"{each.python} has NCCL {each.nccl}, {trainer.python} {trainer.nccl}: weight sync"
-                " over NCCL needs equal versions"
+                f"{other.python} has NCCL {other.nccl}, {trainer.python} {trainer.nccl}:"
+                " weight sync over NCCL needs equal versions"
             ),
             (
                 f"  use {newer.nccl} for both: a torch runs with a newer NCCL than its own, but not"
                 " with an older one"
             ),
         ]
-        if older is each:
-            package = f"nvidia-nccl-cu{cuda_major(each)}=={newer.nccl}"
+        if older is other:
+            package = f"nvidia-nccl-cu{cuda_major(other)}=={newer.nccl}"
             lines += [
                 (
-                    f"  1. {each.python} -m pip install --no-deps {package}  (image: --build-arg"
+                    f"  1. {other.python} -m pip install --no-deps {package}  (image: --build-arg"
                     f" SERVER_NCCL={package})"
                 ),
                 f"  2. where the package index lacks it: {preload(newer)} for the servers",
@@ -112,15 +112,15 @@ def difference(found: list[Found]) -> str:
     return "\n".join(lines)
 
 
-def preload(found: Found) -> str:
-    """How its library is used by another process; a library that is part of torch itself cannot be."""
-    path = found.path if found.path.startswith("/") else f"the libnccl.so of NCCL {found.nccl}"
+def preload(side: NcclEnvironment) -> str:
+    """Return the setting with which another process uses this environment's NCCL library."""
+    path = side.path if side.path.startswith("/") else f"the libnccl.so of NCCL {side.nccl}"
     return f"LD_PRELOAD={path}"
 
 
-def cuda_major(found: Found) -> str:
-    """Of its torch; 13 where the version does not name it (PyPI's builds of torch 2.13)."""
-    _, _, build = found.torch.partition("+cu")
+def cuda_major(side: NcclEnvironment) -> str:
+    """Return the CUDA version of its torch; 13 if torch does not name it (PyPI's torch 2.13)."""
+    _, _, build = side.torch.partition("+cu")
     return build[:2] or "13"
 
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from tools import nccl_versions
-from tools.nccl_versions import Found, difference
+from tools.nccl_versions import NcclEnvironment, difference
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINER = Found("python", "2.13.0a0+nv26.05", "2.30.1", "/usr/lib/libnccl.so.2")
-SERVER = Found("/opt/sglang/bin/python", "2.13.0+cu130", "2.29.7", "/opt/sglang/lib/libnccl.so.2")
+TRAINER = NcclEnvironment("python", "2.13.0a0+nv26.05", "2.30.1", "/usr/lib/libnccl.so.2")
+SERVER = NcclEnvironment(
+    "/opt/sglang/bin/python", "2.13.0+cu130", "2.29.7", "/opt/sglang/lib/libnccl.so.2"
+)
 
 PYTHON = """#!/bin/bash
 # records its arguments and PIP_CONSTRAINT; `-m venv FOLDER` puts it there
@@ -99,7 +101,7 @@ def test_the_dockerfile_runs_every_step_once_and_in_order():
 
 
 def test_equal_versions_are_accepted():
-    assert difference([TRAINER, Found("b", "2.13.0", "2.30.1", "/b")]) == ""
+    assert difference([TRAINER, NcclEnvironment("b", "2.13.0", "2.30.1", "/b")]) == ""
 
 
 def test_older_servers_get_the_trainers_nccl():
@@ -109,7 +111,9 @@ def test_older_servers_get_the_trainers_nccl():
 
 
 def test_an_older_image_gets_the_servers_nccl():
-    text = difference([Found("python", "2.9.0", "2.28.9", "/usr/lib/libnccl.so.2"), SERVER])
+    text = difference(
+        [NcclEnvironment("python", "2.9.0", "2.28.9", "/usr/lib/libnccl.so.2"), SERVER]
+    )
     assert (
         "LD_PRELOAD=/opt/sglang/lib/libnccl.so.2 for the training ranks" in text
         and "pip install" not in text

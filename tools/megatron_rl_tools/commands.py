@@ -1,8 +1,8 @@
-"""The commands of this package: entry points of the group megatron_rl.commands, see
-megatron_rl/commands.py.
+"""The commands of this package, entry points of the group megatron_rl.commands
+(megatron_rl/commands.py).
 
 The first line of a docstring is the command's help.  A command's options are parsed before its
-module is imported, which may import torch: `--help` and refused options take no seconds.
+module is imported, which may import torch, so that `--help` and refused options are fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INSTALL = {"megatron_rl": ".", "megatron_rl_viewer": "./viewer"}
 
 
 def start(options: str, target: str, *needs: str) -> int:
-    """Parse the options and run the command; returns its exit status, 2 where a package that it
+    """Parse the options, run the command and return its exit status, or 2 if a package that it
     needs is missing.
 
     options, target: "module:function" of this package; both read sys.argv.

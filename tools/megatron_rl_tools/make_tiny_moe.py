@@ -1,13 +1,15 @@
-"""Makes a tiny Qwen3-MoE checkpoint that partly knows a task: a real model for a real RL run on any
+"""Make a tiny Qwen3-MoE checkpoint that partly knows a task: a real model for a real RL run on any
 machine.
 
-    megatron-rl make-tiny-model runs/tiny_moe            # half a minute on two cores; returns immediately when it exists
-    megatron-rl make-tiny-model runs/tiny_tools --task tools       # calls of a calculator; --task ledger: long answers
+    # half a minute on two cores; returns immediately if it exists
+    megatron-rl make-tiny-model runs/tiny_moe
+    # calls of a calculator; --task ledger: long answers
+    megatron-rl make-tiny-model runs/tiny_tools --task tools
 
 Writes an HF directory (config.json, model.safetensors, character tokenizer) and two disjoint prompt
 sets (train.jsonl, heldout.jsonl; rows {"prompt": "12+34=", "label": "46"}).  The model is
 cold-started with supervision on its turns, then its output head is scaled down until a sample is
-correct `target_accuracy` of the time: a policy whose accuracy RL can raise.
+correct with probability `target_accuracy`: a policy whose accuracy RL can raise.
 
 Shapes: B sequences of S tokens: prompt, turns that end in eos, answers to all but the last, pads.
 """
@@ -37,44 +39,48 @@ from megatron_rl_tools.tiny_tasks import TASKS, Examples
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-=* abcdefghijklmnopqrstuvwxyz" + ".,:;?!/()[]<>^_%&#@'"
 VOCABULARY = (PAD, EOS, UNK, *CHARACTERS)
-# raise it when the same settings give another checkpoint: existing ones are then replaced
 RECIPE_VERSION = 5
+"""Raised when the same settings give another checkpoint: existing ones are then replaced."""
 MANIFEST = "tiny_moe.json"
 
 Log = Callable[[str], None]
 
 
 class Data(NamedTuple):
-    """Transcripts.
-
-    tokens int64 [B, S]; is_models bool [B, S], what the model writes; is_judged, without its free
-    choices.
-    """
+    """Transcripts as tensors."""
 
     tokens: torch.Tensor
+    """Token ids, int64 [B, S]."""
     is_models: torch.Tensor
+    """Tokens that the model writes, bool [B, S]."""
     is_judged: torch.Tensor
+    """The same without its free choices, bool [B, S]."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything the checkpoint's bytes depend on (besides the installed torch)."""
+    """The settings on which the checkpoint's bytes depend (beside the installed torch)."""
 
     task: str = "sums"
     seed: int = 0
-    target_accuracy: float = 0.3  # expected accuracy of one sample at temperature 1
+    target_accuracy: float = 0.3
+    """Expected accuracy of one sample at temperature 1."""
     hidden_size: int = 96
-    num_layers: int = 4  # even: the demo also runs with two pipeline stages
+    num_layers: int = 4
+    """Even, because the demo also runs with two pipeline stages."""
     num_experts: int = 8
     top_k: int = 2
     expert_size: int = 64
     num_heldout: int = 200
     batch_size: int = 128
     lr: float = 3e-3
-    max_steps: int = 1500  # bound on the steps before the skill appears
-    skill: float = 0.5  # accuracy of a sample at which the learning rate starts to decay
+    max_steps: int = 1500
+    """The most steps before the skill appears."""
+    skill: float = 0.5
+    """Accuracy of a sample at which the learning rate starts to decay."""
     decay_steps: int = 200
-    num_probes: int = 512  # prompts on which the accuracy is computed
+    num_probes: int = 512
+    """Prompts on which the accuracy is computed."""
     recipe_version: int = RECIPE_VERSION
 
     def __post_init__(self) -> None:
@@ -96,17 +102,16 @@ class Settings:
 
 
 def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **settings) -> Path:
-    """Write the checkpoint and prompt sets to `out` and return it; no work if `out` was made with
-    the same settings.
+    """Write the checkpoint and prompt sets to `out` and return it; does nothing if `out` was made
+    with the same settings.
 
     The same settings give the same bytes on the same machine.  Raises ValueError for invalid
-    settings, FileExistsError when `out` was not made by this tool, RuntimeError when `max_steps`
-    did not reach the target.
+    settings, FileExistsError if `out` was not made by this tool, RuntimeError if `max_steps` did
+    not reach the target.
     """
     out = Path(out)
-    recipe = Settings(
-        task=task, **({**TASKS[task].settings, **settings} if task in TASKS else settings)
-    )
+    defaults = TASKS[task].settings if task in TASKS else {}
+    recipe = Settings(task=task, **{**defaults, **settings})
     log = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     if is_made(out, recipe):
         log(
@@ -118,27 +123,31 @@ def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **setti
     train, heldout = TASKS[task].make(recipe.seed, recipe.num_heldout)
     with deterministic_cpu(recipe.seed):
         model = Qwen3MoeForCausalLM(model_config(recipe))
-        # HF starts the pad row at 0; RMSNorm's gradient explodes there once RL samples a pad
+        # HF starts the pad row at 0, where RMSNorm's gradient explodes once RL samples a pad
         with torch.no_grad():
             model.model.embed_tokens.weight[VOCABULARY.index(PAD)].normal_(
                 std=model.config.initializer_range
             )
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        log(f"tiny MoE: {num_parameters / 1e6:.2f} M parameters, {recipe.num_layers} layers x {recipe.num_experts} "
-            f"experts, top-{recipe.top_k}; cold start on {len(train)} {task}, seed {recipe.seed}")  # fmt: skip
+        log(
+            f"tiny MoE: {num_parameters / 1e6:.2f} M parameters, {recipe.num_layers} layers x"
+            f" {recipe.num_experts} experts, top-{recipe.top_k}; cold start on {len(train)} {task},"
+            f" seed {recipe.seed}"
+        )
         free = TASKS[task].free
         stages = [
             (first, encode_text(examples, free)) for first, examples in TASKS[task].stages(train)
         ]
-        steps = cold_start(
-            model, stages, encode_text(train[: recipe.num_probes], free), recipe, log
-        )
+        probe = encode_text(train[: recipe.num_probes], free)
+        steps = cold_start(model, stages, probe, recipe, log)
         accuracy = sampled_accuracy(model, encode_text(heldout, free))
     manifest = {
-        "settings": asdict(recipe), "digest": recipe.digest, "steps": steps,
+        "settings": asdict(recipe),
+        "digest": recipe.digest,
+        "steps": steps,
         "parameters": num_parameters,
         "heldout_accuracy": round(accuracy, 6),
-    }  # fmt: skip
+    }
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     write_checkpoint(partial, model, manifest, train, heldout)
@@ -153,9 +162,9 @@ def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **setti
 
 
 def is_made(out: Path, recipe: Settings) -> bool:
-    """Whether `out` was made with these settings.
+    """Return whether `out` was made with these settings.
 
-    Raises FileExistsError when this tool did not write it.
+    Raises FileExistsError if this tool did not write it.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
@@ -175,9 +184,9 @@ def read_recipe(out: Path) -> dict:
 
 
 def encode_text(examples: Examples, free: str = "") -> Data:
-    """The transcripts' tokens: prompt, turns with their eos, what answers them, pads.
+    """Encode the transcripts: prompt, turns with their eos, the answers to them, pads.
 
-    free: characters not to be judged.
+    free: characters that are not judged.
     """
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     rows, masks = [], []
@@ -200,31 +209,47 @@ def encode_text(examples: Examples, free: str = "") -> Data:
 
 def model_config(settings: Settings) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
-        vocab_size=len(VOCABULARY), hidden_size=settings.hidden_size,
+        vocab_size=len(VOCABULARY),
+        hidden_size=settings.hidden_size,
         intermediate_size=2 * settings.hidden_size,
-        moe_intermediate_size=settings.expert_size, num_hidden_layers=settings.num_layers,
+        moe_intermediate_size=settings.expert_size,
+        num_hidden_layers=settings.num_layers,
         num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts=settings.num_experts,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=settings.num_experts,
         num_experts_per_tok=settings.top_k,
-        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=256,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=256,
         rope_theta=1e4,
-        rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, use_cache=True,
-        pad_token_id=VOCABULARY.index(PAD), eos_token_id=VOCABULARY.index(EOS), bos_token_id=None,
-        router_aux_loss_coef=0.01, experts_implementation="grouped_mm",
-    )  # fmt: skip
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        use_cache=True,
+        pad_token_id=VOCABULARY.index(PAD),
+        eos_token_id=VOCABULARY.index(EOS),
+        bos_token_id=None,
+        router_aux_loss_coef=0.01,
+        experts_implementation="grouped_mm",
+    )
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; characters outside the vocabulary become <unk>."""
-    core = Tokenizer(
-        models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=UNK)
-    )
+    """Make a tokenizer with one token per character; unknown characters become <unk>."""
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    core = Tokenizer(models.WordLevel(ids, unk_token=UNK))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=PAD, eos_token=EOS, unk_token=UNK, model_max_length=256,
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        model_max_length=256,
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
 
 
 def cold_start(
@@ -234,11 +259,10 @@ def cold_start(
     settings: Settings,
     log: Log,
 ) -> int:
-    """Train the task with supervision on the model's turns, then scale its head to the target on
-    `probe`; return steps.
+    """Train the task with supervision on the model's turns, then scale its head to the target
+    accuracy on `probe`; returns the number of steps.
 
-    stages: data, and from which step on.
-
+    stages: (first step, data).
     The learning rate is constant until the skill appears (a sudden rise, at a different step for
     every seed), then falls to zero over `decay_steps`: a model from the middle of the rise is too
     unstable for RL to improve.
@@ -251,9 +275,9 @@ def cold_start(
         left = 1.0 if decay_from is None else 1.0 - (step - decay_from) / settings.decay_steps
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, step / 50, left)
-        data = [found for first, found in stages if first < step][-1]
+        data = [content for first, content in stages if first < step][-1]
         chosen = torch.randint(len(data.tokens), (settings.batch_size,))
-        loss = turn_loss(model, Data(*(each[chosen] for each in data)))
+        loss = turn_loss(model, Data(*(part[chosen] for part in data)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -282,8 +306,8 @@ def cold_start(
 
 @torch.no_grad()
 def soften(model: Qwen3MoeForCausalLM, probe: Data, target_accuracy: float) -> float:
-    """Divide the output head by the temperature at which a sample is correct `target_accuracy` of
-    the time; return it.
+    """Divide the output head by the temperature at which a sample is correct with probability
+    `target_accuracy`, and return that temperature.
     """
     head = model.lm_head.weight.clone()
     low, high = 0.1, 100.0
@@ -298,8 +322,8 @@ def soften(model: Qwen3MoeForCausalLM, probe: Data, target_accuracy: float) -> f
 
 
 def turn_loss(model: Qwen3MoeForCausalLM, data: Data) -> torch.Tensor:
-    """Mean cross-entropy of the model's tokens, plus the router's load-balancing loss so that every
-    expert is used.
+    """Return the mean cross-entropy of the model's tokens, plus the router's load-balancing loss so
+    that every expert is used.
     """
     output = model(input_ids=data.tokens, use_cache=False, output_router_logits=True)
     first = first_turn(data)
@@ -311,8 +335,8 @@ def turn_loss(model: Qwen3MoeForCausalLM, data: Data) -> torch.Tensor:
 
 @torch.no_grad()
 def sampled_accuracy(model: Qwen3MoeForCausalLM, data: Data) -> float:
-    """Probability that samples at temperature 1 are exactly the turns: mean over prompts of prod_t
-    p(y_t | y_<t), t judged.
+    """Return the probability that samples at temperature 1 are exactly the turns: the mean over
+    prompts of prod_t p(y_t | y_<t), t judged.
     """
     first = first_turn(data)
     logits = model(input_ids=data.tokens, use_cache=False).logits[:, first - 1 : -1]
@@ -321,15 +345,15 @@ def sampled_accuracy(model: Qwen3MoeForCausalLM, data: Data) -> float:
 
 
 def first_turn(data: Data) -> int:
-    """The first column that the model writes: logits before it are not needed."""
+    """Return the first column that the model writes: logits before it are not needed."""
     return int(data.is_models.any(0).int().argmax())
 
 
 @contextmanager
 def deterministic_cpu(seed: int) -> Iterator[None]:
-    """One seed and one thread; restores the caller's torch state.
+    """Use one seed and one thread, and restore the caller's torch state.
 
-    Layers this small are not faster with a second thread, and ten times slower when another program
+    Layers this small are not faster with a second thread, and ten times slower if another program
     uses its core.
     """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -351,7 +375,7 @@ def write_checkpoint(
     out: Path, model: Qwen3MoeForCausalLM, manifest: dict, train: Examples, heldout: Examples
 ) -> None:
     out.mkdir(parents=True)
-    disable_progress_bar()  # "Writing model shards": one file in a moment
+    disable_progress_bar()  # "Writing model shards": one small file needs none
     model.save_pretrained(out)
     make_tokenizer().save_pretrained(out)
     for name, examples in (("train.jsonl", train), ("heldout.jsonl", heldout)):
@@ -361,7 +385,7 @@ def write_checkpoint(
         (out / name).write_text("\n".join(rows) + "\n")
     (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     for path in out.iterdir():
-        path.chmod(0o644)  # safetensors writes 0600: a server of another user could not read it
+        path.chmod(0o644)  # safetensors writes 0600, which a server of another user cannot read
 
 
 def main() -> None:

@@ -13,13 +13,18 @@ from megatron_rl.options import positive
 from megatron_rl.plan.hardware import HARDWARE
 from megatron_rl_tools.tiny_tasks import TASKS
 
-PLAN = """Propose parallel layouts for a model and a number of GPUs, fastest first, by the computations of --dry-run.
+PLAN = """Propose parallel layouts for a model and a number of GPUs, fastest first, by the \
+computations of --dry-run.
 
-    megatron-rl plan --gpus 64 --model CHECKPOINT_DIR|NAME [--gpu h100] [--gpu-gib 80] [--reserve-gib 8] [--gpus-per-node 8]
-                         [--server-gpus 64] [--assume NAME=VALUE ...] [--top 8] [--config FILE.toml] [--section.key value ...]
+    megatron-rl plan --gpus 64 --model CHECKPOINT_DIR|NAME [--gpu h100] [--gpu-gib 80] \
+[--reserve-gib 8] [--gpus-per-node 8]
+                         [--server-gpus 64] [--assume NAME=VALUE ...] [--top 8] \
+[--config FILE.toml] [--section.key value ...]
 
-NAME: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2; of a checkpoint only config.json is read.  Without --config
-the step is that of the paper: 64 prompts x 16 responses of at most 32,768 tokens.  Memory and seconds are computed, not
+NAME: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2; of a checkpoint only config.json is \
+read.  Without --config
+the step is that of the paper: 64 prompts x 16 responses of at most 32,768 tokens.  Memory and \
+seconds are computed, not
 measured (docs/design/cost_model.md); --assume changes their assumptions.
 """
 REPLAY_BATCH = (
@@ -33,7 +38,7 @@ MAKE_TINY_MODEL = (
 
 
 def parse_plan(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The options of `megatron-rl plan`, and the overrides --section.key VALUE."""
+    """Parse the options of `megatron-rl plan`, and the overrides --section.key VALUE."""
     parser = argparse.ArgumentParser(
         description=PLAN, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -108,9 +113,15 @@ def parse_make_tiny_model(argv: Sequence[str] | None = None) -> argparse.Namespa
     parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--task", default="sums", choices=TASKS)
     for name, kind in (
-        ("seed", int), ("target_accuracy", float), ("hidden_size", int), ("num_layers", int),
+        ("seed", int),
+        ("target_accuracy", float),
+        ("hidden_size", int),
+        ("num_layers", int),
         ("num_experts", int),
-        ("top_k", int), ("expert_size", int), ("num_heldout", int), ("max_steps", int),
-    ):  # fmt: skip
+        ("top_k", int),
+        ("expert_size", int),
+        ("num_heldout", int),
+        ("max_steps", int),
+    ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS)
     return parser.parse_args(argv)

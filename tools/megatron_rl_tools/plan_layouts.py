@@ -1,5 +1,6 @@
-"""The command `megatron-rl plan`: proposes parallel layouts, fastest first; tools/options.py parses
-its arguments.
+"""The command `megatron-rl plan`: propose parallel layouts, fastest first.
+
+options.py parses its arguments.
 """
 
 from __future__ import annotations
@@ -48,20 +49,18 @@ def main(argv: list[str] | None = None) -> int:
     limit = (args.gpu_gib * GIB if args.gpu_gib else hardware.memory) - args.reserve_gib * GIB
     trainer = TrainingModel(spec, cfg, args.gpus, hardware, assumed)
     search = Search(trainer, limit)
-    found = search.candidates
+    layouts = search.candidates
     rows = cfg.run.max_tokens_per_micro_batch
     print(
         f"{spec.architecture} on {args.gpus} x {hardware.name}, {rows:,} rows a micro-batch:"
-        f" {len(found)} layouts fit in {gib(int(limit))}"
+        f" {len(layouts)} layouts fit in {gib(int(limit))}"
     )
-    if not found:
+    if not layouts:
         if search.refusals:
-            # the first of each kind
+            # the first refusal of each kind: those that differ in numbers only are alike
             shown = {re.sub(r"\d+", "", text): text for text in reversed(search.refusals)}
-            print(
-                "\n".join(["refused, whatever the memory:", *reversed(shown.values())]),
-                file=sys.stderr,
-            )
+            lines = ["refused, whatever the memory:", *reversed(shown.values())]
+            print("\n".join(lines), file=sys.stderr)
         print(
             "none fits: try more GPUs, a smaller run.max_tokens_per_micro_batch,"
             " model.fused_lm_head = true, or, since replicas must divide the prompts, another"
@@ -69,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    Console(width=140, highlight=False).print(layout_table(found[: args.top], args.gpus))
-    print("\n".join(best_lines(trainer, found[0], server_pool)))
+    Console(width=140, highlight=False).print(layout_table(layouts[: args.top], args.gpus))
+    print("\n".join(best_lines(trainer, layouts[0], server_pool)))
     return 0
 
 
@@ -81,15 +80,13 @@ def read_step_config(args: argparse.Namespace, overrides: list[str]) -> Config:
 
 
 def with_servers(cfg: Config, args: argparse.Namespace, servers: DecodeModel) -> Config:
-    """`cfg` with the proposed servers, unless it names its own: on the trainer's GPUs, alternating
-    with it, where they are those of one node; else attached."""
+    """Return `cfg` with the proposed servers, unless it names servers itself.
+
+    They alternate with the trainer on its GPUs if these are in one node; else they are attached.
+    """
     rollout, num, size = cfg.rollout, servers.server_pool.num, servers.server_pool.devices
-    if (
-        rollout.urls
-        or rollout.gpus
-        or rollout.num_servers > 1
-        or rollout.weight_sync != "distributed"
-    ):
+    has_servers = rollout.urls or rollout.gpus or rollout.num_servers > 1
+    if has_servers or rollout.weight_sync != "distributed":
         return cfg
     chosen: dict[str, object]
     if is_shared(args, servers):
@@ -109,23 +106,21 @@ def with_servers(cfg: Config, args: argparse.Namespace, servers: DecodeModel) ->
 
 
 def is_shared(args: argparse.Namespace, servers: DecodeModel) -> bool:
-    """Whether rank 0 can start the servers on the trainer's GPUs: it starts them on its own host
-    only.
+    """Return whether rank 0 can start the servers on the trainer's GPUs: it starts them only on its
+    host.
     """
     is_gpu = servers.hardware.name != HARDWARE["cpu"].name
     return is_gpu and not args.server_gpus and args.gpus <= servers.hardware.per_node
 
 
 def server_options(cfg: Config, server_pool: ServerPlan, per_node: int) -> str:
-    """What the command line needs for the plan's servers."""
+    """Return the options of the command line for the plan's servers."""
     rollout = cfg.rollout
     if rollout.urls:
         is_one_node = server_pool.devices <= per_node
-        how = (
-            f"serve.sh with TP_SIZE={server_pool.devices}"
-            if is_one_node
-            else "SGLang's --nnodes: more than a node has"
-        )
+        how = "SGLang's --nnodes: more than a node has"
+        if is_one_node:
+            how = f"serve.sh with TP_SIZE={server_pool.devices}"
         return (
             f"--rollout.urls and the addresses of {len(rollout.urls)} servers of"
             f" {server_pool.devices} GPUs ({how})"
@@ -139,18 +134,18 @@ def server_options(cfg: Config, server_pool: ServerPlan, per_node: int) -> str:
     return f"{options} --rollout.max_total_tokens {rollout.max_total_tokens}"
 
 
-def layout_table(found: list[Candidate], gpus: int) -> Table:
+def layout_table(layouts: list[Candidate], gpus: int) -> Table:
     kinds = ("weights", "gradients", "optimizer", "activations", "routes", "working", "total")
     out = Table(
         "tp", "cp", "pp", "ep", "etp", "dp", "recompute", *kinds, "old-logprob", "update", box=None
     )
-    for each in found:
-        p, used = each.cfg.parallel, each.memory
+    for layout in layouts:
+        p, used = layout.cfg.parallel, layout.memory
         sizes = (p.tp, p.cp, p.pp, p.ep, p.expert_tp, grid.dp_size(p, gpus))
-        seconds = (f"{each.old_logprob.total:.1f} s", f"{each.update.total:.1f} s")
+        seconds = (f"{layout.old_logprob.total:.1f} s", f"{layout.update.total:.1f} s")
         out.add_row(
             *map(str, sizes),
-            each.cfg.model.recompute,
+            layout.cfg.model.recompute,
             *(gib(getattr(used, kind)) for kind in kinds),
             *seconds,
         )
@@ -158,20 +153,16 @@ def layout_table(found: list[Candidate], gpus: int) -> Table:
 
 
 def best_lines(trainer: TrainingModel, best: Candidate, server_pool: ServerPlan) -> list[str]:
-    """The step of the first layout, and its settings."""
-    found = replace(trainer, cfg=best.cfg).step(server_pool)
-    p, sampling = best.cfg.parallel, found.rollout
+    """Return the lines about the first layout: its step and its settings."""
+    times = replace(trainer, cfg=best.cfg).step(server_pool)
+    p, sampling = best.cfg.parallel, times.rollout
     sizes = (("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("ep", p.ep), ("etp", p.expert_tp))
-    stages = (
-        " ".join(map(str, ("", "--parallel.layers_per_stage", *p.layers_per_stage)))
-        if p.layers_per_stage
-        else ""
-    )
-    whose = (
-        "the trainer's, alternating with it"
-        if best.cfg.rollout.release_memory
-        else "others than the trainer's"
-    )
+    stages = ""
+    if p.layers_per_stage:
+        stages = " ".join(map(str, ("", "--parallel.layers_per_stage", *p.layers_per_stage)))
+    whose = "others than the trainer's"
+    if best.cfg.rollout.release_memory:
+        whose = "the trainer's, alternating with it"
     return [
         (
             f"first: {' '.join(f'--parallel.{name} {size}' for name, size in sizes)} "
@@ -179,8 +170,8 @@ def best_lines(trainer: TrainingModel, best: Candidate, server_pool: ServerPlan)
         ),
         (
             f"its step, computed: rollout {sampling.total:.0f} s, old-logprob"
-            f" {found.old_logprob.total:.1f} s, update {found.update.total:.1f} s, weight sync"
-            f" {found.weight_sync:.1f} s; {found.total:.0f} s in all"
+            f" {times.old_logprob.total:.1f} s, update {times.update.total:.1f} s, weight sync"
+            f" {times.weight_sync:.1f} s; {times.total:.0f} s in all"
         ),
         (
             f"servers: {server_pool.num} x {server_pool.devices} GPUs, {whose};"
@@ -188,7 +179,7 @@ def best_lines(trainer: TrainingModel, best: Candidate, server_pool: ServerPlan)
             f" {sampling.tail / sampling.total:.0%} of the rollout with idle slots"
         ),
         f"their options: {server_options(best.cfg, server_pool, trainer.hardware.per_node)}",
-        f"an update, by part: {found.update.largest()}",
+        f"an update, by part: {times.update.largest()}",
     ]
 
 

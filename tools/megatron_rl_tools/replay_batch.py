@@ -1,12 +1,13 @@
 """Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches;
 docs/guides/mismatch.md).
 
-    megatron-rl replay-batch runs/NAME/batches/step_000012_update_0                            # one rank, also without a GPU
-    torchrun --nproc_per_node 4 -m megatron_rl.cli replay-batch BUNDLE --layout tp=2,ep=2       #
-    another layout
-In the layout and on the device that saved it every number must be equal in every bit; elsewhere
-loss and gradient norm within --tolerance.  Exit code: 0 they are, 1 they are not, 2 invalid
-arguments.
+    # one rank, also without a GPU
+    megatron-rl replay-batch runs/NAME/batches/step_000012_update_0
+    # another layout
+    torchrun --nproc_per_node 4 -m megatron_rl.cli replay-batch BUNDLE --layout tp=2,ep=2
+In the layout and on the device that saved it, every number must be equal in every bit; elsewhere,
+loss and gradient norm must agree within --tolerance.  Exit code: 0 they do, 1 they do not, 2
+invalid arguments.
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ from megatron_rl.records import MiniBatch
 from megatron_rl_tools.options import parse_replay_batch
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
-LEAST_LOSS = 1e-2  # of mean-centred advantages: below it a difference is compared with this
+LEAST_LOSS = 1e-2
+"""Differences of smaller losses, which mean-centred advantages give, are relative to this one."""
 SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 
 
 @dataclass(frozen=True, order=True)
 class TokenShare:
-    """A sampled token and what it adds to the loss."""
+    """A sampled token with its part of the loss, ordered by that part's size."""
 
     size: float
+    """|share|."""
     share: float = field(compare=False)
+    """The token's summand of the loss."""
     rollout: str = field(compare=False)
     position: int = field(compare=False)
     token: int = field(compare=False)
@@ -90,7 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def batch_config(args: argparse.Namespace, header: Header) -> Config:
-    """The run's, with these weights, layout and device.  Raises ValueError, naming the option."""
+    """Return the run's configuration with these weights, layout and device.
+
+    Raises ValueError, which names the option.
+    """
     weights = args.weights or args.bundle / header["weights"]
     if not weights.is_dir():
         raise BundleError(
@@ -114,7 +121,7 @@ def batch_config(args: argparse.Namespace, header: Header) -> Config:
 
 
 def read_layout(text: str) -> dict[str, int]:
-    """tp=2,ep=2 as sizes.  Raises BundleError for anything else."""
+    """Parse "tp=2,ep=2" as sizes.  Raises BundleError for anything else."""
     sizes = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
@@ -130,32 +137,32 @@ def read_layout(text: str) -> dict[str, int]:
 def compute(
     bundle: Bundle, batch: MiniBatch, old: OldPass, num_tokens: int
 ) -> tuple[Results, list[TokenShare]]:
-    """The gradient of the mini-batch again, and the tokens that carry most of its loss.
+    """Compute the gradient of the mini-batch again, and the tokens that carry most of its loss.
 
     Collective.
     """
     engine = bundle.engine
-    sums, found = MetricSums(), list[TokenShare]()
+    sums, largest = MetricSums(), list[TokenShare]()
 
     def observe(tokens: UpdateTokens) -> None:
         if num_tokens and engine.parallel.tp_rank == 0:
-            found[:] = heapq.nlargest(num_tokens, [*found, *layer_shares(tokens)])
+            largest[:] = heapq.nlargest(num_tokens, [*largest, *layer_shares(tokens)])
 
     grad_norm = engine.compute_gradient(batch, old, sums, replay=bundle.replay, observe=observe)
     metrics = sums.reduce(dist.group.WORLD, engine.parallel.device)
-    everyone = [token for part in gather_values(found) for token in part]
+    everyone = [token for part in gather_values(largest) for token in part]
     return results_of(engine, metrics, grad_norm), heapq.nlargest(num_tokens, everyone)
 
 
 def layer_shares(tokens: UpdateTokens) -> list[TokenShare]:
-    """Every learned token of this rank's rows, with what it adds to the loss."""
-    found, loss, batch = [], tokens.loss, tokens.micro_batch
+    """Return every learned token of this rank's rows, with its part of the loss."""
+    shares, loss, batch = [], tokens.loss, tokens.micro_batch
     for row in loss.mask.nonzero().flatten().tolist():
         if bool(loss.clipped_high[row] | loss.clipped_low[row]):
             state = "clipped"
         else:
             state = "rejected" if bool(loss.rejected[row]) else ""
-        found.append(
+        shares.append(
             TokenShare(
                 abs(float(tokens.shares[row])),
                 float(tokens.shares[row]),
@@ -170,7 +177,7 @@ def layer_shares(tokens: UpdateTokens) -> list[TokenShare]:
                 state,
             )
         )
-    return found
+    return shares
 
 
 # Results
@@ -183,59 +190,56 @@ def tolerance_of(args: argparse.Namespace, cfg: Config) -> float:
 def is_reproduced(bundle: Bundle, results: Results, tolerance: float) -> bool:
     header = bundle.header
     if bundle.is_exact:
-        return (
-            results.gradients == header["gradients"] and dict(results.metrics) == header["metrics"]
-        )
-    return is_near(results.loss, header["loss"], tolerance, LEAST_LOSS) and is_near(
-        results.grad_norm, header["grad_norm"], tolerance
-    )
+        same = results.gradients == header["gradients"]
+        return same and dict(results.metrics) == header["metrics"]
+    same = is_near(results.loss, header["loss"], tolerance, LEAST_LOSS)
+    return same and is_near(results.grad_norm, header["grad_norm"], tolerance)
 
 
-def is_near(found: float | None, saved: float | None, tolerance: float, least: float = 0.0) -> bool:
-    """Whether two numbers agree; None is one that is not finite."""
-    if found is None or saved is None:
-        return found is saved
-    return math.isclose(found, saved, rel_tol=tolerance, abs_tol=tolerance * least)
+def is_near(value: float | None, saved: float | None, tolerance: float, least: float = 0.0) -> bool:
+    """Return whether two numbers agree; None stands for one that is not finite."""
+    if value is None or saved is None:
+        return value is saved
+    return math.isclose(value, saved, rel_tol=tolerance, abs_tol=tolerance * least)
 
 
 def describe_batch(bundle: Bundle, results: Results, tolerance: float) -> list[str]:
     header, here = bundle.header, layout_name(bundle.engine)
     exact = bundle.is_exact
     other = "device" if bundle.is_same_layout else "layout"
-    rule = (
-        "every number must be equal in every bit"
-        if exact
-        else f"another {other}: within {tolerance:g}"
-    )
+    rule = f"another {other}: within {tolerance:g}"
+    if exact:
+        rule = "every number must be equal in every bit"
     equal = sum(results.metrics.get(name) == value for name, value in header["metrics"].items())
     others = {
-        name: abs(value - found) / max(abs(value), 1e-6)
+        name: abs(value - computed) / max(abs(value), 1e-6)
         for name, value in header["metrics"].items()
-        if value is not None and (found := results.metrics.get(name)) is not None and found != value
+        if value is not None
+        and (computed := results.metrics.get(name)) is not None
+        and computed != value
     }
     worst = max(others, key=lambda name: others[name], default="")
     verdict = "equal on every rank" if results.gradients == header["gradients"] else "DIFFER"
+    furthest = ""
+    if worst:
+        saved, here_value = header["metrics"][worst], results.metrics[worst]
+        furthest = f"; furthest {worst}: {saved:.6g}, here {here_value:.6g}"
     return [
         f"step {header['step'] + 1}, update {header['update']}, saved because: {header['reason']}",
         f"saved as {header['layout']}, computed as {here}: {rule}",
         metric_line("loss", header["loss"], results.loss),
         metric_line("gradient norm", header["grad_norm"], results.grad_norm),
         *([f"  gradients      {verdict}"] if exact else []),
-        f"  metrics         {equal} of {len(header['metrics'])} equal"
-        + (
-            f"; furthest {worst}: {header['metrics'][worst]:.6g}, here {results.metrics[worst]:.6g}"
-            if worst
-            else ""
-        ),
+        f"  metrics         {equal} of {len(header['metrics'])} equal{furthest}",
         "reproduced" if is_reproduced(bundle, results, tolerance) else "NOT reproduced",
     ]
 
 
-def metric_line(name: str, saved: float | None, found: float | None) -> str:
+def metric_line(name: str, saved: float | None, computed: float | None) -> str:
     def shown(value: float | None) -> str:
         return "not finite" if value is None else f"{value:.9g}"
 
-    return f"  {name:<14} {shown(saved)}, here {shown(found)}"
+    return f"  {name:<14} {shown(saved)}, here {shown(computed)}"
 
 
 def markdown_table(tokens: Sequence[TokenShare], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -243,13 +247,13 @@ def markdown_table(tokens: Sequence[TokenShare], tokenizer: PreTrainedTokenizerB
         "  loss        rollout            at  token                 log mu  log pi_old  log pi   "
         " pi/mu  advantage"
     ]
-    for each in tokens:
-        # a model's text: never control characters on a terminal
-        text = ascii(tokenizer.decode([each.token]))
+    for token in tokens:
+        # ascii: a model's text must not send control characters to a terminal
+        text = ascii(tokenizer.decode([token.token]))
         rows.append(
-            f"  {each.share:+.3e}  {each.rollout:<16} {each.position:>4}  {each.token:>6}"
-            f" {text:<14} {each.log_mu:>8.3f} {each.log_old:>9.3f} {each.log_pi:>8.3f}"
-            f" {each.weight:>9.3g} {each.advantage:>+9.3f} {each.state}".rstrip()
+            f"  {token.share:+.3e}  {token.rollout:<16} {token.position:>4}  {token.token:>6}"
+            f" {text:<14} {token.log_mu:>8.3f} {token.log_old:>9.3f} {token.log_pi:>8.3f}"
+            f" {token.weight:>9.3g} {token.advantage:>+9.3f} {token.state}".rstrip()
         )
     return rows
 

@@ -1,5 +1,6 @@
-"""Write docs/reference/settings.md from the config classes:  python -m
-megatron_rl_tools.settings_reference
+"""Write docs/reference/settings.md from the config classes.
+
+    python -m megatron_rl_tools.settings_reference
 
 Defaults and meanings are those that `megatron-rl settings` prints.  A test checks that the page is
 current.
@@ -37,7 +38,7 @@ renamed key with its new name.
 Written by `python -m megatron_rl_tools.settings_reference`.
 """
 SIMPLE = "integer|number|boolean|text|path"
-SHORTER = (  # of a type's text
+SHORTER = (  # (pattern, shorter text) for the text of a type
     (r"\btrue or false\b", "boolean"),
     (r'"(\w+)" or (?=")', r'"\1", '),
     (r'"(\w+)"', r"`\1`"),
@@ -54,29 +55,27 @@ SHORTER = (  # of a type's text
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([HEAD, *map(section_text, SECTIONS)])
 
 
 def section_text(section: str) -> str:
-    """One section: its summary, then its settings."""
+    """Return a section: its summary, then its settings."""
     fields = SECTIONS[section].model_fields
     blocks = [f"## {section}", wrapped(linked(summary(section)))]
     if fields:
         blocks.append("\n".join(wrapped(entry(section, *item), "  ") for item in fields.items()))
     else:  # an open section: its docstring says which names it takes
-        blocks += [
-            wrapped(linked(text))
-            for text in (inspect.getdoc(SECTIONS[section]) or "").split("\n\n")[1:]
-        ]
+        paragraphs = (inspect.getdoc(SECTIONS[section]) or "").split("\n\n")[1:]
+        blocks += [wrapped(linked(text)) for text in paragraphs]
     return "\n\n".join(blocks) + "\n"
 
 
 def entry(section: str, key: str, field: FieldInfo) -> str:
-    """A setting with default, type, limits and meaning.
+    """Return a setting with default, type, limits and meaning.
 
-    The meaning is left out for a switch of the loss, which the page that its section names explains
-    by its equation.
+    A switch of the loss has no meaning here: the page that its section names explains it by its
+    equation.
     """
     schema, is_set = schemas(section)[key], field.get_default(call_default_factory=True) is not None
     kind = short_type(type_text(schema))
@@ -100,8 +99,8 @@ def short_type(text: str) -> str:
 
 
 def linked(text: str) -> str:
-    """Documents that the text names, as links from this page, named by their anchor or else by
-    their file.
+    """Replace the documents that the text names by links from this page, with the anchor or else
+    the file name as text.
     """
 
     def link(match: re.Match[str]) -> str:
@@ -112,7 +111,7 @@ def linked(text: str) -> str:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """The text in lines; an operator at the beginning of a later line is escaped, because it would
+    """Wrap the text in lines, and escape an operator at the beginning of a later line, which would
     begin a list.
     """
     lines = textwrap.wrap(

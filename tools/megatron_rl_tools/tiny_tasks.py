@@ -1,14 +1,13 @@
-"""The tasks of the tiny model, as transcripts of characters: what it is shown in its cold start,
-and the prompts of its RL.
+"""The tasks of the tiny model, as transcripts of characters: the examples of its cold start, and
+the prompts of its RL.
 
 sums   "12+34=" -> "46"
 tools  "37*48+25=" -> "[37*48]", answered by "=1776 " -> "[1776+25]", answered by "=1801 " ->
-       "1801".  Half of what the cold start shows answers at once, "1801", which so few layers
-       cannot compute: RL has to find out that calls help.
+       "1801".  Half of the examples of the cold start answer at once, "1801", which so few layers
+       cannot compute: RL must discover that calls help.
 ledger "a7b3c9=" -> "a7:07,b3:10;c9:19!=19": the sum of 10 to 26 digits modulo 100, written out in
-63 to 159 tokens.  The mark
-       after an item is the model's choice of eight: tokens of high entropy between tokens that must
-       be right.
+       63 to 159 tokens.  The mark after an item is the model's choice of eight: tokens of high
+       entropy between tokens that must be right.
 """
 
 from __future__ import annotations
@@ -26,38 +25,38 @@ MARKS = ".,;!?/&@"
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, its right answer, and a transcript that leads there: the model's turns, and what
-    follows each but the last.
-    """
+    """A prompt, its right answer, and a transcript that leads to it."""
 
     prompt: str
     label: str
     turns: tuple[str, ...]
+    """The model's turns."""
     answers: tuple[str, ...] = ()
+    """The answers to all turns but the last."""
 
 
 Examples = Sequence[Example]
 Stages = Sequence[tuple[int, Examples]]
+"""(first step, examples) of each stage of the cold start."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """make(seed, number of held-out prompts) -> (train, held-out); settings: of the cold start, in
-    place of its defaults.
-
-    stages: what the cold start is shown, and from which step on.
-    free: characters in whose place any of them is right.
-    """
+    """A task of the tiny model."""
 
     make: Callable[[int, int], tuple[Examples, Examples]]
+    """(seed, number of held-out prompts) -> (train, held-out)."""
     num_prompts: int
     stages: Callable[[Examples], Stages] = field(default=lambda train: ((0, train),))
+    """The stages of the cold start, from the training examples."""
     free: str = ""
+    """Characters of which any one is right in the place of another."""
     settings: Mapping[str, float | int] = field(default_factory=dict)
+    """Settings of the cold start that differ from its defaults."""
 
 
 def sums(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
-    """The 8100 ordered pairs of two-digit numbers, shuffled by `seed`."""
+    """Make the 8100 ordered pairs of two-digit numbers, shuffled by `seed`."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(pairs)
     examples = [Example(f"{a}+{b}=", str(a + b), (str(a + b),)) for a, b in pairs]
@@ -65,7 +64,7 @@ def sums(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
 
 
 def tools(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
-    """8100 of the prompts a*b+c with two-digit numbers and a product of four digits."""
+    """Draw 8100 of the prompts a*b+c with two-digit numbers and a product of four digits."""
     triples = [
         (a, b, c)
         for a in range(10, 100)
@@ -80,34 +79,21 @@ def tools(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
 def with_calls(a: int, b: int, c: int) -> Example:
     product, total = a * b, a * b + c
     calls = CALCULATOR.format(f"{a}*{b}"), CALCULATOR.format(f"{product}+{c}")
-    return Example(
-        f"{a}*{b}+{c}=",
-        str(total),
-        (*calls, str(total)),
-        (ANSWER.format(product), ANSWER.format(total)),
-    )
+    answers = ANSWER.format(product), ANSWER.format(total)
+    return Example(f"{a}*{b}+{c}=", str(total), (*calls, str(total)), answers)
 
 
 def also_at_once(examples: Examples) -> Stages:
-    """The same prompts once more, answered without a call."""
-    return (
-        (
-            0,
-            [
-                *examples,
-                *(Example(example.prompt, example.label, (example.label,)) for example in examples),
-            ],
-        ),
-    )
+    """Add the same prompts again, answered without a call."""
+    at_once = [Example(example.prompt, example.label, (example.label,)) for example in examples]
+    return ((0, [*examples, *at_once]),)
 
 
 def ledger(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
     draw = random.Random(seed)
-    examples = {
-        each.prompt: each for each in (written_out(draw, draw.randint(10, 26)) for _ in range(8100))
-    }
-    found = list(examples.values())
-    return found[num_heldout:], found[:num_heldout]
+    drawn = [written_out(draw, draw.randint(10, 26)) for _ in range(8100)]
+    rows = list({example.prompt: example for example in drawn}.values())
+    return rows[num_heldout:], rows[:num_heldout]
 
 
 def written_out(draw: random.Random, size: int) -> Example:
@@ -123,8 +109,8 @@ def written_out(draw: random.Random, size: int) -> Example:
 
 
 def longer_and_longer(examples: Examples) -> Stages:
-    """Few digits first: on them the model finds out within 200 steps how to look digits up, on 26
-    not within 400.
+    """Begin with few digits: on them the model learns within 200 steps to look digits up, on 26 not
+    within 400.
     """
     draw = random.Random(len(examples))
     short = [written_out(draw, draw.randint(2, 6)) for _ in examples]

@@ -42,17 +42,15 @@ def live_routes(
         disable_tf32()
     parallel = make_parallel(layout)
     try:
-        chunks = make_model(
-            spec, cfg, make_transformer_config(spec, cfg, layout, parallel.device), parallel
-        )
+        core = make_transformer_config(spec, cfg, layout, parallel.device)
+        chunks = make_model(spec, cfg, core, parallel)
         load_hf(chunks, cfg.path, spec, parallel)
         for chunk in chunks:
             chunk.eval()
         routers = [(spec.moe_layers.index(layer), router) for layer, router in moe_routers(chunks)]
         manager = ReplayManager(routers, num_experts=spec.num_experts)
-        batches = [
-            on_device(pack([Sample(bare_rollout(row), 0.0)]), parallel.device) for row in tokens
-        ]
+        samples = [Sample(bare_rollout(row), 0.0) for row in tokens]
+        batches = [on_device(pack([sample]), parallel.device) for sample in samples]
         routes = [Routes() for _ in batches]
         with torch.no_grad():
             report = Pipeline(chunks, manager).run(
@@ -68,7 +66,7 @@ def zero_loss(index: int, batch: PackedBatch, logits: Tensor) -> Tensor:
 
 
 def bare_rollout(tokens: np.ndarray) -> Rollout:
-    """A forward needs only the tokens."""
+    """Make a rollout with tokens only: a forward needs nothing else."""
     nothing = np.zeros(len(tokens) - 1, np.float32)
     return Rollout("canary", tokens, 1, nothing, None, "stop", nothing.astype(np.int32))
 

@@ -1,4 +1,7 @@
-"""The command check-rollouts: it reads the rollouts of a run or a dump, and checks them."""
+"""The command `megatron-rl check-rollouts`: read the rollouts of a run or a dump, and check them.
+
+options.py parses its arguments.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +32,25 @@ from megatron_rl_tools.check_rollouts.run_files import (
     staleness_budget,
 )
 
-SHOWN = 3  # findings per check in the table
+SHOWN = 3
+"""Findings per check in the table."""
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What the checks of a run or a dump gave."""
+    """The result of the checks of a run or a dump."""
 
     rollouts: int
     """Sequences that were read."""
     with_routes: int
     missing_rows: int
-    """Rows declared to have no route."""
+    """Rows that are recorded as without a route."""
     checks: tuple[str, ...]
     findings: tuple[Finding, ...]
     canary: dict[str, float] | None
     format: str = "megatron_rl"
     unchecked: dict[str, str] = field(default_factory=dict)
-    """Check -> why it was not made."""
+    """Check -> why it was not run."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -60,11 +64,10 @@ def main(argv: list[str] | None = None) -> int:
         model = None if arguments.model is None else open_model(arguments.model, arguments.dtype)
         which = {"step": arguments.step, "sample": arguments.sample, "seed": arguments.seed}
         dump = open_dump(arguments.run, arguments.format, None if model is None else model.sizes)
-        report = (
-            check_run(arguments.run, model, **which)
-            if dump is None
-            else check_dump(dump, model, **which)
-        )
+        if dump is None:
+            report = check_run(arguments.run, model, **which)
+        else:
+            report = check_dump(dump, model, **which)
     except (ValueError, OSError) as error:
         print(f"check_rollouts: {error}", file=sys.stderr)
         return 2
@@ -140,10 +143,9 @@ def check_dump(
             if not rollout.has_media:
                 across.add(rollout)
     if not steps and not findings:
-        raise ValueError(
-            f"{dump.files[0]}: no rollouts{'' if step is None else f' of step {step}'}"
-        )
-    # how stale rollouts may be is not in the dump: versions are compared within a rollout only
+        of_step = "" if step is None else f" of step {step}"
+        raise ValueError(f"{dump.files[0]}: no rollouts{of_step}")
+    # the dump does not say how stale rollouts may be: versions are compared within a rollout only
     findings += [finding for finding in across.findings() if finding.check != "versions"]
     findings += masks.findings()
     unchecked = masks.unchecked(text_only=dump.text_only)
@@ -151,10 +153,9 @@ def check_dump(
     if model is not None:
         checks = (*checks, "canary")
         first = min(steps, default=0) if step is None else step
-        of_step = (
-            it for file in dump.files for it in dump.read(file, []) if it.record.step == first
-        )
-        result = run_canary(model, of_step, sample=sample, seed=seed)
+        everything = (rollout for file in dump.files for rollout in dump.read(file, []))
+        candidates = (rollout for rollout in everything if rollout.record.step == first)
+        result = run_canary(model, candidates, sample=sample, seed=seed)
         if result.unchecked:
             unchecked["canary"] = unchecked.get("alignment", result.unchecked)
         findings += result.findings
@@ -167,9 +168,8 @@ def check_dump(
 
 
 def show(report: CheckReport, console: Console) -> None:
-    missing = (
-        f"; {report.missing_rows} rows recorded as without a route" if report.missing_rows else ""
-    )
+    rows = report.missing_rows
+    missing = f"; {rows} rows recorded as without a route" if rows else ""
     of = "" if report.format == "megatron_rl" else f" of {report.format}"
     console.print(f"{report.rollouts} rollouts{of}, {report.with_routes} with expert ids{missing}")
     table = Table("check", "", "rollouts", "found", "likely cause", box=None, pad_edge=False)

@@ -1,7 +1,7 @@
 """The digests that megatron-rl saves with its rollouts, computed again: blake2b of 16 bytes.
 
-Written from docs/reference/token_data.md, without the trainer's code: a fault of one implementation
-is then seen by the other.
+Written from docs/reference/token_data.md, without the trainer's code, so that each implementation
+shows a fault of the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rl_tools.check_rollouts.dumped import Dumped, Spans
 
 
 def digest_of_routes(tokens: np.ndarray, routes: np.ndarray, environment: Spans) -> bytes:
-    """Bind expert ids [S - 1, L, K] to their tokens [S]; of the ids, only the first MoE layer's."""
+    """Bind the expert ids [S - 1, L, K] of the first MoE layer to their tokens [S]."""
     first_layer = routes[:, 0] if routes.ndim == 3 and routes.shape[1] else routes
     return digest_of([(tokens, "<i8"), (first_layer, "<i2"), (environment, "<i8")])
 
@@ -34,6 +34,6 @@ def digest_of_episode(sequences: Sequence[Dumped]) -> bytes:
 
 
 def digest_of(parts: Sequence[tuple[ArrayLike, str]]) -> bytes:
-    """parts: values, and the dtype in which they are hashed."""
+    """Return the digest of parts, which are values and the dtype in which they are hashed."""
     data = b"".join(np.asarray(values).astype(dtype).tobytes() for values, dtype in parts)
     return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""One saved sequence as the checks see it, whichever trainer saved it, and what a check reports.
+"""The types of the checks: a saved sequence of any trainer, and a finding.
 
 Shapes: S tokens of a sequence, R of them sampled, L MoE layers, K top-k; routes [S - 1, L, K].
 """
@@ -51,17 +51,17 @@ class Dumped:
     logprobs: np.ndarray
     routes: np.ndarray | None
     missing: np.ndarray | None = None
-    """bool [S - 1]: rows declared to have no route."""
+    """Rows that are recorded as without a route, bool [S - 1]."""
     digest: bytes | None = None
     environment: Spans = ()
     """Spans that an environment wrote after the prompt."""
     episode_digest: bytes | None = None
     mask: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
-    """Sizes and codes of the kept sets, None where not saved."""
+    """Sizes and codes of the kept sets; None if not saved."""
 
     @property
     def present(self) -> np.ndarray:
-        """bool [rows]: the route is not declared as missing; all True if the declaration is
+        """Return where a route is not recorded as missing, bool [rows]; all True if that record is
         invalid.
         """
         rows = 0 if self.routes is None else len(self.routes)
@@ -76,12 +76,12 @@ class Finding:
 
     check: str
     where: str
-    """Rollout or step."""
+    """Its rollout or step."""
     found: str
-    """Value and rule."""
+    """The value, and the rule that it breaks."""
     cause: str
     """The usual cause."""
 
 
 Problems = Iterator[tuple[str, str, str]]
-"""(check, found, cause): what is wrong with one sequence, see Finding."""
+"""(check, found, cause) of the problems of one sequence, see Finding."""

@@ -30,9 +30,10 @@ OURS_ALONE = {
     "episode": "only rollouts of megatron-rl have a digest",
     "mask": "kept sets (top-p, top-k) of other trainers are not read",
 }
-# masked-out tokens with log-prob 0, to conclude that the trainer writes 0 for them
 LEAST_ZEROS = 20
-LEAST_FRACTION = 0.9  # of the masked-out tokens that have log-prob 0, for the same
+"""Masked-out tokens with log-prob 0 from which it follows that the trainer writes 0 for them."""
+LEAST_FRACTION = 0.9
+"""Fraction of the masked-out tokens that must have log-prob 0 for the same conclusion."""
 
 
 @dataclass(frozen=True)
@@ -40,33 +41,31 @@ class ForeignRollout(Dumped):
     """A sequence that another trainer saved."""
 
     loss_mask: np.ndarray | None = None
-    """int [R]: 1 where a token carries loss."""
+    """1 where a token carries loss, int [R]."""
     weight_versions: Sequence[int] = ()
-    """Versions of the calls that sampled it, in order."""
+    """Weight versions of the calls that sampled it, in order."""
     has_logprobs: bool = True
-    """False: the log-probs are zeros in place of none."""
+    """False if the dump has no log-probs: then they are zeros."""
     dense: int = 0
-    """Leading layers that were left out, as their ids are 0 in every rollout of the file."""
+    """Leading layers that were left out, because their ids are 0 in every rollout of the file."""
     has_media: bool = False
-    """With images or sound: its expert ids are not read."""
+    """True for rollouts with images or sound, whose expert ids are not read."""
 
 
 Read = Callable[[Path, list[Finding]], Iterator[ForeignRollout]]
-"""One file -> its rollouts, and what is wrong with the file itself."""
+"""Yields the rollouts of a file, and adds findings about the file itself."""
 
 
 @dataclass(frozen=True)
 class ForeignDump:
-    """The files of a dump, in order.
-
-    text_only: they hold no token ids, so only the files themselves can be checked.
-    """
+    """The files of a dump, in order."""
 
     format: str
     files: tuple[Path, ...]
     read: Read
     notes: tuple[str, ...] = ()
     text_only: bool = False
+    """Whether the files have no token ids: then only the files themselves can be checked."""
 
 
 def make_record(
@@ -79,7 +78,7 @@ def make_record(
 ) -> RecordedRollout:
     """Return the line of rollout `index` of a file.
 
-    How many tokens each version sampled is not in the dumps: all are counted for the last one.
+    The dumps do not say how many tokens each version sampled: all are counted for the last one.
     """
     *others, last = versions or [0]
     spans = [*([version, 0] for version in others), [last, response_length]]
@@ -94,10 +93,10 @@ def or_zeros(logprobs: np.ndarray | None, response_length: int) -> np.ndarray:
 
 
 def without_dense(routes: np.ndarray, sizes: Sizes | None, dense: int) -> np.ndarray:
-    """Routes [rows, L, K] of the MoE layers: slime, miles and verl keep the rows of dense layers,
-    as zeros.
+    """Return the routes [rows, L, K] of the MoE layers: slime, miles and verl keep dense layers, as
+    zeros.
 
-    dense: leading layers to leave out where no model says which are dense.
+    dense: number of leading layers to leave out if no model says which are dense.
     """
     if routes.ndim != 3:
         return routes
@@ -107,8 +106,8 @@ def without_dense(routes: np.ndarray, sizes: Sizes | None, dense: int) -> np.nda
 
 
 def zero_layers(routes: np.ndarray) -> int:
-    """The number of layers of [rows, L, K], from the first on, in which every id is 0; 0 where all
-    layers are.
+    """Return the number of leading layers of [rows, L, K] in which every id is 0; 0 if all are
+    0.
     """
     if routes.ndim != 3 or routes.shape[2] < 2 or not routes.any():
         return 0
@@ -117,7 +116,7 @@ def zero_layers(routes: np.ndarray) -> int:
 
 @dataclass
 class ForeignChecks:
-    """Checks of masks and weight versions over the rollouts of a dump, which are added one by one."""
+    """Checks of masks and weight versions over a dump, whose rollouts are added one by one."""
 
     rollouts: int = 0
     with_routes: int = 0
@@ -126,11 +125,14 @@ class ForeignChecks:
     with_versions: int = 0
     with_media: int = 0
     dense: int = 0
-    out: int = 0  # masked-out tokens of rollouts with log-probs
+    out: int = 0
+    """Masked-out tokens of rollouts with log-probs."""
     out_zero: dict[int, int] = field(default_factory=lambda: dict.fromkeys((-1, 0, 1), 0))
+    """Shift -> masked-out tokens with log-prob 0, with the mask shifted by as many tokens."""
     sampled: list[tuple[str, int, int]] = field(default_factory=list)
-    """Rollout, masked-out tokens with log-prob, first."""
+    """(rollout, number of masked-out tokens with a log-prob, the first of them)."""
     seen: list[Finding] = field(default_factory=list)
+    """Findings about single rollouts."""
 
     def add(self, rollout: ForeignRollout) -> None:
         where = f"step {rollout.record.step} {rollout.record.id}"
@@ -143,9 +145,8 @@ class ForeignChecks:
         self.with_versions += bool(rollout.weight_versions)
         if any(after < before for before, after in pairwise(rollout.weight_versions)):
             text = f"weight versions {list(rollout.weight_versions)}, must not decrease"
-            self.seen.append(
-                Finding("versions", where, text, "its parts were joined in the wrong order")
-            )
+            cause = "its parts were joined in the wrong order"
+            self.seen.append(Finding("versions", where, text, cause))
         mask = rollout.loss_mask
         if mask is not None and not self._reject(where, rollout, mask) and rollout.has_logprobs:
             self._compare(where, mask != 0, rollout.logprobs == 0)
@@ -168,9 +169,7 @@ class ForeignChecks:
         return len(rollout.logprobs) != size  # named by the check of lengths
 
     def _compare(self, where: str, carries: np.ndarray, zero: np.ndarray) -> None:
-        """Count how many masked-out tokens have log-prob 0, and how many would if the mask began
-        `shift` tokens later.
-        """
+        """Count the masked-out tokens with log-prob 0, as they are and with the mask shifted."""
         out = np.flatnonzero(~carries)
         self.out += len(out)
         for shift in self.out_zero:
@@ -182,37 +181,31 @@ class ForeignChecks:
             self.sampled.append((where, len(sampled), int(sampled[0])))
 
     def findings(self) -> Iterator[Finding]:
-        """Environment tokens have log-prob 0, so no shift of a correct mask covers more zeros than
-        the mask itself does.
+        """Yield the findings about the dump.
+
+        Environment tokens have log-prob 0, so no shift of a correct mask covers more zeros than the
+        mask itself.
         """
         yield from self.seen
-        best = max(self.out_zero, key=lambda shift: (self.out_zero[shift], shift == 0))
-        if (
-            best
-            and self.out_zero[best] >= LEAST_ZEROS
-            and self.out_zero[best] >= LEAST_FRACTION * self.out
-        ):
-            zeros = f"{self.out_zero[0]} have log-prob 0, {self.out_zero[best]} at shift {best:+d}"
-            text = f"of {self.out} masked-out tokens {zeros}"
-            cause = (
-                f"shifted by one: entry j is that of response token j {'+' if best > 0 else '-'} 1"
-            )
+        zeros, least = self.out_zero, max(LEAST_ZEROS, LEAST_FRACTION * self.out)
+        best = max(zeros, key=lambda shift: (zeros[shift], shift == 0))
+        if best and zeros[best] >= least:
+            counts = f"{zeros[0]} have log-prob 0, {zeros[best]} at shift {best:+d}"
+            sign = "+" if best > 0 else "-"
+            cause = f"shifted by one: entry j is that of response token j {sign} 1"
+            text = f"of {self.out} masked-out tokens {counts}"
             yield Finding("loss_mask", "dump", text, cause)
-        elif self.out_zero[0] >= LEAST_ZEROS and self.out_zero[0] >= LEAST_FRACTION * self.out:
+        elif zeros[0] >= least:
             for where, count, first in self.sampled:
                 text = (
                     f"{count} masked-out tokens have a log-prob, first response token {first};"
                     " others have 0"
                 )
-                yield Finding(
-                    "loss_mask",
-                    where,
-                    text,
-                    "sampled tokens carry no loss: the mask is of another rollout",
-                )
+                cause = "sampled tokens carry no loss: the mask is of another rollout"
+                yield Finding("loss_mask", where, text, cause)
 
     def unchecked(self, *, text_only: bool) -> dict[str, str]:
-        """Checks that the content of no rollout allows, and why."""
+        """Return check -> reason for the checks that the content of no rollout allows."""
         reasons: dict[str, str] = {}
         if not self.with_routes:
             reasons |= dict.fromkeys(ROUTE_CHECKS, "the dump has no expert ids")

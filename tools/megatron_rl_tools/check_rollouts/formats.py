@@ -1,4 +1,4 @@
-"""Which trainer saved these rollouts, from what the files hold."""
+"""The formats of dumps: detect which trainer saved the rollouts, from the content of the files."""
 
 from __future__ import annotations
 
@@ -10,36 +10,34 @@ from megatron_rl_tools.check_rollouts.foreign import ForeignDump
 from megatron_rl_tools.check_rollouts.model_sizes import Sizes
 from megatron_rl_tools.check_rollouts.pt_files import load_tensors
 
-PICKLE, ZIP = b"\x80", b"PK\x03\x04"  # the first bytes of a bare pickle, and of torch.save
+PICKLE, ZIP = b"\x80", b"PK\x03\x04"
+"""The first bytes of a bare pickle, and of a file of torch.save."""
 
 
 def open_dump(path: Path, name: str | None, sizes: Sizes | None) -> ForeignDump | None:
-    """The dump in a file or folder, of format `name` or of the one found; None for a run of
+    """Open the dump in a file or folder, in format `name` or the detected one; None for a run of
     megatron-rl.
 
-    Raises ValueError, naming the file, for one that no format has or that only foreign code could
-    read.
+    Raises ValueError, which names the file, if it has none of the formats or only foreign code
+    could read it.
     """
-    if name == "megatron_rl" or (
-        name is None and path.is_dir() and any(path.glob("rollouts*.jsonl"))
-    ):
+    is_run = path.is_dir() and any(path.glob("rollouts*.jsonl"))
+    if name == "megatron_rl" or (name is None and is_run):
         return None
     files, notes = dump_files(path)
     if not files:
         if name is None:
-            return None  # the message for a run without rollouts
+            return None  # then the message is that of a run without rollouts
         raise ValueError(f"{path}: no .pt or .jsonl files, which a dump of {name} would be")
     content = detect(files[0])
-    # slime and miles differ little: which of the two is the reader's to say
+    # slime and miles differ little: the reader may name either
     if name is not None and content != name and not {content, name} <= {"slime", "miles"}:
         raise ValueError(f"{files[0]}: its content is of {content}, not {name}; leave --format out")
     name = name or content
     same = tuple(file for file in files if file.suffix == files[0].suffix)
     if len(same) < len(files):
-        notes = (
-            *notes,
-            f"{len(files) - len(same)} files other than {files[0].suffix} are not read",
-        )
+        other = f"{len(files) - len(same)} files other than {files[0].suffix} are not read"
+        notes = (*notes, other)
     if name != "verl":
         return ForeignDump(name, same, partial(slime_dumps.read_file, sizes=sizes), notes)
     if files[0].suffix == ".jsonl":
@@ -48,24 +46,19 @@ def open_dump(path: Path, name: str | None, sizes: Sizes | None) -> ForeignDump 
 
 
 def dump_files(path: Path) -> tuple[list[Path], tuple[str, ...]]:
-    """(files in the order of their steps, notes).
+    """Return (files in the order of their steps, notes).
 
-    Of a folder, evaluations are left out: nothing is trained on them.
+    Evaluations in a folder are left out: nothing is trained on them.
     """
     if path.is_file():
         return [path], ()
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
-    files = sorted(
-        (file for file in path.iterdir() if file.suffix in (".pt", ".jsonl")), key=by_step
-    )
+    dumps = (file for file in path.iterdir() if file.suffix in (".pt", ".jsonl"))
+    files = sorted(dumps, key=by_step)
     evaluations = [file for file in files if "eval_" in file.name]
-    notes = (
-        (f"{len(evaluations)} evaluation files are not read; name one to check it",)
-        if evaluations
-        else ()
-    )
-    return [file for file in files if file not in evaluations], notes
+    note = f"{len(evaluations)} evaluation files are not read; name one to check it"
+    return [file for file in files if file not in evaluations], (note,) if evaluations else ()
 
 
 def by_step(file: Path) -> tuple[bool, int, str]:
@@ -73,7 +66,7 @@ def by_step(file: Path) -> tuple[bool, int, str]:
 
 
 def detect(file: Path) -> str:
-    """slime, miles or verl.  Raises ValueError where it is none of them."""
+    """Return "slime", "miles" or "verl".  Raises ValueError if it is none of them."""
     with open(file, "rb") as opened:
         head = opened.read(4096)
     if head.startswith(PICKLE):
@@ -88,11 +81,10 @@ def detect(file: Path) -> str:
             return "verl"
         if isinstance(payload, dict) and "samples" in payload:
             return "miles" if slime_dumps.is_miles(payload) else "slime"
-    elif (
-        verl_dumps.is_text(head.partition(b"\n")[0].decode(errors="replace"))
-        or file.suffix == ".jsonl"
-    ):
-        return "verl"
+    else:
+        first = head.partition(b"\n")[0].decode(errors="replace")
+        if verl_dumps.is_text(first) or file.suffix == ".jsonl":
+            return "verl"
     raise ValueError(
         f"{file}: not a rollout dump of slime, miles or verl; see docs/guides/other_trainers.md"
     )

@@ -1,4 +1,4 @@
-"""The checks of lengths and turns of saved rollouts: see check_rollouts.py."""
+"""The checks of lengths and turns of saved rollouts (check_rollouts.py)."""
 
 from __future__ import annotations
 
@@ -8,71 +8,44 @@ from megatron_rl_tools.check_rollouts.dumped import Dumped, Problems
 
 
 def check_turns(dumped: Dumped) -> Problems:
-    """Spans of the environment lie between turns, in order, and the line has an entry per turn, or
-    none.
+    """Check that spans of the environment lie between turns, in order, and that the line has one
+    entry per turn, or none.
     """
     record, spans = dumped.record, dumped.environment
-    bounds = [
-        record.prompt_length,
-        *(place for span in spans for place in span),
-        len(dumped.tokens),
-    ]
+    places = [place for span in spans for place in span]
+    bounds = [record.prompt_length, *places, len(dumped.tokens)]
     if any(start >= end for start, end in pairwise(bounds)):
         rule = f"must lie in order between turns, after {bounds[0]} and before {bounds[-1]}"
-        yield (
-            "turns",
-            f"spans of the environment {list(spans)}, {rule}",
-            "a span was moved, or a turn lost",
-        )
+        text = f"spans of the environment {list(spans)}, {rule}"
+        yield "turns", text, "a span was moved, or a turn lost"
     for name, values in (("turn_rewards", record.turn_rewards), ("turn_ends", record.turn_ends)):
         if values and len(values) != len(spans) + 1:
-            yield (
-                "turns",
-                f"{len(values)} {name} for {len(spans) + 1} turns",
-                "the line is of another rollout",
-            )
+            text = f"{len(values)} {name} for {len(spans) + 1} turns"
+            yield "turns", text, "the line is of another rollout"
 
 
 def check_token_counts(dumped: Dumped) -> Problems:
     record, size = dumped.record, len(dumped.tokens)
-    parts = [
-        record.prompt_length,
-        record.response_length,
-        *filter(None, [record.environment_length]),
-    ]
+    parts = [record.prompt_length, record.response_length]
+    names = "prompt + response"
+    if record.environment_length:
+        parts.append(record.environment_length)
+        names += " + environment"
     if size != sum(parts):
-        yield (
-            "length",
-            (
-                f"{size} tokens, must be prompt + response{' + environment' * (len(parts) > 2)} ="
-                f" {' + '.join(map(str, parts))}"
-            ),
-            "the response was truncated, or extended, after it was recorded",
-        )
+        text = f"{size} tokens, must be {names} = {' + '.join(map(str, parts))}"
+        yield "length", text, "the response was truncated, or extended, after it was recorded"
     versions = sum(tokens for _, tokens in record.policy_versions)
     if versions != record.response_length:
-        yield (
-            "length",
-            f"{versions} weight versions for {record.response_length} response tokens",
-            "the line was edited",
-        )
-    if (
-        spans := sum(end - start for start, end in dumped.environment)
-    ) != record.environment_length:
-        yield (
-            "length",
-            (
-                f"{spans} tokens in spans of the environment, the line says"
-                f" {record.environment_length}"
-            ),
-            "the line was edited, or the tensors are of another rollout",
-        )
+        text = f"{versions} weight versions for {record.response_length} response tokens"
+        yield "length", text, "the line was edited"
+    spans = sum(end - start for start, end in dumped.environment)
+    if spans != record.environment_length:
+        says = f"the line says {record.environment_length}"
+        cause = "the line was edited, or the tensors are of another rollout"
+        yield "length", f"{spans} tokens in spans of the environment, {says}", cause
     if len(dumped.logprobs) != record.response_length:
-        yield (
-            "length",
-            f"{len(dumped.logprobs)} log-probs for {record.response_length} response tokens",
-            "log-probs of the prompt kept, or of the last token lost",
-        )
+        text = f"{len(dumped.logprobs)} log-probs for {record.response_length} response tokens"
+        yield "length", text, "log-probs of the prompt kept, or of the last token lost"
     if dumped.routes is None or dumped.routes.ndim == 0 or len(dumped.routes) == size - 1:
         return
     causes = {
@@ -83,10 +56,6 @@ def check_token_counts(dumped: Dumped) -> Problems:
             "the prompt's rows are missing (prefix cache?)",
         ),
     }
-    yield (
-        "length",
-        f"{len(dumped.routes)} rows of expert ids, must be tokens - 1 = {size - 1}",
-        causes.get(
-            len(dumped.routes), "rows were dropped or added (truncated payload, retraction)"
-        ),
-    )
+    text = f"{len(dumped.routes)} rows of expert ids, must be tokens - 1 = {size - 1}"
+    other = "rows were dropped or added (truncated payload, retraction)"
+    yield "length", text, causes.get(len(dumped.routes), other)

@@ -1,4 +1,4 @@
-"""The check of saved kept sets (rollout.top_p, top_k, min_p): see check_rollouts.py.
+"""The check of saved kept sets (rollout.top_p, top_k, min_p; check_rollouts.py).
 
 sizes  uint16 [R], ids of each set
 codes  uint8 [bytes], the ids of set after set, ascending: the first as it is, every other as its
@@ -14,16 +14,13 @@ from megatron_rl_tools.check_rollouts.dumped import Dumped, Problems
 
 
 def check_kept_sets(dumped: Dumped, vocab_size: int | None) -> Problems:
-    """A problem unless every sampled token is in its own set, of ids in the vocabulary."""
+    """Check that every sampled token is in its kept set, whose ids are in the vocabulary."""
     sizes, codes = dumped.mask
     if sizes is None and codes is None:
         return
     if sizes is None or codes is None:
-        yield (
-            "mask",
-            f"{'sizes' if sizes is None else 'codes'} are missing",
-            "files of two runs mixed",
-        )
+        kind = "sizes" if sizes is None else "codes"
+        yield "mask", f"{kind} are missing", "files of two runs mixed"
         return
     is_sampled = np.arange(len(dumped.tokens)) >= dumped.record.prompt_length
     for start, end in dumped.environment:
@@ -35,11 +32,8 @@ def check_kept_sets(dumped: Dumped, vocab_size: int | None) -> Problems:
         yield "mask", f"rollout {dumped.record.id}: {error}", cause
         return
     if vocab_size is not None and len(ids) and ids.max() >= vocab_size:
-        yield (
-            "mask",
-            f"kept id {ids.max()}, must be below the vocabulary {vocab_size}",
-            "another model",
-        )
+        text = f"kept id {ids.max()}, must be below the vocabulary {vocab_size}"
+        yield "mask", text, "another model"
 
 
 def checked_ids(sizes: np.ndarray, codes: np.ndarray, sampled: np.ndarray) -> np.ndarray:

@@ -1,13 +1,13 @@
 """Checks whether tokens, log-probs and expert ids of a run's saved rollouts belong together.
 
-    megatron-rl check-rollouts runs/NAME [--model DIR [--step N] [--sample 8]] [--format NAME] [--json]
+    megatron-rl check-rollouts runs/NAME [--model DIR [--step N] [--sample 8]] [--format NAME] \
+[--json]
 
 Reads rollouts*.jsonl and their side files (rollout.save_tensors = true), or the dumps of slime,
 miles and verl, a file or a folder; what their content does not allow to check is printed.  With
 --model the canary runs too: a forward of that checkpoint on sampled rollouts must choose the
-recorded experts, best at shift 0.  Pass the checkpoint that sampled the
-step: for the first step the run's model.path.  Exit status 0: no findings; 1: findings; 2: no
-rollouts could be read.
+recorded experts, best at shift 0.  Pass the checkpoint that sampled the step: for the first step
+the run's model.path.  Exit status 0: no findings; 1: findings; 2: no rollouts could be read.
 """
 
 from __future__ import annotations

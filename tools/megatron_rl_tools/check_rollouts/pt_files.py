@@ -1,7 +1,6 @@
-"""Loads a .pt file without running anything in it: tensors, NumPy arrays and plain values, nothing
-else.
+"""Load a .pt file without running code in it: only tensors, NumPy arrays and plain values.
 
-Nothing else of the checks needs torch, so it is imported when a file is loaded.
+No other file of the checks needs torch, so it is imported when a file is loaded.
 """
 
 from __future__ import annotations
@@ -14,21 +13,16 @@ from zipfile import BadZipFile
 import numpy as np
 
 ARRAY_TYPES = (
-    np.bool_,
-    np.uint8,
-    np.int8,
-    np.int16,
-    np.int32,
-    np.int64,
-    np.float16,
-    np.float32,
-    np.float64,
-)
+    np.bool_, np.uint8, np.int8, np.int16, np.int32, np.int64,
+    np.float16, np.float32, np.float64,
+)  # fmt: skip
 Allowed = Callable[..., object] | tuple[Callable[..., object], str]
 
 
 def allowed_globals() -> list[Allowed]:
-    """What makes a NumPy array of numbers, under its names in NumPy 1 and 2."""
+    """Return the classes and functions that make a NumPy array of numbers, with their names in
+    NumPy 1 and 2.
+    """
     names: list[Allowed] = [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in ARRAY_TYPES}]
     for value, name in ((np.zeros(1), "_reconstruct"), (np.float64(0), "scalar")):
         # typed as str
@@ -41,9 +35,9 @@ def allowed_globals() -> list[Allowed]:
 
 
 def load_tensors(path: Path) -> object:
-    """torch.load(weights_only=True).
+    """Load a file with torch.load(weights_only=True).
 
-    Raises ValueError, naming file and classes, where the file needs more than that.
+    Raises ValueError, which names the file and its classes, if the file needs more than that.
     """
     try:
         import torch
@@ -65,7 +59,7 @@ def load_tensors(path: Path) -> object:
 
 
 def classes_of(path: Path) -> str:
-    """Names of the classes that weights_only=True refuses."""
+    """Return the names of the classes that weights_only=True refuses, as text."""
     import torch
 
     try:
@@ -88,7 +82,7 @@ def is_tensor(value: object) -> bool:
 
 
 def to_numpy(value: object) -> np.ndarray:
-    """A tensor, an array or a list of numbers."""
+    """Convert a tensor, an array or a list of numbers."""
     import torch
 
     return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)

@@ -1,9 +1,8 @@
-"""Do recorded expert ids belong to their tokens?  A forward of the model on the same tokens must
-choose them.
+"""The canary: a forward of the model on the same tokens must choose the recorded expert ids.
 
-Agreement of a row is the fraction of the recorded ids that are in the model's own top-k.  Engines
-differ in numerics, so it is below 1; routes of a neighbouring token, another layer or another
-request agree far less.
+The agreement of a row is the fraction of the recorded ids that are in the model's live choice.
+Engines differ in numerics, so it is below 1; routes of a neighbouring token, another layer or
+another request agree far less.
 Shapes: S tokens of a rollout, L MoE layers, K top-k; live and recorded routes [S - 1, L, K].
 """
 
@@ -20,17 +19,19 @@ from megatron_rl_tools.check_rollouts.model_sizes import NEEDS_TRAINER, Model, S
 from megatron_rl_tools.check_rollouts.rollout_checks import shift_cause
 
 LEAST_AGREEMENT = 0.7
-LEAST_ROWS = 8  # of both prompt and response, to check them separately
-PART_ROWS = 32  # at least, of a part; every part of a rollout must agree
+LEAST_ROWS = 8
+"""Rows of both prompt and response from which they are checked separately."""
+PART_ROWS = 32
+"""The fewest rows of a part of a rollout; every part must agree."""
 SHIFTS = (-1, 0, 1)
 
 
 @dataclass(frozen=True)
 class CanaryResult:
-    """What the comparison with the model gave."""
+    """The result of the comparison with the model."""
 
     agreement: dict[str, float] | None
-    """Over all sampled rows and layers, by shift ("-1", "0", "+1")."""
+    """Shift ("-1", "0", "+1") -> agreement over all sampled rows and layers."""
     findings: list[Finding]
     unchecked: str = ""
     """Why nothing was compared."""
@@ -38,7 +39,7 @@ class CanaryResult:
 
 @dataclass(frozen=True)
 class Compared:
-    """A sampled rollout: its recorded routes and the model's choice, int64 [S - 1, L, K]."""
+    """A rollout of the sample: recorded routes and the model's choice, int64 [S - 1, L, K]."""
 
     name: str
     prompt_length: int
@@ -47,10 +48,10 @@ class Compared:
 
 
 def usable_rollouts(dumps: Iterable[Dumped], sizes: Sizes) -> list[tuple[Dumped, np.ndarray]]:
-    """The rollouts that the canary can compare with the model, and their routes.
+    """Return the rollouts that the canary can compare with the model, and their routes.
 
-    Left out are those whose arrays do not have the model's shape (the other checks name them), with
-    rows without a route, or sampled by weights of several versions.
+    It cannot compare those whose arrays do not have the model's shape (the other checks name them),
+    those with rows without a route, or those sampled by several weight versions.
     """
     return [
         (d, d.routes)
@@ -74,27 +75,23 @@ def run_canary(
     usable = usable_rollouts(dumps, model.sizes)
     if not usable:
         shape = f"{len(model.sizes.moe_layers)} MoE layers x top-{model.sizes.top_k}"
-        needs = (
-            f"the canary needs rollouts of one weight version, with expert ids of {shape} for every"
-            " token"
-        )
+        ids = f"expert ids of {shape} for every token"
+        needs = f"the canary needs rollouts of one weight version, with {ids}"
         return CanaryResult(None, [], f"{needs}; there are none")
     order = np.random.default_rng(seed).permutation(len(usable))[:sample]
     chosen = [usable[index] for index in sorted(order)]
     rows = []
-    for (dumped, routes), live in zip(
-        chosen, model.forward([d.tokens for d, _ in chosen]), strict=True
-    ):
+    live_routes = model.forward([dumped.tokens for dumped, _ in chosen])
+    for (dumped, routes), live in zip(chosen, live_routes, strict=True):
         size = min(len(live), len(routes))
         name = f"step {dumped.record.step} {dumped.record.id}"
-        rows.append(
-            Compared(name, dumped.record.prompt_length, routes[:size].astype(np.int64), live[:size])
-        )
+        recorded = routes[:size].astype(np.int64)
+        rows.append(Compared(name, dumped.record.prompt_length, recorded, live[:size]))
     return compare_rollouts(rows)
 
 
 def compare_rollouts(rows: Sequence[Compared]) -> CanaryResult:
-    """Check rollout by rollout, then layer by layer over the rollouts that passed."""
+    """Check every rollout, then every layer over the rollouts that passed."""
     findings, passed = [], []
     for item in rows:
         if (wrong := wrong_part(item)) is None:
@@ -105,19 +102,18 @@ def compare_rollouts(rows: Sequence[Compared]) -> CanaryResult:
     if passed:
         findings += check_layers(passed)
     by_shift = {
-        shift: np.concatenate([at_shift(item, shift) for item in rows]).mean() for shift in SHIFTS
+        f"{shift:+d}" if shift else "0": np.concatenate([at_shift(item, shift) for item in rows])
+        for shift in SHIFTS
     }
-    return CanaryResult(
-        {f"{shift:+d}" if shift else "0": float(value) for shift, value in by_shift.items()},
-        findings,
-    )
+    means = {shift: float(values.mean()) for shift, values in by_shift.items()}
+    return CanaryResult(means, findings)
 
 
 def wrong_part(item: Compared) -> tuple[int, str] | None:
-    """(first row, finding) of the first part of the rows that does not agree, or None.
+    """Return (first row, finding) of the first part of the rows that does not agree, or None.
 
-    Parts, because routes may be correct up to some row, or for a prompt that is shared with another
-    request.
+    Rows are checked in parts, because routes may be correct up to some row, or only for a prompt
+    that another request shares.
     """
     size, cut = len(item.live), min(item.prompt_length, len(item.live))
     bounds = [0, cut, size] if min(cut, size - cut) >= LEAST_ROWS else [0, size]
@@ -140,7 +136,7 @@ def wrong_part(item: Compared) -> tuple[int, str] | None:
 
 
 def cause_of(item: Compared, first: int, rows: Sequence[Compared]) -> str:
-    """The simplest change that makes these routes agree with the model."""
+    """Return the simplest change that makes these routes agree with the model."""
     shifted = {shift: float(at_shift(item, shift).mean()) for shift in SHIFTS if shift}
     best = max(shifted, key=lambda shift: shifted[shift])
     if shifted[best] >= LEAST_AGREEMENT:
@@ -150,10 +146,8 @@ def cause_of(item: Compared, first: int, rows: Sequence[Compared]) -> str:
         return moved
     for other in rows:
         size = min(len(other.live), len(item.recorded))
-        if (
-            other is not item
-            and agreement(other.live[:size], item.recorded[:size]).mean() >= LEAST_AGREEMENT
-        ):
+        same = agreement(other.live[:size], item.recorded[:size]).mean()
+        if other is not item and same >= LEAST_AGREEMENT:
             return f"these are the routes of {other.name}"
     if first > item.prompt_length:
         return (
@@ -167,20 +161,19 @@ def cause_of(item: Compared, first: int, rows: Sequence[Compared]) -> str:
 
 
 def check_layers(rows: Sequence[Compared]) -> list[Finding]:
-    """Each layer must agree: a few exchanged layers hardly change the mean over all."""
+    """Check every layer: a few exchanged layers hardly change the mean over all."""
     table = layer_table(rows)
     weak = [layer for layer in range(len(table)) if table[layer, layer] < LEAST_AGREEMENT]
     if not weak:
         return []
     values = ", ".join(f"layer {layer}: {table[layer, layer]:.2f}" for layer in weak[:4])
-    cause = (
-        moved_layers(table) or "other weights than --model in these layers, or much numeric noise"
-    )
+    other = "other weights than --model in these layers, or much numeric noise"
+    cause = moved_layers(table) or other
     return [Finding("canary", "dump", f"MoE layers below {LEAST_AGREEMENT} ({values})", cause)]
 
 
 def moved_layers(table: np.ndarray) -> str | None:
-    """The layers whose ids are those of another layer of the model, as text."""
+    """Return the layers whose ids are those of another layer of the model, as text."""
     best = table.argmax(1)
     moved = [
         f"{layer} has those of {int(other)}"
@@ -190,31 +183,27 @@ def moved_layers(table: np.ndarray) -> str | None:
     if not moved:
         return None
     layers = np.arange(len(table))
-    return (
-        f"layers {'reversed' if (best == layers[::-1]).all() else 'exchanged'}: MoE layer"
-        f" {'; '.join(moved[:4])}"
-    )
+    kind = "reversed" if (best == layers[::-1]).all() else "exchanged"
+    return f"layers {kind}: MoE layer {'; '.join(moved[:4])}"
 
 
 def layer_table(rows: Sequence[Compared]) -> np.ndarray:
-    """[L, L]: mean agreement of recorded layer i with the model's layer j."""
+    """Return the mean agreement of recorded layer i with the model's layer j, [L, L]."""
     layers = range(rows[0].live.shape[1])
-    recorded, live = (
-        np.concatenate([r.recorded for r in rows]),
-        np.concatenate([r.live for r in rows]),
-    )
+    recorded = np.concatenate([row.recorded for row in rows])
+    live = np.concatenate([row.live for row in rows])
     return np.array(
         [[agreement(live[:, [j]], recorded[:, [i]]).mean() for j in layers] for i in layers]
     )
 
 
 def at_shift(item: Compared, shift: int) -> np.ndarray:
-    """[n, L]: agreement of recorded row j with the model's row j + shift."""
+    """Return the agreement of recorded row j with the model's row j + shift, [n, L]."""
     size = len(item.live)
     rows = np.arange(max(0, -shift), size - max(0, shift))
     return agreement(item.live[rows + shift], item.recorded[rows])
 
 
 def agreement(live: np.ndarray, recorded: np.ndarray) -> np.ndarray:
-    """[n, L]: the fraction of the model's K experts that are in the recorded row."""
+    """Return the fraction of the model's K experts that are in the recorded row, [n, L]."""
     return (live[..., :, None] == recorded[..., None, :]).any(-1).mean(-1)

@@ -1,4 +1,4 @@
-"""The checks of saved rollouts that run no model: see check_rollouts.py.
+"""The checks of saved rollouts that run no model (check_rollouts.py).
 
 Shapes: S tokens of a rollout, R of them response, L MoE layers, K top-k, E experts; routes [S - 1,
 L, K].
@@ -20,28 +20,36 @@ from megatron_rl_tools.check_rollouts.model_sizes import Sizes
 from megatron_rl_tools.check_rollouts.rollout_copies import Copies
 
 CHECKS: tuple[str, ...] = (
-    "files", "length", "turns", "shape", "digest", "episode", "logprobs", "range", "dtype", "zero",
-    "duplicate", "stuck",
-    "copied", "alignment", "versions", "mask",
+    "files", "length", "turns", "shape", "digest", "episode", "logprobs", "range",
+    "dtype", "zero", "duplicate", "stuck", "copied", "alignment", "versions", "mask",
 )  # fmt: skip
-STUCK_ROWS = 4  # consecutive equal rows, of more than one token, that are checked for chance
+STUCK_ROWS = 4
+"""Consecutive equal rows, of more than one token, from which their chance is computed."""
 LEAST_CHANCE = 1e-12
-"""A run of equal rows that is less likely (chance_of_run) is an error.  Low enough for the error of
-its independence assumption; far above the chance in a model of dozens of layers.  Models of a few
-layers do repeat rows."""
-LEAST_IDS = 1000  # to conclude anything from the largest id
-COMMON_TOKENS = 1 << 14  # token ids used for alignment: a tokenizer's low ids are its most frequent
-LEAST_PAIRS = 300  # pairs of rows with the same token, to conclude anything about alignment
+"""A run of equal rows that is less likely (chance_of_run) is an error.
+
+It is low enough for the error of the assumption that layers are independent, and far above the
+chance in a model of dozens of layers.  Models of a few layers do repeat rows."""
+LEAST_IDS = 1000
+"""Expert ids from which the largest one means anything."""
+COMMON_TOKENS = 1 << 14
+"""Token ids below this are used for alignment: a tokenizer's low ids are the most frequent."""
+LEAST_PAIRS = 300
+"""Pairs of rows with the same token from which the alignment means anything."""
 
 
 def check_one(dumped: Dumped, sizes: Sizes | None) -> Iterator[Finding]:
-    """Findings in one rollout alone."""
+    """Check a rollout alone."""
     where = f"step {dumped.record.step} {dumped.record.id}"
     vocab_size = None if sizes is None else sizes.vocab_size
-    of_tokens = chain(check_token_counts(dumped), check_turns(dumped), check_logprobs(dumped))
-    for check, text, cause in chain(
-        of_tokens, check_kept_sets(dumped, vocab_size), check_expert_ids(dumped, sizes)
-    ):
+    problems = chain(
+        check_token_counts(dumped),
+        check_turns(dumped),
+        check_logprobs(dumped),
+        check_kept_sets(dumped, vocab_size),
+        check_expert_ids(dumped, sizes),
+    )
+    for check, text, cause in problems:
         yield Finding(check, where, text, cause)
 
 
@@ -51,11 +59,8 @@ def check_expert_ids(dumped: Dumped, sizes: Sizes | None) -> Problems:
         return
     if routes.ndim != 3 or routes.dtype.kind not in "iu":
         rule = "must be integers [rows, MoE layers, top-k]"
-        yield (
-            "shape",
-            f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}",
-            "another format",
-        )
+        text = f"expert ids are {routes.dtype} {list(routes.shape)}, {rule}"
+        yield "shape", text, "another format"
         return
     yield from check_shape(routes, sizes)
     yield from check_missing(dumped, routes)
@@ -65,7 +70,7 @@ def check_expert_ids(dumped: Dumped, sizes: Sizes | None) -> Problems:
 
 
 def check_episode_digest(dumps: Sequence[Dumped]) -> Iterator[Finding]:
-    """Whether these are the sequences of the episode that the last one ends."""
+    """Check that these are the sequences of the episode that the last one ends."""
     last = dumps[-1]
     if len(dumps) == 1 and last.episode_digest is None:
         return
@@ -81,11 +86,8 @@ def check_logprobs(dumped: Dumped) -> Problems:
     bad = ~(np.isfinite(dumped.logprobs) & (dumped.logprobs <= 1e-3))
     if bad.any():
         at = int(bad.argmax())
-        yield (
-            "logprobs",
-            f"log mu of response token {at} is {dumped.logprobs[at]}, must be finite and <= 0",
-            "numerics",
-        )
+        value = f"log mu of response token {at} is {dumped.logprobs[at]}"
+        yield "logprobs", f"{value}, must be finite and <= 0", "numerics"
 
 
 def check_shape(routes: np.ndarray, sizes: Sizes | None) -> Problems:
@@ -106,47 +108,35 @@ def check_shape(routes: np.ndarray, sizes: Sizes | None) -> Problems:
         )
     else:
         cause = "another model"
-    yield (
-        "shape",
-        (
-            f"{layers} layers x top-{top_k}, the model has {expected[0]} MoE layers x"
-            f" top-{expected[1]}"
-        ),
-        cause,
-    )
+    model = f"the model has {expected[0]} MoE layers x top-{expected[1]}"
+    yield "shape", f"{layers} layers x top-{top_k}, {model}", cause
 
 
 def check_missing(dumped: Dumped, routes: np.ndarray) -> Problems:
     missing = dumped.missing
     if missing is not None and (missing.dtype != bool or missing.shape != (len(routes),)):
-        text = (
-            f"rows without a route are {missing.dtype} {list(missing.shape)}, must be bool"
-            f" [{len(routes)}]"
-        )
-        yield "shape", text, "rows were removed or added after they were recorded"
+        value = f"rows without a route are {missing.dtype} {list(missing.shape)}"
+        cause = "rows were removed or added after they were recorded"
+        yield "shape", f"{value}, must be bool [{len(routes)}]", cause
 
 
 def check_routes_digest(dumped: Dumped, routes: np.ndarray) -> Problems:
-    """Whether the routes still belong to the tokens.
-
-    The digest was computed when the payload was decoded.
+    """Check that the routes still belong to the tokens, with the digest that was computed when the
+    payload was decoded.
     """
     if dumped.digest is None:
         rule = "none recorded, must be one per rollout with expert ids"
         yield "digest", rule, "saved by an older version, or edited"
     elif dumped.digest != (digest := digest_of_routes(dumped.tokens, routes, dumped.environment)):
         text = f"tokens and expert ids give {digest.hex()}, recorded is {dumped.digest.hex()}"
-        yield (
-            "digest",
-            text,
-            "routes of another rollout, or tokens or rows edited or truncated after sampling",
-        )
+        cause = "routes of another rollout, or tokens or rows edited or truncated after sampling"
+        yield "digest", text, cause
 
 
 def check_ids(routes: np.ndarray, sizes: Sizes | None, present: np.ndarray) -> Problems:
-    """Range, then all-zero rows, then other duplicates: a row fails one check only.
+    """Check the range of ids, then all-zero rows, then other duplicates; a row fails only one.
 
-    Rows declared as missing are skipped.
+    Rows that are recorded as without a route are skipped.
     """
     high = None if sizes is None else sizes.num_experts
     outside = routes < 0 if high is None else (routes < 0) | (routes >= high)
@@ -154,49 +144,34 @@ def check_ids(routes: np.ndarray, sizes: Sizes | None, present: np.ndarray) -> P
     if outside.any():
         row, layer, slot = np.unravel_index(outside.argmax(), routes.shape)
         value = int(routes[row, layer, slot])
-        wrapped = value < 0
         rule = "0 <= id" if high is None else f"0 <= id < {high}"
-        yield (
-            "dtype" if wrapped else "range",
-            (
-                f"{int(outside.sum())} ids outside, first at row {row}, MoE layer {layer}: {value};"
-                f" must be {rule}"
-            ),
-            (
-                f"wrapped through {routes.dtype}, or -1 for a missing row"
-                if wrapped
-                else "another model, or a wider wire type"
-            ),
-        )
+        first = f"first at row {row}, MoE layer {layer}: {value}; must be {rule}"
+        text = f"{int(outside.sum())} ids outside, {first}"
+        if value < 0:
+            yield "dtype", text, f"wrapped through {routes.dtype}, or -1 for a missing row"
+        else:
+            yield "range", text, "another model, or a wider wire type"
     if high is not None and high > 256 and routes.dtype.itemsize == 1:
-        yield (
-            "dtype",
-            f"{routes.dtype} cannot hold ids of {high} experts",
-            "ids above 255 wrapped: store 16 bits",
-        )
-    zero = (
-        (routes == 0).all(-1) & present[:, None]
-        if routes.shape[2] > 1
-        else np.zeros(routes.shape[:2], bool)
-    )
+        text = f"{routes.dtype} cannot hold ids of {high} experts"
+        yield "dtype", text, "ids above 255 wrapped: store 16 bits"
+    zero = np.zeros(routes.shape[:2], bool)
+    if routes.shape[2] > 1:
+        zero = (routes == 0).all(-1) & present[:, None]
     if zero.any():
         yield "zero", *name_zeros(zero)
     ordered = np.sort(routes, axis=-1)
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~zero & present[:, None]
     if repeated.any():
         row, layer = np.unravel_index(repeated.argmax(), repeated.shape)
-        yield (
-            "duplicate",
-            (
-                f"{int(repeated.sum())} rows repeat an id, first at row {row}, MoE layer {layer}:"
-                f" {routes[row, layer].tolist()}"
-            ),
-            "bytes shifted or of another dtype; a token would lose gate weight",
-        )
+        first = f"first at row {row}, MoE layer {layer}: {routes[row, layer].tolist()}"
+        cause = "bytes shifted or of another dtype; a token would lose gate weight"
+        yield "duplicate", f"{int(repeated.sum())} rows repeat an id, {first}", cause
 
 
 def name_zeros(zero: np.ndarray) -> tuple[str, str]:
-    """(text, cause) of all-zero rows [S - 1, L]: entire layers, the last rows, or some rows."""
+    """Return (text, cause) of all-zero rows, bool [S - 1, L]: entire layers, the last rows, or some
+    rows.
+    """
     layers = np.flatnonzero(zero.all(0))
     if len(layers):
         return (
@@ -216,35 +191,33 @@ def name_zeros(zero: np.ndarray) -> tuple[str, str]:
 
 
 def check_stuck(dumped: Dumped, routes: np.ndarray) -> Problems:
-    """Runs of equal rows (as sets) whose tokens are not all the same; rows that repeat an id fail
-    another check.
+    """Check runs of equal rows (as sets) whose tokens are not all equal.
+
+    Rows that repeat an id fail another check.
     """
     ordered = np.sort(routes, axis=-1)
     valid = (ordered[..., 1:] != ordered[..., :-1]).all((1, 2)) & dumped.present
     same = np.append((ordered[1:] == ordered[:-1]).all((1, 2)), False)
     start, longest = 0, (0, 0)
     for end in (np.flatnonzero(~same) + 1).tolist():
-        if (
-            valid[start]
-            and end - start > longest[1]
-            and len(np.unique(dumped.tokens[start:end])) > 1
-        ):
+        is_longer = valid[start] and end - start > longest[1]
+        if is_longer and len(np.unique(dumped.tokens[start:end])) > 1:
             longest = start, end - start
         start = end
     first, count = longest
     if count >= STUCK_ROWS and len(same) * chance_of_run(ordered, first, count) < LEAST_CHANCE:
-        yield (
-            "stuck",
-            f"rows {first} to {first + count - 1} are one row repeated",
-            "a buffer that was not advanced",
-        )
+        text = f"rows {first} to {first + count - 1} are one row repeated"
+        yield "stuck", text, "a buffer that was not advanced"
 
 
 def chance_of_run(ordered: np.ndarray, first: int, count: int) -> float:
-    """The chance that rows of sorted ids [rows, L, K] repeat the row before `count` - 1 times: from
-    how often each layer does so elsewhere in the rollout (rule of succession), as if layers were
-    independent.  Not from how often a layer makes the choice at all: neighbouring rows are
-    similar."""
+    """Return the chance that rows of sorted ids [rows, L, K] repeat the previous one `count` - 1
+    times.
+
+    It is estimated from how often each layer does so elsewhere in the rollout (rule of succession),
+    as if layers were independent.  The frequency of the choice itself would be too low, because
+    neighbouring rows are similar.
+    """
     repeats = (ordered[1:] == ordered[:-1]).all(-1)
     elsewhere = np.delete(repeats, slice(first, first + count - 1), 0)
     return float(((elsewhere.sum(0) + 1) / (len(elsewhere) + 2)).prod() ** (count - 1))
@@ -255,14 +228,20 @@ class Across:
     """Checks over several rollouts, which are added one by one."""
 
     sizes: Sizes | None
-    budget: int = 0  # the run's rollout.max_staleness
+    budget: int = 0
+    """The run's rollout.max_staleness."""
     shapes: dict[tuple[int, ...], str] = field(default_factory=dict)
-    copies: dict[tuple[int, ...], Copies] = field(default_factory=dict)  # by [L, K]
+    """[L, K] -> the first rollout that has it."""
+    copies: dict[tuple[int, ...], Copies] = field(default_factory=dict)
+    """[L, K] -> the search for copied routes."""
     versions: dict[int, dict[int, int]] = field(default_factory=dict)
     """Step -> version -> rollouts with tokens of it."""
     with_routes: dict[bool, int] = field(default_factory=dict)
+    """Whether a rollout has routes -> number of rollouts."""
     highest: int = 0
+    """The largest expert id."""
     num_ids: int = 0
+    """Number of expert ids."""
     alignment: dict[int, Alignment] = field(
         default_factory=lambda: {shift: Alignment() for shift in (-1, 0, 1)}
     )
@@ -278,10 +257,8 @@ class Across:
             return
         name = f"step {record.step} {record.id}"
         self.shapes.setdefault(routes.shape[1:], name)
-        self.highest, self.num_ids = (
-            max(self.highest, int(routes.max())),
-            self.num_ids + routes.size,
-        )
+        self.highest = max(self.highest, int(routes.max()))
+        self.num_ids += routes.size
         copies = self.copies.setdefault(routes.shape[1:], Copies(routes.shape[1]))
         copies.add(name, dumped.tokens, routes, dumped.present)
         for shift, alignment in self.alignment.items():
@@ -294,29 +271,14 @@ class Across:
                 yield Finding("copied", name, text, "another request's answer")
         if len(self.shapes) > 1:
             kinds = ", ".join(f"{list(shape)} ({name})" for shape, name in self.shapes.items())
-            yield Finding(
-                "shape",
-                "dump",
-                f"[layers, top-k] differ: {kinds}",
-                "two models, or a payload reshaped wrongly",
-            )
+            text = f"[layers, top-k] differ: {kinds}"
+            yield Finding("shape", "dump", text, "two models, or a payload reshaped wrongly")
         if len(self.with_routes) > 1:
-            without = self.with_routes[False]
-            yield Finding(
-                "files",
-                "dump",
-                f"{without} rollouts have no expert ids, others do",
-                "a server without the option",
-            )
-        if (
-            self.sizes is not None
-            and self.sizes.num_experts > 256 > self.highest
-            and self.num_ids >= LEAST_IDS
-        ):
-            text = (
-                f"no id above 255 among {self.num_ids}, the model has {self.sizes.num_experts}"
-                " experts"
-            )
+            text = f"{self.with_routes[False]} rollouts have no expert ids, others do"
+            yield Finding("files", "dump", text, "a server without the option")
+        num_experts = 0 if self.sizes is None else self.sizes.num_experts
+        if num_experts > 256 > self.highest and self.num_ids >= LEAST_IDS:
+            text = f"no id above 255 among {self.num_ids}, the model has {num_experts} experts"
             yield Finding("dtype", "dump", text, "ids wrapped in an 8-bit type")
         yield from self.check_versions()
         scores = {shift: alignment.score() for shift, alignment in self.alignment.items()}
@@ -331,32 +293,27 @@ class Across:
         for step, counts in sorted(self.versions.items()):
             if max(counts) - min(counts) > self.budget:
                 mix = ", ".join(f"version {version}: {n}" for version, n in sorted(counts.items()))
-                yield Finding(
-                    "versions",
-                    f"step {step}",
-                    f"mixed weight versions ({mix}){rule}",
-                    "sampled across a weight sync",
-                )
+                text = f"mixed weight versions ({mix}){rule}"
+                yield Finding("versions", f"step {step}", text, "sampled across a weight sync")
             if min(counts) < newest - self.budget:
                 text = f"version {min(counts)} after version {newest}{rule}"
-                yield Finding(
-                    "versions", f"step {step}", text, "a server kept, or returned to, old weights"
-                )
+                cause = "a server kept, or returned to, old weights"
+                yield Finding("versions", f"step {step}", text, cause)
             newest = max(newest, *counts)
 
 
 class Alignment:
-    """How many experts of the first MoE layer rows with the same response token share; tokens are
-    taken `shift` rows later.
+    """The agreement of rows with the same response token in the first MoE layer's experts, if row j
+    belonged to token j + shift.
 
-    The first router depends mostly on the token, so agreement is largest where row j has token j's
-    experts.  Prompts are left
-    out: the rollouts of a group share theirs, and equal contexts agree at any shift.
+    The first router depends mostly on the token, so the agreement is largest at the shift at which
+    rows have the experts of their tokens.  Prompts are left out: the rollouts of a group share
+    theirs, and equal contexts agree at any shift.
     """
 
     def __init__(self) -> None:
-        self.uses = np.zeros((0, 0), np.int64)  # [token, expert]
-        self.rows = np.zeros(0, np.int64)  # [token]
+        self.uses = np.zeros((0, 0), np.int64)  # [token, expert]: rows that use the expert
+        self.rows = np.zeros(0, np.int64)  # [token]: rows of the token
 
     def add(self, dumped: Dumped, routes: np.ndarray, shift: int) -> None:
         rows = np.arange(dumped.record.prompt_length + 1, min(len(routes), len(dumped.tokens) - 1))
@@ -374,13 +331,15 @@ class Alignment:
         np.add.at(self.rows, tokens, 1)
 
     def score(self) -> float | None:
-        """Mean number of experts that two rows of one token share; None with too few such pairs."""
-        pairs = int((self.rows * (self.rows - 1)).sum())
-        return (
-            int((self.uses * (self.uses - 1)).sum()) / pairs if pairs >= 2 * LEAST_PAIRS else None
-        )
+        """Return the mean number of experts that two rows of a token share, or None if there are
+        fewer than LEAST_PAIRS such pairs.
+        """
+        pairs = int((self.rows * (self.rows - 1)).sum())  # each pair in both orders
+        if pairs < 2 * LEAST_PAIRS:
+            return None
+        return int((self.uses * (self.uses - 1)).sum()) / pairs
 
 
 def shift_cause(shift: int) -> str:
-    """`shift`: row j has the experts of token j + shift."""
+    """Return the cause if row j has the experts of token j + shift."""
     return f"shifted by one: row j has the experts of token j {'+' if shift > 0 else '-'} 1"

@@ -1,8 +1,8 @@
-"""Finds rollouts with the expert ids of another request: equal ids for other tokens, unless the
-model does so by chance.
+"""Find rollouts with the expert ids of another request: equal ids for other tokens, unless the
+model chooses them by chance.
 
-Small models with few experts route similar short answers equally: those of the demo often differ in
-the last digit only, one row of four layers.  How often rows of different contexts are equal is
+Small models with few experts route similar short answers equally: answers in the demo often differ
+only in the last digit, one row of four layers.  How often rows of different contexts are equal is
 measured on the same rollouts.
 Shapes: S tokens, L MoE layers, K top-k; routes [S - 1, L, K].
 """
@@ -17,11 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 LEAST_CHANCE = 1e-6
-"""A pair is an error where the expected number of such pairs is below this."""
-# previous rollouts that each is compared with: mostly of its group, the most similar contexts
+"""A pair is an error if the expected number of such pairs is below this."""
 NEIGHBOURS = 16
-ROWS = 256  # compared rows of two rollouts
-MOST = 4  # differing tokens up to a row are counted up to this
+"""Previous rollouts that a rollout is compared with: mostly of its group, which has the most
+similar contexts.
+"""
+ROWS = 256
+"""The most rows of two rollouts that are compared."""
+MOST = 4
+"""The most differing tokens before a row that are counted."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,12 @@ class Routed:
 
 
 class Chances:
-    """How often a layer of a row chooses the same experts in two rollouts whose routes are equal up
-    to there, by row_kinds.
+    """The frequency with which a layer of a row chooses the same experts in two rollouts, by
+    row_kinds.
 
-    Up to there: from the first differing token on, the layers below included.  Layers and
-    neighbouring rows are not independent: their chances multiply only under this condition (the
-    chain rule).
+    It is counted only while all routes before it are equal, from the first differing token on and
+    in the layers below: layers and neighbouring rows are not independent, and their chances
+    multiply only under this condition (the chain rule).
     """
 
     def __init__(self, layers: int) -> None:
@@ -63,16 +67,16 @@ class Chances:
                 return
 
     def log_chance(self, kinds: np.ndarray) -> float:
-        """Log of the chance that rows of these kinds are equal in all layers (rule of succession:
-        1/2 per layer without data).
+        """Return the log of the chance that rows of these kinds are equal in all layers (rule of
+        succession: 1/2 per layer without data).
         """
         return float(np.log((self.equal + 1) / (self.compared + 2)).sum(1)[kinds].sum())
 
 
 class Copies:
-    """Of rollouts with L MoE layers, added one by one.
+    """A search for copied routes among rollouts with L MoE layers, which are added one by one.
 
-    Keeps 1 KiB of each, and the last NEIGHBOURS in full.
+    Keeps 1 KiB of each rollout, and the last NEIGHBOURS in full.
     """
 
     def __init__(self, layers: int) -> None:
@@ -88,23 +92,20 @@ class Copies:
         size = min(len(tokens), len(routes))
         if not size:
             return
-        this = Routed(tokens[:size], routes[:size], present[:size])
-        digest, last, of_tokens = (
-            blake(routes),
-            this.tokens[-ROWS:].astype(np.int32),
-            blake(this.tokens),
-        )
+        routed = Routed(tokens[:size], routes[:size], present[:size])
+        digest, of_tokens = blake(routes), blake(routed.tokens)
+        last = routed.tokens[-ROWS:].astype(np.int32)
         other, its_tokens, its_last = self.by_digest.setdefault(digest, (name, of_tokens, last))
         if its_tokens != of_tokens:
-            self.equal.append((name, other, differing_rows(its_last, last, this.present[-ROWS:])))
-        else:  # a suspected copy is no evidence of chance
+            self.equal.append((name, other, differing_rows(its_last, last, routed.present[-ROWS:])))
+        else:  # a suspected copy must not raise the chance of equal routes
             for before in self.near:
-                self.chances.add(before, this)
-            self.near.append(this)
+                self.chances.add(before, routed)
+            self.near.append(routed)
         self.size += 1
 
     def found(self) -> Iterator[tuple[str, str]]:
-        """(rollout, the one whose routes it has)"""
+        """Yield (rollout, the one whose routes it has)."""
         limit = np.log(LEAST_CHANCE) - np.log(max(1, self.size * (self.size - 1) // 2))
         for name, other, kinds in self.equal:
             if self.chances.log_chance(kinds) < limit:
@@ -112,23 +113,23 @@ class Copies:
 
 
 def differing_rows(a: np.ndarray, b: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """Kinds of the rows of two token sequences from the first difference on; of all rows where
-    there is none.
+    """Return the kinds of the rows of two token sequences from the first difference on, or of all
+    rows if there is none.
     """
-    size = min(len(a), len(b))  # they differ where a rollout has fewer tokens than routes
+    size = min(len(a), len(b))  # lengths differ if a rollout has fewer tokens than routes
     differ = a[:size] != b[:size]
     first = int(differ.argmax())
     return row_kinds(differ)[first:][present[first:size]]
 
 
 def row_kinds(differ: np.ndarray) -> np.ndarray:
-    """2 x the number of differing tokens up to the row, + 1 where its own differs: similar contexts
-    have more equal routes.
+    """Return 2 x the number of differing tokens up to each row, + 1 if its own token differs.
+
+    The more similar the contexts, the more routes are equal.
     """
     return 2 * differ.cumsum().clip(1, MOST) + differ
 
 
 def blake(array: np.ndarray) -> bytes:
-    return hashlib.blake2b(
-        np.ascontiguousarray(array).tobytes() + str(array.shape).encode(), digest_size=16
-    ).digest()
+    data = np.ascontiguousarray(array).tobytes() + str(array.shape).encode()
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Reads the rollouts of a run of megatron-rl: its files are in docs/reference/token_data.md."""
+"""Read the rollouts of a run of megatron-rl; docs/reference/token_data.md describes its files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = (
     *("tokens", "logprobs", "environment", "routed_experts", "missing_routes", "routes_digest"),
     *("mask_sizes", "mask_codes", "episode_digest"),
 )
-"""Tensors of a sequence."""
+"""Kinds of tensors of a sequence."""
 Records = dict[tuple[Path, int], list[RecordedRollout]]
 """(rollouts*.jsonl, step) -> its lines, episode by episode."""
 
@@ -44,8 +44,8 @@ def read_records(run: Path, step: int | None) -> Records:
 def read_steps(path: Path) -> dict[int, list[RecordedRollout]]:
     """Read the lines of every step.
 
-    Runs of older versions may have an episode twice, as a resumed run wrote its step again: the
-    last one counts.  Lines whose episode does not follow them are left out: the run was killed
+    Runs of older versions may have an episode twice, because a resumed run wrote its step again:
+    the last one counts.  Lines without the end of their episode are left out: the run was killed
     there.
     """
     steps: dict[int, dict[str, list[RecordedRollout]]] = {}
@@ -83,7 +83,7 @@ def read_lines(path: Path) -> Iterator[RecordedRollout]:
 
 
 def are_versions(spans: object) -> bool:
-    """Whether these are [[version, tokens], ...]."""
+    """Return whether these are [[version, tokens], ...]."""
     return isinstance(spans, list) and all(
         isinstance(span, list) and [type(value) for value in span] == [int, int] and span[1] > 0
         for span in spans
@@ -96,7 +96,7 @@ def side_file(path: Path, step: int) -> Path:
 
 
 def only_saved(records: Records, run: Path) -> tuple[Records, str]:
-    """Return the lines of groups with tensors, and a note where rollout.save_tensors is a share."""
+    """Return the lines of groups with tensors, and a note if rollout.save_tensors is a share."""
     share = settings_of_run(run).get("save_tensors", True)
     if isinstance(share, bool) or share >= 1:
         return records, ""
@@ -113,8 +113,8 @@ def only_saved(records: Records, run: Path) -> tuple[Records, str]:
             continue
         saved = {group_id(record) for record in lines if f"{record.id}:tokens" in names}
         kept[path, step] = [record for record in lines if group_id(record) in saved]
-    some, all_ = (sum(map(len, lines.values())) for lines in (kept, records))
-    counts = f"{some} of {all_} sequences have tensors, only these are checked"
+    some, total = (sum(map(len, lines.values())) for lines in (kept, records))
+    counts = f"{some} of {total} sequences have tensors, only these are checked"
     return kept, f"rollout.save_tensors = {share}: {counts}"
 
 
@@ -123,65 +123,46 @@ def group_id(record: RecordedRollout) -> str:
 
 
 def staleness_budget(run: Path) -> int:
-    """Return rollout.max_staleness; 0 where config.toml is missing or older than the key."""
+    """Return rollout.max_staleness, or 0 if config.toml is missing or older than the key."""
     return int(settings_of_run(run).get("max_staleness", 0))
 
 
 def settings_of_run(run: Path) -> dict[str, Any]:
-    """Return [rollout] of the run's config.toml; {} where there is none."""
+    """Return [rollout] of the run's config.toml, or {} if there is none."""
     path = run / "config.toml"
-    settings: dict[str, Any] = (
-        tomllib.loads(path.read_text()).get("rollout", {}) if path.is_file() else {}
-    )
-    return settings
+    settings: dict[str, Any] = tomllib.loads(path.read_text()) if path.is_file() else {}
+    return settings.get("rollout", {})
 
 
 def read_dumps(records: Records, findings: list[Finding]) -> Iterator[Dumped]:
-    """Yield one sequence at a time; add what is missing in the files to `findings`."""
+    """Yield one sequence at a time, and add what is missing in the files to `findings`."""
+
+    def add(where: str, text: str, cause: str) -> None:
+        findings.append(Finding("files", where, text, cause))
+
     for (path, step), lines in sorted(records.items(), key=lambda item: item[0]):
         side = side_file(path, step)
         if not side.is_file():
-            missing_file = f"{side.name} is missing"
-            findings.append(
-                Finding(
-                    "files", f"step {step}", missing_file, "the step was interrupted, or not saved"
-                )
-            )
+            cause = "the step was interrupted, or not saved"
+            add(f"step {step}", f"{side.name} is missing", cause)
             continue
         try:
             file = safe_open(side, framework="numpy")
         except (SafetensorError, OSError) as error:
-            damage = f"{side.name}: {error}"
-            findings.append(
-                Finding("files", f"step {step}", damage, "the file is truncated or damaged")
-            )
+            add(f"step {step}", f"{side.name}: {error}", "the file is truncated or damaged")
             continue
         names = set(file.keys())
         known = {f"{record.id}:{kind}" for record in lines for kind in KINDS}
         for name in sorted(names - known):
-            findings.append(
-                Finding(
-                    "files", name, f"{path.name} has no such rollout", "files of two runs mixed"
-                )
-            )
+            add(name, f"{path.name} has no such rollout", "files of two runs mixed")
         for record in lines:
-            missing = [
-                kind for kind in ("tokens", "logprobs") if f"{record.id}:{kind}" not in names
-            ]
-            if missing:
-                findings.append(
-                    Finding(
-                        "files",
-                        record.id,
-                        f"{side.name} has no {missing}",
-                        "files of two runs mixed",
-                    )
-                )
-                continue
             kinds = [kind for kind in KINDS if f"{record.id}:{kind}" in names]
-            yield to_dumped(
-                record, {kind: file.get_tensor(f"{record.id}:{kind}") for kind in kinds}
-            )
+            missing = [kind for kind in ("tokens", "logprobs") if kind not in kinds]
+            if missing:
+                add(record.id, f"{side.name} has no {missing}", "files of two runs mixed")
+                continue
+            tensors = {kind: file.get_tensor(f"{record.id}:{kind}") for kind in kinds}
+            yield to_dumped(record, tensors)
 
 
 def to_dumped(record: RecordedRollout, tensors: dict[str, np.ndarray]) -> Dumped:
@@ -199,6 +180,6 @@ def to_dumped(record: RecordedRollout, tensors: dict[str, np.ndarray]) -> Dumped
 
 
 def as_spans(environment: np.ndarray | None) -> Spans:
-    return (
-        () if environment is None else tuple((int(start), int(end)) for start, end in environment)
-    )
+    if environment is None:
+        return ()
+    return tuple((int(start), int(end)) for start, end in environment)

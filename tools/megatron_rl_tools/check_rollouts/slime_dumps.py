@@ -28,26 +28,26 @@ from megatron_rl_tools.check_rollouts.foreign import (
 from megatron_rl_tools.check_rollouts.model_sizes import Sizes
 from megatron_rl_tools.check_rollouts.pt_files import load_tensors, to_numpy
 
-# miles: a media token stands for several rows
 MEDIA = ("mm_vision_num_patches", "mm_audio_num_tokens")
+"""Fields of rollouts with media in miles, in which a media token stands for several rows."""
 NEEDED = ("tokens", "response_length")
 
 
 def is_miles(payload: Mapping[str, object]) -> bool:
-    """miles writes "metadata" beside the samples, slime does not; both write the fields of their
-    own Sample.
+    """Return whether miles wrote the dump: it writes "metadata" beside the samples, slime does not,
+    and both write the fields of their Sample.
     """
     samples = payload.get("samples")
-    first = (
-        samples[0] if isinstance(samples, list) and samples and isinstance(samples[0], dict) else {}
-    )
+    first = samples[0] if isinstance(samples, list) and samples else None
+    if not isinstance(first, dict):
+        first = {}
     return "metadata" in payload or "rollout_indexer_topk" in first
 
 
 def read_file(path: Path, findings: list[Finding], sizes: Sizes | None) -> Iterator[ForeignRollout]:
-    """The rollouts of one file; what is wrong with it goes to `findings`.
+    """Yield the rollouts of a file, and add what is wrong with it to `findings`.
 
-    Raises ValueError where it cannot be loaded.
+    Raises ValueError if it cannot be loaded.
     """
     payload = load_tensors(path)
     samples = payload.get("samples") if isinstance(payload, dict) else None
@@ -55,23 +55,18 @@ def read_file(path: Path, findings: list[Finding], sizes: Sizes | None) -> Itera
         raise ValueError(f'{path}: no "samples": not a debug rollout dump of slime or miles')
     step = rollout_id(path, payload)
     routes = [routes_in(sample) for sample in samples]
-    # the same for all rollouts: a layer that a server lost in one of them must stay visible
+    # one number for all rollouts: a layer that a server lost in one of them must stay visible
     dense = min((zero_layers(ids) for ids in routes if ids is not None and ids.size), default=0)
     for index, (sample, ids) in enumerate(zip(samples, routes, strict=True)):
         missing = [name for name in NEEDED if not isinstance(sample, dict) or name not in sample]
         if missing:
             where = f"step {step} {path.name}#{index}"
-            findings.append(
-                Finding(
-                    "files", where, f"the sample has no {missing}", "another version of the trainer"
-                )
-            )
+            text = f"the sample has no {missing}"
+            findings.append(Finding("files", where, text, "another version of the trainer"))
             continue
         tokens, length = to_numpy(sample["tokens"]).astype(np.int64), int(sample["response_length"])
-        versions, logprobs = (
-            numbers(sample.get("weight_versions") or ()),
-            optional(sample, "rollout_log_probs"),
-        )
+        versions = numbers(sample.get("weight_versions") or ())
+        logprobs = optional(sample, "rollout_log_probs")
         yield ForeignRollout(
             make_record(path, index, step, tokens, length, versions),
             tokens,
@@ -86,7 +81,7 @@ def read_file(path: Path, findings: list[Finding], sizes: Sizes | None) -> Itera
 
 
 def rollout_id(path: Path, payload: Mapping[str, object]) -> int:
-    """The rollout id of a file, from 0.  Raises ValueError where it is not a number."""
+    """Return the rollout id of a file, from 0.  Raises ValueError if it is not a number."""
     step = payload.get("rollout_id")
     if isinstance(step, str) and re.fullmatch(r"\d+", step):
         step = int(step)
@@ -96,7 +91,10 @@ def rollout_id(path: Path, payload: Mapping[str, object]) -> int:
 
 
 def routes_in(sample: object) -> np.ndarray | None:
-    """None also where rows are not tokens: images and sounds take several rows for one token."""
+    """Return the routes of a sample, or None.
+
+    A sample with media has None too: images and sound take several rows for one token.
+    """
     if not isinstance(sample, dict) or has_media(sample):
         return None
     return optional(sample, "rollout_routed_experts")
@@ -113,10 +111,11 @@ def optional(sample: Mapping[str, object], name: str) -> np.ndarray | None:
 
 
 def numbers(versions: Sequence[object]) -> list[int]:
-    """Weight versions are text; SGLang's is "default" until the first push, which has no order:
-    none are then known.
+    """Return weight versions, which are text, as numbers.
+
+    SGLang's version is "default" until the first weight sync, which has no order: then [].
     """
     texts = [str(version) for version in versions]
-    return (
-        [int(text) for text in texts] if all(re.fullmatch(r"\d+", text) for text in texts) else []
-    )
+    if not all(re.fullmatch(r"\d+", text) for text in texts):
+        return []
+    return [int(text) for text in texts]

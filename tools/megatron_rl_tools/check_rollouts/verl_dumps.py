@@ -1,4 +1,4 @@
-"""What verl saves of its rollouts, as of verl b178a3c.
+"""The rollouts that verl saves, as of verl b178a3c.
 
 1. trainer.rollout_data_dir: STEP.jsonl of input, output, gts, score, step and what the reward
    function added (verl/trainer/ppo/ray_trainer.py).  Text only: neither token ids nor log-probs nor
@@ -37,12 +37,12 @@ EXPORT = 'in verl: torch.save(data.batch.to_dict(), "STEP.pt")'
 
 
 def is_batch(payload: object) -> bool:
-    """Whether these are the tensors of a DataProto's batch."""
+    """Return whether these are the tensors of a DataProto's batch."""
     return isinstance(payload, dict) and all(is_tensor(payload.get(name)) for name in NEEDED)
 
 
 def is_text(line: str) -> bool:
-    """Whether this is a line of STEP.jsonl."""
+    """Return whether this is a line of STEP.jsonl."""
     try:
         fields = json.loads(line)
     except ValueError:
@@ -51,44 +51,28 @@ def is_text(line: str) -> bool:
 
 
 def read_generations(path: Path, findings: list[Finding]) -> Iterator[ForeignRollout]:
-    """An empty rollout for every line; what is wrong with a line goes to `findings`."""
+    """Yield an empty rollout for every line, and add what is wrong with a line to `findings`."""
     step = number_in(path)
+
+    def add(where: str, text: str, cause: str) -> None:
+        findings.append(Finding("files", where, text, cause))
+
     for index, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
         where = f"step {step} {path.name}#{index}"
         try:
             fields = json.loads(line)
         except ValueError as error:
-            findings.append(
-                Finding("files", where, f"not JSON: {error}", "the file is truncated or damaged")
-            )
+            add(where, f"not JSON: {error}", "the file is truncated or damaged")
             continue
         missing = [name for name in LINE if not isinstance(fields, dict) or name not in fields]
         if missing:
-            findings.append(
-                Finding(
-                    "files", where, f"the line has no {missing}", "another file, or another version"
-                )
-            )
+            add(where, f"the line has no {missing}", "another file, or another version")
             continue
         score = fields["score"]
         if not isinstance(score, int | float) or not math.isfinite(score):
-            findings.append(
-                Finding(
-                    "files",
-                    where,
-                    f"score is {score}, must be a finite number",
-                    "the reward function",
-                )
-            )
+            add(where, f"score is {score}, must be a finite number", "the reward function")
         if fields["step"] != step:
-            findings.append(
-                Finding(
-                    "files",
-                    where,
-                    f"step {fields['step']} in {path.name}",
-                    "files of two runs mixed",
-                )
-            )
+            add(where, f"step {fields['step']} in {path.name}", "files of two runs mixed")
         nothing = np.zeros(0, np.int64)
         record = make_record(path, index, step, nothing, 0)
         yield ForeignRollout(record, nothing, or_zeros(None, 0), None, has_logprobs=False)
@@ -97,9 +81,9 @@ def read_generations(path: Path, findings: list[Finding]) -> Iterator[ForeignRol
 def read_batch(
     path: Path, findings: list[Finding], sizes: Sizes | None
 ) -> Iterator[ForeignRollout]:
-    """The sequences of a batch, without their padding.
+    """Yield the sequences of a batch without their padding.
 
-    Raises ValueError where the file is not one.
+    Raises ValueError if the file is not a batch.
     """
     payload = load_tensors(path)
     if not is_batch(payload):
@@ -110,11 +94,9 @@ def read_batch(
     batch = {name: to_numpy(value) for name, value in payload.items() if is_tensor(value)}
     step = number_in(path)
     routes = batch.get("routed_experts")
-    dense = (
-        0
-        if routes is None or routes.ndim != 4
-        else zero_layers(routes.reshape(-1, *routes.shape[2:]))
-    )
+    dense = 0
+    if routes is not None and routes.ndim == 4:
+        dense = zero_layers(routes.reshape(-1, *routes.shape[2:]))
     if bad := wrong_sizes(batch):
         raise ValueError(f"{path}: {bad}")
     for index in range(len(batch["prompts"])):
@@ -127,17 +109,14 @@ def read_batch(
         problems = list(check_padding(row))
         findings += [Finding(check, where, text, cause) for check, text, cause in problems]
         if any(check == "length" for check, *_ in problems):
-            continue  # where its tokens begin and end is not known
+            continue  # it is not known where its tokens begin and end
         yield unpad(path, index, step, row, sizes, dense)
 
 
 def wrong_sizes(batch: Mapping[str, np.ndarray]) -> str | None:
-    """What does not fit together in the shapes of the batch, or None."""
-    size, prompt, response = (
-        len(batch["prompts"]),
-        batch["prompts"].shape[1],
-        batch["responses"].shape[1],
-    )
+    """Return which shape of the batch does not fit the others, as text, or None."""
+    size, prompt = len(batch["prompts"]), batch["prompts"].shape[1]
+    response = batch["responses"].shape[1]
     expected = {
         "responses": (size, response),
         "attention_mask": (size, prompt + response),
@@ -153,8 +132,8 @@ def wrong_sizes(batch: Mapping[str, np.ndarray]) -> str | None:
 
 
 def check_padding(row: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str, str]]:
-    """(check, found, cause) of one sequence: "length" where its tokens are not one run around the
-    end of the prompt.
+    """Yield (check, found, cause) of one sequence: "length" if its tokens are not one run around
+    the end of the prompt.
     """
     width = len(row["prompts"])
     attention = row["attention_mask"] != 0
@@ -167,30 +146,19 @@ def check_padding(row: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str, str
         )
         return
     ids = row.get("input_ids")
-    if (
-        ids is not None
-        and (ids != np.concatenate([row["prompts"], row["responses"]]))[attention].any()
-    ):
-        yield (
-            "files",
-            "input_ids are not prompts followed by responses",
-            "the rows of two batches were joined",
-        )
+    joined = np.concatenate([row["prompts"], row["responses"]])
+    if ids is not None and (ids != joined)[attention].any():
+        text = "input_ids are not prompts followed by responses"
+        yield "files", text, "the rows of two batches were joined"
     mask = row.get("response_mask")
     if mask is not None and mask[~response].any():
-        yield (
-            "loss_mask",
-            f"{int((mask[~response] != 0).sum())} entries on padding are not 0",
-            "the mask was shifted or padded with 1",
-        )
+        text = f"{int((mask[~response] != 0).sum())} entries on padding are not 0"
+        yield "loss_mask", text, "the mask was shifted or padded with 1"
     routes = row.get("routed_experts")
     if routes is not None and routes[~attention].any():
         count = int(routes[~attention].reshape(int((~attention).sum()), -1).any(1).sum())
-        yield (
-            "shape",
-            f"{count} rows of expert ids lie on padding",
-            "placed at another position than their tokens",
-        )
+        text = f"{count} rows of expert ids lie on padding"
+        yield "shape", text, "placed at another position than their tokens"
 
 
 def unpad(
@@ -206,8 +174,8 @@ def unpad(
     tokens = np.concatenate([row["prompts"], row["responses"]])[attention].astype(np.int64)
     length = int(attention[width:].sum())
     routes = row.get("routed_experts")
-    # an engine may send a row for the last token, which was never an input; verl fills it with 0
-    # where not
+    # an engine may send a row for the last token, which was never an input; else verl fills it
+    # with 0
     known = None if routes is None else without_dense(routes[attention][:-1], sizes, dense)
     mask, logprobs = row.get("response_mask"), row.get("rollout_log_probs")
     return ForeignRollout(
@@ -222,6 +190,6 @@ def unpad(
 
 
 def number_in(path: Path) -> int:
-    """The number in the file's name; 0 where there is none."""
+    """Return the number in the file's name, or 0 if it has none."""
     number = re.search(r"\d+", path.stem)
     return int(number.group()) if number else 0

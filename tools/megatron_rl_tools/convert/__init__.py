@@ -1,1 +1,1 @@
-"""HF checkpoint <-> Megatron distributed checkpoint."""
+"""Conversion between HF checkpoints and Megatron's distributed checkpoints (torch_dist)."""

@@ -1,11 +1,11 @@
-"""--backend bridge of convert_hf.py: Megatron-Bridge's own conversion, into the same torch_dist
-format and back.
+"""The backend `bridge` of `megatron-rl convert`: Megatron-Bridge's own conversion, into the same
+torch_dist format and back.
 
 Megatron-Bridge fills (or reads) a model whose parameters have the names of TransformerEngine's
 layers.  It gets the complete model that the engine builds, in the layout of one rank, under those
-names; megatron-core itself writes and reads the checkpoint. So this takes the memory of the model,
-and its result can be compared with the own backend tensor by tensor. An architecture that only
-Bridge knows is built by Bridge itself, as for model.provider = bridge.
+names; megatron-core itself writes and reads the checkpoint.  So this needs the memory of the whole
+model, and its result can be compared with the backend `own` tensor by tensor.  An architecture that
+only Bridge supports is built by Bridge itself, as for model.provider = bridge.
 """
 
 from __future__ import annotations
@@ -56,24 +56,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Whole:
-    """The complete model on one rank, and how Bridge fills it from its HF checkpoint and writes it
-    as one.
-    """
+    """The complete model on one rank, with Bridge's functions for it."""
 
     spec: ModelSpec
     chunk: GPTModel
     fill: Callable[[], object]
+    """Fills the model from its HF checkpoint."""
     write: Callable[[Path], object]
+    """Writes the model as an HF checkpoint."""
     group_bytes: list[int]
+    """Bytes of the HF tensors of each parameter."""
     num_tensors: int
 
 
 def bridge_hf_to_megatron(
     hf: Path, out: Path, work: FileWork, *, dtype: torch.dtype | None, parallel: Parallel
 ) -> Conversion | None:
-    """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.
+    """Write the torch_dist checkpoint of `hf` at `out`, in one process.
 
-    One process.
+    Returns None if it exists already.
     """
     kept, make = dtype or stored_dtype(hf), maker(hf)
     job = {"to": "megatron", "backend": "bridge", "from": fingerprint(hf), "dtype": str(kept)}
@@ -104,10 +105,10 @@ def bridge_megatron_to_hf(
     dtype: torch.dtype | None,
     parallel: Parallel,
 ) -> Conversion | None:
-    """Write the HF checkpoint of `megatron` at `out`; None where it exists already.  One process.
+    """Write the HF checkpoint of `megatron` at `out`, in one process.
 
-    `config` must have weights: Megatron-Bridge takes the names of the tensors and of their files
-    from there.
+    Returns None if it exists already.  `config` must have weights: Megatron-Bridge takes the names
+    of the tensors and of their files from there.
     """
     if not any(config.glob("*.safetensors")):
         raise CheckpointError(
@@ -127,9 +128,8 @@ def bridge_megatron_to_hf(
         return None
     before, start = reset_peak(), time.monotonic()
     model = make(config, kept, parallel)
-    model.chunk.load_state_dict(
-        SafeCheckpoint(megatron).load(model.chunk.sharded_state_dict(), converts=True)
-    )
+    state = SafeCheckpoint(megatron).load(model.chunk.sharded_state_dict(), converts=True)
+    model.chunk.load_state_dict(state)
     model.write(place)
     copy_companions(config, place, dtype)
     finish_files(place, out, job)
@@ -144,7 +144,8 @@ def outcome_of(model: Whole, before: int, start: float) -> Conversion:
 
 
 def maker(hf: Path) -> Callable[[Path, torch.dtype, Parallel], Whole]:
-    """Who builds the model: this engine where its tables know the architecture, else Bridge.
+    """Return the function that builds the model: the engine's if its tables have the architecture,
+    else Bridge's.
 
     Checks the files first.
     """
@@ -159,7 +160,9 @@ def maker(hf: Path) -> Callable[[Path, torch.dtype, Parallel], Whole]:
 
 
 def model_of_bridge(hf: Path, dtype: torch.dtype, parallel: Parallel) -> Whole:
-    """An architecture that only Bridge knows, with the parameters and names of engine.bridge."""
+    """Build an architecture that only Bridge supports, with the parameters and names of
+    engine.bridge.
+    """
     name = str(dtype).removeprefix("torch.")
     if name not in ("float32", "bfloat16"):
         raise CheckpointError(
@@ -182,7 +185,7 @@ def model_of_bridge(hf: Path, dtype: torch.dtype, parallel: Parallel) -> Whole:
 
 
 def model_of_engine(hf: Path, dtype: torch.dtype, parallel: Parallel) -> Whole:
-    """The model that the engine builds, under the names of TransformerEngine's layers."""
+    """Build the engine's model, with the names of TransformerEngine's layers for Bridge."""
     spec, bridge = make_spec(load_hf_config(hf)), open_native(hf)
     chunk = build_model(hf, spec, dtype, parallel)
     return Whole(
@@ -201,10 +204,10 @@ def model_of_engine(hf: Path, dtype: torch.dtype, parallel: Parallel) -> Whole:
 
 
 def open_native(hf: Path) -> AutoBridge:
-    """Megatron-Bridge's bridge, in any version that supports this checkpoint; raises
-    CheckpointError otherwise.
+    """Open Megatron-Bridge's bridge for a checkpoint, or raise CheckpointError.
 
-    Only its tables are used here, so neither its layers nor its provider matter.
+    Any version that supports the checkpoint will do: only its tables are used here, neither its
+    layers nor its provider.
     """
     if importlib.util.find_spec("megatron.bridge") is None:
         raise CheckpointError(
@@ -222,7 +225,7 @@ def open_native(hf: Path) -> AutoBridge:
 
 
 def stored_dtype(hf: Path) -> torch.dtype:
-    """The one dtype of all tensors except biases that select experts."""
+    """Return the dtype of all tensors except biases that select experts; they must agree."""
     with HFFiles(hf) as files:
         kinds = {
             files.read_rows(name, 0, 1).dtype
@@ -247,7 +250,7 @@ def build_model(hf: Path, spec: ModelSpec, dtype: torch.dtype, parallel: Paralle
 class Node(torch.nn.Module):
     """A module of the renamed model.
 
-    On one rank every parameter is complete, so Bridge may treat all as replicated.
+    On one rank every parameter is complete, so Bridge may treat all of them as replicated.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -256,8 +259,8 @@ class Node(torch.nn.Module):
 
 
 def renamed(chunk: GPTModel, spec: ModelSpec, bridge: AutoBridge) -> GPTModel:
-    """A GPTModel, the class that Megatron-Bridge requires, that shares the parameters of `chunk`
-    under Bridge's names.
+    """Make a GPTModel, the class that Megatron-Bridge requires, that shares the parameters of
+    `chunk` under Bridge's names.
     """
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
@@ -268,14 +271,9 @@ def renamed(chunk: GPTModel, spec: ModelSpec, bridge: AutoBridge) -> GPTModel:
     root.config, root.share_embeddings_and_output_weights = chunk.config, spec.tie_embeddings
     unknown = []
     for canonical, parameter in local_parameters([chunk], spec, 0, 1).items():
-        name = next(
-            (
-                name
-                for name in spellings(canonical)
-                if registry.megatron_to_hf_lookup(name) is not None
-            ),
-            None,
-        )
+        names = spellings(canonical)
+        has_mapping = (name for name in names if registry.megatron_to_hf_lookup(name) is not None)
+        name = next(has_mapping, None)
         if name is None:
             unknown.append(canonical)
             continue

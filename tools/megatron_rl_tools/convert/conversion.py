@@ -1,9 +1,9 @@
 """Convert an HF checkpoint into a torch_dist one and back, a unit of tensors at a time.
 
-A unit is a run of parameters that becomes one output file.  Units depend only on the model and the
-file size, so any number of ranks can share them, and a conversion that was stopped continues with
-the units that are not in its journal.  Journal and files are in a hidden directory beside the
-output, which is renamed when it is complete.
+A unit is a sequence of parameters that becomes one output file.  Units depend only on the model and
+the file size, so any number of ranks can share them, and a stopped conversion continues with the
+units that are not in its journal.  Journal and files are in a hidden directory beside the output,
+which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Conversion:
-    """num_bytes: of all tensors, on all ranks; peak_bytes: memory of this process above its level
-    before the first tensor.
-    """
+    """Sizes and speed of a finished conversion."""
 
     num_tensors: int
     num_bytes: int
+    """Bytes of all tensors, on all ranks."""
     seconds: float
     peak_bytes: int
+    """Peak memory of this process above its level before the first tensor."""
     largest_group: int
+    """Bytes of the largest group of HF tensors that make up a parameter."""
 
 
 def hf_to_megatron(
@@ -78,10 +79,7 @@ def hf_to_megatron(
     trust_pickle: bool,
     parallel: Parallel,
 ) -> Conversion | None:
-    """Write the torch_dist checkpoint of `hf` at `out`; None where it exists already.
-
-    Collective.
-    """
+    """Write the torch_dist checkpoint of `hf` at `out`; returns None if it exists.  Collective."""
     spec = make_spec(load_hf_config(hf))
     with HFFiles(hf, trust_pickle=trust_pickle) as files:
         files.check(spec)
@@ -102,11 +100,8 @@ def hf_to_megatron(
                 kept = written_dtype(source, entry, dtype)
                 for chunk, first in slots.cut(entry.name, shard_shape(entry, 1)):
                     rows = torch.Size(chunk.sizes).numel() // columns(entry)
-                    writer.write(
-                        chunk,
-                        kept,
-                        checked_shape(source.parameter(entry, first, first + rows), kept, bad),
-                    )
+                    values = source.parameter(entry, first, first + rows)
+                    writer.write(chunk, kept, checked_shape(values, kept, bad))
             writer.close()
             return writer.stored
 
@@ -129,15 +124,14 @@ def megatron_to_hf(
     file_bytes: int,
     parallel: Parallel,
 ) -> Conversion | None:
-    """Write the HF checkpoint of `megatron` with the companions (config, tokenizer) of `config`;
-    None where it exists already.
+    """Write the HF checkpoint of `megatron` at `out` with the companions (config, tokenizer) of
+    `config`; returns None if it exists.  Collective.
 
-    Tensors of `config` that are no part of the trained model (multi-token prediction) are copied
-    unchanged.  Collective.
+    Tensors of `config` that are not trained (multi-token prediction) are copied unchanged.
     """
     spec = make_spec(load_hf_config(config))
     source = MegatronSide(TorchDist(megatron), meta_slots(config, spec, parallel), spec)
-    rest = files_of_rest(config, spec)
+    copied = files_of_rest(config, spec)
 
     def pieces(entry: Entry) -> list[Piece]:
         return [Piece(name, shape, written_dtype(source, entry, dtype)) for name, shape in entry.hf]
@@ -146,7 +140,7 @@ def megatron_to_hf(
         return group_bytes(entry, written_dtype(source, entry, dtype))
 
     units = split_units(entries(spec), size, file_bytes)
-    total = len(units) + bool(rest.names)
+    total = len(units) + bool(copied.names)
     job = {
         "to": "hf",
         "from": fingerprint(megatron),
@@ -159,27 +153,20 @@ def megatron_to_hf(
         return None
 
     def convert(index: int, unit: Sequence[Entry], bad: set[str]) -> list[Stored]:
-        writer = ShardWriter(
-            place / shard_name(index, total), [piece for entry in unit for piece in pieces(entry)]
-        )
+        content = [piece for entry in unit for piece in pieces(entry)]
+        writer = ShardWriter(place / shard_name(index, total), content)
         for entry in unit:
             for number, piece in enumerate(pieces(entry)):
-                writer.write(
-                    piece.name, checked_shape(source.tensor(entry, number), piece.dtype, bad)
-                )
+                values = source.tensor(entry, number)
+                writer.write(piece.name, checked_shape(values, piece.dtype, bad))
         writer.close()
         return []
 
     outcome = run_units(units, convert, place, work, size)
     if work.rank == 0:
-        rest.copy_to(place / shard_name(total - 1, total))
-        files = {
-            name: shard_name(i, total)
-            for i, unit in enumerate(units)
-            for entry in unit
-            for name in entry.hf_names
-        }
-        files |= dict.fromkeys(rest.names, shard_name(total - 1, total))
+        last = shard_name(total - 1, total)
+        copied.copy_to(place / last)
+        files = files_of_tensors(units, total) | dict.fromkeys(copied.names, last)
         write_index(place, files, sum(size(entry) for unit in units for entry in unit))
         copy_companions(config, place, dtype)
         finish_files(place, out, job)
@@ -187,9 +174,19 @@ def megatron_to_hf(
     return outcome
 
 
+def files_of_tensors(units: Sequence[Sequence[Entry]], total: int) -> dict[str, str]:
+    """Return HF name -> file for the tensors of all units; total: number of files."""
+    return {
+        name: shard_name(index, total)
+        for index, unit in enumerate(units)
+        for entry in unit
+        for name in entry.hf_names
+    }
+
+
 def verify(one: Side, other: Side, spec: ModelSpec, work: FileWork) -> tuple[int, list[str]]:
-    """(tensors compared, names of those that differ) between two checkpoints, both in the dtypes of
-    `other`.
+    """Return (number of compared tensors, names of those that differ) of two checkpoints, both in
+    the dtypes of `other`.
     """
     different, count = set(), 0
     for number, entry in enumerate(entries(spec)):
@@ -197,26 +194,24 @@ def verify(one: Side, other: Side, spec: ModelSpec, work: FileWork) -> tuple[int
             continue
         for index, name in enumerate(entry.hf_names):
             count += 1
-            for (_, a), (_, b) in zip(
-                one.tensor(entry, index), other.tensor(entry, index), strict=True
-            ):
+            blocks = zip(one.tensor(entry, index), other.tensor(entry, index), strict=True)
+            for (_, a), (_, b) in blocks:
                 if not torch.equal(a.to(b.dtype), b):
                     different.add(name)
-    found = gather_digests((count, different))
-    return sum(each[0] for each in found), sorted(name for each in found for name in each[1])
+    counts = gather_digests((count, different))
+    return sum(rank[0] for rank in counts), sorted(name for rank in counts for name in rank[1])
 
 
 def meta_slots(config: Path, spec: ModelSpec, parallel: Parallel) -> Slots:
-    """The parts of core's checkpoint of this model, from a model without memory in the layout of
-    one rank.
+    """Return the parts of core's checkpoint of this model, from a model on the meta device in the
+    layout of one rank.
     """
     model = ModelConfig(path=config, dtype="float32")
     core = make_transformer_config(spec, model, ParallelConfig(), torch.device("cpu"))
     core.perform_initialization = False
     with torch.device("meta"):
-        (chunk,) = make_model(
-            spec, model, core, dataclasses.replace(parallel, device=torch.device("meta"))
-        )
+        on_meta = dataclasses.replace(parallel, device=torch.device("meta"))
+        (chunk,) = make_model(spec, model, core, on_meta)
     return Slots(chunk)
 
 
@@ -226,7 +221,7 @@ def meta_slots(config: Path, spec: ModelSpec, parallel: Parallel) -> Slots:
 def split_units(
     items: Iterable[Entry], size: Callable[[Entry], int], file_bytes: int
 ) -> list[list[Entry]]:
-    """Runs of entries of at most `file_bytes`, or of one entry."""
+    """Split the entries into units of at most `file_bytes`, or of one entry."""
     units: list[list[Entry]] = []
     left = 0
     for entry in items:
@@ -256,10 +251,10 @@ def run_units(
         journal = place / "journal" / f"{index:05d}.json"
         if index % work.world != work.rank or journal.is_file():
             continue
-        found = len(bad)
+        num_bad = len(bad)
         stored = convert(index, unit, bad)
-        if len(bad) == found:
-            # after the file is on the disk: the journal must not name a part of one
+        if len(bad) == num_bad:
+            # after the file is on the disk: the journal must not name an incomplete one
             write_text(journal, json.dumps([dataclasses.astuple(item) for item in stored]))
         done, total = (sum(part) / MIB for part in (sizes[: index + 1], sizes))
         rate = done / max(time.monotonic() - start, 1e-9)
@@ -277,33 +272,33 @@ def run_units(
     every = [entry for unit in units for entry in unit]
     tensors = sum(len(entry.hf) for entry in every)
     largest = max(size(entry) for entry in every)
-    return Conversion(
-        tensors, sum(sizes), time.monotonic() - start, max(resident_peak() - before, 0), largest
-    )
+    seconds, peak = time.monotonic() - start, max(resident_peak() - before, 0)
+    return Conversion(tensors, sum(sizes), seconds, peak, largest)
 
 
 def read_journal(place: Path, num_units: int) -> Iterator[Stored]:
     for index in range(num_units):
-        for chunk, *rest in json.loads((place / "journal" / f"{index:05d}.json").read_text()):
+        for chunk, *fields in json.loads((place / "journal" / f"{index:05d}.json").read_text()):
             key, *shape = chunk
-            yield Stored(Chunk(key, *(tuple(each) for each in shape)), *rest)
+            yield Stored(Chunk(key, *(tuple(sizes) for sizes in shape)), *fields)
 
 
 def group_bytes(entry: Entry, dtype: torch.dtype) -> int:
-    """Of the HF tensors that make up a parameter, in this dtype."""
+    """Return the bytes of the HF tensors that make up a parameter, in this dtype."""
     return sum(torch.Size(shape).numel() for _, shape in entry.hf) * dtype.itemsize
 
 
 def written_dtype(source: Side, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
-    """Biases that select experts keep their dtype: rounded, they would select other experts."""
+    """Return the dtype in which a parameter is written.
+
+    Biases that select experts keep theirs: rounded, they would select other experts.
+    """
     return source.dtype(entry) if dtype is None or entry.rule.float32 else dtype
 
 
 def reset_peak() -> int:
-    """Reset this process's peak of resident bytes; returns the resident bytes now, without what the
-    C library can free.
-    """
-    # glibc keeps freed memory, which would hide later allocations
+    """Reset this process's peak of resident bytes, and return the bytes that are resident now."""
+    # return freed memory to the system: glibc keeps it, which would hide later allocations
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
@@ -312,7 +307,7 @@ def reset_peak() -> int:
 
 
 def resident_peak() -> int:
-    """Peak of resident bytes since reset_peak(), mapped pages of the source included."""
+    """Return the peak of resident bytes since reset_peak(), with mapped pages of the source."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

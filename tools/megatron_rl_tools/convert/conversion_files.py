@@ -1,5 +1,5 @@
-"""The files around a conversion: the hidden directory where the output is written, companions,
-tensors that are only copied.
+"""The files around a conversion: the hidden directory in which the output is written, companions,
+and tensors that are copied unchanged.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from megatron_rl_tools.convert.shard_writer import Piece, ShardWriter
 
 MANIFEST = "conversion.json"
 Job = Mapping[str, object]
-"""What a conversion does, as plain values: equal jobs have equal outputs."""
+"""A description of a conversion in plain values: equal jobs have equal outputs."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class FileWork:
-    """This process's share of the work.  log: prints a line, on rank 0 only."""
+    """This process's share of the work."""
 
     rank: int
     world: int
     log: Callable[[str], None]
+    """Prints a line, on rank 0 only."""
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Tensors of an HF directory that are no part of the model, to be copied."""
+    """Tensors of an HF directory that do not belong to the model and are copied unchanged."""
 
     path: Path
     names: tuple[str, ...]
@@ -48,16 +49,15 @@ class Rest:
             return
         with HFFiles(self.path) as files:
             headers = [files.headers[name] for name in self.names]
-            writer = ShardWriter(
-                file, [Piece(each.name, each.shape, each.torch_dtype()) for each in headers]
-            )
+            pieces = [Piece(header.name, header.shape, header.torch_dtype()) for header in headers]
+            writer = ShardWriter(file, pieces)
             for name in self.names:
                 writer.write(name, [files.read(name)])
             writer.close()
 
 
 def files_of_rest(config: Path, spec: ModelSpec) -> Rest:
-    """Of multi-token prediction; the copy that a tied head may have is left out."""
+    """Return the tensors of multi-token prediction; the copy of a tied head is left out."""
     if not any(config.glob("*.safetensors")):
         return Rest(config, ())
     with HFFiles(config) as files:
@@ -68,35 +68,31 @@ def files_of_rest(config: Path, spec: ModelSpec) -> Rest:
 
 
 def open_place(out: Path, job: Job, work: FileWork) -> Path | None:
-    """The hidden directory for the output, with what an earlier try of the same job left in it;
-    None if `out` is complete.
+    """Open the hidden directory for the output, with the files of an earlier attempt of the same
+    job; returns None if `out` is complete.
 
-    Raises CheckpointError where `out` exists and is of another job.
+    Raises CheckpointError if `out` exists and belongs to another job.
     """
     place = out.parent / f".{out.name}.partial"
-    found = "new"
+    state = "new"
     if work.rank == 0:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             manifest = out / MANIFEST
-            found = (
-                "done"
-                if manifest.is_file() and json.loads(manifest.read_text()) == job
-                else "other"
-            )
+            is_same = manifest.is_file() and json.loads(manifest.read_text()) == job
+            state = "done" if is_same else "other"
         elif (place / MANIFEST).is_file() and json.loads((place / MANIFEST).read_text()) == job:
-            work.log(
-                f"continuing {place}: {len(list((place / 'journal').iterdir()))} files are complete"
-            )
+            complete = len(list((place / "journal").iterdir()))
+            work.log(f"continuing {place}: {complete} files are complete")
         else:
             shutil.rmtree(place, ignore_errors=True)
             (place / "journal").mkdir(parents=True)
             write_text(place / MANIFEST, json.dumps(job))
-    found = gather_digests(found)[0]
-    if found == "other":
+    state = gather_digests(state)[0]
+    if state == "other":
         raise CheckpointError(
             f"--out {out}: has other content; choose a new directory, or remove it"
         )
-    return None if found == "done" else place
+    return None if state == "done" else place
 
 
 def finish_files(place: Path, out: Path, job: Job) -> None:
@@ -134,7 +130,7 @@ def shard_name(index: int, total: int) -> str:
 
 
 def fingerprint(folder: Path) -> list[list[str | int]]:
-    """Name, size and time of every file: a changed source is another job."""
+    """Return name, size and time of every file: a changed source makes another job."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [
         [str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns]
@@ -143,7 +139,7 @@ def fingerprint(folder: Path) -> list[list[str | int]]:
 
 
 def gather_digests(value: T) -> list[T]:
-    """Every rank's value, on every rank."""
+    """Return the values of all ranks.  Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[T | None] = [None] * dist.get_world_size()

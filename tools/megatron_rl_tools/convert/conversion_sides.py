@@ -1,7 +1,7 @@
-"""The two kinds of checkpoint as a conversion reads them: HF tensors or megatron parameters, in
+"""The two kinds of checkpoints as a conversion reads them: HF tensors or megatron parameters, in
 blocks of a few megabytes.
 
-A block is [rows, columns] (or [rows]) of one HF tensor, as stored.  The mapping tells which rows of
+A block is [rows, columns] (or [rows]) of one HF tensor, as stored.  The mapping says which rows of
 the parameter these are.
 """
 
@@ -22,16 +22,18 @@ from megatron_rl.weights.hf.files import DTYPES, CheckpointError, HFFiles, is_fi
 from megatron_rl.weights.hf.mapping import Entry, shard_shape, to_mcore
 
 BLOCK_BYTES = 4 * 2**20
-"""How much of a tensor is in memory at a time; it also fits into a processor's cache."""
+"""Bytes of a tensor that are in memory at a time; they also fit into a processor's cache."""
 Named = tuple[str, torch.Tensor]
 """An HF name and a block of that tensor."""
 
 
 class Side(Protocol):
+    """A checkpoint that a conversion reads."""
+
     def dtype(self, entry: Entry) -> torch.dtype: ...
 
     def tensor(self, entry: Entry, index: int) -> Iterator[Named]:
-        """The blocks of an HF tensor, by its place in entry.hf, in order; the same blocks on every
+        """Yield the blocks of the HF tensor entry.hf[index] in order, the same ones on every
         side.
         """
 
@@ -41,21 +43,19 @@ class HFSide:
         self.files, self.spec = files, spec
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """Of the parameter: if the dtypes of its tensors differ, the one that holds all their
-        values.
+        """Return the parameter's dtype: if its tensors have different ones, that which represents
+        all their values.
         """
-        return reduce(
-            torch.promote_types, (DTYPES[self.files.headers[name].dtype] for name in entry.hf_names)
-        )
+        dtypes = [DTYPES[self.files.headers[name].dtype] for name in entry.hf_names]
+        return reduce(torch.promote_types, dtypes)
 
     def tensor(self, entry: Entry, index: int) -> Iterator[Named]:
-        for first, stop, _ in blocks(
-            entry, [run for run in row_runs(entry, self.spec) if run.tensor == index]
-        ):
+        runs = [run for run in row_runs(entry, self.spec) if run.tensor == index]
+        for first, stop, _ in blocks(entry, runs):
             yield entry.hf_names[index], self.files.read_rows(entry.hf_names[index], first, stop)
 
     def parameter(self, entry: Entry, start: int, stop: int) -> Iterator[Named]:
-        """Rows [start, stop) of the megatron parameter, in order."""
+        """Yield rows [start, stop) of the megatron parameter, in order."""
         for run in row_runs(entry, self.spec):
             low, high = max(start, run.row), min(stop, run.row + run.size)
             part = RowRun(run.tensor, run.hf_row + low - run.row, low, high - low)
@@ -65,8 +65,9 @@ class HFSide:
 
 
 class MegatronSide:
-    """Raises CheckpointError, with the names that differ, for a checkpoint of another model or of
-    other layers.
+    """A torch_dist checkpoint.
+
+    Raises CheckpointError, with the names that differ, if it has another model or other layers.
     """
 
     def __init__(self, source: TorchDist, slots: Slots, spec: ModelSpec) -> None:
@@ -77,34 +78,33 @@ class MegatronSide:
         return self.source.dtype(self._chunks(entry)[0][0].key)
 
     def _chunks(self, entry: Entry) -> list[tuple[Chunk, int]]:
-        """Its stored chunks, see Slots.cut.  Raises CheckpointError where the tensor is larger than
-        config.json says: a part of it would be read as the whole.  Only a vocabulary may have more
-        rows, as padding."""
-        found = list(self.slots.cut(entry.name, shard_shape(entry, 1)))
+        """Return the stored chunks of a parameter, see Slots.cut.
+
+        Raises CheckpointError if the tensor is larger than config.json says: a part of it would be
+        read as the whole.  Only a vocabulary may have more rows, as padding.
+        """
+        chunks = list(self.slots.cut(entry.name, shard_shape(entry, 1)))
         first = 1 if entry.rule.kind == "vocab" else 0
-        for chunk, _ in found:
+        for chunk, _ in chunks:
             stored = self.source.shape(chunk.key)
             if stored[first:] != chunk.whole[first:]:
                 raise CheckpointError(
                     f"{self.source.path}: {chunk.key} has shape {list(stored)}, config.json means"
                     f" {list(chunk.whole)}; is config.json of this checkpoint?"
                 )
-        return found
+        return chunks
 
     def tensor(self, entry: Entry, index: int) -> Iterator[Named]:
         shape, chunks = shard_shape(entry, 1), self._chunks(entry)
-        for first, stop, row in blocks(
-            entry, [run for run in row_runs(entry, self.spec) if run.tensor == index]
-        ):
-            yield (
-                entry.hf_names[index],
-                self.source.read_rows(chunks, shape, row, row + stop - first),
-            )
+        runs = [run for run in row_runs(entry, self.spec) if run.tensor == index]
+        for first, stop, row in blocks(entry, runs):
+            values = self.source.read_rows(chunks, shape, row, row + stop - first)
+            yield entry.hf_names[index], values
 
 
 class RowRun(NamedTuple):
-    """Rows [hf_row, hf_row + size) of an HF tensor (by its place in entry.hf) are rows [row, row +
-    size) of a parameter.
+    """A block of rows: [hf_row, hf_row + size) of the HF tensor entry.hf[tensor] are rows
+    [row, row + size) of the parameter.
     """
 
     tensor: int
@@ -114,11 +114,11 @@ class RowRun(NamedTuple):
 
 
 def row_runs(entry: Entry, spec: ModelSpec) -> list[RowRun]:
-    """Where the rows of the complete parameter come from, in the parameter's order: to_mcore
-    applied to row numbers.
+    """Return the origin of the complete parameter's rows, in its order: to_mcore applied to row
+    numbers.
     """
     rows = [shape[0] for _, shape in entry.hf]
-    # one number is skipped between tensors: no run spans two
+    # a number is skipped between tensors, so that no run spans two of them
     starts = [sum(rows[:i]) + i for i in range(len(rows))]
     numbered = [
         torch.arange(start, start + n)[:, None] for start, n in zip(starts, rows, strict=True)
@@ -134,8 +134,8 @@ def row_runs(entry: Entry, spec: ModelSpec) -> list[RowRun]:
 
 
 def blocks(entry: Entry, runs: Iterable[RowRun]) -> Iterator[tuple[int, int, int]]:
-    """(first row, stop) in the HF tensor and the parameter's row, of every block of these runs in
-    order of the HF rows.
+    """Yield (first row, stop, the parameter's first row) of every block of these runs, in the order
+    of the HF tensor's rows, which the first two count.
 
     A block has at most BLOCK_BYTES, or one row.
     """
@@ -147,14 +147,14 @@ def blocks(entry: Entry, runs: Iterable[RowRun]) -> Iterator[tuple[int, int, int
 
 
 def columns(entry: Entry) -> int:
-    """Values per row, the same in a parameter as in its HF tensors."""
+    """Return the number of values per row, the same in a parameter and in its HF tensors."""
     return torch.Size(entry.hf[0][1][1:]).numel()
 
 
 def checked_shape(
     named: Iterable[Named], dtype: torch.dtype, bad: set[str]
 ) -> Iterator[torch.Tensor]:
-    """The blocks in this dtype; names of tensors with a value that is not finite go to `bad`."""
+    """Yield the blocks in this dtype, and add names of tensors with non-finite values to `bad`."""
     for name, block in named:
         if not is_finite(block):
             bad.add(name)

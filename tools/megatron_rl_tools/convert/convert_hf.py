@@ -1,5 +1,5 @@
-"""The command `megatron-rl convert`: which conversion runs, on this process or on torchrun's ranks;
-options.py parses.
+"""The command `megatron-rl convert`: choose a conversion and run it on this process, or on
+torchrun's ranks.  options.py parses its arguments.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def convert(source: Path, out: Path, *, config: Path | None = None, dtype: str =
 
     config: HF directory with config.json and tokenizer, for torch_dist; default: source/hf, or the
     model.path of a run.
-    dtype: of the tensors that are written: keep, float32, bfloat16 or float16.
+    dtype: that of the written tensors: keep, float32, bfloat16 or float16.
     Collective under torchrun, where ranks share the files.  Raises CheckpointError or ModelError
-    for a checkpoint that cannot be converted, ValueError for another dtype.
+    for a checkpoint that cannot be converted, and ValueError for another dtype.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
@@ -78,7 +78,7 @@ def with_ranks(args: argparse.Namespace) -> int:
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Exit status; the user's errors as one line."""
+    """Run the command and return the exit status; print a user's error as one line."""
     try:
         return command()
     except (CheckpointError, ModelError, RunCheckpointError, OSError) as error:
@@ -94,10 +94,14 @@ def run_command(args: argparse.Namespace, work: FileWork, parallel: Parallel) ->
         outcome = convert_with_bridge(args, work, parallel)
     elif args.command == "hf-to-megatron":
         outcome = hf_to_megatron(
-            args.hf, args.out, work, dtype=stored_dtype(args), file_bytes=file_bytes,
+            args.hf,
+            args.out,
+            work,
+            dtype=stored_dtype(args),
+            file_bytes=file_bytes,
             trust_pickle=args.trust_pickle,
             parallel=parallel,
-        )  # fmt: skip
+        )
     else:
         config = config_of(args.megatron, args.config)
         outcome = megatron_to_hf(
@@ -109,11 +113,8 @@ def run_command(args: argparse.Namespace, work: FileWork, parallel: Parallel) ->
             file_bytes=file_bytes,
             parallel=parallel,
         )
-    work.log(
-        f"{args.out} exists already: nothing to do"
-        if outcome is None
-        else summary_line(args.out, outcome)
-    )
+    done = f"{args.out} exists already: nothing to do"
+    work.log(done if outcome is None else summary_line(args.out, outcome))
     return 0
 
 
@@ -128,7 +129,7 @@ def summary_line(out: Path, outcome: Conversion) -> str:
 
 
 def compare_checkpoints(args: argparse.Namespace, work: FileWork, parallel: Parallel) -> int:
-    """Exit status 0 if every tensor of the two checkpoints is the same, else 1."""
+    """Return exit status 0 if all tensors of the two checkpoints are equal, else 1."""
     config = (
         args.config
         or next((path for path in args.dirs if is_hf(path)), None)
@@ -154,8 +155,8 @@ def compare_checkpoints(args: argparse.Namespace, work: FileWork, parallel: Para
 
 
 def info(path: Path, config: Path | None) -> int:
-    """Print the kind, sizes and possible layouts of a checkpoint; of a run's folder of checkpoints
-    that of the newest.
+    """Print the kind, sizes and possible layouts of a checkpoint, or of the newest checkpoint in a
+    run's folder.
     """
     if (path / LATEST).is_file():
         path = latest_checkpoint(path) or path
@@ -167,22 +168,17 @@ def info(path: Path, config: Path | None) -> int:
         f"  {spec.num_layers} layers ({len(spec.moe_layers)} with experts: {experts}),"
         f" {count / 1e6:.1f} M parameters"
     )
-    print(
-        f"  vocabulary {spec.vocab_size}, tied embeddings: {'yes' if spec.tie_embeddings else 'no'}"
-    )
-    print(
-        f"  tp divides {spec.num_kv_heads} (heads)"
-        + (f", ep divides {spec.num_experts}" if spec.moe_layers else "")
-    )
+    tied = "yes" if spec.tie_embeddings else "no"
+    print(f"  vocabulary {spec.vocab_size}, tied embeddings: {tied}")
+    ep = f", ep divides {spec.num_experts}" if spec.moe_layers else ""
+    print(f"  tp divides {spec.num_kv_heads} (heads){ep}")
     if is_hf(path):
         with HFFiles(path) as files:
             files.check(spec)
             headers = files.headers.values()
             dtypes = ", ".join(sorted({header.dtype for header in headers}))
-            print(
-                f"  {len(headers)} tensors in {len({header.file for header in headers})} files,"
-                f" {dtypes}"
-            )
+            num_files = len({header.file for header in headers})
+            print(f"  {len(headers)} tensors in {num_files} files, {dtypes}")
     else:
         content = TorchDist(path).metadata.state_dict_metadata
         print(f"  {len(content)} keys in {len(list(path.glob('*.distcp')))} files")
@@ -196,7 +192,7 @@ def info(path: Path, config: Path | None) -> int:
 
 
 def stored_dtype(args: argparse.Namespace) -> torch.dtype | None:
-    """The dtype of the tensors that are written; None: as stored."""
+    """Return the dtype of the written tensors; None for the stored dtype."""
     return None if args.dtype == "keep" else getattr(torch, args.dtype)
 
 
@@ -204,12 +200,12 @@ def is_hf(path: Path) -> bool:
     return not (path / ".metadata").is_file()
 
 
-def config_of(megatron: Path, given: Path | None) -> Path:
-    """Where config.json and the tokenizer of a torch_dist checkpoint are: given, beside it, or in
-    the model.path of its run.
+def config_of(megatron: Path, config: Path | None) -> Path:
+    """Return the folder with config.json and tokenizer of a torch_dist checkpoint: `config`, the
+    folder beside it, or the model.path of its run.
     """
-    if given is not None:
-        return given
+    if config is not None:
+        return config
     if (megatron / "hf" / "config.json").is_file():  # from hf-to-megatron
         return megatron / "hf"
     if (megatron / STATE).is_file():
@@ -228,7 +224,7 @@ def config_of(megatron: Path, given: Path | None) -> Path:
 def convert_with_bridge(
     args: argparse.Namespace, work: FileWork, parallel: Parallel
 ) -> Conversion | None:
-    """Megatron-Bridge's conversion, where it is installed."""
+    """Convert with Megatron-Bridge, if it is installed."""
     from megatron_rl_tools.convert.bridge_backend import (
         bridge_hf_to_megatron,
         bridge_megatron_to_hf,

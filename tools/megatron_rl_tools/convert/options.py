@@ -1,5 +1,5 @@
-"""Convert between an HF checkpoint and a megatron-core distributed checkpoint (torch_dist), tensor
-by tensor, on CPU.
+"""Convert between an HF checkpoint and a megatron-core distributed checkpoint (torch_dist), \
+tensor by tensor, on CPU.
 
   megatron-rl convert hf-to-megatron --hf DIR --out DIR
   megatron-rl convert megatron-to-hf --megatron DIR [--config HF_DIR] --out DIR
@@ -54,9 +54,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--file-gb", type=float, default=5.0, help="size of output files")
         command.add_argument("--backend", choices=("own", "bridge"), default="own")
     args = parser.parse_args(arguments)
-    for path in [
-        getattr(args, name, None) for name in ("hf", "megatron", "config", "dir")
-    ] + getattr(args, "dirs", []):
+    folders = [getattr(args, name, None) for name in ("hf", "megatron", "config", "dir")]
+    for path in folders + getattr(args, "dirs", []):
         if path is not None and not path.is_dir():
             parser.error(f"{path}: no such directory")
     return args

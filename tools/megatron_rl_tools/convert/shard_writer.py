@@ -1,4 +1,4 @@
-"""Safetensors files written block by block, so that no tensor has to be in memory as a whole."""
+"""Safetensors files that are written block by block, so that no tensor is in memory as a whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.weights.hf.files import NAMES, tensor_bytes
 
 
 class Piece(NamedTuple):
-    """A tensor that a file will hold."""
+    """A tensor of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,13 +41,13 @@ class ShardWriter:
             }
             start = offsets[1]
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # readers map the values: their start must be aligned
+        text += b" " * (-len(text) % 8)  # readers map the values, whose start must be aligned
         self.stream = file.open("wb")
         self.stream.write(len(text).to_bytes(8, "little") + text)
         self._next = 0
 
     def write(self, name: str, blocks: Iterable[torch.Tensor]) -> None:
-        """All blocks of the next piece."""
+        """Write all blocks of the next piece."""
         piece = self.pieces[self._next]
         left = piece.nbytes
         for block in blocks:

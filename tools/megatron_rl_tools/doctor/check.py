@@ -14,26 +14,28 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Check:
-    """What was found; `remedy` is empty for OK."""
+    """A line of the report."""
 
     status: Status
     name: str
     found: str
+    """The state of what was checked."""
     remedy: str = ""
+    """What to do; empty for OK."""
 
 
-def warn_if(is_limited: bool, name: str, found: str, remedy: str) -> Check:
-    """A check of something that works, but with a limit."""
-    return Check("WARN", name, found, remedy) if is_limited else Check("OK", name, found)
+def warn_if(is_limited: bool, name: str, result: str, remedy: str) -> Check:
+    """Make a check of something that works, but may be limited."""
+    return Check("WARN", name, result, remedy) if is_limited else Check("OK", name, result)
 
 
-def fail_if(is_broken: bool, name: str, found: str, remedy: str) -> Check:
-    """A check of something that is required."""
-    return Check("FAIL", name, found, remedy) if is_broken else Check("OK", name, found)
+def fail_if(is_broken: bool, name: str, result: str, remedy: str) -> Check:
+    """Make a check of something that is required."""
+    return Check("FAIL", name, result, remedy) if is_broken else Check("OK", name, result)
 
 
 def check_line(check: Check) -> Text:
-    """The check as two lines of a terminal, one line if it is OK."""
+    """Return the check as two lines of a terminal, or one line if it is OK."""
     text = Text.assemble(
         "  ", (f"{check.status:<5}", STYLES[check.status]), f"{check.name:<31}", check.found
     )

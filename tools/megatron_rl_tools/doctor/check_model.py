@@ -1,5 +1,5 @@
-"""A configuration: parsing, start-up checks, BOS and EOS of its tokenizer, a call of its reward
-function.
+"""Checks of a configuration: parsing, start-up checks, BOS and EOS of its tokenizer, a call of its
+reward function.
 """
 
 from __future__ import annotations
@@ -26,66 +26,48 @@ VERIFIED = (
     ("What is 1/2 + 1/4?", "It is \\boxed{\\frac{3}{4}}.", "0.75", 1.0),
     ("What is 1 + 1?", "\\boxed{3}", "2", 0.0),
 )
-"""(prompt, response, label, reward by math-verify)"""
+"""(prompt, response, label, reward by math-verify)."""
 
 
 def check_model_config(path: Path) -> tuple[Config | None, ModelSpec | None, list[Check]]:
-    """Whether `path` parses, its files exist, and its ports and keys are available here."""
+    """Check that `path` parses, that its files exist, and that its ports and keys are available."""
     try:
         cfg = load_config(path, [])
     except ConfigError as error:
         return None, None, [Check("FAIL", "parse", "refused", str(error))]
     fewest = smallest_world(cfg.parallel)
-    checks = [
-        Check(
-            "OK",
-            "parse",
-            f"{cfg.loss.name}, replay {cfg.replay.mode}, N = {cfg.run.num_mini_batches}",
-        ),
-        Check(
-            "OK",
-            "ranks",
-            f"start a multiple of {fewest}: tp x pp x cp and etp x ep x pp both divide it",
-        ),
-    ]
+    parsed = f"{cfg.loss.name}, replay {cfg.replay.mode}, N = {cfg.run.num_mini_batches}"
+    ranks = f"start a multiple of {fewest}: tp x pp x cp and etp x ep x pp both divide it"
+    checks = [Check("OK", "parse", parsed), Check("OK", "ranks", ranks)]
     spec: ModelSpec | None = None
     try:
         spec = model_spec(cfg.model)
         checks.append(Check("OK", "model.path", f"{cfg.model.path}, {spec.architecture}"))
         for note in check_files(cfg, spec):
             if note.startswith("model.path"):
-                checks.append(
-                    Check("WARN", "model.path", note, "copy the rest of the checkpoint there")
-                )
+                remedy = "copy the rest of the checkpoint there"
+                checks.append(Check("WARN", "model.path", note, remedy))
         checks.append(Check("OK", "files", "prompts, weights, functions and folders exist"))
     except ModelError as error:
-        checks.append(
-            Check(
-                "FAIL",
-                "model.path",
-                str(error),
-                "set it to an HF checkpoint directory of a supported model",
-            )
-        )
+        remedy = "set it to an HF checkpoint directory of a supported model"
+        checks.append(Check("FAIL", "model.path", str(error), remedy))
     except ValueError as error:
         checks += [failed_check(problem) for problem in str(error).splitlines()]
     if cfg.rollout.port and not cfg.rollout.urls:
         checks.append(check_port(cfg.rollout.host, cfg.rollout.port))
     key = cfg.rollout.api_key_env
     if key is not None and not os.environ.get(key):
-        checks.append(
-            Check("FAIL", "rollout.api_key_env", f"{key} is unset or empty", f"export {key}=...")
-        )
+        result = f"{key} is unset or empty"
+        checks.append(Check("FAIL", "rollout.api_key_env", result, f"export {key}=..."))
     return cfg, spec, checks
 
 
 def failed_check(problem: str) -> Check:
-    """The check of a message "KEY = VALUE ...; remedy"."""
-    found, _, remedy = problem.rpartition("; ")
-    key = next(
-        (word for word in problem.removeprefix("no such file: ").split() if "." in word), "files"
-    )
-    return Check("FAIL", key, found or problem, remedy if found else "see --dry-run")
+    """Make a check of a message "KEY = VALUE ...; remedy"."""
+    result, _, remedy = problem.rpartition("; ")
+    words = problem.removeprefix("no such file: ").split()
+    key = next((word for word in words if "." in word), "files")
+    return Check("FAIL", key, result or problem, remedy if result else "see --dry-run")
 
 
 def check_port(host: str, port: int) -> Check:
@@ -101,8 +83,8 @@ def check_port(host: str, port: int) -> Check:
 
 
 def check_tokenizer(cfg: Config) -> list[Check]:
-    """BOS, EOS and vocabulary as a run uses them: prompts rendered by data.chat_template, responses
-    ended by the EOS token.
+    """Check BOS, EOS and vocabulary as a run uses them: data.chat_template renders prompts, and the
+    EOS token ends responses.
     """
     from megatron_rl.data.prompts import load_tokenizer  # imports transformers, which takes seconds
 
@@ -116,16 +98,16 @@ def check_tokenizer(cfg: Config) -> list[Check]:
     if cfg.data.chat_template and tokenizer.chat_template is not None:
         checks.append(check_end_of_turn(tokenizer, cfg))
     size = files["config.json"].get("vocab_size", 0)
-    found = f"{len(tokenizer):,} tokens, the model has {size:,}"
+    result = f"{len(tokenizer):,} tokens, the model has {size:,}"
     remedy = "the tokenizer is another model's: copy the right one to model.path"
-    return [*checks, fail_if(0 < size < len(tokenizer), "vocabulary", found, remedy)]
+    return [*checks, fail_if(0 < size < len(tokenizer), "vocabulary", result, remedy)]
 
 
 def check_eos(tokenizer: PreTrainedTokenizerBase, files: dict[str, Json]) -> Check:
-    """A response ends with the tokenizer's EOS, which should be the EOS of the model's own files."""
+    """Check that the tokenizer's EOS, which ends a response, is the EOS of the model's files."""
     eos = tokenizer.eos_token_id
     pad = "" if tokenizer.pad_token is None else f", pad {tokenizer.pad_token!r}"
-    found = f"{tokenizer.eos_token!r} = {eos}{pad}"
+    result = f"{tokenizer.eos_token!r} = {eos}{pad}"
     for name, content in files.items():
         theirs = content.get("eos_token_id")
         ids = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
@@ -134,41 +116,35 @@ def check_eos(tokenizer: PreTrainedTokenizerBase, files: dict[str, Json]) -> Che
                 "a response would not end where the model ends it: correct eos_token in"
                 " tokenizer_config.json"
             )
-            return Check("FAIL", "EOS", f"{found}; {name}: {theirs}", remedy)
+            return Check("FAIL", "EOS", f"{result}; {name}: {theirs}", remedy)
         if len(ids) > 1:
-            more = [each for each in ids if each != eos]
+            more = [token for token in ids if token != eos]
             remedy = "those end no response here: check that samples end"
-            return Check("WARN", "EOS", f"{found}; {name} has {more} too", remedy)
-    return Check("OK", "EOS", found)
+            return Check("WARN", "EOS", f"{result}; {name} has {more} too", remedy)
+    return Check("OK", "EOS", result)
 
 
 def check_bos(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> Check:
-    """Prompts are tokenised without special tokens: the template must write the BOS, once."""
+    """Check that the template writes the BOS once: prompts are tokenised without special tokens."""
     bos = tokenizer.bos_token_id
     ids = tokenizer(prompt_of(tokenizer, cfg), add_special_tokens=False)["input_ids"]
     adds = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
     if bos is not None and ids[:2] == [bos, bos]:
-        found = f"{tokenizer.bos_token!r} twice at the start of a prompt"
-        return Check("WARN", "BOS", found, "remove one from the template")
+        result = f"{tokenizer.bos_token!r} twice at the start of a prompt"
+        return Check("WARN", "BOS", result, "remove one from the template")
     if adds and ids[:1] != [bos]:
-        found = f"{tokenizer.bos_token!r} starts texts of this tokenizer, but not prompts"
+        result = f"{tokenizer.bos_token!r} starts texts of this tokenizer, but not prompts"
         where = "the chat template" if cfg.data.chat_template else "data.template"
-        return Check(
-            "WARN",
-            "BOS",
-            found,
-            f"write it at the start of {where}, if the model was trained with it",
-        )
-    found = (
-        "none"
-        if bos is None
-        else f"{tokenizer.bos_token!r}, {'once' if ids[:1] == [bos] else 'unused'}"
-    )
-    return Check("OK", "BOS", found)
+        remedy = f"write it at the start of {where}, if the model was trained with it"
+        return Check("WARN", "BOS", result, remedy)
+    if bos is None:
+        return Check("OK", "BOS", "none")
+    use = "once" if ids[:1] == [bos] else "unused"
+    return Check("OK", "BOS", f"{tokenizer.bos_token!r}, {use}")
 
 
 def prompt_of(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> str:
-    """A prompt as a run renders it."""
+    """Return a prompt as a run renders it."""
     from megatron_rl.data.prompts import prompt_text
 
     text = cfg.data.template.replace("{prompt}", QUESTION)
@@ -176,28 +152,27 @@ def prompt_of(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> str:
 
 
 def check_end_of_turn(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> Check:
-    """The template's text after an answer is what the model was trained to end with; it should hold
+    """Check that the template's text after an answer, with which the model was trained to end, has
     the EOS.
     """
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     text = tokenizer.apply_chat_template(turns, tokenize=False, **cfg.data.chat_template_kwargs)
     ending = text.rpartition(ANSWER)[2]
     is_other = bool(ending.strip()) and tokenizer.eos_token not in ending
-    found = f"the chat template ends an answer with {ending!r}, EOS is {tokenizer.eos_token!r}"
+    result = f"the chat template ends an answer with {ending!r}, EOS is {tokenizer.eos_token!r}"
     remedy = "responses may run to their limit: set eos_token to the one that ends a turn"
-    return warn_if(is_other, "end of a turn", found, remedy)
+    return warn_if(is_other, "end of a turn", result, remedy)
 
 
 # Reward -------------------------------------------------------------------------------------------
 
 
 def check_reward(cfg: Config | None) -> Check:
-    """The reward function in its own worker process, as in a run; math-verify on known answers."""
+    """Call the reward function in a worker process, as in a run; math-verify on known answers."""
     from megatron_rl.reward.pool import RewardError, RewardPool
 
-    config = (cfg.reward if cfg else RewardConfig()).model_copy(
-        update={"num_workers": 1, "on_error": "raise"}
-    )
+    config = cfg.reward if cfg else RewardConfig()
+    config = config.model_copy(update={"num_workers": 1, "on_error": "raise"})
     name = f"reward.function = {config.function}"
     items = list(VERIFIED) if cfg is None or config.function == "math" else rows_of_data(cfg)
     start = time.monotonic()
@@ -206,28 +181,23 @@ def check_reward(cfg: Config | None) -> Check:
             started = time.monotonic()
             rewards = pool.score([item[:3] for item in items], shaped=False).tolist()
     except (RewardError, OSError) as error:
-        return Check(
-            "FAIL",
-            "reward",
-            f"{name}: {error}",
-            "fix the function; see docs/guides/data_and_reward.md",
-        )
-    seconds = (
-        f"{started - start:.1f} s to start, {time.monotonic() - started:.2f} s for {len(items)}"
-    )
+        remedy = "fix the function; see docs/guides/data_and_reward.md"
+        return Check("FAIL", "reward", f"{name}: {error}", remedy)
+    scoring = time.monotonic() - started
+    seconds = f"{started - start:.1f} s to start, {scoring:.2f} s for {len(items)}"
     if config.function != "math":
         return Check("OK", "reward", f"{name}: labels as responses score {rewards}; {seconds}")
     expected = [item[3] for item in items]
-    found = f"{name}: rewards of known answers {rewards}, expected {expected}; {seconds}"
-    return fail_if(rewards != expected, "reward", found, "pip install math-verify==0.9.0")
+    result = f"{name}: rewards of known answers {rewards}, expected {expected}; {seconds}"
+    return fail_if(rewards != expected, "reward", result, "pip install math-verify==0.9.0")
 
 
 def rows_of_data(cfg: Config) -> list[tuple[str, str, str, float]]:
-    """The first two rows of the training file, their labels as responses."""
-    found = []
+    """Return the first two rows of the training file, with their labels as responses."""
+    rows = []
     for row in parse_rows(cfg.data.train, cfg.data):
         if not isinstance(row, BrokenRow):
-            found.append((row.messages[-1]["content"], row.label, row.label, 0.0))
-        if len(found) == 2:
+            rows.append((row.messages[-1]["content"], row.label, row.label, 0.0))
+        if len(rows) == 2:
             break
-    return found
+    return rows

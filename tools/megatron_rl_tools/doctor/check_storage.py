@@ -1,5 +1,5 @@
-"""The disk that a run writes to: space compared with the size of checkpoints, and speed, by writing
-and reading a file.
+"""Checks of the disk that a run writes to: space against the size of checkpoints, and speed of
+writing and reading a file.
 """
 
 from __future__ import annotations
@@ -19,42 +19,37 @@ from megatron_rl.plan.memory import full_model
 from megatron_rl_tools.doctor.check import GIB, Check, warn_if
 
 CHUNK = bytes(16 << 20)
-MOST_CHUNKS = 32  # half a GiB
+MOST_CHUNKS = 32
+"""Chunks of half a GiB."""
 MOST_SECONDS = 2.0
-SLOW_MB = 100.0  # a second: a checkpoint of a 30B model (420 GB) would take more than an hour
+SLOW_MB = 100.0
+"""MB per second: below it, a checkpoint of a 30B model (420 GB) takes more than an hour."""
 
 
 def check_disk(folder: Path, needed: int = 0, why: str = "", *, measure: bool) -> list[Check]:
-    """Whether `folder` is writable, has `needed` bytes free (for `why`), and, with `measure`, how
-    fast it is.
+    """Check that `folder` is writable and has `needed` bytes free (for `why`); with `measure`, also
+    its speed.
     """
-    existing = next(
-        parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists()
-    )
+    parents = [folder.absolute(), *folder.absolute().parents]
+    existing = next(parent for parent in parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return [
-            Check(
-                "FAIL",
-                "run directory",
-                f"{existing} is not a writable folder",
-                "choose another run.dir",
-            )
-        ]
+        result = f"{existing} is not a writable folder"
+        return [Check("FAIL", "run directory", result, "choose another run.dir")]
     free = shutil.disk_usage(existing).free
-    found = f"{folder}, {filesystem(existing)}, {free / GIB:.1f} GiB free"
+    result = f"{folder}, {filesystem(existing)}, {free / GIB:.1f} GiB free"
     remedy = (
         f"{why} take about {needed / GIB:.1f} GiB: choose another run.dir, or set"
         " checkpoint.keep_last"
     )
-    space = warn_if(free < needed, "run directory", found, remedy)
+    space = warn_if(free < needed, "run directory", result, remedy)
     if free < needed / 2:
-        space = Check("FAIL", "run directory", found, remedy)
+        space = Check("FAIL", "run directory", result, remedy)
     return [space, *([check_speed(existing)] if measure else [])]
 
 
 def check_speed(folder: Path) -> Check:
-    """Sequential writes that reach the disk (fsync), for at most MOST_SECONDS, and reading them
-    again.
+    """Measure sequential writes that reach the disk (fsync), for at most MOST_SECONDS, and reading
+    them again.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor_") as file:
@@ -66,7 +61,7 @@ def check_speed(folder: Path) -> Check:
             os.fsync(file.fileno())
             megabytes = chunks * len(CHUNK) / 1e6
             written = megabytes / (time.monotonic() - start)
-            # else it is read from the page cache
+            # drop it from the page cache, so that it is read from the disk
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             start = time.monotonic()
             file.seek(0)
@@ -74,34 +69,27 @@ def check_speed(folder: Path) -> Check:
                 pass
             read = megabytes / (time.monotonic() - start)
     except OSError as error:
-        return Check(
-            "FAIL",
-            "disk speed",
-            f"{folder}: {error.strerror}",
-            "make room, or choose another run.dir",
-        )
-    found = (
-        f"{written:,.0f} MB/s written, {read:,.0f} MB/s read, {megabytes:,.0f} MB by one process"
-    )
+        remedy = "make room, or choose another run.dir"
+        return Check("FAIL", "disk speed", f"{folder}: {error.strerror}", remedy)
+    speeds = f"{written:,.0f} MB/s written, {read:,.0f} MB/s read"
+    result = f"{speeds}, {megabytes:,.0f} MB by one process"
     remedy = "slow for checkpoints: choose another run.dir, or set checkpoint.async_save"
-    return warn_if(written < SLOW_MB, "disk speed", found, remedy)
+    return warn_if(written < SLOW_MB, "disk speed", result, remedy)
 
 
 def filesystem(folder: Path) -> str:
-    """Type of the file system that holds `folder`, e.g. ext4 or nfs4."""
+    """Return the type of the file system of `folder`, e.g. ext4 or nfs4."""
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     here = folder.resolve()
-    return next(
-        (mounts[parent] for parent in (here, *here.parents) if parent in mounts),
-        "unknown file system",
-    )
+    types = (mounts[parent] for parent in (here, *here.parents) if parent in mounts)
+    return next(types, "unknown file system")
 
 
 def kept_bytes(cfg: Config, spec: ModelSpec) -> tuple[int, str]:
-    """(bytes of all that the run will keep, in words)."""
+    """Return (bytes of all checkpoints that the run will keep, the same in words)."""
     one = checkpoint_bytes(cfg, spec)
     saves = 1 + (cfg.run.num_steps - 1) // cfg.checkpoint.every if cfg.checkpoint.every else 1
-    # 1: the one being written
+    # one more while the next is being written
     kept = min(saves, cfg.checkpoint.keep_last + 1) if cfg.checkpoint.keep_last else saves
     size = 2 if cfg.model.dtype == "bfloat16" else 4
     exported = full_model(spec).total * size if cfg.checkpoint.export_hf else 0

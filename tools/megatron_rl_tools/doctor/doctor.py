@@ -1,5 +1,6 @@
-"""The command `megatron-rl doctor`: runs the checks and prints one line for each; options.py parses
-its arguments.
+"""The command `megatron-rl doctor`: run the checks and print one line for each.
+
+options.py parses its arguments.
 """
 
 from __future__ import annotations
@@ -37,9 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     is_other_rank = arguments.ranks and os.environ.get("RANK", "0") != "0"
     console = Console(highlight=False, soft_wrap=True)
     counts, sections = dict.fromkeys(STYLES, 0), []
-    for title, checks in (
-        examine_ranks(arguments.deadline) if arguments.ranks else examine_machine(arguments)
-    ):
+    parts = examine_ranks(arguments.deadline) if arguments.ranks else examine_machine(arguments)
+    for title, checks in parts:
         for check in checks:
             counts[check.status] += 1
         sections.append({"title": title, "checks": [asdict(check) for check in checks]})
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine_ranks(deadline: float) -> Sections:
-    """Ranks that torchrun started, or two of our own."""
+    """Check ranks that torchrun started, or two that are started here."""
     if "RANK" in os.environ:
         yield f"Ranks (WORLD_SIZE = {os.environ['WORLD_SIZE']})", check_ranks(deadline)
     else:
@@ -76,26 +76,19 @@ def examine_machine(arguments: argparse.Namespace) -> Sections:
     yield "SGLang options", check_server_flags()
     if arguments.config is not None:
         yield f"Configuration {arguments.config}", checks
-        if (
-            cfg is not None
-            and spec is not None
-            and not any(check.status == "FAIL" for check in checks)
-        ):
+        has_failed = any(check.status == "FAIL" for check in checks)
+        if cfg is not None and spec is not None and not has_failed:
             yield "Tokenizer", check_tokenizer(cfg)
     needed, why = kept_bytes(cfg, spec) if cfg and spec else (0, "")
-    yield (
-        "Disk",
-        check_disk(cfg.run_dir if cfg else Path("runs"), needed, why, measure=not arguments.quick),
-    )
+    folder = cfg.run_dir if cfg else Path("runs")
+    yield "Disk", check_disk(folder, needed, why, measure=not arguments.quick)
     if not arguments.quick:
         yield "Reward", [check_reward(cfg)]
         yield "Ranks (two, on this machine)", check_local_ranks(arguments.deadline)
     key_name = arguments.api_key_env or (cfg.rollout.api_key_env if cfg else None)
+    needs_routes = cfg is None or cfg.needs_routes
     for url in dict.fromkeys([*arguments.url, *(cfg.rollout.urls if cfg else ())]):
-        yield (
-            f"Server {url}",
-            check_url(url, key_name, needs_routes=cfg is None or cfg.needs_routes),
-        )
+        yield f"Server {url}", check_url(url, key_name, needs_routes=needs_routes)
 
 
 if __name__ == "__main__":

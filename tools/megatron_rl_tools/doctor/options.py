@@ -1,8 +1,8 @@
 """Reports what is installed on this machine, what is missing, and how to fix it.
 
-    megatron-rl doctor [--config FILE.toml] [--url http://HOST:PORT ...] [--quick | --build] [--json]
-    torchrun --nnodes 2 --nproc_per_node 8 ... -m megatron_rl.cli doctor --ranks    missing ranks,
-    speed of their links
+    megatron-rl doctor [--config FILE] [--url http://HOST:PORT ...] [--quick | --build] [--json]
+    # missing ranks, speed of their links
+    torchrun --nnodes 2 --nproc_per_node 8 ... -m megatron_rl.cli doctor --ranks
 
 One line per check: OK, WARN (works, with the limit named) or FAIL (does not work), with a remedy.
 Exit status 1 if anything is FAIL.  Without --quick it starts two ranks that connect and one worker

@@ -1,3 +1,1 @@
-"""megatron-rl gpu-check: what a first GPU must show, step by step, each in a process of its own
-with a limit.
-"""
+"""`megatron-rl gpu-check`: what a first GPU must show, in steps that are processes with a limit."""

@@ -12,9 +12,9 @@ from megatron_rl_tools.gpu_check.steps import StepPlace
 
 
 def doctor(place: StepPlace) -> StepOutcome:
-    found, findings = call("doctor", "--quick"), Findings()
-    findings.figures = dict(found["counts"])
-    for section in found["sections"]:
+    report, findings = call("doctor", "--quick"), Findings()
+    findings.figures = dict(report["counts"])
+    for section in report["sections"]:
         for check in section["checks"]:
             if check["status"] != "OK":
                 findings.figures[check["name"]] = f"{check['status']}: {check['found']}"
@@ -29,26 +29,21 @@ def verify_replay(place: StepPlace) -> StepOutcome:
     for mode in ("R3", "R2"):
         for recompute in ("none",) if place.quick else ("none", "full"):
             arguments = ("--device", place.device, "--mode", mode, "--recompute", recompute)
-            found = call("verify-replay", *arguments)
-            details: dict[str, Figure] = {
-                check["name"]: check["detail"] for check in found["checks"]
-            }
-            findings.figures[f"{mode}, recompute {recompute}"] = {
-                "seconds": found["seconds"],
-                **details,
-            }
-            for check in found["checks"]:
-                findings.check(
-                    check["passed"],
-                    f"{mode}, recompute {recompute}: {check['name']}: {check['detail']}",
-                )
+            report = call("verify-replay", *arguments)
+            name, checks = f"{mode}, recompute {recompute}", report["checks"]
+            details: dict[str, Figure] = {check["name"]: check["detail"] for check in checks}
+            findings.figures[name] = {"seconds": report["seconds"], **details}
+            for check in checks:
+                text = f"{name}: {check['name']}: {check['detail']}"
+                findings.check(check["passed"], text)
     return findings.outcome
 
 
 def call(*arguments: str) -> dict[str, Any]:
-    """The JSON object that a command prints with --json; its other output goes to this step's log.
+    """Return the JSON object that a command prints with --json; its other output goes to this
+    step's log.
 
-    Raises RuntimeError where it prints none.
+    Raises RuntimeError if it prints none.
     """
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.cli", *arguments, "--json"],

@@ -1,5 +1,6 @@
-"""The command `megatron-rl gpu-check`: runs the chosen steps and writes the page; options.py parses
-its arguments.
+"""The command `megatron-rl gpu-check`: run the chosen steps and write the page.
+
+options.py parses its arguments.
 """
 
 from __future__ import annotations
@@ -53,31 +54,24 @@ def run_steps(
 
 
 def machine(device: Device) -> dict[str, str]:
-    """Hardware, versions and commit, for the page."""
+    """Return hardware, versions and commit, for the page."""
     facts = {"device": device, "host": platform.node(), "system": platform.platform()}
     if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
+        properties, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
+        driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         facts |= {
-            "gpu": (
-                f"{torch.cuda.device_count()} x {properties.name},"
-                f" {properties.total_memory / 2**30:.1f} GiB"
-            ),
+            "gpu": f"{count} x {properties.name}, {properties.total_memory / 2**30:.1f} GiB",
             "cuda": str(torch.version.cuda),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "driver": (
-                output(
-                    "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-                ).partition("\n")[0]
-            ),
+            "driver": driver.partition("\n")[0],
         }
     facts |= installed_versions() | {"megatron_rl": metadata.version("megatron_rl")}
-    return facts | {
-        "commit": output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
-    }
+    commit = output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
+    return facts | {"commit": commit}
 
 
 def output(*command: str) -> str:
-    """What a command prints, or why there is nothing."""
+    """Return what a command prints, or why it prints nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""Steps on the trainer's log-probs: against transformers, and against themselves."""
+"""Steps that compare the trainer's log-probs with transformers' and with those of a second pass."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from megatron_rl_tools.verify_replay.random_checkpoint import write_random_check
 
 LENGTHS = (37, 64, 150, 201)
 LIMIT = 2.0
-"""Times transformers' own difference between bf16 and float32."""
+"""The limit is this many times transformers' difference between bf16 and float32."""
 Logprobs = dict[tuple[str, int], float]
 """(rollout, position) -> log-prob of the next token."""
 
 
 def against_transformers(place: StepPlace) -> StepOutcome:
-    """The trainer replays the experts that transformers chooses in float32, so that a difference is
-    not a changed choice.
+    """Compare with transformers in float32; the trainer replays its experts, so that a difference
+    is not a changed choice.
     """
     disable_tf32()
     findings = Findings()
@@ -83,9 +83,8 @@ def identical_passes(place: StepPlace) -> StepOutcome:
         if is_fused and not has_te:
             findings.not_run.append("moe_permute_fusion = true needs TransformerEngine on a GPU")
             continue
-        with engine_of(
-            check_step_config(path, place.device, megatron={"moe_permute_fusion": is_fused})
-        ) as engine:
+        cfg = check_step_config(path, place.device, megatron={"moe_permute_fusion": is_fused})
+        with engine_of(cfg) as engine:
             batch = check_batch(engine, samples)
             first, second = (
                 torch.cat(engine.old_logprobs(batch, MetricSums(), replay="none").logprobs)
@@ -95,7 +94,7 @@ def identical_passes(place: StepPlace) -> StepOutcome:
         findings.figures[f"moe_permute_fusion = {is_fused}"] = {
             "fraction of log-probs that differ": differing,
             "largest difference": float((first - second).abs().max()),
-        }  # fmt: skip
+        }
         # without the fusion a GPU adds up experts in any order
         findings.check(
             not differing or (place.device == "cuda" and not is_fused),
@@ -108,7 +107,7 @@ def identical_passes(place: StepPlace) -> StepOutcome:
 def mean_difference(
     one: Mapping[tuple[str, int], float], other: Mapping[tuple[str, int], float]
 ) -> float:
-    """Mean of |difference| over the tokens of `one`, nats.
+    """Return the mean of |difference| over the tokens of `one`, in nats.
 
     Raises KeyError for a token that `other` lacks.
     """
@@ -116,7 +115,7 @@ def mean_difference(
 
 
 def trainer_logprobs(cfg: Config, samples: Sequence[Sample]) -> tuple[Logprobs, str]:
-    """Log-probs of response tokens, and the implementation of the layers."""
+    """Return the log-probs of response tokens, and the implementation of the layers."""
     with engine_of(cfg) as engine:
         return logprobs_by_position(engine, samples), engine.core_config.transformer_impl
 
@@ -125,43 +124,34 @@ def logprobs_by_position(engine: Engine, samples: Sequence[Sample]) -> Logprobs:
     rollouts = {sample.rollout.id: sample.rollout for sample in samples}
     batch = check_batch(engine, samples)
     passed = engine.old_logprobs(batch, MetricSums(), replay=engine.cfg.replay.mode)
-    found: Logprobs = {}
+    logprobs: Logprobs = {}
     for micro_batch, values in zip(batch.micro_batches, passed.logprobs, strict=True):
-        keys = logprob_keys(
-            [rollouts[name] for name in micro_batch.rollout_ids],
-            micro_batch.cu_seqlens.tolist(),
-            0,
-            1,
-        )
-        found |= {
-            key: value for key, value in zip(keys, values.tolist(), strict=True) if key is not None
-        }
-    return found
+        packed = [rollouts[name] for name in micro_batch.rollout_ids]
+        keys = logprob_keys(packed, micro_batch.cu_seqlens.tolist(), 0, 1)
+        pairs = zip(keys, values.tolist(), strict=True)
+        logprobs |= {key: value for key, value in pairs if key is not None}
+    return logprobs
 
 
 def pass_with_routes(samples: Sequence[Sample], routes: Mapping[str, np.ndarray]) -> list[Sample]:
-    """The samples with these experts, uint8 [S - 1, L, K]; unchanged for a dense model, which has
-    none.
-    """
+    """Return the samples with these experts, uint8 [S - 1, L, K]; unchanged for a dense model."""
     if not routes:
         return list(samples)
-    return [
-        replace(
-            sample,
-            rollout=replace(
-                sample.rollout, routed_experts=routes[sample.rollout.id], routes_digest=None
-            ),
-        )
-        for sample in samples
-    ]
+    changed = []
+    for sample in samples:
+        ids = routes[sample.rollout.id]
+        rollout = replace(sample.rollout, routed_experts=ids, routes_digest=None)
+        changed.append(replace(sample, rollout=rollout))
+    return changed
 
 
 @torch.no_grad()
 def transformers_logprobs(
     path: Path, samples: Sequence[Sample], dtype: torch.dtype, device: str
 ) -> tuple[Logprobs, dict[str, np.ndarray]]:
-    """Log-probs of every next token, and the experts of every token but the last, sequence by
-    sequence.
+    """Return the log-probs of every next token, and the experts of every token but the last.
+
+    Sequences are computed one by one.
     """
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
@@ -177,9 +167,8 @@ def transformers_logprobs(
         values = logits[:-1].float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].tolist()
         logprobs |= {(rollout.id, position): value for position, value in enumerate(values)}
         if calls:
-            routes[rollout.id] = (
-                torch.stack([ids[:-1] for ids in calls], 1).cpu().numpy().astype(np.uint8)
-            )
+            layers = torch.stack([ids[:-1] for ids in calls], 1)
+            routes[rollout.id] = layers.cpu().numpy().astype(np.uint8)
     del model
     gc.collect()
     return logprobs, routes
@@ -187,7 +176,7 @@ def transformers_logprobs(
 
 @contextmanager
 def expert_calls(model: Any, calls: list[torch.Tensor]) -> Iterator[None]:
-    """Collect the ids [S, K] that the experts of each layer are called with: their second argument
+    """Collect the ids [S, K] with which the experts of each layer are called: their second argument
     in every family.
     """
     hooks = [

@@ -1,4 +1,4 @@
-"""Models, configurations and batches of the steps: random weights, random sequences, random routes.
+"""Models, configurations and batches of the steps, with random weights, sequences and routes.
 
 Shapes: S tokens of a sequence.
 """
@@ -27,41 +27,38 @@ from megatron_rl.records import MiniBatch
 from megatron_rl_tools.verify_replay.fingerprints import make_sample, random_routes
 
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 4,
-    "hidden_size": 256,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512,
-    "vocab_size": 1024,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+    "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
     "max_position_embeddings": 65_536, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False, "attention_bias": False, "pad_token_id": 0, "eos_token_id": 1,
-    "torch_dtype": "bfloat16",
+    "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
+    "pad_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16",
 }  # fmt: skip
 QWEN3_MOE = QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+    "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 DEEPSEEK_V2 = QWEN3 | {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
-    "num_key_value_heads": 8, "kv_lora_rank": 64,
-    "q_lora_rank": None, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
-    "head_dim": 64,
+    "num_key_value_heads": 8, "kv_lora_rank": 64, "q_lora_rank": None,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "head_dim": 64,
     "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4,
-    "moe_intermediate_size": 128,
-    "first_k_dense_replace": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
-    "topk_method": "greedy",
+    "moe_intermediate_size": 128, "first_k_dense_replace": 1, "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0, "topk_method": "greedy",
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
     "qwen3_moe": QWEN3_MOE,
     "qwen3": QWEN3,
     "deepseek_v2": DEEPSEEK_V2,
 }
-"""Family -> config.json.  Widths are multiples of what TransformerEngine's kernels need."""
+"""Family -> config.json.  Widths are multiples of those that TransformerEngine's kernels need."""
 
 
 def check_step_config(path: Path, device: Device, **sections: Mapping[str, object]) -> Config:
-    """bf16, no replay, a small learning rate; `sections` override."""
+    """Return a configuration in bf16, without replay, with a small learning rate; `sections`
+    override it.
+    """
     base: dict[str, dict[str, object]] = {
         "model": {"path": str(path), "dtype": "bfloat16"},
         "data": {"train": "unused", "max_prompt_tokens": 64},
@@ -76,8 +73,8 @@ def check_step_config(path: Path, device: Device, **sections: Mapping[str, objec
 
 @contextmanager
 def engine_of(cfg: Config) -> Iterator[Engine]:
-    """An engine in a world of one, nccl on a GPU; its groups are gone afterwards."""
-    gc.collect()  # the memory of the one before, which hooks keep in reference cycles
+    """An engine in a world of one, with nccl on a GPU; its groups are destroyed afterwards."""
+    gc.collect()  # hooks keep the previous engine in reference cycles
     if cfg.run.device == "cuda":
         torch.cuda.empty_cache()
     parallel = make_parallel(cfg.parallel, device=cfg.run.device, timeout_minutes=5)
@@ -88,7 +85,7 @@ def engine_of(cfg: Config) -> Iterator[Engine]:
 
 
 def check_samples(spec: ModelSpec, lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
-    """Random sequences of these lengths S, each with random routes where the model has experts."""
+    """Make random sequences of these lengths S, with random routes if the model has experts."""
     rng = np.random.default_rng(seed)
     if not spec.moe_layers:
         samples = [
@@ -117,7 +114,7 @@ def check_batch(engine: Engine, samples: Sequence[Sample]) -> MiniBatch:
 
 
 def uses_te(cfg: Config) -> bool:
-    """Whether an engine of this configuration would have TransformerEngine's layers; no engine is
-    made, which needs memory.
+    """Return whether an engine of this configuration would have TransformerEngine's layers, without
+    making one.
     """
     return uses_transformer_engine(cfg.model, torch.device(cfg.run.device))

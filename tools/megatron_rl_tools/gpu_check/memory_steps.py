@@ -1,4 +1,4 @@
-"""Steps on a GPU's host synchronisations and memory."""
+"""Steps that count a GPU's host synchronisations and measure its memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ from megatron_rl_tools.gpu_check.steps import StepPlace
 from megatron_rl_tools.verify_replay.random_checkpoint import write_random_checkpoint
 
 DISPATCHER = "/transformer/moe/"
-"""megatron-core's experts and dispatcher copy token counts to the host: one synchronisation per
-layer, by design.
-"""
+"""megatron-core's experts and dispatcher, which copy token counts to the host by design: one
+synchronisation per layer."""
 PEAK_LIMIT = 1.1
-"""Measured / computed peak."""
+"""The most that measured / computed peak may be."""
 
 
 def host_syncs(place: StepPlace) -> StepOutcome:
@@ -52,7 +51,7 @@ def host_syncs(place: StepPlace) -> StepOutcome:
 
 
 def syncs_of_update(place: StepPlace, layers: int) -> Counter[str]:
-    """file:line -> synchronisations of one old-logprob pass and update under R3."""
+    """Return file:line -> synchronisations of one old-logprob pass and update under R3."""
     path = place.folder / f"layers{layers}"
     path.mkdir()
     spec = write_random_checkpoint(
@@ -62,14 +61,14 @@ def syncs_of_update(place: StepPlace, layers: int) -> Counter[str]:
         check_step_config(path, place.device, replay={"mode": "R3", "measure": True})
     ) as engine:
         batch = check_batch(engine, check_samples(spec, (100, 200)))
-        step(engine, batch, "R3")  # caches and the optimizer's state
+        step(engine, batch, "R3")  # fills caches and the optimizer's state
         torch.cuda.synchronize()
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 torch.ones(1, device=place.device).item()
-                if not found:
+                if not caught:
                     raise RuntimeError(
                         "torch did not report a synchronisation that was there: nothing can be"
                         " counted"
@@ -78,7 +77,7 @@ def syncs_of_update(place: StepPlace, layers: int) -> Counter[str]:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     return Counter(
-        f"{each.filename}:{each.lineno}" for each in found if "synchroniz" in str(each.message)
+        f"{entry.filename}:{entry.lineno}" for entry in caught if "synchroniz" in str(entry.message)
     )
 
 
@@ -106,10 +105,11 @@ def peak(place: StepPlace) -> StepOutcome:
         measured = measured_peak(cfg)
         ratio = measured / computed.total
         findings.figures[recompute] = {
-            "measured GiB": measured / 2**30, "computed GiB": computed.total / 2**30,
+            "measured GiB": measured / 2**30,
+            "computed GiB": computed.total / 2**30,
             "ratio": ratio,
             "computed, by part": {name: size / 2**30 for name, size in asdict(computed).items()},
-        }  # fmt: skip
+        }
         findings.check(
             ratio <= PEAK_LIMIT,
             f"recompute {recompute}: {ratio:.2f} of the dry run's peak (limit {PEAK_LIMIT})",
@@ -118,8 +118,8 @@ def peak(place: StepPlace) -> StepOutcome:
 
 
 def measured_peak(cfg: Config) -> int:
-    """Bytes of tensors at the peak of an update, one full micro-batch."""
-    gc.collect()  # the engine before
+    """Return the bytes of tensors at the peak of an update of one full micro-batch."""
+    gc.collect()  # frees the previous engine
     before = torch.cuda.memory_allocated()
     with engine_of(cfg) as engine:
         rows = cfg.run.max_tokens_per_micro_batch
@@ -131,6 +131,6 @@ def measured_peak(cfg: Config) -> int:
 
 
 def step(engine: Engine, batch: MiniBatch, mode: ReplayMode) -> None:
-    """Old-logprob pass and update."""
+    """Run the old-logprob pass and the update."""
     sums = MetricSums()
     engine.update(batch, engine.old_logprobs(batch, sums, replay=mode), sums, replay=mode)

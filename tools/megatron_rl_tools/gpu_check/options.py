@@ -1,12 +1,12 @@
-"""Check what a first GPU must show, in the order in which a fault is found soonest.  Offline; on a
-CPU with --device cpu.
+"""Check what a first GPU must show, in the order in which a fault is found soonest.  Offline; on \
+a CPU with --device cpu.
 
     megatron-rl gpu-check [--quick] [--out DIR] [--device cuda|cpu] [--steps NAME ...]
 
 Each step is a process with a limit of minutes and ends with a verdict: passed, failed, or not
 possible here.  A failed step does not stop the following ones.  Results: DIR/report.md,
-DIR/results.json, and a log of each step. Exit status 0: no step failed; 1: one did; 2: invalid
-arguments.  docs/guides/launch.md
+DIR/results.json, and a log of each step.
+Exit status 0: no step failed; 1: one did; 2: invalid arguments.  docs/guides/launch.md
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps on routing replay and checkpoints in bf16, with the layers of this device."""
+"""Steps that check routing replay and checkpoints in bf16, with the layers of this device."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_rl_tools.gpu_check.memory_steps import step
 from megatron_rl_tools.gpu_check.result import Figure, Findings, StepOutcome
 from megatron_rl_tools.gpu_check.steps import StepPlace
 from megatron_rl_tools.verify_replay.fingerprints import make_given
-from megatron_rl_tools.verify_replay.random_checkpoint import write_random_checkpoint
 from megatron_rl_tools.verify_replay.passes import Proof
+from megatron_rl_tools.verify_replay.random_checkpoint import write_random_checkpoint
 from megatron_rl_tools.verify_replay.verify_replay import shape_of
 
 COMBINATIONS = [
@@ -30,12 +30,12 @@ COMBINATIONS = [
 ]
 QUICK = [("R3", "none"), ("R3", "full"), ("R2", "selective")]
 SAVE_LIMIT = 1.1
-"""Peak of a save / memory before it."""
+"""The most that the peak of a save / the memory before it may be."""
 
 
 def replay_layouts(place: StepPlace) -> StepOutcome:
-    """Each mode with each kind of recompute: experts that routers used, and gradients of a replayed
-    live pass.
+    """Check each mode with each kind of recompute: the experts that routers used, and the gradients
+    of a replayed live pass.
     """
     findings = Findings()
     path = place.folder / "model"
@@ -57,19 +57,16 @@ def replay_layouts(place: StepPlace) -> StepOutcome:
             checks.append(proof.replay_live()[0])
         finally:
             parallel.destroy()
-        findings.figures[f"{mode}, recompute {recompute}"] = {
-            check.name: check.detail for check in checks
-        }
+        name = f"{mode}, recompute {recompute}"
+        findings.figures[name] = {check.name: check.detail for check in checks}
         for check in checks:
-            findings.check(
-                check.passed, f"{mode}, recompute {recompute}: {check.name}: {check.detail}"
-            )
+            findings.check(check.passed, f"{name}: {check.name}: {check.detail}")
     return findings.outcome
 
 
 def checkpoint(place: StepPlace) -> StepOutcome:
-    """One update, saved; a new engine that loads it makes the same second update; the converter
-    writes the same weights.
+    """Check that a new engine which loads the checkpoint of one update makes the same second
+    update, and that the converter writes the same weights.
     """
     findings = Findings()
     path = place.folder / "model"
@@ -92,9 +89,8 @@ def checkpoint(place: StepPlace) -> StepOutcome:
     assert folder is not None
     with engine_of(cfg) as engine:
         Checkpointer(engine, place.folder / "checkpoints").load(folder)
-        findings.check(
-            assert_same(weights(engine), saved), "the loaded weights are not the saved ones"
-        )
+        is_same = are_same(weights(engine), saved)
+        findings.check(is_same, "the loaded weights are not the saved ones")
         step(engine, check_batch(engine, samples), "R3")
         resumed = weights(engine)
     difference = max(
@@ -111,9 +107,8 @@ def checkpoint(place: StepPlace) -> StepOutcome:
         for file in (place.folder / "hf").glob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
-    findings.check(
-        assert_same(written, saved), "the converted HF checkpoint does not have the saved weights"
-    )
+    problem = "the converted HF checkpoint does not have the saved weights"
+    findings.check(are_same(written, saved), problem)
     findings.figures["tensors converted"] = len(written)
     return findings.outcome
 
@@ -123,27 +118,27 @@ def save(engine: Engine, place: StepPlace, findings: Findings) -> dict[str, Figu
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated() if on_gpu else 0
+    allocated = torch.cuda.memory_allocated() if on_gpu else 0
     writer = Checkpointer(engine, place.folder / "checkpoints")
     writer.save(Snapshot(1, {}))
     writer.wait()
     if not on_gpu:
         findings.not_run.append("peak memory of a save: torch counts the memory of a GPU only")
         return {}
-    ratio = torch.cuda.max_memory_allocated() / held
+    ratio = torch.cuda.max_memory_allocated() / allocated
     findings.check(
         ratio <= SAVE_LIMIT,
         f"a save needs {ratio:.2f} times the memory before it (limit {SAVE_LIMIT})",
     )
-    return {"GiB before the save": held / 2**30, "peak of the save / before": ratio}
+    return {"GiB before the save": allocated / 2**30, "peak of the save / before": ratio}
 
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:
-    """HF name -> a copy on the host."""
+    """Return HF name -> a copy on the host."""
     return {name: tensor.cpu().clone() for name, tensor in engine.export() if tensor is not None}
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def are_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         tensor.equal(other[name].to(tensor.dtype)) for name, tensor in one.items()
     )

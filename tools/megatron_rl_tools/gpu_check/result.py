@@ -1,4 +1,4 @@
-"""What a step reports to the process that started it: a verdict, the reason, figures.
+"""The report of a step to the process that started it: a verdict, the reason, figures.
 
 Imports no torch.
 """
@@ -21,7 +21,7 @@ class NotPossible(Exception):
 
 @dataclass
 class Findings:
-    """Figures of a step and the checks that failed, collected while it runs."""
+    """The figures of a step and the checks that failed, collected while it runs."""
 
     figures: dict[str, Figure] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -41,10 +41,11 @@ class Findings:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """reason: why a step failed or is not possible, or which part of it did not run."""
+    """The result of a step."""
 
     verdict: Verdict
     reason: str = ""
+    """Why the step failed or is not possible, or which part of it did not run."""
     figures: dict[str, Figure] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -52,6 +53,6 @@ class StepOutcome:
 
 
 def read_outcome(folder: Path) -> StepOutcome | None:
-    """What the step in `folder` wrote, None if it wrote nothing."""
+    """Return the outcome that the step in `folder` wrote, or None."""
     file = folder / FILE
     return StepOutcome(**json.loads(file.read_text())) if file.is_file() else None

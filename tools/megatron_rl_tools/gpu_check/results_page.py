@@ -15,8 +15,9 @@ SEND_BACK = "Send back the complete folder: this page, results.json, and log.txt
 
 
 def write_results(folder: Path, machine: Mapping[str, str], reports: Sequence[StepReport]) -> None:
-    """results.json and report.md in `folder`; called after every step, so that a run that is killed
-    leaves them.
+    """Write results.json and report.md in `folder`.
+
+    Called after every step, so that a killed run leaves them.
     """
     everything = {"machine": dict(machine), "steps": [asdict(report) for report in reports]}
     (folder / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
@@ -34,11 +35,8 @@ def results_page(machine: Mapping[str, str], reports: Sequence[StepReport]) -> s
     lines += markdown_lines(("step", "verdict", "time", "reason"), rows)
     for report in reports:
         lines += ["", f"## {report.name}", "", report.purpose, ""]
-        lines += (
-            markdown_lines(("figure", "value"), flat_figures(report.outcome.figures))
-            if report.outcome.figures
-            else ["No figures."]
-        )
+        figures = flat_figures(report.outcome.figures)
+        lines += markdown_lines(("figure", "value"), figures) if figures else ["No figures."]
     return "\n".join(lines) + "\n"
 
 
@@ -60,7 +58,7 @@ def escaped(text: str) -> str:
 
 
 def flat_figures(figures: Mapping[str, Figure], before: str = "") -> list[tuple[str, str]]:
-    """(dotted name, value) of nested figures; floats with four digits."""
+    """Return (dotted name, value) of nested figures; floats with four digits."""
     rows: list[tuple[str, str]] = []
     for name, value in figures.items():
         if isinstance(value, dict):

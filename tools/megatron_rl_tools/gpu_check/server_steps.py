@@ -31,14 +31,16 @@ from megatron_rl_tools.verify_replay.random_checkpoint import write_random_check
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "examples" / "tiny_cpu" / "demo.toml"
 SHARED_GPU = ("--mem-fraction-static", "0.4")
-"""The trainer uses the same GPU."""
+"""Options of a server that shares its GPU with the trainer."""
 SMALL_HEADS = ("--attention-backend", "triton")
-"""The demo's heads have 16 values; FlashInfer, the default on some GPUs, is wrong below 64."""
+"""Options of the demo's server, whose heads have 16 values: FlashInfer, the default on some GPUs,
+is wrong below 64.
+"""
 PROMPTS, SAMPLES, RESPONSE = 8, 4, 32
 
 
 def weight_sync(place: StepPlace) -> StepOutcome:
-    """A server starts with other weights than the trainer's: the parity check must fail before the
+    """Start a server with other weights than the trainer's: the parity check must fail before the
     sync, and pass after it.
     """
     version, findings = sglang_version(place), Findings()
@@ -69,18 +71,22 @@ def weight_sync(place: StepPlace) -> StepOutcome:
                 ),
             )
             before = parity(engine, server.url, cfg, 0)
-            pusher.push(lambda: engine.export_parts(1), 1)  # the first one makes connections
+            pusher.push(lambda: engine.export_parts(1), 1)  # makes connections, not counted
             report = pusher.push(lambda: engine.export_parts(1), 2)
             after = parity(engine, server.url, cfg, 2)
             pusher.close()
     limits = parity_limits(cfg, "bfloat16")
     findings.figures = {
-        "sglang": version, "seconds": report.seconds, "MiB": report.num_bytes / 2**20,
+        "sglang": version,
+        "seconds": report.seconds,
+        "MiB": report.num_bytes / 2**20,
         "buckets": report.num_buckets,
-        "log-prob difference": {"before": before.logprob_diff_mean,
-        "after": after.logprob_diff_mean},
+        "log-prob difference": {
+            "before": before.logprob_diff_mean,
+            "after": after.logprob_diff_mean,
+        },
         "expert overlap": {"before": before.expert_overlap, "after": after.expert_overlap},
-    }  # fmt: skip
+    }
     findings.check(
         not passes(before, cfg), "the parity check passed although the server had other weights"
     )
@@ -104,9 +110,9 @@ def parity(engine: Engine, url: str, cfg: Config, version: int) -> ParityReport:
     return compare(engine, groups, cfg)
 
 
-def passes(found: ParityReport, cfg: Config) -> bool:
+def passes(report: ParityReport, cfg: Config) -> bool:
     try:
-        found.check(parity_limits(cfg, "bfloat16"), print)
+        report.check(parity_limits(cfg, "bfloat16"), print)
     except ParityError as error:
         print(error)
         return False
@@ -114,20 +120,24 @@ def passes(found: ParityReport, cfg: Config) -> bool:
 
 
 def demo(place: StepPlace) -> StepOutcome:
-    """One rank; its server on the same device."""
+    """Run the demo on one rank, with its server on the same device."""
     sglang_version(place)
     if not DEMO.is_file():
         raise NotPossible(f"{DEMO} is missing: the demo needs a checkout of the repository")
     findings, model = Findings(), place.folder / "model"
     make_tiny_moe(model)
     settings = {
-        "run.dir": place.folder / "runs", "run.device": place.device,
+        "run.dir": place.folder / "runs",
+        "run.device": place.device,
         "run.num_steps": 2 if place.quick else 20,
-        "model.path": model, "model.dtype": "bfloat16", "data.train": model / "train.jsonl",
-        "eval.sets.heldout": model / "heldout.jsonl", "parallel.ep": 1,
+        "model.path": model,
+        "model.dtype": "bfloat16",
+        "data.train": model / "train.jsonl",
+        "eval.sets.heldout": model / "heldout.jsonl",
+        "parallel.ep": 1,
         "rollout.weight_sync": "colocated",
         "rollout.python": place.server_python,
-    }  # fmt: skip
+    }
     if place.quick:
         settings |= {"run.prompts_per_step": 16, "eval.samples": 1}
     overrides = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
@@ -169,19 +179,20 @@ def demo(place: StepPlace) -> StepOutcome:
 def server_rollout_settings(place: StepPlace) -> dict[str, object]:
     args = SHARED_GPU if place.device == "cuda" else ()
     return {
-        "dtype": "bfloat16", "max_total_tokens": 8192, "max_running_requests": 32,
+        "dtype": "bfloat16",
+        "max_total_tokens": 8192,
+        "max_running_requests": 32,
         "weight_sync": "colocated",
-        "python": str(place.server_python), "server_args": args, "max_response_tokens": RESPONSE,
-    }  # fmt: skip
+        "python": str(place.server_python),
+        "server_args": args,
+        "max_response_tokens": RESPONSE,
+    }
 
 
 def sglang_version(place: StepPlace) -> str:
-    """Of the servers' environment.  Raises NotPossible where SGLang is not installed in it."""
-    command = [
-        str(place.server_python),
-        "-c",
-        "from importlib.metadata import version; print(version('sglang'))",
-    ]
+    """Return SGLang's version in the servers' environment.  Raises NotPossible if it has none."""
+    code = "from importlib.metadata import version; print(version('sglang'))"
+    command = [str(place.server_python), "-c", code]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise NotPossible(

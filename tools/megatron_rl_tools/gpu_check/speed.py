@@ -1,5 +1,5 @@
-"""Speed of four layers of Qwen3-30B-A3B on one GPU, against the planner; on a CPU a small model,
-for the step's logic.
+"""The step that measures the speed of four layers of Qwen3-30B-A3B on one GPU against the planner;
+on a CPU it runs a small model, to test the step's logic.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from megatron_rl_tools.verify_replay.random_checkpoint import write_random_check
 
 REPLAY_GOAL = 1.005
 REPLAY_LIMIT = 1.02
-"""Of a step with R3 / without replay; the goal, and what fails (single measurements vary by more
-than the goal).
-"""
+"""The most that a step with R3 / without replay may take.
+
+The goal is smaller than the limit because single measurements vary by more."""
 
 
 class Variant(NamedTuple):
@@ -57,8 +57,8 @@ class Seconds(NamedTuple):
 
 
 def real_layers(place: StepPlace, layers: int) -> tuple[Path, ModelSpec]:
-    """A random checkpoint with this many layers of Qwen3-30B-A3B; on a CPU, of a model a thousand
-    times smaller.
+    """Write a random checkpoint with this many layers of Qwen3-30B-A3B, or on a CPU of a model a
+    thousand times smaller.
     """
     path = place.folder / "model"
     path.mkdir()
@@ -81,16 +81,16 @@ def speed(place: StepPlace) -> StepOutcome:
         findings.not_run.append("permute fusion needs TransformerEngine on a GPU")
     for count, variant in itertools.product(rows, variants):
         cfg = check_step_config(
-            path, place.device, model={"recompute": "full", "fused_lm_head": variant.fused_lm_head},
+            path,
+            place.device,
+            model={"recompute": "full", "fused_lm_head": variant.fused_lm_head},
             run={"max_tokens_per_micro_batch": count},
             megatron={"moe_permute_fusion": variant.permute_fusion},
-        )  # fmt: skip
+        )
         name = f"{count} rows, {variant.name}"
         if place.device == "cuda":
-            needed, total = (
-                rank_memory(spec, cfg, 1, 0).total,
-                torch.cuda.get_device_properties(0).total_memory,
-            )
+            needed = rank_memory(spec, cfg, 1, 0).total
+            total = torch.cuda.get_device_properties(0).total_memory
             if needed > 0.95 * total:
                 findings.not_run.append(
                     f"{name}: computed {needed / 2**30:.0f} of {total / 2**30:.0f} GiB"
@@ -115,16 +115,16 @@ def measure(cfg: Config, findings: Findings, name: str) -> dict[str, Figure]:
         f" {REPLAY_GOAL})",
     )
     figures: dict[str, Figure] = {
-        "tokens/s": count / without.total, "old-logprob s": without.old_logprob,
+        "tokens/s": count / without.total,
+        "old-logprob s": without.old_logprob,
         "update s": without.update,
         "R3 / none": ratio,
-    }  # fmt: skip
+    }
     row = hardware_here() if is_gpu else HARDWARE["cpu"]
     if row is None:
-        return figures | {
-            "planner": f"no row for {torch.cuda.get_device_name()} in plan/hardware.py"
-        }
-    # the batch is full
+        name = torch.cuda.get_device_name()
+        return figures | {"planner": f"no row for {name} in plan/hardware.py"}
+    # the batch is full, and there are no other ranks to wait for
     trainer = TrainingModel(spec, cfg, 1, row, Assumptions(fill=1.0, lockstep=1.0))
     tokens = Tokens(count // length, length, length)
     computed = trainer.old_logprob(tokens).total + trainer.update(tokens).total
@@ -137,16 +137,16 @@ def measure(cfg: Config, findings: Findings, name: str) -> dict[str, Figure]:
 def times(
     engine: Engine, batch: MiniBatch, modes: Sequence[Literal["none", "R3"]], repeats: int = 5
 ) -> list[Seconds]:
-    """The fastest of `repeats` alternating steps of each mode, after one that is not counted."""
-    found: dict[ReplayMode, list[Seconds]] = {mode: [] for mode in modes}
+    """Return the fastest of `repeats` alternating steps of each mode, after one warm-up."""
+    seconds_of: dict[ReplayMode, list[Seconds]] = {mode: [] for mode in modes}
     for _ in range(repeats + 1):
         for mode in modes:
             sums, start = MetricSums(), now(engine)
             old = engine.old_logprobs(batch, sums, replay=mode)
             middle = now(engine)
             engine.update(batch, old, sums, replay=mode)
-            found[mode].append(Seconds(middle - start, now(engine) - middle))
-    return [min(found[mode][1:], key=lambda seconds: seconds.total) for mode in modes]
+            seconds_of[mode].append(Seconds(middle - start, now(engine) - middle))
+    return [min(seconds_of[mode][1:], key=lambda seconds: seconds.total) for mode in modes]
 
 
 def now(engine: Engine) -> float:
@@ -156,6 +156,6 @@ def now(engine: Engine) -> float:
 
 
 def hardware_here() -> Hardware | None:
-    """The planner's row of this GPU, by its name; None if there is none."""
+    """Return the planner's row for this GPU, by its name, or None."""
     name = torch.cuda.get_device_name().lower().replace("-", " ").split()
     return next((row for key, row in sorted(HARDWARE.items(), reverse=True) if key in name), None)

@@ -1,5 +1,5 @@
-"""Run steps one after another, each a process with a time limit: a failing or hanging one does not
-stop the following ones.
+"""Run steps one after another as processes with a time limit, so that a failing or hanging step
+does not stop the following ones.
 
 A step writes result.json (result.py) into its folder, and its output goes to log.txt there.
 Imports no torch.
@@ -33,17 +33,18 @@ TORCHRUN = (
 
 @dataclass(frozen=True)
 class StepJob:
-    """One step as a process.  minutes: its limit."""
+    """A step as a process."""
 
     name: str
     purpose: str
     minutes: float
+    """Its limit."""
     command: Sequence[str]
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One finished step."""
+    """A finished step."""
 
     name: str
     purpose: str
@@ -72,7 +73,7 @@ def run_job(job: StepJob, folder: Path) -> StepReport:
             status: int | None = process.wait(60 * job.minutes)
         except subprocess.TimeoutExpired:
             status = None
-        # after Ctrl-C too: also its ranks and workers. SGLang servers end with their parent
+        # also after Ctrl-C, with its ranks and workers; SGLang servers end with their parent
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -83,22 +84,22 @@ def run_job(job: StepJob, folder: Path) -> StepReport:
 
 
 def judge(job: StepJob, place: Path, status: int | None) -> StepOutcome:
-    """status: of the process, None if it ran past its limit.
+    """Return the outcome of a process with this exit status, None if it exceeded its limit.
 
-    Figures that it wrote before are kept.
+    The figures that it wrote before are kept.
     """
-    found = read_outcome(place)
-    figures = found.figures if found else {}
+    outcome = read_outcome(place)
+    figures = outcome.figures if outcome else {}
     if status is None:
         return StepOutcome(
             "failed", f"over its limit of {job.minutes:g} minutes; {last_line(place)}", figures
         )
-    if found is None or status != 0:
+    if outcome is None or status != 0:
         return StepOutcome("failed", f"exit status {status}: {last_line(place)}", figures)
-    return found
+    return outcome
 
 
 def last_line(place: Path) -> str:
-    """The last line of the log that has text: of a traceback, the error."""
+    """Return the last line of the log that has text: in a traceback, the error."""
     lines = (place / LOG).read_text(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "no output")[:500]

@@ -1,8 +1,9 @@
-"""The steps of gpu-check, in order, and the process of one:  python -m
-megatron_rl_tools.gpu_check.steps NAME ...
+"""The steps of gpu-check, in order, and the process of one of them.
 
-A step is a function of a Place that returns its Outcome, or raises NotPossible.  Any other
-exception is a failure: the traceback is in its log.
+    python -m megatron_rl_tools.gpu_check.steps NAME ...
+
+A step is a function of a StepPlace that returns its StepOutcome, or raises NotPossible.  Any other
+exception is a failure, whose traceback is in the step's log.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ PACKAGE = "megatron_rl_tools.gpu_check"
 
 @dataclass(frozen=True)
 class StepPlace:
-    """Where and how a step runs.
-
-    folder: its own; server_python: an interpreter that has SGLang.
-    """
+    """The device and the folder of a step."""
 
     device: Device
     folder: Path
     quick: bool
     server_python: Path
+    """An interpreter that has SGLang."""
 
 
 @dataclass(frozen=True)
 class CheckStep:
-    """target: module:function in this package; minutes: limit."""
+    """A step of the command."""
 
     name: str
     purpose: str
     minutes: float
+    """Its limit."""
     target: str
+    """module:function in this package."""
 
 
 STEPS = (
@@ -68,19 +69,15 @@ STEPS = (
 
 
 def job(step: CheckStep, place: StepPlace) -> StepJob:
-    """The process of a step; `place.folder` is that of all steps."""
+    """Return the process of a step; `place.folder` is the folder of all steps."""
     command = [sys.executable, "-m", f"{PACKAGE}.steps", step.name, "--device", place.device]
-    command += [
-        "--folder",
-        str(place.folder / step.name),
-        "--server-python",
-        str(place.server_python),
-    ]
+    command += ["--folder", str(place.folder / step.name)]
+    command += ["--server-python", str(place.server_python)]
     return StepJob(step.name, step.purpose, step.minutes, command + ["--quick"] * place.quick)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one step here and write its result.  Exit status 0 unless it raised."""
+    """Run a step in this process and write its result.  The exit status is 0 unless it raised."""
     parser = argparse.ArgumentParser(description="One step of gpu-check, in this process.")
     parser.add_argument("name", choices=[step.name for step in STEPS])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
@@ -89,9 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args(argv)
     place = StepPlace(args.device, args.folder, args.quick, args.server_python)
-    module, _, function = next(step.target for step in STEPS if step.name == args.name).partition(
-        ":"
-    )
+    target = next(step.target for step in STEPS if step.name == args.name)
+    module, _, function = target.partition(":")
     try:
         outcome = getattr(import_module(f"{PACKAGE}.{module}"), function)(place)
     except NotPossible as error:

@@ -1,4 +1,4 @@
-"""An HF checkpoint quantised by a recipe of nvidia-modelopt, in modelopt's own layout.
+"""Export an HF checkpoint that a recipe of nvidia-modelopt quantises, in modelopt's layout.
 
 hf_quant_config.json beside config.json describes it.  transformers builds the complete model in
 memory.  Recipes with fixed scales of activations are calibrated with real prompts.
@@ -29,7 +29,10 @@ from megatron_rl_tools.convert.conversion_files import (
 
 
 def export_model(args: argparse.Namespace) -> int:
-    """Exit status.  Raises CheckpointError for an unknown recipe, or one that needs --prompts."""
+    """Export the model and return the exit status.
+
+    Raises CheckpointError for an unknown recipe, or one that needs --prompts.
+    """
     mtq, export_hf_checkpoint = import_modelopt()
     recipe = find_recipe(mtq, args.recipe)
     if mtq.need_calibration(recipe) and args.prompts is None:
@@ -37,9 +40,9 @@ def export_model(args: argparse.Namespace) -> int:
             f"--recipe {args.recipe} fixes the scales of activations: set --prompts FILE to measure"
             " them"
         )
-    prompts = (
-        [str(args.prompts), args.prompts.stat().st_mtime_ns, args.samples] if args.prompts else None
-    )
+    prompts = None
+    if args.prompts:
+        prompts = [str(args.prompts), args.prompts.stat().st_mtime_ns, args.samples]
     job = {
         "command": "modelopt",
         "source": fingerprint(args.dir),
@@ -54,7 +57,7 @@ def export_model(args: argparse.Namespace) -> int:
     model = load_model(args)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' and modelopt's own deprecations
-        mtq.quantize(model, recipe, forward_loop=lambda each: calibrate(each, token_ids))
+        mtq.quantize(model, recipe, forward_loop=lambda model: calibrate(model, token_ids))
         export_hf_checkpoint(model, export_dir=place)
     exported = (place / "config.json").read_text()
     copy_companions(args.dir, place)
@@ -62,10 +65,8 @@ def export_model(args: argparse.Namespace) -> int:
     headers = read_headers(place)
     finish_files(place, args.out, job)
     dtypes = Counter(header.dtype for header in headers.values())
-    print(
-        f"wrote {args.out}: {args.recipe}, "
-        + ", ".join(f"{dtypes[each]} tensors {each}" for each in sorted(dtypes))
-    )
+    counts = ", ".join(f"{dtypes[dtype]} tensors {dtype}" for dtype in sorted(dtypes))
+    print(f"wrote {args.out}: {args.recipe}, {counts}")
     return 0
 
 
@@ -82,7 +83,7 @@ def import_modelopt() -> tuple[ModuleType, Callable[..., object]]:
 
 
 def find_recipe(mtq: ModuleType, name: str) -> object:
-    recipes = [each for each in dir(mtq) if each.endswith("_CFG")]
+    recipes = [attribute for attribute in dir(mtq) if attribute.endswith("_CFG")]
     if name not in recipes:
         near = difflib.get_close_matches(name, recipes, n=1)
         meant = f", did you mean {near[0]}" if near else ""

@@ -3,7 +3,8 @@ Tensor by tensor, on the CPU.
 
   megatron-rl quantize blocks     HF_DIR --out DIR [--keep PATTERN ...]
   megatron-rl quantize dequantize HF_DIR --out DIR [--dtype bfloat16]
-  megatron-rl quantize modelopt   HF_DIR --out DIR --recipe NAME [--prompts FILE.jsonl] [--samples 128]
+  megatron-rl quantize modelopt   HF_DIR --out DIR --recipe NAME [--prompts FILE.jsonl] \
+[--samples 128]
 
 blocks: e4m3 values and a float32 scale per 128 x 128 block, the layout in which DeepSeek-V3 is
 published and that SGLang and transformers load directly.  modelopt: any recipe of nvidia-modelopt

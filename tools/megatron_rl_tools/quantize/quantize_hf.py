@@ -1,5 +1,6 @@
-"""The command `megatron-rl quantize`, tensor by tensor, on the CPU; options.py parses its
-arguments.
+"""The command `megatron-rl quantize`: quantise or dequantise tensor by tensor, on the CPU.
+
+options.py parses its arguments.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from megatron_rl_tools.convert.shard_writer import Piece, ShardWriter
 from megatron_rl_tools.quantize.modelopt_export import export_model
 from megatron_rl_tools.quantize.options import parse
 
-SCALE = "_scale_inv"  # of the weight of that name
+SCALE = "_scale_inv"
+"""End of the name of a weight's scales."""
 
 Plan = dict[str, list[Piece]]
-"""Name of a source tensor -> the tensors written for it; none for a scale of blocks that is
-removed.
+"""Name of a source tensor -> the tensors that are written for it; [] for scales that are removed.
 """
 Change = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
 HFConfig = dict[str, object]
@@ -51,9 +52,8 @@ T = TypeVar("T")
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     try:
-        return {"blocks": weight_blocks, "dequantize": dequantize, "modelopt": export_model}[
-            args.command
-        ](args)
+        commands = {"blocks": weight_blocks, "dequantize": dequantize, "modelopt": export_model}
+        return commands[args.command](args)
     except (CheckpointError, ModelError, QuantizeError, OSError) as error:
         print(f"quantize_hf: {error}", file=sys.stderr)
         return 2
@@ -95,17 +95,15 @@ def weight_blocks(args: argparse.Namespace) -> int:
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in kept),
         }
-        return rewrite(
-            args,
-            files,
-            plan,
-            change,
-            lambda config: {**config, "quantization_config": quantization},
-        )
+
+        def with_quantization(config: HFConfig) -> HFConfig:
+            return {**config, "quantization_config": quantization}
+
+        return rewrite(args, files, plan, change, with_quantization)
 
 
 def names_of_weights(name: str, work: Callable[[], T]) -> T:
-    """work(); its QuantizeError names the tensor."""
+    """Return work(), with the tensor's name in its QuantizeError."""
     try:
         return work()
     except QuantizeError as error:
@@ -115,7 +113,9 @@ def names_of_weights(name: str, work: Callable[[], T]) -> T:
 
 
 def dequantize(args: argparse.Namespace) -> int:
-    """Every quantised weight = value * scale of its block, in --dtype; other tensors unchanged."""
+    """Write every quantised weight as value * scale of its block, in --dtype; other tensors are
+    unchanged.
+    """
     method = load_hf_config(args.dir).get("quantization_config") or {}
     size = method.get("weight_block_size") or []
     if method.get("quant_method") != "fp8" or len(size) != 2 or size[0] != size[1]:
@@ -134,10 +134,8 @@ def dequantize(args: argparse.Namespace) -> int:
             return [Piece(name, header.shape, dtype) if name in scaled else as_stored(header)]
 
         def change(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-            yield (
-                name,
-                dequantize_blocks(tensor, files.read(name + SCALE).float(), size[0]).to(dtype),
-            )
+            scales = files.read(name + SCALE).float()
+            yield name, dequantize_blocks(tensor, scales, size[0]).to(dtype)
 
         plan = {name: becomes(name, header) for name, header in files.headers.items()}
 
@@ -157,20 +155,23 @@ def check_pairs(path: Path, headers: dict[str, TensorHeader], scaled: set[str], 
             f"{path}: {sorted(bare)[0]}: an e4m3 weight and its {SCALE} must come together"
         )
     for name in sorted(scaled):
-        expected, found = scales_shape(headers[name].shape, block), headers[name + SCALE].shape
-        if expected != found:
+        expected, stored = scales_shape(headers[name].shape, block), headers[name + SCALE].shape
+        if expected != stored:
             raise CheckpointError(
-                f"{path}: {name}{SCALE} has shape {list(found)}; blocks of {block} need"
+                f"{path}: {name}{SCALE} has shape {list(stored)}; blocks of {block} need"
                 f" {list(expected)}"
             )
 
 
 def rewrite(
-    args: argparse.Namespace, files: HFFiles, plan: Plan, change: Change,
+    args: argparse.Namespace,
+    files: HFFiles,
+    plan: Plan,
+    change: Change,
     new_config: Callable[[HFConfig], HFConfig],
     dtype: torch.dtype | None = None,
-) -> int:  # fmt: skip
-    """Write each source file's tensors, changed where `plan` says so, to a file of the same name
+) -> int:
+    """Write the tensors of each source file, changed if `plan` says so, to a file of the same name
     under --out.
     """
     job: Job = {
@@ -220,11 +221,13 @@ def write_shard(
 
 
 def by_file(headers: dict[str, TensorHeader]) -> dict[str, list[str]]:
-    """File name -> its tensors in the order of their bytes, so that each file is read from front to
-    back.
+    """Return file name -> its tensors in the order of their bytes, so that files are read from
+    front to back.
     """
     shards: dict[str, list[str]] = {}
-    for name in sorted(headers, key=lambda each: (headers[each].file.name, headers[each].start)):
+    for name in sorted(
+        headers, key=lambda tensor: (headers[tensor].file.name, headers[tensor].start)
+    ):
         shards.setdefault(headers[name].file.name, []).append(name)
     return shards
 

@@ -1,1 +1,1 @@
-"""What every rank and server of a run does now: `megatron-rl top RUN`."""
+"""`megatron-rl top RUN`: the current activity of every rank and server of a run."""

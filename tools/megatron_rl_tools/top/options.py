@@ -1,11 +1,11 @@
-"""Show what every rank and server of a run does now: its stage, the seconds in it, tokens/s, queue,
-memory.
+"""Show what every rank and server of a run does now: its stage, the seconds in it, tokens/s, \
+queue, memory.
 
   megatron-rl top RUN             refreshed until Ctrl-C; into a pipe once, as plain text
   megatron-rl top RUN --once      once
 
 Ranks are as of their last heartbeat, which rank 0 writes into RUN/status.json every two seconds;
-servers are asked directly. For a run that has ended, or was killed, it shows when and where.
+servers are asked directly.  For a run that has ended, or was killed, it shows when and where.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from megatron_rl_tools.top.server_loads import Load
 DEAD_SECONDS = 5 * STATUS_SECONDS
 """Age of status.json at which a run that has not ended counts as dead."""
 SHOWN_RANKS = 16
-"""More are shown grouped by what they do."""
+"""More ranks than these are shown in groups that do the same."""
 GIB = 2**30
 COLORS = {
     "running": "green",
@@ -31,7 +31,10 @@ COLORS = {
 def render(
     name: str, status: Status, loads: Sequence[Load], now: float, *, every_rank: bool
 ) -> RenderableType:
-    """now: Unix seconds.  every_rank: one row for each, however many there are."""
+    """Render the status at `now`, in Unix seconds.
+
+    every_rank: whether to show a row for each rank, however many there are.
+    """
     age = max(0.0, now - status.time)
     parts: list[RenderableType] = [top_headline(name, status, age), *map(Text, details(status))]
     if status.ranks:
@@ -47,10 +50,9 @@ def is_live(status: Status, age: float) -> bool:
 
 
 def top_headline(name: str, status: Status, age: float) -> Text:
-    """`demo  running  step 12/60 ...`, or since when there has been no heartbeat."""
-    state: str = (
-        status.state if status.state != "running" or age <= DEAD_SECONDS else "no heartbeat"
-    )
+    """Return a line such as `demo  running  step 12/60 ...`, or the time of the last heartbeat."""
+    is_dead = status.state == "running" and age > DEAD_SECONDS
+    state: str = "no heartbeat" if is_dead else status.state
     since = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(status.time))} ({clock(age)} ago)"
     line = Text.assemble(
         name, "  ", (state, COLORS[state]), f"  step {status.step}/{status.num_steps}"
@@ -66,7 +68,7 @@ def top_headline(name: str, status: Status, age: float) -> Text:
 
 
 def details(status: Status) -> Iterator[str]:
-    """The last step's metrics; why a run ended."""
+    """Yield the last step's metrics, and why the run ended."""
     forms = {
         "rollout/reward_mean": "reward {:.3f}",
         "rollout/tokens_per_second": "rollout {:,.0f} tokens/s",
@@ -86,7 +88,10 @@ def details(status: Status) -> Iterator[str]:
 
 
 def rank_table(status: Status, age: float, every_rank: bool) -> Table:
-    """age: seconds since status.json was written, which a live rank has spent in its stage too."""
+    """Return the table of ranks.
+
+    age: seconds since status.json was written, which a live rank has spent in its stage too.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("rank", no_wrap=True)
     table.add_column("host", overflow="ellipsis", no_wrap=True, max_width=24)
@@ -111,9 +116,9 @@ def rank_table(status: Status, age: float, every_rank: bool) -> Table:
 
 
 def by_stage(ranks: Sequence[RankStatus]) -> list[list[RankStatus]]:
-    """Ranks that do the same, the fewest first: those that others may wait for.
+    """Group the ranks that do the same, the smallest groups first: others may wait for these.
 
-    A silent rank is a group of its own.
+    Silent ranks are in groups of their own.
     """
     groups: dict[tuple[str, bool], list[RankStatus]] = {}
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Asks SGLang servers how loaded they are.  The trainer is not involved."""
+"""Ask SGLang servers for their load.  The trainer is not involved."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ TIMEOUT_SECONDS = 1.5
 
 @dataclass(frozen=True)
 class Load:
-    """Of one server, summed over its data-parallel ranks; None: not known.  kv_used: share of its
-    KV cache; memory: GB of weights, KV cache and graphs; problem: why nothing is known."""
+    """The load of a server, summed over its data-parallel ranks; None for unknown values."""
 
     url: str
     version: str = ""
+    """Version of its weights."""
     tokens_per_second: float | None = None
     running: int | None = None
     waiting: int | None = None
     kv_used: float | None = None
+    """Share of its KV cache, the largest of its ranks."""
     memory: float | None = None
+    """GB of weights, KV cache and graphs."""
     problem: str = ""
+    """Why nothing is known."""
 
 
 def ask_servers(urls: Sequence[str], api_key_env: str | None) -> list[Load]:
-    """The load of every server, asked at the same time.
+    """Ask all servers at the same time for their load.
 
-    api_key_env: names the key.  The user's choice: a folder of another person's run may name any
-    server and any variable.
+    api_key_env: the variable with the key.  The user names it, because the folder of another
+    person's run may name any server and any variable.
     """
     if not urls:
         return []
@@ -44,7 +47,7 @@ def ask_servers(urls: Sequence[str], api_key_env: str | None) -> list[Load]:
 
 
 def ask_load(url: str, headers: dict[str, str]) -> Load:
-    """From /v1/loads, which does not interrupt the server's scheduler."""
+    """Ask a server at /v1/loads, which does not interrupt its scheduler."""
     try:
         with httpx.Client(
             base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False

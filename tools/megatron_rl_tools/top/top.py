@@ -1,5 +1,6 @@
-"""The command `megatron-rl top`: shows it once or until the run has ended; options.py parses its
-arguments.
+"""The command `megatron-rl top`: show the status once, or until the run has ended.
+
+options.py parses its arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron_rl_tools.top.server_loads import ask_servers
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for a folder without a status."""
+    """Show the status and return the exit status: 0, or 2 for a folder without a status."""
     arguments = parse(argv)
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         print(
@@ -53,17 +54,14 @@ def follow(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def look(arguments: argparse.Namespace) -> RenderableType:
-    """Raises ValueError where there is no status."""
+    """Render the status once.  Raises ValueError if there is none."""
     return shown_lines(arguments, read_status(arguments.run))
 
 
 def shown_lines(arguments: argparse.Namespace, status: Status) -> RenderableType:
     now = time.time()
-    loads = (
-        ask_servers(status.servers, arguments.api_key_env)
-        if is_live(status, now - status.time)
-        else []
-    )
+    urls = status.servers if is_live(status, now - status.time) else ()
+    loads = ask_servers(urls, arguments.api_key_env)
     return render(arguments.run.resolve().name, status, loads, now, every_rank=arguments.every_rank)
 
 

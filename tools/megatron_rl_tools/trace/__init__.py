@@ -1,1 +1,1 @@
-"""Where one step of a run spent its time: `megatron-rl trace RUN`."""
+"""`megatron-rl trace RUN`: the time that a step of a run spent in its stages."""

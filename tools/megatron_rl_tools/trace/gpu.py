@@ -1,4 +1,4 @@
-"""What a rank's GPU did, from torch.profiler's file, on the clock of the rank's own trace."""
+"""The events of a rank's GPU, from torch.profiler's file, on the clock of the rank's trace."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_rl.launch.trace_file import RANKS, Event, RankTrace, gpu_path, nam
 
 GPU_KINDS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 FIRST_GPU = RANKS + (1 << 30)
-"""Process ids of GPUs begin here, after those of servers."""
+"""The first process id of GPUs, after those of servers."""
 
 
 def gpu_events(rank: RankTrace, folder: Path) -> RankTrace:
-    """With the kernels and copies of its GPU, one thread per stream; the same where it has no file
-    of one.
+    """Return the trace with the kernels and copies of its GPU, one thread per stream; unchanged if
+    it has no file of a GPU.
 
-    Raises ValueError for a file that is damaged.
+    Raises ValueError for a damaged file.
     """
     path = gpu_path(folder, rank.rank)
     if not path.exists():

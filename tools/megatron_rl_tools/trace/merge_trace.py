@@ -1,4 +1,5 @@
-"""The command `megatron-rl trace`: merges the ranks' files and prints where the time went;
+"""The command `megatron-rl trace`: merge the ranks' files and print the time of each stage.
+
 options.py parses its arguments.
 """
 
@@ -24,11 +25,11 @@ from megatron_rl_tools.trace.trace_summary import summarize_trace
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for a folder without traces."""
+    """Merge the traces and return the exit status: 0, or 2 for a folder without traces."""
     arguments = parse(argv)
     try:
         folder = find_folder(arguments.run, arguments.step)
-        ranks = [gpu_events(each, folder) for each in read_ranks(folder)]
+        ranks = [gpu_events(rank, folder) for rank in read_ranks(folder)]
         events = merge(ranks)
         out = arguments.out or folder.with_suffix(".json.gz")
         write_lines(out, events, {"run": arguments.run.resolve().name, "step": ranks[0].step + 1})
@@ -39,28 +40,26 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"megatron-rl trace: {error}", file=sys.stderr)
         return 2
-    print(
-        f"{out}: open it in https://ui.perfetto.dev, which reads it in the browser, or in chrome://tracing"
-    )
+    viewers = "https://ui.perfetto.dev, which reads it in the browser, or in chrome://tracing"
+    print(f"{out}: open it in {viewers}")
     return 0
 
 
 def find_folder(run: Path, step: int | None) -> Path:
-    """Raises ValueError where there is no trace of the step."""
-    found = sorted(path.parent for path in run.glob(f"{TRACE_FOLDER}/*/rank_00000.json.gz"))
-    if not found:
+    """Return the folder of a step's trace.  Raises ValueError if there is none."""
+    folders = sorted(path.parent for path in run.glob(f"{TRACE_FOLDER}/*/rank_00000.json.gz"))
+    if not folders:
         raise ValueError(
             f'{run}: no traces in {TRACE_FOLDER}/; run with --run.trace last, or "every N"'
         )
     if step is None:
-        return max(found, key=lambda folder: (folder / "rank_00000.json.gz").stat().st_mtime)
+        return max(folders, key=lambda folder: (folder / "rank_00000.json.gz").stat().st_mtime)
     wanted = step_folder(run, step_folder_name(step - 1))
     for folder in (wanted, step_folder(run, LAST)):
-        if folder in found and read_rank(folder / "rank_00000.json.gz").step == step - 1:
+        if folder in folders and read_rank(folder / "rank_00000.json.gz").step == step - 1:
             return folder
-    raise ValueError(
-        f"{run}: step {step} was not traced; there are {', '.join(folder.name for folder in found)}"
-    )
+    names = ", ".join(folder.name for folder in folders)
+    raise ValueError(f"{run}: step {step} was not traced; there are {names}")
 
 
 if __name__ == "__main__":

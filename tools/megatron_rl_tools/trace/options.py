@@ -1,6 +1,7 @@
 """Show where one step of a run spent its time, per rank and server (run.trace).
 
-  megatron-rl trace RUN                     the latest step that was traced: a table, and one file for ui.perfetto.dev
+  megatron-rl trace RUN                     the latest step that was traced: a table, and one \
+file for ui.perfetto.dev
   megatron-rl trace RUN --step 30           another step
   megatron-rl trace RUN --picture step.png  also as a picture; .svg, .pdf by the name
 

@@ -17,16 +17,18 @@ from megatron_rl_tools.trace.trace_summary import TraceSummary
 from megatron_rl_viewer.figure import GREY, PURPLE, RED, STAGE_COLORS
 
 MOST_RANKS = 16
-SHORTEST = 1e-3  # share of the step below which a stage has no colour in the legend
+SHORTEST = 1e-3
+"""Share of the step below which a stage is not in the legend."""
 TEAL = "#17a2a2"
 ROW_INCHES, WIDTH_INCHES = 0.36, 11.0
 OUTSIDE = {"evaluate": "#efe3b4", "checkpoint": PURPLE}
-"""Stages between steps."""
+"""Colours of the stages between steps."""
 
 
 def draw(events: Sequence[Event], summary: TraceSummary) -> Figure:
-    """One row per thread of the first MOST_RANKS ranks, and one per server with its largest number
-    of requests at a time; seconds from the beginning of the step."""
+    """Draw a row per thread of the first MOST_RANKS ranks, and one per server with its largest
+    number of requests at a time; x is seconds from the beginning of the step.
+    """
     (first, *_) = [
         event
         for event in events
@@ -37,15 +39,15 @@ def draw(events: Sequence[Event], summary: TraceSummary) -> Figure:
     rows = picture_rows(spans, names_of(events))
     figure = Figure(figsize=(WIDTH_INCHES, 1.3 + ROW_INCHES * len(rows)), layout="constrained")
     axis = figure.add_subplot()
-    for number, (name, kind, found) in enumerate(rows):
+    for number, (name, kind, members) in enumerate(rows):
         if kind == "server":
-            draw_in_flight(axis, number, found, start)
+            draw_in_flight(axis, number, members, start)
         else:
-            bars = [((each["ts"] - start) / 1e6, each["dur"] / 1e6) for each in found]
+            bars = [((event["ts"] - start) / 1e6, event["dur"] / 1e6) for event in members]
             axis.broken_barh(
                 bars,
                 (number - 0.4, 0.8),
-                facecolors=[color_of(each) for each in found],
+                facecolors=[color_of(event) for event in members],
                 linewidth=0,
             )
         axis.text(
@@ -61,8 +63,8 @@ def draw(events: Sequence[Event], summary: TraceSummary) -> Figure:
     axis.set_yticks([])
     axis.axvline(length, color=GREY, linewidth=0.8, linestyle=":")
     axis.spines[["top", "right", "left"]].set_visible(False)
-    stages = [each for _, kind, found in rows if kind == "stage" for each in found]
-    used = {each["name"] for each in stages if each["dur"] > SHORTEST * first["dur"]}
+    stages = [event for _, kind, members in rows if kind == "stage" for event in members]
+    used = {event["name"] for event in stages if event["dur"] > SHORTEST * first["dur"]}
     shown = {name: color for name, color in (STAGE_COLORS | OUTSIDE).items() if name in used}
     kinds = {kind for _, kind, _ in rows}
     shown |= {"in a collective": RED} if "collective" in kinds else {}
@@ -82,22 +84,22 @@ def draw(events: Sequence[Event], summary: TraceSummary) -> Figure:
 def picture_rows(
     spans: Sequence[Event], names: dict[int, str]
 ) -> list[tuple[str, str, list[Event]]]:
-    """(label, kind, spans) of every row."""
+    """Return (label, kind, spans) of every row."""
     rows = []
-    ranks = sorted({each["pid"] for each in spans if each["pid"] < RANKS})[:MOST_RANKS]
+    ranks = sorted({span["pid"] for span in spans if span["pid"] < RANKS})[:MOST_RANKS]
     for rank in ranks:
-        own = [each for each in spans if each["pid"] == rank]
+        of_rank = [span for span in spans if span["pid"] == rank]
         for kind, label in (
             ("stage", f"rank {rank}"),
             ("collective", "collectives"),
             ("sampling", "sampling thread"),
         ):
-            if found := [each for each in own if each["cat"] == kind]:
-                rows.append((label, kind, found))
-    for gpu in sorted({each["pid"] for each in spans if each["pid"] >= FIRST_GPU})[:MOST_RANKS]:
-        rows.append((names[gpu], "gpu", [each for each in spans if each["pid"] == gpu]))
-    for server in sorted({each["pid"] for each in spans if RANKS <= each["pid"] < FIRST_GPU}):
-        requests = [each for each in spans if each["pid"] == server and each["name"] == "request"]
+            if of_kind := [span for span in of_rank if span["cat"] == kind]:
+                rows.append((label, kind, of_kind))
+    for gpu in sorted({span["pid"] for span in spans if span["pid"] >= FIRST_GPU})[:MOST_RANKS]:
+        rows.append((names[gpu], "gpu", [span for span in spans if span["pid"] == gpu]))
+    for server in sorted({span["pid"] for span in spans if RANKS <= span["pid"] < FIRST_GPU}):
+        requests = [span for span in spans if span["pid"] == server and span["name"] == "request"]
         name = names[server].replace("server http://", "")
         rows.append((f"{name}: {most_at_once(requests)}", "server", requests))
     return rows
@@ -111,7 +113,7 @@ def most_at_once(requests: Sequence[Event]) -> int:
 
 
 def draw_in_flight(axis: Axes, row: int, requests: Sequence[Event], start: float) -> None:
-    """The number of requests in flight, as an area as high as the row at its largest value."""
+    """Draw the number of requests in flight as an area that fills the row at its maximum."""
     changes = sorted(
         [(e["ts"], 1) for e in requests] + [(e["ts"] + e["dur"], -1) for e in requests]
     )
@@ -131,9 +133,9 @@ def color_of(event: Event) -> str:
 
 
 def names_of(events: Sequence[Event]) -> dict[int, str]:
-    """Process id -> its name."""
+    """Return process id -> its name."""
     return {
-        each["pid"]: each["args"]["name"]
-        for each in events
-        if each["ph"] == "M" and each["name"] == "process_name"
+        event["pid"]: event["args"]["name"]
+        for event in events
+        if event["ph"] == "M" and event["name"] == "process_name"
     }

@@ -1,5 +1,5 @@
-"""The numbers of a step's merged trace: seconds of the stages on every rank, and where ranks wait
-in collectives.
+"""The numbers of a step's merged trace: seconds of the stages on every rank, and the time that
+ranks wait in collectives.
 """
 
 from __future__ import annotations
@@ -12,69 +12,75 @@ from megatron_rl.launch.trace_file import LANES, RANKS, Event
 
 ROLLOUT, OTHER = "rollout", "other"
 SAMPLING = ("request", "episode")
-"""Kinds of spans.
+"""Kinds of spans that count as sampling.
 
-An open call of the client lasts until the next weight sync, with or without them.
+The client's call does not: an open one lasts until the next weight sync, with or without requests.
 """
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of one rank within the step.  stages: with `other`; waits: of its collectives, by
-    stage; sampling: with a request or an episode of its replica in progress (0 off leaders)."""
+    """The seconds of one rank within the step."""
 
     rank: int
     step: float
+    """Seconds of the step."""
     stages: Mapping[str, float]
+    """Stage, or "other" -> seconds."""
     waits: Mapping[str, float]
+    """Stage, or "other" -> seconds in collectives."""
     sampling: float
+    """Seconds with a request or an episode of its replica in progress; 0 on all but leaders."""
 
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """step: its number, from 1."""
+    """The times of all ranks in a step."""
 
     step: int
+    """Its number, from 1."""
     ranks: Sequence[RankTimes]
 
     @property
     def seconds(self) -> float:
-        return max(each.step for each in self.ranks)
+        return max(rank.step for rank in self.ranks)
 
     @property
     def sampling(self) -> float:
-        return max(each.sampling for each in self.ranks)
+        return max(rank.sampling for rank in self.ranks)
 
     @property
     def training(self) -> float:
-        """Of the stages that do not wait for the servers, on the rank where they take longest."""
+        """Return the seconds of the stages that do not wait for the servers, on the rank with the
+        most.
+        """
         return max(
-            sum(s for name, s in each.stages.items() if name not in (ROLLOUT, OTHER))
-            for each in self.ranks
+            sum(s for name, s in rank.stages.items() if name not in (ROLLOUT, OTHER))
+            for rank in self.ranks
         )
 
     @property
     def other(self) -> float:
-        """The largest share of a rank's step that is outside all stages."""
-        return max(each.stages[OTHER] / each.step for each in self.ranks)
+        """Return the largest share of a rank's step that is outside all stages."""
+        return max(rank.stages[OTHER] / rank.step for rank in self.ranks)
 
     @property
     def of_ideal(self) -> float:
-        """max(sampling, training) / step: 1 where the shorter of the two is entirely at the same
-        time as the longer.
+        """Return max(sampling, training) / step, which is 1 if the shorter of the two is entirely
+        at the same time as the longer.
         """
         return max(self.sampling, self.training) / self.seconds
 
     def lines(self) -> Iterator[str]:
-        """A table: a row per stage, for any number of ranks."""
+        """Yield the lines of a table with a row per stage, for any number of ranks."""
         yield f"step {self.step}: {self.seconds:.2f} s on {len(self.ranks)} rank(s)"
         yield (
             f"{'stage':<12}{'mean s':>9}{'share':>7}{'longest':>18}   in collectives:"
             f" {'most':>17}{'least':>18}"
         )
         for stage in self.ranks[0].stages:
-            seconds = {each.rank: each.stages.get(stage, 0.0) for each in self.ranks}
-            waits = {each.rank: each.waits.get(stage, 0.0) for each in self.ranks}
+            seconds = {rank.rank: rank.stages.get(stage, 0.0) for rank in self.ranks}
+            waits = {rank.rank: rank.waits.get(stage, 0.0) for rank in self.ranks}
             mean = fmean(seconds.values())
             longest, most = (
                 stage_names(of_rank, max(of_rank, key=of_rank.__getitem__))
@@ -97,16 +103,15 @@ def stage_names(of_rank: Mapping[int, float], rank: int) -> str:
 
 
 def summarize_trace(events: Sequence[Event]) -> TraceSummary:
-    """Of a merged trace.  Raises ValueError where the step did not end."""
+    """Summarize a merged trace.  Raises ValueError if the step did not end."""
     of_rank: dict[int, list[Event]] = {}
     for event in events:
         if event["ph"] == "X" and (event["pid"] < RANKS or event["cat"] == "request"):
-            rank = (
-                event["pid"] if event["pid"] < RANKS else event["tid"] // LANES
-            )  # a request is in its server's process
+            # a request is in its server's process, on a thread of its rank
+            rank = event["pid"] if event["pid"] < RANKS else event["tid"] // LANES
             of_rank.setdefault(rank, []).append(event)
     steps = {
-        event["name"] for found in of_rank.values() for event in found if event["cat"] == "step"
+        event["name"] for members in of_rank.values() for event in members if event["cat"] == "step"
     }
     if len(steps) != 1:
         raise ValueError(
@@ -114,7 +119,7 @@ def summarize_trace(events: Sequence[Event]) -> TraceSummary:
         )
     return TraceSummary(
         int(steps.pop().split()[1]),
-        [times_of(rank, found) for rank, found in sorted(of_rank.items())],
+        [times_of(rank, members) for rank, members in sorted(of_rank.items())],
     )
 
 
@@ -133,12 +138,12 @@ def times_of(rank: int, events: Sequence[Event]) -> RankTimes:
         name, until = event["name"], event["ts"] + event["dur"]
         stages[name] = stages.get(name, 0.0) + overlap_seconds(event, start, end) / 1e6
         inside = sum(
-            overlap_seconds(each, max(event["ts"], start), min(until, end)) for each in collectives
+            overlap_seconds(wait, max(event["ts"], start), min(until, end)) for wait in collectives
         )
         waits[name] = waits.get(name, 0.0) + inside / 1e6
     seconds = step["dur"] / 1e6
     stages[OTHER] = seconds - sum(stages.values())
-    waits[OTHER] = sum(overlap_seconds(each, start, end) for each in collectives) / 1e6 - sum(
+    waits[OTHER] = sum(overlap_seconds(wait, start, end) for wait in collectives) / 1e6 - sum(
         waits.values()
     )
     sampling = covered(
@@ -148,12 +153,12 @@ def times_of(rank: int, events: Sequence[Event]) -> RankTimes:
 
 
 def overlap_seconds(event: Event, start: float, end: float) -> float:
-    """Microseconds of `event` between the two."""
+    """Return the microseconds of `event` between `start` and `end`."""
     return max(0.0, min(event["ts"] + event["dur"], end) - max(event["ts"], start))
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of their union."""
+    """Return the length of the union of the intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

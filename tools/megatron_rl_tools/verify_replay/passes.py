@@ -68,7 +68,7 @@ class Proof:
         self,
         cfg: Config,
         parallel: Parallel,
-        given: Given,
+        inputs: Given,
         spec: ModelSpec,
         *,
         fault: str | None = None,
@@ -76,7 +76,7 @@ class Proof:
         self.engine = Engine(cfg, parallel, total_updates=100, spec=spec)
         self.parallel = parallel
         self.mode = cfg.replay.mode
-        self.given = given
+        self.given = inputs
         self.routers = [
             (spec.moe_layers.index(layer), router)
             for layer, router in moe_routers(self.engine.chunks)
