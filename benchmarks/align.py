@@ -1,7 +1,8 @@
 """Alignment of routes for a complete step: rollouts' ids -> every micro-batch's [l, t, K] of one
 rank, against memcpy.
 
-    OMP_NUM_THREADS=1 python benchmarks/align.py [--repeats 9] [--json] [--peers DIR ... [--check-peers 200]]
+    OMP_NUM_THREADS=1 python benchmarks/align.py [--repeats 9] [--json] [--peers DIR ... \
+[--check-peers 200]]
 
 16 micro-batches of 32,768 tokens, 48 MoE layers, top-8 of 128 experts, one sequence per
 micro-batch, ids as the decoder returns them (uint8, layer-major).  Times are the best and the
@@ -91,7 +92,7 @@ def main() -> None:
 
 
 def make_rollouts() -> list[Rollout]:
-    """Distinct buffers, so that every copy reads cold memory."""
+    """Make rollouts with distinct buffers, so that every copy reads cold memory."""
     rng = np.random.default_rng(0)
     base = np.argsort(rng.random((4096, EXPERTS)), axis=-1)[:, :TOP_K].astype(np.uint8)
     rollouts = []
@@ -106,7 +107,9 @@ def make_rollouts() -> list[Rollout]:
 
 
 def make_layout(name: str) -> RankLayout:
-    """The rank with tensor rank 1 (or 0), context rank 0, pipeline stage 1 (or 0)."""
+    """Return the layout of the rank with tensor rank 1 (or 0), context rank 0, pipeline stage 1 (or
+    0).
+    """
     tp, cp, pp, vp = LAYOUTS[name]
     stage, per_chunk = min(1, pp - 1), LAYERS // (pp * vp)
     layers = tuple(
@@ -130,7 +133,7 @@ def make_layout(name: str) -> RankLayout:
 def align(
     rollouts: list[Rollout], layout: RankLayout, memory: RouteMemory | None
 ) -> list[np.ndarray]:
-    """What the engine does per step (RolloutRoutes), without the row states."""
+    """Align the routes as the engine does in a step (RolloutRoutes), without the row states."""
     cu_seqlens = torch.tensor([0, TOKENS], dtype=torch.int32)
     size = len(layout.layers) * layout.num_rows(TOKENS) * TOP_K
     locals_ = []
@@ -190,7 +193,7 @@ def measure(name: str, rollouts: list[Rollout], repeats: int) -> dict[str, float
 def measure_peer(
     peer: Peer, name: str, rollouts: list[Rollout], repeats: int
 ) -> dict[str, float | str]:
-    """The peer and ours, alternating, after one of each that is not counted.
+    """Measure the peer and ours, alternating, after one warm-up of each.
 
     The peer's inputs are made before.
     """
@@ -199,16 +202,16 @@ def measure_peer(
         RouteMemory(),
         make_job(make_layout(name), LAYOUTS[name][3]),
     )
-    given = [
-        peer.given([rollout.routed_experts])
+    inputs = [
+        peer.inputs([rollout.routed_experts])
         for rollout in rollouts
         if rollout.routed_experts is not None
     ]
     theirs, ours = [], []
     for _ in range(min(repeats, 3) + 1):
-        theirs.append(seconds(lambda: peer.align(job, given)))
+        theirs.append(seconds(lambda: peer.align(job, inputs)))
         ours.append(seconds(lambda: align(rollouts, layout, memory)))
-    ids = [layer for micro_batch in peer.align(job, given) for layer in micro_batch]
+    ids = [layer for micro_batch in peer.align(job, inputs) for layer in micro_batch]
     return {
         "layout": name,
         "peer": peer.name,
@@ -241,17 +244,19 @@ def check_peers(peers: list[Peer], cases: int) -> None:
 
 
 def check_case(peer: Peer, rng: np.random.Generator, name: str) -> int:
-    """How many (row, layer) pairs were compared in one random case."""
+    """Compare with the peers in one random case, and return the number of compared (row, layer)
+    pairs.
+    """
     pp, vp, layers_per_chunk = (int(rng.choice(sizes)) for sizes in ((1, 2, 4), (1, 2), (1, 2, 3)))
     num_layers, stage = pp * vp * layers_per_chunk, int(rng.integers(pp))
     is_moe = rng.random(num_layers) < 0.75
     is_moe[: int(rng.integers(2))] = False  # first-k-dense
     is_moe[-1] = True
-    mine = [
+    layers_of_chunk = [
         [(c * pp + stage) * layers_per_chunk + i for i in range(layers_per_chunk)]
         for c in range(vp)
     ]
-    chunks = tuple(tuple(layer for layer in chunk if is_moe[layer]) for chunk in mine)
+    chunks = tuple(tuple(layer for layer in chunk if is_moe[layer]) for chunk in layers_of_chunk)
     if not any(chunks):
         return check_case(peer, rng, name)
     tp, cp = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2, 4]))
@@ -276,7 +281,7 @@ def check_case(peer: Peer, rng: np.random.Generator, name: str) -> int:
         rng.random((size - 1, num_layers, EXPERTS)).argsort(-1)[..., :TOP_K].astype(np.uint8)
         for size in lengths
     ]
-    theirs = peer.align(job, [peer.given(routes)])[0]
+    theirs = peer.align(job, [peer.inputs(routes)])[0]
     bounds, moe_index = torch.tensor(peer.bounds(job, lengths)), is_moe.cumsum() - 1
     layout = RankLayout(
         layers=tuple(int(moe_index[layer]) for chunk in chunks for layer in chunk),
@@ -301,14 +306,16 @@ def check_case(peer: Peer, rng: np.random.Generator, name: str) -> int:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """CPU time of this process, which other processes do not add to; one thread works."""
+    """Return the CPU seconds of this process, which has one working thread."""
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
 def extra_memory(rollouts: list[Rollout], layout: RankLayout) -> float:
-    """Peak of NumPy's allocations in the alignment of one step, without reused memory, in payloads."""
+    """Return the peak of NumPy's allocations in the alignment of a step, without reused memory, in
+    payloads.
+    """
     tracemalloc.start()
     local = align(rollouts, layout, RouteMemory())
     peak = tracemalloc.get_traced_memory()[1]

@@ -1,7 +1,8 @@
 """Balancing 1,024 sequences over data-parallel replicas: waiting time of replicas that run in
 lockstep.
 
-    OMP_NUM_THREADS=1 python benchmarks/balance.py [--seeds 3] [--replicas 8 32] [--json] [--peers DIR ...]
+    OMP_NUM_THREADS=1 python benchmarks/balance.py [--seeds 3] [--replicas 8 32] [--json] [--peers \
+DIR ...]
 
 Lengths are lognormal (median 4,000, sigma 1), cut at the cap of a micro-batch, 32,768 tokens.
 `capped`: 12 % have that length.
@@ -54,7 +55,7 @@ QWEN3_30B = {
 }  # fmt: skip
 BALANCE_LENGTH = 15_470  # megatron_rl/engine/flops.py for this model
 Planner = Callable[[list[int], int], tuple[list[Slot], float]]
-"""Lengths, replicas -> slots, and the seconds that it took one rank."""
+"""(lengths, replicas) -> (slots, seconds of one rank)."""
 
 
 def main() -> int:
@@ -80,8 +81,8 @@ def main() -> int:
 
 
 def measure(name: str, planner: Planner, kind: str, replicas: int, seeds: int) -> dict[str, object]:
-    """The mean over seeds, but the worst of `over` and of ms."""
-    found = []
+    """Return the mean over seeds, but the worst of `over` and of ms."""
+    results = []
     for seed in range(seeds):
         lengths = draw(kind, seed, replicas)
         slots, seconds = planner(lengths, replicas)
@@ -104,7 +105,7 @@ def measure(name: str, planner: Planner, kind: str, replicas: int, seeds: int) -
         ]
         moved, size = sum(lengths[i] for i, _, _ in moves), pod_size(replicas)
         pods = sum(lengths[i] for i, home, to in moves if home // size != to // size)
-        found.append(
+        results.append(
             (
                 plan_of(slots).lockstep_efficiency(work), sum(totals) / (replicas * max(totals)),
                 sum(lengths) / (len(sizes) * CAP), moved / sum(lengths), pods / sum(lengths),
@@ -112,7 +113,7 @@ def measure(name: str, planner: Planner, kind: str, replicas: int, seeds: int) -
                 sum(size > CAP for size in sizes), max(sizes), 1e3 * seconds,
             )
         )  # fmt: skip
-    values = np.array(found)
+    values = np.array(results)
     names = ("lockstep", "total", "fill", "moved", "pods", "slots")
     means = {key: round(float(value), 3) for key, value in zip(names, values.mean(0), strict=False)}
     worst = {
@@ -131,7 +132,7 @@ def measure(name: str, planner: Planner, kind: str, replicas: int, seeds: int) -
 
 
 def draw(kind: str, seed: int, replicas: int) -> list[int]:
-    """Lengths in the order of sampling: replica r holds the r-th part."""
+    """Draw lengths in the order of sampling: replica r has the r-th part."""
     rng = np.random.default_rng(seed)
     count = max(SEQUENCES, 32 * replicas)
     lengths = np.minimum(rng.lognormal(np.log(4000), 1.0, count), CAP).astype(int).clip(64)
@@ -153,15 +154,17 @@ def timed(planner: Callable[[list[int], int], list[Slot]]) -> Planner:
 
 
 def ours(lengths: list[int], replicas: int) -> tuple[list[Slot], float]:
-    """A thread for one rank of each pod; then, timed, one of them again with what was agreed:
-    all-reduces cost nothing here.
+    """Plan on one thread for a rank of each pod, then time one of them again with the agreed
+    values, so that all-reduces cost nothing.
     """
     owners = np.arange(len(lengths)) * replicas // len(lengths)
     work = Work(np.array(lengths), CAP, BALANCE_LENGTH)
     speakers = range(0, replicas, pod_size(replicas))
     meeting = Meeting(len(speakers))
     with ThreadPoolExecutor(len(speakers)) as pool:
-        plan, *_ = pool.map(lambda own: make_plan(work, owners, replicas, own, meeting), speakers)
+        plan, *_ = pool.map(
+            lambda member: make_plan(work, owners, replicas, member, meeting), speakers
+        )
     seconds = []
     gc.collect()  # else the heap of the imported libraries may be searched while the clock runs
     for _ in range(3):
@@ -196,8 +199,8 @@ class Meeting:
 
 
 def in_place(lengths: list[int], replicas: int) -> list[Slot]:
-    """Each replica plans its own sequences, all with the number of micro-batches that the neediest
-    takes.
+    """Let each replica plan its sequences, with as many micro-batches as the replica that needs
+    most.
     """
     share = len(lengths) // replicas
     parts = [range(r * share, (r + 1) * share) for r in range(replicas)]
@@ -207,7 +210,10 @@ def in_place(lengths: list[int], replicas: int) -> list[Slot]:
         for part in parts:
             work = Work([lengths[i] for i in part], CAP, BALANCE_LENGTH)
             plans.append(
-                [[part[i] for i in own] for (own,) in plan_slots(work, 1, count_multiple=count)]
+                [
+                    [part[i] for i in members]
+                    for (members,) in plan_slots(work, 1, count_multiple=count)
+                ]
             )
         if len({len(plan) for plan in plans}) == 1:
             return [list(slot) for slot in zip(*plans, strict=True)]
@@ -227,8 +233,8 @@ def load_peers(checkout: Path) -> dict[str, Planner]:
 
 
 def load_verl(checkout: Path) -> Planner:
-    """trainer_base's partition over replicas, then what each worker does; stand-ins for modules
-    that only carry data.
+    """Load trainer_base's partition over replicas and what each worker does, with stand-ins for
+    modules that only carry data.
     """
     make_packages(checkout, "verl", "verl.utils")
     for name, contents in (
@@ -241,7 +247,7 @@ def load_verl(checkout: Path) -> Planner:
     ):
         stand_in = sys.modules[name] = ModuleType(name)
         vars(stand_in).update(contents)
-    sys.modules["verl.utils"].tensordict_utils = sys.modules["verl.utils.tensordict_utils"]  # type: ignore[attr-defined]
+    vars(sys.modules["verl.utils"])["tensordict_utils"] = sys.modules["verl.utils.tensordict_utils"]
     balancing = importlib.import_module("verl.utils.seqlen_balancing")
 
     def rearrange(lengths: Sequence[int], at_least: int | None) -> list[list[int]]:
@@ -293,8 +299,8 @@ def load_slime(checkout: Path, *, by_flops: bool) -> Planner:
             rollout_indices=list(range(len(lengths))),
         )
         plans = [
-            [[part[i] for i in micro] for micro in own]
-            for part, own in zip(partitions, micro_batches, strict=True)
+            [[part[i] for i in micro] for micro in members]
+            for part, members in zip(partitions, micro_batches, strict=True)
         ]
         return [list(slot) for slot in zip(*plans, strict=True)]
 

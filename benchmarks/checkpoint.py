@@ -72,9 +72,8 @@ def measure_saves(folder: Path, repeats: int) -> None:
     engine.parallel.destroy()
     print(f"ours     {seconds(False)[1]:.2f} s")
     print(
-        "ours     in the background: training continues after {:.2f} s, named after {:.2f} s".format(
-            *seconds(True)
-        )
+        "ours     in the background: training continues after {:.2f} s, named after"
+        " {:.2f} s".format(*seconds(True))
     )
 
 

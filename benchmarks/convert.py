@@ -1,7 +1,8 @@
 """Conversion between HF and torch_dist against the speed of disk and memory, in one run, with the
 peak memory of each.
 
-    python benchmarks/convert.py [--layers 8] [--experts 32] [--repeats 3] [--dir /data/scratch] [--bridge]
+    python benchmarks/convert.py [--layers 8] [--experts 32] [--repeats 3] [--dir /data/scratch] \
+[--bridge]
 
 Makes a Qwen3-MoE checkpoint of random bf16 weights (real proportions, fewer layers and experts).
 Then, alternating: copies the same number of bytes in memory, writes them as plain files, converts
@@ -133,8 +134,8 @@ def report(
         " MiB | largest group, MiB |"
     )
     print("|---|---|---|---|---|---|")
-    for name, each in rates.items():
-        middle = statistics.median(each)
+    for name, rate in rates.items():
+        middle = statistics.median(rate)
         outcome = peaks.get(name)
         memory = (
             "- | -"
@@ -143,24 +144,26 @@ def report(
         )
         spent = statistics.median(work[name])
         print(
-            f"| {name} | {middle:.0f} ({min(each):.0f} - {max(each):.0f}) | {middle / disk:.2f} |"
+            f"| {name} | {middle:.0f} ({min(rate):.0f} - {max(rate):.0f}) | {middle / disk:.2f} |"
             f" {spent:.2f} | {memory} |"
         )
     for name in rates:
         if name.startswith(BRIDGE):
-            own = name.removeprefix(BRIDGE)
+            backend = name.removeprefix(BRIDGE)
             faster = statistics.median(
-                one / other for one, other in zip(rates[own], rates[name], strict=True)
+                one / other for one, other in zip(rates[backend], rates[name], strict=True)
             )
-            less = peaks[name].peak_bytes / max(peaks[own].peak_bytes, 1)
+            less = peaks[name].peak_bytes / max(peaks[backend].peak_bytes, 1)
             print(
-                f"{own}: {faster:.1f} times as fast as Megatron-Bridge (median of rounds),"
+                f"{backend}: {faster:.1f} times as fast as Megatron-Bridge (median of rounds),"
                 f" {less:.0f} times less peak memory"
             )
 
 
 def make_checkpoint(path: Path, layers: int, experts: int) -> tuple[Path, int]:
-    """A checkpoint of Qwen3-30B-A3B's proportions, random bits of finite bf16; and its bytes."""
+    """Make a checkpoint of Qwen3-30B-A3B's proportions with random bits of finite bf16, and return
+    its bytes.
+    """
     path.mkdir()
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -189,7 +192,7 @@ def make_checkpoint(path: Path, layers: int, experts: int) -> tuple[Path, int]:
     ]
     files: list[list[Piece]] = [[]]
     for piece in pieces:
-        if sum(each.nbytes for each in files[-1]) + piece.nbytes > FILE_BYTES and files[-1]:
+        if sum(member.nbytes for member in files[-1]) + piece.nbytes > FILE_BYTES and files[-1]:
             files.append([])
         files[-1].append(piece)
     index = {}

@@ -1,7 +1,8 @@
 """Base64 routes of one long response -> compact storage: ours, verl's and slime's own functions,
 memcpy of the text.
 
-    OMP_NUM_THREADS=1 python benchmarks/decode.py [--repeats 9] [--tokens 32768] [--peers VERL SLIME] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/decode.py [--repeats 9] [--tokens 32768] [--peers VERL \
+SLIME] [--json]
 
 One response of 32,768 tokens, 48 MoE layers, top-8 of 128 experts: 67 MB of text.  The candidates
 alternate.  Times are CPU time of the calling thread, minimum and median, so that other processes do
@@ -10,7 +11,8 @@ copies the text into warm memory.  Peers, from source checkouts given with --pee
 
 slime     slime.utils.misc.decode_int32_meta_array, its own function -> int32; no check.
 verl      the steps of its SGLang server and agent loop: SGLang's
-          extract_routed_experts_from_meta_info -> int32, then the tensor operations of AgentLoopOutput.as_dict -> int16 with a zero row.  Copied, because their modules need the complete
+          extract_routed_experts_from_meta_info -> int32, then the tensor operations of \
+AgentLoopOutput.as_dict -> int16 with a zero row.  Copied, because their modules need the complete
           engine and trainer; skipped for a checkout that no longer has these lines.
 
 `extra` is the peak of memory allocated beyond the result, by tracemalloc (NumPy's and Python's
@@ -107,7 +109,7 @@ def main() -> int:
 
 
 def make_ids(rows: int) -> np.ndarray:
-    """int32 [rows, L, K], distinct in a row."""
+    """Return int32 [rows, L, K], distinct in a row."""
     rng = np.random.default_rng(0)
     base = np.argsort(rng.random((4096, EXPERTS)), axis=-1)[:, :TOP_K].astype("<i4")
     return base[rng.integers(0, len(base), (rows, LAYERS))]
@@ -127,7 +129,7 @@ def ours(payload: str | memoryview, rows: int) -> np.ndarray:
 
 
 def measure(ids: np.ndarray, text: str, checkouts: list[Path], repeats: int) -> dict[str, Any]:
-    """CPU milliseconds (least, median) of each, and our peak."""
+    """Return CPU milliseconds (minimum, median) of each way, and our peak of memory."""
     rows, content = len(ids), text.encode()
     source = np.frombuffer(content, np.uint8)
     copy = source.copy()
@@ -139,16 +141,16 @@ def measure(ids: np.ndarray, text: str, checkouts: list[Path], repeats: int) -> 
     }
     for name, decode in decoders.items():  # what is timed is right
         if name != "memcpy":
-            found = decode()
-            assert np.array_equal(np.asarray(found).reshape(-1, LAYERS, TOP_K)[:rows], ids), name
-            del found
+            decoded = decode()
+            assert np.array_equal(np.asarray(decoded).reshape(-1, LAYERS, TOP_K)[:rows], ids), name
+            del decoded
     times: dict[str, list[float]] = {name: [] for name in decoders}
     for _ in range(repeats):
         for name, decode in decoders.items():
             start = time.thread_time()
-            found = decode()
+            decoded = decode()
             times[name].append(1e3 * (time.thread_time() - start))
-            del found
+            del decoded
     extra = {name: extra_bytes(decoders[name]) for name in ("ours", "ours, of a str")}
     return {
         "load": os.getloadavg()[0],
@@ -173,7 +175,9 @@ def extra_bytes(decode: Decode) -> int:
 
 
 def peers_of(checkout: Path, text: str, rows: int) -> Iterator[tuple[str, Decode]]:
-    """(name, its decoding of `text`) of each peer in a checkout; a line on stderr for what is not."""
+    """Return (name, its decoding of `text`) of each peer in a checkout; prints a line on stderr for
+    a missing one.
+    """
     meta = {"routed_experts": text}
     if (checkout / "slime").is_dir():
         make_packages(checkout, "slime", "slime.utils")
@@ -206,7 +210,7 @@ def peers_of(checkout: Path, text: str, rows: int) -> Iterator[tuple[str, Decode
 
 
 def serve(text: str, rows: int) -> int:
-    """Answer every request with the one response; prints its port."""
+    """Answer every request with the response; prints the server's port."""
     tokens = np.random.default_rng(1).integers(2, VOCABULARY, rows).tolist()
     meta = {
         "finish_reason": {"type": "length", "length": rows},
@@ -254,7 +258,9 @@ def server(tokens: int) -> Iterator[str]:
 
 
 def measure_loop(tokens: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds (least, median) of the longest wait for a turn of the client's event loop."""
+    """Return milliseconds (minimum, median) of the longest wait for a turn of the client's event
+    loop.
+    """
     cfg = RolloutConfig(request_timeout_seconds=120, max_retries=0)
     gc.collect()
     gc.freeze()  # as a run does
@@ -280,13 +286,14 @@ def measure_loop(tokens: int, repeats: int) -> dict[str, Any]:
                 waits[name].clear()
     return {
         "loop_ms": {
-            name: (1e3 * min(each), 1e3 * statistics.median(each)) for name, each in waits.items()
+            name: (1e3 * min(seconds), 1e3 * statistics.median(seconds))
+            for name, seconds in waits.items()
         }
     }
 
 
 def module_of_requests() -> ModuleType:
-    """The module of the client that calls parse_body."""
+    """Return the module of the client that calls parse_body."""
     for name in ("megatron_rl.rollout.client.request", "megatron_rl.rollout.client.client"):
         if importlib.util.find_spec(name) is not None and hasattr(
             module := importlib.import_module(name), "parse_body"
@@ -297,7 +304,7 @@ def module_of_requests() -> ModuleType:
 
 @contextmanager
 def patched_loop(client: RolloutClient, waits: list[float]) -> Iterator[None]:
-    """Runs a heartbeat beside the client's own tasks."""
+    """Run a heartbeat beside the client's tasks."""
     original = client._generate
 
     async def watched(*args: Any, **kwargs: Any) -> Any:

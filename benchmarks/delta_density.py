@@ -1,5 +1,5 @@
-"""How many of the bfloat16 weights that servers hold change from one weight sync to the next, in a
-real run?
+"""The share of the bfloat16 weights of servers that changes from one weight sync to the next, in a
+real run.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/delta_density.py record
     FOLDER \
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 KINDS = {"experts": "expert", "mlp.gate": "router", "norm": "norm", "self_attn": "attention"}
 MANTISSA = 8
-"""Bits of bfloat16's, with the implied one."""
+"""Bits of bfloat16's mantissa, with the implied one."""
 
 
 def kind_of(name: str) -> str:
@@ -39,13 +39,15 @@ def kind_of(name: str) -> str:
 
 
 def gap_bytes(positions: Tensor) -> int:
-    """Of the gaps between positions, 7 bits in a byte."""
+    """Return the bytes of the gaps between positions, with 7 bits in a byte."""
     gaps = positions.diff(prepend=positions.new_tensor([-1]))
     return int(sum((gaps >= 128**power).sum() for power in range(1, 5))) + len(gaps)
 
 
 def compare(name: str, before: Tensor, after: Tensor) -> Counter[str]:
-    """Counts of one tensor, of the float32 weights before and after, whose images are compared."""
+    """Count one tensor's changes from its float32 weights before and after, whose images are
+    compared.
+    """
     old, new = before.bfloat16(), after.bfloat16()
     positions = (old.view(torch.int16) != new.view(torch.int16)).nonzero().reshape(-1)
     _, exponent = torch.frexp(before)
@@ -67,14 +69,14 @@ def compare(name: str, before: Tensor, after: Tensor) -> Counter[str]:
 
 
 def record(folder: Path, argv: list[str]) -> int:
-    """On a rank: train, and write a line for each weight sync."""
+    """Train, and write a line for each weight sync.  Runs on every rank."""
     from megatron_rl.train import main as train
     from megatron_rl.weights.sync.push import WeightPusher
 
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank_{os.environ.get('RANK', '0')}.jsonl"
     file.write_text("")
-    held: dict[str, Tensor] = {}
+    previous: dict[str, Tensor] = {}
     counts: Counter[str] = Counter()
     make_bucket, push = WeightPusher._bucket, WeightPusher.push
 
@@ -82,13 +84,13 @@ def record(folder: Path, argv: list[str]) -> int:
         bucket = make_bucket(self, number, batch)
         for name, part in zip(bucket.names, bucket.parts, strict=True):
             weights = part.to("cpu", torch.float32).reshape(-1).clone()
-            if name in held:
-                counts.update(compare(name, held[name], weights))
-            held[name] = weights
+            if name in previous:
+                counts.update(compare(name, previous[name], weights))
+            previous[name] = weights
         return bucket
 
-    def pushed(self: WeightPusher, export: Any, version: int, **rest: Any) -> Any:
-        report = push(self, export, version, **rest)
+    def pushed(self: WeightPusher, export: Any, version: int, **options: Any) -> Any:
+        report = push(self, export, version, **options)
         with file.open("a") as out:
             out.write(json.dumps({"version": version, **counts}) + "\n")
         counts.clear()
@@ -109,11 +111,11 @@ def report(folder: Path) -> int:
         "version  changed  expected  tensors without a change  mask  gaps (of the full image's"
         " bytes)"
     )
-    for version, found in sorted(versions.items()):
-        if not found["values"]:
+    for version, counts in sorted(versions.items()):
+        if not counts["values"]:
             continue  # the first one
-        total.update(found)
-        print(f"{version:7}  {shares(found)}")
+        total.update(counts)
+        print(f"{version:7}  {shares(counts)}")
     print(f"    all  {shares(total)}")
     for kind in sorted(
         key.removeprefix("values of ") for key in total if key.startswith("values of ")
@@ -122,11 +124,11 @@ def report(folder: Path) -> int:
     return 0
 
 
-def shares(found: Counter[str]) -> str:
-    values, unchanged = found["values"], found["unchanged_tensors"] / found["tensors"]
-    mask, gaps = (found[f"{way}_bytes"] / (2 * values) for way in ("mask", "gaps"))
+def shares(counts: Counter[str]) -> str:
+    values, unchanged = counts["values"], counts["unchanged_tensors"] / counts["tensors"]
+    mask, gaps = (counts[f"{way}_bytes"] / (2 * values) for way in ("mask", "gaps"))
     return (
-        f"{found['changed'] / values:7.3%}  {found['expected'] / values:8.3%}  {unchanged:24.1%} "
+        f"{counts['changed'] / values:7.3%}  {counts['expected'] / values:8.3%}  {unchanged:24.1%} "
         f" {mask:4.1%}  {gaps:4.1%}"
     )
 

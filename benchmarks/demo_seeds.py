@@ -1,7 +1,8 @@
 """Run the demo for several seeds and print one table row each: accuracy before and after, time,
 peak memory, step times.
 
-    .venv/bin/python benchmarks/demo_seeds.py --seeds 0 1 2            # about five minutes a seed on two idle cores
+    .venv/bin/python benchmarks/demo_seeds.py --seeds 0 1 2            # about five minutes a seed \
+on two idle cores
 
 Peak memory is the largest sum of resident sizes (RSS) over the demo's process tree, sampled every
 half second; shared pages count once per process, so it is an upper bound.

@@ -1,6 +1,7 @@
-"""How few tokens can change replica for the balance that our plan reaches, beside how many do.
+"""The fewest tokens that must change replica for the balance that our plan reaches, beside ours.
 
-    OMP_NUM_THREADS=1 python benchmarks/least_moves.py [--seconds 60] [--seeds 3] [--replicas 32 1024]
+    OMP_NUM_THREADS=1 python benchmarks/least_moves.py [--seconds 60] [--seeds 3] [--replicas 32 \
+1024]
 
 Lengths as in benchmarks/balance.py.  Needs scipy (HiGHS).
 
@@ -90,47 +91,49 @@ def cost(lengths: np.ndarray) -> np.ndarray:
 
 
 def in_sum(plan: Plan, lengths: np.ndarray) -> float:
-    """The cost of the costliest micro-batch, summed over the slots."""
+    """Return the cost of the costliest micro-batch, summed over the slots."""
     costs = np.bincount(plan.places, cost(lengths), plan.num_slots * plan.replicas)
     return float(costs.reshape(-1, plan.replicas).max(1).sum())
 
 
 def surplus(plan: Plan, lengths: np.ndarray, size: int) -> float:
-    """size: replicas that share their sequences."""
+    """Return the surplus of each pod.  size: replicas that share their sequences."""
     group, tokens = owners(plan, lengths) // size, 0.0
-    for each in range(group.max() + 1):
-        own = np.sort(lengths[group == each])[::-1]
-        costs = cost(own)
+    for pod in range(group.max() + 1):
+        members = np.sort(lengths[group == pod])[::-1]
+        costs = cost(members)
         over = costs.sum() - in_sum(plan, lengths) * size
         # of each sequence, the longest first
         sent = np.clip((over - (np.cumsum(costs) - costs)) / costs, 0, 1)
-        tokens += float((sent * own).sum())
+        tokens += float((sent * members).sum())
     return tokens / lengths.sum()
 
 
 def deal_by_work(work: Work, pod_of_owner: np.ndarray, pods: int, size: int) -> np.ndarray:
-    """A pod for each sequence: a pod above the mean gives away its longest that fit the surplus,
-    each to the cheapest pod.
+    """Return a pod for each sequence: a pod above the mean gives its longest sequences that fit the
+    surplus, one by one, to the cheapest pod.
     """
     rows = np.asarray(work.rows, np.int64)
     costs = rows * (work.balance_length + rows)
-    found, given = pod_of_owner.copy(), list[int]()
-    spent = np.bincount(found, costs, pods).astype(np.int64)
+    pod_of, moved = pod_of_owner.copy(), list[int]()
+    spent = np.bincount(pod_of, costs, pods).astype(np.int64)
     mean = spent.sum() // pods
     for pod in np.flatnonzero(spent > mean):
-        own = np.flatnonzero(found == pod)
-        for i in own[np.argsort(-rows[own], kind="stable")].tolist():
+        members = np.flatnonzero(pod_of == pod)
+        for i in members[np.argsort(-rows[members], kind="stable")].tolist():
             if costs[i] <= spent[pod] - mean:
                 spent[pod] -= costs[i]
-                given.append(i)
-    for i in sorted(given, key=lambda i: -rows[i]):
-        found[i] = np.argmin(spent)
-        spent[found[i]] += costs[i]
-    return found
+                moved.append(i)
+    for i in sorted(moved, key=lambda i: -rows[i]):
+        pod_of[i] = np.argmin(spent)
+        spent[pod_of[i]] += costs[i]
+    return pod_of
 
 
 def exact(plan: Plan, lengths: np.ndarray, seconds: float) -> tuple[float, float]:
-    """Variables: whether sequence i is in place p (slot x R + replica), and the cost of each slot."""
+    """Solve exactly.  Variables: whether sequence i is in place p (slot x R + replica), and the
+    cost of each slot.
+    """
     places, slots, count = plan.num_slots * plan.replicas, plan.num_slots, len(lengths)
     size = count * places + slots
     once, fits, limits = (lil_matrix((rows, size)) for rows in (count, 2 * places, 1))
@@ -142,7 +145,7 @@ def exact(plan: Plan, lengths: np.ndarray, seconds: float) -> tuple[float, float
         fits[2 * place + 1, count * places + place // plan.replicas] = -1
     limits[0, count * places :] = 1
     away = np.arange(places)[None] % plan.replicas != owners(plan, lengths)[:, None]
-    found = milp(
+    solution = milp(
         np.concatenate([(away * lengths[:, None]).ravel(), np.zeros(slots)]),
         constraints=[
             LinearConstraint(once.tocsr(), 1, 1),
@@ -153,8 +156,8 @@ def exact(plan: Plan, lengths: np.ndarray, seconds: float) -> tuple[float, float
         integrality=np.append(np.ones(count * places), np.zeros(slots)),
         options={"time_limit": seconds},
     )
-    best = np.nan if found.fun is None else found.fun
-    return best / lengths.sum(), (found.mip_dual_bound or 0) / lengths.sum()
+    best = np.nan if solution.fun is None else solution.fun
+    return best / lengths.sum(), (solution.mip_dual_bound or 0) / lengths.sum()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Measured: which responses a small KV cache retracts, and how dropping them changes the lengths
 that are trained on.
 
-    OMP_NUM_THREADS=1 python benchmarks/length_bias.py [--responses 1120] [--tokens 1500] [--dtype bfloat16]
+    OMP_NUM_THREADS=1 python benchmarks/length_bias.py [--responses 1120] [--tokens 1500] [--dtype \
+bfloat16]
     python benchmarks/length_bias.py --simulate      # other causes of sampling again; no server
 
 A real SGLang server on the CPU serves a tiny random Qwen3-MoE whose responses end at a nearly
@@ -103,23 +104,27 @@ def lengths_line(name: str, rollouts: list[Rollout], client: Counting) -> str:
 def retraction_table(rollouts: list[Rollout], client: Counting) -> str:
     lines = ["| response tokens | responses | retracted |", "|---|---|---|"]
     for low, high in pairwise(BINS):
-        found = [client.retractions[r.id] > 0 for r in rollouts if low <= r.response_length < high]
-        share = f"{np.mean(found):.1%}" if found else ""
-        lines.append(f"| {low} to {high - 1} | {len(found)} | {sum(found)} ({share}) |")
+        is_retracted = [
+            client.retractions[r.id] > 0 for r in rollouts if low <= r.response_length < high
+        ]
+        share = f"{np.mean(is_retracted):.1%}" if is_retracted else ""
+        lines.append(
+            f"| {low} to {high - 1} | {len(is_retracted)} | {sum(is_retracted)} ({share}) |"
+        )
     return "\n".join(lines)
 
 
 @torch.no_grad()
 def transformers_rows(model: Any, tokens: np.ndarray) -> np.ndarray:
-    """[S - 1, L, K], sorted in each row."""
+    """Return transformers' experts [S - 1, L, K], sorted in each row."""
     output = model(torch.from_numpy(tokens)[None], output_router_logits=True)
     rows = torch.stack([logits.topk(SPEC.top_k).indices for logits in output.router_logits], dim=1)
     return rows[: len(tokens) - 1].sort(-1).values.numpy()
 
 
 def prefill_rows(http: httpx.Client, tokens: np.ndarray) -> np.ndarray:
-    """[S - 1, L, K], sorted in each row: the server's, of one prefill of all tokens with an empty
-    cache.
+    """Return the server's experts [S - 1, L, K], sorted in each row, of one prefill of all tokens
+    with an empty cache.
     """
     while http.post("/flush_cache").status_code != 200:
         pass
@@ -136,7 +141,9 @@ def prefill_rows(http: httpx.Client, tokens: np.ndarray) -> np.ndarray:
 def rows_table(
     url: str, checkpoint: Path, dtype: str, rollouts: list[Rollout], client: Counting, limit: int
 ) -> str:
-    """(row, layer) pairs of responses whose experts differ, by whether the response was retracted."""
+    """Return (row, layer) pairs of responses whose experts differ, by whether the response was
+    retracted.
+    """
     from transformers import Qwen3MoeForCausalLM  # seconds to import
 
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
@@ -147,13 +154,13 @@ def rows_table(
             for rollout in sorted(chosen, key=lambda r: -r.response_length)[:limit]:
                 assert rollout.routed_experts is not None
                 first = rollout.prompt_length - 1
-                mine = np.sort(rollout.routed_experts[first:], axis=-1)
-                other[is_retracted, "pairs"] += mine[..., 0].size
+                served = np.sort(rollout.routed_experts[first:], axis=-1)
+                other[is_retracted, "pairs"] += served[..., 0].size
                 for name, rows in (
                     ("transformers", transformers_rows(model, rollout.tokens)),
                     ("prefill", prefill_rows(http, rollout.tokens)),
                 ):
-                    other[is_retracted, name] += int((mine != rows[first:]).any(-1).sum())
+                    other[is_retracted, name] += int((served != rows[first:]).any(-1).sum())
     lines = [
         "| responses | (row, layer) pairs | not transformers' | not those of a prefill |",
         "|---|---|---|---|",
@@ -169,8 +176,9 @@ def rows_table(
 
 
 def taken_back_line(log: Path, kept: list[Rollout], client: Counting) -> str:
-    """What the server says it freed; a response that was retracted twice counts twice, so it bounds
-    the second forward's rows.
+    """Return the line about what the server says it freed.
+
+    A response that was retracted twice counts twice, so it bounds the second forward's rows.
     """
     freed = [int(number) for number in re.findall(r"#new_tokens_gained: (\d+)", log.read_text())]
     rows = sum(len(r.tokens) - 1 for r in kept if client.retractions[r.id])
@@ -205,17 +213,16 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
                 lengths_line("sampled again", *sample(server.url, cfg, args.responses, drops=True)),
                 flush=True,
             )
-        print(
-            f"\n{taken_back}\n\n{rows_table(server.url, checkpoint, args.dtype, kept, client, args.rows)}"
-        )
+        table = rows_table(server.url, checkpoint, args.dtype, kept, client, args.rows)
+        print(f"\n{taken_back}\n\n{table}")
 
 
 # Simulated ----------------------------------------------------------------------------------------
 
 
 def simulate(num_steps: int, seed: int = 0) -> str:
-    """Mean trained length / mean drawn length, of steps in which one event occurs; and the
-    responses drawn again.
+    """Return mean trained length / mean drawn length of steps in which one event occurs, and the
+    number of responses drawn again.
 
     All responses of a step start together and grow at the same rate.  At the event, responses in
     progress are lost and drawn again ("again"), or kept ("continued").  A server has half of the

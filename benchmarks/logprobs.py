@@ -1,7 +1,8 @@
 """Token log-prob and entropy with both gradients: peak memory and time of torch, megatron-core,
 verl, slime and ours.
 
-    OMP_NUM_THREADS=1 python benchmarks/logprobs.py [--peers DIR...] [--repeats 7] [--device cpu|cuda]
+    OMP_NUM_THREADS=1 python benchmarks/logprobs.py [--peers DIR...] [--repeats 7] [--device \
+cpu|cuda]
 
 One unit is one float32 [T, V].  Peak is the maximum allocated beyond the inputs, the returned
 gradients included, as counted by
@@ -35,7 +36,7 @@ from megatron_rl.engine.logprobs import token_logprobs
 
 PEERS = {"verl": "verl/utils/megatron/tensor_parallel.py", "slime": "slime/utils/ppo_utils.py"}
 OnLogits = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-"""(logits [T, V], labels [T]) -> log-probs and, except from megatron-core, entropy, both [T]."""
+"""(logits [T, V], labels [T]) -> log-probs [T] and, except from megatron-core, entropy [T]."""
 
 
 def main() -> None:
@@ -89,19 +90,21 @@ def our_ways(columns: int) -> dict[str, OnLogits]:
 
 
 def peer_ways(places: list[Path]) -> dict[str, OnLogits]:
-    """The peers' functions, each as its trainer calls it; a line for each that is not found."""
+    """Return the peers' functions, each called as its trainer calls it; prints a line for a missing
+    one.
+    """
     ways: dict[str, OnLogits] = {}
     for name, file in PEERS.items():
-        found = [
+        files = [
             path
             for place in places
             for path in (place / file, place / name / file)
             if path.is_file()
         ]
-        if not found:
+        if not files:
             print(f"{name}: no {file} under --peers, not measured")
             continue
-        module = load_module(f"peer_{name}", found[0])
+        module = load_module(f"peer_{name}", files[0])
         ways[name] = verl_way(module) if name == "verl" else slime_way(module)
     return ways
 
@@ -167,7 +170,9 @@ def logits_call(way: OnLogits, logits: Tensor, labels: Tensor, weights: list[Ten
 
 
 def fused(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
-    """With the LM head: three matrix products around each way on logits, and the fused form's four."""
+    """Measure with the LM head: three matrix products around each way on logits, and the fused
+    form's four.
+    """
     rows, columns, device = arguments.rows, arguments.columns, torch.device(arguments.device)
     for dtype in (torch.float32, torch.bfloat16):
         hidden, head, labels, weights = make_head(arguments, rows, dtype)
@@ -191,7 +196,7 @@ def fused(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
 
 
 def growth(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
-    """Peak of the fused form over T."""
+    """Return the peak of the fused form over T."""
     print(f"\nfused form, H = {arguments.hidden}, peak by rows: MiB (units)")
     device = torch.device(arguments.device)
     for into_main_grad in (False, True):
@@ -221,7 +226,7 @@ def fused_call(
 def head_call(
     way: OnLogits, hidden: Tensor, head: Tensor, labels: Tensor, weights: list[Tensor]
 ) -> Any:
-    """Three matrix products and a way on logits."""
+    """Run three matrix products and a way on logits."""
     return torch.autograd.grad(way(hidden @ head.t(), labels), [hidden, head], weights)
 
 
@@ -233,14 +238,14 @@ def make_head(
     head = (3 * arguments.hidden**-0.5 * torch.randn(arguments.columns, arguments.hidden)).to(
         arguments.device, dtype
     )
-    head.requires_grad_().main_grad = torch.zeros_like(head, dtype=torch.float32)  # type: ignore[attr-defined]
+    vars(head.requires_grad_())["main_grad"] = torch.zeros_like(head, dtype=torch.float32)
     labels = torch.randint(0, arguments.columns, (rows,)).to(arguments.device)
     return hidden, head, labels, [torch.randn(rows).to(arguments.device) for _ in range(2)]
 
 
 def accuracy(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
-    """Against float64, on 256 rows: largest error of log-prob and entropy, relative error of the
-    gradient, edited logits.
+    """Compare with float64 on 256 rows: largest error of log-prob and entropy, relative error of
+    the gradient, edited logits.
     """
     rows, columns = 256, arguments.columns
     print(f"\naccuracy against float64, {rows} rows\n")
@@ -263,12 +268,12 @@ def accuracy(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
                 f"{float((a.double() - b).abs().max()):.1e}"
                 for a, b in zip(got, expected, strict=False)
             ]
-            given = weights[: len(got)]
+            gradient = weights[: len(got)]
             (grad,) = torch.autograd.grad(
-                got, leaf, [w.to(a.dtype) for w, a in zip(given, got, strict=True)]
+                got, leaf, [w.to(a.dtype) for w, a in zip(gradient, got, strict=True)]
             )
             (expected_grad,) = torch.autograd.grad(
-                expected[: len(got)], exact, given, retain_graph=True
+                expected[: len(got)], exact, gradient, retain_graph=True
             )
             relative = float((grad.double() - expected_grad).norm() / expected_grad.norm())
             same = (
@@ -288,7 +293,7 @@ def accuracy(arguments: argparse.Namespace, ways: dict[str, OnLogits]) -> None:
 
 
 def peak(run: Callable[[], Any], device: torch.device) -> int:
-    """Most bytes allocated at one time within `run`, beyond what was before."""
+    """Return the most bytes allocated at one time within `run`, beyond those before."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -314,7 +319,7 @@ def take_turns(
     device: torch.device,
     between: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each way in each turn; `between` runs before each, uncounted."""
+    """Return the seconds of each way in each turn; `between` runs before each, uncounted."""
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
@@ -334,7 +339,7 @@ def take_turns(
 def table(
     title: str, peaks: dict[str, float], times: dict[str, list[float]], baselines: list[str]
 ) -> None:
-    """Ratios are to the fastest of `baselines`."""
+    """Return a table, with ratios to the fastest of `baselines`."""
     best = min(baselines, key=lambda name: statistics.median(times[name]))
     print(
         f"\n{title}\n\n| way | peak, units | least ms | time / {best} (median) |\n|---|---|---|---|"

@@ -94,7 +94,7 @@ def sections(path: Path, recompute: str) -> dict[str, Any]:
 
 
 def measure(cfg: Config) -> list[tuple[str, int, int]]:
-    """(what, predicted bytes, measured bytes) of one update."""
+    """Return (part, predicted bytes, measured bytes) of one update."""
     parallel = make_parallel(cfg.parallel, device="cpu", timeout_minutes=2)
     engine = Engine(cfg, parallel, total_updates=2)
     batch = make_mini_batch(samples(), max_tokens=ROWS, rule=engine.pack_rule, dp_group=None)
@@ -108,20 +108,20 @@ def measure(cfg: Config) -> list[tuple[str, int, int]]:
     ):
         engine.update(batch, old, sums, replay="none")
     predicted = memory.rank_memory(engine.spec, cfg, 1, 0)
-    found = [
+    parts = [
         ("weights", predicted.weights, sum(p.nbytes for p in parameters)),
         ("gradients", predicted.gradients, sum(p.main_grad.nbytes for p in parameters)),
         ("optimizer", predicted.optimizer, state_bytes(engine)),
         ("activations", predicted.activations + predicted.working, saved.peak),
     ]
     parallel.destroy()
-    return found
+    return parts
 
 
 def state_bytes(engine: Engine) -> int:
-    """Adam's moments."""
+    """Return the bytes of Adam's moments."""
     optimizers = getattr(engine.optimizer.core, "chained_optimizers", [engine.optimizer.core])
-    states = [state for each in optimizers for state in each.optimizer.state.values()]
+    states = [state for optimizer in optimizers for state in optimizer.optimizer.state.values()]
     return sum(
         value.nbytes
         for state in states

@@ -57,8 +57,8 @@ def main() -> None:
 
 
 def measure_step(model: str, steps: int) -> tuple[float, float]:
-    """Median seconds of the metrics, and of the old-logprob passes, updates and reduction of a
-    step.
+    """Return the median seconds of the metrics, and of the old-logprob passes, updates and
+    reduction of a step.
     """
     cfg = load_config(
         None,
@@ -135,7 +135,7 @@ def make_batches(engine: engine_module.Engine) -> list[MiniBatch]:
 
 
 def measure_tokens(length: int, total: int = 1_000_000) -> float:
-    """Seconds for `total` response tokens in responses of `length`, one mini-batch."""
+    """Return the seconds for `total` response tokens in responses of `length`, one mini-batch."""
     rng = np.random.default_rng(0)
     tokens = np.zeros(length + 1, np.int64)
     logprobs = rng.normal(-1, 0.3, length).astype(np.float32)
@@ -149,11 +149,10 @@ def measure_tokens(length: int, total: int = 1_000_000) -> float:
     times = []
     for _ in range(4):
         sums, start = MetricSums(), time.thread_time()
-        for add in (
-            lambda t: add_old_pass(sums, t, old),
-            lambda t: add_update_pass(sums, t, old + 0.01, old),
-        ):  # noqa: B023
-            add(pass_tokens(batches, flips, mini_batch=0, cp_group=None))
+        passed = pass_tokens(batches, flips, mini_batch=0, cp_group=None)
+        add_old_pass(sums, passed, old)
+        passed = pass_tokens(batches, flips, mini_batch=0, cp_group=None)
+        add_update_pass(sums, passed, old + 0.01, old)
         times.append(time.thread_time() - start)
     return min(times[1:])
 

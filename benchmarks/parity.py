@@ -1,7 +1,8 @@
 """Difference between trainer and server with equal weights, by precision, model size, depth and
 prompt length.
 
-    OMP_NUM_THREADS=1 python benchmarks/parity.py [--models NAME ...] [--servers bfloat16 ...] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/parity.py [--models NAME ...] [--servers bfloat16 ...] \
+[--json FILE]
 
 For each model, random weights are written as an HF checkpoint and served by a real SGLang server in
 each precision. megatron-core, in each precision, sends its weights with the project's weight sync.
@@ -26,11 +27,10 @@ import gc
 import json
 import math
 import os
-import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -44,6 +44,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3Moe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.parity_report import Row, cells, report
 from megatron_rl.config import Config, load_config
 from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.engine.engine import Engine
@@ -62,9 +63,8 @@ from tests.wrong_models import wrong_models
 
 SHARED = {
     "vocab_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    "eos_token_id": 1, "pad_token_id": 0,
+    "rope_theta": 1e6, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 SMALL = {
     "vocab_size": 512,
@@ -77,13 +77,15 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a random Qwen3 (`experts` empty) or Qwen3-MoE (experts, top-k, width of one)."""
+    """Sizes of a random Qwen3 or Qwen3-MoE."""
 
     layers: int
     hidden: int
     ffn: int
     experts: tuple[int, int, int] | None = None
+    """(experts, top-k, width of an expert); None for Qwen3."""
     more: dict[str, Any] | None = None
+    """Keys of config.json that differ from SHARED."""
 
     def config(self) -> Qwen3Config | Qwen3MoeConfig:
         sizes = {
@@ -96,10 +98,14 @@ class Model:
             return Qwen3Config(**settings)
         number, top_k, width = self.experts
         return Qwen3MoeConfig(
-            **settings, num_experts=number, num_experts_per_tok=top_k, moe_intermediate_size=width,
+            **settings,
+            num_experts=number,
+            num_experts_per_tok=top_k,
+            moe_intermediate_size=width,
             norm_topk_prob=True,
-            decoder_sparse_step=1, mlp_only_layers=[],
-        )  # fmt: skip
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        )
 
 
 MODELS: dict[str, Model | None] = {
@@ -113,23 +119,6 @@ MODELS: dict[str, Model | None] = {
 }
 LENGTHS = {16: (8, 4, 32), 256: (2, 4, 32), 2000: (1, 4, 32)}
 """Prompt tokens -> prompts, samples of each, response tokens."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison.  parameters in millions; wrong: what was changed, "" for equal weights."""
-
-    model: str
-    parameters: float
-    layers: int
-    trainer: str
-    server: str
-    prompt: int
-    wrong: str
-    logprob_diff_mean: float
-    logprob_diff_max: float
-    experts_equal: float | None
-    expert_overlap: float | None
 
 
 def main() -> int:
@@ -172,7 +161,7 @@ def main() -> int:
 
 
 def one_rank_environment() -> None:
-    """What torchrun sets, for this process alone."""
+    """Set the variables that torchrun sets, for this process alone."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.setdefault("MASTER_PORT", str(free_port("127.0.0.1")))
 
@@ -181,7 +170,7 @@ def one_rank_environment() -> None:
 
 
 def make_checkpoint(name: str, folder: Path, seed: int, entropy: float) -> Path:
-    """float32, in `folder`; one that is there already is used again."""
+    """Write a float32 checkpoint in `folder`, unless it exists."""
     path, model = folder / f"{name}-{seed}", MODELS[name]
     if model is None:
         return make_tiny_moe(path, seed=seed, quiet=True)
@@ -214,8 +203,8 @@ def scale_head(model: Any, entropy: float) -> None:
     low, high = 0.01, 100.0
     for _ in range(30):
         scale = math.sqrt(low * high)
-        found = torch.distributions.Categorical(logits=logits * scale).entropy().mean().item()
-        low, high = (scale, high) if found > entropy else (low, scale)
+        mean = torch.distributions.Categorical(logits=logits * scale).entropy().mean().item()
+        low, high = (scale, high) if mean > entropy else (low, scale)
     model.lm_head.weight.mul_(scale)
 
 
@@ -249,7 +238,7 @@ def measure_server(
     scratch: Path,
     args: argparse.Namespace,
 ) -> Iterator[Row]:
-    """Every trainer with this server; each sends its weights."""
+    """Compare every trainer with this server, after it has sent its weights."""
     version = 0
     for trainer in args.trainers:
         cfg = configuration(path, trainer, dtype)
@@ -283,17 +272,17 @@ def measure_pair(
     for length in args.lengths if MODELS[name] is not None else args.lengths[:1]:
         groups[length] = sample(name, path, inference, engine.spec, length, args.seed)
 
-    def row(length: int, wrong: str, found: ParityReport) -> Row:
+    def row(length: int, wrong: str, report_of: ParityReport) -> Row:
         sizes = (round(parameters, 2), engine.spec.num_layers)
-        return Row(name, *sizes, pair.trainer, pair.server, length, wrong, **vars(found))
+        return Row(name, *sizes, pair.trainer, pair.server, length, wrong, **vars(report_of))
 
-    for length, each in groups.items():
-        yield row(length, "", compare(engine, each, cfg))
+    for length, sampled in groups.items():
+        yield row(length, "", compare(engine, sampled, cfg))
     if args.skip_wrong:
         return
     shortest = min(groups)
-    for wrong, found in wrong_models(engine, groups[shortest], cfg):
-        yield row(shortest, wrong, found)
+    for wrong, report_of in wrong_models(engine, groups[shortest], cfg):
+        yield row(shortest, wrong, report_of)
 
 
 def sample(
@@ -357,92 +346,6 @@ def weight_pusher(
         yield pusher
     finally:
         pusher.close()
-
-
-# Report -------------------------------------------------------------------------------------------
-
-
-def cells(row: Row) -> str:
-    shares = [
-        "-" if value is None else f"{100 * value:.2f} %"
-        for value in (row.experts_equal, row.expert_overlap)
-    ]
-    values = [f"{row.logprob_diff_mean:.1e}", f"{row.logprob_diff_max:.1e}", *shares]
-    name = f"{row.model} ({row.parameters:g} M, {row.layers} layers)"
-    return (
-        f"| {name} | {row.trainer} | {row.server} | {row.prompt} | {row.wrong} | "
-        + " | ".join(values)
-        + " |"
-    )
-
-
-SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8"}
-
-
-def report(rows: Sequence[Row]) -> str:
-    """Tables of equal weights (worst prompt length): mean difference, expert overlap; and of the
-    wrong models.
-    """
-    equal = [row for row in rows if not row.wrong]
-    with_experts = [row for row in equal if row.expert_overlap is not None]
-    tables = [
-        table("mean difference", equal, size, largest_mean),
-        table("overlap (equal sets), %", with_experts, size, overlap),
-        table("wrong model", [row for row in rows if row.wrong], kind, least),
-    ]
-    return "\n\n".join(tables)
-
-
-def table(
-    title: str,
-    rows: Sequence[Row],
-    label: Callable[[Row], str],
-    cell: Callable[[Sequence[Row]], str],
-) -> str:
-    """A line per label and a column per pair of precisions."""
-    pairs = dict.fromkeys((row.trainer, row.server) for row in rows)
-    lines = [
-        table_row(title, *(f"{SHORT[trainer]} / {SHORT[server]}" for trainer, server in pairs))
-    ]
-    lines.append(table_row(*["---"] * (len(pairs) + 1)))
-    for name in dict.fromkeys(map(label, rows)):
-        found = [
-            [row for row in rows if (label(row), row.trainer, row.server) == (name, *pair)]
-            for pair in pairs
-        ]
-        lines.append(table_row(name, *(cell(each) if each else "" for each in found)))
-    return "\n".join(lines)
-
-
-def size(row: Row) -> str:
-    return f"{row.model}: {row.parameters:g} M, {row.layers} layers"
-
-
-def table_row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def largest_mean(rows: Sequence[Row]) -> str:
-    return f"{max(row.logprob_diff_mean for row in rows):.1e}"
-
-
-def overlap(rows: Sequence[Row]) -> str:
-    """The least overlap, and the share of equal expert sets with it."""
-    least_overlap, equal = min(
-        (row.expert_overlap or 0.0, row.experts_equal or 0.0) for row in rows
-    )
-    return f"{100 * least_overlap:.1f} ({100 * equal:.1f})"
-
-
-def least(rows: Sequence[Row]) -> str:
-    """The model that is hardest to tell from rounding: its mean difference and expert overlap."""
-    row = min(rows, key=lambda each: each.logprob_diff_mean)
-    suffix = "" if row.expert_overlap is None else f", {100 * row.expert_overlap:.1f} %"
-    return f"{row.logprob_diff_mean:.2g} ({row.model}{suffix})"
-
-
-def kind(row: Row) -> str:
-    return re.sub(r"layer \d+", "one layer", row.wrong)
 
 
 if __name__ == "__main__":

@@ -33,14 +33,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's place.
-
-    chunks: per model chunk (VPP) its MoE layers, as indices among the model's `num_layers`.
-    """
+    """The place of a rank."""
 
     num_layers: int
     num_experts: int
     chunks: tuple[tuple[int, ...], ...]
+    """Indices of the MoE layers of each model chunk (VPP), among the model's `num_layers`."""
     tp_rank: int
     tp_size: int
     cp_rank: int
@@ -51,32 +49,32 @@ class Job:
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer's alignment.
-
-    given: routes [S - 1, N, K] of each micro-batch's rollouts, as its trainer gets them.
-    align: a Job and those -> per micro-batch its routers' ids [t, K], each in its own type; freed
-    when dropped.
-    bounds: a Job and the lengths S -> where each sequence begins among T packed rows, and T.
-    """
+    """A peer's alignment."""
 
     name: str
-    given: Callable[[Sequence[np.ndarray]], Any]
+    inputs: Callable[[Sequence[np.ndarray]], Any]
+    """Routes [S - 1, N, K] of a micro-batch's rollouts -> the peer's input, as its trainer gets it.
+    """
     align: Callable[[Job, Sequence[Any]], list[list[Tensor]]]
+    """(job, inputs) -> ids [t, K] of the routers of each micro-batch, in the peer's type; freed
+    when dropped.
+    """
     bounds: Callable[[Job, Sequence[int]], list[int]]
+    """(job, lengths S) -> the first of T packed rows of each sequence, and T."""
 
 
 def load_peers(checkouts: Sequence[Path]) -> list[Peer]:
-    """The peers found in source checkouts; a line on stderr for what is not."""
+    """Load the peers in source checkouts; prints a line on stderr for a missing one."""
     peers = []
     for checkout in checkouts:
-        found = [
+        makers = [
             make
             for name, make in (("verl", load_verl), ("slime", load_slime))
             if (checkout / name).is_dir()
         ]
-        if not found:
+        if not makers:
             print(f"peers: {checkout} has neither verl/ nor slime/: skipped", file=sys.stderr)
-        for make in found:
+        for make in makers:
             try:
                 peers.append(make(checkout))
             except ImportError as error:
@@ -89,7 +87,9 @@ def load_peers(checkouts: Sequence[Path]) -> list[Peer]:
 
 @contextmanager
 def parallel_state_of(job: Job) -> Iterator[None]:
-    """Let megatron-core's parallel state answer for this rank; one process, no communication."""
+    """Let megatron-core's parallel state answer for this rank, in one process without
+    communication.
+    """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = SimpleNamespace(size=lambda: job.tp_size, rank=lambda: job.tp_rank)
@@ -110,8 +110,8 @@ def parallel_state_of(job: Job) -> Iterator[None]:
 
 
 def load_verl(checkout: Path) -> Peer:
-    """Per micro-batch and model chunk: align_r3_router_replay_data, build_r3_replay_mask,
-    set_router_replay_data.
+    """Load align_r3_router_replay_data, build_r3_replay_mask and set_router_replay_data, which are
+    called per micro-batch and model chunk.
 
     Raises ImportError for a checkout without them (they came in 2026).
     """
@@ -134,7 +134,7 @@ def load_verl(checkout: Path) -> Peer:
     ):
         raise ImportError("router_replay_utils has no align_r3_router_replay_data: an older verl")
 
-    def given(routes: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
+    def inputs(routes: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
         parts = [torch.from_numpy(ids.astype(np.int16)) for ids in routes]
         tokens = [torch.zeros(len(ids) + 1, dtype=torch.int64) for ids in routes]
         nested = [
@@ -165,11 +165,11 @@ def load_verl(checkout: Path) -> Peer:
     def bounds(job: Job, lengths: Sequence[int]) -> list[int]:
         return running(lengths, job.tp_size * job.cp_size * 2 if job.cp_size > 1 else job.tp_size)
 
-    return Peer("verl", given, align, bounds)
+    return Peer("verl", inputs, align, bounds)
 
 
 def make_chunk(layers: Sequence[int], replay: type) -> torch.nn.ModuleList:
-    """What verl walks to find a model chunk's routers."""
+    """Make the object that verl walks to find a model chunk's routers."""
     routers = []
     for layer in layers:
         # only its type, number and replay object are looked at
@@ -181,7 +181,7 @@ def make_chunk(layers: Sequence[int], replay: type) -> torch.nn.ModuleList:
 
 
 def load_slime(checkout: Path) -> Peer:
-    """prepare_routed_experts_for_routing_replay and RoutingReplay.record, in the loop of its
+    """Load prepare_routed_experts_for_routing_replay and RoutingReplay.record, in the loop of its
     actor's fill_routing_replay.
 
     That loop is copied, because its module needs the complete trainer (Ray).
@@ -195,9 +195,10 @@ def load_slime(checkout: Path) -> Peer:
     module = importlib.import_module("slime.utils.routing_replay")
     replay = module.RoutingReplay
     if not torch.cuda.is_available():
-        module.torch = SimpleNamespace(**{**vars(torch), "empty_like": unpinned_empty_like})  # type: ignore[attr-defined]
+        torch_unpinned = {**vars(torch), "empty_like": unpinned_empty_like}
+        vars(module)["torch"] = SimpleNamespace(**torch_unpinned)
 
-    def given(routes: Sequence[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
+    def inputs(routes: Sequence[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
         return (
             [torch.from_numpy(ids.astype(np.int32)) for ids in routes],
             [torch.zeros(len(ids) + 1, dtype=torch.int64) for ids in routes],
@@ -231,7 +232,7 @@ def load_slime(checkout: Path) -> Peer:
             -(-starts[-1] // (rule := job.cp_size * job.tp_size * job.pad_multiplier)) * rule,
         ]
 
-    return Peer("slime", given, align, bounds)
+    return Peer("slime", inputs, align, bounds)
 
 
 def unpinned_empty_like(tensor: Tensor, *, pin_memory: bool = False, **settings: Any) -> Tensor:
@@ -239,8 +240,8 @@ def unpinned_empty_like(tensor: Tensor, *, pin_memory: bool = False, **settings:
 
 
 def make_packages(checkout: Path, *names: str) -> None:
-    """Packages whose modules can be imported without running their __init__, which would import a
-    complete trainer.
+    """Make packages whose modules can be imported without running their __init__, which would
+    import a complete trainer.
     """
     for name in names:
         package = sys.modules[name] = ModuleType(name)
@@ -248,7 +249,9 @@ def make_packages(checkout: Path, *names: str) -> None:
 
 
 def running(lengths: Sequence[int], multiple: int) -> list[int]:
-    """Where sequences begin, each padded to `multiple` rows, and where the last ends."""
+    """Return the first row of each sequence, padded to `multiple` rows, and the end of the last
+    one.
+    """
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] - (-length // multiple) * multiple)

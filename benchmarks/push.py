@@ -1,7 +1,8 @@
 """Weight sync: every pipeline stage and expert rank sends its own part, against rank 0 alone; and
 its overhead per tensor.
 
-    OMP_NUM_THREADS=1 python benchmarks/push.py [--pp 4 --ep 2] [--servers 2] [--pushes 5] [--slime CHECKOUT]
+    OMP_NUM_THREADS=1 python benchmarks/push.py [--pp 4 --ep 2] [--servers 2] [--pushes 5] \
+[--slime CHECKOUT]
     OMP_NUM_THREADS=1 python benchmarks/push.py --overhead
 
 The first starts pp x ep ranks with a Qwen3-MoE of megatron-core (--layers, --experts, --hidden;
@@ -81,16 +82,16 @@ class Layer(torch.nn.Module):
         self.layer_number = number
         for name, tensor in parameters.items():
             module: torch.nn.Module = self
-            *parents, own = name.split(".")
+            *parents, leaf = name.split(".")
             for parent in parents:
                 if not hasattr(module, parent):
                     module.add_module(parent, torch.nn.Module())
                 module = getattr(module, parent)
-            module.register_parameter(own, torch.nn.Parameter(tensor))
+            module.register_parameter(leaf, torch.nn.Parameter(tensor))
 
 
 def small_model(spec: ModelSpec) -> torch.nn.Module:
-    """All parameters of one rank."""
+    """Return all parameters of one rank."""
     model, layers = torch.nn.Module(), dict[int, dict[str, torch.Tensor]]()
     model.config = SimpleNamespace(transformer_impl="local")
     for entry in entries(spec):
@@ -101,12 +102,12 @@ def small_model(spec: ModelSpec) -> torch.nn.Module:
             ] = tensor
             continue
         module: torch.nn.Module = model
-        *parents, own = entry.name.split(".")
+        *parents, leaf = entry.name.split(".")
         for parent in parents:
             if not hasattr(module, parent):
                 module.add_module(parent, torch.nn.Module())
             module = getattr(module, parent)
-        module.register_parameter(own, torch.nn.Parameter(tensor))
+        module.register_parameter(leaf, torch.nn.Parameter(tensor))
     if not hasattr(model, "decoder"):
         model.add_module("decoder", torch.nn.Module())
     model.decoder.layers = torch.nn.ModuleList(
@@ -170,20 +171,21 @@ def overhead(folder: Path) -> None:
 
 @dataclass
 class Way:
-    """One way to push.  most: ranks that send; slime: its source checkout, in place of our code."""
+    """A way to push."""
 
     name: str
     most: int
+    """The most ranks that send."""
     slime: Path | None = None
+    """slime's source checkout, whose code replaces ours."""
 
 
 @dataclass
 class Moved:
-    """Bytes that this rank has sent: to the servers (one copy, however many they are), and to other
-    ranks.
-    """
+    """Bytes that this rank has sent."""
 
     to_servers: int = 0
+    """Bytes to the servers: one copy, however many servers there are."""
     to_ranks: int = 0
 
     def count(self) -> None:
@@ -193,25 +195,27 @@ class Moved:
         """
         send, gather, broadcast = dist.send, dist.all_gather, dist.broadcast
 
-        def counted_send(tensor: torch.Tensor, *args: Any, **rest: Any) -> Any:
+        def counted_send(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
             self.to_ranks += tensor.nbytes
-            return send(tensor, *args, **rest)
+            return send(tensor, *args, **options)
 
         def counted_gather(
-            parts: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **rest: Any
+            parts: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **options: Any
         ) -> Any:
             self.to_ranks += (len(parts) - 1) * tensor.nbytes
-            return gather(parts, tensor, *args, **rest)
+            return gather(parts, tensor, *args, **options)
 
-        def counted_broadcast(tensor: torch.Tensor, *args: Any, **rest: Any) -> Any:
+        def counted_broadcast(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
             self.to_servers += tensor.nbytes
-            return broadcast(tensor, *args, **rest)
+            return broadcast(tensor, *args, **options)
 
         dist.send, dist.all_gather, dist.broadcast = counted_send, counted_gather, counted_broadcast
 
 
 def memory(field: str) -> int:
-    """Bytes of this process, from /proc: VmRSS now, VmHWM the most since the last reset."""
+    """Return the bytes of this process from /proc: VmRSS, and VmHWM, its maximum since the last
+    reset.
+    """
     (line,) = (
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -229,7 +233,9 @@ def measure(
     pushes: int,
     folder: Path,
 ) -> dict[str, float]:
-    """On a rank.  Medians of the pushes after the first one, which makes the connections."""
+    """Return the medians of the pushes after the first one, which makes the connections.  Runs on
+    every rank.
+    """
     chunks, spec, _, parallel = build(checkpoint, dtype="bfloat16", **layout)
     moved, buckets = Moved(), 0
     if way.slime is not None:
@@ -261,10 +267,10 @@ def measure(
     seconds, used, extra = [], [], []
     for _ in range(pushes):
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        before, start, own = memory("VmRSS"), time.monotonic(), time.process_time()
+        before, start, cpu = memory("VmRSS"), time.monotonic(), time.process_time()
         update()
         seconds.append(time.monotonic() - start)
-        used.append(time.process_time() - own)
+        used.append(time.process_time() - cpu)
         extra.append(memory("VmHWM") - before)
     return {
         "seconds": statistics.median(seconds),
@@ -303,34 +309,35 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     first: list[dict[str, float]] = []
     for way in ways:
         with receivers(empty, args.servers) as servers:
-            found = run_ranks(
+            measures = run_ranks(
                 measure, world, checkpoint, {"pp": args.pp, "ep": args.ep},
-                [each.url for each in servers], way,
+                [receiver.url for receiver in servers], way,
                 bucket_bytes, args.pushes, folder, timeout=1200,
             )  # fmt: skip
-            for each in servers:
-                held = each.state()["held"]
-                assert {name: held.get(name) for name in expected} == expected, (
+            for receiver in servers:
+                state = receiver.state()["held"]
+                assert {name: state.get(name) for name in expected} == expected, (
                     f"{way.name}: a receiver has other weights"
                 )
-        first = first or found
-        report(way, found, first, total, bucket_bytes)
+        first = first or measures
+        report(way, measures, first, total, bucket_bytes)
 
 
 def report(
     way: Way,
-    found: list[dict[str, float]],
+    measures: list[dict[str, float]],
     first: list[dict[str, float]],
     total: int,
     bucket_bytes: int,
 ) -> None:
     def all_of(key: str) -> list[float]:
-        return [each[key] for each in found]
+        return [measured[key] for measured in measures]
 
-    seconds, through = max(all_of("seconds")), [each["sent"] + each["moved"] for each in found]
-    ratio = seconds / max(each["seconds"] for each in first)
+    slowest = max(all_of("seconds"))
+    through = [measured["sent"] + measured["moved"] for measured in measures]
+    ratio = slowest / max(measured["seconds"] for measured in first)
     print(
-        f"{way.name}: {seconds:.2f} s (fastest {max(all_of('fastest')):.2f}), {ratio:.2f} x the"
+        f"{way.name}: {slowest:.2f} s (fastest {max(all_of('fastest')):.2f}), {ratio:.2f} x the"
         " first way's",
         end="; ",
     )
@@ -338,10 +345,10 @@ def report(
     print(f"  MiB to servers {in_mib(all_of('sent'))}, to other ranks {in_mib(all_of('moved'))}")
     print(
         f"  most sent by a rank {max(through) / total:.3f} x total ="
-        f" {max(through) * len(found) / total:.2f} x total / ranks"
+        f" {max(through) * len(measures) / total:.2f} x total / ranks"
     )
     print(
-        f"  CPU seconds of a rank {' '.join(f'{each:.2f}' for each in all_of('cpu'))}:"
+        f"  CPU seconds of a rank {' '.join(f'{seconds:.2f}' for seconds in all_of('cpu'))}:"
         f" {sum(all_of('cpu')):.2f}",
         end="; ",
     )

@@ -40,7 +40,7 @@ def slime_push(
     urls: list[str],
     bucket_bytes: int,
 ) -> Callable[[], None]:
-    """On every rank: one weight update to the servers at `urls`.  Collective."""
+    """Push one weight update to the servers at `urls`.  Collective."""
     module = load(checkout)
     importlib.import_module("slime.utils.distributed_utils").init_gloo_group()
     args = Namespace(
@@ -100,8 +100,8 @@ class Remote:
         self.threads = threads
         self.function = function
 
-    def remote(self, *args: Any, **rest: Any) -> Future[Any]:
-        return self.threads.submit(self.function, *args, **rest)
+    def remote(self, *args: Any, **options: Any) -> Future[Any]:
+        return self.threads.submit(self.function, *args, **options)
 
 
 class Engine:
@@ -123,7 +123,7 @@ class Engine:
 
 
 def load(checkout: Path) -> ModuleType:
-    """The module of the update.  Raises ImportError for a checkout without it."""
+    """Load the module of the update.  Raises ImportError for a checkout without it."""
 
     def get(refs: Any) -> Any:
         return [ref.result() for ref in refs] if isinstance(refs, list) else refs.result()

@@ -1,12 +1,15 @@
 """Keep what a measurement printed in results/NAME.json, and quote it in the documents:
 
-    python -m benchmarks.results [--note TEXT] save NAME python benchmarks/align.py ...   # prints as before, then saves
-    python -m benchmarks.results quote                                       # part of `make figures`
+    # prints as before, then saves
+    python -m benchmarks.results [--note TEXT] save NAME python benchmarks/align.py ...
+    # part of `make figures`
+    python -m benchmarks.results quote
 
 A document quotes a file in two ways, which tests/repo/test_results.py checks:
-    <!-- results: NAME -->  or  NAME table N  or  NAME lines REGEX      what the command printed,
-    the Nth table of it, or the
-    <!-- end of results -->                                             lines that match; `quote` writes what is in between
+    <!-- results: NAME -->  or  NAME table N  or  NAME lines REGEX
+    <!-- end of results -->
+        what the command printed, the Nth table of it, or the lines that match; `quote` writes what
+        is in between
     [60 kills](results/kills.json)          a link whose text the file has, word by word
 
 Shapes: `output` is the list of lines that the command printed to stdout.
@@ -95,7 +98,7 @@ def save(name: str, command: list[str], note: str = "") -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Sizes and the kind of CPU, but nothing that names one machine."""
+    """Return sizes and the kind of the CPU, but nothing that identifies the machine."""
     models = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = round(psutil.virtual_memory().total / 2**30)
     return {
@@ -113,7 +116,7 @@ def version(package: str) -> str | None:
 
 
 def code_version() -> str:
-    """The last commit that changed the package; + where it has changes that are in no commit."""
+    """Return the last commit that changed the package, with "+" if it has uncommitted changes."""
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -133,12 +136,12 @@ def pages() -> Iterator[Path]:
 
 
 def quoted(text: str) -> str:
-    """The text of a page with all of its blocks written again."""
+    """Return the text of a page with all of its blocks written again."""
     return BLOCK.sub(lambda match: match[1] + block(match[2], match[3], match[4]) + match[6], text)
 
 
 def block(name: str, kind: str | None, which: str | None) -> str:
-    """The text of a block.
+    """Return the text of a block.
 
     Lines that match REGEX are in a code fence, as the program prints them.
     """
@@ -170,7 +173,7 @@ def tables(lines: list[str]) -> list[list[str]]:
 
 
 def wrong_links(text: str) -> list[tuple[str, str]]:
-    """(quote, name) of each link whose text its file does not have."""
+    """Return (quote, name) of each link whose text its file does not have."""
     quotes = ((" ".join(quote.split()), name) for quote, name in LINK.findall(text))
     return [
         (quote, name)

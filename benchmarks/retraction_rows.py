@@ -1,7 +1,8 @@
 """Measured: routes of retracted responses against those of the forward that sampled, on a real
 SGLang server on the CPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/retraction_rows.py [--dtype bfloat16] [--batch 8] [--responses 48]
+    OMP_NUM_THREADS=1 python benchmarks/retraction_rows.py [--dtype bfloat16] [--batch 8] \
+[--responses 48]
 
 A tiny random Qwen3-MoE samples greedily, with a frequency penalty against loops, so the same batch
 of prompts gives the same tokens by the same forwards.  Each batch is sampled three times:
@@ -43,12 +44,12 @@ PROMPT_TOKENS, QUIET_SECONDS = 8, 0.5  # a pause of the stream that says: the se
 
 @dataclass
 class Streamed:
-    """The responses to one batch, as far as they have come: index -> tokens; the last chunk of
-    each.
-    """
+    """The responses to a batch, as far as they have arrived."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    """Index of a response -> tokens."""
     last: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Index of a response -> its last chunk."""
     grown: threading.Event = field(default_factory=threading.Event)
 
     def shortest(self, size: int) -> int:
@@ -83,7 +84,7 @@ def sample(url: str, prompts: list[list[int]], num_tokens: int, streamed: Stream
 
 
 def stream(url: str, body: dict[str, Any], streamed: Streamed) -> None:
-    """Answers to a batch with "stream": true."""
+    """Yield the answers to a batch with "stream": true."""
     with httpx.stream("POST", f"{url}/generate", json=body, timeout=120.0) as response:
         for line in response.iter_lines():
             if not line.startswith("data: {"):
@@ -98,7 +99,9 @@ def stream(url: str, body: dict[str, Any], streamed: Streamed) -> None:
 def sampled(
     http: httpx.Client, prompts: list[list[int]], num_tokens: int, retract_at: int = 0
 ) -> tuple[Any, list[int]]:
-    """What came, and how many tokens each response had when all were retracted (0: not at all)."""
+    """Return what arrived, and the number of tokens of each response when all were retracted (0:
+    not retracted).
+    """
     while http.post("/flush_cache").status_code != 200:
         pass
     streamed, places = Streamed(), [0] * len(prompts)
@@ -120,17 +123,17 @@ def sampled(
     return streamed, places
 
 
-def differing(counts: Counter[str], name: str, mine: np.ndarray, other: np.ndarray) -> None:
-    unlike = (mine != other).any(-1)
+def differing(counts: Counter[str], name: str, ours: np.ndarray, other: np.ndarray) -> None:
+    unlike = (ours != other).any(-1)
     counts[f"{name} rows"] += int(unlike.any(-1).sum())
     counts[f"{name} pairs"] += int(unlike.sum())
-    counts[f"{name} all"] += len(mine)
+    counts[f"{name} all"] += len(ours)
 
 
 def compare(
     http: httpx.Client, model: Any, prompts: list[list[int]], num_tokens: int, retract_at: int
 ) -> Counter[str]:
-    """Rows of the tokens before the retraction, by what they are compared with."""
+    """Compare the rows of the tokens before the retraction, by reference."""
     first, _ = sampled(http, prompts, num_tokens)
     again, _ = sampled(http, prompts, num_tokens)
     retracted, places = sampled(http, prompts, num_tokens, retract_at)
@@ -146,14 +149,14 @@ def compare(
         counts["responses"] += 1
         counts["tokens"] += len(retracted.tokens[i])
         sequence = np.array(prompt + retracted.tokens[i])
-        mine, reference = retracted.rows(i)[rows], first.rows(i)[rows]
+        ours, reference = retracted.rows(i)[rows], first.rows(i)[rows]
         prefill, theirs = (
             prefill_rows(http, sequence)[rows],
             transformers_rows(model, sequence)[rows],
         )
         differing(counts, "sampled again, undisturbed", again.rows(i)[rows], reference)
-        differing(counts, "retracted", mine, reference)
-        differing(counts, "retracted, against a prefill of the server", mine, prefill)
+        differing(counts, "retracted", ours, reference)
+        differing(counts, "retracted, against a prefill of the server", ours, prefill)
         differing(counts, "transformers", theirs, reference)
     return counts
 

@@ -1,7 +1,8 @@
 """Simulated: how long the trainer waits for rollouts under every setting of the scheduler, and
 under slime's and verl's rules.
 
-    python -m benchmarks.rollout_sim [--steps 60] [--seed 0] [--servers 8 16 32] [--slots 128] [--k 0 1 2 4 8] [--over]
+    python -m benchmarks.rollout_sim [--steps 60] [--seed 0] [--servers 8 16 32] [--slots 128] \
+[--k 0 1 2 4 8] [--over]
 
 A discrete-event simulation; no server, no model, nothing measured.  Servers and workload:
 sampling_model.py.  Our rows run the trainer's own Scheduler on the simulated clock
@@ -53,8 +54,8 @@ def ours(k: int) -> Iterator[tuple[str, Settings]]:
 
 
 def peers(workload: Workload, speed: Speed) -> Iterator[tuple[str, Record]]:
-    """slime with its default, and with one response per slot; verl's default, what its README
-    recommends, and above.
+    """Return slime with its default and with one response per slot; verl's default, its README's
+    recommendation, and above.
     """
     for concurrency in (512, speed.slots):
         yield (

@@ -1,7 +1,8 @@
 """Continuous sampling, measured against its simulation: the real Scheduler, Inference and client
 over HTTP with a slow server.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.rollout_speed [--repeats 3] [--k 0 1 2 4] [--update abort] [--base 0.06]
+    OMP_NUM_THREADS=1 python -m benchmarks.rollout_speed [--repeats 3] [--k 0 1 2 4] [--update \
+abort] [--base 0.06]
 
 The server (of tests/fake_server.py) answers each request when its responses would be complete: it
 follows the model of benchmarks/sampling_model.py in real time.  Training and weight syncs are
@@ -49,10 +50,12 @@ LOW, FIRST = (
 
 @dataclass
 class Request:
-    """responses: not complete yet.  ended: complete or aborted."""
+    """A request of a batch of responses."""
 
     responses: set[Key]
+    """Responses that are not complete yet."""
     ended: threading.Event = field(default_factory=threading.Event)
+    """Set when all are complete or aborted."""
 
 
 class SlowServer(FakeServer):
@@ -119,7 +122,9 @@ class SlowServer(FakeServer):
             }
 
     def responses(self, inputs: list[list[int]]) -> list[Response]:
-        """Those that these tokens continue, or others of the prompt, which are not in progress."""
+        """Return the responses that these tokens continue, or others of the prompt that are not in
+        progress.
+        """
         number = inputs[0][1] - FIRST + LOW * (inputs[0][2] - FIRST)
         lengths = self.workload.lengths(number)
         continued = {(number, ids[3] - FIRST) for ids in inputs if len(ids) > 3}
@@ -129,13 +134,13 @@ class SlowServer(FakeServer):
             if (key := (number, k)) not in self.live and key not in continued
         ]
         free.sort(key=lambda key: self.sampled.get(key, 0) > 0)
-        found = []
+        matches = []
         for ids in inputs:
             done = len(ids) - 3
             key = (number, ids[3] - FIRST) if done else free.pop(0)
             self.sampled[key] = done
-            found.append(Response(key, lengths[key[1]], [(0, done)] if done else []))
-        return found
+            matches.append(Response(key, lengths[key[1]], [(0, done)] if done else []))
+        return matches
 
     def sample(self, response: Response, name: str) -> dict[str, Any]:
         before, done = self.sampled[response.key], int(response.done + 1e-6)
@@ -163,7 +168,7 @@ class SlowServer(FakeServer):
 
 
 def measure(workload: Workload, speed: Speed, settings: dict[str, object]) -> Record:
-    """`workload.steps` steps of the loop of train.py without training."""
+    """Run `workload.steps` steps of the loop of train.py without training."""
     rollout = {"max_response_tokens": workload.cap, "max_concurrency": 10_000} | settings
     sections = {
         "run": {
@@ -260,11 +265,11 @@ def main(argv: list[str] | None = None) -> int:
         for k, settings in modes.items():
             record = measured[k] = measure(workload, speed, settings)
             expected = simulated[args.k[0]].seconds / simulated[k].seconds
-            found = measured[args.k[0]].seconds / record.seconds
+            ratio = measured[args.k[0]].seconds / record.seconds
             cells = [
                 k, repeat + 1, f"{os.getloadavg()[0]:.1f}", f"{simulated[k].seconds:.1f}",
                 f"{record.seconds:.1f}",
-                f"{expected:.2f}", f"{found:.2f}", f"{found / expected:.2f}",
+                f"{expected:.2f}", f"{ratio:.2f}", f"{ratio / expected:.2f}",
                 f"{simulated[k].all_idle_share:.0%}, {record.all_idle_share:.0%}",
                 f"{simulated[k].mean_age:.2f}, {record.mean_age:.2f}",
             ]  # fmt: skip

@@ -1,7 +1,8 @@
 """megatron-core's top-k routing: native, with our override recording, replaying, and replaying
 while it measures.
 
-    OMP_NUM_THREADS=1 python benchmarks/router.py [--repeats 15] [--memory both|reused|fresh] [--device cpu|cuda]
+    OMP_NUM_THREADS=1 python benchmarks/router.py [--repeats 15] [--memory both|reused|fresh] \
+[--device cpu|cuda]
 
 8,192 tokens, softmax routing, forward, one thread; on a CPU the thread's CPU time (other processes
 do not count).  The variants alternate.  A ratio is the median over rounds of time / native, in
@@ -40,7 +41,7 @@ MALLOC = {
     "reused": {"MMAP_THRESHOLD_": 1 << 32, "TRIM_THRESHOLD_": 1 << 34, "TOP_PAD_": 1 << 28},
     "fresh": {"MMAP_THRESHOLD_": 1 << 17},
 }
-"""Read by glibc when a process starts, as MALLOC_..."""
+"""Settings that glibc reads when a process starts, as MALLOC_..."""
 
 
 def main() -> None:
@@ -80,7 +81,7 @@ def run_again(memory: str, repeats: int) -> None:
 
 
 def ratio(times: list[float], to: list[float]) -> str:
-    """Median of the ratios of each turn, and in brackets the ratio of the minima."""
+    """Return the median of the ratios of each turn, and in brackets the ratio of the minima."""
     return (
         f"{statistics.median(a / b for a, b in zip(times, to, strict=True)):.3f}"
         f" ({min(times) / min(to):.3f})"
@@ -92,7 +93,7 @@ def measure(experts: int, top_k: int, repeats: int, device: torch.device) -> dic
     torch.manual_seed(0)
     logits = torch.randn(TOKENS, experts, device=device)
     ids = torch.rand(TOKENS, experts, device=device).topk(top_k).indices
-    given = ids.to(torch.uint8 if experts <= 256 else torch.int16)[None]
+    replayed = ids.to(torch.uint8 if experts <= 256 else torch.int16)[None]
     compared = torch.ones(TOKENS, dtype=torch.bool, device=device)
     config = SimpleNamespace(moe_router_fusion=False, moe_expert_capacity_factor=None)
     router = SimpleNamespace(config=config, routing_type="none", router_replay=None)
@@ -113,10 +114,10 @@ def measure(experts: int, top_k: int, repeats: int, device: torch.device) -> dic
     ways = {
         "native": lambda: route(None),
         "record": in_pass(Routes(), record=True),
-        "replay": in_pass(Routes(replay=given)),
-        "measure": in_pass(Routes(replay=given, reference=given, compared=compared)),
+        "replay": in_pass(Routes(replay=replayed)),
+        "measure": in_pass(Routes(replay=replayed, reference=replayed, compared=compared)),
         "top-k": lambda: logits.topk(top_k, dim=1)[1],
-        "choose": lambda: gather(logits, given[0].to(torch.int64))[0],
+        "choose": lambda: gather(logits, replayed[0].to(torch.int64))[0],
     }
     assert torch.equal(ways["record"](), ways["native"]())
     assert torch.equal(ways["replay"](), torch.zeros_like(ways["native"]()).scatter(1, ids, True))

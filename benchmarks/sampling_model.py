@@ -24,14 +24,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 Key = tuple[int, int]
-"""(prompt, index of the response)"""
+"""(prompt, index of the response)."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """prompts x group responses per step.  alike: the concentration of the Beta distribution;
-    large: the responses of a prompt are independent.  update: seconds of an update per token; sync:
-    of a weight sync."""
+    """The responses of a run: `prompts` x `group` per step."""
 
     prompts: int = 64
     group: int = 16
@@ -42,12 +40,17 @@ class Workload:
     cap: int = 32_768
     cap_share: float = 0.12
     alike: float = 0.5
+    """Concentration of the Beta distribution; if it is large, the responses of a prompt are
+    independent.
+    """
     update: float = 0.0
+    """Seconds of an update per token."""
     sync: float = 3.0
+    """Seconds of a weight sync."""
 
     @cached_property
     def lengths(self) -> Callable[[int], list[int]]:
-        """Number of a prompt -> the lengths of its responses."""
+        """Return number of a prompt -> the lengths of its responses."""
 
         @lru_cache(None)
         def lengths(prompt: int) -> list[int]:
@@ -61,7 +64,7 @@ class Workload:
 
     @cached_property
     def step_tokens(self) -> float:
-        """Mean tokens of a step."""
+        """Return the mean tokens of a step."""
         return (
             sum(sum(self.lengths(prompt)) for prompt in range(self.prompts * self.steps))
             / self.steps
@@ -70,34 +73,35 @@ class Workload:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of `servers` with `slots` each.
-
-    base, per_request: seconds of a token; prefill: of a token that is computed again.
-    """
+    """The speed of `servers` servers with `slots` slots each."""
 
     servers: int = 8
     slots: int = 128
     base: float = 8e-3
+    """Seconds of a token, without requests."""
     per_request: float = 6e-5
+    """Additional seconds of a token per running request."""
     prefill: float = 2e-5
+    """Seconds of a token that is computed again."""
 
     def token(self, running: float) -> float:
-        """Seconds of a token of every running request."""
+        """Return the seconds of a token of every running request."""
         return self.base + self.per_request * running / self.servers
 
     @property
     def tokens_per_second(self) -> float:
-        """With all slots taken."""
+        """Return the tokens per second with all slots taken."""
         return self.servers * self.slots / self.token(self.servers * self.slots)
 
 
 @dataclass(eq=False)
 class Response:
-    """One sampling of a response.  segments: (version, tokens) of what exists, oldest first."""
+    """One sampling of a response."""
 
     key: Key
     length: int
     segments: list[tuple[int, float]] = field(default_factory=list)
+    """(version, tokens) of the tokens so far, oldest first."""
 
     @property
     def done(self) -> float:
@@ -130,7 +134,7 @@ class Servers:
     def advance(
         self, until: float = math.inf, is_enough: Callable[[], bool] = lambda: False
     ) -> None:
-        """Decode up to the time `until`, or until `is_enough`, asked at first and after every
+        """Decode up to the time `until`, or until `is_enough`, which is asked first and after every
         response.
         """
         while not is_enough():
@@ -154,12 +158,12 @@ class Servers:
             self.finished(response)
 
     def pause(self, seconds: float) -> None:
-        """Decode nothing."""
+        """Let `seconds` pass without decoding."""
         self.clock += seconds
 
     def next_version(self) -> None:
-        """A weight sync, which interrupts no request: what its responses have so far is of the
-        version before.
+        """Sync weights without interrupting requests: the tokens so far belong to the previous
+        version.
         """
         for _, _, start, response in self.running:
             self._extend(response, self.tokens - start)
@@ -168,7 +172,7 @@ class Servers:
         self.version += 1
 
     def stop(self) -> list[Response]:
-        """Abort all requests: responses as far as they got, in the order of their requests."""
+        """Abort all requests, and return the partial responses in the order of their requests."""
         stopped = [response for _, _, _, response in sorted(self.running, key=lambda item: item[2])]
         for end, _, start, response in self.running:
             self._extend(response, min(end, self.tokens) - start)
@@ -189,7 +193,7 @@ class Servers:
 
     @property
     def next_end(self) -> float:
-        """When the next response is complete, if nothing else happens."""
+        """Return the time at which the next response is complete if nothing else happens."""
         if not self.running:
             return math.inf
         return (
@@ -215,23 +219,24 @@ class Servers:
 
 @dataclass
 class Record:
-    """What a simulated run did.  idle: seconds in which the trainer waited for responses; a weight
-    sync is its own work.
+    """The record of a simulated run.
 
-    ages: versions between sampling a token and training on it -> tokens.  oldest: of a response's
-    oldest token -> responses.
-    ends: (clock, idle, tokens) after each step.  Shares and speeds are of the steps without the
-    first and last sixth, in which queues fill and empty.
+    Shares and speeds are of the steps without the first and last sixth, in which queues fill and
+    empty.
     """
 
     workload: Workload
     trained: Counter[Key] = field(default_factory=Counter)
     ages: Counter[int] = field(default_factory=Counter)
+    """Versions between sampling a token and training on it -> tokens."""
     oldest: Counter[int] = field(default_factory=Counter)
+    """The same of a response's oldest token -> responses."""
     tokens: float = 0.0
     idle: float = 0.0
+    """Seconds in which the trainer waited for responses, without weight syncs."""
     seconds: float = 0.0
     ends: list[tuple[float, float, float]] = field(default_factory=list)
+    """(clock, idle, tokens) after each step."""
     stale: int = 0
     dropped: int = 0
     running: float = 0.0  # requests, mean
@@ -239,7 +244,9 @@ class Record:
     def train(
         self, responses: Sequence[tuple[Key, Sequence[tuple[int, float]]]], version: int
     ) -> float:
-        """Train on these (key, segments) from weights `version`; returns the seconds of the update."""
+        """Train on these (key, segments) from weights `version`, and return the seconds of the
+        update.
+        """
         tokens = 0.0
         for key, segments in responses:
             self.trained[key] += 1
@@ -257,8 +264,10 @@ class Record:
     def check(
         self, started: Iterable[int], waiting: Iterable[int], budget: float = math.inf
     ) -> None:
-        """Every prompt that was started is trained on once, or dropped, or waiting.  Raises
-        RuntimeError if not, or for a response older than `budget`."""
+        """Check that every started prompt is trained on once, or dropped, or waiting.
+
+        Raises RuntimeError if not, or for a response older than `budget`.
+        """
         started, waiting, group = set(started), set(waiting), self.workload.group
         prompts = Counter(prompt for prompt, _ in self.trained)
         counts = {
@@ -274,7 +283,7 @@ class Record:
 
     @property
     def middle(self) -> tuple[float, float, float]:
-        """Seconds, idle seconds and tokens of the steps in the middle."""
+        """Return seconds, idle seconds and tokens of the steps in the middle."""
         edge = len(self.ends) // 6
         first, last = ((0.0, 0.0, 0.0), *self.ends)[edge], self.ends[-1 - edge]
         return last[0] - first[0], last[1] - first[1], last[2] - first[2]
@@ -291,7 +300,7 @@ class Record:
 
     @property
     def all_idle_share(self) -> float:
-        """Of all steps."""
+        """Return the idle share of all steps."""
         return self.idle / self.seconds
 
     @property
@@ -303,7 +312,7 @@ class Record:
         return sum(age * count for age, count in self.ages.items()) / self.ages.total()
 
     def age_quantile(self, share: float) -> int:
-        """The age that this share of the tokens does not exceed."""
+        """Return the age that this share of the tokens does not exceed."""
         total, seen = self.ages.total(), 0
         for age in sorted(self.ages):
             seen += self.ages[age]
@@ -314,19 +323,20 @@ class Record:
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds of a step that no scheduler can go below, by what limits it.
-
-    training  an update and a weight sync
-    servers   the tokens of a step with every slot taken, and the pause of a weight sync
-    longest   a response at the cap.  drain: it has to end between two weight syncs.  Else before
-              its first token is more than k versions old: where every step waits W, (k + 1) W + k
-              updates pass from the beginning of the wait of step v to the end of that of step v +
-              k.  It runs at the load that the tokens of a step need.
-    """
+    """Seconds of a step that no scheduler can go below, by the part that limits it."""
 
     training: float
+    """An update and a weight sync."""
     servers: float
+    """The tokens of a step with every slot taken, and the pause of a weight sync."""
     longest: float
+    """A response at the cap.
+
+    drain: it must end between two weight syncs.  Else it must end before its first token is more
+    than k versions old: if every step waits W, (k + 1) W + k updates pass from the beginning of the
+    wait of step v to the end of that of step v + k.  It runs at the load that the tokens of a step
+    need.
+    """
 
     @property
     def seconds(self) -> float:
@@ -338,7 +348,7 @@ class Bound:
 
     @property
     def limit(self) -> str:
-        """What it is that limits; "training" is the ideal."""
+        """Return the name of the part that limits; "training" is the ideal."""
         return max(
             ("training", "servers", "longest"),
             key=lambda name: (getattr(self, name), name == "training"),
@@ -346,7 +356,7 @@ class Bound:
 
 
 def bound(workload: Workload, speed: Speed, k: int, *, drains: bool) -> Bound:
-    """Of max_staleness = k."""
+    """Compute the bounds of max_staleness = k."""
     tokens = workload.step_tokens
     update, decoding = tokens * workload.update, tokens / speed.tokens_per_second
     # the integral of token() over a step whose responses all start together
@@ -365,8 +375,8 @@ def bound(workload: Workload, speed: Speed, k: int, *, drains: bool) -> Bound:
 
 
 def _wait(workload: Workload, speed: Speed, k: int, update: float, rate: float) -> float:
-    """Of every step, so that a response at the cap ends in time while servers make `rate` tokens
-    per second.
+    """Return the wait of every step with which a response at the cap ends in time while servers
+    make `rate` tokens per second.
 
     With n running requests on each server, rate = servers n / token and token = base + per_request
     n.

@@ -26,11 +26,11 @@ from megatron_rl.rollout.scheduler import Sampled, Scheduler
 
 PARALLEL = SimpleNamespace(dp_rank=0, dp_size=1, rank=0, device=torch.device("cpu"))
 Settings = Mapping[str, object]
-"""Of [rollout]."""
+"""Settings of [rollout]."""
 
 
 class SimulatedInference:
-    """In place of Inference: one open or closed task at a time, over simulated servers.  See
+    """Replaces Inference: one open or closed task at a time, over simulated servers.  See
     RolloutClient.fill.
 
     concurrency: groups in progress at a time (rollout.max_concurrency).
@@ -60,8 +60,8 @@ class SimulatedInference:
         self._begin()
 
     def renew(self, groups: list[Group], oldest: int) -> None:
-        """After a weight sync that kept the requests, as in Call.renew: those that may be too old
-        are aborted.
+        """Abort, after a weight sync that kept the requests, those that may be too old, as
+        Call.renew does.
         """
         if self.pending is None or self.version == self.servers.version:
             return
@@ -94,7 +94,7 @@ class SimulatedInference:
         self._cut()
 
     def _seen(self) -> bool:
-        """Nothing changes until the next group is complete."""
+        """Skip to the completion of the next group: nothing changes before."""
         self.has_news = False
         return False
 
@@ -118,7 +118,7 @@ class SimulatedInference:
                 self.servers.submit(response)
 
     def _put(self, response: Response, reason: str) -> None:
-        """The request of a group is answered when all its responses are."""
+        """Answer the request of a group when all its responses are complete."""
         del self.asked[response.key]
         number, index = response.key
         group = self.of[number]
@@ -163,7 +163,7 @@ def segments_of(rollout: Rollout) -> list[tuple[int, float]]:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """The Scheduler sums over ranks."""
+    """Replace the Scheduler's sums over ranks."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -246,7 +246,9 @@ def simulate(
 
 
 def with_update_share(workload: Workload, speed: Speed, share: float = 0.2) -> Workload:
-    """`workload` whose updates take this share of a synchronous step without its weight sync."""
+    """Return `workload` with updates that take this share of a synchronous step without its weight
+    sync.
+    """
     record = simulate(replace(workload, update=0.0), speed, {})
     sampling = record.seconds - workload.steps * workload.sync
     return replace(workload, update=sampling / record.tokens * share / (1 - share))

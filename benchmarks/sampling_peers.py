@@ -37,15 +37,14 @@ from benchmarks.sampling_model import Record, Response, Servers, Speed, Workload
 
 @dataclass(eq=False)
 class Group:
-    """A prompt's responses.
-
-    left: those that have not ended in this attempt; cut: whether one of them was aborted.
-    """
+    """The responses of a prompt."""
 
     number: int
     responses: list[Response]
     left: int = 0
+    """Responses that have not ended in this attempt."""
     cut: bool = False
+    """Whether one of them was aborted."""
 
     def unfinished(self) -> list[Response]:
         return [response for response in self.responses if response.done < response.length - 1e-6]
@@ -53,8 +52,8 @@ class Group:
 
 @dataclass
 class Peer:
-    """What both have in common: a queue of complete groups in the order of completion, and a
-    trainer that takes from it.
+    """The common part of both: a queue of complete groups in the order of completion, from which a
+    trainer takes.
     """
 
     workload: Workload
@@ -80,7 +79,7 @@ class Peer:
         raise NotImplementedError
 
     def collect(self, count: int) -> list[Group]:
-        """Wait for so many complete groups; the seconds of that are the trainer's idle time."""
+        """Wait for so many complete groups; these seconds are the trainer's idle time."""
         began = self.servers.clock
         self.servers.advance(is_enough=lambda: len(self.complete) >= count)
         self.record.idle += self.servers.clock - began
@@ -93,7 +92,7 @@ class Peer:
         raise NotImplementedError
 
     def train(self, groups: list[Group]) -> float:
-        """When the update ends."""
+        """Train, and return the time at which the update ends."""
         responses = [
             (response.key, response.segments) for group in groups for response in group.responses
         ]
@@ -110,11 +109,10 @@ class Peer:
 
 @dataclass
 class Slime(Peer):
-    """concurrency: sglang_server_concurrency, of responses at a time and of groups in progress, per
-    server.
-    """
+    """The scheduler of slime."""
 
     concurrency: int = 128
+    """sglang_server_concurrency: responses at a time, and groups in progress, per server."""
     starts_over: bool = False
 
     def __post_init__(self) -> None:
@@ -175,10 +173,12 @@ class Slime(Peer):
 
 @dataclass
 class Verl(Peer):
-    """threshold: staleness_threshold; mini_batches: of a step (trigger_parameter_sync_step)."""
+    """The scheduler of verl."""
 
     threshold: float = 0.5
+    """staleness_threshold."""
     mini_batches: int = 4
+    """Mini-batches of a step (trigger_parameter_sync_step)."""
     per_server: int = 16
 
     def __post_init__(self) -> None:

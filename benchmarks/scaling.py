@@ -97,26 +97,28 @@ def main() -> int:
     rows = {ranks: measure(ranks, args.repeats) for ranks in args.ranks}
     parts = list(next(iter(rows.values())))
     print("  ".join([f"{'ranks':>6s}", *(f"{part:>{max(8, len(part))}s}" for part in parts)]))
-    for ranks, found in rows.items():
+    for ranks, measured in rows.items():
         print(
-            "  ".join([f"{ranks:6d}", *(f"{found[part]:{max(8, len(part))}.2f}" for part in parts)])
+            "  ".join(
+                [f"{ranks:6d}", *(f"{measured[part]:{max(8, len(part))}.2f}" for part in parts)]
+            )
         )
     return 0
 
 
 def measure(ranks: int, repeats: int) -> dict[str, float]:
-    """Part -> CPU milliseconds of one rank."""
+    """Return part -> CPU milliseconds of one rank."""
     lengths = draw(ranks)
     work, owners = Work(lengths, CAP, BALANCE_LENGTH), np.repeat(np.arange(ranks), SHARE)
     complete = plan_of_all(work, owners, ranks)
     samples = make_samples(lengths[:SHARE])
-    own = complete.micro_batches(0)
+    mini_batch = complete.micro_batches(0)
     with tempfile.TemporaryDirectory() as folder:
         dry = least(dry_run(ranks, Path(folder)), repeats)
     return {
         "plan": least(lambda: plan_of_one(work, owners, ranks, complete), repeats),
         "exchange": least(lambda: trade(samples, complete, ranks), repeats),
-        "pack": least(lambda: pack_all(samples, [len(part) for part in own]), repeats),
+        "pack": least(lambda: pack_all(samples, [len(part) for part in mini_batch]), repeats),
         "dry run": dry,
         **watch(ranks, repeats),
         "status": least(write_status(ranks), repeats),
@@ -143,8 +145,8 @@ def draw(ranks: int) -> np.ndarray:
 
 
 def plan_of_all(work: Work, owners: np.ndarray, ranks: int) -> Plan:
-    """Put together from the pods, each of which fills in its own sequences; all have the slots of
-    the one that needs most.
+    """Join the plans of all pods, which plan their sequences; all have the slots of the pod that
+    needs most.
     """
     most = 0
 
@@ -164,8 +166,8 @@ def plan_of_all(work: Work, owners: np.ndarray, ranks: int) -> Plan:
 
 
 def plan_of_one(work: Work, owners: np.ndarray, ranks: int, complete: Plan) -> None:
-    """Rank 0's: from the lengths of all to its micro-batches, destinations and the gauge of the
-    plan.
+    """Return rank 0's plan: from the lengths of all to its micro-batches, destinations and the
+    gauge of the plan.
     """
     plan = make_plan(
         work,
@@ -201,9 +203,9 @@ def make_samples(lengths: np.ndarray) -> list[Sample]:
 
 
 def trade(samples: list[Sample], complete: Plan, ranks: int) -> None:
-    """As many bytes arrive as leave.
+    """Exchange as many bytes as leave.
 
-    The collectives do nothing: what arrives is of the right size.
+    The collectives do nothing: what arrives has the right size.
     """
 
     def all_to_all(out: torch.Tensor, data: torch.Tensor, *sizes: Any, **on: Any) -> None:
@@ -222,7 +224,7 @@ def trade(samples: list[Sample], complete: Plan, ranks: int) -> None:
 
 
 def pack_all(samples: list[Sample], counts: list[int]) -> None:
-    """The plan's number of micro-batches, from this rank's own samples: as many tokens as arrive
+    """Pack the plan's number of micro-batches from this rank's samples: as many tokens as arrive
     from the others.
     """
     layout = RankLayout(
@@ -233,7 +235,7 @@ def pack_all(samples: list[Sample], counts: list[int]) -> None:
     for start in range(0, len(samples), share):
         batch = pack(
             part := samples[start : start + share],
-            rule.rows([len(each.rollout.tokens) for each in part]),
+            rule.rows([len(sample.rollout.tokens) for sample in part]),
         )
         assert batch.routed_experts is not None
         layout.local_routes(batch.routed_experts, batch.cu_seqlens)
@@ -253,7 +255,7 @@ def dry_run(ranks: int, folder: Path) -> Callable[[], str]:
 
 
 def watch(ranks: int, repeats: int) -> dict[str, float]:
-    """A tick of rank 1 and of rank 0, all ranks having beaten."""
+    """Run a tick of rank 1 and of rank 0 after heartbeats of all ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # not in torch's stubs
     client = dist.PrefixStore("megatron_rl", store.clone())  # type: ignore[attr-defined]
@@ -281,7 +283,7 @@ def write_status(ranks: int) -> Callable[[], None]:
 
 
 def save(ranks: int, repeats: int) -> dict[str, float]:
-    """As core, torch and the checkpointer do it, with stand-ins for what the other ranks send."""
+    """Save as core, torch and the checkpointer do, with stand-ins for the data of other ranks."""
     begun: list[bytes] = []
     parts = pickle.dumps(parts_of(0, ranks))  # those of the others are as large
     plans = [pickle.dumps(write_plan(parts_of(rank, ranks))) for rank in range(ranks)]
@@ -295,7 +297,7 @@ def save(ranks: int, repeats: int) -> dict[str, float]:
 
 
 def parts_of(rank: int, ranks: int) -> list[ShardedTensor]:
-    """Rows of TENSORS matrices, of which every rank has a few; the boxes of the distributed
+    """Return rows of TENSORS matrices, of which every rank has a few; the boxes of the distributed
     optimizer have no regular grid.
     """
     return [
@@ -342,8 +344,8 @@ def finish_save(ranks: int, begun: bytes, folder: Path) -> None:
         file.writelines(complete(begun, (places for places, _ in written)))
     files = {
         f"{rank}{name}": digest
-        for rank, (_, found) in enumerate(written)
-        for name, digest in found.items()
+        for rank, (_, parts) in enumerate(written)
+        for name, digest in parts.items()
     }
     manifest_text(
         files | digest_files(folder, [".metadata"]), {"step": 1, "serial": 1, "value": None}
@@ -358,9 +360,9 @@ def as_in_a_run(work: Callable[[], dict[str, float]]) -> dict[str, float]:
         restore()
 
 
-def requests(ranks: int, each: int, num_bytes: int) -> float:
-    """Seconds of `each` requests of every rank, one after the other, as one client measures them
-    with answers of this size.
+def requests(ranks: int, per_rank: int, num_bytes: int) -> float:
+    """Return the seconds of `per_rank` requests of every rank, one after the other, as one client
+    measures them with answers of this size.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
@@ -370,21 +372,23 @@ def requests(ranks: int, each: int, num_bytes: int) -> float:
     for _ in range(count // 2):
         client.wait(["address"])
         client.get("address")
-    return (time.monotonic() - start) / count * ranks * each
+    return (time.monotonic() - start) / count * ranks * per_rank
 
 
 def gather_names(ranks: int) -> Callable[[], Any]:
-    """What all_gather_object leaves to Python: unpickle every rank's names, unite them."""
-    mine = [
+    """Do the work that all_gather_object leaves to Python: unpickle every rank's names and join
+    them.
+    """
+    names = [
         [f"train/metric_{index}" for index in range(60)],
         [f"rollout/fault_{index}_total" for index in range(30)],
     ]
-    sent = pickle.dumps(mine)
+    sent = pickle.dumps(names)
 
     def unite() -> list[Any]:
         everyone = [pickle.loads(sent) for _ in range(ranks)]  # noqa: S301  (its own bytes)
         return [
-            sorted({name for rank in everyone for name in rank[kind]}) for kind in range(len(mine))
+            sorted({name for rank in everyone for name in rank[kind]}) for kind in range(len(names))
         ]
 
     return unite

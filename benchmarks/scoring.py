@@ -32,8 +32,8 @@ def main() -> None:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for name, early in (("after", False), ("while sampling", True)):
-        found = [step(early=early) for _ in range(repeats)]
-        print(f"{name:15s}", "  ".join(f"{seconds:.2f} s" for seconds in found), flush=True)
+        seconds = [step(early=early) for _ in range(repeats)]
+        print(f"{name:15s}", "  ".join(f"{value:.2f} s" for value in seconds), flush=True)
 
 
 def step(*, early: bool) -> float:
@@ -49,10 +49,10 @@ def step(*, early: bool) -> float:
     ):
         model = server.source
 
-        def answer(body: dict, given: list[int], sample_id: str) -> dict:
+        def answer(body: dict, tokens: list[int], sample_id: str) -> dict:
             if sample_id.endswith("_0"):
-                time.sleep(ANSWER_SECONDS * (given[1] - 3))
-            return model(body, given, sample_id)
+                time.sleep(ANSWER_SECONDS * (tokens[1] - 3))
+            return model(body, tokens, sample_id)
 
         server.source = answer
         trainer.rollouts.leader = SimpleNamespace(client=trainer.inference.client, rewards=pool)

@@ -43,8 +43,8 @@ BASE = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is changed of BASE, and a step's shape: `micro_batches` on every replica, of rows /
-    sequence sequences each.
+    """A case: its differences from BASE, and a step's shape of `micro_batches` on every replica, of
+    rows / sequence sequences each.
     """
 
     name: str
@@ -111,26 +111,26 @@ def main() -> int:
     for index, case in enumerate(TWO_RANKS if together else []):
         old, update = (max(rank["seconds"][index][which] for rank in together) for which in (0, 1))
         rows.append(compare(case, 2, hardware, assumed, (old, update)))
-    found = {"hardware": asdict(hardware), "assumed": asdict(assumed), "cases": rows}
-    print(json.dumps(found, indent=1) if args.json else report(hardware, assumed, rows))
+    result = {"hardware": asdict(hardware), "assumed": asdict(assumed), "cases": rows}
+    print(json.dumps(result, indent=1) if args.json else report(hardware, assumed, rows))
     return 0
 
 
 def measure_all(cases: list[Case], folder: str, repeats: int) -> dict[str, Any]:
-    """On every rank: what this CPU can do, and (old-logprob, update) seconds of each case."""
+    """Measure this CPU, and (old-logprob, update) seconds of each case.  Runs on every rank."""
     from megatron_rl.distributed import make_parallel
 
     dist.init_process_group("gloo")
-    found: dict[str, Any] = {"flops": flops(), "bandwidth": bandwidth(), "link": link()}
-    found["seconds"] = []
+    measured: dict[str, Any] = {"flops": flops(), "bandwidth": bandwidth(), "link": link()}
+    measured["seconds"] = []
     for case in cases:
         cfg = config(case, Path(folder))
         parallel = make_parallel(cfg.parallel, device="cpu", timeout_minutes=5)
-        found["seconds"].append(measure(cfg, case, parallel, repeats))
+        measured["seconds"].append(measure(cfg, case, parallel, repeats))
         parallel.destroy()
         gc.collect()
     dist.destroy_process_group()
-    return found
+    return measured
 
 
 def measure(cfg: Config, case: Case, parallel: Any, repeats: int) -> tuple[float, float]:
@@ -139,11 +139,11 @@ def measure(cfg: Config, case: Case, parallel: Any, repeats: int) -> tuple[float
     from megatron_rl.metrics.reduce import MetricSums
 
     engine = Engine(cfg, parallel, total_updates=100)
-    own = samples(
+    own_samples = samples(
         case.micro_batches * case.rows // case.sequence, case.sequence, cfg, parallel.dp_rank
     )
     batch = make_mini_batch(
-        own, max_tokens=case.rows, rule=engine.pack_rule, dp_group=parallel.dp_group
+        own_samples, max_tokens=case.rows, rule=engine.pack_rule, dp_group=parallel.dp_group
     )
     assert len(batch.micro_batches) == case.micro_batches
     old, updates = [], []
@@ -222,14 +222,14 @@ def flops() -> float:
 
 
 def bandwidth() -> float:
-    """Bytes/s read and written by a copy."""
+    """Return the bytes/s read and written by a copy."""
     source = torch.randn(1 << 24)
     target = torch.empty_like(source)
     return 2 * source.nbytes / best_of(lambda: target.copy_(source))
 
 
 def link() -> float:
-    """Bytes/s that a rank sends to the other in an all-to-all of 8 MiB, by wall clock."""
+    """Return the bytes/s that a rank sends in an all-to-all of 8 MiB, by wall clock."""
     world = dist.get_world_size()
     if world == 1:
         return 0.0
@@ -246,8 +246,8 @@ def link() -> float:
 
 
 def calibrate(hardware: Hardware, seconds: list[tuple[float, float]]) -> Assumptions:
-    """The share of peak and the fixed time of a layer with which the two calibration cases'
-    old-logprob passes come out right.
+    """Return the share of peak and the fixed time of a layer that reproduce the old-logprob passes
+    of the two calibration cases.
     """
     layers = BASE["num_hidden_layers"]
     assumed = replace(
@@ -293,19 +293,19 @@ def predict(case: Case, world: int, hardware: Hardware, assumed: Assumptions) ->
 def compare(
     case: Case, ranks: int, hardware: Hardware, assumed: Assumptions, seconds: tuple[float, float]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"case": case.name, "ranks": ranks}
+    row: dict[str, Any] = {"case": case.name, "ranks": ranks}
     for name, parts, measured in zip(
         ("old_logprob", "update"), predict(case, ranks, hardware, assumed), seconds, strict=True
     ):
         # waiting is no CPU time
         computed = parts.total - parts.waiting if ranks > 1 else parts.total
         ratio = round(computed / measured, 2)
-        found[name] = {
+        row[name] = {
             "computed": round(computed, 4),
             "measured": round(measured, 4),
             "ratio": ratio,
         }
-    return found
+    return row
 
 
 def report(hardware: Hardware, assumed: Assumptions, rows: list[dict[str, Any]]) -> str:
@@ -323,10 +323,10 @@ def report(hardware: Hardware, assumed: Assumptions, rows: list[dict[str, Any]])
         ),
     ]
     for row in rows:
-        found = [row["old_logprob"], row["update"]]
+        passes = [row["old_logprob"], row["update"]]
         cells = [
-            f"{each['computed']:8.3f} / {each['measured']:8.3f} = {each['ratio']:.2f}"
-            for each in found
+            f"{part['computed']:8.3f} / {part['measured']:8.3f} = {part['ratio']:.2f}"
+            for part in passes
         ]
         lines.append(f"{row['case']:30s} {row['ranks']:5d}  {cells[0]:>34s} {cells[1]:>34s}")
     return "\n".join(lines)

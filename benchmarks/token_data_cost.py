@@ -1,6 +1,7 @@
 """Cost of token data (rollout.save_tensors) in the demo: its share of the two passes of a step.
 
-    OMP_NUM_THREADS=1 python benchmarks/token_data_cost.py --model .cache/tiny_moe-0 [--steps 10] [--share 0.05]
+    OMP_NUM_THREADS=1 python benchmarks/token_data_cost.py --model .cache/tiny_moe-0 [--steps 10] \
+[--share 0.05]
 
 One rank trains the demo's model on random sequences of the demo's shape (metric_cost.py).  Every
 call of the recorder and of what it writes in its thread is timed, in CPU time of the thread that
@@ -64,7 +65,9 @@ Seconds = dict[str, list[float]]
 def measure(
     model: str, share: float, steps: int, folder: Path
 ) -> tuple[Seconds, dict[bool, list[float]]]:
-    """CPU seconds per step of each part of the recorder; and of all passes, with and without it."""
+    """Return CPU seconds per step of each part of the recorder, and of all passes with and without
+    it.
+    """
     sections: dict[str, dict[str, Any]] = {
         "run": {"dir": str(folder), "name": "run"},
         "model": {"path": model, "dtype": "float32", "recompute": "full"},
@@ -118,11 +121,11 @@ def measure(
 
 
 def with_choice(batch: MiniBatch, chosen: frozenset[int]) -> MiniBatch:
-    """`batch` with the tensors of these groups saved."""
+    """Return `batch` with the tensors of these groups saved."""
     samples = tuple(
         tuple(
-            dataclasses.replace(each, save_tokens=number_of(each) // GROUP_SIZE in chosen)
-            for each in part
+            dataclasses.replace(group, save_tokens=number_of(group) // GROUP_SIZE in chosen)
+            for group in part
         )
         for part in batch.samples
     )
@@ -130,7 +133,7 @@ def with_choice(batch: MiniBatch, chosen: frozenset[int]) -> MiniBatch:
 
 
 def number_of(sample: Sample) -> int:
-    """Its place in the step."""
+    """Return its place in the step."""
     batch, number = sample.rollout.id.split(".")
     return int(batch) * RESPONSES // NUM_MINI_BATCHES + int(number)
 

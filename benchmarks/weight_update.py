@@ -73,7 +73,7 @@ class Bench:
             time.sleep(0.02)
 
     def change(self, mode: str, version: int) -> float:
-        """The next weights; returns the seconds for which the server did not sample."""
+        """Change to the next weights; returns the seconds for which the server did not sample."""
         start = time.monotonic()
         self.post("/pause_generation", mode=mode)
         if mode != "in_place":
@@ -110,7 +110,7 @@ def request(
 def changed_in_the_middle(
     bench: Bench, prompts: list[list[int]], mode: str, change_at: int
 ) -> tuple[Samples, float]:
-    """Samples of weights 0 and then 1, and the length of the pause."""
+    """Sample with weights 0 and then 1, and return the samples and the length of the pause."""
     bench.change("abort", 0)
     streamed, url = Streamed(), str(bench.http.base_url)
     body = request(prompts, [TOKENS] * BATCH, "0") | {"stream": True}
@@ -124,15 +124,17 @@ def changed_in_the_middle(
     if mode != "abort":
         return streamed.last, seconds
     first = streamed.last
-    given = [prompt + first[i]["output_ids"] for i, prompt in enumerate(prompts)]
-    rest = bench.sample(given, [TOKENS - len(first[i]["output_ids"]) for i in range(BATCH)], "1")
-    return {i: joined(prompts[i], first[i], rest[i]) for i in range(BATCH)}, seconds
+    inputs = [prompt + first[i]["output_ids"] for i, prompt in enumerate(prompts)]
+    continued = bench.sample(
+        inputs, [TOKENS - len(first[i]["output_ids"]) for i in range(BATCH)], "1"
+    )
+    return {i: joined(prompts[i], first[i], continued[i]) for i in range(BATCH)}, seconds
 
 
-def joined(prompt: list[int], first: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-    """As rollout/client/response.py joins prefix and continuation."""
-    before, after = first["meta_info"], rest["meta_info"]
-    size, rows = len(first["output_ids"]), rows_of(rest)
+def joined(prompt: list[int], first: dict[str, Any], continued: dict[str, Any]) -> dict[str, Any]:
+    """Join prefix and continuation as rollout/client/response.py does."""
+    before, after = first["meta_info"], continued["meta_info"]
+    size, rows = len(first["output_ids"]), rows_of(continued)
     rows[: len(prompt) + size - 1] = rows_of(first)
     later = [
         span | {"start": span["start"] + size, "end": span["end"] + size}
@@ -143,7 +145,7 @@ def joined(prompt: list[int], first: dict[str, Any], rest: dict[str, Any]) -> di
         "output_token_logprobs": before["output_token_logprobs"] + after["output_token_logprobs"],
         "routed_experts": base64.b64encode(rows.tobytes()).decode(),
     }
-    return {"output_ids": first["output_ids"] + rest["output_ids"], "meta_info": meta}
+    return {"output_ids": first["output_ids"] + continued["output_ids"], "meta_info": meta}
 
 
 def rows_of(sample: dict[str, Any]) -> np.ndarray:
@@ -171,12 +173,11 @@ def to_rollout(prompt: Sequence[int], sample: dict[str, Any]) -> Rollout:
 
 
 def compare(
-    bench: Bench, rollout: Rollout, found: dict[str, list[np.ndarray]], *, keeps: bool
+    bench: Bench, rollout: Rollout, values: dict[str, list[np.ndarray]], *, keeps: bool
 ) -> None:
-    """Append to `found`, before and after the change: differences of log-probs, and whether rows
-    differ.
+    """Append the differences of log-probs, and whether rows differ, before and after the change.
 
-    keeps: tokens after the change attend to keys and values of before.
+    keeps: whether tokens after the change attend to the keys and values of earlier weights.
     """
     versions, by_row = rollout.policy_versions, of_rows(rollout)
     log_pi, routes = as_sampled(bench.checkpoints, rollout)
@@ -193,13 +194,13 @@ def compare(
         rollout.prompt_length - 1 :
     ]
     for name, which in (("before", versions == 0), ("after", versions == 1)):
-        found[f"{name}: log pi_old"].append(np.abs(rollout.rollout_logprobs - log_pi)[which])
-        found[f"{name}: as sampled"].append(np.abs(rollout.rollout_logprobs - log_sampled)[which])
-        found[f"{name}: rows"].append(other[which])
+        values[f"{name}: log pi_old"].append(np.abs(rollout.rollout_logprobs - log_pi)[which])
+        values[f"{name}: as sampled"].append(np.abs(rollout.rollout_logprobs - log_sampled)[which])
+        values[f"{name}: rows"].append(other[which])
 
 
-def line(mode: str, change: float, found: dict[str, list[np.ndarray]], pauses: list[float]) -> str:
-    values = {name: np.concatenate(parts) for name, parts in found.items()}
+def line(mode: str, change: float, lists: dict[str, list[np.ndarray]], pauses: list[float]) -> str:
+    values = {name: np.concatenate(parts) for name, parts in lists.items()}
     before, after = values["before: log pi_old"], values["after: log pi_old"]
     rows = [f"{values[f'{name}: rows'].mean():.1%}" for name in ("before", "after")]
     return (
@@ -211,14 +212,15 @@ def line(mode: str, change: float, found: dict[str, list[np.ndarray]], pauses: l
 
 
 HEAD = """
-| mode | change | before: largest | after: mean | 99 % | largest | as sampled: largest | rows before | rows after | pause |
+| mode | change | before: largest | after: mean | 99 % | largest | as sampled: largest \
+| rows before | rows after | pause |
 |---|---|---|---|---|---|---|---|---|---|"""
 
 
 def measure(
     bench: Bench, mode: str, num_responses: int, rng: np.random.Generator
 ) -> tuple[Any, list[float]]:
-    found: dict[str, list[np.ndarray]] = defaultdict(list)
+    values: dict[str, list[np.ndarray]] = defaultdict(list)
     pauses = []
     for _ in range(num_responses // BATCH):
         prompts = rng.integers(2, SPEC.vocab_size, (BATCH, PROMPT_TOKENS)).tolist()
@@ -227,22 +229,22 @@ def measure(
         )
         pauses.append(seconds)
         for index, prompt in enumerate(prompts):
-            compare(bench, to_rollout(prompt, samples[index]), found, keeps=mode == "in_place")
-    return found, pauses
+            compare(bench, to_rollout(prompt, samples[index]), values, keeps=mode == "in_place")
+    return values, pauses
 
 
 def again(bench: Bench, rng: np.random.Generator) -> str:
-    """Prompts of weights 0 that are sampled again after an in_place change."""
+    """Sample prompts of weights 0 again after an in_place change."""
     prompts = rng.integers(2, SPEC.vocab_size, (BATCH, PROMPT_TOKENS)).tolist()
     changed_in_the_middle(bench, prompts, "in_place", 20)
     lines = []
     for key in ("0", "1"):
         samples = bench.sample(prompts, [20] * BATCH, key)
-        found: dict[str, list[np.ndarray]] = defaultdict(list)
+        values: dict[str, list[np.ndarray]] = defaultdict(list)
         for index, prompt in enumerate(prompts):
-            compare(bench, to_rollout(prompt, samples[index]), found, keeps=False)
+            compare(bench, to_rollout(prompt, samples[index]), values, keeps=False)
         cached = [sample["meta_info"]["cached_tokens"] for sample in samples.values()]
-        largest = np.concatenate(found["after: log pi_old"]).max()
+        largest = np.concatenate(values["after: log pi_old"]).max()
         lines.append(
             f"key {key!r}: {sum(cached)} of {BATCH * PROMPT_TOKENS} prompt tokens cached, largest"
             f" {largest:.1e}"

@@ -49,8 +49,8 @@ def run(
     attention: type = mla.MLASelfAttention,
     q_lora_rank: int | None = LATENT,
 ) -> dict[str, torch.Tensor]:
-    """Output and gradients of one layer, gathered over the tensor ranks; weights and input are the
-    same for every tp.
+    """Return output and gradients of one layer, gathered over the tensor ranks; weights and input
+    are the same for every tp.
     """
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     config = MLATransformerConfig(
@@ -61,13 +61,8 @@ def run(
         tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel and tp > 1,
         use_cpu_initialization=True,
     )  # fmt: skip
-    names = [
-        "linear_q_proj",
-        "linear_q_down_proj",
-        "linear_q_up_proj",
-        "linear_kv_down_proj",
-        "linear_kv_up_proj",
-    ]
+    kinds = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+    names = [f"linear_{kind}" for kind in kinds]
     parts = mla.MLASelfAttentionSubmodules(
         **dict.fromkeys(names, ColumnParallelLinear),
         core_attention=CoreAttention, linear_proj=RowParallelLinear, kv_layernorm=Norm,
@@ -78,14 +73,12 @@ def run(
     layer = attention(config, parts, 1, AttnMaskType.causal, pg_collection=groups)
     x, direction = torch.randn(ROWS, 1, HIDDEN), torch.randn(ROWS, 1, HIDDEN)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    mine = (
-        slice(rank * ROWS // tp, (rank + 1) * ROWS // tp)
-        if config.sequence_parallel
-        else slice(None)
-    )
-    x = x[mine].requires_grad_()
+    rows = slice(None)
+    if config.sequence_parallel:
+        rows = slice(rank * ROWS // tp, (rank + 1) * ROWS // tp)
+    x = x[rows].requires_grad_()
     out, _ = layer(x, None)
-    (out * direction[mine]).sum().backward()
+    (out * direction[rows]).sum().backward()
     layer.ddp_config = DistributedDataParallelConfig()
     finalize_model_grads.__globals__["_allreduce_non_tensor_model_parallel_grads"](
         [layer], config, groups.tp
@@ -110,10 +103,13 @@ def run(
     return results
 
 
-def errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative, by name."""
+def errors(
+    measured: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Return the relative errors by name."""
     return {
-        name: float((found[name] - value).norm() / value.norm()) for name, value in expected.items()
+        name: float((measured[name] - value).norm() / value.norm())
+        for name, value in expected.items()
     }
 
 
@@ -121,12 +117,12 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     expected = run(1, False)
     for sequence_parallel in (True, False):
-        found = run(2, sequence_parallel)
+        measured = run(2, sequence_parallel)
         if dist.get_rank() == 0:
             print(
                 f"megatron-core {version('megatron-core')}, tp = 2, sequence_parallel ="
                 f" {sequence_parallel}"
             )
-            for name, error in errors(found, expected).items():
+            for name, error in errors(measured, expected).items():
                 print(f"  {name}: relative error {error:.1e}")
     dist.destroy_process_group()

@@ -65,12 +65,12 @@ def main() -> None:
 
 
 def calculate(arguments: str) -> str:
-    """The answer to {"a": 1, "operator": "+", "b": 2}; text that starts with "error", from which
-    the model learns.
+    """Return the answer to {"a": 1, "operator": "+", "b": 2}, or text that starts with "error",
+    from which the model learns.
     """
     try:
-        given = json.loads(arguments)
-        return str(OPERATORS[given["operator"]](float(given["a"]), float(given["b"])))
+        call = json.loads(arguments)
+        return str(OPERATORS[call["operator"]](float(call["a"]), float(call["b"])))
     except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         return f"error: {type(error).__name__}: {error}"
 

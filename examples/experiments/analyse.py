@@ -1,5 +1,5 @@
-"""From the results of an experiment's cells to tables.md and one picture per table, in the results
-folder:
+"""Write tables.md and one picture per table from the results of an experiment's cells, in the
+results folder:
 
     python -m examples.experiments.analyse paper_tiny [--results DIR]
 
@@ -31,7 +31,7 @@ REWARD, ENTROPY, KL = "rollout/reward_mean", "train/entropy", "train/kl_mu_pi_k3
 
 @dataclass(frozen=True)
 class Run:
-    """One cell's result file, and the table it belongs to."""
+    """The result file of a cell, with its table."""
 
     data: dict[str, Any]
     table: Table
@@ -44,15 +44,15 @@ class Run:
 
     @property
     def window(self) -> int:
-        """Steps of the moving average: a tenth of the planned run, so that all tables have the same
-        smoothing.
+        """Return the steps of the moving average: a tenth of the planned run, so that all tables
+        have the same smoothing.
         """
         return max(2, self.table.num_steps // 10)
 
     @property
     def reward(self) -> np.ndarray:
-        """Trailing moving average of the training reward, [steps - window + 1]; the plain mean of a
-        shorter run.
+        """Return the trailing moving average of the training reward, [steps - window + 1]; for a
+        shorter run the mean.
         """
         reward = self.curve(REWARD)
         window = min(self.window, len(reward))
@@ -60,9 +60,10 @@ class Run:
 
     @property
     def collapse_step(self) -> int | None:
-        """Rule: the run stopped on numbers that are not finite, or its smoothed reward fell below
-        COLLAPSE_FRACTION of its highest so far and was still below that fraction of the peak at the
-        end.  The step of the fall, or None.
+        """Return the step of the collapse, or None.
+
+        A run collapses if it stops on non-finite numbers, or if its smoothed reward falls below
+        COLLAPSE_FRACTION of its highest so far and is below that fraction of the peak at the end.
         """
         steps = len(self.curve(REWARD))
         if self.data["outcome"] == "diverged":
@@ -109,7 +110,7 @@ def main() -> None:
 
 
 def load(folder: Path, experiment: Experiment) -> dict[tuple[str, str], list[Run]]:
-    """(table, line) -> its runs, by seed; without those that failed or timed out."""
+    """Return (table, line) -> its runs, by seed, without those that failed or timed out."""
     lines: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text())
@@ -121,7 +122,7 @@ def load(folder: Path, experiment: Experiment) -> dict[tuple[str, str], list[Run
 
 
 def unfinished_table(folder: Path) -> str:
-    """One row per attempt that was no result, also where a later attempt was one."""
+    """Return one row per attempt without a result, even if a later attempt has one."""
     rows = []
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text())
@@ -131,17 +132,15 @@ def unfinished_table(folder: Path) -> str:
                     f"| {path.stem} | {attempt['outcome']} | {attempt['seconds']:.0f} |"
                     f" {attempt['commit']} |"
                 )
-    return (
-        "\n".join(["| cell | outcome | seconds | commit |", "|---|---|---|---|", *rows])
-        if rows
-        else "None."
-    )
+    if not rows:
+        return "None."
+    return "\n".join(["| cell | outcome | seconds | commit |", "|---|---|---|---|", *rows])
 
 
 def stability_table(lines: dict[str, list[Run]]) -> str:
-    """One row per line; mean +- standard deviation over seeds.
+    """Return one row per line: mean +- standard deviation over seeds.
 
-    First and last mean a tenth of the run's steps.
+    "First" and "last" stand for a tenth of the run's steps.
     """
     head = (
         "| line | seeds | collapsed (step) | peak reward | last reward | best score | last score |"
@@ -153,6 +152,9 @@ def stability_table(lines: dict[str, list[Run]]) -> str:
         first, last = (
             [run.share(KL, part(run)) for run in runs] for part in (first_tenth, last_tenth)
         )
+        differ = statistics.mean(
+            run.share("routing/router_mismatch", last_tenth(run)) for run in runs
+        )
         rows.append(
             f"| {runs[0].table.lines[line].label} | {len(runs)} | {len(collapsed)}/{len(runs)}"
             + (f" ({', '.join(map(str, collapsed))})" if collapsed else "")
@@ -163,17 +165,17 @@ def stability_table(lines: dict[str, list[Run]]) -> str:
             f" {spread([run.share(ENTROPY, last_tenth(run)) for run in runs])} |"
             f" {statistics.mean(first):.1e} -> {statistics.mean(last):.1e} |"
             f" x{geometric([b / a for a, b in zip(first, last, strict=True)]):.1f} |"
-            f" {statistics.mean(run.share('routing/router_mismatch', last_tenth(run)) for run in runs):.1%}"
-            f" | {statistics.mean(clipped(run) for run in runs):.1%} |"
+            f" {differ:.1%} | {statistics.mean(clipped(run) for run in runs):.1%} |"
         )
     return "\n".join(rows)
 
 
 def effects_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]]) -> str:
-    """One row per question and table: differences of the same seed's runs with and without the
-    ingredient.
+    """Return one row per question and table: differences between the same seed's runs with and
+    without the ingredient.
 
-    Mean +- standard error over the pairs; "better" counts pairs with a higher last score.
+    Values are mean +- standard error over the pairs; "better" counts pairs with a higher last
+    score.
     """
     rows = [
         "| change | table | pairs | last score | better | last reward | KL ratio |",
@@ -202,9 +204,10 @@ def effects_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]
 
 
 def hypotheses_table(experiment: Experiment, lines: dict[tuple[str, str], list[Run]]) -> str:
-    """The comparison that decides each hypothesis: mean difference of the last score with a 95 %
-    interval of Student's t, and how many runs of each of the two lines collapsed, in the order of
-    the comparison, with p of Fisher's exact test."""
+    """Return the comparison that decides each hypothesis: the mean difference of the last score
+    with a 95 % interval of Student's t, and how many runs of the two lines collapsed, in the order
+    of the comparison, with p of Fisher's exact test.
+    """
     rows = [
         "| hypothesis | table | comparison | pairs | last score, 95 % interval | collapsed (p) |",
         "|" + "---|" * 6,
@@ -255,10 +258,9 @@ def last_tenth(run: Run) -> slice:
 
 
 def clipped(run: Run) -> float:
-    """Fraction of response tokens that clipping dropped, over the run."""
-    return run.share("train/clip_high_frac", slice(None)) + run.share(
-        "train/clip_low_frac", slice(None)
-    )
+    """Return the fraction of response tokens that clipping dropped over the run."""
+    whole = slice(None)
+    return run.share("train/clip_high_frac", whole) + run.share("train/clip_low_frac", whole)
 
 
 def spread(values: list[float]) -> str:
@@ -274,8 +276,8 @@ def geometric(values: list[float]) -> float:
 
 
 def plot(table: Table, lines: dict[str, list[Run]], path: Path) -> None:
-    """The paper's four panels against updates; a line is the mean over seeds, its band from the
-    lowest to the highest.
+    """Draw the paper's four panels against updates; a line is the mean over seeds, its band from
+    the lowest to the highest.
     """
     figure = Figure(figsize=(11, 7.5), layout="constrained", facecolor="white")
     axes = figure.subplots(2, 2, sharex=True)
@@ -303,7 +305,7 @@ def plot(table: Table, lines: dict[str, list[Run]], path: Path) -> None:
 
 
 def smoothed(runs: list[Run], name: str, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """(steps [S], curves [seeds, S]): moving averages, NaN after a run's end."""
+    """Return (steps [S], curves [seeds, S]): moving averages, NaN after a run's end."""
     window = runs[0].window
     steps = max(steps, *(len(run.curve(name)) for run in runs))
     curves = np.full((len(runs), steps), np.nan)
@@ -315,7 +317,7 @@ def smoothed(runs: list[Run], name: str, steps: int) -> tuple[np.ndarray, np.nda
 
 
 def evals(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """(steps [E], scores [seeds, E]); NaN where a run has no evaluation."""
+    """Return (steps [E], scores [seeds, E]), NaN where a run has no evaluation."""
     steps = sorted({step for run in runs for step, _ in run.evals})
     return np.array(steps), np.array(
         [[dict(run.evals).get(step, np.nan) for step in steps] for run in runs]
@@ -325,8 +327,8 @@ def evals(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
 def draw(
     axis: Axes, steps: np.ndarray, curves: np.ndarray, num_mini_batches: int, style: dict[str, Any]
 ) -> None:
-    held = ~np.isnan(curves).all(axis=0)
-    updates, curves = steps[held] * num_mini_batches, curves[:, held]
+    is_measured = ~np.isnan(curves).all(axis=0)
+    updates, curves = steps[is_measured] * num_mini_batches, curves[:, is_measured]
     axis.plot(updates, np.nanmean(curves, axis=0), **style)
     axis.fill_between(
         updates,

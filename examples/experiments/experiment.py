@@ -1,9 +1,9 @@
-"""What an experiment is: tables of cells, each cell a few settings on top of those that the
-experiment's cells share.
+"""Experiments: tables of cells, which are a few settings on top of those that the experiment's
+cells share.
 
-examples/NAME/cells.py holds EXPERIMENT, examples/NAME/NAME.toml the shared settings,
-examples/NAME/results what was run. N = updates per step.  As in the paper the mini-batch stays and
-the step grows with N.
+examples/NAME/cells.py has EXPERIMENT, examples/NAME/NAME.toml the shared settings,
+examples/NAME/results the results.  N = updates per step.  As in the paper, the mini-batch is fixed
+and the step grows with N.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from typing import Any, NamedTuple
 EXAMPLES = Path(__file__).resolve().parents[1]
 NAMES = ("paper_tiny", "paper_long")
 
-# outcomes that are results; a cell that failed or timed out is run again
 ENDED = ("finished", "diverged")
+"""Outcomes that are results; a cell that failed or timed out is run again."""
 
-Settings = Mapping[str, Mapping[str, Any]]  # section -> key -> value
+Settings = Mapping[str, Mapping[str, Any]]
+"""Section -> key -> value."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a table's plot: its settings, and whether the paper has it."""
+    """A line of a table's plot."""
 
     label: str
     settings: Settings
     is_papers: bool = True
+    """Whether the paper has it."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Lines that are compared: all have N mini-batches and so many steps."""
+    """Lines that are compared, with equally many mini-batches and steps."""
 
     title: str
     num_mini_batches: int
@@ -44,7 +46,7 @@ class Table:
 
 
 class Hypothesis(NamedTuple):
-    """Decided by the last scores of two lines of a table, pair by pair of the same seed."""
+    """A hypothesis that the last scores of two lines decide, in pairs of the same seed."""
 
     name: str
     table: str
@@ -54,16 +56,15 @@ class Hypothesis(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """model: arguments of make_tiny_moe besides the seed.
-
-    questions: what is changed -> pairs of lines (without it, with it).
-    """
+    """Tables of cells, and the questions about them."""
 
     name: str
     model: Mapping[str, Any]
+    """Arguments of make_tiny_moe beside the seed."""
     prompts_per_mini_batch: int
     tables: Mapping[str, Table]
     questions: Sequence[tuple[str, Sequence[tuple[str, str]]]] = field(default=())
+    """(ingredient, pairs of lines without it and with it)."""
     hypotheses: Sequence[Hypothesis] = field(default=())
 
     @property
@@ -73,9 +74,9 @@ class Experiment:
     def cells(
         self, tables: Sequence[str], seeds: Sequence[int], lines: Sequence[str] = ()
     ) -> Iterator[Cell]:
-        """Seed by seed, so that whatever is there after an interruption covers every line.
+        """Yield the cells seed by seed, so that the results of an interrupted run cover every line.
 
-        lines: only these.
+        lines: the lines to run; () for all.
         """
         for seed in seeds:
             for table in tables:
@@ -86,7 +87,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: a line of a table and a seed (of model, data order and sampling)."""
+    """A run: a line of a table with a seed of model, data order and sampling."""
 
     experiment: Experiment
     table: str
@@ -99,13 +100,13 @@ class Cell:
 
     @property
     def model(self) -> Path:
-        """The checkpoint and prompts of its seed."""
+        """Return the folder with the checkpoint and prompts of its seed."""
         return Path(f".cache/{self.experiment.name}-{self.seed}")
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """What differs from the shared settings."""
+        """Return the settings that differ from the shared ones."""
         table = self.experiment.tables[self.table]
-        own = {
+        of_cell = {
             "run": {
                 "name": self.name,
                 "seed": self.seed,
@@ -120,11 +121,11 @@ class Cell:
                 "sets": {"heldout": str(self.model / "heldout.jsonl")},
             },
         }
-        return merged(own, table.settings, table.lines[self.line].settings)
+        return merged(of_cell, table.settings, table.lines[self.line].settings)
 
 
 def merged(*parts: Settings) -> dict[str, dict[str, Any]]:
-    """Sections of all parts; of equal keys the last counts."""
+    """Merge the sections of all parts; for equal keys the last one counts."""
     result: dict[str, dict[str, Any]] = {}
     for part in parts:
         for section, keys in part.items():

@@ -1,5 +1,5 @@
-"""Which metric says first that a run will collapse?  Lead times and false alarms of rules, from
-results/cells to lead_times.md:
+"""Lead times and false alarms of rules that say that a run will collapse, from results/cells to
+lead_times.md:
 
     python -m examples.experiments.lead_times paper_tiny [--results DIR]
 
@@ -13,13 +13,12 @@ Every run that collapses counts.  Of the others only those count in which the ru
 runs of a line (one configuration) in which the metric moves.  Staleness is exactly 0 on policy, so
 these runs cannot have a false alarm of it, and with them in the denominator any bound would look
 good. The best rule of a set (decided before it was computed): of the rules with false alarms in at
-most MOST_FALSE of the runs that do not collapse the one that detects most; then the largest median
+most MOST_FALSE of the runs that do not collapse, the one that detects most; then the largest median
 lead; then the fewest false alarms.
     Among so many rules the best one looks better than it is.  So it is also chosen without the runs
-    of a seed and tried on
-them, for every seed: "held out".  A rule is taken into the run's health line if, held out, the
-choice among all metrics detects at least LEAST_DETECTED of the collapses with false alarms in at
-most MOST_FALSE of the others.
+of a seed and tried on them, for every seed: "held out".  A rule is taken into the run's health line
+if, held out, the choice among all metrics detects at least LEAST_DETECTED of the collapses with
+false alarms in at most MOST_FALSE of the others.
 
 Shapes: a metric is [steps].
 """
@@ -29,7 +28,6 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,15 +37,14 @@ import numpy as np
 
 from examples.experiments.analyse import Run, load
 from examples.experiments.experiment import NAMES, load_experiment
-from megatron_rl.config import ReplayConfig
-from megatron_rl.metrics.health import examine
+from examples.experiments.health_counts import health_table
 
 MOST_FALSE, LEAST_DETECTED = 0.1, 0.5
 FIRST_STEPS = (2, 3, 5)
 CONSECUTIVE = (1, 2)
 FACTORS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-# of a metric's values in all runs: the grid of bounds
 QUANTILES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+"""Quantiles of a metric's values in all runs: the grid of bounds."""
 
 Side = Literal["above", "below"]
 
@@ -61,13 +58,13 @@ class Metric:
     side: Side = "above"
 
     def values(self, run: Run) -> np.ndarray:
-        """NaN throughout where a column was not stored."""
+        """Return the sum of the columns, NaN if one of them was not stored."""
         steps = len(run.curve("rollout/reward_mean"))
-        found = [
+        curves = [
             run.curve(name) if name in run.data["columns"] else np.full(steps, np.nan)
             for name in self.columns
         ]
-        return np.sum(found, axis=0)
+        return np.sum(curves, axis=0)
 
 
 METRICS = (
@@ -93,23 +90,25 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Rule:
-    """is_factor: bound is a factor of the metric's median over the run's first steps."""
+    """A rule for one metric; the module's docstring says when it gives an alarm."""
 
     metric: Metric
     bound: float
     is_factor: bool
+    """Whether `bound` is a factor of the metric's median over the run's first steps."""
     first: int
+    """Steps before the rule applies."""
     consecutive: int
 
     def alarm(self, values: np.ndarray) -> int | None:
-        """The step of the alarm, counted from 1; None where there is none."""
+        """Return the step of the alarm, counted from 1, or None."""
         if len(values) <= self.first:
             return None
-        bound = (
-            self.bound * float(np.nanmedian(values[: self.first])) if self.is_factor else self.bound
-        )
-        rest = values[self.first :]
-        beyond = rest > bound if self.metric.side == "above" else rest < bound
+        bound = self.bound
+        if self.is_factor:
+            bound *= float(np.nanmedian(values[: self.first]))
+        later = values[self.first :]
+        beyond = later > bound if self.metric.side == "above" else later < bound
         single = beyond
         for shift in range(1, self.consecutive):
             beyond = beyond & np.concatenate([np.zeros(shift, bool), single[:-shift]])
@@ -117,19 +116,17 @@ class Rule:
 
     def __str__(self) -> str:
         text = f"{self.metric.side} {self.bound:.3g}"
-        text += (
-            f" x the median of {self.first} steps"
-            if self.is_factor
-            else f" after {self.first} steps"
-        )
+        text += f" x the median of {self.first} steps" if self.is_factor else ""
+        text += "" if self.is_factor else f" after {self.first} steps"
         return text + (f", {self.consecutive} in a row" if self.consecutive > 1 else "")
 
 
 @dataclass
 class Score:
-    """leads: of the collapses that were detected."""
+    """The alarms of a rule over a set of runs."""
 
     leads: list[int] = field(default_factory=list)
+    """Lead times of the collapses that were detected, in steps."""
     collapses: int = 0
     false_alarms: int = 0
     others: int = 0
@@ -159,35 +156,32 @@ class Score:
 
     @property
     def order(self) -> tuple[bool, int, float, int]:
-        """The criterion: the larger, the better."""
+        """Return the criterion: the larger, the better."""
         lead = statistics.median(self.leads) if self.leads else 0.0
         return self.false_share <= MOST_FALSE, len(self.leads), lead, -self.false_alarms
 
     def cells(self) -> str:
-        leads = (
-            f"{statistics.median(self.leads):g} ({min(self.leads)} to {max(self.leads)})"
-            if self.leads
-            else ""
-        )
+        leads = ""
+        if self.leads:
+            leads = f"{statistics.median(self.leads):g} ({min(self.leads)} to {max(self.leads)})"
         return f"{len(self.leads)}/{self.collapses} | {leads} | {self.false_alarms}/{self.others}"
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity
 class Curves:
-    """A run as the rules see it.
-
-    moving: metrics that are not the same number in all steps of all runs of the run's line.
-    """
+    """A run as the rules see it."""
 
     table: str
     seed: int
     collapse: int | None
+    """Step of its collapse."""
     values: dict[Metric, np.ndarray]
     moving: frozenset[Metric]
+    """Metrics that are not the same number in all steps of all runs of the run's line."""
 
 
 def curves_of(lines: Iterable[Sequence[Run]]) -> list[Curves]:
-    """All runs, line by line."""
+    """Return all runs, line by line."""
     return [curves for runs in lines for curves in curves_of_line(runs)]
 
 
@@ -196,22 +190,21 @@ def curves_of_line(runs: Sequence[Run]) -> Iterator[Curves]:
     moving = frozenset(
         metric
         for metric in METRICS
-        if len(np.unique(np.concatenate([each[metric] for each in values]))) > 1
+        if len(np.unique(np.concatenate([curves_of_run[metric] for curves_of_run in values]))) > 1
     )
     for run, of_run in zip(runs, values, strict=True):
         yield Curves(run.data["table"], run.data["seed"], run.collapse_step, of_run, moving)
 
 
 def rules_of(metric: Metric, runs: Sequence[Curves]) -> Iterator[Rule]:
-    """The grid; bounds are values of the metric in these runs, whatever became of them."""
+    """Yield the grid of rules; bounds are values of the metric in these runs, collapsed or not."""
     everything = np.concatenate([run.values[metric] for run in runs]) if runs else np.empty(0)
     everything = everything[np.isfinite(everything)]
     if not len(everything):
         return
     is_above = metric.side == "above"
-    bounds = np.unique(
-        np.quantile(everything, QUANTILES if is_above else [1 - q for q in QUANTILES])
-    )
+    quantiles = QUANTILES if is_above else [1 - q for q in QUANTILES]
+    bounds = np.unique(np.quantile(everything, quantiles))
     for first in FIRST_STEPS:
         for consecutive in CONSECUTIVE:
             yield from (Rule(metric, float(bound), False, first, consecutive) for bound in bounds)
@@ -221,24 +214,26 @@ def rules_of(metric: Metric, runs: Sequence[Curves]) -> Iterator[Rule]:
 
 
 def score(rule: Rule, runs: Sequence[Curves]) -> Score:
-    """Runs that did not store the metric are left out, and so are those without a collapse in which
-    it does not move.
+    """Score a rule over these runs.
+
+    Runs that did not store the metric are left out, and so are those without a collapse in which it
+    does not move.
     """
-    found = Score()
+    total = Score()
     for run in runs:
         values = run.values[rule.metric]
         if not np.isnan(values).all() and (run.collapse is not None or rule.metric in run.moving):
-            found.add(alarm(rule, run), run.collapse)
-    return found
+            total.add(alarm(rule, run), run.collapse)
+    return total
 
 
-@functools.cache  # a factor is tried on a run once per seed that is held out
+@functools.cache  # a rule is tried on a run again for every seed that is held out
 def alarm(rule: Rule, run: Curves) -> int | None:
     return rule.alarm(run.values[rule.metric])
 
 
 def best(metrics: Sequence[Metric], runs: Sequence[Curves]) -> Rule | None:
-    """The first of the best by the criterion; None where no rule detects anything within
+    """Return the first of the best rules by the criterion; None if no rule detects anything within
     MOST_FALSE.
     """
     rated = [pair for metric in metrics if (pair := rated_best(metric, tuple(runs))) is not None]
@@ -248,7 +243,7 @@ def best(metrics: Sequence[Metric], runs: Sequence[Curves]) -> Rule | None:
     return rule if is_allowed and detected else None
 
 
-@functools.cache  # every metric alone, then all of them
+@functools.cache  # asked for every metric alone, then for all of them
 def rated_best(
     metric: Metric, runs: tuple[Curves, ...]
 ) -> tuple[tuple[bool, int, float, int], Rule] | None:
@@ -257,34 +252,32 @@ def rated_best(
 
 
 def held_out(metrics: Sequence[Metric], runs: Sequence[Curves]) -> Score:
-    """The best rule of all other seeds, on every seed's runs.  Where there is none, every collapse
-    is missed, and no other run counts."""
+    """Score the best rule of all other seeds on every seed's runs.
+
+    If there is no rule, every collapse is missed, and no other run counts.
+    """
     total = Score()
     for seed in sorted({run.seed for run in runs}):
-        mine, rest = ([run for run in runs if (run.seed == seed) is own] for own in (True, False))
-        rule = best(metrics, rest)
+        inside, outside = (
+            [run for run in runs if (run.seed == seed) is flag] for flag in (True, False)
+        )
+        rule = best(metrics, outside)
         if rule is not None:
-            total += score(rule, mine)
+            total += score(rule, inside)
         else:
-            total.collapses += sum(run.collapse is not None for run in mine)
+            total.collapses += sum(run.collapse is not None for run in inside)
     return total
 
 
-def is_justified(found: Score) -> bool:
-    """The condition for the run's health line."""
-    return found.detected >= LEAST_DETECTED and found.false_share <= MOST_FALSE
+def is_justified(total: Score) -> bool:
+    """Return whether a rule may be in the run's health line."""
+    return total.detected >= LEAST_DETECTED and total.false_share <= MOST_FALSE
 
 
 def table(runs: Sequence[Curves]) -> str:
-    """One row per metric, and one for the choice among all."""
-    head = (
-        "metric",
-        "best rule",
-        "detected",
-        "lead, median",
-        "false alarms",
-        *["held out", "lead", "false"],
-    )
+    """Return a table with one row per metric, and one for the choice among all."""
+    head = ("metric", "best rule", "detected", "lead, median", "false alarms")
+    head += ("held out", "lead", "false")
     rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     stored = [
         metric for metric in METRICS if not all(np.isnan(run.values[metric]).all() for run in runs)
@@ -297,12 +290,12 @@ def table(runs: Sequence[Curves]) -> str:
             rows.append(f"| {label} | not stored |" + " |" * 6)
             continue
         rule, outside = best(metrics, runs), held_out(metrics, runs)
-        found = (
+        row = (
             "none | | | "
             if rule is None
             else f"{shown(rule, len(metrics) > 1)} | {score(rule, runs).cells()}"
         )
-        rows.append(f"| {label} | {found} | {outside.cells()} |")
+        rows.append(f"| {label} | {row} | {outside.cells()} |")
     return "\n".join(rows)
 
 
@@ -311,26 +304,27 @@ def shown(rule: Rule, with_metric: bool) -> str:
 
 
 def by_table(rule: Rule | None, runs: Sequence[Curves]) -> str:
-    """One row per table of the experiment."""
+    """Return a table with one row per table of the experiment."""
     rows = [
         "| best rule of all, by table | detected | lead, median | false alarms |",
         "|" + "---|" * 4,
     ]
     for name in dict.fromkeys(run.table for run in runs):
-        found = Score() if rule is None else score(rule, [run for run in runs if run.table == name])
-        rows.append(f"| {name} | {found.cells()} |")
+        total = Score() if rule is None else score(rule, [run for run in runs if run.table == name])
+        rows.append(f"| {name} | {total.cells()} |")
     return "\n".join(rows)
 
 
 def report(name: str, runs: Sequence[Curves]) -> str:
     collapsed = sum(run.collapse is not None for run in runs)
     with_collapse = {run.table for run in runs if run.collapse is not None}
+    tables = f"{table(runs)}\n\n{by_table(best(METRICS, runs), runs)}"
     return (
         f"# {name}: lead times of metrics\n\n{len(runs)} runs, {collapsed} collapsed.  Steps; rules"
-        " and criterion:"
-        f" examples/experiments/lead_times.py.\n\n{table(runs)}\n\n{by_table(best(METRICS, runs), runs)}\n\nA"
-        f" rule in the run's health line: {verdict(runs)} (held out, at least {LEAST_DETECTED:.0%}"
-        f" detected with at most {MOST_FALSE:.0%} false alarms).  In the tables with a collapse"
+        f" and criterion: examples/experiments/lead_times.py.\n\n{tables}\n\n"
+        f"A rule in the run's health line: {verdict(runs)} (held out, at least"
+        f" {LEAST_DETECTED:.0%} detected with at most {MOST_FALSE:.0%} false alarms).  In the"
+        " tables with a collapse"
         f" alone: {verdict([run for run in runs if run.table in with_collapse])}.\n"
     )
 
@@ -341,55 +335,6 @@ def verdict(runs: Sequence[Curves]) -> str:
     return (
         f"{word}, {len(chosen.leads)}/{chosen.collapses} and {chosen.false_alarms}/{chosen.others}"
     )
-
-
-def health_table(lines: Iterable[Sequence[Run]]) -> str:
-    """Count the runs that the rules of health name, at the last step and before the collapse, by
-    table and end of the run.
-    """
-    counts: dict[tuple[str, str], Counter[str]] = {}
-    for run in (run for runs in lines for run in runs):
-        steps, collapse = len(run.curve("rollout/reward_mean")), run.collapse_step
-        count = counts.setdefault(
-            (run.data["table"], "stable" if collapse is None else "collapsed"), Counter(runs=0)
-        )
-        count["runs"] += 1
-        named = health_levels(run, steps)
-        count["named"] += bool(named)
-        count["bad"] += "bad" in named.values()
-        count["by another rule"] += bool(named.keys() - {"rollout/reward_mean"})
-        count["first-order error"] += "first_order/total_p95" in named
-        count["before"] += collapse is not None and any(
-            health_levels(run, step) for step in range(1, collapse)
-        )
-    names = ("runs", "named", "bad", "by another rule", "first-order error", "before")
-    head = (
-        "table",
-        "end",
-        "runs",
-        "named",
-        "bad",
-        "by a rule but the reward's",
-        "first-order error",
-        "named before",
-    )
-    rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for (table, end), count in counts.items():
-        rows.append(f"| {table} | {end} | {' | '.join(str(count[name]) for name in names)} |")
-    return (
-        "What health says at the last step, and before the step of the collapse:\n\n"
-        + "\n".join(rows)
-        + "\n"
-    )
-
-
-def health_levels(run: Run, steps: int) -> dict[str, str]:
-    """metric -> level of the rules that hold at the end of the run's first steps."""
-    columns = {name: run.curve(name)[:steps] for name in run.data["columns"]}
-    replay = run.table.lines[run.data["line"]].settings.get("replay", {})
-    settings = {"replay.mode": replay.get("mode", ReplayConfig().mode)}
-    findings = examine(list(range(1, steps + 1)), columns, settings)
-    return {finding.metric: finding.level for finding in findings if finding.level != "ok"}
 
 
 def main() -> None:

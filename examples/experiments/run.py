@@ -1,6 +1,7 @@
 """Run the cells of an experiment, one after the other, into its results folder:
 
-    python -m examples.experiments.run paper_tiny [--tables n2 n8] [--lines r2 r3] [--seeds 0 1 2] [--results DIR] \
+    python -m examples.experiments.run paper_tiny [--tables n2 n8] [--lines r2 r3] [--seeds 0 1 2] \
+[--results DIR] \
         [--section.key value ...]
 
 One SGLang server serves all cells (each pushes its own weights first); every cell is one rank,
@@ -34,15 +35,14 @@ from megatron_rl.train import train
 from megatron_rl.weights.hf.fp8 import QuantizeError
 
 ROOT = Path(__file__).resolve().parents[2]
-DIVERGED = 3  # exit status of a cell whose weights or gradients stopped being finite
+DIVERGED = 3
+"""Exit status of a cell whose weights or gradients are no longer finite."""
 KEPT = (  # columns of a result file
     "rollout/reward_mean", "rollout/response_length_mean", "rollout/truncated_frac",
-    "rollout/zero_advantage_groups_frac",
-    "rollout/staleness_mean",
+    "rollout/zero_advantage_groups_frac", "rollout/staleness_mean",
     "train/entropy", "train/kl_mu_pi", "train/kl_mu_pi_k3", "train/logratio_abs_max",
-    "train/ratio_max", "train/ess",
-    "train/clip_high_frac", "train/clip_low_frac", "train/tis_truncated_frac",
-    "train/nonfinite_frac",
+    "train/ratio_max", "train/ess", "train/clip_high_frac", "train/clip_low_frac",
+    "train/tis_truncated_frac", "train/nonfinite_frac",
     "first_order/total_p95", "first_order/train_infer_p95", "first_order/staleness_p95",
     "logratio/f2_frac", "logratio/train_infer_p99", "logratio/staleness_p99",
     "routing/router_mismatch", "routing/replayed_mismatch", "routing/token_mismatch",
@@ -60,40 +60,38 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--results", type=Path, help="default: examples/EXPERIMENT/results/cells")
     parser.add_argument("--timeout-minutes", type=float, default=30.0, help="for one cell")
-    parser.add_argument(
-        "--stop-after-minutes",
-        type=float,
-        default=float("inf"),
-        help="start no cell after this time",
-    )
+    text = "start no cell after this time"
+    parser.add_argument("--stop-after-minutes", type=float, default=float("inf"), help=text)
     arguments, overrides = parser.parse_known_args()
     os.chdir(ROOT)
     experiment = load_experiment(arguments.experiment)
-    for kind, given, known in (
+    lines = [line for table in experiment.tables.values() for line in table.lines]
+    for kind, names, known in (
         ("--tables", arguments.tables, list(experiment.tables)),
-        (
-            "--lines",
-            arguments.lines,
-            [line for table in experiment.tables.values() for line in table.lines],
-        ),
+        ("--lines", arguments.lines, lines),
     ):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(
-                f"{kind} {' '.join(unknown)}: {experiment.name} has"
-                f" {', '.join(dict.fromkeys(known))}"
-            )
-    cells = list(
-        experiment.cells(
-            arguments.tables or list(experiment.tables), arguments.seeds, arguments.lines
-        )
-    )
+        if unknown := [name for name in names if name not in known]:
+            choices = ", ".join(dict.fromkeys(known))
+            parser.error(f"{kind} {' '.join(unknown)}: {experiment.name} has {choices}")
+    tables = arguments.tables or list(experiment.tables)
+    cells = list(experiment.cells(tables, arguments.seeds, arguments.lines))
     results = arguments.results or experiment.folder / "results/cells"
     results.mkdir(parents=True, exist_ok=True)
     todo = [cell for cell in cells if stored(results, cell).get("outcome") not in ENDED]
     print(f"{len(cells)} cells, {len(todo)} to run", flush=True)
+    failed = run_cells(todo, results, arguments, overrides)
+    if failed:
+        print(f"failed, to be tried again: {' '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def run_cells(
+    todo: list[Cell], results: Path, arguments: argparse.Namespace, overrides: list[str]
+) -> list[str]:
+    """Run the cells, write their results, and return the names of those that failed."""
     for cell in {cell.seed: cell for cell in todo}.values():
         make_model(cell)
-    started, failed, commit = time.monotonic(), [], code_version()
+    started, failed, commit = time.monotonic(), list[str](), code_version()
     with ExitStack() as stack:
         server: Server | None = None
         for number, cell in enumerate(todo, 1):
@@ -113,13 +111,11 @@ def main() -> int:
                 f" {log_path(cfg)}",
                 flush=True,
             )
-    if failed:
-        print(f"failed, to be tried again: {' '.join(failed)}", file=sys.stderr)
-    return int(bool(failed))
+    return failed
 
 
 def make_model(cell: Cell) -> None:
-    """The checkpoint and prompts of the cell's seed, in .cache; made only if they are missing."""
+    """Make the checkpoint and prompts of the cell's seed in .cache, unless they exist."""
     settings = {**cell.experiment.model, "seed": cell.seed}
     options = [
         word
@@ -134,13 +130,13 @@ def make_model(cell: Cell) -> None:
 
 
 def cell_config(cell: Cell, overrides: list[str]) -> Config:
-    """The experiment's shared settings + the cell's + `overrides`."""
+    """Return the experiment's shared settings with the cell's and `overrides`."""
     name = cell.experiment.name
     return load_config(cell.experiment.folder / f"{name}.toml", overrides, cell.settings())
 
 
 def start_server(cfg: Config) -> Server:
-    """A server for all cells: they have the same shapes, and each pushes its own weights before it
+    """Start a server for all cells, which have the same shapes: each sends its weights before it
     samples.
     """
     log = cfg.run.dir / "server.log"
@@ -149,7 +145,10 @@ def start_server(cfg: Config) -> Server:
 
 
 def run_cell(cfg: Config, timeout_seconds: float) -> tuple[str, float]:
-    """(outcome, seconds) of one run in a forked process: finished, diverged, failed or timed out."""
+    """Train in a forked process, and return (outcome, seconds).
+
+    The outcome is "finished", "diverged", "failed" or "timed out".
+    """
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         (cfg.run_dir / name).unlink(missing_ok=True)
     cfg.run_dir.mkdir(parents=True, exist_ok=True)
@@ -167,7 +166,7 @@ def run_cell(cfg: Config, timeout_seconds: float) -> tuple[str, float]:
 
 def train_in_child(cfg: Config) -> None:
     """Train with all output in the cell's log; the exit status says how it ended."""
-    # until the process ends
+    # open until the process ends
     sys.stdout = sys.stderr = open(log_path(cfg), "w", buffering=1)  # noqa: SIM115
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
@@ -187,17 +186,14 @@ def result_path(results: Path, cell: Cell) -> Path:
 
 
 def stored(results: Path, cell: Cell) -> dict[str, Any]:
-    """The cell's file; empty where there is none."""
+    """Return the cell's file, or {} if there is none."""
     path = result_path(results, cell)
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return content
 
 
 def write(results: Path, cell: Cell, content: dict[str, Any]) -> None:
-    """Write the cell's file.
-
-    It keeps how earlier attempts of the cell ended, so that a failure is never lost.
-    """
+    """Write the cell's file with the ends of its earlier attempts, so that no failure is lost."""
     if earlier := stored(results, cell):
         attempt = {key: earlier[key] for key in ("outcome", "seconds", "commit")}
         content["earlier_attempts"] = [*earlier.get("earlier_attempts", []), attempt]
@@ -205,11 +201,10 @@ def write(results: Path, cell: Cell, content: dict[str, Any]) -> None:
 
 
 def result(cell: Cell, cfg: Config, commit: str, outcome: str, seconds: float) -> dict[str, Any]:
-    """One cell's result: how it ended, under which settings, and the kept metrics as columns over
-    its steps.
+    """Return a cell's result: its outcome, its settings, and the kept metrics as columns over its
+    steps.
 
-    Evaluations are rows of their own, {finished steps: score}.  A cell that failed before its first
-    step has neither.
+    Evaluations are {finished steps: score}.  A cell that failed before its first step has neither.
     """
     path = cfg.run_dir / "metrics.jsonl"
     cut_partial_line(path)  # a cell that was stopped may have left one
@@ -233,17 +228,14 @@ def result(cell: Cell, cfg: Config, commit: str, outcome: str, seconds: float) -
 
 
 def short(value: float | None) -> float | None:
-    """Four significant digits: results are committed."""
+    """Round to four significant digits, because results are committed."""
     return None if value is None else float(f"{value:.4g}")
 
 
 def code_version() -> str:
-    """The commit of the code that is loaded now; + where megatron_rl has changes that are not in
-    it.
-    """
-    return git("rev-parse", "--short", "HEAD") + (
-        "+" if git("status", "--porcelain", "megatron_rl") else ""
-    )
+    """Return the commit of the loaded code, with "+" if megatron_rl has uncommitted changes."""
+    is_changed = git("status", "--porcelain", "megatron_rl")
+    return git("rev-parse", "--short", "HEAD") + ("+" if is_changed else "")
 
 
 def git(*words: str) -> str:

@@ -66,21 +66,20 @@ def train_pass(
     batches: list[torch.Tensor],
     routes: list[np.ndarray],
 ) -> list[float]:
-    """Forward and backward of one sequence [S] per micro-batch.  routes: ids [S - 1, L, K] of each,
-    as the engine sent them.
+    """Run forward and backward of one sequence [S] per micro-batch, and return the losses.
 
-    Returns the losses.  Raises RuntimeError unless every router consumed the routes of every
-    micro-batch exactly once.
+    routes: ids [S - 1, L, K] of each sequence, as the engine sent them.
+    Raises RuntimeError unless every router consumed the routes of every micro-batch exactly once.
     """
-    given = []
+    replayed = []
     for tokens, ids in zip(batches, routes, strict=True):
         bounds = torch.tensor([0, len(tokens)])
         # never an input of the engine
         last = torch.arange(len(tokens))[layout.rows(bounds)] == len(tokens) - 1
         local = torch.from_numpy(layout.local_routes([ids], bounds))  # this rank's part
-        given.append(Routes(replay=local, live_rows=last.nonzero().flatten()))
+        replayed.append(Routes(replay=local, live_rows=last.nonzero().flatten()))
     losses = []
-    with manager.run_pass(given, training=True):  # its end checks that everything was consumed
+    with manager.run_pass(replayed, training=True):  # its end checks that everything was consumed
         for index, tokens in enumerate(batches):
             # names the micro-batch; outside it a router call is an activation recompute
             with manager.forward(index):

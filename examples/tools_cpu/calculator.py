@@ -35,6 +35,8 @@ async def rollout(session: Session, prompt: Prompt) -> Episode:
 
 
 def calculate(call: str) -> str:
-    """ "=1776 " for "[37*48]"; ERROR for what is not a call, which the model learns from."""
-    found = CALL.fullmatch(call)
-    return f"={OPERATORS[found[2]](int(found[1]), int(found[3]))} " if found else ERROR
+    """Return "=1776 " for "[37*48]", or ERROR for text that is not a call, from which the model
+    learns.
+    """
+    match = CALL.fullmatch(call)
+    return f"={OPERATORS[match[2]](int(match[1]), int(match[3]))} " if match else ERROR
