@@ -98,11 +98,8 @@ def main() -> int:
     parts = list(next(iter(rows.values())))
     print("  ".join([f"{'ranks':>6s}", *(f"{part:>{max(8, len(part))}s}" for part in parts)]))
     for ranks, measured in rows.items():
-        print(
-            "  ".join(
-                [f"{ranks:6d}", *(f"{measured[part]:{max(8, len(part))}.2f}" for part in parts)]
-            )
-        )
+        values = [f"{measured[part]:{max(8, len(part))}.2f}" for part in parts]
+        print("  ".join([f"{ranks:6d}", *values]))
     return 0
 
 
