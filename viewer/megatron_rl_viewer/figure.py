@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from matplotlib import colormaps
@@ -63,7 +63,7 @@ def draw_comparison(runs: Mapping[str, Results], title: str) -> Figure:
         ("routing/replayed_mismatch", "Experts: used vs rollout"),
         ("optim/grad_norm", "Gradient norm"),
     )
-    points = {"markeredgecolor": "white", "markersize": 7}
+    points: dict[str, Any] = {"markeredgecolor": "white", "markersize": 7}
     for axis, (metric, label) in zip(axes, panels, strict=True):
         for color, (run, results) in zip(CYCLE * len(runs), runs.items(), strict=False):
             draw_lines(axis, results, [(metric, color, run)])
@@ -81,10 +81,15 @@ def draw_reward(axis: Axes, results: Results) -> None:
     for color, name in zip((ORANGE, GREEN, RED, PURPLE), evaluations(results), strict=False):
         steps, values = series(results, name)
         label = name.removeprefix("eval/").replace("/", " ")
-        points = {"markersize": 8, "markeredgecolor": "white", "linewidth": 1.2}
+        points: dict[str, Any] = {"markersize": 8, "markeredgecolor": "white", "linewidth": 1.2}
         axis.plot(steps, values, "o--", color=color, label=label, **points)
         box = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-        style = {"textcoords": "offset points", "ha": "center", "zorder": 5, "bbox": box}
+        style: dict[str, Any] = {
+            "textcoords": "offset points",
+            "ha": "center",
+            "zorder": 5,
+            "bbox": box,
+        }
         for step, value in zip(steps, values, strict=True):
             axis.annotate(f"{value:.2f}", (step, value), (0, 9), color=color, **style)
     axis.margins(y=0.18)

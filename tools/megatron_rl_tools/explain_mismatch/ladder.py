@@ -66,7 +66,7 @@ class Rung:
     difference: float
     """Mean of |log mu - log pi| that remains, in nats."""
     share: float
-    """Share of the first rung's KL that is gone on this one."""
+    """Share of the first rung's KL that this rung no longer has."""
 
 
 @dataclass(frozen=True)
