@@ -264,6 +264,7 @@ def loads(experts: np.ndarray, num_experts: int) -> np.ndarray:
     """Return how often each expert was chosen, int64 [L, E]; experts: int64 [n, L, K]."""
     layers = experts.shape[1]
     size = max(num_experts, int(experts.max(initial=-1)) + 1)
+    # one bincount for all layers: the codes of different layers do not overlap
     codes = np.arange(layers)[None, :, None] * size + experts
     return np.bincount(codes[experts >= 0], minlength=layers * size).reshape(layers, size)
 

@@ -110,6 +110,7 @@ class Index:
 
     def connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=30, isolation_level=None)
+        # synchronous = OFF: an index that a crash damages is built again
         connection.executescript(
             "PRAGMA synchronous = OFF; PRAGMA cache_size = -65536; PRAGMA temp_store = MEMORY;"
         )

@@ -172,6 +172,7 @@ class ForeignChecks:
         """Count the masked-out tokens with log-prob 0, as they are and with the mask shifted."""
         out = np.flatnonzero(~carries)
         self.out += len(out)
+        # a mask that is shifted by one covers a zero less at one border of every span
         for shift in self.out_zero:
             places = out + shift
             places = places[(places >= 0) & (places < len(zero))]

@@ -249,6 +249,7 @@ def run_units(
     before, start, bad = reset_peak(), time.monotonic(), set[str]()
     for index, unit in enumerate(units):
         journal = place / "journal" / f"{index:05d}.json"
+        # units belong to ranks by index; the journal has those that earlier attempts finished
         if index % work.world != work.rank or journal.is_file():
             continue
         num_bad = len(bad)

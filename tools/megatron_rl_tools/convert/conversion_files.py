@@ -98,6 +98,7 @@ def open_place(out: Path, job: Job, work: FileWork) -> Path | None:
 def finish_files(place: Path, out: Path, job: Job) -> None:
     """Make `place` the output, complete and flushed to the disk."""
     shutil.rmtree(place / "journal")
+    # on the disk before the rename: after a crash `out` is complete or missing
     for file in place.rglob("*"):
         file.chmod(0o755 if file.is_dir() else 0o644)
         sync(file)

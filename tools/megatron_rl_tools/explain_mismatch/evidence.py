@@ -164,6 +164,7 @@ def logprob_evidence(rollouts: Sequence[Rollout], halves: Sequence[Half]) -> Evi
         if min(map(len, ours)) > 0:
             scores[shift] = difference(theirs, ours), kl(theirs, ours)
     top = min(scores, key=lambda key: scores[key][0])
+    # in repetitive text a shift may win by chance: it must remove most of the difference
     shift = top if scores[top][0] < 0.3 * scores[0][0] else 0
     evidence.add("logprobs", shift=shift, offset=-shift, shift_diff=scores[top][0])
     evidence.add("kl", logprobs_shifted=scores[top][1])
@@ -185,6 +186,7 @@ def flip_evidence(
         for rollout, half in zip(rollouts, halves, strict=True)
         if rollout.routed_experts is not None and half.routes.shape[1]
     ]
+    # the layers below are replayed, so a flip is this layer's and not an effect of theirs
     for layer in range(num_layers if known else 0):
         flipped = np.concatenate([flips(served, half.routes)[:, layer] for served, half in known])
         gap, margin = (

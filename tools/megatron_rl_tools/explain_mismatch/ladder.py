@@ -144,6 +144,7 @@ class Ladder:
         self.evidence.update(ev.position_evidence(self.rollouts, live, borders))
         number = self.evidence.number
         overlap = number("routes.overlap")
+        # a healthy pair needs no further forward
         if self.differs:
             self.bisect_routes()
         if self.differs or (overlap is not None and overlap < LEAST_OVERLAP):
@@ -196,6 +197,7 @@ class Ladder:
             halves = self.trainer.forward(self.rollouts, replay=True, edit=live_from(layer))
             return ev.kl(self.mu, logprobs(halves))
 
+        # bisection: the KL falls as more layers replay
         middle = (live + replayed) / 2
         place = bisect_left(range(layers), True, key=lambda layer: kl_below(layer) <= middle)
         self.evidence.add("routes", half_layers=float(place), layers=float(layers))

@@ -54,6 +54,7 @@ def make_prompts(
         for off in (0, 1)
         if 4 <= size + off <= longest
     ]
+    # long prompts and borders first: these are kept if `count` is small
     even = [int(length) for length in np.linspace(4, longest, max(2, count))]
     lengths = [
         length

@@ -92,6 +92,7 @@ def compare_weights(
             dtypes[name] = "float32"  # routers and their biases, in some models
         else:
             wrong.append(name)
+    # a trainer in bfloat16 rounds a float32 checkpoint that the server has loaded as it is
     source, narrow = trainer.cfg.model.path, getattr(torch, trainer.cfg.model.dtype)
     if wrong and narrow.itemsize < dtype.itemsize:
         rounded = rounded_by_trainer(
@@ -233,6 +234,7 @@ def candidates(name: str, parts: Parts) -> Iterator[tuple[str, Parts]]:
     yield "experts rolled by one", parts[-parts_per_expert:] + parts[:-parts_per_expert]
     if parts_per_expert == 2:
         yield "gate and up swapped", [parts[number ^ 1] for number in range(len(parts))]
+    # every candidate hashes the whole tensor, and there are experts^2 / 2 pairs
     budget = MOST_BYTES // max(1, sum(part.nbytes for part in parts))
     for a, b in itertools.islice(pairs(experts), budget):
         yield f"experts {a} and {b} swapped", swapped(parts, a, b, parts_per_expert)

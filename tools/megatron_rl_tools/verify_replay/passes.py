@@ -252,6 +252,7 @@ class Proof:
         """Give every router other weights inside the context, equal on all ranks that share it."""
         saved = [router.weight.data.clone() for _, router in self.routers]
         for layer, router in self.routers:
+            # seeded by layer: tensor-parallel ranks have copies of a router's weight
             noise = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(layer))
             router.weight.data.copy_(noise)
         try:

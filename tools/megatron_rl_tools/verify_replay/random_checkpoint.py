@@ -89,6 +89,7 @@ def write_random_checkpoint(
             if "norm" in name:
                 tensor = 1 + 0.1 * torch.randn(shape, generator=generator)
             else:
+                # wider scores of routers, for distinct routes
                 scale = 0.5 if name.endswith("mlp.gate.weight") else 0.1
                 tensor = scale * torch.randn(shape, generator=generator)
             tensors[name] = tensor.to(dtype)

@@ -144,6 +144,7 @@ def run_checks(
                 "the comparison with one rank needs to start torch.distributed itself"
             )
         device, spec = parallel.device, proof.engine.spec
+        # frees this layout's engine before the whole model is built on one rank
         del proof
         gc.collect()
         report.checks += compare_outcomes(outcome, one_rank(cfg, spec, inputs, routes, device))
