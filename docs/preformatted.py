@@ -16,7 +16,7 @@ class Preformatted(Extension):
 
 
 def as_text(paragraph: str) -> str:
-    """The paragraph, as a code block where two lines or more are aligned, or where it is indented."""
+    """Return the paragraph, as a code block if it is indented or two of its lines are aligned."""
     lines = paragraph.split("\n")
     aligned = sum(bool(re.match(r"\S+(, \S+)* {2,}\S", line)) for line in lines)
     is_block = aligned > 1 or all(line.startswith("    ") for line in lines)
