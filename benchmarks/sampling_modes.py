@@ -76,7 +76,9 @@ class SimulatedInference:
                     self.servers.remove(response)
                     self._put(response, "abort")
         drop_older(groups, oldest, self.client.counters)
-        waiting = [group for group in groups if group.sent_to is None and not group.is_complete]
+        waiting = [
+            group for group in groups if group.request_version is None and not group.is_complete
+        ]
         self.queue = [*(group for group in waiting if group not in self.queue), *self.queue]
         self._begin()
 
@@ -107,7 +109,7 @@ class SimulatedInference:
         while self.queue and len(self.of) < self.concurrency:
             group = self.queue.pop(0)
             number = int(group.prompt.id)
-            self.of[number], group.sent_to = group, self.servers.version
+            self.of[number], group.request_version = group, self.servers.version
             lengths = self.workload.lengths(number)
             for index in group.missing:
                 prefix = group.prefixes.get(index)
@@ -126,12 +128,12 @@ class SimulatedInference:
             group.put(index, rollout_of(response, reason))
         if not any(other == number for other, _ in self.asked):
             del self.of[number]
-            group.sent_to = None
+            group.request_version = None
 
     def _finished(self, response: Response) -> None:
         group = self.of[response.key[0]]
         self._put(response, "stop")
-        if group.sent_to is None:
+        if group.request_version is None:
             self.has_news = True
             # a response of an earlier request was too old
             self.queue[:0] = [] if group.is_complete else [group]

@@ -104,7 +104,7 @@ def measure(
             with recorder.old_pass(batch) if is_on else contextlib.nullcontext():
                 passes.append(engine.old_logprobs(batch, sums, replay="R3"))
         for batch, old in zip(batches, passes, strict=True):
-            observe = recorder.update(batch, old) if is_on else None
+            observe = recorder.observer(batch, old) if is_on else None
             norm = engine.compute_gradient(batch, old, sums, replay="R3", observe=observe)
             engine.apply_gradient(norm, batch, sums)
         if is_on:

@@ -42,6 +42,9 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
     With rollout.max_staleness servers sample while the steps train, and mu_old may be of weights
     before those of pi_old (docs/design/architecture.md#scheduler).
 
+    mu_old: the policy as the servers sample it.  pi_old: the policy in the training engine before
+    the step's updates.  theta: the weights after them (docs/concepts/formulation.md).
+
     rollouts: a run directory whose saved rollouts are trained on; nothing is sampled, evaluated or
     sent then.
     """
@@ -54,12 +57,13 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
         trainer.listen(stop)
         trainer.evaluate(trainer.first_step)
         for step in trainer.steps():
-            groups = trainer.sample(step)  # y ~ mu_old, with log mu_old, e^mu_old and R(x, y)
-            batches = trainer.make_batches(groups, step)  # A(x, y), N mini-batches
-            # log pi_old; R2 records here, R3 replays here
+            groups = trainer.sample(step)  # y ~ mu_old: log mu_old, the experts used, R(x, y)
+            batches = trainer.make_batches(groups, step)  # advantages A(x, y), N mini-batches
+            # log pi_old.  replay.mode = R2 records here the experts that the updates use; R3 uses
+            # the servers' experts here and in the updates
             old_passes = trainer.old_logprobs(batches)
             for batch, old in zip(batches, old_passes, strict=True):
-                trainer.update(batch, old)  # Eq. 7 with routing replay: theta
+                trainer.update(batch, old)  # one optimizer update on the loss: theta
             trainer.sync_weights(version=step + 1)  # mu_old <- theta
             trainer.report(step, old_passes)
             trainer.evaluate(step + 1)

@@ -111,14 +111,14 @@ def pack(
         mark_missing_routes(views, sample.rollout, mask=mask_missing_routes)
     for start, stop in pairwise(boundaries):  # pads have positions too
         columns["positions"][start:stop] = np.arange(stop - start)
-    masks, mask_tokens = pack_masks([sample.rollout for sample in samples], boundaries)
+    masks, set_index = pack_masks([sample.rollout for sample in samples], boundaries)
     return PackedBatch(
         **{name: torch.from_numpy(column) for name, column in columns.items()},
         cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)),
         routed_experts=pack_routes([sample.rollout for sample in samples]),
         rollout_ids=tuple(sample.rollout.id for sample in samples),
         sampling_masks=masks,
-        mask_tokens=mask_tokens,
+        set_index=set_index,
         kept=None,
     )
 
@@ -176,7 +176,7 @@ def pack_routes(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
 def pack_masks(
     rollouts: Sequence[Rollout], boundaries: np.ndarray
 ) -> tuple[tuple[SamplingMask, ...] | None, torch.Tensor | None]:
-    """Return PackedBatch.sampling_masks, not decoded, and mask_tokens; (None, None) where no
+    """Return PackedBatch.sampling_masks, not decoded, and set_index; (None, None) where no
     rollout has a mask.
     """
     masks = tuple(

@@ -255,8 +255,8 @@ def to_device(
             if isinstance(value, Tensor) and name != "cu_seqlens"
         }
         kept, masks = None, micro_batch.sampling_masks
-        if with_kept and masks is not None and micro_batch.mask_tokens is not None:
-            kept = sets_of_tokens(masks, micro_batch.mask_tokens[rows].numpy(), device)
+        if with_kept and masks is not None and micro_batch.set_index is not None:
+            kept = sets_of_tokens(masks, micro_batch.set_index[rows].numpy(), device)
         moved.append(
             replace(micro_batch, routed_experts=None, sampling_masks=None, kept=kept, **tensors)
         )

@@ -41,7 +41,7 @@ from megatron_rl.engine.shards import (
     write_gradient,
 )
 from megatron_rl.models.spec import ModelError
-from megatron_rl.records.sampling_mask import KeptTokens
+from megatron_rl.records.sampling_mask import KeptSets
 
 CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 256 << 20}
 """Size of a chunk of logits: enough rows for the matrix products to be efficient."""
@@ -89,7 +89,7 @@ def fused_kept_logprobs(
     hidden: Float[Tensor, "*b t H"],
     weight: Float[Tensor, "v H"],
     labels: Int[Tensor, " T"],
-    kept: KeptTokens | None,
+    kept: KeptSets | None,
     settings: HeadSettings,
 ) -> TokenLogprobs:
     """Return kept_token_logprobs of the logits hidden @ weight'; see `fused_logprobs`."""
@@ -173,7 +173,7 @@ class _FusedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        kept: KeptTokens | None,
+        kept: KeptSets | None,
         shard: Shard,
         chunks: list[slice],
         into_main_grad: bool,

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.engine.shards import Rows, Shard, Slopes, make_slopes, reduce_rows, write_gradient
-from megatron_rl.records.sampling_mask import KeptTokens
+from megatron_rl.records.sampling_mask import KeptSets
 
 
 class KeptRows(NamedTuple):
@@ -61,14 +61,14 @@ class Entries(NamedTuple):
     """bool [N] True where the id is in this rank's shard."""
 
 
-def find_entries(kept: KeptTokens, rows: slice, shard: Shard) -> Entries:
+def find_entries(kept: KeptSets, rows: slice, shard: Shard) -> Entries:
     part = slice(int(kept.offsets[rows.start]), int(kept.offsets[rows.stop]))
     ids = kept.ids[part]
     return Entries(ids, kept.rows[part] - rows.start, *shard.find(ids))
 
 
 def scan_kept(
-    logits: Float[Tensor, "n v"], kept: KeptTokens, first: int, shard: Shard
+    logits: Float[Tensor, "n v"], kept: KeptSets, first: int, shard: Shard
 ) -> Float[Tensor, "3 n"]:
     """Scan the ids of the sets alone: largest logit m, sum e, sum e * z; see shards.scan.
 
@@ -95,7 +95,7 @@ def reduce_kept(
     scanned_kept: Float[Tensor, "3 T"],
     scanned: Float[Tensor, "4 T"],
     labels: Int[Tensor, " T"],
-    kept: KeptTokens,
+    kept: KeptSets,
     rows: Rows,
     shard: Shard,
     dtype: torch.dtype,
@@ -114,7 +114,7 @@ def reduce_kept(
 
 def make_kept_slopes(
     saved: tuple[Tensor, ...],
-    kept: KeptTokens,
+    kept: KeptSets,
     grads: tuple[Tensor | None, Tensor | None],
     shard: Shard,
 ) -> tuple[Slopes | None, KeptSlopes]:
@@ -136,7 +136,7 @@ def write_kept_gradient(
     logits: Float[Tensor, "n v"],
     labels: Int[Tensor, " n"],
     slopes: tuple[Slopes, KeptSlopes],
-    kept: KeptTokens,
+    kept: KeptSets,
     first: int,
     shard: Shard,
 ) -> None:

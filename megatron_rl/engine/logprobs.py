@@ -31,7 +31,7 @@ from megatron_rl.engine.shards import (
     scan,
     write_gradient,
 )
-from megatron_rl.records.sampling_mask import KeptTokens
+from megatron_rl.records.sampling_mask import KeptSets
 
 
 class TokenLogprobs(NamedTuple):
@@ -88,7 +88,7 @@ def token_logprobs(
 def kept_token_logprobs(
     logits: Float[Tensor, "T v"],
     labels: Int[Tensor, " T"],
-    kept: KeptTokens | None,
+    kept: KeptSets | None,
     *,
     vocab_size: int,
     temperature: float = 1.0,
@@ -112,7 +112,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        kept: KeptTokens | None,
+        kept: KeptSets | None,
         shard: Shard,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -1,4 +1,5 @@
-"""n_i of `kept_mean`: the number of a response's tokens that the masks on pi_old/mu keep.
+"""n_i, the divisor of loss.aggregation = kept_mean: the number of tokens of response i that the
+masks on pi_old/mu keep.  (The kept sets of top-p sampling are in records/sampling_mask.py.)
 
 It is counted before the update, because the sequences of a response may be in several micro-batches
 and on several ranks.

@@ -5,9 +5,18 @@ Shapes: T packed tokens of one micro-batch.
 
     l_t = -keep_i * sg[W_t] * A_t * f_t  +  penalty_t  -  entropy_coef * H_t  +  kl_coef * KL_t
 
-f_t is M_t log pi (form = logp: arXiv 2512.01374, Eq. 7), PPO's clipped ratio (form = ratio) or a
-soft function of the ratio (loss/surrogate.py).  `aggregate` sums l_t over the mini-batch.  A ratio
-q_t with gradient is written sg[q_t] * pi/sg[pi]: its gradient is q_t grad log pi, also where q_t is
+    sg      stop-gradient
+    keep_i  0 for a token that `reject` or `veto` drops, else 1
+    W_t     importance weight: the ratio `weight`, bounded by weight_mode; 0 for a token that the
+            switch `mask` or Clip-Cov drops
+    M_t     0 for a token that `clip` drops, else 1
+    q_t     ratio of pi to the policy of clip_anchor, at clip_level
+    f_t     M_t log pi (form = logp: arXiv 2512.01374, Eq. 7), PPO's clipped ratio (form = ratio),
+            or a soft function of the ratio (loss/surrogate.py)
+    H_t     entropy of pi over the vocabulary
+
+`aggregate` sums l_t over the mini-batch.  A q_t with gradient is written sg[q_t] * pi/sg[pi]: its
+gradient is q_t grad log pi, also where q_t is
 the ratio of a response.
 """
 
@@ -65,7 +74,7 @@ class PolicyLoss:
     bounded: Bool[Tensor, " T"]
     """W_t was changed by its bounds."""
     in_weight_mask: Bool[Tensor, " T"]
-    """`mask` without the tokens that weight_mode = mask or loss.mask removed."""
+    """`mask` without the tokens that weight_mode = mask or the switch `mask` removed."""
     rejected: Bool[Tensor, " T"]
     """Dropped by `reject` or `veto`."""
     selected: Bool[Tensor, " T"]
@@ -88,9 +97,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> PolicyLoss:
     """Return the loss of every token; only `inputs.logprobs` and `inputs.entropy` carry gradient.
 
     It is computed in float64 where the log-probs are float64, else in float32.  A token with a
-    value that is not finite is masked: the caller counts `inputs.mask & ~loss.mask`.  Collective
-    over `inputs.sequences.group` where the loss uses sums over responses.  Raises ValueError where
-    `config` needs an input that is None.
+    value that is not finite is masked: these tokens are `inputs.mask & ~result.mask`, with `result`
+    the returned PolicyLoss.  Collective over `inputs.sequences.group` where the loss uses sums over
+    responses.  Raises ValueError where `config` needs an input that is None.
     """
     inputs = finite_inputs(used_inputs(inputs, config))
     loss = user_loss(inputs, config) if ":" in config.name else kernel(inputs, config.switches)

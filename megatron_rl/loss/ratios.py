@@ -1,6 +1,9 @@
 """Probability ratios of the formulation (arXiv 2512.01374, Eq. 5), pi/mu = (pi_old/mu) *
 (pi/pi_old), and their bounds.
 
+A "ratio of a response" or a "statistic of a response" is that of one sequence here: an episode of
+several sequences is treated sequence by sequence.  Only the divisors |y| and n_i count them all.
+
 Shapes: T packed tokens.  Ratios carry no gradient; they are float64 where the log-probs are
 float64, else float32.
 """
@@ -48,7 +51,7 @@ def ratio_at(inputs: LossInputs, which: Ratio, level: Level) -> Float[Tensor, " 
 def combined_ratio(
     inputs: LossInputs, log_ratio: Float[Tensor, " T"], level: Level
 ) -> Float[Tensor, " T"]:
-    """Return, at every token, the product or the geometric mean of its response's ratios.
+    """Return, at every token, the product or the geometric mean of the ratios of its sequence.
 
     It carries no gradient.  Collective over `inputs.sequences.group`.
     """
@@ -99,7 +102,10 @@ def anchored_ratio(inputs: LossInputs, switches: LossSpec) -> Float[Tensor, " T"
 
 
 def parts_of(inputs: LossInputs, which: Ratio) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """Return the log-probs of the numerator and of the denominator of a ratio."""
+    """Return the log-probs of the numerator and of the denominator of a ratio.
+
+    train_infer = pi_old/mu, staleness = pi/pi_old, total = pi/mu.
+    """
     numerator = inputs.old_logprobs if which == "train_infer" else inputs.logprobs
     return numerator, inputs.old_logprobs if which == "staleness" else inputs.rollout_logprobs
 
@@ -152,8 +158,8 @@ def bound_weight(
 def importance_weight(
     inputs: LossInputs, switches: LossSpec
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"], Bool[Tensor, " T"]]:
-    """Return (W_t, tokens whose weight the bounds changed, tokens that loss.mask or weight_mode =
-    mask removed).
+    """Return (W_t, tokens whose weight the bounds changed, tokens that the switch `mask` or
+    weight_mode = mask removed).
 
     Collective as `ratio_at`.
     """

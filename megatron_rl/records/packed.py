@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_rl.records.rollouts import Rollout
-from megatron_rl.records.sampling_mask import KeptTokens, SamplingMask
+from megatron_rl.records.sampling_mask import KeptSets, SamplingMask
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Sample:
     save_tokens: bool = False
     """Its token data is written (trainer/recording/token_recorder.py)."""
     response: int | None = None
-    """Number of the response among those of the job's mini-batch that are in the loss, the same for
-    all its sequences; None before `make_mini_batch` and where it is left out."""
+    """Index of this sample's response among the responses in the loss of the mini-batch, over all
+    replicas; equal for all sequences of one response.  None before `make_mini_batch`, and for a
+    sample that is left out of the loss."""
 
     @property
     def length(self) -> int:
@@ -114,10 +115,10 @@ class PackedBatch:
     sampling_masks: tuple[SamplingMask, ...] | None = None
     """For every sequence the kept sets of its sampled tokens, encoded; None: none were sampled with
     top_p, top_k or min_p."""
-    mask_tokens: torch.Tensor | None = None
-    """int64 [T], with sampling_masks: number of the row's label among all their tokens, -1 where it
-    has no set."""
-    kept: KeptTokens | None = None
+    set_index: torch.Tensor | None = None
+    """int64 [T], with sampling_masks: place of the row's label among the sampled tokens of all
+    sequences, end to end, which is also the place of its kept set; -1 where it has no set."""
+    kept: KeptSets | None = None
     """Kept sets of this rank's rows, on the device, as the engine decodes them (engine/forward.py);
     None before."""
 
@@ -153,6 +154,7 @@ class StepResult:
     step: int
     """Counts from 0."""
     policy_version: int
+    """Version of the weights after the step, which a step with updates sent to the servers."""
     metrics: dict[str, float]
     """Reduced over all ranks: docs/reference/metrics.md."""
     per_layer: dict[str, list[float]] = field(default_factory=dict)

@@ -92,12 +92,12 @@ class Rollout:
     """float32 [R], log mu_old(y_t) of the sampled tokens; with a sampling_mask renormalised over
     each token's set."""
     routed_experts: np.ndarray | None
-    """uint8 (int16 above 256 experts) [S - 1, L, K], e^mu_old of rows 0..S-2, MoE layers only, in
-    layer order; None when the run does not request routes.  The last token was never an input: it
-    has no row.  Row j comes from the forward pass that sampled token j + 1, or, where token j + 1
-    was not sampled, from the first one that computed token j (several requests:
-    rollout/client/response.py).  Memory is layer-major (a transposed view of [L, S - 1, K]), so
-    that one layer is one contiguous copy."""
+    """uint8 (int16 above 256 experts) [S - 1, L, K], the experts that the server used for rows
+    0..S-2, MoE layers only, in layer order; None when the run does not request routes.  The last
+    token was never an input: it has no row.  Row j comes from the forward pass that sampled token
+    j + 1, or, where token j + 1 was not sampled, from the first one that computed token j (several
+    requests: rollout/client/response.py).  Memory is layer-major (a transposed view of
+    [L, S - 1, K]), so that one layer is one contiguous copy."""
     finish_reason: FinishReason
     policy_versions: np.ndarray
     """int32 [R], version of the weights that sampled each token; never decreases."""

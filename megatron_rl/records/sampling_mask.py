@@ -131,7 +131,7 @@ def check_mask(name: str, mask: SamplingMask, sampled: np.ndarray) -> np.ndarray
 
 
 @dataclass(frozen=True)
-class KeptTokens:
+class KeptSets:
     """The sets of the rows of a micro-batch, on its device.
 
     A row without a set (prompt, pad) has none of the ids.
@@ -157,19 +157,21 @@ class KeptTokens:
 
 
 def sets_of_tokens(
-    masks: Sequence[SamplingMask], tokens: np.ndarray, device: torch.device | str = "cpu"
-) -> KeptTokens:
-    """Return the sets of rows whose sampled tokens have the numbers `tokens` int [T] among those
-    of `masks` (-1: no set).
+    masks: Sequence[SamplingMask], set_index: np.ndarray, device: torch.device | str = "cpu"
+) -> KeptSets:
+    """Return the kept sets of the rows of a micro-batch.
+
+    set_index: int [T], for every row the place of its set among the sets of all `masks`, end to
+    end; -1: the row has no set.
     """
     sizes = np.concatenate([mask.sizes for mask in masks]).astype(np.int64)
     ids = np.concatenate([mask.ids() for mask in masks])
-    row_sizes = np.where(tokens < 0, 0, sizes[tokens])
+    row_sizes = np.where(set_index < 0, 0, sizes[set_index])
     offsets = np.concatenate([[0], np.cumsum(row_sizes)])
-    rows = np.repeat(np.arange(len(tokens)), row_sizes)
-    first = (np.cumsum(sizes) - sizes)[tokens]  # of the token's ids in `ids`
+    rows = np.repeat(np.arange(len(set_index)), row_sizes)
+    first = (np.cumsum(sizes) - sizes)[set_index]  # of the token's ids in `ids`
     places = np.arange(len(rows)) - offsets[rows] + first[rows]
-    return KeptTokens(
+    return KeptSets(
         offsets,
         torch.from_numpy(ids[places]).to(device),
         torch.from_numpy(rows).to(device),

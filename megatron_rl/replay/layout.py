@@ -5,8 +5,10 @@ sequence, so the order of its rows is the packed order; in a padded one (BSHD) p
 sequence comes before position s + 1 of any.  With context parallelism a rank has two chunks of
 every sequence (zigzag).  With sequence parallelism each tensor-parallel rank has one contiguous
 slice of these: of all rows where packed, of the positions where padded.
-Shapes: T packed rows, t this rank's rows, B sequences, S rows of a padded sequence, L MoE layers of
-the model, l this stage's, E experts, K top-k.
+
+Shapes: T packed rows, t this rank's rows, B sequences, L MoE layers of the model, l this stage's,
+E experts, K top-k.  In [S, B], S is the rows of a padded sequence; in routes [S - 1, L, K] it is
+the tokens of one rollout, without pads.
 """
 
 from __future__ import annotations
@@ -103,10 +105,12 @@ class RankLayout:
         return len(cu_seqlens) - 1 if self.padded else 1
 
     def by_sequence(
-        self, values: Shaped[Tensor, " t"], cu_seqlens: Int[Tensor, " B_plus_1"]
-    ) -> Shaped[Tensor, " t"]:
-        """Return values of the router rows of all tensor ranks, end to end, in the order of
-        `model_rows`.
+        self, values: Shaped[Tensor, " T"], cu_seqlens: Int[Tensor, " B_plus_1"]
+    ) -> Shaped[Tensor, " T"]:
+        """Return `values` in the order of `model_rows`, sequence by sequence.
+
+        values: those of the router rows of all tensor ranks, one rank after the other, as
+        sum_over_stages returns them.  T: rows of this context-parallel rank.
         """
         return values.view(-1, self.width(cu_seqlens)).T.flatten()
 

@@ -2,8 +2,10 @@
 measured while replaying.
 
 d(t, l) = K - |S_live(t, l) & S_rollout(t, l)| compares sets, because neither engine promises an
-order.  Counts stay on the device and are read once per step.  Under R3 the live choice of a layer
-is the one that its router would make after the replayed layers below it.
+order.  Token t flips in layer l where d(t, l) > 0.  Counts stay on the device and are read once
+per step.  Under R3 the live choice of a layer is the one that its router would make after the
+replayed layers below it.
+
 Shapes: t this rank's rows of a micro-batch, l this stage's MoE layers, L the model's, E experts, K
 top-k.
 """
@@ -35,7 +37,12 @@ NO_FLIP = torch.iinfo(torch.int16).max
 COLUMNS = (
     "pairs", "flips", "used_flips", "missing", "flipped_margin", "kept_margin", "replaced_mass",
 )  # fmt: skip
-"""The sums of a layer over compared rows, from which MismatchReport is computed."""
+"""The sums of a layer over compared rows, in the order in which `Mismatch.add` stacks them.
+
+pairs: rows; flips: rows with d > 0; used_flips: the same for the experts that were used; missing:
+d; flipped_margin, kept_margin: margins of rows with d > 0 and with d = 0; replaced_mass: live gate
+weight on experts that the rollout did not use.
+"""
 
 
 class Mismatch:
@@ -190,7 +197,8 @@ def reduce_mismatch(
 
     layers: the indices of this stage's layers on the MoE-layer axis of `num_layers`.
     Collective: tokens are gathered over the pipeline stages, which have the same rows, and one sum
-    over all ranks (world) follows.
+    over all ranks (world) follows.  Ranks with the same rows (stages; tensor ranks without sequence
+    parallelism) are counted several times, equally in numerator and denominator of every result.
     """
     table = torch.zeros(num_layers, len(COLUMNS), dtype=torch.float64, device=device)
     # one slot per rank, so that the same sum over ranks also carries their maxima

@@ -49,9 +49,9 @@ class Group:
     them."""
     is_due: bool = False
     """A token would be too old for the next step: this step waits for the group and takes it."""
-    sent_to: int | None = None
-    """Version of the weights that a server had when it got the group's request; None when no answer
-    is outstanding."""
+    request_version: int | None = None
+    """Version of the weights for which the request in progress was sent; None where no request is
+    in progress."""
     troubles: list[tuple[str, str]] = field(default_factory=list)
     """(URL of a server, what failed there) of the call that samples the group now."""
     max_tokens: int | None = None
@@ -126,13 +126,13 @@ class Group:
             self.prefixes.pop(index, None)
 
     def begins_at(self, version: int) -> bool:
-        """Return True if the oldest weights of a response are `version`, or may be in the answer of
-        a request.
+        """Return True if `version` is the oldest version among the tokens of some response, or the
+        version of the request in progress, whose tokens have not arrived.
         """
         # in this order: while the group is sampled, a response moves from the request to the
         # prefixes and then to the complete ones
-        sent_to, responses = self.sent_to, (*self.prefixes.values(), *self.rollouts.values())
-        return sent_to == version or any(rollout.oldest_version == version for rollout in responses)
+        asked, responses = self.request_version, [*self.prefixes.values(), *self.rollouts.values()]
+        return asked == version or any(rollout.oldest_version == version for rollout in responses)
 
     def drop_older(self, version: int, *, is_asked: bool) -> list[Rollout]:
         """Remove and return the responses with a token of weights older than `version`: they start

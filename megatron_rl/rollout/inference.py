@@ -106,7 +106,7 @@ class Inference:
         if self.client is not None:
             self.client.newest_version = version
         if self.memory is not None:
-            self.release_memory()  # the weights must be in the trainer's memory
+            self.give_memory_to_trainer()  # the weights must be in the trainer's memory
             self.memory.free_training()
             dist.barrier(self.group)
         with nullcontext() if self.client is None else self.client.clock.paused():
@@ -121,10 +121,11 @@ class Inference:
         self.version = version
         if self.client is not None:
             self.client.set_urls(self.urls)
-        # a server that was replaced has lost the requests of the open task
+        # A server that was replaced has lost the requests of the open task: end the task on every
+        # leader.  An error of `end` is expected, as that server does not answer, and is ignored;
+        # _failed_somewhere is called because it waits for all ranks and handles a stop.
         if self.pending is not None and self.taken != before:
             with suppress(SamplingStopped):
-                # its failure is no error: a server that it asked is gone
                 self._failed_somewhere(self.pending.end("abort"))
             self.pending = None
 
@@ -182,13 +183,14 @@ class Inference:
             raise RuntimeError("nothing was started")
         while self._failed_somewhere(failure := task.wait(on_progress, is_enough)):
             self._check_lost(failure)
-            if restarts := failure is not None or task.thread is not None:
-                task.end("abort")  # leaders whose task has not failed end it, too
+            # this leader's call failed, or still runs: end it, and start it again after the push
+            if starts_again := failure is not None or task.thread is not None:
+                task.end("abort")
             self.pending = None  # `push` asserts that nothing is sampled meanwhile
             self.log(f"sampling continues without the servers that died: pushing version {version}")
             self.push(version)
             self.pending = task
-            if restarts and self.client is not None:
+            if starts_again and self.client is not None:
                 task.sampling = replace(task.sampling, policy_version=self.version)
                 task.start(self.client)
         if not task.is_open:
@@ -243,8 +245,10 @@ class Inference:
         return [group.closed() for group in groups]
 
     def stop(self, *, keep_parts: bool = False) -> None:
-        """End sampling permanently, see RolloutClient.stop.
+        """End sampling permanently: the client refuses new calls.
 
+        keep_parts: groups keep what is sampled of their unfinished responses, for which the servers
+        get STOP_SECONDS (RolloutClient.stop); a checkpoint saves it.
         Not collective: a run that ends in an error stops each leader by itself.
         """
         if self.client is not None:
@@ -314,10 +318,10 @@ class Inference:
             raise RuntimeError("no weights are sent without a pusher on every rank")
         return self.pusher
 
-    def release_memory(self) -> None:
-        """Free the servers' GPU memory until the next push, and restore the trainer's.
+    def give_memory_to_trainer(self) -> None:
+        """Let the servers free their GPU memory until the next push, and restore the trainer's.
 
-        No effect where the GPUs are not shared in alternation, or where the trainer has them.
+        It has no effect without rollout.release_memory, or where the trainer has the memory.
         """
         if self.memory is None or not self.is_serving:
             return

@@ -223,14 +223,16 @@ def make_policy(
     console = services.console
     folder = cfg.run_dir / "checkpoints"
     checkpointer = Checkpointer(engine, folder, console.log, console.progress)
-    return CheckpointPolicy(checkpointer, source.release_memory, services.recording.events)
+    return CheckpointPolicy(checkpointer, source.give_memory_to_trainer, services.recording.events)
 
 
 def make_reporter(
     cfg: Config, services: RunServices, parallel: Parallel, start: StartPoint, stack: ExitStack
 ) -> Reporter:
-    """Return what writes the results of steps; on rank 0 what an earlier process wrote of the steps
-    after `start` is removed.
+    """Return the writer of step results.
+
+    On rank 0 it first removes what an earlier process wrote about steps that are trained again, as
+    far as nothing overwrites it (forget_steps).
     """
     console, sinks = services.console, None
     if parallel.rank == 0:

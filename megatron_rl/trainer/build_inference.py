@@ -90,7 +90,7 @@ def make_inference(
         memory=memory,
     )
     stack.callback(inference.stop)
-    inference.release_memory()
+    inference.give_memory_to_trainer()
     return inference, leader
 
 

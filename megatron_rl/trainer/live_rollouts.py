@@ -100,7 +100,7 @@ class LiveRollouts(RolloutSource):
             max_tokens=min(64, self.cfg.rollout.max_response_tokens),
         )
         limits = parity_limits(self.cfg, self.inference.dtype)
-        self.release_memory()  # the engine needs its weights
+        self.give_memory_to_trainer()  # the engine needs its weights
         parity = compare(self.engine, groups, self.cfg)
         self.console.log(parity.line(limits))
         parity.check(limits, self.console.log)
@@ -114,8 +114,8 @@ class LiveRollouts(RolloutSource):
             # before the groups are shared: all ranks of the replica must see the same ids
             return self.share(with_unique_ids(groups), prompts)
 
-    def release_memory(self) -> None:
-        self.inference.release_memory()
+    def give_memory_to_trainer(self) -> None:
+        self.inference.give_memory_to_trainer()
 
     def serve(self) -> None:
         """Send the weights to servers that have released their memory; call it before anything that
@@ -267,6 +267,8 @@ class LiveRollouts(RolloutSource):
             is_leader=self.leader is not None,
             device=self.parallel.device,
         )
+        # The step's last call, without new counts: it compares the sum over all draws with
+        # replay.missing_route_budget, and sets it back to 0.
         self.missing_routes.check(self.meter.sums, refilled.groups, MissingRouteCounts())
         if self.parallel.rank == 0:
             sums = self.meter.sums

@@ -65,11 +65,12 @@ class RolloutSource(Protocol):
         """
         ...
 
-    def release_memory(self) -> None:
-        """Bring the trainer's weights back from the host, after the servers have freed their GPU
-        memory (rollout.release_memory).
+    def give_memory_to_trainer(self) -> None:
+        """Let the servers free their GPU memory, then restore the trainer's.
 
-        It is called before anything that uses the trainer's weights.
+        It has no effect without rollout.release_memory, or where the trainer has the memory.  It is
+        called before anything that uses the trainer's weights; the next weight sync does the
+        reverse.
         """
         return
 

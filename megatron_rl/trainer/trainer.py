@@ -117,8 +117,8 @@ class Trainer:
                 else None,
             )
             self.record(groups, step)
-        # everything is sampled: the old-logprob pass needs the trainer's memory
-        self.rollouts.release_memory()
+        # all is sampled: with rollout.release_memory the servers give the GPUs' memory back
+        self.rollouts.give_memory_to_trainer()
         return batches
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
@@ -157,7 +157,8 @@ class Trainer:
         """
         with self.meter.time("update"):
             sums = MetricSums()
-            observe = self.tokens.update(batch, old)
+            # records the loss terms of tokens for rollout.save_tensors; None without it
+            observe = self.tokens.observer(batch, old)
             with self.meter.part("gradient"):
                 grad_norm = self.engine.compute_gradient(
                     batch, old, sums, replay=self.cfg.replay.mode, observe=observe
@@ -264,7 +265,7 @@ class Trainer:
         self.checkpoint_policy.wait()
         self.meter.enter("export")
         if self.cfg.checkpoint.export_hf:
-            self.rollouts.release_memory()
+            self.rollouts.give_memory_to_trainer()
             path = self.cfg.run_dir / "hf"
             with self.reporter.console.progress(
                 "HF export", num_tensors(self.cfg.model.path), "tensors"

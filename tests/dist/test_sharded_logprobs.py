@@ -252,7 +252,7 @@ def check_old_logprobs(engine, batch):
     for slot in range(3):  # the i-th id of each set, else its first again
         parts = []
         for part in batch.micro_batches:
-            kept = sets_of_tokens(part.sampling_masks, part.mask_tokens.numpy())
+            kept = sets_of_tokens(part.sampling_masks, part.set_index.numpy())
             first, sizes = (
                 torch.from_numpy(kept.offsets[:-1]),
                 torch.from_numpy(kept.offsets).diff(),
@@ -261,14 +261,14 @@ def check_old_logprobs(engine, batch):
             labels = torch.where(
                 sizes > 0, kept.ids[place.clamp(max=len(kept.ids) - 1)], part.labels
             )
-            parts.append(replace(part, labels=labels, sampling_masks=None, mask_tokens=None))
+            parts.append(replace(part, labels=labels, sampling_masks=None, set_index=None))
         whole.append([old_logprobs(parts), parts])
     plain = old_logprobs(
-        [replace(part, sampling_masks=None, mask_tokens=None) for part in batch.micro_batches]
+        [replace(part, sampling_masks=None, set_index=None) for part in batch.micro_batches]
     )
     for index, part in enumerate(batch.micro_batches if got else ()):
         rows = engine.layout.model_rows(part.cu_seqlens)
-        kept = sets_of_tokens(part.sampling_masks, part.mask_tokens.numpy())
+        kept = sets_of_tokens(part.sampling_masks, part.set_index.numpy())
         sizes = torch.from_numpy(kept.offsets).diff()[rows]
         slots = torch.stack([logprobs[index] for logprobs, _ in whole])
         used = torch.arange(3)[:, None] < sizes

@@ -65,7 +65,7 @@ def train_step(checkpoint, layout, folder, *, look=None):
         with recorder.old_pass(batch):
             passes.append(engine.old_logprobs(batch, MetricSums(), replay="R3"))
     for batch, old in zip(batches, passes, strict=True):
-        sums, observe = MetricSums(), recorder.update(batch, old)
+        sums, observe = MetricSums(), recorder.observer(batch, old)
         seen = both(observe, look, batch) if look else observe
         norm = engine.compute_gradient(batch, old, sums, replay="R3", observe=seen)
         engine.apply_gradient(norm, batch, sums)

@@ -115,7 +115,7 @@ def differences(checkpoint, rollout, temperature):
     """
     batch = pack([Sample(rollout, 0.0)])
     logits = hf_model(checkpoint)(torch.from_numpy(rollout.tokens)[None]).logits[0]
-    kept = sets_of_tokens(batch.sampling_masks, batch.mask_tokens.numpy())
+    kept = sets_of_tokens(batch.sampling_masks, batch.set_index.numpy())
     found = kept_token_logprobs(logits, batch.labels, kept, vocab_size=64, temperature=temperature)
     mu = batch.rollout_logprobs
     both = (mu - found.logprobs).abs(), (mu - found.logprobs - found.log_mass).abs()

@@ -122,13 +122,13 @@ def test_a_request_that_waits_grows_old_in_place():
     inference.servers.next_version()
     inference.renew(groups, 0)
     assert (
-        [group.sent_to for group in groups] == [0, 0]
+        [group.request_version for group in groups] == [0, 0]
         and waiting.begins_at(0)
         and not waiting.begins_at(1)
     )
     inference.servers.next_version()
     inference.renew(groups, 1)
-    assert [group.sent_to for group in groups] == [2, 2] and not (
+    assert [group.request_version for group in groups] == [2, 2] and not (
         running.prefixes or waiting.prefixes
     )
     assert inference.client.counters.stale_samples == 1, "the other had no token"

@@ -27,12 +27,14 @@ def staleness_problems(cfg: AllSections) -> Iterator[str]:
     staleness = f"rollout.max_staleness = {rollout.max_staleness}"
     # both cut episodes short for an update of weights
     if agent.name and agent.resume == "restart":
-        for key, value in (("partial", "resume"), ("weight_update", "abort")):
+        for key, value, default in (
+            ("partial", "resume", "drop"), ("weight_update", "abort", "drain"),
+        ):  # fmt: skip
             if getattr(rollout, key) == value:
                 yield (
                     f"rollout.{key} = {value} with agent.resume = restart: episodes that were cut "
                     "short would start again, which favours short ones; set agent.resume = "
-                    "continue, or the other to its default"
+                    f"continue, or rollout.{key} = {default}"
                 )
     if agent.name and rollout.weight_update == "in_place":
         yield (
@@ -82,9 +84,9 @@ def loss_problems(cfg: AllSections) -> Iterator[str]:
     if run.num_mini_batches == 1 and cfg.loss.switches.router_shift:
         yield (
             f"loss.router_shift = true (loss.name = {cfg.loss.name}) has no effect with "
-            "run.num_mini_batches = 1: the only update of a step has the routers of the old pass, "
-            "and one forward pass more; set run.num_mini_batches above 1, or another loss.name "
-            "(gmpo)"
+            "run.num_mini_batches = 1: in the only update of a step the routers are still those of "
+            "the old-logprob pass, and the shift costs one more forward pass; set "
+            "run.num_mini_batches above 1, or another loss.name (gmpo)"
         )
     # only batch_whitened has its baseline over the batch, not over the group
     if cfg.advantage_kind != "batch_whitened" and run.group_size < 2:

@@ -18,7 +18,9 @@ def tensor_ranks(args: Sequence[str]) -> int:
 
 
 def model_copies(args: Sequence[str]) -> int:
-    """Return the GPUs of a server / its tensor parallel size: stages x data-parallel copies."""
+    """Return the number of GPUs of a server divided by its tensor parallel size: pipeline stages x
+    data-parallel copies.
+    """
     stages = option_value(args, *BY_NAME["pp_size"].options) or 1
     copies = option_value(args, *BY_NAME["dp_size"].options) or 1
     # under DP attention the copies share the tensor ranks
@@ -83,7 +85,7 @@ def visible_gpus(environ: Mapping[str, str], count: int) -> list[str]:
 def devices_of_server(rollout: RolloutConfig, index: int, environ: Mapping[str, str]) -> list[int]:
     """Return the GPUs of the server with this index, as a process with `environ` numbers them.
 
-    check_count has passed.
+    Call check_count first: it reports GPUs that `environ` hides, which are a bare ValueError here.
     """
     gpus = servers_gpus(rollout, environ)[index]
     fewest = max((int(gpu) + 1 for gpu in gpus if gpu.isdecimal()), default=0)

@@ -55,6 +55,8 @@ def check_server_args(args: Sequence[str], *, has_key: bool) -> None:
         for option, fix in SET_BY_THE_RUN.items():
             # SGLang's parser takes abbreviations: --ho
             is_same = len(name) > 3 and option.startswith(name)
+            # --log-level is refused only with an API key: SGLang logs the key at levels more
+            # verbose than warning
             if is_same and (option != "--log-level" or has_key):
                 raise ValueError(
                     f"server_args has {name}, which this run sets itself as {option}: remove it; "

@@ -116,11 +116,11 @@ class RolloutConfig(Section):
     0 = off."""
     partial: Literal["drop", "resume"] = "drop"
     """Groups that over_sample aborts are dropped, or resumed in the next step; every token keeps
-    the log-prob, experts and weight version it was sampled with.  resume takes one of
-    max_staleness."""
+    the log-prob, experts and weight version it was sampled with.  resume uses one of the
+    max_staleness weight syncs."""
     max_staleness: Count = 0
     """Weight syncs allowed between sampling a token and training on it.  0: steps are synchronous.
-    What `partial` does not take is the number of steps that are sampled ahead, while others train
+    While a step trains, the next max_staleness steps are sampled; with partial = resume one fewer
     (docs/design/architecture.md#scheduler)."""
     weight_update: Literal["drain", "abort", "in_place"] = "drain"
     """Treatment by a weight sync of responses that are sampled ahead.  drain: it waits for the
@@ -139,9 +139,9 @@ class RolloutConfig(Section):
     weight_sync_bucket_mb: Positive = 512
     """MiB of weights per bucket of a weight sync."""
     weight_sync_sources: Positive = 16
-    """Most training ranks that send weights, each its own part, with weight_sync = distributed: of
-    one per pipeline stage and expert-parallel rank.  Each is one process group that the servers
-    keep, with nccl's memory (docs/guides/servers.md)."""
+    """weight_sync = distributed: largest number of training ranks that send weights.  There is one
+    for each pipeline stage and expert-parallel rank; if these are more, neighbours are merged.  For
+    each one the servers keep a process group, with nccl's memory (docs/guides/servers.md)."""
     verify_push: Literal["version", "checksum"] = "checksum"
     """Proof of a weight sync by the servers.  version: they report the new version.
     checksum: after every n-th sync also a checksum of each tensor, equal to that of the trainer's
@@ -150,9 +150,9 @@ class RolloutConfig(Section):
     """n of verify_push = checksum: the first weight sync of a run is verified, then every n-th."""
     # GPUs that servers and trainer share
     release_memory: bool = False
-    """Servers and trainer have the GPUs in alternation: the servers release weights and KV cache
-    while the run trains, the trainer keeps its state on the host while they sample (GPU,
-    weight_sync = colocated, max_server_restarts = 0; not run)."""
+    """Servers and trainer use the same GPUs in turn: the servers free weights and KV cache while
+    the run trains, the trainer keeps its state on the host while they sample.  Needs a GPU,
+    weight_sync = colocated, port = 0 and max_server_restarts = 0; not run on a GPU."""
     # rounding of the weights
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every weight sync rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts of

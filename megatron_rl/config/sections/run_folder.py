@@ -56,7 +56,7 @@ class RunConfig(Section):
     anomaly_kl: AboveZero = 1.0
     """The same for KL(mu, pi_old) per token of a mini-batch."""
     trace: str = "off"
-    """Of which steps every rank writes what it did when, for Perfetto
+    """Steps for which every rank writes a timeline of its work, for Perfetto
     (docs/guides/look_at_a_run.md): off; last = the latest; "every N" = each N-th step."""
     log_format: Literal["text", "json"] = "text"
     """Lines on the terminal: text, or one JSON object a line for machines

@@ -222,7 +222,7 @@ class Call:
     def sending(self, request: Request, seconds: float) -> Iterator[None]:
         """Register `request` as in flight inside the context; cut it short after `seconds`."""
         self.in_flight[request.rid] = request
-        request.group.sent_to = request.sampling.policy_version
+        request.group.request_version = request.sampling.policy_version
         request.timer = self.clock.alarm(seconds, lambda: self.cut(request, "deadline"))
         try:
             yield

@@ -85,7 +85,7 @@ class GroupSampler:
                         f" {'; '.join(f'{url}: {what}' for url, what in group.troubles)}"
                     ) from error
             finally:
-                group.sent_to = None
+                group.request_version = None
             self.counters.retries += 1
             # not from the run's own generator, whose state is saved
             pause = random.SystemRandom().uniform(0, RETRY_SECONDS)

@@ -184,7 +184,7 @@ class TokenRecorder:
         with self.engine.manager.observed(observe):
             yield
 
-    def update(self, batch: MiniBatch, old: OldPass) -> ObserveTokens | None:
+    def observer(self, batch: MiniBatch, old: OldPass) -> ObserveTokens | None:
         """Return what observes the update of `batch`, for Engine.compute_gradient."""
         if not self.choice.share:
             return None

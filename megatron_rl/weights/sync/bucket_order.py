@@ -1,4 +1,4 @@
-"""The order in which all sources of a push send their buckets to the servers.
+"""The order in which the sources of a push (the training ranks that send) send their buckets.
 
 SGLang loads one bucket at a time (it holds a lock meanwhile), and a broadcast to several servers
 needs all of them at the same bucket.  Two sources whose calls reached two servers in different

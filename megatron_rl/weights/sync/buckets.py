@@ -2,9 +2,9 @@
 
 Interface (SGLang's init_custom_process_group and FlattenedTensorBucket, up to 0.5.23): a TCP store
 on rank 0 with keys prefixed by the group's name.  SGLang receives from rank 0 of a group only, so
-each source of a push has a group of its own, in which this process is rank 0.  A bucket is the
-tensors' bytes end to end, in the order of the names, dtypes and shapes that go to the server as
-JSON.
+each source of a push (a training rank that sends) has a group of its own, in which it is rank 0.  A
+bucket is the tensors' bytes end to end, in the order of the names, dtypes and shapes that go to the
+server as JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Bucket:
 
     def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         """Append `tensor`, of any layout; the bucket's dtype is that of its first tensor."""
-        assert not self.names or self.dtype == dtype, "every tensor must be aligned"
+        assert not self.names or self.dtype == dtype, (
+            "the tensors of a bucket must have one dtype: so each is aligned in the flat bytes"
+        )
         self.dtype = dtype
         self.names.append(name)
         self.shapes.append(list(tensor.shape))

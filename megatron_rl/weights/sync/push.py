@@ -1,15 +1,17 @@
 """Push new weights to the SGLang servers.
 
-Every rank takes part: rank 0 calls the servers, and each source sends the tensors that it has
-(weights/hf/export.py), so none is gathered on rank 0.  SGLang is never imported.  Rank 0 keeps this
-order, in which no server ever serves stale or half-updated weights:
+Every rank takes part.  Rank 0 calls the servers.  The sources are the training ranks that send
+(weights/hf/export.py): each sends the tensors that it has, so none is gathered on rank 0.  SGLang
+is never imported.  Rank 0 keeps this order, in which no server ever serves stale or half-updated
+weights:
 
     1. pause_generation (abort), and flush_cache until every server accepts it
     2. set the version "updating to N"
     3. every source sends its tensors, in buckets
-    4. check that every server still reports "updating to N", compare checksums if that is due,
-       check the version again
-    5. set version N, confirm it on every server, continue_generation
+    4. check that every server still reports "updating to N"; end the weight-update session
+       (weight_sync = disk: let the servers load the files); compare checksums if that is due
+    5. check "updating to N" again, set version N, confirm it on every server, continue_generation
+       (`serve`; with rollout.release_memory only after the trainer has freed its weights)
 
 Where requests are kept (rollout.weight_update = in_place), step 1 pauses with mode in_place and
 flushes nothing.  The client's requests then name the version whose entries of the prefix cache they
@@ -61,9 +63,8 @@ __all__ = ["PushReport", "WeightPushError", "WeightPusher"]
 logger = logging.getLogger(__name__)
 
 PATIENCE = 3
-"""Times the limit of one call that a source waits for the others.
-
-Joining a group, a broadcast and its loading are three calls.
+"""A source waits for its turn at most this many times the time limit of one call: the source before
+it may join its group, broadcast its bucket and wait for the loading, one limit each.
 """
 
 
@@ -98,7 +99,8 @@ class WeightPusher:
         self.device = sending.device
         self.verify_every = verify_every
         self.unverified = 0
-        """Pushes since the last verified one; 0: the next push is verified."""
+        """Pushes from the last verified one on, that one included; back to 0 after `verify_every`
+        of them.  0: the next push is verified."""
         self.verifier = Verifier()
         self.settings = (
             None

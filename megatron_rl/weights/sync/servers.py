@@ -164,8 +164,10 @@ class Servers:
         infos = self.each(lambda url: self.call("GET", url, "/model_info"))
         for url, info in zip(self.urls, infos, strict=True):
             if (reported := info.get("weight_version")) != version:
-                hint = ""
-                if not version.endswith(str(reported).partition("@")[2]):
+                # a version names its run at the end (weights/version.py); "" where it names none
+                run = str(reported).partition("@")[2]
+                hint = ": it was restarted, or did not take the version; look at its log"
+                if not version.endswith(run):
                     hint = ": another run pushes to it; give each run its own rollout.urls"
                 raise WeightPushError(
                     f"server {url} reports weight version {reported!r} after it was set to"

@@ -58,7 +58,9 @@ class TransportSettings:
 
 
 class Transport(ABC):
-    """A way into running servers, by their weight-update sessions; Disk has none."""
+    """Sends buckets to running servers, inside a weight-update session of each (SGLang from
+    0.5.21).  Disk opens no session.
+    """
 
     has_sessions = False
     """Some server has opened a session; SGLang before 0.5.21 has none."""

@@ -32,7 +32,7 @@ def enumerate_sets(logits, labels, sets, vocab, temperature):
 
 
 def make_case(seed, rows=24, vocab=47, most=6):
-    """(labels, sets with None where empty, KeptTokens)."""
+    """(labels, sets with None where empty, KeptSets)."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, vocab, rows)
     mask, sets = make_mask(rng, labels, most, vocab)

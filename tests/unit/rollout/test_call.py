@@ -52,7 +52,7 @@ def test_a_request_that_is_cut_is_aborted_again_until_its_answer_and_not_for_its
     async def run() -> None:
         request = request_of(call, new(0)[0])
         with call.sending(request, 5.0):
-            assert call.in_flight == {"r": request} and request.group.sent_to == 3
+            assert call.in_flight == {"r": request} and request.group.request_version == 3
             call.cut(request, "age")
             clock.advance(5.0)
             await asyncio.sleep(LOOK)

@@ -206,12 +206,12 @@ def test_packed_rows_have_the_sets_of_what_they_predict():
                     sampling_mask=None)  # fmt: skip
     rollouts[2] = with_mask(agent)
     batch = pack([Sample(rollout, 1.0) for rollout in rollouts], [8, 8, 10, 3])
-    kept = sets_of_tokens(batch.sampling_masks, batch.mask_tokens.numpy())
+    kept = sets_of_tokens(batch.sampling_masks, batch.set_index.numpy())
     assert np.array_equal(~kept.is_empty.numpy(), batch.loss_mask.numpy())
     for row in range(batch.num_tokens):
         own = kept.ids[int(kept.offsets[row]) : int(kept.offsets[row + 1])].tolist()
         assert (int(batch.labels[row]) in own) == bool(batch.loss_mask[row])
-    assert pack([Sample(make_rollout("r", 2, 3), 1.0)]).mask_tokens is None
+    assert pack([Sample(make_rollout("r", 2, 3), 1.0)]).set_index is None
     with pytest.raises(ValueError, match=r"rollouts \['r4'\] have no kept sets but others"):
         pack([Sample(replace(rollouts[0], sampling_mask=None), 1.0), Sample(rollouts[1], 1.0)])
     with pytest.raises(ValueError, match="rollout r4: sampled token 0 of 4 is"):

@@ -181,10 +181,10 @@ class RandomServers:
         for group in self.started:
             for index in group.missing:
                 self.held.setdefault((group, index), (self.sampling_version, []))
-            self.set_sent_to(group)
+            self.set_request_version(group)
 
-    def set_sent_to(self, group: Group) -> None:
-        group.sent_to = min(
+    def set_request_version(self, group: Group) -> None:
+        group.request_version = min(
             (sent for (asked, _), (sent, _) in self.held.items() if asked is group), default=None
         )
 
@@ -192,7 +192,7 @@ class RandomServers:
         """With what was sampled before, and a token of now."""
         _, versions = self.held.pop((group, index))
         sampled_more(group, index, [*versions, self.version], reason)
-        self.set_sent_to(group)
+        self.set_request_version(group)
         drop_older([group], self.oldest, self.client.counters)
 
     @property
@@ -249,7 +249,7 @@ class RandomServers:
         reason = self.rng.choice(["abort", "abort", "stop", None])
         if reason is None:
             del self.held[group, index]
-            self.set_sent_to(group)
+            self.set_request_version(group)
         else:
             self.answer(group, index, reason)
 

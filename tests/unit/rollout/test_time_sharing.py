@@ -83,9 +83,9 @@ TO_SERVERS = [
 
 def test_each_side_allocates_after_the_other_has_freed(shared):
     inference, server = shared
-    inference.release_memory()
+    inference.give_memory_to_trainer()
     assert order(server) == TO_TRAINER and not inference.is_serving
-    inference.release_memory()
+    inference.give_memory_to_trainer()
     assert order(server) == TO_TRAINER, "the trainer has the memory"
     inference.push(1)
     assert (
@@ -99,7 +99,7 @@ def test_the_trainer_stays_away_from_servers_that_did_not_release(shared):
     inference, server = shared
     server.faults["/release_memory_occupation"] = [(500, 0.0)]
     with pytest.raises(WeightPushError, match="release_memory_occupation answered 500"):
-        inference.release_memory()
+        inference.give_memory_to_trainer()
     assert "restore" not in server.paths and inference.is_serving
 
 
@@ -127,7 +127,7 @@ def test_weights_are_sent_when_servers_sample_next(shared):
         events=Events(),
     )
     rollouts._push = partial(LiveRollouts._push, rollouts)
-    inference.release_memory()
+    inference.give_memory_to_trainer()
     server.calls.clear()
     LiveRollouts.sync_weights(rollouts, 3)
     assert rollouts.policy_version == 3 and not server.calls, (
@@ -136,6 +136,6 @@ def test_weights_are_sent_when_servers_sample_next(shared):
     LiveRollouts.serve(rollouts)
     LiveRollouts.serve(rollouts)
     assert order(server) == TO_SERVERS and server.version == "3"
-    LiveRollouts.release_memory(rollouts)
+    LiveRollouts.give_memory_to_trainer(rollouts)
     assert order(server) == TO_SERVERS + TO_TRAINER
     assert times.count("weight_sync") == 1

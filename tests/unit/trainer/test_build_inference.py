@@ -261,7 +261,7 @@ def asked(monkeypatch, calls):
     monkeypatch.setattr(dist, "barrier", calls.note("barrier"))
 
     class Inference(SimpleNamespace):
-        stop, release_memory = calls.note("stop"), calls.note("release")
+        stop, give_memory_to_trainer = calls.note("stop"), calls.note("release")
 
     monkeypatch.setattr(
         build, "Inference", lambda export, **settings: Inference(export=export, **settings)

@@ -38,7 +38,7 @@ def test_an_update_that_is_skipped_is_an_event(tmp_path):
         cfg=SimpleNamespace(replay=SimpleNamespace(mode="R3")),
         meter=StepMeter(),
         engine=engine,
-        tokens=SimpleNamespace(update=lambda *args: None),
+        tokens=SimpleNamespace(observer=lambda *args: None),
         saver=SimpleNamespace(look=lambda *args: None),
         recording=SimpleNamespace(events=Events(tmp_path / "events.jsonl")),
     )

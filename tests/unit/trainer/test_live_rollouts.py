@@ -78,7 +78,8 @@ def live(tmp_path):
             return [[Rewarded(next(rewards, 0.5)) for _ in group] for group in episodes]
 
         inference = SimpleNamespace(
-            is_serving=True, dtype="bfloat16", restarts=0, release_memory=calls.note("release"),
+            is_serving=True, dtype="bfloat16", restarts=0,
+            give_memory_to_trainer=calls.note("release"),
             push=calls.note("push"),
             generate=lambda prompts, count, **settings: (
                 calls.append(("generate", ([prompt.id for prompt in prompts], count), settings))
@@ -457,5 +458,5 @@ def test_a_checkpoint_holds_the_place_in_the_data_and_what_is_in_flight(live, tm
     assert calls[-1] == ("stop", (), {"keep_parts": True})
     other.leader = None
     other.stop()
-    other.release_memory()
+    other.give_memory_to_trainer()
     assert calls.names[-2:] == ["stop", "release"]

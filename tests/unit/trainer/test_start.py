@@ -62,7 +62,7 @@ def start(monkeypatch, tmp_path):
 
         parallel = SimpleNamespace(rank=rank, device=torch.device(device), dp_size=3)
         status, watchdog = SimpleNamespace(urls=tuple), Recorded(calls, "watchdog")
-        source = SimpleNamespace(release_memory="release", start=calls.note("source.start"))
+        source = SimpleNamespace(give_memory_to_trainer="release", start=calls.note("source.start"))
         recording = SimpleNamespace(files="files", events="events")
         recording.run = lambda first, meter: entered(f"recording after {first}, {meter.step}")
         step_trace = SimpleNamespace(trace="trace")

@@ -51,7 +51,7 @@ def made(tmp_path):
             calls, "rollouts", progress={"policy_version": VERSION}, files={"name": "writer"}
         )
         rollouts.policy_version, rollouts.stop = VERSION, "stop"
-        tokens = Recorded(calls, "tokens", old_pass=nullcontext(), update=OBSERVE)
+        tokens = Recorded(calls, "tokens", old_pass=nullcontext(), observer=OBSERVE)
         tokens.choice = SimpleNamespace(of=lambda step, count: f"those of {count} in step {step}")
         files = Recorded(calls, "files")
         files.failed = 0
@@ -162,7 +162,7 @@ def test_mini_batches_are_of_penalised_groups_with_advantages(made, monkeypatch,
     assert calls == [
         ("enter", ("split", -1), {}), ("split", (groups, cfg), settings), ("rollouts.record",
         (groups, 4), {}),
-        ("rollouts.release_memory", (), {}),
+        ("rollouts.give_memory_to_trainer", (), {}),
     ]  # fmt: skip
     assert spans(trainer) == [("split", "stage")] and trainer.meter.take_times()["time/split"] > 0
 
@@ -231,7 +231,7 @@ def test_an_update_is_looked_at_before_it_is_applied(made):
     trainer.update(BATCH, OLD)
     assert seen == [(BATCH, OLD, trainer.cfg.replay.mode, OBSERVE)]
     assert calls == [
-        ("enter", ("update", 4), {}), ("tokens.update", (BATCH, OLD), {}),
+        ("enter", ("update", 4), {}), ("tokens.observer", (BATCH, OLD), {}),
         ("look", (4, BATCH, OLD, {"train/counted": 2}, 2.5), {}), ("apply", (2.5, BATCH), {}),
     ]  # fmt: skip
     assert reduced(trainer.meter.take_sums()) == {"train/counted": 2, "optim/counted": 1}
@@ -336,7 +336,7 @@ def test_the_end_of_a_run_evaluates_saves_and_exports(made, monkeypatch, export)
     calls[:] = [call for call in calls if not call[0].endswith(".progress")]
     path = trainer.cfg.run_dir / "hf"
     exported = [
-        ("rollouts.release_memory", (), {}), ("progress", ("HF export", 7, "tensors"), {}),
+        ("rollouts.give_memory_to_trainer", (), {}), ("progress", ("HF export", 7, "tensors"), {}),
         ("export_parts", (1,), {}),
         ("write", (([1, 2], None), trainer.cfg.model.path, path, "ranks"), {}),
         ("reporter.log", (f"HF checkpoint {path}",), {}),
