@@ -109,9 +109,9 @@ def run(argv: list[str] | None) -> int:
         return BAD_CONFIG
     lines = LogLines(cfg.run.log_format, (cfg.rollout.api_key_env,))
     signal.signal(signal.SIGTERM, raise_interrupt)
-    follow_launcher()
+    follow_launcher()  # under torchrun: SIGTERM for this rank, too, when the launcher dies
     try:
-        # before the imports: some libraries keep the stream that they find
+        # stderr without secrets; before the imports, as some libraries keep the stream they find
         with lines.clean_stderr():
             collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
     except StoppedBySignal as stopped:

@@ -19,8 +19,8 @@ import numpy as np
 from megatron_rl.records.sampling_mask import SamplingMask
 
 FinishReason = Literal["stop", "length", "abort"]
-"""abort: stopped early, to be continued (rollout/client/response.py).  Such a response never leaves
-the client."""
+"""abort: stopped early, to be continued (rollout/client/response.py).  Such a response is kept in
+Group.prefixes, and in checkpoints; no step trains on it."""
 
 Files = Mapping[str, Callable[[Path], None]]
 """File name -> function that writes it; a checkpoint may call it later, in a thread."""
@@ -56,8 +56,9 @@ class EpisodeRecord:
     turns: tuple[tuple[int, FinishReason], ...] = ()
     """(end in `tokens`, finish reason) of each complete turn; () for a response of one request."""
     turn_rewards: tuple[float, ...] = ()
-    """One reward a turn (a span of sampled tokens) where the episode gave any.  They are recorded
-    only: advantages come from the reward."""
+    """One reward per span of sampled tokens (Rollout.turn_spans), where the episode gave any; turns
+    without an observation between them share a span.  They are recorded only: advantages come from
+    the reward."""
     messages: tuple[Mapping[str, object], ...] = ()
     """Chat messages that followed the prompt (agent.renderer)."""
     earlier: tuple[Rollout, ...] = ()
@@ -308,8 +309,9 @@ class RolloutGroup:
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     rewards: np.ndarray | None = None
-    """float32 [G], the task's rewards, as people read them; NaN where a response has none
-    (reward.on_error = drop)."""
+    """float32 [G], without `penalties`; those of the reward function include reward.format_penalty
+    in training.  NaN where a response has none (reward.on_error = drop, or a failure in
+    evaluation)."""
     advantages: np.ndarray | None = None
     """float32 [G]."""
     penalties: np.ndarray | None = None

@@ -81,6 +81,7 @@ class RankLayout:
         Raises ValueError where the slices of the tensor ranks would not be equal.
         """
         rows, width = self.model_rows(cu_seqlens), self.width(cu_seqlens)
+        # rows on this context-parallel rank: of the micro-batch, or of each sequence where padded
         num_steps = int(cu_seqlens[-1]) // self.cp_size // width
         parts = self.tp_size if self.sequence_parallel else 1
         if num_steps % parts:

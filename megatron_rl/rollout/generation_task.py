@@ -29,8 +29,12 @@ class GenerationTask:
     error: BaseException | None = None
     """The error that ended the call."""
     thread: Thread | None = None
+    """The thread of the call; None before it starts and after its end was noticed."""
     events: SimpleQueue[Literal["complete", "renewed", "end"]] = field(default_factory=SimpleQueue)
+    """From the call to the main thread: a group is complete; the new weights are taken over
+    (`renew`); the call has ended."""
     commands: Commands = field(default_factory=SimpleQueue)
+    """From the main thread to an open call: further groups, new weights, and how it ends."""
 
     def start(self, client: RolloutClient) -> None:
         """Start, or continue after an error with what is still missing."""

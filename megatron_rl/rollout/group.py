@@ -8,7 +8,7 @@
     any of the three --over_sample with partial = drop--> DROPPED
 
 The scheduler makes groups, queues them, and takes them out of its queue.  A call of
-RolloutClient.fill (inference.GenerationTask) samples the missing responses, on a thread of its own,
+RolloutClient.fill (GenerationTask) samples the missing responses, on a thread of its own,
 and `put`s them into the group.
 """
 
@@ -37,7 +37,12 @@ class GroupState(Enum):
 
 @dataclass(eq=False)  # compared by identity: a prompt may be drawn twice
 class Group:
-    """The responses to one prompt while they are sampled, perhaps over several steps."""
+    """The responses to one prompt while they are sampled, perhaps over several steps.
+
+    For an agent's episode each turn is sampled as a group of its own, with one response: then the
+    prompt is all tokens before the turn, `known` is the sequence so far, and max_tokens and
+    stop_token_ids are those of the turn.
+    """
 
     prompt: Prompt
     size: int
@@ -66,7 +71,7 @@ class Group:
     scored: RolloutGroup | None = None
     """The complete group with its rewards, where it was scored while others were sampled."""
     is_in_call: bool = False
-    """A call in progress samples the missing responses (inference.GenerationTask)."""
+    """A call in progress samples the missing responses (generation_task.GenerationTask)."""
     outcome: GroupState | None = None
     """FINISHED or DROPPED once the group has left the queue (`leave`)."""
 

@@ -109,6 +109,7 @@ class Inference:
             self.give_memory_to_trainer()  # the weights must be in the trainer's memory
             self.memory.free_training()
             dist.barrier(self.group)
+        # the clock of requests' deadlines: the time for which the push pauses servers is not theirs
         with nullcontext() if self.client is None else self.client.clock.paused():
             # the loop ends: every failure costs one of rollout.max_server_restarts
             while not self._try_push(version):
@@ -199,6 +200,8 @@ class Inference:
     def end(self, how: Ending) -> None:
         """End the open task; on return nothing is in flight.
 
+        how: drain completes the groups in progress and starts no others; abort aborts every
+        request, and keeps the sampled part of its responses.
         Groups whose servers died are left incomplete: the next push finds other servers.  Raises as
         `wait` does.
         """
@@ -224,7 +227,7 @@ class Inference:
         )
         if stopped:
             self.stop(keep_parts=True)
-            self.pending = None  # not before: `stop` joins what is interrupted here
+            self.pending = None  # only now: `stop` waits for the thread of `pending`
             raise SamplingStopped("sampling was stopped")
         return bool(failed)
 

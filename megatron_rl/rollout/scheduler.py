@@ -10,8 +10,9 @@ oldest first, each with its group:
 
 The queue holds the groups of this step, with over_sample some more, and those of `steps_ahead`
 further steps.  If it were longer, groups would be too old when a step takes them.  Synchronous
-steps, over-sampling, partial rollouts, sampling ahead and continuous sampling differ in these
-numbers, and in how sampling ends when weights change (rollout.weight_update).
+steps (max_staleness = 0), over-sampling (over_sample), partial rollouts (partial = resume) and
+sampling ahead (steps_ahead > 0) differ in these numbers, and in how sampling ends when weights
+change (rollout.weight_update).
 
 Every rank has a Scheduler, and every method is collective.  All ranks know the prompts, leaders
 have the groups; each replica has equally many in the queue, so that every rank knows how many to
@@ -152,7 +153,8 @@ class Scheduler:
         """Continue the groups of a checkpoint, whose prompts come first (prompts_state); return a
         line for the console.
 
-        accepted: settings that have changed.  If there are any, all groups are sampled again.  So
+        accepted: changed settings that matter for training and that checkpoint.allow_changes names.
+        If there are any, all groups are sampled again.  So
         are groups of another size, or without the routes or kept sets that are needed now.
         """
         if self.inference.client is None and self.parallel.rank != 0:

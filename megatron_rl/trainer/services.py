@@ -87,10 +87,12 @@ def make_watchdog(
 
     Its limit for a stage is shorter than the timeout of collectives, whose error names no rank.
     """
+    # agreed: all ranks end with this exception, so it is no failure of one rank
     settings = WatchSettings(
         cfg.stage_seconds, cfg.run.silence_timeout_seconds, cfg.run_dir, agreed=(StoppedBySignal,)
     )
     watchdog = Watchdog(parallel.store(), parallel.rank, parallel.world_size, settings, lines=lines)
     if status is not None:
+        # status.json gets every heartbeat, and "failed" before the watchdog ends the process
         watchdog.on_heartbeats, watchdog.on_verdict = status.beats, partial(status.close, "failed")
     return watchdog

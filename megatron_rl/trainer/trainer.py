@@ -54,8 +54,11 @@ class Trainer:
     meter: StepMeter
     reporter: Reporter
     saver: BatchSaver
+    """Saves mini-batches that look wrong, before their update (run.save_batches)."""
     tokens: TokenRecorder
+    """Records what the trainer knows of single tokens (rollout.save_tensors)."""
     recording: Recording
+    """The writer of events.jsonl, and the thread that writes files of rollouts and tokens."""
     step_trace: StepTrace
     first_step: int
     """Number of finished steps at the start, above 0 when a checkpoint was resumed."""
@@ -146,6 +149,7 @@ class Trainer:
         sums = MetricSums()
         with self.tokens.old_pass(batch):
             old = self.engine.old_logprobs(batch, sums, replay=self.cfg.replay.mode)
+        # its KL(mu, pi_old), by which `look` judges the mini-batch
         self.saver.note_old_pass(batch, sums)
         self.meter.sums.merge(sums)
         return old

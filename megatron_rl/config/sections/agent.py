@@ -10,8 +10,8 @@ from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Sec
 
 
 class AgentConfig(Section):
-    """Rollouts of several turns (docs/guides/agents.md); without function and environment a rollout
-    is one response."""
+    """Rollouts of several turns (docs/guides/agents.md); without function, environment and command
+    a rollout is one response."""
 
     # the program of an episode
     function: str = ""
@@ -55,8 +55,9 @@ class AgentConfig(Section):
     rollout.max_retries times; or count it and leave it out of its group."""
     # chat format
     renderer: str = ""
-    """Chat format of the model, with which a session observes messages: qwen3, glm-4.5,
-    deepseek-v3, kimi-k2, gpt-oss and others of the `renderers` package."""
+    """Chat format of the model, which turns an episode's messages into tokens, and sampled tokens
+    into messages: qwen3, glm-4.5, deepseek-v3, kimi-k2, gpt-oss and others of the `renderers`
+    package."""
     history: Literal["keep", "split"] = "keep"
     """Thinking of earlier turns, where the chat format drops it: keep it as it was sampled, or
     split the episode: a new sequence starts from the messages as the format writes them."""

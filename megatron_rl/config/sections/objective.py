@@ -156,10 +156,11 @@ class LossConfig(Section):
     """Penalty on the KL to the model as loaded, per token; 0 = off.  Costs one more forward pass
     per mini-batch."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that KL, from the log-ratio of a token."""
+    """Estimator of the KL of kl_coef, with x = log(pi_ref / pi) of a token: k1 = -x (its gradient
+    is 0 in expectation), k2 = x^2 / 2, k3 = e^x - 1 - x."""
     kl_weight: Literal["none", "staleness", "total"] = "none"
-    """Multiplies it by pi/pi_old or pi/mu, with gradient: unbiased off policy, in value and
-    gradient (DeepSeek-V3.2)."""
+    """Multiplies the KL of kl_coef by a ratio, with gradient: staleness = pi/pi_old, total = pi/mu.
+    Unbiased off policy, in value and gradient (DeepSeek-V3.2)."""
 
     @property
     def switches(self) -> LossSpec:

@@ -64,7 +64,7 @@ class RolloutConfig(Section):
     gpus: tuple[int, ...] = ()
     """GPUs of the servers this run starts, divided evenly in this order (CUDA_VISIBLE_DEVICES);
     each server's --tp-size is its number of GPUs, unless server_args sets it.  Default: the first
-    visible ones, which distributed weight syncs refuse."""
+    visible ones, which training ranks use, too: weight_sync = distributed refuses that."""
     python: Path | None = None
     """Python that starts the servers, with SGLang installed, e.g. /opt/sglang/bin/python; default:
     that of the run."""
@@ -143,11 +143,12 @@ class RolloutConfig(Section):
     for each pipeline stage and expert-parallel rank; if these are more, neighbours are merged.  For
     each one the servers keep a process group, with nccl's memory (docs/guides/servers.md)."""
     verify_push: Literal["version", "checksum"] = "checksum"
-    """Proof of a weight sync by the servers.  version: they report the new version.
-    checksum: after every n-th sync also a checksum of each tensor, equal to that of the trainer's
-    export (docs/guides/servers.md)."""
+    """Proof of a weight sync by the servers.  version: they report the new version.  checksum:
+    after every n-th sync checksums of the tensors are compared, too: a server on the CPU with the
+    trainer's export, servers on GPUs only with one another (docs/guides/servers.md)."""
     verify_push_every: Positive = 20
-    """n of verify_push = checksum: the first weight sync of a run is verified, then every n-th."""
+    """n of verify_push = checksum: the first weight sync of a run is verified, then every n-th, and
+    the first one after a server was replaced or started again."""
     # GPUs that servers and trainer share
     release_memory: bool = False
     """Servers and trainer use the same GPUs in turn: the servers free weights and KV cache while

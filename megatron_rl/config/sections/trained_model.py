@@ -32,10 +32,11 @@ class ModelConfig(Section):
     a batch each."""
     # memory
     recompute: Literal["none", "full", "block", "selective"] = "none"
-    """Activation recompute: full = every layer; block = the first recompute_layers of each chunk;
-    selective = MoE layers."""
+    """Activation recompute: full = every layer; block = the first recompute_layers of each of the
+    pp x vp pipeline stages; selective = MoE layers."""
     recompute_layers: Positive = 1
-    """full: layers per activation checkpoint; block: recomputed layers of each pipeline chunk."""
+    """full: layers per activation checkpoint; block: recomputed layers of each of the pp x vp
+    stages."""
     fused_lm_head: bool = False
     """Log-probs directly from hidden states: the LM head is applied to a chunk of rows at a time,
     never all logits.

@@ -277,7 +277,8 @@ class WeightPusher:
             # raised again, when no server reads from this source and the export is at its end
             order.fail()
             if loading is not None:
-                wait_for_all([loading])  # the servers read its memory, which sent() may free
+                # the servers read the bucket's memory, which transport.sent() below may free
+                wait_for_all([loading])
             drain(stream)
             raise
         finally:
