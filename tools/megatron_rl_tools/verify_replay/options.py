@@ -1,19 +1,11 @@
-"""Prove routing replay in a parallel layout: real megatron-core forward and backward, each token
-with a route of its own.
+"""Prove routing replay in a parallel layout: real megatron-core, each token with its own route.
 
-    # one rank, a small random MoE
-    megatron-rl verify-replay
-    # a layout, before renting GPUs
-    torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2 --recompute full
-    # your layout, a reduced model
+    megatron-rl verify-replay                                      one rank, a small random MoE
+    torchrun --nproc_per_node 4 -m megatron_rl.cli verify-replay --tp 2 --cp 2       a layout
     torchrun --nproc_per_node 8 -m megatron_rl.cli verify-replay --model my.toml --shrink
-(a) what every router consumed, gathered to (rollout, position, MoE layer), is what was given, once
-    each, in every pass;
-(b) a recorded live pass, replayed, gives the same loss and gradients, bit by bit;
-(c) log-probs, loss and gradients equal those of one rank with the same routes (float32), which
-    packs its sequences.
-Exit code: 0 all passed, 1 something failed, 2 invalid arguments.  docs/guides/mismatch.md reads the
-output line by line.
+(a) every router consumed the given routes, each once in every pass; (b) a recorded pass, replayed,
+is equal bit by bit; (c) log-probs, loss and gradients equal those of one rank (float32).
+Exit code: 0 passed, 1 failed, 2 invalid arguments.  docs/guides/mismatch.md explains the output.
 """
 
 from __future__ import annotations
