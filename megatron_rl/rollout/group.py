@@ -53,7 +53,8 @@ class Group:
     """Responses that were cut short (finish_reason abort), by index; a later request continues
     them."""
     is_due: bool = False
-    """A token would be too old for the next step: this step waits for the group and takes it."""
+    """A token, perhaps of the request in progress, would be too old for the next step: this step
+    waits for the group and takes it.  At most as many groups as a step takes are marked."""
     request_version: int | None = None
     """Version of the weights for which the request in progress was sent; None where no request is
     in progress."""

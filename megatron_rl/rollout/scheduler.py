@@ -14,9 +14,9 @@ steps (max_staleness = 0), over-sampling (over_sample), partial rollouts (partia
 sampling ahead (steps_ahead > 0) differ in these numbers, and in how sampling ends when weights
 change (rollout.weight_update).
 
-Every rank has a Scheduler, and every method is collective.  All ranks know the prompts, leaders
-have the groups; each replica has equally many in the queue, so that every rank knows how many to
-add.
+Every rank has a Scheduler, and every method is collective.  The leader of a data-parallel replica
+is the rank that has its client, which samples.  All ranks know the prompts; only leaders have the
+groups.  Each replica has equally many prompts in the queue, so every rank knows how many to add.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Scheduler:
         """Return a leader's file in a checkpoint: its groups as they are now, which a resumed run
         need not sample again.
 
-        is_step_done: the run continues after the step, else before it.  A step that is abandoned
-        ends sampling.
+        is_step_done: True: a resumed run begins with the next step.  False: the step is abandoned
+        and a resumed run repeats it, so the groups in `taken` are saved, too.  Both end sampling.
         """
         if is_step_done:
             with suppress(SamplingStopped):  # the signal is the reason for this checkpoint

@@ -177,8 +177,10 @@ class Trainer:
             self.meter.sums.merge(sums)
 
     def sync_weights(self, version: int) -> None:
-        """Set mu_old <- theta: end sampling (rollout.weight_update), then send the weights as
-        `version`.
+        """Set mu_old <- theta: end sampling, then send the weights as `version`.
+
+        With rollout.weight_update = in_place, sampling for later steps continues.  With
+        rollout.release_memory the weights are sent when the servers sample next.
         """
         self.rollouts.sync_weights(version)
 

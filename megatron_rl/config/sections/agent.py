@@ -48,8 +48,9 @@ class AgentConfig(Section):
     rollout.max_concurrency prompts."""
     # interruptions and failures
     resume: Literal["continue", "restart"] = "continue"
-    """Treatment of an episode that a signal or rollout.partial = resume cut short: continue (its
-    function runs again and gets its recorded turns), or start again."""
+    """Treatment of an episode that a signal, rollout.partial = resume or rollout.weight_update =
+    abort cut short: continue (its function runs again and gets its recorded turns), or restart.
+    restart is refused with either of these two settings."""
     on_error: Literal["stop", "retry", "drop"] = "stop"
     """Treatment of an episode that fails: stop the run; count it and sample it again, at most
     rollout.max_retries times; or count it and leave it out of its group."""

@@ -63,7 +63,8 @@ class RolloutConfig(Section):
     Not for `urls`."""
     gpus: tuple[int, ...] = ()
     """GPUs of the servers this run starts, divided evenly in this order (CUDA_VISIBLE_DEVICES);
-    each server's --tp-size is its number of GPUs, unless server_args sets it.  Default: the first
+    unless server_args sets --tp-size, it is a server's number of GPUs, divided by the pipeline
+    stages and data-parallel copies (not with DP attention) in server_args.  Default: the first
     visible ones, which training ranks use, too: weight_sync = distributed refuses that."""
     python: Path | None = None
     """Python that starts the servers, with SGLang installed, e.g. /opt/sglang/bin/python; default:
@@ -153,7 +154,7 @@ class RolloutConfig(Section):
     release_memory: bool = False
     """Servers and trainer use the same GPUs in turn: the servers free weights and KV cache while
     the run trains, the trainer keeps its state on the host while they sample.  Needs a GPU,
-    weight_sync = colocated, port = 0 and max_server_restarts = 0; not run on a GPU."""
+    weight_sync = colocated, port = 0 and max_server_restarts = 0.  Not run so far."""
     # rounding of the weights
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every weight sync rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts of

@@ -64,7 +64,7 @@ class RunConfig(Section):
 
     @property
     def save_batches_every(self) -> int:
-        """Steps between saved mini-batches; 0 where none is saved for its step."""
+        """N of save_batches = "every N"; 0 for every other value."""
         return period(self.save_batches)
 
     def traces(self, step: int) -> bool:
