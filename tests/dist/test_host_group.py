@@ -79,7 +79,7 @@ def wait_for_others(folder):
         group=parallel.host_group,
     )
     dist.barrier(parallel.host_group)  # imports take long, on one rank more than on the other
-    inference.start([object()], temperature=1.0, max_tokens=1, stop_token_ids=[])
+    inference.start([SimpleNamespace()], temperature=1.0, max_tokens=1, stop_token_ids=[])
     with pytest.raises(SamplingStopped):
         inference.wait(0)
     has_waited = [sampled.exists()]
