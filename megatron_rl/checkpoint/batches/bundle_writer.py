@@ -61,7 +61,7 @@ class BundleNote:
     """Counted from 0."""
     reason: str
     with_weights: bool
-    """Whether the bundle has the policy's weights before the update."""
+    """The bundle has the policy's weights before the update."""
     weights: str = ""
     """Text that says where the weights are, for a bundle without them."""
 

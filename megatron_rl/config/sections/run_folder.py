@@ -114,7 +114,7 @@ class CheckpointConfig(Section):
     """keep_last > 0: also keep the best checkpoint by this metric, e.g. eval/NAME/avg@4
     (docs/reference/metrics.md)."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether the best value of best_metric is the largest or the smallest."""
+    """The best value of best_metric is the largest (max) or the smallest (min)."""
     grace_seconds: AutoSeconds = "auto"
     """Seconds from SIGTERM or SIGUSR1 for the run to save and exit with code 85; auto: 25 on the
     CPU and under plain torchrun, which kills its ranks after 30, else 600 on a GPU.  `megatron-rl

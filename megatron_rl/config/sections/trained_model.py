@@ -124,13 +124,13 @@ class OptimConfig(Section):
     """Learning rate; 0 is allowed (measurement runs)."""
     # Adam
     beta1: Beta = 0.9
-    """Of Adam."""
+    """Decay of the first moment."""
     beta2: Beta = 0.95
-    """Of Adam."""
+    """Decay of the second moment."""
     eps: AboveZero = 1e-8
-    """Of Adam."""
+    """Adam's epsilon."""
     weight_decay: NotNegative = 0.0
-    """Of AdamW; biases and norms have none."""
+    """AdamW's; biases and norms have none."""
     # limits and schedule
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Largest norm of the gradient; a larger one is scaled down to it.  0 = no limit."""

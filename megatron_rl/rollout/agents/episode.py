@@ -100,7 +100,7 @@ class Step:
     """Rewards of all steps are added."""
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Those of the last step are the episode's."""
+    """The last step's metrics are the episode's."""
 
 
 class Environment(Protocol):

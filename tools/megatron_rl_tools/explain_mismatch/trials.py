@@ -33,7 +33,7 @@ class Trial:
     """The values to try for a model; () if the trial does not apply to it."""
     edit: Callable[[float], Edit]
     is_smooth: bool = False
-    """Whether a search between these values for the best one makes sense."""
+    """A search between these values for the best one makes sense."""
 
 
 # Gate weights

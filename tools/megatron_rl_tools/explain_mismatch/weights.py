@@ -51,7 +51,7 @@ class Comparison:
     """Wrong tensor -> |server - trainer| / |trainer|, if the server holds its checkpoint's values
     and that checkpoint is here."""
     is_loaded: bool = False
-    """Whether `relative` has all wrong tensors."""
+    """`relative` has all wrong tensors."""
     dtypes: Mapping[str, str] = field(default_factory=dict)
     """Served tensor -> its dtype, if it is another than the server's or only the trainer rounds."""
     unnamed: int = 0

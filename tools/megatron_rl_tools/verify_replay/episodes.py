@@ -42,7 +42,7 @@ class TurnRequest:
     routes: np.ndarray
     """Expert ids, [S_k - 1, L, K]."""
     is_cached: bool
-    """Whether it repeats the routes of the previous request, whose rows are in the cache."""
+    """It repeats the routes of the previous request, whose rows are in the cache."""
 
 
 def least_length(turns: int) -> int:
