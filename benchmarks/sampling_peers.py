@@ -44,7 +44,7 @@ class Group:
     left: int = 0
     """Responses that have not ended in this attempt."""
     cut: bool = False
-    """Whether one of them was aborted."""
+    """One of them was aborted."""
 
     def unfinished(self) -> list[Response]:
         return [response for response in self.responses if response.done < response.length - 1e-6]

@@ -31,7 +31,7 @@ class Line:
     label: str
     settings: Settings
     is_papers: bool = True
-    """Whether the paper has it."""
+    """The paper has it."""
 
 
 @dataclass(frozen=True)

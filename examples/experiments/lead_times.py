@@ -95,7 +95,7 @@ class Rule:
     metric: Metric
     bound: float
     is_factor: bool
-    """Whether `bound` is a factor of the metric's median over the run's first steps."""
+    """`bound` is a factor of the metric's median over the run's first steps."""
     first: int
     """Steps before the rule applies."""
     consecutive: int

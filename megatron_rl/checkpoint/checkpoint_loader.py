@@ -43,7 +43,7 @@ class Restored:
     """Finished steps."""
     progress: Progress
     lines: list[str]
-    """What was loaded, for the user."""
+    """Lines for the user about the loaded state."""
     accepted: list[str]
     """Changed settings that matter for what is trained and that checkpoint.allow_changes names."""
 

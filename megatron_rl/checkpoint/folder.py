@@ -31,7 +31,7 @@ launcher hides exit codes.
 """
 NAME = re.compile(r"step_(\d+)(?:\.\d+)?")
 Progress = dict[str, Any]
-"""Where a run is, beside the engine, as plain values.  Each source of rollouts has its own keys
+"""Position of a run, beside the engine, as plain values.  Each source of rollouts has its own keys
 (trainer/rollout_source.py).
 """
 

@@ -40,7 +40,7 @@ class Setting:
     verdict: Verdict
     """The verdict on every other value."""
     touches: tuple[str, ...]
-    """What the setting may make wrong: routes, log-probs, weights."""
+    """Values that the setting may make wrong: routes, log-probs, weights."""
     because: str
     """The reason; for a proven setting, the test that shows it."""
     options: tuple[str, ...]

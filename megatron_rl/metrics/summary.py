@@ -41,9 +41,9 @@ class Summary:
     stages: dict[str, float]
     """Stage -> its seconds in all steps."""
     counts: list[Count]
-    """What was left out, replaced or repeated (left_out.py), without counts of 0."""
+    """Counts of things left out, replaced or repeated (left_out.py), without those of 0."""
     health: list[Finding] = field(default_factory=list)
-    """What is wrong, the worst first (health.py)."""
+    """Findings of health.py, the worst first."""
     look_at: list[str] = field(default_factory=list)
     """Commands and files that show the run."""
 

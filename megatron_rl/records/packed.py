@@ -138,7 +138,7 @@ class MiniBatch:
     num_response_tokens: int
     """GLOBAL count, over all data-parallel replicas."""
     index: int = 0
-    """Which of the step's N updates uses it."""
+    """Index of the update that uses it, among the step's N."""
     lockstep_efficiency: float = 1.0
     """Share of time, planned over all replicas, in which no replica waits for another."""
     samples: tuple[tuple[Sample, ...], ...] = ()

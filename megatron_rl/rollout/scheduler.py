@@ -57,7 +57,7 @@ class Sampled:
     gaps: MissingRouteCounts
     """Missing routes that the leader counted in `groups`, and the samples dropped for them."""
     call: CallStats | None
-    """What the client did since the groups before these; None on ranks without a client."""
+    """Work of the client since the groups before these; None on ranks without a client."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Scheduler:
     steps_ahead: int = 0
     """Number of steps after this one that are sampled while it trains."""
     call: CallStats = field(default_factory=CallStats)
-    """What the client did since the last groups were taken."""
+    """Work of the client since the last groups were taken."""
 
     @property
     def share(self) -> int:

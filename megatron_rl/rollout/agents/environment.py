@@ -34,7 +34,7 @@ class EnvironmentRollout:
     make: Callable[[], Environment]
     cfg: AgentConfig
     processes: EnvironmentProcesses | None = None
-    """Where environments run, None in this process, made by `make`."""
+    """The processes of environments, made by `make`; None: they run in this process."""
 
     async def __call__(self, session: Session, prompt: Prompt) -> Episode:
         async with self._environment(session) as environment:

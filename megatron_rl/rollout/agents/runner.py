@@ -82,7 +82,7 @@ class EpisodeRunner:
     sequence_limit: tuple[int, str] | None = None
     """(tokens, setting) of the longest sequence of a session."""
     processes: EnvironmentProcesses | None = None
-    """Where environments run under agent.isolation = process."""
+    """The processes of environments under agent.isolation = process."""
     hidden_env: str = ""
     """Environment variable with the servers' key."""
 

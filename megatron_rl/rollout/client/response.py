@@ -64,7 +64,7 @@ class ExpectedSample:
     prefix: Rollout | None = None
     """The start of the response, which the request had as input."""
     known: Rollout | None = None
-    """What was sampled of the input: the prefix or earlier turns.  Its rows before
+    """The sampled part of the input: the prefix or earlier turns.  Its rows before
     Sampling.first_row were not requested again."""
 
     @property

@@ -18,7 +18,7 @@ class PushReport:
     """Bytes of one copy of the weights, not of one for each server."""
     num_buckets: int
     refused_flushes: int
-    """How often servers refused to empty their caches, because a finished request still counted as
+    """Times that servers refused to empty their caches, because a finished request still counted as
     running (push.py)."""
     sent_bytes: tuple[int, ...]
     """Bytes of `num_bytes` that each rank sent."""

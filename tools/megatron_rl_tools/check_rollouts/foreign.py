@@ -65,7 +65,7 @@ class ForeignDump:
     read: Read
     notes: tuple[str, ...] = ()
     text_only: bool = False
-    """Whether the files have no token ids: then only the files themselves can be checked."""
+    """The files have no token ids: only the files themselves can be checked."""
 
 
 def make_record(

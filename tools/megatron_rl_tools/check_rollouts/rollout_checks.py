@@ -237,7 +237,7 @@ class Across:
     versions: dict[int, dict[int, int]] = field(default_factory=dict)
     """Step -> version -> rollouts with tokens of it."""
     with_routes: dict[bool, int] = field(default_factory=dict)
-    """Whether a rollout has routes -> number of rollouts."""
+    """Has routes (bool) -> number of rollouts."""
     highest: int = 0
     """The largest expert id."""
     num_ids: int = 0

@@ -21,7 +21,7 @@ class Check:
     found: str
     """The state of what was checked."""
     remedy: str = ""
-    """What to do; empty for OK."""
+    """The fix; empty for OK."""
 
 
 def warn_if(is_limited: bool, name: str, result: str, remedy: str) -> Check:

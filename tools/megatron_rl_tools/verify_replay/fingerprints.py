@@ -61,7 +61,7 @@ class Given:
     samples: tuple[tuple[tuple[tuple[Sample, ...], ...], ...], ...]
     """[round][replica][micro-batch] -> sequences."""
     is_unique: bool
-    """Whether no two (token, MoE layer) have the same set of experts."""
+    """No two (token, MoE layer) have the same set of experts."""
     requests: Mapping[str, Sequence[TurnRequest]] = field(default_factory=dict)
     """Rollout -> its turns as servers answered them; {} if rollouts have one turn."""
 
