@@ -190,8 +190,7 @@ def make_parallel(
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    host_group = make_host_group(timeout)
-    replica_group, replica_leader = _make_replica_group(host_group, timeout)
+    replica_group, replica_leader = _make_replica_group(cfg, world_size, timeout)
     return Parallel(
         rank=dist.get_rank(),
         world_size=world_size,
@@ -205,7 +204,7 @@ def make_parallel(
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_group=parallel_state.get_model_parallel_group(),
         replica_group=replica_group,
-        host_group=host_group,
+        host_group=make_host_group(timeout),
         replica_leader=replica_leader,
         vp_size=cfg.vp,
         owns_process_group=owns,
@@ -271,19 +270,21 @@ def make_host_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
 
 
 def _make_replica_group(
-    host_group: dist.ProcessGroup, timeout: datetime.timedelta
+    cfg: ParallelConfig, world_size: int, timeout: datetime.timedelta
 ) -> tuple[dist.ProcessGroup, int]:
     """Make the gloo group of all ranks with this rank's data-parallel rank.
 
     Returns it and its first global rank.  megatron-core's own model-parallel group leaves
     context-parallel ranks out.
     """
-    my_replica = parallel_state.get_data_parallel_rank(with_context_parallel=False)
-    replicas: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(replicas, my_replica, group=host_group)
+    neighbours = cfg.tp * cfg.cp  # ranks of one stage of a replica, in the order tp-cp-ep-dp-pp
+    num_replicas = world_size // (neighbours * cfg.pp)
+    replicas = [rank // neighbours % num_replicas for rank in range(world_size)]
+    mine = parallel_state.get_data_parallel_rank(with_context_parallel=False)
+    assert replicas[dist.get_rank()] == mine, "megatron-core's order of ranks has changed"
     # every rank makes the groups of all replicas: new_group is collective over all ranks
     groups: dict[int, tuple[dist.ProcessGroup, int]] = {}
-    for replica in sorted(set(replicas)):
-        ranks = [rank for rank, its_replica in enumerate(replicas) if its_replica == replica]
+    for replica in range(num_replicas):
+        ranks = [rank for rank, number in enumerate(replicas) if number == replica]
         groups[replica] = dist.new_group(ranks, timeout=timeout, backend="gloo"), ranks[0]
-    return groups[my_replica]
+    return groups[mine]

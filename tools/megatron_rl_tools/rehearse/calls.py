@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,14 @@ class Call:
             ends = (me, self.root) if self.operation == "send" else (self.root, me)
             return (self.group, *ends, self.number)
         return (self.group, self.number)
+
+    def data(self) -> dict[str, Any]:
+        """Return the call as plain data, without the values."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("values", "wants_values")
+        }
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, self.inputs or self.outputs))

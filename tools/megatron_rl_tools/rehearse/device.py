@@ -40,6 +40,8 @@ class PretendedGpu(TorchDispatchMode):
         self.values = Values(recorder)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.size_rules: list[SizeRule] = []
+        self.column_counts: torch.Tensor | None = None
+        """int64 [E]: the sums over the next mask [rows, E] that is summed (core_hooks.py)."""
         torch_cuda.install(recorder, total_bytes)
         install_fake_devices(recorder)
 
@@ -69,6 +71,9 @@ class PretendedGpu(TorchDispatchMode):
             with self.fake:
                 out = func(*args, **kwargs)
             self.values.follow(func, args, kwargs, out)
+            if name == "sum" and self.column_counts is not None and args[0].dtype is torch.bool:
+                self.values.set(out, self.column_counts.to(out.dtype))
+                self.column_counts = None
         self._record(func, name, args, kwargs, leaves, out)
         return out
 

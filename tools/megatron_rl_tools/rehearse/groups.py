@@ -8,9 +8,8 @@ rehearsed send what this rank sends, or what `represent` makes of that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,12 +39,16 @@ Values = dict[int, Arrays]
 class World:
     """What all groups of this rank share."""
 
-    def __init__(self, rank: int, size: int, gpu: PretendedGpu, pipe: Connection) -> None:
+    def __init__(
+        self, rank: int, size: int, rehearsed: Collection[int], gpu: PretendedGpu, pipe: Connection
+    ) -> None:
         self.rank, self.size, self.gpu, self.pipe = rank, size, gpu, pipe
+        self.rehearsed = frozenset(rehearsed)
         self.requested = "nccl"
         """The backend that the program named for the group that is being made."""
-        self.represent: Callable[[object, int], object] = lambda value, rank: value
-        """(an object that this rank gathers, a rank that is not rehearsed) -> that rank's object."""
+        self.represent: Callable[[dict[int, Any], int], Any] = lambda objects, rank: objects[rank]
+        """(objects of all ranks, a rank that is not rehearsed) -> what that rank would send.  Its
+        own entry is this rank's."""
         self.made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.numbers: Counter[Any] = Counter()
         self.num_calls = 0
@@ -73,8 +76,20 @@ class World:
             chosen = group or dist.group.WORLD
             return chosen.backend if isinstance(chosen, Group) else "nccl"
 
+        all_gather_object = dist.all_gather_object
+
+        def gather_objects(
+            objects: list[Any], value: object, group: dist.ProcessGroup | None = None
+        ) -> None:
+            all_gather_object(objects, value, group)
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            for index, rank in enumerate(ranks):
+                if rank not in self.rehearsed:
+                    objects[index] = self.represent(dict(zip(ranks, objects, strict=True)), rank)
+
         for owner in (dist, module):
             owner.new_group, owner.get_backend = make_group, get_backend  # type: ignore[attr-defined]
+            owner.all_gather_object = gather_objects  # type: ignore[attr-defined]
 
     def answer(self, index: int) -> Values:
         """Wait for the values of the call with this index."""
@@ -289,7 +304,7 @@ class Group(dist.ProcessGroup):
         world.numbers[counter] += 1
         world.num_calls += 1
         recorder = world.gpu.recorder
-        recorder.events.append(("post", recorder.phase, call.index, replace(call, values=None)))
+        recorder.events.append(("post", recorder.phase, call.index, call.data()))
         world.pipe.send(call)
         if not call.wants_values:
             self._write(outputs, None)
@@ -373,9 +388,9 @@ class Group(dist.ProcessGroup):
 
 def split_sizes(tensor: Tensor, rows: Sequence[int] | None, size: int) -> list[int]:
     """Return the elements for each rank of an all-to-all; rows: None for equal parts."""
-    if not rows:
+    if rows is None or len(rows) == 0:
         return [tensor.numel() // size] * size
-    return [count * (tensor.numel() // max(len(tensor), 1)) for count in rows]
+    return [int(count) * (tensor.numel() // max(len(tensor), 1)) for count in rows]
 
 
 def reduction_of(opts: Any) -> str:

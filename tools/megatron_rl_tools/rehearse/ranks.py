@@ -38,7 +38,7 @@ def run_ranks(
     for rank in ranks:
         mine, theirs = context.Pipe()
         process = context.Process(
-            target=run_rank, args=(rank, world_size, program, gpu, theirs), daemon=True
+            target=run_rank, args=(rank, world_size, ranks, program, gpu, theirs), daemon=True
         )
         process.start()
         theirs.close()  # else the end of the process would not close the pipe
@@ -54,13 +54,18 @@ def run_ranks(
 
 
 def run_rank(
-    rank: int, world_size: int, program: Callable[[World], Any], gpu: PretendedGpu, pipe: Any
+    rank: int,
+    world_size: int,
+    ranks: Sequence[int],
+    program: Callable[[World], Any],
+    gpu: PretendedGpu,
+    pipe: Any,
 ) -> None:
     """Run the program of one rank and send its result."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     try:
         with gpu:
-            world = World(rank, world_size, gpu, pipe)
+            world = World(rank, world_size, ranks, gpu, pipe)
             world.start()
             result = program(world)
         gpu.recorder.end()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -124,6 +124,18 @@ class Recorder:
     def reset_peak(self) -> None:
         self.end()
         self.peak = self.live
+
+    def data(self) -> dict[str, Any]:
+        """Return the record as plain data, for JSON."""
+        counters = {
+            name: [[*key, count] for key, count in getattr(self, name).items()]
+            for name in ("syncs", "problems", "invented", "not_known")
+        }
+        return counters | {
+            "events": self.events,
+            "copies": [[*key, *entry] for key, entry in self.copies.items()],
+            "memory": {phase: asdict(memory) for phase, memory in self.memory.items()},
+        }
 
     def _grow(self, num_bytes: int, where: str) -> None:
         self.live += num_bytes

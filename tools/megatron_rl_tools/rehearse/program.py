@@ -1,0 +1,157 @@
+"""The program of one virtual rank: the parts of a training step, in their order.
+
+The parts are the engine's own; only the rollouts are invented and no weights are loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_rl.config import Config, ParallelConfig
+from megatron_rl.distributed import make_parallel
+from megatron_rl.engine import provider
+from megatron_rl.engine.engine import Engine
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.plan.grid import place
+from megatron_rl.plan.memory import rank_memory
+from megatron_rl.weights.hf.export import RankParameters, batches
+from megatron_rl.weights.sync.buckets import Bucket
+from megatron_rl_tools.rehearse.groups import World
+from megatron_rl_tools.rehearse.rollouts import make_batch, sequence_lengths
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What every virtual rank does."""
+
+    cfg: Config
+    micro_batches: int
+    longest: int | None = None
+    """Tokens of the longest sequence; None for the configuration's."""
+
+
+@dataclass
+class RankReport:
+    """What one virtual rank found, as plain data."""
+
+    rank: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Phase -> seconds of this process, which say nothing about a GPU."""
+    planned: dict[str, int] = field(default_factory=dict)
+    """Bytes of the plan (plan/memory.py) by kind."""
+    num_parameters: int = 0
+    tokens: list[int] = field(default_factory=list)
+    """Rows of each micro-batch on all context ranks."""
+    exported: dict[str, int] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
+    """Recorder.data()."""
+
+
+class Program:
+    """Runs a rehearsal on one rank; `__call__` is what ranks.run_ranks wants."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self.rehearsal = rehearsal
+
+    def __call__(self, world: World) -> RankReport:
+        cfg = self.rehearsal.cfg
+        self.report = RankReport(world.rank)
+        self.recorder = world.gpu.recorder
+        world.represent = lambda objects, rank: represent(objects, rank, cfg.parallel, world.size)
+        # the weights have no values, and nothing is read
+        provider.NativeProvider.load = lambda self, chunks: None  # type: ignore[method-assign]
+        self._begin("build")
+        parallel = make_parallel(cfg.parallel, device="cuda")
+        engine = Engine(cfg, parallel, total_updates=10)
+        self._describe(engine, world.size)
+        self._step(engine)
+        self._export(engine)
+        if cfg.rollout.release_memory:
+            self._offload(engine)
+        self._begin("end")
+        self.report.record = self.recorder.data()
+        return self.report
+
+    def _begin(self, phase: str) -> None:
+        now = time.monotonic()
+        if self.report.seconds:
+            last = next(reversed(self.report.seconds))
+            self.report.seconds[last] = now - self.report.seconds[last]
+        self.report.seconds[phase] = now
+        self.recorder.begin(phase)
+
+    def _describe(self, engine: Engine, world_size: int) -> None:
+        report = self.report
+        planned = rank_memory(engine.spec, engine.cfg, world_size, engine.parallel.pp_rank)
+        report.planned = {**dataclasses.asdict(planned), "total": planned.total}
+        report.num_parameters = sum(
+            parameter.numel() for model in engine.models for parameter in model.parameters()
+        )
+
+    def _step(self, engine: Engine) -> None:
+        """Two updates with their old-logprob passes: the second has Adam's state beside it."""
+        cfg, sums = engine.cfg, MetricSums()
+        mode = cfg.replay.mode
+        lengths = sequence_lengths(cfg, self.rehearsal.micro_batches, self.rehearsal.longest)
+        batch = make_batch(engine, lengths)
+        self.report.tokens = [part.num_tokens for part in batch.micro_batches]
+        for update in ("first", "second"):
+            self._begin(f"old-logprob, {update}")
+            old = engine.old_logprobs(batch, sums, replay=mode)
+            self._begin(f"gradient, {update}")
+            norm = engine.compute_gradient(batch, old, sums, replay=mode)
+            self._begin(f"optimizer, {update}")
+            engine.apply_gradient(norm, batch, sums)
+        self._begin("metrics")
+        engine.mismatch([old])
+        sums.reduce(torch.distributed.group.WORLD, engine.parallel.device)
+
+    def _export(self, engine: Engine) -> None:
+        """The weights, in the buckets of a push to servers."""
+        self._begin("export")
+        rollout, rank = engine.cfg.rollout, engine.parallel.rank
+        most = rollout.weight_sync_bucket_mb << 20
+        parts = engine.export_parts(rollout.weight_sync_sources)
+        number = total = sent = 0
+        for part in batches(parts, most, of_one_dtype=True):
+            number, total = number + 1, total + part.num_bytes
+            if part.source != rank:
+                continue
+            bucket = Bucket(engine.parallel.device, number)
+            for item in part.tensors:
+                bucket.add(item.name, item.tensor, torch.bfloat16)
+            sent += bucket.flat().numel()
+        self.report.exported = {"buckets": number, "bytes": total, "from this rank": sent}
+
+    def _offload(self, engine: Engine) -> None:
+        """What a colocated run frees for the servers, and takes back."""
+        for phase, action in (
+            ("free training", engine.offload.free_training),
+            ("free weights", engine.offload.free_weights),
+            ("restore", engine.offload.restore),
+        ):
+            self._begin(phase)
+            action()
+
+
+def represent(objects: dict[int, Any], rank: int, parallel: ParallelConfig, size: int) -> Any:
+    """Return what a rank that is not rehearsed would send: the object of one of its stage."""
+    own = place(rank, parallel, size)
+    twins = [other for other in objects if place(other, parallel, size).pp == own.pp]
+    value = objects[twins[0] if twins else rank]
+    if not isinstance(value, RankParameters):
+        return value
+    start = rank - own.tp
+    etp_start = rank - own.etp
+    return dataclasses.replace(
+        value,
+        stage=own.pp,
+        ep_rank=own.ep,
+        tp=tuple(range(start, start + parallel.tp)),
+        etp=tuple(range(etp_start, etp_start + parallel.expert_tp)),
+    )
