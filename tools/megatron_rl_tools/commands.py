@@ -82,6 +82,13 @@ def quantize() -> int:
     return start("quantize.options:parse", "quantize.quantize_hf:main", "megatron_rl")
 
 
+def rehearse() -> int:
+    """Rehearse a step of a configuration on pretended GPUs, at full size."""
+    return start(
+        "rehearse.options:parse", "rehearse.rehearse:main", "megatron_rl", "megatron_rl_viewer"
+    )
+
+
 def replay_batch() -> int:
     """Compute a saved mini-batch again, in any layout."""
     return start("options:parse_replay_batch", "replay_batch:main", "megatron_rl")

@@ -125,7 +125,9 @@ def install_attention(gpu: PretendedGpu) -> None:
                 enable_gqa=enable_gqa,
             )  # fmt: skip
         if attn_mask is not None:
-            kernel = "the math kernel, with all scores in memory" if enable_gqa else "no flash kernel"
+            kernel = (
+                "the math kernel, with all scores in memory" if enable_gqa else "no flash kernel"
+            )
             gpu.recorder.problem(f"attention with an explicit mask: {kernel}")
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         output: Tensor = flash(query, key, value, 0.0, is_causal, False, scale=scale)[0]

@@ -16,12 +16,11 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatron_rl_tools.rehearse import torch_cuda
 from megatron_rl_tools.rehearse.recorder import Recorder, place
-from megatron_rl_tools.rehearse.values import Values
+from megatron_rl_tools.rehearse.values import Values, leaves
 
 SizeRule = Callable[[str, Sequence[Any]], int | None]
 """(operation, arguments) -> number of results of an operation whose size depends on values."""
@@ -53,9 +52,9 @@ class PretendedGpu(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        is_fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
-        if not is_fake and not any(is_cuda(leaf) for leaf in leaves):
+        arguments = leaves((args, kwargs))
+        is_fake = any(isinstance(leaf, FakeTensor) for leaf in arguments)
+        if not is_fake and not any(is_cuda(leaf) for leaf in arguments):
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         if name == "_local_scalar_dense":
@@ -65,7 +64,7 @@ class PretendedGpu(TorchDispatchMode):
             if moved is not None:
                 return moved
         elif name not in MAY_MIX and is_fake:
-            self._check_devices(name, leaves)
+            self._check_devices(name, arguments)
         out = self._sized(name, args, kwargs)
         if out is None:
             with self.fake:
@@ -74,7 +73,7 @@ class PretendedGpu(TorchDispatchMode):
             if name == "sum" and self.column_counts is not None and args[0].dtype is torch.bool:
                 self.values.set(out, self.column_counts.to(out.dtype))
                 self.column_counts = None
-        self._record(func, name, args, kwargs, leaves, out)
+        self._record(func, name, args, kwargs, arguments, out)
         return out
 
     def _record(
@@ -83,10 +82,10 @@ class PretendedGpu(TorchDispatchMode):
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        leaves: Sequence[Any],
+        arguments: Sequence[Any],
         out: Any,
     ) -> None:
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
+        outputs = [leaf for leaf in leaves(out) if isinstance(leaf, FakeTensor)]
         for tensor in outputs:
             if tensor.is_cuda:
                 self.recorder.allocate(tensor)
@@ -96,7 +95,7 @@ class PretendedGpu(TorchDispatchMode):
         )
         if is_view or name.startswith(("empty", "new_empty", "detach")):
             return  # no kernel
-        inputs = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        inputs = [leaf for leaf in arguments if isinstance(leaf, FakeTensor)]
         flops = 0
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             flops = int(count(*args, **kwargs, out_val=out))
@@ -146,8 +145,8 @@ class PretendedGpu(TorchDispatchMode):
             return value.to(dtype, copy=True)
         return target.copy_(value)
 
-    def _check_devices(self, name: str, leaves: Sequence[Any]) -> None:
-        for leaf in leaves:
+    def _check_devices(self, name: str, arguments: Sequence[Any]) -> None:
+        for leaf in arguments:
             if isinstance(leaf, torch.Tensor) and leaf.dim() and not isinstance(leaf, FakeTensor):
                 self.recorder.problem(f"{name} mixes a CPU tensor {tuple(leaf.shape)} with CUDA")
 

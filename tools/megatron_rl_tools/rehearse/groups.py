@@ -147,7 +147,7 @@ class Group(dist.ProcessGroup):
     def name(self) -> str:
         return BACKEND
 
-    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+    def getBackendName(self) -> str:
         return BACKEND
 
     def size(self) -> int:

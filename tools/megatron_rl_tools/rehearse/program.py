@@ -45,6 +45,8 @@ class RankReport:
     planned: dict[str, int] = field(default_factory=dict)
     """Bytes of the plan (plan/memory.py) by kind."""
     num_parameters: int = 0
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each sequence of an update, on one replica."""
     tokens: list[int] = field(default_factory=list)
     """Rows of each micro-batch on all context ranks."""
     exported: dict[str, int] = field(default_factory=dict)
@@ -99,6 +101,7 @@ class Program:
         mode = cfg.replay.mode
         lengths = sequence_lengths(cfg, self.rehearsal.micro_batches, self.rehearsal.longest)
         batch = make_batch(engine, lengths)
+        self.report.lengths = lengths
         self.report.tokens = [part.num_tokens for part in batch.micro_batches]
         for update in ("first", "second"):
             self._begin(f"old-logprob, {update}")

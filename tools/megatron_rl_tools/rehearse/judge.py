@@ -1,0 +1,214 @@
+"""What the rehearsed ranks found, put together: errors, waits, memory and time.
+
+`judge` makes a Findings of plain data, which page.py and the JSON file show.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.models.cost import active_parameters, attention_width
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.plan.hardware import Assumptions, Hardware
+from megatron_rl.plan.training_time import Tokens, TrainingModel
+from megatron_rl_tools.rehearse.program import RankReport
+from megatron_rl_tools.rehearse.ranks import RankFailed
+from megatron_rl_tools.rehearse.timeline import Deadlock, Span, Timeline, phase_seconds
+
+GIB = 1 << 30
+STEADY = "second"
+"""Phases with this word are repeated in every step; the first update allocates Adam's state."""
+SLOW = ("attention with an explicit mask",)
+"""Problems that only take time or memory."""
+CORE = ("megatron/core/", "transformer_engine/")
+
+
+@dataclass
+class Findings:
+    """The result of a rehearsal, as plain data."""
+
+    errors: list[str] = field(default_factory=list)
+    """What would fail on GPUs."""
+    slow: list[list[Any]] = field(default_factory=list)
+    """[phase, text, line, times, ranks] of what only costs time or memory."""
+    waits: list[list[Any]] = field(default_factory=list)
+    """[whose, phase, what, line, times] of host synchronisations of a step on one rank."""
+    copies: list[list[Any]] = field(default_factory=list)
+    """[phase, kind, line, times, bytes] of copies to the device of a step on one rank."""
+    memory: list[list[Any]] = field(default_factory=list)
+    """[rank, phase of the peak, peak, planned, difference in percent], in bytes."""
+    lines: list[list[Any]] = field(default_factory=list)
+    """[line, bytes] alive at the highest peak of all ranks."""
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Phase -> kind -> pretended seconds of the rank that is busy longest."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Phase -> pretended seconds, until the last rank ends it."""
+    planned_seconds: dict[str, float] = field(default_factory=dict)
+    mfu: float = 0.0
+    """FLOPs of the model itself / (seconds of the update x peak); recomputation does not count."""
+    not_known: list[list[Any]] = field(default_factory=list)
+    """[what, line, times]: values that were invented, and sizes that were guessed."""
+    ranks: list[int] = field(default_factory=list)
+    operations: int = 0
+    """On all rehearsed ranks."""
+    collectives: int = 0
+
+
+def judge(
+    results: Mapping[int, RankReport | RankFailed | None],
+    spec: ModelSpec,
+    cfg: Config,
+    world_size: int,
+    hardware: Hardware,
+) -> tuple[Findings, dict[int, list[Span]]]:
+    """Return the findings, and rank -> its spans of pretended time."""
+    found = Findings(ranks=sorted(results))
+    reports = {rank: item for rank, item in results.items() if isinstance(item, RankReport)}
+    for rank, item in results.items():
+        if isinstance(item, RankFailed):
+            found.errors.append(f"rank {rank}: {item.error}\n{item.trace}")
+        elif item is None:
+            found.errors.append(f"rank {rank}: its process died; is there enough memory?")
+    if not reports:
+        return found, {}
+    add_problems(found, reports)
+    add_waits(found, next(iter(reports.values())))
+    add_memory(found, reports, hardware)
+    spans: dict[int, list[Span]] = {}
+    if len(reports) == len(results):
+        events = {rank: report.record["events"] for rank, report in reports.items()}
+        found.operations = sum(event[0] == "op" for rank in events.values() for event in rank)
+        found.collectives = sum(event[0] == "post" for rank in events.values() for event in rank)
+        try:
+            spans = Timeline(events, hardware, Assumptions()).run()
+        except Deadlock as error:
+            found.errors.append(str(error))
+        else:
+            add_time(found, spans)
+            add_plan(found, next(iter(reports.values())), spec, cfg, world_size, hardware)
+    return found, spans
+
+
+def add_problems(found: Findings, reports: Mapping[int, RankReport]) -> None:
+    times: Counter[tuple[str, str, str]] = Counter()
+    ranks: Counter[tuple[str, str, str]] = Counter()
+    unknown: Counter[tuple[str, str]] = Counter()
+    for report in reports.values():
+        for phase, text, line, count in report.record["problems"]:
+            times[phase, text, line] += count
+            ranks[phase, text, line] += 1
+        for phase, what, line, count in report.record["invented"]:
+            unknown[f"{what}: a value was invented ({phase})", line] += count
+        for name, line, count in report.record["not_known"]:
+            unknown[f"{name}: a size was guessed, and what follows from it", line] += count
+    for (phase, text, line), count in times.items():
+        if text.startswith(SLOW):
+            found.slow.append([phase, text, line, count, ranks[phase, text, line]])
+        else:
+            found.errors.append(f"{text}, {count} times on {ranks[phase, text, line]} ranks, in"
+                                f" {phase}, at {line}")  # fmt: skip
+    found.not_known = [[what, line, count] for (what, line), count in unknown.items()]
+
+
+def add_waits(found: Findings, report: RankReport) -> None:
+    for phase, what, line, count in report.record["syncs"]:
+        if STEADY in phase or phase in ("metrics", "export"):
+            whose = "core" if line.startswith(CORE) else "megatron_rl"
+            found.waits.append([whose, phase, what, line, count])
+    found.waits.sort(key=lambda row: (row[0] == "core", row[1], -row[4]))
+    for phase, kind, line, count, num_bytes in report.record["copies"]:
+        if STEADY in phase:
+            found.copies.append([phase, kind, line, count, num_bytes])
+    found.copies.sort(key=lambda row: -row[4])
+
+
+def add_memory(found: Findings, reports: Mapping[int, RankReport], hardware: Hardware) -> None:
+    highest = 0
+    for rank, report in reports.items():
+        memory = {phase: item for phase, item in report.record["memory"].items() if STEADY in phase}
+        phase = max(memory, key=lambda name: memory[name]["peak"])
+        peak, planned = memory[phase]["peak"], report.planned["total"]
+        found.memory.append([rank, phase, peak, planned, 100 * (planned - peak) / peak])
+        if peak > highest:
+            highest = peak
+            places = memory[phase]["by_place"].items()
+            found.lines = [list(item) for item in sorted(places, key=lambda item: -item[1])[:25]]
+    if highest > hardware.memory:
+        found.errors.append(
+            f"memory: {highest / GIB:.2f} GiB at the peak, without CUDA and NCCL; a"
+            f" {hardware.name} has {hardware.memory / GIB:.1f}"
+        )
+
+
+def add_time(found: Findings, spans: Mapping[int, Sequence[Span]]) -> None:
+    by_rank = {rank: phase_seconds(of_rank) for rank, of_rank in spans.items()}
+    ends: dict[str, tuple[float, float]] = {}
+    for of_rank in spans.values():
+        for span in of_rank:
+            start, end = ends.get(span.phase, (span.start, span.end))
+            ends[span.phase] = min(start, span.start), max(end, span.end)
+    found.phases = {phase: end - start for phase, (start, end) in ends.items()}
+    for phase in found.phases:
+        kinds = [of_rank.get(phase, {}) for of_rank in by_rank.values()]
+        found.seconds[phase] = max(
+            kinds, key=lambda kind: sum(value for name, value in kind.items() if name != "wait")
+        )
+
+
+def add_plan(
+    found: Findings,
+    report: RankReport,
+    spec: ModelSpec,
+    cfg: Config,
+    world_size: int,
+    hardware: Hardware,
+) -> None:
+    """Compute the plan's seconds of the same micro-batches, and the MFU of the update."""
+    lengths, rows = report.lengths, report.tokens
+    replicas = world_size // (cfg.parallel.tp * cfg.parallel.cp * cfg.parallel.pp)
+    total = sum(lengths)
+    tokens = Tokens(
+        sequences=len(lengths) * replicas,
+        mean=total / len(lengths),
+        squared=sum(length**2 for length in lengths) / total,
+    )
+    fill = total / len(rows) / cfg.run.max_tokens_per_micro_batch
+    # replicas have the same micro-batches here
+    assumed = replace(Assumptions(), fill=fill, lockstep=1.0)
+    model = TrainingModel(spec, cfg, world_size, hardware, assumed)
+    old, update = model.old_logprob(tokens), model.update(tokens)
+    found.planned_seconds = {"old-logprob": old.total, "update": update.total}
+    flops = 6 * active_parameters(spec) * total
+    # causal: a token attends to half of its sequence; forward 2 FLOPs, backward twice as many
+    flops += 3 * spec.num_layers * attention_width(spec) * sum(length**2 for length in lengths)
+    seconds = sum(
+        value for phase, value in found.phases.items()
+        if phase in (f"gradient, {STEADY}", f"optimizer, {STEADY}")
+    )  # fmt: skip
+    if seconds:
+        found.mfu = flops * replicas / (seconds * hardware.flops * world_size)
+
+
+def as_json(
+    found: Findings, reports: Mapping[int, RankReport | RankFailed | None]
+) -> dict[str, Any]:
+    """Return the findings, and every rank's memory and plan, for a JSON file."""
+    ranks = {
+        rank: {
+            "planned": report.planned,
+            "parameters": report.num_parameters,
+            "rows": report.tokens,
+            "exported": report.exported,
+            "memory": {
+                phase: {name: item[name] for name in ("start", "peak", "end")}
+                for phase, item in report.record["memory"].items()
+            },
+        }
+        for rank, report in reports.items()
+        if isinstance(report, RankReport)
+    }
+    return asdict(found) | {"by_rank": ranks}
