@@ -290,6 +290,7 @@ class Linear(LinearBase):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: Any = "cuda",
+        ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         **kwargs: Any,
@@ -350,6 +351,7 @@ class LayerNormLinear(Linear):
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
         device: Any = "cuda",
+        ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -434,6 +436,7 @@ class GroupedLinear(LinearBase):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: Any = "cuda",
+        ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         **kwargs: Any,
@@ -468,8 +471,8 @@ class GroupedLinear(LinearBase):
 
 
 def general_gemm(
-    A: Tensor,  # noqa: N803  TransformerEngine's names
-    B: Tensor,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
     out_dtype: torch.dtype | None = None,
     quantization_params: Any = None,
     gelu: bool = False,
