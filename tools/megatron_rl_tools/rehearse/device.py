@@ -93,7 +93,7 @@ class PretendedGpu(TorchDispatchMode):
         is_view = bool(returns) and all(
             value.alias_info is not None and not value.alias_info.is_write for value in returns
         )
-        if is_view or name.startswith(("empty", "new_empty", "detach")):
+        if is_view or name.startswith(("empty", "new_empty", "detach", "prim::")):
             return  # no kernel
         inputs = [leaf for leaf in arguments if isinstance(leaf, FakeTensor)]
         flops = 0
