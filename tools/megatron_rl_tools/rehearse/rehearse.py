@@ -9,7 +9,6 @@ import argparse
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +67,16 @@ def prepare(
     from megatron_rl.plan.refusals import check_layout
     from megatron_rl_tools.rehearse.layout import rank_roles, smallest_layers, write_model
 
-    model = ["--model.path", str(args.model)] if args.model else []
-    cfg = load_config(args.config, [*overrides, *model, "--run.device", "cuda"])
+    named = ["--model.path", str(args.model)] if args.model else []
+    cfg = load_config(args.config, [*overrides, *named, "--run.device", "cuda"])
     wanted = None if args.whole else smallest_layers(cfg.parallel, args.layers)
     write_model(cfg.model.path, folder, wanted)
-    parallel = cfg.parallel if args.whole else replace(cfg.parallel, layers_per_stage=None)
-    cfg = replace(cfg, model=replace(cfg.model, path=folder), parallel=parallel)
+    parallel = cfg.parallel
+    if not args.whole:  # its layers per stage are those of the whole model
+        default = type(parallel)().layers_per_stage
+        parallel = parallel.model_copy(update={"layers_per_stage": default})
+    model = cfg.model.model_copy(update={"path": folder})
+    cfg = cfg.model_copy(update={"model": model, "parallel": parallel})
     world_size = args.gpus or smallest_world(cfg.parallel)
     spec = make_spec(load_hf_config(folder))
     check_layout(spec, cfg, world_size)
@@ -96,15 +99,16 @@ def run(
     from megatron_rl_tools.rehearse.recorder import Recorder
 
     gpu = PretendedGpu(Recorder(), int(hardware.memory))
-    # after the pretended GPU: megatron-core and TransformerEngine's stand-ins ask for CUDA
     from megatron_rl_tools.rehearse import core_hooks, layers
+
+    # before megatron-core is imported, which looks for TransformerEngine and for CUDA
+    if cfg.model.layer_spec != "local":
+        layers.install(gpu.recorder)
     from megatron_rl_tools.rehearse.program import Program, Rehearsal
     from megatron_rl_tools.rehearse.ranks import run_ranks
     from megatron_rl_tools.rehearse.switchboard import Disagreement
 
     core_hooks.install(gpu, args.skew)
-    if cfg.model.layer_spec != "local":
-        layers.install(gpu.recorder)
     micro_batches = args.micro_batches or cfg.parallel.pp + 1
     program = Program(Rehearsal(cfg, micro_batches, args.length))
     try:
