@@ -206,6 +206,11 @@ def accumulated(weight: Tensor, dw: Tensor, *, is_fused: bool) -> Tensor | None:
     return dummy_gradient(dw.shape, weight.dtype)
 
 
+def add_weight_gradient(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
+    """apex: add grad^T x to main_grad."""
+    product("apex wgrad", grad, x, *main_grad.shape, grad.numel() // grad.shape[-1], out=main_grad)
+
+
 def dummy_gradient(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """module/base.py, get_dummy_wgrad: one tensor for each shape and dtype of the process."""
     key = (tuple(shape), dtype)

@@ -97,6 +97,9 @@ OPTIMIZERS = {
         "multi_tensor_scale",
     )
 }  # fmt: skip
+APEX_KERNELS = dict.fromkeys(
+    ("wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"), linear.add_weight_gradient
+)
 MODULES: dict[str, dict[str, Any]] = {
     "": {"__version__": VERSION},
     "common": {},
@@ -127,6 +130,12 @@ not, or a rehearsal does not need (FP8 tensors, CUDA graphs, offloading), is mis
 """
 
 
+APEX = "fused_weight_gradient_mlp_cuda"
+"""apex's module of the one kernel by which core's own layers, such as the LM head, add a weight's
+gradient to main_grad: with gradient_accumulation_fusion they need it.
+"""
+
+
 class StandInLoader:
     """The loader of the modules, by which megatron_rl tells the package from a placeholder."""
 
@@ -150,13 +159,13 @@ def install(recorder: Recorder) -> None:
                 " call layers.install first"
             )
     use(recorder)
-    for path, names in MODULES.items():
-        name = f"{PACKAGE}.{path}".rstrip(".")
+    for path, names in (*MODULES.items(), (APEX, APEX_KERNELS)):
+        name = path if path == APEX else f"{PACKAGE}.{path}".rstrip(".")
         module = ModuleType(name)
         spec = ModuleSpec(name, StandInLoader(), is_package=True)
         module.__spec__, module.__loader__, module.__path__ = spec, spec.loader, []
         vars(module).update(names)
         sys.modules[name] = module
-        if path:
+        if "." in name:
             parent, _, child = name.rpartition(".")
             setattr(sys.modules[parent], child, module)
