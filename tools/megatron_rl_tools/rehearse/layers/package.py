@@ -8,7 +8,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from megatron_rl_tools.rehearse.layers import attention, experts, linear, optimizers
+from megatron_rl_tools.rehearse.layers import (
+    attention,
+    base,
+    experts,
+    grouped,
+    linear,
+    norms,
+    optimizers,
+)
 from megatron_rl_tools.rehearse.layers.costs import refuse, use
 from megatron_rl_tools.rehearse.native import RehearsalError
 from megatron_rl_tools.rehearse.recorder import Recorder
@@ -68,14 +76,13 @@ def activation_recompute_forward(**kwargs: Any) -> contextlib.AbstractContextMan
     return contextlib.nullcontext()
 
 
-def get_dummy_wgrad(shape: list[int], dtype: Any, zero: bool = False) -> Any:
-    return linear.dummy_gradient(shape, dtype)
-
-
 LAYERS = {
-    name: getattr(linear, name)
-    for name in ("Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "LayerNorm")
-} | {"DotProductAttention": attention.DotProductAttention}
+    layer.__name__: layer
+    for layer in (
+        attention.DotProductAttention, grouped.GroupedLinear, linear.LayerNormLinear, linear.Linear,
+        norms.LayerNorm, norms.RMSNorm,
+    )
+}  # fmt: skip
 PERMUTATION = {
     name: getattr(experts, name)
     for name in (
@@ -98,7 +105,7 @@ OPTIMIZERS = {
     )
 }  # fmt: skip
 APEX_KERNELS = dict.fromkeys(
-    ("wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"), linear.add_weight_gradient
+    ("wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"), base.add_weight_gradient
 )
 MODULES: dict[str, dict[str, Any]] = {
     "": {"__version__": VERSION},
@@ -118,7 +125,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "fp8_model_init": fp8_autocast,
     },
     "pytorch.module": {},
-    "pytorch.module.base": {"get_dummy_wgrad": get_dummy_wgrad},
+    "pytorch.module.base": {"get_dummy_wgrad": base.get_dummy_wgrad},
     "pytorch.ops": dict.fromkeys(("FusibleOperation", "Sequential"), FusedOperations),
     "pytorch.optimizers": OPTIMIZERS,
     "pytorch.permutation": PERMUTATION,
