@@ -198,7 +198,7 @@ def check_bounds(bounds: Sequence[Tensor | None], longest: Sequence[Any], mask: 
 
 def lengths_of(bounds: Tensor | None, longest: Any, num_rows: int) -> list[int]:
     """Return the lengths of packed sequences, all of `longest` where the bounds are not known."""
-    known = None if bounds is None else Values(recorder()).of(bounds)
+    known = bounds if bounds is None or not bounds.is_cuda else Values(recorder()).of(bounds)
     if known is not None:
         return [end - start for start, end in pairwise(known.tolist())]
     recorder().not_known["lengths of sequences", place()] += 1

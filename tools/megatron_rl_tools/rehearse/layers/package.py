@@ -8,7 +8,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from megatron_rl_tools.rehearse.layers import attention, experts, linear, optimizers
+from megatron_rl_tools.rehearse.layers import (
+    attention,
+    base,
+    experts,
+    grouped,
+    linear,
+    norms,
+    optimizers,
+)
 from megatron_rl_tools.rehearse.layers.costs import refuse, use
 from megatron_rl_tools.rehearse.native import RehearsalError
 from megatron_rl_tools.rehearse.recorder import Recorder
@@ -68,14 +76,13 @@ def activation_recompute_forward(**kwargs: Any) -> contextlib.AbstractContextMan
     return contextlib.nullcontext()
 
 
-def get_dummy_wgrad(shape: list[int], dtype: Any, zero: bool = False) -> Any:
-    return linear.dummy_gradient(shape, dtype)
-
-
 LAYERS = {
-    name: getattr(linear, name)
-    for name in ("Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "LayerNorm")
-} | {"DotProductAttention": attention.DotProductAttention}
+    layer.__name__: layer
+    for layer in (
+        attention.DotProductAttention, grouped.GroupedLinear, linear.LayerNormLinear, linear.Linear,
+        norms.LayerNorm, norms.RMSNorm,
+    )
+}  # fmt: skip
 PERMUTATION = {
     name: getattr(experts, name)
     for name in (
@@ -97,6 +104,9 @@ OPTIMIZERS = {
         "multi_tensor_scale",
     )
 }  # fmt: skip
+APEX_KERNELS = dict.fromkeys(
+    ("wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"), base.add_weight_gradient
+)
 MODULES: dict[str, dict[str, Any]] = {
     "": {"__version__": VERSION},
     "common": {},
@@ -115,7 +125,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "fp8_model_init": fp8_autocast,
     },
     "pytorch.module": {},
-    "pytorch.module.base": {"get_dummy_wgrad": get_dummy_wgrad},
+    "pytorch.module.base": {"get_dummy_wgrad": base.get_dummy_wgrad},
     "pytorch.ops": dict.fromkeys(("FusibleOperation", "Sequential"), FusedOperations),
     "pytorch.optimizers": OPTIMIZERS,
     "pytorch.permutation": PERMUTATION,
@@ -124,6 +134,12 @@ MODULES: dict[str, dict[str, Any]] = {
 }
 """Module under transformer_engine -> its names.  What core imports inside a `try` and TE 2.11 has
 not, or a rehearsal does not need (FP8 tensors, CUDA graphs, offloading), is missing.
+"""
+
+
+APEX = "fused_weight_gradient_mlp_cuda"
+"""apex's module of the one kernel by which core's own layers, such as the LM head, add a weight's
+gradient to main_grad: with gradient_accumulation_fusion they need it.
 """
 
 
@@ -150,13 +166,13 @@ def install(recorder: Recorder) -> None:
                 " call layers.install first"
             )
     use(recorder)
-    for path, names in MODULES.items():
-        name = f"{PACKAGE}.{path}".rstrip(".")
+    for path, names in (*MODULES.items(), (APEX, APEX_KERNELS)):
+        name = path if path == APEX else f"{PACKAGE}.{path}".rstrip(".")
         module = ModuleType(name)
         spec = ModuleSpec(name, StandInLoader(), is_package=True)
         module.__spec__, module.__loader__, module.__path__ = spec, spec.loader, []
         vars(module).update(names)
         sys.modules[name] = module
-        if path:
+        if "." in name:
             parent, _, child = name.rpartition(".")
             setattr(sys.modules[parent], child, module)
