@@ -27,6 +27,7 @@ SizeRule = Callable[[str, Sequence[Any]], int | None]
 MAY_MIX = ("index", "set_", "index_put_", "_index_put_impl_", "lift_fresh")
 """Operations that take a CPU tensor beside CUDA tensors, or are judged elsewhere."""
 GEMMS = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm")
+NO_KERNEL = ("empty", "new_empty", "detach", "prim::", "_unsafe_view", "lift_fresh", "set_")
 NEW_SIZE = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 
 
@@ -93,8 +94,8 @@ class PretendedGpu(TorchDispatchMode):
         is_view = bool(returns) and all(
             value.alias_info is not None and not value.alias_info.is_write for value in returns
         )
-        if is_view or name.startswith(("empty", "new_empty", "detach", "prim::")):
-            return  # no kernel
+        if is_view or name.startswith(NO_KERNEL):
+            return
         inputs = [leaf for leaf in arguments if isinstance(leaf, FakeTensor)]
         flops = 0
         if (count := flop_registry.get(func._overloadpacket)) is not None:

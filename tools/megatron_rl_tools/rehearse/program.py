@@ -75,17 +75,20 @@ class Program:
         self._export(engine)
         if cfg.rollout.release_memory:
             self._offload(engine)
-        self._begin("end")
+        self._end()
         self.report.record = self.recorder.data()
         return self.report
 
     def _begin(self, phase: str) -> None:
-        now = time.monotonic()
-        if self.report.seconds:
-            last = next(reversed(self.report.seconds))
-            self.report.seconds[last] = now - self.report.seconds[last]
-        self.report.seconds[phase] = now
+        self._end()
+        self.report.seconds[phase] = -time.monotonic()
         self.recorder.begin(phase)
+
+    def _end(self) -> None:
+        """End the phase that runs, if there is one."""
+        if self.report.seconds:
+            self.report.seconds[self.recorder.phase] += time.monotonic()
+        self.recorder.end()
 
     def _describe(self, engine: Engine, world_size: int) -> None:
         report = self.report

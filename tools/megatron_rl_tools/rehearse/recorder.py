@@ -182,7 +182,7 @@ def shown_name(path: str) -> str:
     """Return the path from its package on; "" for files that a place leaves out."""
     if path.startswith((HERE, "<")) or "/torch/" in path or "/lib/python3" in path:
         parts = path.split("site-packages/")
-        if len(parts) == 1 or parts[1].startswith("torch/"):
+        if len(parts) == 1 or parts[1].startswith(("torch/", "typing_extensions")):
             return ""
     if "site-packages/" in path:
         return path.split("site-packages/")[1]
