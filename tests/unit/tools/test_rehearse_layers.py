@@ -81,6 +81,10 @@ def test_peaks_of_backward(alone):
     assert alone["adam"]["state"] == alone["adam"]["peak"] == 2 * 1024 * FP32 + LEAST
 
 
+def test_workspaces_are_made_once(alone):
+    assert alone["workspaces"] == (1 + 4) * ((32 << 20) + 1024)
+
+
 def test_kernels(alone):
     gemm = 2 * ROWS * WIDTH * OUT
     for name, kernel in (("linear", "linear"), ("grouped", "grouped linear")):

@@ -71,9 +71,9 @@ class RMSNorm(nn.Module):
                 made.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
             self.register_parameter(name, made)
 
-    def forward(self, x: Tensor) -> Tensor:
-        need_cuda("norm input", x)
-        out: Tensor = NormFunction.apply(x, self.weight, getattr(self, "bias", None))
+    def forward(self, input: Tensor) -> Tensor:
+        need_cuda("norm input", input)
+        out: Tensor = NormFunction.apply(input, self.weight, getattr(self, "bias", None))
         return out
 
 
