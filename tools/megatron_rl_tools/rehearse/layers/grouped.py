@@ -29,7 +29,7 @@ class GroupedFunction(Function):
         return out.view(*x.shape[:-1], layer.out_features)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, (rows, *parameters) = ctx.layer, ctx.saved_tensors
         weights, biases = parameters[: layer.num_gemms], parameters[layer.num_gemms :]
         grad = grad.contiguous().view(-1, grad.shape[-1])

@@ -23,7 +23,7 @@ class NormFunction(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         rows, weight, bias, *statistics = ctx.saved_tensors
         return normalise_backward(grad.contiguous(), rows, weight, bias, statistics)
 

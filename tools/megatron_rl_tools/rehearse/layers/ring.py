@@ -53,7 +53,7 @@ class RingFunction(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, last, out, total, *_ = ctx.saved_tensors
         scores, layout, group = ctx.scores, ctx.layout, ctx.group
         size, rank, grad = group.size(), group.rank(), grad.contiguous()
@@ -144,5 +144,7 @@ def exchange(sent: Tensor, arrives: Tensor, group: Any, ranks: list[int], step: 
     receive = (dist.irecv, arrives, ranks[(rank - step) % size])
     order = (send, receive) if rank % 2 == 0 else (receive, send)
     if size == 2:
-        return dist.batch_isend_irecv([dist.P2POp(*call, group) for call in order])
+        return dist.batch_isend_irecv(
+            [dist.P2POp(operation, tensor, peer, group) for operation, tensor, peer in order]
+        )
     return [operation(tensor, peer, group) for operation, tensor, peer in order]
