@@ -48,7 +48,9 @@ class RingFunction(Function):
         for partial, logsumexp in zip(outs, sums, strict=True):
             kernel("ring output correction", partial, logsumexp, out)
         states = [q.new_empty(2, dtype=torch.int64) for _ in range(size)]
-        ctx.save_for_backward(q, buffers[-1], out, total, bounds, *states)
+        if bounds is not None:  # those of the halves, and of queries and keys in every step
+            states += [torch.empty_like(bounds) for _ in range(2 + 2 * size)]
+        ctx.save_for_backward(q, buffers[-1], out, total, *states)
         ctx.scores, ctx.layout, ctx.group, ctx.ranks = scores, layout, group, ranks
         return out
 
@@ -83,6 +85,7 @@ class RingFunction(Function):
             wait(work)
             work = []
             kernel("ring dkv correction", *gradients[1:], there[1])
+            del gradients
         dk, dv = split(buffers[size % 2][1], ctx.shapes)
         return dq, dk, dv, None, None, None, None, None
 
