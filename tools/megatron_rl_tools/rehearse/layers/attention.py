@@ -43,7 +43,7 @@ class AttentionFunction(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sinks, _, logsumexp, _ = ctx.saved_tensors
         gradients = attend_backward(grad.contiguous(), q, k, v, out, logsumexp, ctx.scores.pairs())
         return *gradients, None if sinks is None else torch.empty_like(sinks), None, None
@@ -150,7 +150,7 @@ class DotProductAttention(nn.Module):
             out = RingFunction.apply(
                 q, k, v, bounds, scores, layout, self.cp_group, self.cp_global_ranks
             )
-        return out.flatten(-2)  # type: ignore[no-any-return]
+        return out.flatten(-2)
 
     def _check_ring(self, scores: Scores, cp_size: int, layout: str) -> None:
         """context_parallel.py, attn_forward_func_with_cp."""
@@ -218,7 +218,7 @@ class RopeFunction(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         out = grad.new_empty(grad.shape)
         kernel("rope backward", grad, ctx.saved_tensors[0], out)
         return out, None, None

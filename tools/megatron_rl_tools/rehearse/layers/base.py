@@ -32,7 +32,8 @@ def weight_gradient(
     the right shape without meaning: module/base.py, get_dummy_wgrad.
     """
     main_grad = weight.main_grad if layer.fuse_wgrad_accumulation else None  # type: ignore[attr-defined]
-    dw = product(name, grad, x, *weight.shape, num_rows, out=main_grad)
+    outputs, inputs = weight.shape
+    dw = product(name, grad, x, outputs, inputs, num_rows, main_grad)
     return accumulated(weight, dw, is_fused=main_grad is not None)
 
 
@@ -47,7 +48,8 @@ def accumulated(weight: Tensor, dw: Tensor, *, is_fused: bool) -> Tensor | None:
 
 def add_weight_gradient(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
     """apex: add grad^T x to main_grad."""
-    product("apex wgrad", grad, x, *main_grad.shape, grad.numel() // grad.shape[-1], out=main_grad)
+    outputs, inputs = main_grad.shape
+    product("apex wgrad", grad, x, outputs, inputs, grad.numel() // outputs, main_grad)
 
 
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:

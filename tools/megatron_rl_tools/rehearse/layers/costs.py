@@ -14,6 +14,7 @@ from megatron_rl_tools.rehearse.recorder import Recorder
 _recorders: list[Recorder] = []
 """The recorder of this process, once the stand-in is installed: layers are made by core, which
 cannot pass one."""
+_workspaces: dict[int, list[Tensor]] = {}
 
 
 def use(recorder: Recorder) -> None:
@@ -31,11 +32,24 @@ def kernel(name: str, *tensors: Tensor | None, kind: str = "memory", flops: int 
     recorder().operation(f"te.{name}", kind, flops=flops, num_bytes=num_bytes, dtype=used[0].dtype)
 
 
+def need_workspaces(count: int) -> None:
+    """cpp_extensions/gemm.py, get_cublas_workspace: made at the first product, and kept.
+
+    count: 1 for a product, 4 streams for those of several experts.  They are larger on Hopper and
+    later, the GPUs that are pretended.
+    """
+    if count not in _workspaces:
+        size = (32 << 20) + 1024
+        made = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(count)]
+        _workspaces[count] = made
+
+
 def product(
     name: str, left: Tensor, right: Tensor, rows: int, columns: int, inner: int,
     out: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Record a matrix product and return its result [rows, columns], `out` if it is passed."""
+    need_workspaces(1)
     if out is None:
         out = left.new_empty((rows, columns), dtype=dtype)
     kernel(name, left, right, out, kind="gemm", flops=2 * rows * columns * inner)

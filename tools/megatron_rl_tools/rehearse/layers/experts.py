@@ -35,7 +35,7 @@ class PermuteFunction(Function):
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor, _: Any, probs_grad: Tensor | None
-    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    ) -> tuple[Tensor | None, ...]:
         if not grad.numel():
             return grad, None, None, ctx.probs
         (row_ids,) = ctx.saved_tensors
@@ -65,7 +65,7 @@ class UnpermuteFunction(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if not grad.numel():
             return grad, None, ctx.merging_probs, None
         inp, row_ids, merging_probs = ctx.saved_tensors
@@ -92,7 +92,7 @@ class SortFunction(Function):
         return out, permuted
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, probs_grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, probs_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if not grad.numel():
             return grad, None, None, probs_grad
         (row_ids,) = ctx.saved_tensors
@@ -179,7 +179,7 @@ class TopkFunction(Function):
         return probs, routing_map
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
         out = torch.empty_like(grad, memory_format=torch.contiguous_format)
         kernel("fused topk backward", grad, *ctx.saved_tensors, out)
         return out, None
@@ -215,7 +215,7 @@ class AuxScoreFunction(Function):
         return routing_map, scores
 
     @staticmethod
-    def backward(ctx: Any, _: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, _: Any, grad: Tensor) -> Tensor:
         out = grad.new_empty(ctx.shape)
         kernel("fused scores backward", grad, *ctx.saved_tensors, out)
         return out
@@ -240,7 +240,7 @@ class AuxLossFunction(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         out = grad.new_empty(ctx.shape)
         kernel("fused aux loss backward", *ctx.saved_tensors, out)
         return out, None

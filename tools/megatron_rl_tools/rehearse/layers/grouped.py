@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_rl_tools.rehearse.layers.base import LinearBase, accumulated
-from megatron_rl_tools.rehearse.layers.costs import kernel, recorder
+from megatron_rl_tools.rehearse.layers.costs import kernel, need_workspaces, recorder
 
 
 class GroupedFunction(Function):
@@ -18,6 +18,7 @@ class GroupedFunction(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: GroupedLinear, *parameters: Tensor) -> Tensor:
         weights = parameters[: layer.num_gemms]
+        need_workspaces(4)
         rows = x.reshape(-1, layer.in_features)
         out = x.new_empty(len(rows), layer.out_features)
         flops = 2 * len(rows) * layer.in_features * layer.out_features
@@ -28,7 +29,7 @@ class GroupedFunction(Function):
         return out.view(*x.shape[:-1], layer.out_features)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, (rows, *parameters) = ctx.layer, ctx.saved_tensors
         weights, biases = parameters[: layer.num_gemms], parameters[layer.num_gemms :]
         grad = grad.contiguous().view(-1, grad.shape[-1])

@@ -35,7 +35,8 @@ class LinearFunction(Function):
         bias: Tensor | None,
         layer: Linear,
     ) -> Tensor:
-        rows, statistics = x, []
+        rows = x
+        statistics: list[Tensor] = []
         if norm_weight is not None:
             rows, statistics = normalise(x, norm_weight, norm_bias)
         total = rows
@@ -57,7 +58,7 @@ class LinearFunction(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, x, norm_weight, norm_bias, *statistics = ctx.saved_tensors
         layer, needs_dx, needs_dw = ctx.layer, ctx.needs_input_grad[0], weight.requires_grad
         grad = grad.contiguous()
@@ -95,6 +96,8 @@ class LinearFunction(Function):
 
 class Linear(LinearBase):
     """module/linear.py."""
+
+    bias: Tensor
 
     def __init__(
         self,
@@ -144,6 +147,8 @@ class Linear(LinearBase):
 
 class LayerNormLinear(Linear):
     """module/layernorm_linear.py."""
+
+    layer_norm_weight: nn.Parameter
 
     def __init__(
         self,

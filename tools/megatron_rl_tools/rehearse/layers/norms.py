@@ -23,7 +23,7 @@ class NormFunction(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         rows, weight, bias, *statistics = ctx.saved_tensors
         return normalise_backward(grad.contiguous(), rows, weight, bias, statistics)
 
@@ -71,9 +71,9 @@ class RMSNorm(nn.Module):
                 made.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
             self.register_parameter(name, made)
 
-    def forward(self, x: Tensor) -> Tensor:
-        need_cuda("norm input", x)
-        out: Tensor = NormFunction.apply(x, self.weight, getattr(self, "bias", None))
+    def forward(self, input: Tensor) -> Tensor:
+        need_cuda("norm input", input)
+        out: Tensor = NormFunction.apply(input, self.weight, getattr(self, "bias", None))
         return out
 
 

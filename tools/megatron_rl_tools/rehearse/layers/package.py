@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -143,13 +144,8 @@ gradient to main_grad: with gradient_accumulation_fusion they need it.
 """
 
 
-class StandInLoader:
+class StandInLoader(Loader):
     """The loader of the modules, by which megatron_rl tells the package from a placeholder."""
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None: ...
 
 
 def install(recorder: Recorder) -> None:

@@ -48,12 +48,14 @@ class RingFunction(Function):
         for partial, logsumexp in zip(outs, sums, strict=True):
             kernel("ring output correction", partial, logsumexp, out)
         states = [q.new_empty(2, dtype=torch.int64) for _ in range(size)]
-        ctx.save_for_backward(q, buffers[-1], out, total, bounds, *states)
+        if bounds is not None:  # those of the halves, and of queries and keys in every step
+            states += [torch.empty_like(bounds) for _ in range(2 + 2 * size)]
+        ctx.save_for_backward(q, buffers[-1], out, total, *states)
         ctx.scores, ctx.layout, ctx.group, ctx.ranks = scores, layout, group, ranks
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, last, out, total, *_ = ctx.saved_tensors
         scores, layout, group = ctx.scores, ctx.layout, ctx.group
         size, rank, grad = group.size(), group.rank(), grad.contiguous()
@@ -83,6 +85,7 @@ class RingFunction(Function):
             wait(work)
             work = []
             kernel("ring dkv correction", *gradients[1:], there[1])
+            del gradients
         dk, dv = split(buffers[size % 2][1], ctx.shapes)
         return dq, dk, dv, None, None, None, None, None
 
@@ -144,5 +147,7 @@ def exchange(sent: Tensor, arrives: Tensor, group: Any, ranks: list[int], step: 
     receive = (dist.irecv, arrives, ranks[(rank - step) % size])
     order = (send, receive) if rank % 2 == 0 else (receive, send)
     if size == 2:
-        return dist.batch_isend_irecv([dist.P2POp(*call, group) for call in order])
+        return dist.batch_isend_irecv(
+            [dist.P2POp(operation, tensor, peer, group) for operation, tensor, peer in order]
+        )
     return [operation(tensor, peer, group) for operation, tensor, peer in order]
