@@ -33,14 +33,15 @@ def with_advantages(
     std                     A_i = (R_i - mean(R)) / (std(R) + 1e-6)  GRPO
     leave_one_out           A_i = R_i - mean of the other G - 1      RLOO
     length_weighted         A_i = R_i - sum_j n_j R_j / sum_j n_j    OPO, arXiv 2505.23585
-    rescaled_mean           A_i = P / P+ (R_i - mean(R))             GPG, arXiv 2504.02546
+    rescaled_mean           A_i = (P / P+) (R_i - mean(R))           GPG, arXiv 2504.02546
     batch_whitened          A_i = (R_i - m) / (s + 1e-6)             REINFORCE++
     centred_batch_whitened  the same for R_i - mean(R)               REINFORCE++-baseline
     per_reward              A_i = (S_i - m') / (s' + 1e-6)           GDPO, arXiv 2601.05242
                             S_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-6)
 
     mean, std: over the group, response i included; std is the population std.  n_j: sampled tokens.
-    P: the step's groups on all replicas; P+: the groups whose rewards differ; with none A = 0.
+    P: the step's groups on all replicas; P+: the groups whose rewards differ; A = 0 where
+    there is none.
     m, s: mean and population std over all response tokens of the step on all replicas, where a
     token has the value of its response.  R_k: the rewards named in `reward_weights`, from the
     metrics of the rollouts; w_k: their weights; m', s': mean and population std of S over all

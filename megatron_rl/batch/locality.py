@@ -62,7 +62,7 @@ def alternating(rows: np.ndarray, pod_of_owner: np.ndarray) -> np.ndarray:
     sorted_rows, sorted_pods = rows[order], pod_of_owner[order]
     is_first = np.ones(len(rows), bool)
     is_first[1:] = (sorted_rows[1:] != sorted_rows[:-1]) | (sorted_pods[1:] != sorted_pods[:-1])
-    # the how many-th sequence of its length and pod it is
+    # its number among the sequences of its length and pod
     turn = number - np.maximum.accumulate(np.where(is_first, number, 0))
     return order[np.lexsort((sorted_pods, turn, -sorted_rows))]
 

@@ -110,6 +110,7 @@ class Engine:
         self._rollout_routes = RolloutRoutes(self.layout, len(moe_layers), parallel.device)
         # a copy of the weights as loaded: take it before anything changes them
         self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None
+        # before DDP: it replaces the output layer's forward, not its parameters
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
         self.models = wrap_ddp(self.chunks, self.core_config, cfg)

@@ -123,6 +123,7 @@ def run_settings(
         calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
         transformer_impl="transformer_engine" if te else "local",
+        # fused kernels of optional packages (Apex): [megatron] can turn them on
         persist_layer_norm=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=te,

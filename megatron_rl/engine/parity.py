@@ -22,8 +22,9 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt, RolloutGroup
 
-PROMPTS_PER_REPLICA = 8
-SAMPLES_PER_PROMPT = 4
+PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, PARITY_TOKENS = 8, 4, 64
+"""At most 8 prompts x 4 responses x 64 tokens of a replica are compared: enough tokens for a mean
+difference of log-probs, and soon sampled."""
 
 FIX = (
     "Trainer and server do not compute the same model: give both the same checkpoint,"

@@ -16,8 +16,7 @@ Shapes: T packed tokens of one micro-batch.
     H_t     entropy of pi over the vocabulary
 
 `aggregate` sums l_t over the mini-batch.  A q_t with gradient is written sg[q_t] * pi/sg[pi]: its
-gradient is q_t grad log pi, also where q_t is
-the ratio of a response.
+gradient is q_t grad log pi, also where q_t is the ratio of a response.
 """
 
 from __future__ import annotations

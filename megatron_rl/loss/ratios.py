@@ -208,7 +208,8 @@ def binary_kl(
 ) -> Float[Tensor, " T"]:
     """Return a log(a/p) + (1-a) log((1-a)/(1-p)), the KL of "this token" against "any other"."""
     probability, anchor = logprobs.exp(), anchor_logprobs.exp()
-    # clamped, because the logarithm of 0 is -inf
+    # the logarithm of 0 is -inf.  1e-8 is below 6e-8, the least 1 - p above 0 in float32: the clamp
+    # changes zeros only, and what rounding made negative
     other, anchor_other = (1 - probability).clamp(min=1e-8), (1 - anchor).clamp(min=1e-8)
     this_term = anchor * (anchor_logprobs - logprobs)
     return this_term + anchor_other * (anchor_other.log() - other.log())

@@ -48,6 +48,7 @@ def surrogate(
     if switches.form == "quadratic":
         return quadratic_gate(inputs, ratio, one, switches)
     # PPO's min(q A, clip(q) A): q, or the constant bound where a token is dropped
+    # without a clip both bounds are infinite, and nothing is clamped
     bound = ratio.clamp(1 - switches.clip_low, 1 + switches.clip_high)
     dual = (inputs.advantages < 0) & (ratio > switches.dual_clip)
     bound = torch.where(dual, switches.dual_clip, bound)

@@ -152,9 +152,10 @@ class StepResult:
     """The results of one step."""
 
     step: int
-    """Counts from 0."""
+    """Counts from 0; -1 for the evaluation before the first step."""
     policy_version: int
-    """Version of the weights after the step, which a step with updates sent to the servers."""
+    """Version of the weights after the step: step + 1, or that of the step before where nothing was
+    trained (--only rollout)."""
     metrics: dict[str, float]
     """Reduced over all ranks: docs/reference/metrics.md."""
     per_layer: dict[str, list[float]] = field(default_factory=dict)

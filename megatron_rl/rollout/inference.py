@@ -109,7 +109,7 @@ class Inference:
             self.give_memory_to_trainer()  # the weights must be in the trainer's memory
             self.memory.free_training()
             dist.barrier(self.group)
-        # the clock of requests' deadlines: the time for which the push pauses servers is not theirs
+        # requests are paused during the push: stop the clock of their deadlines
         with nullcontext() if self.client is None else self.client.clock.paused():
             # the loop ends: every failure costs one of rollout.max_server_restarts
             while not self._try_push(version):

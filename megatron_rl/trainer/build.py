@@ -22,7 +22,7 @@ from megatron_rl.checkpoint.lock import locked
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config
 from megatron_rl.config.rules.server_rules import check_can_release
-from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer, trained_on
+from megatron_rl.data.prompts import PromptSource, leaked_prompts, load_prompt_files, load_tokenizer
 from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
 from megatron_rl.engine.core_fields import untested
 from megatron_rl.engine.engine import Engine
@@ -60,7 +60,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
     server that fails its checks.
     """
     quiet_libraries()
-    lines = LogLines(cfg.run.log_format, (cfg.rollout.api_key_env,))
+    lines = LogLines(cfg.run.log_format, hidden=(cfg.rollout.api_key_env,))
     lines.catch_warnings()
     with ExitStack() as stack:
         # cheap checks first: wrong input must not cost the time to load a model
@@ -79,7 +79,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         source = make_source(cfg, services, inputs, engine, stack, rollouts)
 
         # the state of a checkpoint, before any weights are sent
-        services.watchdog.enter(LOADING)
+        services.watchdog.enter(LOADING)  # again: make_source entered stages of its own
         policy = make_policy(cfg, services, engine, source)
         start = resume(policy, source, console)
         # until the first step begins, events belong to the last finished one
@@ -139,7 +139,7 @@ def read_inputs(cfg: Config, *, is_live: bool) -> Inputs:
         tokenizer,
         PromptSource(train.prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
         {name: file.prompts for name, file in files.items()},
-        [*lines, *trained_on(train, files)],
+        [*lines, *leaked_prompts(train, files)],
     )
 
 

@@ -100,11 +100,11 @@ def check_room(cfg: Config, spec: ModelSpec, parallel: Parallel) -> None:
     """
     problems = list(length_problems(cfg, spec))
     if cfg.rollout.steps_ahead:
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / dist.get_world_size()
+        share_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / dist.get_world_size()
         smallest = torch.tensor(psutil.virtual_memory().total)
         # the smallest of all machines: otherwise only some ranks would stop
         dist.all_reduce(smallest, dist.ReduceOp.MIN, parallel.host_group)
-        problems += queue_problems(cfg, spec, on_this_machine, int(smallest))
+        problems += queue_problems(cfg, spec, share_here, int(smallest))
     if problems:
         raise ValueError("\n".join(problems))
 

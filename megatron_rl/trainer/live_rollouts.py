@@ -23,7 +23,7 @@ from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.parity import SAMPLES_PER_PROMPT, compare, probe_prompts
+from megatron_rl.engine.parity import PARITY_TOKENS, SAMPLES_PER_PROMPT, compare, probe_prompts
 from megatron_rl.evaluate import evaluate
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.events import Events
@@ -36,7 +36,7 @@ from megatron_rl.rollout.missing_routes import MissingRouteCounts, MissingRoutes
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.scheduler import Sampled, Scheduler
 from megatron_rl.rollout.scoring import score_groups
-from megatron_rl.rollout.selection import refill
+from megatron_rl.rollout.selection import refill as refill_groups
 from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl.trainer.rollout_metrics import (
     check_age,
@@ -97,7 +97,7 @@ class LiveRollouts(RolloutSource):
         groups = self.probe(
             probe_prompts(self.prompts.prompts, self.parallel.dp_size),
             SAMPLES_PER_PROMPT,
-            max_tokens=min(64, self.cfg.rollout.max_response_tokens),
+            max_tokens=min(PARITY_TOKENS, self.cfg.rollout.max_response_tokens),
         )
         limits = parity_limits(self.cfg, self.inference.dtype)
         self.give_memory_to_trainer()  # the engine needs its weights
@@ -159,6 +159,8 @@ class LiveRollouts(RolloutSource):
         self.meter.enter("evaluate")
         cfg, parallel = self.cfg, self.parallel
         with suppress(SamplingStopped):
+            # only one task is sampled at a time: end the one that samples later steps; the next
+            # step continues its groups
             self.scheduler.finish()
             return evaluate(
                 self.eval_sets,
@@ -252,15 +254,15 @@ class LiveRollouts(RolloutSource):
         dynamic sampling (arXiv 2503.14476).
         """
 
-        def draw(count: int) -> tuple[list[Prompt], list[RolloutGroup]]:
+        def draw_more(count: int) -> tuple[list[Prompt], list[RolloutGroup]]:
             more, scored = self.draw(self.scheduler.take_more, count)
             return more, with_penalties(scored, self.cfg)
 
-        refilled = refill(
+        refilled = refill_groups(
             prompts,
             # with penalties: they can make equal rewards differ, and the reverse
             with_penalties(groups, self.cfg),
-            draw,
+            draw_more,
             max_rounds=self.cfg.batch.max_sampling_rounds,
             dp_rank=self.parallel.dp_rank,
             dp_size=self.parallel.dp_size,

@@ -103,6 +103,8 @@ class Trainer:
         (rollout.release_memory).
         """
         with self.meter.time("split"):
+            # sets the penalties, it does not add to them: dynamic sampling may have set them
+            # already
             groups = with_penalties(groups, self.cfg)
             weights = self.cfg.advantage.rewards
             groups = with_advantages(
@@ -160,6 +162,7 @@ class Trainer:
         A mini-batch that looks wrong is saved before the update (run.save_batches).
         """
         with self.meter.time("update"):
+            # sums of its own: the saver must see this mini-batch alone
             sums = MetricSums()
             # records the loss terms of tokens for rollout.save_tensors; None without it
             observe = self.tokens.observer(batch, old)
@@ -200,6 +203,7 @@ class Trainer:
             self.reporter.count(self.meter.sums)
             self.meter.sums.add_max("perf/peak_memory_gib", peak_memory_gib(self.parallel.device))
             metrics = self.meter.take_sums().reduce(dist.group.WORLD, self.parallel.device)
+            # not reduced: time/* are rank 0's, which alone reports them
             metrics |= self.meter.take_times()
             metrics = derived(metrics)
             per_layer: dict[str, list[float]] = {}
@@ -218,10 +222,10 @@ class Trainer:
         """Evaluate the servers' weights after `step` finished steps, if due: avg@k and pass@k.
 
         An evaluation is due at step 0, every eval.every steps, and at the end (is_last).  A resumed
-        run does not repeat one, but for the last.
+        run repeats the last one only.
         """
-        is_open = step != self.evaluated and (step == 0 or self.is_due(step, self.cfg.eval.every))
-        if not (is_last or is_open):
+        is_due = step != self.evaluated and (step == 0 or self.is_due(step, self.cfg.eval.every))
+        if not (is_last or is_due):
             return
         with self.meter.between_steps("evaluate"):
             start = time.monotonic()
@@ -254,6 +258,7 @@ class Trainer:
 
         every: 0 for a task that runs at the end only.
         """
+        # not after the last step: finish() evaluates and saves then (is_last)
         return every > 0 and 0 < step < self.cfg.run.num_steps and step % every == 0
 
     def stop_if_signalled(self) -> None:
@@ -280,4 +285,5 @@ class Trainer:
                 write_hf_checkpoint(stream, self.cfg.model.path, path, Ranks.of(self.parallel))
             self.reporter.log(f"HF checkpoint {path}")
         self.reporter.finish()
+        # the other ranks wait for rank 0, which alone writes the report
         dist.barrier()

@@ -54,7 +54,7 @@ class Service(Protocol):
         """Facts about the service, for the trainer: the answer number 0."""
 
     def answer(self, call: str, argument: Any) -> Any:
-        """Return the answer as JSON holds it, or a coroutine of it."""
+        """Return the answer, which JSON must be able to hold, or a coroutine that returns it."""
 
 
 def main() -> None:

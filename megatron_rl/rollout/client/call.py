@@ -53,16 +53,29 @@ SampleTurn = Callable[[Group], Awaitable[None]]
 class EpisodeSampler(Protocol):
     """The episodes of one call of the client."""
 
-    async def fill(self, group: Group) -> None: ...
-    def check(self) -> None: ...
+    async def fill(self, group: Group) -> None:
+        """Sample the group's responses, each as an episode."""
+        ...
+
+    def check(self) -> None:
+        """Raise RolloutError where all of several episodes failed."""
+        ...
 
 
 class Episodes(Protocol):
     """The interface of rollout/agents by which the client samples a response of several turns."""
 
-    def adapt(self, sampling: Sampling) -> Sampling: ...
-    def serving(self) -> AbstractAsyncContextManager[None]: ...
-    def call(self, sampling: Sampling, sample: SampleTurn, call: Call) -> EpisodeSampler: ...
+    def adapt(self, sampling: Sampling) -> Sampling:
+        """Return the settings with the tokens that end a turn."""
+        ...
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Keep what episodes share open, such as the endpoint."""
+        ...
+
+    def call(self, sampling: Sampling, sample: SampleTurn, call: Call) -> EpisodeSampler:
+        """Return the episodes of one fill()."""
+        ...
 
 
 class GroupCancelled(Exception):
@@ -83,7 +96,7 @@ class Request:
     timer: Alarm = field(init=False)
     """Calls `Call.cut` at its deadline, then at its next abort."""
     cut_by: Literal["", "deadline", "age"] = ""
-    """Why it was aborted alone, before all others are; "": it was not."""
+    """Reason to abort it alone, before all others; "": it was not."""
 
     @property
     def num_samples(self) -> int:
@@ -169,7 +182,7 @@ class Call:
         idle = [group for group in new.groups if group not in running]
         drop_older(idle, new.oldest, self.counters)
         # prefixes of running groups are dropped when their requests are answered
-        drop_older(running, new.oldest, self.counters, is_asked=True)
+        drop_older(running, new.oldest, self.counters, has_request=True)
         return idle
 
     async def collect(self, seconds: float) -> None:

@@ -30,10 +30,12 @@ from megatron_rl.replay.layout import Rows, indices
 from megatron_rl.rollout.saved.rollout_recorder import GroupChoice
 from megatron_rl.trainer.recording.token_files import Flag, SequenceTokens, Table, TokenFiles
 
-NUM_SUMS, NUM_MAXIMA = 9, 2
-"""Columns of a sequence's summary: `add_tokens` and `add_flips` add them, line_of in token_files.py
-reads them.
+SUMS = ("count", "kl", "kl_k3", "clipped", "weight", "entropy", "loss", "flips", "pairs")
+MAXIMA = ("max_log_ratio", "max_staleness")
+"""Columns of a sequence's summary, over its tokens in the loss: `add_tokens` and, for the last two
+sums, `add_flips` fill them, line_of in token_files.py reads them.
 """
+NUM_SUMS, NUM_MAXIMA = len(SUMS), len(MAXIMA)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Part:
 
     def add_flips(self, flips: Tensor, compared: Tensor) -> None:
         """Add flips [t], numbers of layers that flip, and compared [t], the rows with a route."""
+        # rows with a route x layers of this stage: the compared pairs
         counts = torch.stack([flips, compared * len(self.own_experts)], dim=1).double()
         self.sums[:, -2:].index_add_(0, self._slots(self.sequence_of_row), counts)
 
@@ -155,6 +158,7 @@ class TokenRecorder:
     def __init__(self, cfg: Config, engine: Engine, files: FileWriter) -> None:
         parallel = engine.parallel
         self.engine = engine
+        # the same draw as the recorder of rollouts: both halves have the same groups
         self.choice = GroupChoice(
             cfg.rollout.saved_share, cfg.run.seed, parallel.dp_rank, parallel.dp_size
         )

@@ -150,6 +150,7 @@ class WeightPusher:
             verified = None
             if opened.is_due:  # before any sample can have the version
                 verified = self.verifier.verify(self.servers, digests, version)
+            # after the check: a push that fails it leaves the next one due
             self.unverified = (self.unverified + 1) % max(1, self.verify_every)
             if serve:
                 self.serve(version)

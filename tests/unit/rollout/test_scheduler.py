@@ -300,8 +300,8 @@ def test_a_response_that_is_sampled_again_is_scored_again():
         trainer.scheduler.take(0, 0)
         (group, *_) = (each for each in trainer.scheduler.groups if each.is_complete)
         group.scored = group.closed()
-        assert not group.drop_older(0, is_asked=False) and group.closed() is group.scored
-        assert group.drop_older(1, is_asked=True) and group.scored is None
+        assert not group.drop_older(0, has_request=False) and group.closed() is group.scored
+        assert group.drop_older(1, has_request=True) and group.scored is None
 
 
 def test_an_interrupt_ends_the_wait_for_samples(sigint):

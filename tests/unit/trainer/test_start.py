@@ -237,7 +237,7 @@ def test_a_run_reads_its_prompts_and_those_of_its_evaluation(monkeypatch, tmp_pa
     monkeypatch.setattr(build, "load_prompt_files", load)
     monkeypatch.setattr(
         build,
-        "trained_on",
+        "leaked_prompts",
         lambda train, files: [f"trained on {len(train.prompts)}, {sorted(files)}"],
     )
     sections = {"agent": {"function": "module.function"}} if agent else {}
