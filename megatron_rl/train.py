@@ -56,6 +56,7 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
     with StopSignal(grace) as stop, start_trainer(cfg, rollouts) as trainer:
         # from here a signal no longer interrupts: it ends sampling, saves and stops
         trainer.listen(stop)
+        # the weights as loaded; a resumed run repeats no evaluation
         trainer.evaluate(trainer.first_step)
         for step in trainer.steps():
             groups = trainer.sample(step)  # y ~ mu_old: log mu_old, the experts used, R(x, y)

@@ -88,6 +88,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         # from here on events say when and why the run stops; then the first weight sync and parity
         stack.enter_context(recording.run(start.first_step, services.meter))
         source.start(start.first_step)
+        # last: what exists now lives until the end, and is left out of collections
         stack.callback(postpone_full_collections())
         yield Trainer(
             cfg=cfg,
@@ -154,6 +155,7 @@ def join_job(cfg: Config, stack: ExitStack) -> Parallel:
         seed=cfg.run.seed,
     )
     stack.callback(parallel.destroy)
+    # on rank 0, which alone sends to trackers
     from_rank_0(lambda: check_trackers(cfg.track))
     # on rank 0 alone: one process of a run holds the lock
     from_rank_0(lambda: stack.enter_context(locked(cfg.run_dir)))
@@ -292,6 +294,7 @@ def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) ->
     is_ours = restored.path.resolve().parent == policy.checkpointer.folder.resolve()
     # older checkpoints do not say when they evaluated
     evaluated = restored.progress.get("evaluated", restored.step)
+    # a checkpoint of another run starts a new run in the trackers
     tracker_ids = restored.progress.get("trackers", {}) if is_ours else {}
     return StartPoint(restored.step, evaluated, tracker_ids)
 

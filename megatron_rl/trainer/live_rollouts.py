@@ -93,6 +93,7 @@ class LiveRollouts(RolloutSource):
         against the servers'.
         """
         self.meter.enter("first weight sync and parity check")
+        # version 0, too: a server serves only after a weight sync
         self.sync_weights(self.policy_version)
         groups = self.probe(
             probe_prompts(self.prompts.prompts, self.parallel.dp_size),
@@ -326,7 +327,7 @@ class LiveRollouts(RolloutSource):
             max_tokens=max_tokens,
             stop_token_ids=[self.tokenizer.eos_token_id],
             id_prefix="parity/",
-            single_turn=True,
+            single_turn=True,  # an environment adds nothing to what is compared
         )
         groups = [
             replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups

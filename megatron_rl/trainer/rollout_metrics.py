@@ -151,6 +151,7 @@ def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
 def count_seconds(sums: MetricSums, name: str, values: Sequence[float], parallel: Parallel) -> None:
     seconds = torch.tensor(values, device=parallel.device)
     mask = torch.ones_like(seconds, dtype=torch.bool)
+    # tabulate counts by group: here all values are one
     one_group = torch.zeros_like(seconds, dtype=torch.int64)
     sums.add_histogram(name, tabulate(seconds, mask, one_group, 1))
 

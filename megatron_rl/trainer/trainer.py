@@ -93,6 +93,7 @@ class Trainer:
         except SamplingStopped:  # on every rank, whichever got the signal
             self.stop_if_signalled()
             raise
+        # also where sampling ended by itself: a signal may have come since
         self.stop_if_signalled()
         return groups
 
@@ -113,10 +114,11 @@ class Trainer:
             batches = split(
                 groups,
                 self.cfg,
-                seed=step,
+                seed=step,  # a step that is repeated is split in the same way
                 rule=self.engine.pack_rule,
                 dp_group=self.parallel.dp_group,
                 save_tokens=self.tokens.choice.of(step + 1, len(groups)),
+                # metrics by the age of tokens say nothing where all have the same
                 policy_version=self.rollouts.policy_version
                 if self.cfg.rollout.max_staleness
                 else None,
@@ -271,9 +273,11 @@ class Trainer:
     def finish(self) -> None:
         """Do the last evaluation, checkpoint, HF export and report."""
         last = self.cfg.run.num_steps
+        # evaluated first: the checkpoint keeps that, and checkpoint.best_metric may be a result of
+        # it
         self.evaluate(last, is_last=True)
         self.save(last, is_last=True)
-        self.checkpoint_policy.wait()
+        self.checkpoint_policy.wait()  # a background save: the run is not finished without it
         self.meter.enter("export")
         if self.cfg.checkpoint.export_hf:
             self.rollouts.give_memory_to_trainer()

@@ -74,6 +74,7 @@ class Branch:
         self._session, self._start = session, len(token_ids)
         # not a list or tuple, in which the garbage collector visits every int
         self._tokens = array("q", token_ids)
+        # the server that was asked last may have the start of this sequence in its cache
         self._server, self._is_busy = session.server, False
         self._asked: Group | None = None  # the request of the turn that is not accepted yet
 
@@ -147,7 +148,7 @@ class Branch:
         turn = group.rollouts[0]
         sampled = turn.tokens[turn.prompt_length :]
         response, num_prompt_tokens = tuple(sampled.tolist()), len(prompt.token_ids)
-        # given an array, `decode` does not check the type of each token
+        # of an array `decode` does not check the type of each token
         text = session.tokenizer.decode(sampled, skip_special_tokens=True)
         read = None
         if session.chat is not None:

@@ -18,7 +18,7 @@ from megatron_rl.records import FinishReason, Rollout
 
 
 class RecordedTurns:
-    """The turns of an unfinished episode, each given once to the run that continues it."""
+    """The turns of an unfinished episode; the run that continues it takes each at most once."""
 
     def __init__(self, rollout: Rollout | None) -> None:
         """rollout: the unfinished episode (finish_reason abort), None for a new one."""

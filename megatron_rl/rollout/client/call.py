@@ -154,6 +154,7 @@ class Call:
         """Obey commands until one ends the call, and return it.  Raises what a task raised."""
         waiting = None
         while True:
+            # a thread waits: the queue is filled from other threads, and get() blocks
             waiting = waiting or asyncio.create_task(asyncio.to_thread(commands.get))
             await asyncio.wait([waiting, *self.tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in self.tasks if task.done()]:

@@ -68,7 +68,10 @@ class Recorder:
             for group in groups
             for record in to_records(step, group, self._redactor.known)
         ]
-        path, side = self.folder / f"{self.name}.jsonl", tensors_path(self.folder, step, self.name)
+        path, tensors_file = (
+            self.folder / f"{self.name}.jsonl",
+            tensors_path(self.folder, step, self.name),
+        )
         tensors: dict[str, np.ndarray] = {}
         for index in sorted(self.choice.of(step, len(groups))):
             for rollout in groups[index].rollouts:
@@ -86,10 +89,12 @@ class Recorder:
 
         if self.files is None:
             write_lines()
-            write_tensors(side, tensors)
+            write_tensors(tensors_file, tensors)
         else:
+            # lines at once, so that readers of a running job have them; tensors, which are large,
+            # in the thread
             self.files.now(path, write_lines)
-            self.files.later(side, lambda: write_tensors(side, tensors))
+            self.files.later(tensors_file, lambda: write_tensors(tensors_file, tensors))
 
 
 def to_records(
@@ -177,6 +182,7 @@ def forget_lines(path: Path, first_step: int) -> None:
     temporary = path.with_suffix(".part")
     with open(path, "rb") as lines, open(temporary, "wb") as kept:
         kept.writelines(line for line in lines if step_of(line) <= first_step)
+    # as large as before: nothing was removed, and the file need not be replaced
     if temporary.stat().st_size < path.stat().st_size:
         temporary.replace(path)
     else:

@@ -152,6 +152,7 @@ class ServerPool:
         return self.log_dir / ("server.log" if is_alone else f"server_{index}.log")
 
     def _start(self, index: int) -> Server:
+        # 0 without rollout.gpus: a server then sees all GPUs of this process
         num_gpus = len(self.rollout.gpus) // self.rollout.num_servers
         # with the same seed two servers would sample the same responses
         seed = self.options["seed"] + index + self.rollout.num_servers * self.restarts

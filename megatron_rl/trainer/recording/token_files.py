@@ -150,7 +150,9 @@ class TokenFiles:
     ) -> dict[str, np.ndarray]:
         """Return kind -> array of one sequence, from these rows and sampled tokens of the table."""
         arrays = dict(zip(table.VALUES, table.values[:, tokens], strict=True))
+        # [N, R], as of N updates that use the sequence; N is 1 (docs/reference/token_data.md)
         arrays["logprobs"] = arrays["logprobs"][None]
+        # the table has flags as float32, beside the other columns: 255 is exact there
         arrays["flags"] = arrays["flags"].astype(np.uint8) | self._known_flags(sample)
         arrays["advantage"] = np.array([sample.advantage], np.float32)
         if len(table.own_experts):

@@ -57,6 +57,8 @@ class Places:
         order.
         """
         local = indices(rows).numpy()
+        # an empty first part: a micro-batch may have no chosen sequence, and numpy joins no empty
+        # list
         packed = np.concatenate([local[:0], *wanted])
         index = np.flatnonzero(np.isin(local, packed))
         return cls(
@@ -127,6 +129,8 @@ class Part:
         gap = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0)
         stale = torch.where(mask, tokens.logprobs - old_logprobs, 0.0)
         entropy = torch.where(mask, tokens.entropy, 0.0)
+        # KL(mu, pi_old) by two estimators of a sample of mu: k1 = log mu - log pi_old = -gap, and
+        # k3
         k3 = torch.expm1(gap) - gap
         slots = self._slots(batch.sequence_ids)
         summed = torch.stack([mask, -gap, k3, clipped, weight, entropy, tokens.shares], 1)

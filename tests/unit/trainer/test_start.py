@@ -148,7 +148,8 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
         "leave trace", "leave watchdog", "leave status",
     ]  # fmt: skip
     cfg, parallel, meter = parts.cfg, parts.parallel, made["meter"]
-    assert calls.named("LogLines") == [((cfg.run.log_format, ("KEY_OF_THE_SERVERS",)), {})]
+    hidden = {"hidden": ("KEY_OF_THE_SERVERS",)}
+    assert calls.named("LogLines") == [((cfg.run.log_format,), hidden)]
     assert "lines.catch_warnings" in calls.names
     assert calls.named("read_inputs") == [((cfg,), {"is_live": True})]
     assert calls.named("make_watchdog") == [((cfg, parallel, parts.LogLines, parts.status), {})]
