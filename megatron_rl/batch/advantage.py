@@ -64,6 +64,7 @@ def with_advantages(
         num_differ = float(sum(not is_uniform(group) for group in groups))
         counts = all_reduce([float(len(groups)), num_differ], dist.ReduceOp.SUM, dp_group)
         num_groups, num_differ = counts.tolist()
+        # where no group differs, all advantages are 0 whatever the scale is
         scale = num_groups / max(num_differ, 1.0)
         advantages = [scale * group_advantages(r, "mean") for r in rewards]
     elif kind == "per_reward":

@@ -87,6 +87,7 @@ def assign_round(pod_of_owner: np.ndarray, costs: np.ndarray, spent: np.ndarray)
     pod_of = np.full(len(pod), -1)
     pod_of[by_pod[stays]] = pod[stays]
     # the longest of the others go to the pods that have cost least, with the sequences they keep
+    # a copy: the caller adds the costs of the round itself
     spent = spent.copy()
     np.add.at(spent, pod[stays], costs[by_pod[stays]])
     lacking = share - np.minimum(owned, share)

@@ -43,6 +43,7 @@ def share_groups(
     data = None
     if dist.get_rank() == leader:
         assert groups, "the leader of a replica has no rollouts to share"
+        # one matrix: all groups of a call have equally many responses
         rewards = np.stack([np.asarray(group.rewards, np.float32) for group in groups])
         data = codec.encode(
             [rollout for group in groups for rollout in group.rollouts], rewards=rewards

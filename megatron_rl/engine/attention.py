@@ -212,6 +212,8 @@ def plan_attention(
     key_order = None
     if cp_group is not None:
         gathered = [zigzag_rows(cu_seqlens, rank, cp_size) for rank in range(cp_size)]
+        # `gathered` says which packed row lies at each place; its inverse, where each packed row
+        # lies
         key_order = torch.cat(gathered).argsort().to(device)
     groups: dict[tuple[int, int], list[KeySpan]] = {}
     for span in spans_of(bounds, cp_group):

@@ -74,6 +74,7 @@ class Engine:
         )
         self.chunks = self.provider.build()
         moe_layers = self.spec.moe_layers
+        # before the weights are loaded, which takes minutes
         check_routers(self.chunks, moe_layers)
         check_router_shift(cfg.loss, self.spec)
         self.provider.load(self.chunks)

@@ -120,7 +120,9 @@ class _TokenLogprobs(torch.autograd.Function):
         scanned = scan(logits, labels, shard)
         rows = reduce_rows(scanned, labels, shard, dtype)
         ctx.settings = (kept, shard, overwrite)
+        # with `overwrite` the first backward pass destroys the logits that a second one would need
         ctx.spent = False
+        # None, not zeros, for an output without gradient
         ctx.set_materialize_grads(False)
         if kept is None:
             ctx.save_for_backward(logits, labels, *rows.saved)

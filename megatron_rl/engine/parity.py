@@ -115,6 +115,7 @@ def compare(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config) -> Pari
 
     Collective.  groups: this replica's rollouts of probe_prompts.
     """
+    # the advantage is not used: nothing is trained
     samples = [Sample(rollout, 0.0) for group in groups for rollout in group.rollouts]
     batch = make_mini_batch(
         samples,

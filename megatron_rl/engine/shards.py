@@ -190,6 +190,7 @@ def write_gradient(
     direct = out.dtype == dtype  # then e is computed in the gradient's memory, without a cast
     blocks = shard.blocks(len(logits), logits.device, dtype.itemsize)
     buffers = make_buffers((not direct) + (slope is not None), blocks, shard, logits, dtype)
+    # padding columns are no tokens: they have no probability and no gradient
     out[:, shard.columns :] = 0.0
     for rows in blocks:
         count = rows.stop - rows.start

@@ -95,6 +95,7 @@ class TELinear(torch.nn.Module):
         # core passes None to these layers
         self.tp_group = tp_group or parallel_state.get_tensor_model_parallel_group()
         self.weight = torch.nn.Parameter(
+            # any finite values: the checkpoint replaces them
             torch.empty(output_size, input_size, dtype=config.params_dtype).normal_(0, 0.02)
         )
         # core reads both attributes when it reduces gradients

@@ -44,6 +44,7 @@ def select_tokens(
     # one all-reduce for the sums of A and of log pi_old, and for N
     sums = torch.cat([torch.where(mask, values, 0.0).sum(dim=1), mask.sum().double()[None]])
     sums = sum_over_group(sums, group)
+    # no token in the mask: the means are 0 then, not NaN
     count = sums[2].clamp(min=1)
     centred = values - (sums[:2] / count)[:, None]
     covariance = centred[0] * centred[1] + 0.0  # -0 becomes 0: they are ordered by their bits
@@ -68,6 +69,7 @@ def smallest(
     """Return the `count` candidates with the smallest keys over all ranks, or all of them where
     there are fewer.
     """
+    # with count = 0 the bound is the least of all keys, which a candidate may have
     return candidates & (keys <= nth_smallest(keys, candidates, count, group)) & (count > 0)
 
 

@@ -145,6 +145,7 @@ def bound_weight(
 
     truncate: min(w, high).  clip: min(max(w, low), high).  mask: w where low <= w <= high, else 0.
     """
+    # no ratio is below 0: truncation bounds it above only
     low = 0.0 if switches.weight_mode == "truncate" else switches.weight_low
     changed = outside(weight, low, switches.weight_high)
     none = torch.zeros_like(changed)

@@ -56,6 +56,7 @@ def surrogate(
     if switches.form_level == "geometric":
         # the logarithm is finite: the ratio is at least exp(-20), and no bound is 0
         logs = torch.where(dropped, bound, ratio).log()
+        # all tokens of a response have this mean; a dropped one has it without gradient
         ratio = bound = inputs.sequences.mean(logs, inputs.mask).exp()
     return Surrogate(torch.where(dropped, bound, ratio * one), dual)
 

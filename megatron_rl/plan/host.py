@@ -129,6 +129,7 @@ def check_parsed_server_args(cfg: Config) -> list[str]:
             capture_output=True,
             text=True,
             timeout=PARSER_SECONDS,
+            # without this variable SGLang takes its CUDA code paths, also where there is no GPU
             env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
         )
         errors = [line for line in done.stderr.splitlines() if line.startswith("sglang: error: ")]

@@ -58,6 +58,7 @@ def phases(
         yield Phase(SAVE, saving, served, state + served)
     else:
         # either the trainer or the servers have released most of their memory
+        # two buckets: the servers load one while the source prepares the next
         left, buckets = int(assumed.released * GIB), 2 * cfg.rollout.weight_sync_bucket_mb << 20
         synced = shared * server.weights
         yield Phase("training", rank.total, shared * left, state)

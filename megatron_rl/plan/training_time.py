@@ -164,6 +164,7 @@ class TrainingModel:
             "disk": 2 * size / self.assumed.disk,  # written, then read
             "colocated": size / rates.memory,
         }[self.cfg.rollout.weight_sync]
+        # gate, up and down of every expert, and about a dozen other tensors of a layer
         tensors = 3 * len(spec.moe_layers) * spec.num_experts + 12 * spec.num_layers
         sent += tensors * self.assumed.server_tensor_seconds
         is_sharded = parallel.tp > 1 or parallel.expert_tp > 1
