@@ -70,10 +70,12 @@ def with_advantages(
     elif kind == "per_reward":
         weights = reward_weights or {}
         sums = [per_reward(r, group, weights) for r, group in zip(rewards, groups, strict=True)]
+        # responses without a reward count neither in the mean nor in the deviation
         advantages = whiten(sums, [(~np.isnan(r)).astype(np.float64) for r in rewards], dp_group)
     else:
         advantages = [group_advantages(r, kind) for r in rewards]
     return [
+        # nothing is learned from a response without a reward
         replace(group, advantages=np.where(np.isnan(r), 0.0, values).astype(np.float32))
         for group, r, values in zip(groups, rewards, advantages, strict=True)
     ]

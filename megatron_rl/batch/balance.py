@@ -175,6 +175,7 @@ def plan_padded(work: Work, count: int, replicas: int) -> list[Slot] | None:
         runs[at : at + 1] = [costliest[:half], costliest[half:]]
     remaining = order[whole:]
     slots = []
+    # from the shortest: the first slot with room takes the remainder, the shortest of all
     for run in reversed(runs):
         sequences = order[run.start * replicas : run.stop * replicas]
         if (len(run) + 1) * sizes[run.start] <= work.max_rows:

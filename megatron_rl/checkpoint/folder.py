@@ -276,6 +276,7 @@ def write_text(path: Path, text: str) -> None:
     with open(temporary, "wb") as file:
         file.write(text.encode())
         file.flush()
+        # the content first: after a crash the name must not lead to an empty file
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync(path.parent)

@@ -112,8 +112,10 @@ def reduce_scatter_rows(
         output = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
         dist.reduce_scatter_tensor(output, rows.contiguous(), group=group)
         return output
+    # all_reduce works in place, and the input must stay as it is
     total = rows.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
+    # a copy: a view would keep the rows of all ranks in memory
     return total.split(list(input_split_sizes))[group.rank()].clone()
 
 

@@ -381,4 +381,5 @@ class Engine:
     def _set_mode(self, *, training: bool) -> None:
         assert not self.offload.freed, "the servers have the memory of this model: restore it first"
         for model in self.models:
+            # core recomputes entire layers in training mode only
             model.train(training)

@@ -126,6 +126,7 @@ def make_kept_slopes(
     grad_logprobs, grad_entropy = grads
     maximum, log_sum, entropy, kept_maximum, kept_log_sum = saved
     g = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs.double()
+    # rows without a set have their log-prob over the entire vocabulary
     outside = None if grad_logprobs is None else torch.where(kept.is_empty, g, 0.0)
     slopes = make_slopes((maximum, log_sum, entropy), outside, grad_entropy, shard)
     return slopes, KeptSlopes(kept_maximum, kept_log_sum, g / shard.temperature)

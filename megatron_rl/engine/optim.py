@@ -140,6 +140,7 @@ class Optimizer:
         self, models: list[DistributedDataParallel], cfg: Config, *, total_updates: int
     ) -> None:
         config = cfg.optim
+        # core uses gloo groups only to save and load the optimizer in its own formats
         self.core: MegatronOptimizer = get_megatron_optimizer(
             make_optimizer_config(cfg), models, use_gloo_process_groups=False
         )

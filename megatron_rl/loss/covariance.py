@@ -132,6 +132,7 @@ def ordered_bits(values: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
 
 def sum_over_group(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None and group.size() > 1:
+        # all_reduce works in place, and callers keep their values
         values = values.clone()
         dist.all_reduce(values, group=group)
     return values

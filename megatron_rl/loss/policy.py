@@ -114,6 +114,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> PolicyLoss:
         terms = terms + config.kl_coef * kl
     return replace(
         loss,
+        # whatever a custom loss returns outside the mask
         per_token=torch.where(inputs.mask, loss.per_token, 0.0),
         terms=torch.where(inputs.mask, terms, 0.0),
         kl=kl,

@@ -114,6 +114,7 @@ class DecodeModel:
         """
         piece = lengths.cap / GRID
         for index in range(GRID):
+            # the middle of the piece
             age = (index + 0.5) * piece
             alive = lengths.survival(age)
             is_any_left = 1 - (1 - alive) ** responses

@@ -239,6 +239,7 @@ def routes_digest(
     """
     has_layers = routed_experts.ndim == 3 and routed_experts.shape[1]
     first_layer = routed_experts[:, 0] if has_layers else routed_experts
+    # fixed types and byte order: files have the digest, too, and another machine may read them
     digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i8").data, digest_size=DIGEST_BYTES)
     digest.update(np.ascontiguousarray(first_layer, "<i2").data)
     digest.update(np.array(environment, "<i8").tobytes())
@@ -274,6 +275,7 @@ def episode_digest(sequences: Sequence[Rollout]) -> bytes:
     for sequence in sequences:
         spans = np.ravel(sequence.environment).tolist()
         head = [sequence.prompt_length, len(sequence.tokens), *spans]
+        # the lengths first: else the bytes of one sequence could be read as those of two
         digest.update(np.array([len(head), *head], "<i8").tobytes())
         for values, dtype in (
             (sequence.tokens, "<i8"),

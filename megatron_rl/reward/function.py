@@ -174,6 +174,7 @@ def form_of(function: Callable[..., Any], name: str) -> Form:
     if not takes_arguments(signature, 1):
         raise TypeError(f"{key} takes {signature}: must take {FORMS}")
     try:
+        # annotations are texts under `from __future__ import annotations`
         parameter = next(iter(inspect.signature(function, eval_str=True).parameters.values()))
     except (NameError, AttributeError, SyntaxError, TypeError) as error:
         raise TypeError(

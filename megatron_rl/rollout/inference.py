@@ -116,6 +116,7 @@ class Inference:
                 pass
         if self.memory is not None:
             self.memory.free_weights()
+            # all ranks first: they free the memory in which the servers allocate their caches
             dist.barrier(self.group)
             from_rank_0(lambda: self._own_pusher().serve(version), self.group)
         self.is_serving = True

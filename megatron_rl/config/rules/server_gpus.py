@@ -32,7 +32,8 @@ def option_value(args: Sequence[str], *names: str) -> int:
 
     SGLang itself refuses what is not a number.
     """
-    # option and value may be one word or two
+    # option and value may be one word or two; "?", as argparse ends the process where a value is
+    # missing
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(*names, dest="value", nargs="?", default="", const="")
     value = parser.parse_known_args(list(args))[0].value

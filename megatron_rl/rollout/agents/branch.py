@@ -270,6 +270,7 @@ class Branch:
             return None
         rewards = tuple(self.rewards)
         if rewards:
+            # the last turns may have got none, and every turn has one in the record
             rewards += (0.0,) * (self.rollout.num_turns - len(rewards))
         messages = tuple(self._messages) if self._session.chat is not None else ()
         return self.rollout.with_episode(turn_rewards=rewards, messages=messages)

@@ -21,7 +21,7 @@ from megatron_rl.rollout.group import Group
 
 Tasks = set[asyncio.Task[None]]
 Ending = Literal["drain", "abort"]
-"""How an open call ends.  drain: groups in progress are completed, the others are not started;
+"""Ways to end an open call.  drain: groups in progress are completed, the others are not started;
 abort: every request is aborted, and the sampled part of its responses is kept."""
 
 
