@@ -40,7 +40,7 @@ class RunConfig(Section):
     included; a longer sequence still gets a micro-batch of its own."""
     # late and dead ranks
     collective_timeout_minutes: AboveZero = 30.0
-    """Longest time for which ranks wait for one another, sampling included; a longer stage stops the
+    """Longest time that ranks wait for one another, sampling included; a longer stage stops the
     run and names the late ranks."""
     silence_timeout_seconds: AboveZero = 300.0
     """A rank without a heartbeat for this long is considered dead: it is named, and the others

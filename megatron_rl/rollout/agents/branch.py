@@ -241,6 +241,7 @@ class Branch:
         encode, text = self._session.tokenizer.encode, encodable(text)
         start = text[: CHARACTERS_PER_TOKEN * (max(self.remaining, 0) + 1)]
         ids = encode(start, add_special_tokens=False)
+        # a start that is too long already, or the entire text
         if len(ids) > self.remaining or len(start) == len(text):
             return ids
         return encode(text, add_special_tokens=False)

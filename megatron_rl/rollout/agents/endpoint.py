@@ -251,6 +251,7 @@ async def errors_as_json(
     except ApiError as error:
         return web.json_response(error.body, status=error.status)
     except ConnectionResetError:  # it is counted, and no client reads an answer
+        # nginx's status for a client that hung up
         return web.Response(status=499)
     except web.HTTPException as error:  # unknown path or method, a body that is too large
         refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")

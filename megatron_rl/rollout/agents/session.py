@@ -263,6 +263,7 @@ class Session:
             )
         # without a reward of the function or of a turn, the reward function scores the episode
         if reward is None and any(rollout.episode.turn_rewards for rollout in sequences):
+            # exact: the sum does not depend on the order of the branches
             reward = math.fsum(
                 value for rollout in sequences for value in rollout.episode.turn_rewards
             )

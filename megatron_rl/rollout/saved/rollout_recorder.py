@@ -195,6 +195,7 @@ def cut_steps(path: Path, first: int) -> None:
 
     The file is read from its end, as it may have gigabytes.
     """
+    # an empty file cannot be mapped
     if not path.exists() or not path.stat().st_size:
         return
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:

@@ -88,7 +88,8 @@ class BatchSaver:
                 f"gradient norm {grad_norm:.4g} above run.anomaly_grad_norm ="
                 f" {run.anomaly_grad_norm:g}"
             )
-        # NaN does not count as wrong: no token of the mini-batch is in the loss
+        # NaN does not count as wrong: no token of the mini-batch is in the loss.  A mean of
+        # log-ratios may also be far below 0.
         if abs(kl) > run.anomaly_kl:
             return f"KL(mu, pi_old) {kl:.4g} above run.anomaly_kl = {run.anomaly_kl:g}"
         return ""
@@ -106,6 +107,7 @@ class BatchSaver:
         metrics = sums.reduce(dist.group.WORLD, self.engine.parallel.device)
         folder = self.cfg.run_dir / FOLDER / (name or f"step_{step + 1:06d}_update_{batch.index}")
         weights = f"of step {step + 1}, before update {batch.index}"
+        # `last` is written before every update, which weights would make slow
         note = BundleNote(step, reason, with_weights=not name, weights=weights)
         results = results_of(self.engine, metrics, grad_norm)
         try:

@@ -139,6 +139,7 @@ class Part:
         self.maxima.scatter_reduce_(0, slots[:, None].expand(-1, NUM_MAXIMA), largest, "amax")
 
     def _slots(self, ids: Tensor) -> Tensor:
+        # pads go to the row after the last sequence
         return torch.where(ids >= 0, ids, len(self.samples))
 
 
@@ -210,6 +211,7 @@ class TokenRecorder:
 
         It is called after the updates of `step`, which is counted from 1.
         """
+        # in one order on all ranks: every table is a collective
         everything = [
             (number, part) for number, parts in sorted(self._parts.items()) for part in parts
         ]
@@ -256,6 +258,7 @@ class TokenRecorder:
     def _summaries(self, parts: Sequence[Part]) -> Tensor:
         """Return float64 [sequences, NUM_SUMS + NUM_MAXIMA], complete on the leader."""
         engine, parallel = self.engine, self.engine.parallel
+        # [:-1]: the last row is that of the pads
         here = torch.cat([torch.cat([part.sums, part.maxima], dim=1)[:-1] for part in parts]).cpu()
         # tensor-parallel ranks have the same rows of the loss, and of the routers unless they are
         # sequence-parallel: rank 0 counts them
@@ -272,6 +275,7 @@ class TokenRecorder:
             else None
         )
         dist.gather(here, ranks, parallel.replica_leader, group=group)
+        # gathered, not reduced: some columns are sums, others maxima
         stacked = torch.stack(ranks or [here])
         return torch.cat([stacked[:, :, :NUM_SUMS].sum(0), stacked[:, :, NUM_SUMS:].amax(0)], dim=1)
 
