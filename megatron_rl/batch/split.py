@@ -50,6 +50,7 @@ def split(
             f" {run.num_mini_batches}; run.prompts_per_step must be a multiple of num_mini_batches"
             " times the data-parallel size"
         )
+    # NumPy's generator of its own: the draw depends on both seeds alone
     order = np.random.default_rng([run.seed, seed]).permutation(len(groups))
     replica = 0 if dp_group is None else dp_group.rank()
     batches = []

@@ -135,6 +135,7 @@ def broadcast_bytes(
     dist.broadcast(size, src=leader, group=group)
     total = int(size)
     received = np.empty(total if data is None else 0, np.uint8)
+    # one buffer for all chunks: the leader never has a second copy of all routes
     staged = np.empty(0 if data is None else min(CHUNK_BYTES, total), np.uint8)
     for start in range(0, total, CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, total)

@@ -153,7 +153,9 @@ class _TokenLogprobs(torch.autograd.Function):
         else:
             slopes, inside = make_kept_slopes(saved, kept, (grad_logprobs, grad_entropy), shard)
         if slopes is None:
+            # no gradient for any argument of `forward`
             return (None,) * 5
+        # with `overwrite` the gradient is written into them, which autograd must not follow
         logits = logits.detach()
         if overwrite:
             grad = logits

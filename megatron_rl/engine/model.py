@@ -212,6 +212,7 @@ def make_model(
             rotary_percent=spec.rotary_fraction,
             rotary_base=spec.rope_theta,  # annotated int, used as a float
             share_embeddings_and_output_weights=spec.tie_embeddings,
+            # logits stay sharded over the vocabulary: engine/shards.py reduces them
             parallel_output=True,
             vp_stage=stage,
         )
@@ -332,7 +333,7 @@ def _layer_spec(
             # only compressed queries have a norm
             attention.q_layernorm = LatentNorm if config.q_lora_rank else IdentityOp
         _replace_modules(layer, {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention})
-    block.layer_norm = RMSNorm
+    block.layer_norm = RMSNorm  # the last norm, before the output layer
     return block
 
 

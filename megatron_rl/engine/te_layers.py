@@ -160,6 +160,7 @@ class TEGroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{index}", weight)
             if bias:
                 values = torch.nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
+                # a bias is sharded where the outputs are
                 set_tensor_model_parallel_attributes(values, self.partition_dim == 0, 0, 1)
                 values.allreduce = not is_apart  # type: ignore[attr-defined]
                 self.register_parameter(f"bias{index}", values)

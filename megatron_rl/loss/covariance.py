@@ -86,6 +86,7 @@ def nth_smallest(
     low, high = (
         torch.full((), bound, dtype=torch.int64, device=keys.device) for bound in (LOWEST, HIGHEST)
     )
+    # 64 halvings of the range of int64 leave one number
     for _ in range(64):
         middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down, without overflow
         enough = sum_over_group((candidates & (keys <= middle)).sum(), group) >= count
@@ -110,6 +111,7 @@ def token_keys(
     # one more number, at the end: the id -1 of the pads selects it
     numbers = [int.from_bytes(digest, "little", signed=True) for digest in [*digests, bytes(8)]]
     sequences = torch.tensor(numbers).to(ids.device, non_blocking=True)[ids]
+    # its bits as an integer: log mu has no order here, only differences
     bits = rollout_logprobs.detach().float().view(torch.int32).long()
     return mixed(mixed(sequences + positions) + bits)
 

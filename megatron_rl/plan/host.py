@@ -85,6 +85,7 @@ def disk_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".dry_run_") as file:
             file.write(PROBE)
             file.flush()
+            # a full disk or a quota may be reported only here
             os.fsync(file.fileno())
     except OSError as error:
         yield (

@@ -214,4 +214,5 @@ def least_devices(spec: ModelSpec, hardware: Hardware, assumed: Assumptions) -> 
     The other half is for the KV cache.
     """
     room = hardware.memory * assumed.server_memory / 2
+    # at least 1 device
     return 1 << max(0, math.ceil(math.log2(SERVED * memory.full_model(spec).total / room)))

@@ -172,6 +172,7 @@ class TrainingModel:
         # from ranks that do not send themselves
         moved = (1 - sources / self.holders) * size / rates.link(self.world)
         prepared = (gathered + moved + tensors * self.assumed.tensor_seconds) / sources
+        # a source prepares its next bucket while the others send: only the rest is waited for
         return sent + max(0.0, prepared - sent * (sources - 1) / sources)
 
     @property

@@ -154,6 +154,7 @@ def join_job(cfg: Config, stack: ExitStack) -> Parallel:
         timeout_minutes=cfg.run.collective_timeout_minutes,
         seed=cfg.run.seed,
     )
+    # first on the stack, so last at the end: what is stopped before may still use the groups
     stack.callback(parallel.destroy)
     # on rank 0, which alone sends to trackers
     from_rank_0(lambda: check_trackers(cfg.track))
