@@ -201,6 +201,7 @@ def commit(temporary: Path, step: int) -> Path:
     names of them all.
     """
     folder = temporary.parent
+    # a step that is trained again is saved beside its first checkpoint
     names = itertools.chain(
         [f"step_{step:06d}"], (f"step_{step:06d}.{again}" for again in itertools.count(2))
     )

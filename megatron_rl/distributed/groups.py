@@ -181,12 +181,14 @@ def make_parallel(
         context_parallel_size=cfg.cp,
         expert_model_parallel_size=cfg.ep,
         expert_tensor_parallel_size=cfg.expert_tp,
+        # core takes whole minutes
         distributed_timeout_minutes=math.ceil(timeout_minutes),
+        # core's are for its own checkpoints, which are not used
         create_gloo_process_groups=False,
     )
     # the same seed on all ranks; core's tracker gives tensor and expert ranks different ones
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     timeout = datetime.timedelta(minutes=timeout_minutes)

@@ -113,7 +113,7 @@ class Server:
             parent = psutil.Process(self.process.pid)
             for process in (parent, *parent.children(recursive=True)):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    total += sum(process.cpu_times()[:2])
+                    total += sum(process.cpu_times()[:2])  # user and system
         return total
 
     def wait_until_ready(self, log: Callable[[str], None] | None = None) -> None:
@@ -267,6 +267,7 @@ def server_dtype(model: Path, dtype: str) -> str:
             f"model.path = {model}: cannot read config.json: {error}; rollout.dtype = auto needs"
             " the checkpoint's dtype: correct the path, or set rollout.dtype"
         ) from error
+    # transformers 5 writes dtype, 4 torch_dtype
     return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
@@ -284,7 +285,7 @@ def spawn(
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE") and not name.startswith(torchrun)
     }
-    env["PYTHONUNBUFFERED"] = "1"
+    env["PYTHONUNBUFFERED"] = "1"  # its log is read while it runs
     # log-probs of the distribution that was sampled, temperature included
     env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
     if gpus:

@@ -104,6 +104,7 @@ def server_info(
         routed_experts=routed,
         route_width=route_width(meta) if routed else None,
         num_layers=config.get("num_hidden_layers"),
+        # the key depends on the family: Qwen, Mixtral, DeepSeek
         num_experts=config.get("num_experts")
         or config.get("num_local_experts")
         or config.get("n_routed_experts"),
