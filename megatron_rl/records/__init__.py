@@ -27,11 +27,13 @@ from megatron_rl.records.rollouts import (
     routes_digest,
     spanned_versions,
     version_spans,
+    with_routes,
+    without_routes,
 )
 
 __all__ = [
     "DIGEST_BYTES", "NO_EPISODE", "EpisodeRecord", "Files", "FinishReason", "MiniBatch",
     "PackedBatch", "Prompt", "Rollout", "RolloutGroup", "RowState", "Sample", "StepResult",
     "check_digest", "check_episode", "episode_digest", "routes_digest", "spanned_versions",
-    "version_spans",
+    "version_spans", "with_routes", "without_routes",
 ]  # fmt: skip
