@@ -168,7 +168,7 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
     assert calls.named("forget_steps") == [((cfg.run_dir, FIRST_STEP, 3), {})]
     assert calls.named("Reporter") == [((cfg, console, "sinks", parts.status), {})]
     assert calls.named("source.start") == [((FIRST_STEP,), {})]
-    assert calls.named("SavedBatches") == [((cfg, "parallel", console.log, "events"), {})]
+    assert calls.named("SavedBatches") == [((cfg, parallel, console.log, "events"), {})]
     step_trace = made["step_trace"]
     assert made == dict(
         cfg=cfg, parallel=parallel, engine=parts.Engine, rollouts=parts.make_source,
