@@ -335,7 +335,7 @@ class LiveRollouts(RolloutSource):
                 id_prefix="eval/",
                 on_progress=advance,
             )
-        return self.score(groups, for_training=False)
+        return self.score(without_routes(groups), for_training=False)
 
     def probe(
         self, prompts: Sequence[Prompt], num_samples: int, max_tokens: int
