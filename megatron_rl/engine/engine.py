@@ -174,12 +174,12 @@ class Engine:
         """
         micro_batches = self._to_device(batch)
         routes = self._update_routes(batch, old.recorded, replay)
-        parallel = self.parallel
+        parallel, plain = self.parallel, batch.without_routes  # the loss reads no expert ids
         loss = UpdateLoss(
             config=self.cfg.loss,
-            batch=batch,
+            batch=plain,
             old=old,
-            further=self._further_inputs(batch, micro_batches, routes, old),
+            further=self._further_inputs(plain, micro_batches, routes, old),
             token_logprobs=self._token_logprobs,
             sums=sums if self._contributes else None,
             num_parts=len(batch.micro_batches) * parallel.dp_size * parallel.cp_size,

@@ -146,6 +146,18 @@ class MiniBatch:
     policy_version: int | None = None
     """Version of pi_old, where metrics by the age of tokens are wanted."""
 
+    @property
+    def without_routes(self) -> MiniBatch:
+        """This mini-batch without expert ids, for whatever reads none of them."""
+        return replace(
+            self,
+            micro_batches=tuple(replace(part, routed_experts=None) for part in self.micro_batches),
+            samples=tuple(
+                tuple(replace(sample, rollout=sample.rollout.without_routes) for sample in part)
+                for part in self.samples
+            ),
+        )
+
 
 @dataclass(frozen=True)
 class StepResult:

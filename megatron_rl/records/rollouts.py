@@ -140,6 +140,21 @@ class Rollout:
             return self
         return self.with_episode(earlier=(), digest=None)
 
+    @property
+    def without_routes(self) -> Rollout:
+        """This episode without its expert ids.
+
+        routes_digest stays: it detects ids that are not those of these tokens (`with_routes`).
+        """
+        earlier = [sequence.without_routes for sequence in self.episode.earlier]
+        return replace(self, routed_experts=None).after(earlier)
+
+    def with_routes_of(self, rollout: Rollout) -> Rollout:
+        """Return this episode with the expert ids of `rollout`, which has the same sequences."""
+        pairs = zip(self.episode.earlier, rollout.episode.earlier, strict=True)
+        earlier = [sequence.with_routes_of(other) for sequence, other in pairs]
+        return replace(self, routed_experts=rollout.routed_experts).after(earlier)
+
     def with_episode(self, **changes: object) -> Rollout:
         """Return a copy with these fields of `episode` changed."""
         return replace(self, episode=replace(self.episode, **changes))  # type: ignore[arg-type]
@@ -318,3 +333,31 @@ class RolloutGroup:
     """float32 [G]."""
     penalties: np.ndarray | None = None
     """float32 [G], penalties for length, added to the rewards where advantages are made."""
+
+
+def without_routes(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """Return the groups without expert ids.
+
+    Stages that read none of them work on these: rewards, penalties, advantages, names, metrics and
+    lines of files.  `with_routes` follows where the groups go on to be trained on.
+    """
+    return [
+        replace(group, rollouts=tuple(rollout.without_routes for rollout in group.rollouts))
+        for group in groups
+    ]
+
+
+def with_routes(
+    groups: Sequence[RolloutGroup], sampled: Sequence[RolloutGroup]
+) -> list[RolloutGroup]:
+    """Return the groups with the expert ids of `sampled`, from which without_routes made them."""
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                rollout.with_routes_of(other)
+                for rollout, other in zip(group.rollouts, origin.rollouts, strict=True)
+            ),
+        )
+        for group, origin in zip(groups, sampled, strict=True)
+    ]

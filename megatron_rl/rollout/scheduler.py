@@ -31,7 +31,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import ShowProgress
-from megatron_rl.records import Files, Prompt, RolloutGroup
+from megatron_rl.records import Files, Prompt, RolloutGroup, without_routes
 from megatron_rl.rollout.client.counters import CallStats, drop_older
 from megatron_rl.rollout.group import Group, GroupState
 from megatron_rl.rollout.group_files import (
@@ -225,7 +225,8 @@ class Scheduler:
         call, self.call = self.call, CallStats()
         self.taken += groups
         closed = [group.closed() for group in groups]
-        gaps = count_missing_routes(closed, dropped=call.dropped_without_route)
+        plain = without_routes(closed)
+        gaps = count_missing_routes(plain, dropped=call.dropped_without_route)
         return Sampled(prompts, closed, gaps, None if self.inference.client is None else call)
 
     def _open(self, size: int) -> list[Group]:

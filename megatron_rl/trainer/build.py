@@ -41,7 +41,7 @@ from megatron_rl.rollout.garbage_collection import postpone_full_collections
 from megatron_rl.rollout.saved.rollout_recorder import forget_steps
 from megatron_rl.trainer.build_inference import make_inference
 from megatron_rl.trainer.live_rollouts import LiveRollouts
-from megatron_rl.trainer.recording.batch_saver import BatchSaver
+from megatron_rl.trainer.recording.saved_batches import SavedBatches
 from megatron_rl.trainer.recording.token_recorder import TokenRecorder
 from megatron_rl.trainer.reporter import Reporter, make_sinks
 from megatron_rl.trainer.rollout_source import RolloutSource
@@ -98,7 +98,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
             checkpoint_policy=policy,
             meter=services.meter,
             reporter=reporter,
-            saver=BatchSaver(cfg, engine, console.log, recording.events),
+            saved_batches=SavedBatches(cfg, parallel, console.log, recording.events),
             tokens=TokenRecorder(cfg, engine, recording.files),
             recording=recording,
             step_trace=services.step_trace,

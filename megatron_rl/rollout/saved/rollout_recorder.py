@@ -62,6 +62,8 @@ class Recorder:
     def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Write every rollout of `groups`, whose ids are unique, as step `step`, counted from 1 as
         on the console.
+
+        Only the groups of `choice` need their expert ids, which are among the tensors.
         """
         records = [
             record.to_json()

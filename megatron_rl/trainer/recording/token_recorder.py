@@ -23,10 +23,11 @@ from torch import Tensor
 
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.pass_results import ObserveTokens, OldPass, UpdateTokens
+from megatron_rl.engine.pass_results import ObserveTokens, UpdateTokens
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.records import MiniBatch, PackedBatch, Sample
 from megatron_rl.replay.layout import Rows, indices
+from megatron_rl.replay.mismatch import Mismatch
 from megatron_rl.rollout.saved.rollout_recorder import GroupChoice
 from megatron_rl.trainer.recording.token_files import Flag, SequenceTokens, Table, TokenFiles
 
@@ -175,7 +176,10 @@ class TokenRecorder:
 
     @contextmanager
     def old_pass(self, batch: MiniBatch) -> Iterator[None]:
-        """Record the router's own choices in the old-logprob pass of `batch` that runs inside."""
+        """Record the router's own choices in the old-logprob pass of `batch` that runs inside.
+
+        The expert ids of the batch are not read.
+        """
         if not self.choice.share:
             yield
             return
@@ -193,15 +197,16 @@ class TokenRecorder:
         with self.engine.manager.observed(observe):
             yield
 
-    def observer(self, batch: MiniBatch, old: OldPass) -> ObserveTokens | None:
-        """Return what observes the update of `batch`, for Engine.compute_gradient."""
+    def observer(self, index: int, mismatch: Mismatch | None) -> ObserveTokens | None:
+        """Return what observes the update of mini-batch `index`, for Engine.compute_gradient.
+
+        mismatch: OldPass.mismatch of its old-logprob pass.
+        """
         if not self.choice.share:
             return None
-        parts = self._parts[batch.index]
-        if old.mismatch is not None:
-            for part, flips, compared in zip(
-                parts, old.mismatch.flips, old.mismatch.compared, strict=True
-            ):
+        parts = self._parts[index]
+        if mismatch is not None:
+            for part, flips, compared in zip(parts, mismatch.flips, mismatch.compared, strict=True):
                 part.has_routes = True
                 part.add_flips(flips, compared)
         return partial(observe_tokens, parts)

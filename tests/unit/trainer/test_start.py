@@ -89,7 +89,7 @@ def start(monkeypatch, tmp_path):
             "make_sinks": "sinks",
             "forget_steps": None,
             "Reporter": "reporter",
-            "BatchSaver": "saver",
+            "SavedBatches": "saver",
             "TokenRecorder": "tokens",
             "untested": list(fields),
         }
@@ -143,7 +143,7 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
         "resume", "make_sinks",
         "forget_steps", "Reporter", f"enter recording after {FIRST_STEP}, {FIRST_STEP - 1}",
         "source.start", "postpone",
-        "BatchSaver", "TokenRecorder", "yielded", "collect again",
+        "SavedBatches", "TokenRecorder", "yielded", "collect again",
         f"leave recording after {FIRST_STEP}, {FIRST_STEP - 1}",
         "leave trace", "leave watchdog", "leave status",
     ]  # fmt: skip
@@ -169,11 +169,11 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
     assert calls.named("forget_steps") == [((cfg.run_dir, FIRST_STEP, 3), {})]
     assert calls.named("Reporter") == [((cfg, console, "sinks", parts.status), {})]
     assert calls.named("source.start") == [((FIRST_STEP,), {})]
-    assert calls.named("BatchSaver") == [((cfg, parts.Engine, console.log, "events"), {})]
+    assert calls.named("SavedBatches") == [((cfg, parallel, console.log, "events"), {})]
     step_trace = made["step_trace"]
     assert made == dict(
         cfg=cfg, parallel=parallel, engine=parts.Engine, rollouts=parts.make_source,
-        checkpoint_policy="policy", meter=meter, reporter="reporter", saver="saver",
+        checkpoint_policy="policy", meter=meter, reporter="reporter", saved_batches="saver",
         tokens="tokens", recording=parts.start_recording, step_trace=step_trace,
         first_step=FIRST_STEP, evaluated=EVALUATED,
     )  # fmt: skip
