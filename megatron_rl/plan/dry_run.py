@@ -91,7 +91,7 @@ def report(
         "Ranks": sections.rank_lines(spec, cfg, world),
         "One step": sections.step_lines(spec, cfg, world),
         "Routing": sections.routing_lines(cfg),
-        "Servers": sections.server_lines(cfg),
+        "Servers": sections.server_lines(spec, cfg, assumed),
         "Not checked here": [*not_checked, *notes],
         MEMORY_TITLE: sections.memory_lines(spec, cfg, world),
     }

@@ -67,6 +67,15 @@ def test_train_and_serve_have_the_same_nccl_settings(tmp_path):
         assert (tmp_path / "seen").read_text().split() == expected
 
 
+def test_servers_leave_memory_for_a_weight_sync_unless_the_user_says_otherwise(tmp_path):
+    stub = tmp_path / "python"
+    stub.write_text(f'#!/bin/bash\necho "$@" >{tmp_path}/seen\n')
+    stub.chmod(0o755)
+    for variables, expected in (({}, "0.8"), ({"MEM_FRACTION": "0.6"}, "0.6")):
+        serve(tmp_path, "127.0.0.1", {"SGLANG_PYTHON": str(stub), **variables})
+        assert f"--mem-fraction-static {expected} " in (tmp_path / "seen").read_text()
+
+
 def test_scripts_work_from_any_directory(tmp_path):
     """A relative path is that of the user's directory; the package and its Python are those of the
     checkout.

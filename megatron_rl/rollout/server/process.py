@@ -27,7 +27,7 @@ import psutil
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.device_limits import Device
-from megatron_rl.config.rules.server_gpus import derived_tensor_ranks
+from megatron_rl.config.rules.server_gpus import MEM_FRACTION_STATIC, derived_tensor_ranks
 from megatron_rl.config.rules.server_rules import check_host, check_python
 from megatron_rl.launch import nccl
 from megatron_rl.rollout.server.server_info import ServerError, auth_headers
@@ -249,8 +249,11 @@ def server_command(
         command += ["--disable-overlap-schedule"]  # reason: server_info.check_in_place
     if device == "cpu":
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
-    elif size := derived_tensor_ranks(rollout):
-        command += ["--tp-size", str(size)]
+    else:
+        # SGLang's default may leave a weight sync too little memory
+        command += ["--mem-fraction-static", str(MEM_FRACTION_STATIC)]
+        if size := derived_tensor_ranks(rollout):
+            command += ["--tp-size", str(size)]
     return command + list(rollout.server_args)
 
 

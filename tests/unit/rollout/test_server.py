@@ -84,6 +84,9 @@ def test_the_command_line_has_every_option(tmp_path):
     )
     assert "-m sglang.launch_server" in on_gpu
     assert "torch_native" not in on_gpu and "routed-experts" not in on_gpu
+    # room for a weight sync; options of the user come later, so that SGLang's parser takes theirs
+    assert "--mem-fraction-static" not in command
+    assert on_gpu.endswith("--mem-fraction-static 0.8 --page-size 16")
 
 
 def test_servers_start_with_their_own_python_and_all_their_gpus(tmp_path):
