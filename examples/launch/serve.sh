@@ -34,6 +34,8 @@ else
     command=("${SGLANG_PYTHON:-/opt/sglang/bin/python}" -m sglang.launch_server "${options[@]}" --tp-size "$TP_SIZE")
     # a weight sync allocates nccl's buffers and buckets beside weights and KV cache; SGLang's default may leave 1.5 GiB
     command+=(--mem-fraction-static "$MEM_FRACTION")
+    # SGLang's own choice on Blackwell, flashinfer_trtllm, captures no expert ids
+    command+=(--moe-runner-backend triton)
 fi
 
 # the key is in a file that only this user can read: every user of the node sees command lines,

@@ -151,8 +151,8 @@ def check_sync(cfg: Config, phases: Sequence[Phase], hardware: Hardware) -> None
             raise ValueError(
                 f"rollout.weight_sync_sources = {rollout.weight_sync_sources},"
                 f" weight_sync_bucket_mb = {rollout.weight_sync_bucket_mb}: a weight sync and"
-                f" SGLang itself would take {beside:.1f} GiB on a GPU beside {static:.1f} GiB of weights"
-                f" and KV cache, which must be at most the {hardware.memory / GIB:.1f} GiB of"
+                f" SGLang itself would take {beside:.1f} GiB on a GPU beside {static:.1f} GiB of"
+                f" weights and KV cache, together more than the {hardware.memory / GIB:.1f} GiB of"
                 f" {hardware.name} (--assume communicator, released); lower one of them,"
                 " --mem-fraction-static in rollout.server_args, or rollout.max_total_tokens"
             )

@@ -73,7 +73,8 @@ def test_servers_leave_memory_for_a_weight_sync_unless_the_user_says_otherwise(t
     stub.chmod(0o755)
     for variables, expected in (({}, "0.8"), ({"MEM_FRACTION": "0.6"}, "0.6")):
         serve(tmp_path, "127.0.0.1", {"SGLANG_PYTHON": str(stub), **variables})
-        assert f"--mem-fraction-static {expected} " in (tmp_path / "seen").read_text()
+        seen = (tmp_path / "seen").read_text()
+        assert f"--mem-fraction-static {expected} --moe-runner-backend triton " in seen
 
 
 def test_scripts_work_from_any_directory(tmp_path):

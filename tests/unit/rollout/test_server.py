@@ -89,6 +89,22 @@ def test_the_command_line_has_every_option(tmp_path):
     assert on_gpu.endswith("--mem-fraction-static 0.8 --page-size 16")
 
 
+def test_experts_are_run_by_a_backend_that_captures_their_ids(tmp_path):
+    """On Blackwell SGLang would take flashinfer_trtllm by itself."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def triton(*args, **changed):
+        options = {"device": "cuda", "port": 1, "seed": 0, **changed}
+        return "--moe-runner-backend triton" in " ".join(
+            server_command(tmp_path, RolloutConfig(server_args=args), **options)
+        )
+
+    assert triton() and triton("--moe-a2a-backend", "none")
+    assert not triton(want_routes=False) and not triton(device="cpu")
+    # deepep_v2 needs deep_gemm, and chooses it
+    assert not triton("--moe-a2a-backend", "deepep_v2") and not triton("--moe-a2a=deepep")
+
+
 def test_servers_start_with_their_own_python_and_all_their_gpus(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     rollout = RolloutConfig(python="/opt/sglang/bin/python", gpus=(4, 5, 6, 7), num_servers=2)
