@@ -153,9 +153,9 @@ class RolloutConfig(Section):
     the first one after a server was replaced or started again."""
     # GPUs that servers and trainer share
     release_memory: bool = False
-    """Servers and trainer use the same GPUs in turn: the servers free weights and KV cache while
-    the run trains, the trainer keeps its state on the host while they sample.  Needs a GPU,
-    weight_sync = colocated, port = 0 and max_server_restarts = 0.  Not run so far."""
+    """Servers and trainer use the same GPUs in turn: the servers free weights, KV cache and
+    CUDA graphs while the run trains, the trainer keeps its state on the host while they sample.
+    Needs a GPU, weight_sync = colocated, port = 0 and max_server_restarts = 0.  Not run so far."""
     # rounding of the weights
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every weight sync rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts of

@@ -307,6 +307,8 @@ def spawn(
     env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    if "--enable-memory-saver" in command:  # otherwise SGLang's graphs are not among what it frees
+        env.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true")
     if device == "cuda":
         nccl.set_defaults(env, command)
     else:

@@ -124,6 +124,22 @@ def test_servers_start_with_their_own_python_and_all_their_gpus(tmp_path):
     assert not {"--tp-size"} & ({*command("cpu")} | {*command("cuda", gpus=())})
 
 
+def test_graphs_are_in_the_memory_that_servers_release(tmp_path, monkeypatch):
+    """Without the variable SGLang would capture them outside of what the tag cuda_graph frees."""
+    name = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    monkeypatch.delenv(name, raising=False)
+
+    def environment(*args):
+        with open(tmp_path / "log", "wb") as log:
+            spawn(["sh", "-c", "env", *args], "cuda", log).wait()
+        return (tmp_path / "log").read_text()
+
+    assert f"{name}=true\n" in environment("--enable-memory-saver")
+    assert name not in environment()
+    monkeypatch.setenv(name, "false")
+    assert f"{name}=false\n" in environment("--enable-memory-saver"), "the user's"
+
+
 def test_a_python_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(
         ValueError,
