@@ -65,7 +65,7 @@ trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# as in train.sh: both sides of a weight sync must have the same values
+# as in ranks that broadcast weights: both sides of the communicator must have the same values (megatron_rl/launch/nccl.py)
 export NCCL_CUMEM_ENABLE="${NCCL_CUMEM_ENABLE:-0}" NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
 export SGLANG_RETURN_ORIGINAL_LOGPROB=0 # log-probs of the distribution that was sampled, temperature included
 for ((first = 0; first + TP_SIZE <= ${#gpus[@]}; first += TP_SIZE)); do

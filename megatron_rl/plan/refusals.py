@@ -131,7 +131,7 @@ def check_gpus(
     if has_servers:
         check_overlap(cfg.rollout, machine.ranks, machine.environ)
         check_count(cfg.rollout, machine.gpus, machine.environ)
-        if not cfg.rollout.urls:
+        if not cfg.rollout.urls and cfg.rollout.weight_sync == "distributed":
             nccl.check_nccl_of_servers(cfg.rollout.server_args, machine.environ)
         shared = most_on_a_rank(cfg.rollout, machine.ranks, machine.environ)
     result = list(phases(spec, cfg, world, machine.hardware, machine.assumed, shared))

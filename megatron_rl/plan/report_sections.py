@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Literal
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from megatron_rl.config import Config
 from megatron_rl.config.sglang_settings import accepted, read_options
+from megatron_rl.launch.allocator import allocator_line
 from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.fit import queue_bytes, queue_prompts
 from megatron_rl.models.known import is_known
@@ -87,14 +89,18 @@ def model_lines(spec: ModelSpec) -> Iterator[str]:
     yield f"{millions(total)} parameters; a token is multiplied with {millions(active)}"
 
 
-def rank_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
-    """Yield the layout and a table of the ranks of every pipeline rank and replica."""
+def rank_lines(spec: ModelSpec, cfg: Config, world: int, *, has_servers: bool) -> Iterator[str]:
+    """Yield the layout and a table of the ranks of every pipeline rank and replica, and the
+    allocator of ranks on GPUs.
+    """
     p = cfg.parallel
     yield (
         f"{world} ranks = tp {p.tp} x cp {p.cp} x dp {grid.dp_size(p, world)} x pp {p.pp}; experts:"
         f" etp {p.expert_tp} x ep {p.ep} x copies {grid.expert_dp_size(p, world)} x pp {p.pp}"
     )
     yield from rendered(grid_table(spec, cfg, world))
+    if cfg.run.device != "cpu":
+        yield allocator_line(cfg, os.environ, has_servers=has_servers)
 
 
 def grid_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
