@@ -22,7 +22,6 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.config.device_limits import Device
-from megatron_rl.launch import nccl
 from megatron_rl.models.fit import check_sizes
 
 T = TypeVar("T")
@@ -251,7 +250,6 @@ def _start(use_cuda: bool, timeout_minutes: float) -> None:
     timeout = datetime.timedelta(minutes=timeout_minutes)
     backend = "nccl" if use_cuda else "gloo"
     if use_cuda:
-        nccl.set_defaults(os.environ)  # servers that this process starts inherit it
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
+from megatron_rl.plan.grid import weight_sources
 from megatron_rl.plan.hardware import GIB, Assumptions, Hardware
 from megatron_rl.plan.memory import Memory
-from megatron_rl.plan.server_time import DecodeModel, configured_servers
+from megatron_rl.plan.server_time import SERVED, DecodeModel, configured_servers
 
 SAVE = "saving a checkpoint"
+SYNC = "weight sync, on the servers' GPUs"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ def phases(
         yield Phase(SAVE, saving, 0, state)
         if server is not None:
             yield Phase("sampling, on the servers' GPUs", 0, server.total, server.total)
+            if cfg.rollout.weight_sync == "distributed":
+                beside = int(assumed.released * GIB) + broadcast_bytes(spec, cfg, assumed)
+                yield Phase(SYNC, 0, server.static + beside, server.static)
     elif not cfg.rollout.release_memory:
         served = shared * server.total
         yield Phase("training beside servers", rank.total, served, state + served)
@@ -80,6 +85,9 @@ class ServerBytes:
 
     weights: int
     cache: int
+    """KV cache of rollout.max_total_tokens."""
+    static: int
+    """Weights and KV cache, of which SGLang allocates at most --mem-fraction-static."""
 
     @property
     def total(self) -> int:
@@ -89,12 +97,23 @@ class ServerBytes:
 def server_bytes(
     spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions
 ) -> ServerBytes:
-    """Return the bytes of a server that the run starts, with a KV cache of
-    rollout.max_total_tokens.
-    """
+    """Return the bytes of a server that the run starts."""
     model = DecodeModel(spec, configured_servers(spec, cfg, hardware, assumed), hardware, assumed)
     cache = cfg.rollout.max_total_tokens * model.cache_bytes()
-    return ServerBytes(int(model.weight_bytes()), int(cache))
+    return ServerBytes(int(model.weight_bytes()), int(cache), int(model.static_bytes()))
+
+
+def broadcast_bytes(spec: ModelSpec, cfg: Config, assumed: Assumptions) -> int:
+    """Return what weight_sync = distributed takes on every GPU of a server: a communicator for each
+    source, which is kept, and twice the largest bucket.
+
+    SGLang allocates a bucket's tensors, and once more the bytes end to end that it receives.  A
+    tensor that is larger than a bucket, such as the embedding, is a bucket alone.
+    """
+    bucket = max(
+        cfg.rollout.weight_sync_bucket_mb << 20, SERVED * spec.vocab_size * spec.hidden_size
+    )
+    return int(weight_sources(cfg) * assumed.communicator * GIB) + 2 * bucket
 
 
 def host_bytes(spec: ModelSpec, cfg: Config, world: int) -> int:
@@ -119,6 +138,24 @@ def check_phases(phases: Sequence[Phase], hardware: Hardware) -> None:
                 f" GiB of servers, {exact:.1f} GiB of them weights, gradients, optimizer state and"
                 f" KV cache, which must be at most the {hardware.memory / GIB:.1f} GiB of"
                 f" {hardware.name}: {remedy(phase)}"
+            )
+
+
+def check_sync(cfg: Config, phases: Sequence[Phase], hardware: Hardware) -> None:
+    """Raise ValueError where a weight sync would take more than a server leaves free on its GPUs:
+    the server would end in the first one.
+    """
+    rollout = cfg.rollout
+    for phase in phases:
+        if phase.name == SYNC and phase.total > hardware.memory:
+            static, beside = phase.exact / GIB, (phase.total - phase.exact) / GIB
+            raise ValueError(
+                f"rollout.weight_sync_sources = {rollout.weight_sync_sources},"
+                f" weight_sync_bucket_mb = {rollout.weight_sync_bucket_mb}: a weight sync and"
+                f" SGLang itself would take {beside:.1f} GiB on a GPU beside {static:.1f} GiB of"
+                f" weights and KV cache, together more than the {hardware.memory / GIB:.1f} GiB of"
+                f" {hardware.name} (--assume communicator, released); lower one of them,"
+                " --mem-fraction-static in rollout.server_args, or rollout.max_total_tokens"
             )
 
 

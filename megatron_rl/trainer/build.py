@@ -23,11 +23,11 @@ from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config
 from megatron_rl.config.rules.server_rules import check_can_release
 from megatron_rl.data.prompts import PromptSource, leaked_prompts, load_prompt_files, load_tokenizer
-from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
+from megatron_rl.distributed import Parallel, device_of, disable_tf32, from_rank_0, make_parallel
 from megatron_rl.engine.core_fields import untested
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.provider import provider_spec
-from megatron_rl.launch import nccl
+from megatron_rl.launch import allocator, nccl
 from megatron_rl.launch.heartbeats import LOADING
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.metrics.console import Console
@@ -65,12 +65,12 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
     with ExitStack() as stack:
         # cheap checks first: wrong input must not cost the time to load a model
         inputs = read_inputs(cfg, is_live=rollouts is None)
+        lines_on_gpus = prepare_gpus(cfg, has_servers=rollouts is None)
         parallel = join_job(cfg, stack)
         services = start_services(cfg, parallel, lines, stack)
         console, recording = services.console, services.recording
         check_start(cfg, parallel, has_servers=rollouts is None)
-        if parallel.device.type == "cuda":
-            log_lines(console, nccl.user_settings(os.environ))
+        log_lines(console, lines_on_gpus)
         log_lines(console, inputs.lines)
 
         # the model, then servers or saved rollouts
@@ -142,6 +142,22 @@ def read_inputs(cfg: Config, *, is_live: bool) -> Inputs:
         {name: file.prompts for name, file in files.items()},
         [*lines, *leaked_prompts(train, files)],
     )
+
+
+def prepare_gpus(cfg: Config, *, has_servers: bool) -> list[str]:
+    """Set up NCCL and torch's allocator before this rank uses its GPU; return lines about it.
+
+    It has no effect on the CPU.
+    """
+    if device_of(cfg.run.device) == "cpu":
+        return []
+    lines = [allocator.allocator_line(cfg, os.environ, has_servers=has_servers)]
+    if not allocator.reason_against(cfg, os.environ, has_servers=has_servers):
+        allocator.grow_segments()
+    if has_servers and cfg.rollout.weight_sync == "distributed":
+        nccl.set_defaults(os.environ)  # servers that this process starts inherit it
+        lines += nccl.user_settings(os.environ)
+    return lines
 
 
 def join_job(cfg: Config, stack: ExitStack) -> Parallel:

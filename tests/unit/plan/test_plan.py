@@ -282,6 +282,9 @@ def test_servers_on_gpus_of_the_ranks_are_refused(config, monkeypatch):
     assert "16 ranks" in report(config(*four_to_seven), 16)
     with pytest.raises(ValueError, match=r"server_args = .*NCCL_NVLS_ENABLE = 1"):
         report(config(*four_to_seven, "--rollout.server_args=--enable-nccl-nvls"), 16)
+    # only a broadcast makes one communicator of both
+    disk = ("--rollout.weight_sync=disk", "--rollout.server_args=--enable-nccl-nvls")
+    assert "16 ranks" in report(config(*four_to_seven, *disk), 16)
     text = report(config(), 4)
     assert "run.device = auto: refused on a machine with GPUs: rollout.gpus = []" in text, (
         "it may have no GPU"

@@ -75,6 +75,7 @@ def start(monkeypatch, tmp_path):
         parts = {
             "quiet_libraries": None,
             "LogLines": lines,
+            "prepare_gpus": ["a setting of NCCL"] if device == "cuda" else [],
             "join_job": parallel,
             "check_start": None,
             "start_recording": recording,
@@ -96,7 +97,6 @@ def start(monkeypatch, tmp_path):
         for name, part in parts.items():
             is_service = name in ("start_recording", "Console")
             monkeypatch.setattr(services if is_service else build, name, makes(name, part))
-        monkeypatch.setattr(build.nccl, "user_settings", lambda environ: ["a setting of NCCL"])
         monkeypatch.setattr(
             services,
             "make_status",
@@ -135,7 +135,7 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
     made, calls, parts = start()
     assert [name for name in calls.names if name not in ("log", "LogLines",
     "lines.catch_warnings")] == [
-        "quiet_libraries", "read_inputs", "join_job", "make_status", "enter status",
+        "quiet_libraries", "read_inputs", "prepare_gpus", "join_job", "make_status", "enter status",
         "make_watchdog", "enter watchdog",
         "start_recording", "StepTrace", "enter trace", "Console", "check_start",
         "watchdog.enter", "Engine", "compatibility_line", "untested",
@@ -153,6 +153,7 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
     assert "lines.catch_warnings" in calls.names
     assert calls.named("read_inputs") == [((cfg,), {"is_live": True})]
     assert calls.named("make_watchdog") == [((cfg, parallel, parts.LogLines, parts.status), {})]
+    assert calls.named("prepare_gpus") == [((cfg,), {"has_servers": True})]
     assert calls.named("check_start") == [((cfg, parallel), {"has_servers": True})]
     assert calls.named("Console") == [((), {"enabled": True, "lines": parts.LogLines})]
     assert calls.named("watchdog.enter") == [((LOADING,), {})] * 2
@@ -197,7 +198,8 @@ def test_only_rank_0_writes(start):
 def test_a_run_from_saved_rollouts_has_no_servers(start):
     _, calls, _ = start(rollouts=Path("saved"))
     assert calls.named("read_inputs")[0][1] == {"is_live": False}
-    assert calls.named("check_start")[0][1] == {"has_servers": False}
+    for name in ("prepare_gpus", "check_start"):
+        assert calls.named(name)[0][1] == {"has_servers": False}
     assert calls.named("make_source")[0][0][-1] == Path("saved")
 
 
