@@ -15,7 +15,7 @@ import torch
 from tests.dist.launch import build, run_ranks
 from tests.tiny import random_checkpoint
 
-METHODS = ("Stream.wait_stream", "Stream.record_event", "Event.synchronize")
+METHODS = ("Stream.wait_stream", "Stream.record_event", "Event.synchronize", "Event.wait")
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="replacements are for machines without CUDA"
 )
@@ -88,7 +88,10 @@ def train_step(path: Path, **layout: int) -> None:
     wrapped = [DistributedDataParallel(config, settings, chunk) for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, clip_grad=1.0),
+        OptimizerConfig(
+            optimizer="adam", lr=1e-3, use_distributed_optimizer=True, clip_grad=1.0,
+            optimizer_cpu_offload=True, optimizer_offload_fraction=0.5,
+        ),
         wrapped,
         use_gloo_process_groups=False,
     )
