@@ -23,8 +23,9 @@ class FusedAdam(torch.optim.Optimizer):
         bias_correction=True, adam_w_mode=True, master_weights=False,
         master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
         exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=False,
+        capturable=False,
     ):  # fmt: skip
-        assert bias_correction and adam_w_mode and master_weight_dtype is torch.float32
+        assert bias_correction and adam_w_mode and not capturable and master_weight_dtype is torch.float32
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
