@@ -1,5 +1,5 @@
-"""A stand-in of TransformerEngine's FusedAdam for machines without a GPU: its constructor, state and
-dtypes, with the update in torch.
+"""A stand-in of TransformerEngine's FusedAdam for machines without a GPU: its constructor, state
+and dtypes, with the update in torch.
 
 float16 and FP8, which have scales, are left out: they are refused.
 """
@@ -25,7 +25,12 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=False,
         capturable=False,
     ):  # fmt: skip
-        assert bias_correction and adam_w_mode and not capturable and master_weight_dtype is torch.float32
+        assert (
+            bias_correction
+            and adam_w_mode
+            and not capturable
+            and master_weight_dtype is torch.float32
+        )
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )

@@ -1,10 +1,12 @@
 """Model, optimizer and random generators of this rank <-> the content of a checkpoint.
 
-Only the results of training are saved of the optimizer: the two moments (and the float32 copy of
-bfloat16 weights, or what of it the weights lack) of every parameter, under the parameter's global
-name, and Adam's step count.  All of it has the dtypes in which the optimizer keeps it.  The count is the same for all parameters because an update is applied to all or to none.  Everything
+Only the results of training are saved of the optimizer: the two moments of every parameter, the
+float32 copy of bfloat16 weights (or the bits that the weights lack of it), under the parameter's
+global name, and Adam's step count.  Tensors have the dtypes in which the optimizer keeps them.  The
+count is the same for all parameters because an update is applied to all or to none.  Everything
 else follows from the configuration and the position in the schedule.  So a checkpoint is
-independent of the number of optimizers and ranks, and loads into any layout.
+independent of the number of optimizers and ranks, of what is kept on the host, and loads into any
+layout.
 """
 
 from __future__ import annotations
@@ -150,8 +152,9 @@ def fill_moments(optimizer: torch.optim.Optimizer) -> None:
     ]
     for part, parameter in missing:
         if hasattr(part, "initialize_state"):  # TransformerEngine's, whose state has its own dtypes
-            remainders = part.store_param_remainders and parameter.dtype is torch.bfloat16
-            part.initialize_state(parameter, remainders)
+            has_low_bits = getattr(part, "store_param_remainders", False)
+            has_low_bits = has_low_bits and parameter.dtype is torch.bfloat16
+            part.initialize_state(parameter, has_low_bits)
         else:
             part.state[parameter] = {
                 name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")

@@ -151,7 +151,8 @@ def divide_parameters(optimizer: HybridDeviceOptimizer, fraction: float) -> tupl
         item.numel() for group in optimizer.param_groups for item in group["params"]
     )
     for group in optimizer.param_groups:
-        host, device = [], []
+        host: list[torch.Tensor] = []
+        device: list[torch.Tensor] = []
         for parameter in group["params"]:
             offloaded = left > 0
             updated = parameter.detach().clone() if offloaded else parameter

@@ -60,8 +60,8 @@ def offload_problems(config: OptimizerConfig, values: Mapping[str, object]) -> I
     ):
         yield (
             "megatron.overlap_cpu_optimizer_d2h_h2d = true with main_grads_dtype ="
-            f" {values['main_grads_dtype']!r}: core updates what stays on the device without waiting"
-            " for its gradients in float32; set optimizer_offload_fraction = 1, or remove one"
+            f" {values['main_grads_dtype']!r}: core updates what stays on the device without"
+            " waiting for its gradients in float32; set optimizer_offload_fraction = 1, or remove one"
         )
 
 
@@ -85,8 +85,8 @@ def precision_problems(config: OptimizerConfig) -> Iterator[str]:
         if dtype not in allowed:
             yield (
                 f"megatron.{name} = {short(dtype)}: must be {' or '.join(map(short, allowed))}; a"
-                " run could save, but not resume bit for bit: other dtypes have a scale for the part"
-                " of a parameter that a rank has, which a load would compute again, rounded"
+                " run could save, but not resume bit for bit: other dtypes have a scale for each"
+                " rank's part of a parameter, which a load would compute again, rounded"
             )
 
 

@@ -1,5 +1,6 @@
-"""Adam's state on the host (optimizer_cpu_offload) and in fewer bits (use_precision_aware_optimizer)
-on two real ranks: saved and resumed bit for bit, also in another layout.
+"""Adam's state on the host (optimizer_cpu_offload) and in fewer bits, as with
+use_precision_aware_optimizer, on two real ranks: saved and resumed bit for bit, also in another
+layout.
 
 megatron-core's CPU offload runs for real, with the CPU as the device.  TransformerEngine's Adam
 needs a GPU: a stand-in with its state takes its place.
@@ -11,9 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.dist.launch import run_ranks
-from tests.dist.test_checkpoint import BF16, DISTRIBUTED, PROGRESS, SCHEDULE
+from tests.dist.test_checkpoint import (
+    BF16,
+    DISTRIBUTED,
+    PROGRESS,
+    SCHEDULE,
+    run_parts,
+    save_and_resume,
+    updates,
+)
 from tests.dist.test_checkpoint import case as resumed_case
-from tests.dist.test_checkpoint import run_parts, save_and_resume, updates
 from tests.tiny import random_checkpoint
 
 
@@ -91,9 +99,19 @@ def save_again(checkpoint, folder, source, targets):
     for name, target in targets.items():
         engine = engine_of(*target)
         Checkpointer(engine, folder / "source").load(folder / "source/step_000002")
+        check_copies(engine)
         Checkpointer(engine, folder / name).save(Snapshot(2, PROGRESS))
         updates(engine, [2])  # it can go on
         engine.parallel.destroy()
+
+
+def check_copies(engine):
+    """Weights that are both on the device and on the host are the same, up to their dtype."""
+    from megatron_rl.checkpoint.state import inner_optimizers
+
+    for optimizer in inner_optimizers(engine):
+        pairs = getattr(optimizer.optimizer, "param_to_inner_param", {})
+        assert all(ours.equal(host.to(ours.dtype)) for ours, host in pairs.items())
 
 
 def content(folder):

@@ -30,7 +30,10 @@ def optimizer_of(engine):
 
     states = [o.optimizer.state for o in inner_optimizers(engine) if o.optimizer is not None]
     tensors = [
-        entry[name].clone() for state in states for entry in state.values() for name in sorted(entry)
+        entry[name].clone()
+        for state in states
+        for entry in state.values()
+        for name in sorted(entry)
     ]
     return [*tensors, torch.tensor(adam_step(engine))]
 
