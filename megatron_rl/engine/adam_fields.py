@@ -61,7 +61,8 @@ def offload_problems(config: OptimizerConfig, values: Mapping[str, object]) -> I
         yield (
             "megatron.overlap_cpu_optimizer_d2h_h2d = true with main_grads_dtype ="
             f" {values['main_grads_dtype']!r}: core updates what stays on the device without"
-            " waiting for its gradients in float32; set optimizer_offload_fraction = 1, or remove one"
+            " waiting for its gradients in float32; set optimizer_offload_fraction = 1, or remove"
+            " one of them"
         )
 
 
