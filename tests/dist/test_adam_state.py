@@ -101,7 +101,7 @@ def save_again(checkpoint, folder, source, targets):
         Checkpointer(engine, folder / "source").load(folder / "source/step_000002")
         check_copies(engine)
         Checkpointer(engine, folder / name).save(Snapshot(2, PROGRESS))
-        updates(engine, [2])  # it can go on
+        updates(engine, [2])  # trains
         engine.parallel.destroy()
 
 
