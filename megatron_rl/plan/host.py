@@ -18,6 +18,7 @@ from contextlib import suppress
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
+from megatron_rl.plan.adam_bytes import adam_bytes
 from megatron_rl.plan.hardware import GIB
 from megatron_rl.rollout.server.process import check_port_is_free
 from megatron_rl.rollout.server.server_info import ServerError
@@ -47,11 +48,8 @@ parser.parse_args(["--model-path", "model", *sys.argv[1:]])
 
 
 def checkpoint_bytes(cfg: Config, spec: ModelSpec) -> int:
-    """Return the size of one checkpoint: weights, Adam's two moments and, for 16-bit weights, their
-    float32 copy.
-    """
-    size = 2 if cfg.model.dtype == "bfloat16" else 4
-    return memory.full_model(spec).total * (size + 8 + (4 if size == 2 else 0))
+    """Return the size of one checkpoint: weights and Adam's state."""
+    return memory.full_model(spec).total * (memory.element_size(cfg) + adam_bytes(cfg).saved)
 
 
 def step_bytes(cfg: Config, spec: ModelSpec) -> int:

@@ -18,6 +18,7 @@ from megatron_rl.plan.server_time import SERVED, DecodeModel, configured_servers
 
 SAVE = "saving a checkpoint"
 SYNC = "weight sync, on the servers' GPUs"
+ADAM = "Adam's update"
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,17 @@ def phases(
     """
     rank = fullest(spec, cfg, world)
     state = rank.weights + rank.gradients + rank.optimizer
-    # a checkpoint is written from the state in place, while there are no activations
-    saving = state + rank.reference
+    # a checkpoint is written from the state in place; there are no activations then
+    without_activations = [(SAVE, state + rank.reference)]
+    stages = range(cfg.parallel.pp)
+    if copies := max(memory.update_bytes(spec, cfg, world, pp) for pp in stages):
+        without_activations.append((ADAM, state + rank.reference + copies))
     server = None if cfg.rollout.urls else server_bytes(spec, cfg, hardware, assumed)
     if server is None or not shared:
         # the trainer and the servers have GPUs of their own
         yield Phase("training", rank.total, 0, state)
-        yield Phase(SAVE, saving, 0, state)
+        for name, size in without_activations:
+            yield Phase(name, size, 0, state)
         if server is not None:
             yield Phase("sampling, on the servers' GPUs", 0, server.total, server.total)
             if cfg.rollout.weight_sync == "distributed":
@@ -60,14 +65,16 @@ def phases(
     elif not cfg.rollout.release_memory:
         served = shared * server.total
         yield Phase("training beside servers", rank.total, served, state + served)
-        yield Phase(SAVE, saving, served, state + served)
+        for name, size in without_activations:
+            yield Phase(name, size, served, state + served)
     else:
         # either the trainer or the servers have released most of their memory
         # two buckets: the servers load one while the source prepares the next
         left, buckets = int(assumed.released * GIB), 2 * cfg.rollout.weight_sync_bucket_mb << 20
         synced = shared * server.weights
         yield Phase("training", rank.total, shared * left, state)
-        yield Phase(SAVE, saving, shared * left, state)
+        for name, size in without_activations:
+            yield Phase(name, size, shared * left, state)
         trainer, servers = rank.weights + buckets, synced + shared * left
         yield Phase("weight sync", trainer, servers, rank.weights + synced)
         yield Phase("sampling", left, shared * (server.total + left), shared * server.total)

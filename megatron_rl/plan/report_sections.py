@@ -64,6 +64,12 @@ def phase_lines(
             f"on each rank's host while the servers sample: {gib(on_host)} of weights and optimizer"
             " state, pinned"
         )
+    stages = range(cfg.parallel.pp)
+    if offloaded := max(memory.host_optimizer_bytes(spec, cfg, world, pp) for pp in stages):
+        yield (
+            f"on each rank's host: {gib(offloaded)} of Adam's state and gradients"
+            " (optimizer_cpu_offload); the seconds of its update on the CPU are not counted"
+        )
 
 
 def rendered(table: Table) -> list[str]:
