@@ -101,10 +101,10 @@ def measure(
         sums = MetricSums()
         passes = []
         for batch in batches:
-            with recorder.old_pass(batch) if is_on else contextlib.nullcontext():
+            with recorder.old_pass(batch.without_routes) if is_on else contextlib.nullcontext():
                 passes.append(engine.old_logprobs(batch, sums, replay="R3"))
         for batch, old in zip(batches, passes, strict=True):
-            observe = recorder.observer(batch, old) if is_on else None
+            observe = recorder.observer(batch.index, old.mismatch) if is_on else None
             norm = engine.compute_gradient(batch, old, sums, replay="R3", observe=observe)
             engine.apply_gradient(norm, batch, sums)
         if is_on:

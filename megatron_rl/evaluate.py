@@ -63,6 +63,7 @@ def evaluate(
         groups = sample_and_score(chosen[dp_rank::dp_size])
         if groups:
             table[dp_rank::dp_size] = torch.from_numpy(tabulate_groups(groups)).to(device)
+        # rows of other replicas are 0 here: the sum is the whole table
         dist.all_reduce(table)
         metrics |= summarize(name, table.cpu().numpy(), config, on_error)
         metrics |= users_metrics(name, groups).reduce(dist.group.WORLD, device)
@@ -142,7 +143,9 @@ def evaluate_checkpoint(config: Config, out: Path) -> Results:
 
 def console_of(cfg: Config) -> Console:
     """Return a console that writes lines in run.log_format, without secrets."""
-    return Console(enabled=True, lines=LogLines(cfg.run.log_format, (cfg.rollout.api_key_env,)))
+    return Console(
+        enabled=True, lines=LogLines(cfg.run.log_format, hidden=(cfg.rollout.api_key_env,))
+    )
 
 
 def run_tool(cfg: Config, out: Path, console: Console) -> Results:

@@ -39,8 +39,8 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
     """Train `cfg.run.num_steps` steps: rollouts, advantages, N mini-batches, old log-probs, N
     updates, weight sync, report.
 
-    With rollout.max_staleness servers sample while the steps train, and mu_old may be of weights
-    before those of pi_old (docs/design/architecture.md#scheduler).
+    With rollout.max_staleness above 0 the servers sample later steps while this one trains, and
+    mu_old may be older than pi_old (docs/design/architecture.md#scheduler).
 
     mu_old: the policy as the servers sample it.  pi_old: the policy in the training engine before
     the step's updates.  theta: the weights after them (docs/concepts/formulation.md).
@@ -54,7 +54,9 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
 
     grace = grace_period(cfg.checkpoint.grace_seconds, device_of(cfg.run.device))
     with StopSignal(grace) as stop, start_trainer(cfg, rollouts) as trainer:
+        # from here a signal no longer interrupts: it ends sampling, saves and stops
         trainer.listen(stop)
+        # the weights as loaded; a resumed run repeats no evaluation
         trainer.evaluate(trainer.first_step)
         for step in trainer.steps():
             groups = trainer.sample(step)  # y ~ mu_old: log mu_old, the experts used, R(x, y)
@@ -65,6 +67,8 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
             for batch, old in zip(batches, old_passes, strict=True):
                 trainer.update(batch, old)  # one optimizer update on the loss: theta
             trainer.sync_weights(version=step + 1)  # mu_old <- theta
+            # report first: evaluating and saving reset the step's clock.  save last: it keeps that
+            # this step was evaluated
             trainer.report(step, old_passes)
             trainer.evaluate(step + 1)
             trainer.save(step + 1)
@@ -75,6 +79,7 @@ def collect(cfg: Config) -> None:
     """Sample, score and save the rollouts of every step; the weights never change."""
     from megatron_rl.trainer.build import start_trainer
 
+    # with the engine, although nothing is trained: it sends the weights and checks parity
     with start_trainer(cfg) as trainer:
         for step in trainer.steps():
             trainer.record(trainer.sample(step), step)
@@ -90,11 +95,13 @@ def main(argv: list[str] | None = None) -> int:
     process with 87 (launch/exit_codes.py).
     """
     status = run(argv)
+    # returns, unless a tracker hangs: then it ends the process here
     leave(status)
     return status
 
 
 def run(argv: list[str] | None) -> int:
+    """Return the exit status; see `main`."""
     arguments, overrides = parse(argv)
     if arguments.dry_run:
         from megatron_rl.plan.dry_run import print_report
@@ -107,7 +114,7 @@ def run(argv: list[str] | None) -> int:
             f"megatron_rl.train: {error}", error="ConfigError"
         )
         return BAD_CONFIG
-    lines = LogLines(cfg.run.log_format, (cfg.rollout.api_key_env,))
+    lines = LogLines(cfg.run.log_format, hidden=(cfg.rollout.api_key_env,))
     signal.signal(signal.SIGTERM, raise_interrupt)
     follow_launcher()  # under torchrun: SIGTERM for this rank, too, when the launcher dies
     try:

@@ -9,7 +9,7 @@ ROOT="$(cd "$(dirname "$0")/../.." && pwd)"
 
 MODEL="${1:?usage: serve.sh MODEL_DIRECTORY [SGLang options ...]}"
 shift
-: "${DEVICE:=cuda}" "${SERVER_GPUS:=0,1,2,3,4,5,6,7}" "${TP_SIZE:=2}" "${DTYPE:=bfloat16}" "${PORT:=30000}"
+: "${DEVICE:=cuda}" "${MEM_FRACTION:=0.8}" "${SERVER_GPUS:=0,1,2,3,4,5,6,7}" "${TP_SIZE:=2}" "${DTYPE:=bfloat16}" "${PORT:=30000}"
 : "${HOST:=$(hostname -I | awk '{print $1}')}" "${JOB_ID:=megatron_rl}" "${LOG_DIR:=runs/logs}"
 if [[ "$HOST" != 127.0.0.1 ]]; then # other machines can reach the servers
     : "${SGLANG_API_KEY:?choose a key; the training ranks need the same one}"
@@ -32,6 +32,10 @@ if [[ "$DEVICE" == cpu ]]; then # one server
 else
     IFS=, read -r -a gpus <<<"$SERVER_GPUS"
     command=("${SGLANG_PYTHON:-/opt/sglang/bin/python}" -m sglang.launch_server "${options[@]}" --tp-size "$TP_SIZE")
+    # a weight sync allocates nccl's buffers and buckets beside weights and KV cache; SGLang's default may leave 1.5 GiB
+    command+=(--mem-fraction-static "$MEM_FRACTION")
+    # SGLang's own choice on Blackwell, flashinfer_trtllm, captures no expert ids
+    command+=(--moe-runner-backend triton)
 fi
 
 # the key is in a file that only this user can read: every user of the node sees command lines,
@@ -61,7 +65,7 @@ trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# as in train.sh: both sides of a weight sync must have the same values
+# as in ranks that broadcast weights: both sides of the communicator must have the same values (megatron_rl/launch/nccl.py)
 export NCCL_CUMEM_ENABLE="${NCCL_CUMEM_ENABLE:-0}" NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
 export SGLANG_RETURN_ORIGINAL_LOGPROB=0 # log-probs of the distribution that was sampled, temperature included
 for ((first = 0; first + TP_SIZE <= ${#gpus[@]}; first += TP_SIZE)); do

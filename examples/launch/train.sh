@@ -21,8 +21,6 @@ fi
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" # the package where it is not installed, and the rewards of examples/
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # megatron-core overlaps tensor-parallel communication only with one queue
-# ranks and servers form one NCCL communicator: SGLang sets these in its process
-export NCCL_CUMEM_ENABLE="${NCCL_CUMEM_ENABLE:-0}" NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[rank \${rank}]: "
 
 is_host=$((NODE_RANK == 0 ? 1 : 0)) # node 0 hosts the rendezvous, whatever the nodes' names are

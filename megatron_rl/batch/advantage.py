@@ -33,14 +33,15 @@ def with_advantages(
     std                     A_i = (R_i - mean(R)) / (std(R) + 1e-6)  GRPO
     leave_one_out           A_i = R_i - mean of the other G - 1      RLOO
     length_weighted         A_i = R_i - sum_j n_j R_j / sum_j n_j    OPO, arXiv 2505.23585
-    rescaled_mean           A_i = P / P+ (R_i - mean(R))             GPG, arXiv 2504.02546
+    rescaled_mean           A_i = (P / P+) (R_i - mean(R))           GPG, arXiv 2504.02546
     batch_whitened          A_i = (R_i - m) / (s + 1e-6)             REINFORCE++
     centred_batch_whitened  the same for R_i - mean(R)               REINFORCE++-baseline
     per_reward              A_i = (S_i - m') / (s' + 1e-6)           GDPO, arXiv 2601.05242
                             S_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-6)
 
     mean, std: over the group, response i included; std is the population std.  n_j: sampled tokens.
-    P: the step's groups on all replicas; P+: the groups whose rewards differ; with none A = 0.
+    P: the step's groups on all replicas; P+: the groups whose rewards differ; A = 0 where
+    there is none.
     m, s: mean and population std over all response tokens of the step on all replicas, where a
     token has the value of its response.  R_k: the rewards named in `reward_weights`, from the
     metrics of the rollouts; w_k: their weights; m', s': mean and population std of S over all
@@ -63,15 +64,18 @@ def with_advantages(
         num_differ = float(sum(not is_uniform(group) for group in groups))
         counts = all_reduce([float(len(groups)), num_differ], dist.ReduceOp.SUM, dp_group)
         num_groups, num_differ = counts.tolist()
+        # where no group differs, all advantages are 0 whatever the scale is
         scale = num_groups / max(num_differ, 1.0)
         advantages = [scale * group_advantages(r, "mean") for r in rewards]
     elif kind == "per_reward":
         weights = reward_weights or {}
         sums = [per_reward(r, group, weights) for r, group in zip(rewards, groups, strict=True)]
+        # responses without a reward count neither in the mean nor in the deviation
         advantages = whiten(sums, [(~np.isnan(r)).astype(np.float64) for r in rewards], dp_group)
     else:
         advantages = [group_advantages(r, kind) for r in rewards]
     return [
+        # nothing is learned from a response without a reward
         replace(group, advantages=np.where(np.isnan(r), 0.0, values).astype(np.float32))
         for group, r, values in zip(groups, rewards, advantages, strict=True)
     ]

@@ -138,7 +138,7 @@ def pod_size(replicas: int) -> int:
     `replicas`, which is one pod.
     """
     size = max(size for size in range(1, POD + 1) if replicas % size == 0)
-    return size if size >= min(LEAST_POD, POD) else replicas
+    return size if size >= LEAST_POD else replicas
 
 
 def plan_alike(

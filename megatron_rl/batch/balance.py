@@ -69,6 +69,8 @@ def plan_slots(
     least_rows = sum(min(rows, work.max_rows) for rows in work.rows)
     fewest = max(-(-least_rows // (work.max_rows * replicas)), at_least)
     fewest = -(-fewest // count_multiple) * count_multiple
+    # `fewest` may exceed `most`: then only `most` is tried, the largest number that leaves none
+    # empty
     for count in range(min(fewest, most), most + 1, count_multiple):
         plan = plan_padded if work.padded else plan_packed
         slots = plan(work, count, replicas)
@@ -161,6 +163,7 @@ def plan_padded(work: Work, count: int, replicas: int) -> list[Slot] | None:
     if len(cuts(sizes, work.max_rows)) > count:
         return None
     # the lowest cap that `count` runs can keep gives the most even runs
+    # bisect needs an ascending key: a larger cap makes fewer runs, hence the minus signs
     lowest_cap = bisect_left(range(work.max_rows), -count, key=lambda cap: -len(cuts(sizes, cap)))
     runs = [range(a, b) for a, b in pairwise([*cuts(sizes, lowest_cap), len(sizes)])]
     while len(runs) < count:  # halve the run with most rows until there are `count`
@@ -172,6 +175,7 @@ def plan_padded(work: Work, count: int, replicas: int) -> list[Slot] | None:
         runs[at : at + 1] = [costliest[:half], costliest[half:]]
     remaining = order[whole:]
     slots = []
+    # from the shortest: the first slot with room takes the remainder, the shortest of all
     for run in reversed(runs):
         sequences = order[run.start * replicas : run.stop * replicas]
         if (len(run) + 1) * sizes[run.start] <= work.max_rows:

@@ -323,6 +323,7 @@ def from_bytes(data: np.ndarray) -> tuple[list[Rollout], dict[str, np.ndarray]]:
         if "routed_experts" in by_kind:
             by_kind["routed_experts"] = by_kind["routed_experts"].transpose(1, 0, 2)
         first = len(rollouts) - sequence["num_earlier"]
+        # the last sequence of an episode takes the place of the earlier ones
         rollouts[first:] = [joined(from_arrays(sequence, by_kind.get), rollouts[first:])]
     return rollouts, columns
 

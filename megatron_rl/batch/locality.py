@@ -62,7 +62,7 @@ def alternating(rows: np.ndarray, pod_of_owner: np.ndarray) -> np.ndarray:
     sorted_rows, sorted_pods = rows[order], pod_of_owner[order]
     is_first = np.ones(len(rows), bool)
     is_first[1:] = (sorted_rows[1:] != sorted_rows[:-1]) | (sorted_pods[1:] != sorted_pods[:-1])
-    # the how many-th sequence of its length and pod it is
+    # its number among the sequences of its length and pod
     turn = number - np.maximum.accumulate(np.where(is_first, number, 0))
     return order[np.lexsort((sorted_pods, turn, -sorted_rows))]
 
@@ -87,6 +87,7 @@ def assign_round(pod_of_owner: np.ndarray, costs: np.ndarray, spent: np.ndarray)
     pod_of = np.full(len(pod), -1)
     pod_of[by_pod[stays]] = pod[stays]
     # the longest of the others go to the pods that have cost least, with the sequences they keep
+    # a copy: the caller adds the costs of the round itself
     spent = spent.copy()
     np.add.at(spent, pod[stays], costs[by_pod[stays]])
     lacking = share - np.minimum(owned, share)

@@ -114,6 +114,7 @@ def pack(
     masks, set_index = pack_masks([sample.rollout for sample in samples], boundaries)
     return PackedBatch(
         **{name: torch.from_numpy(column) for name, column in columns.items()},
+        # int32, as attention kernels take them
         cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)),
         routed_experts=pack_routes([sample.rollout for sample in samples]),
         rollout_ids=tuple(sample.rollout.id for sample in samples),

@@ -50,6 +50,7 @@ def split(
             f" {run.num_mini_batches}; run.prompts_per_step must be a multiple of num_mini_batches"
             " times the data-parallel size"
         )
+    # NumPy's generator of its own: the draw depends on both seeds alone
     order = np.random.default_rng([run.seed, seed]).permutation(len(groups))
     replica = 0 if dp_group is None else dp_group.rank()
     batches = []
@@ -79,7 +80,7 @@ def make_mini_batch(
     Raises ValueError where there are too few samples for the number of micro-batches.
     """
     num_replicas, replica = (1, 0) if dp_group is None else (dp_group.size(), dp_group.rank())
-    # sums over replicas: a vector with one entry per replica, which gathers, and the token count
+    # one sum: a vector with an entry per replica, which gathers the counts, and the tokens
     lengths = [sample.length for sample in samples if sample.in_loss]
     sizes = [len(lengths) * (other == replica) for other in range(num_replicas)]
     *sizes, num_response_tokens = all_reduce_ints(
@@ -96,6 +97,8 @@ def make_mini_batch(
         plan, work = make_job_plan(counts, rows, max_tokens, rule, dp_group)
     except ValueError:  # the same on every rank
         multiple = num_replicas * rule.count_multiple
+        # copies help only where the number of sequences does not divide; else the failure has
+        # another cause
         if len(rows) < multiple or len(rows) % multiple == 0:
             raise
         samples, counts, rows = with_copies(samples, counts, rows, replica, -len(rows) % multiple)
@@ -181,7 +184,7 @@ def with_copies(
             sample,
             rollout=replace(sample.rollout, missing_routes=no_routes),
             in_loss=False,
-            episode_length=0,
+            episode_length=0,  # marks the copy (Sample.is_copy)
             save_tokens=False,
             response=None,
         )

@@ -43,6 +43,7 @@ def share_groups(
     data = None
     if dist.get_rank() == leader:
         assert groups, "the leader of a replica has no rollouts to share"
+        # one matrix: all groups of a call have equally many responses
         rewards = np.stack([np.asarray(group.rewards, np.float32) for group in groups])
         data = codec.encode(
             [rollout for group in groups for rollout in group.rollouts], rewards=rewards
@@ -134,6 +135,7 @@ def broadcast_bytes(
     dist.broadcast(size, src=leader, group=group)
     total = int(size)
     received = np.empty(total if data is None else 0, np.uint8)
+    # one buffer for all chunks: the leader never has a second copy of all routes
     staged = np.empty(0 if data is None else min(CHUNK_BYTES, total), np.uint8)
     for start in range(0, total, CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, total)

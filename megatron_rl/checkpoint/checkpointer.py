@@ -142,6 +142,8 @@ class Checkpointer:
         # the plan refers to the engine's memory; `stage` copies what training would change
         shards = self._planner.plan(sharded_state(self.engine), temporary)
         shards.stage(copy=self.cfg.async_save)
+        # counted where the manifest is written: other machines may not see the folder, or not as it
+        # is now
         serial = from_rank_0(lambda: next_serial(self.folder))
         value = snapshot.value
         if value is not None and not math.isfinite(value):

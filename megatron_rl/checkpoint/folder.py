@@ -201,6 +201,7 @@ def commit(temporary: Path, step: int) -> Path:
     names of them all.
     """
     folder = temporary.parent
+    # a step that is trained again is saved beside its first checkpoint
     names = itertools.chain(
         [f"step_{step:06d}"], (f"step_{step:06d}.{again}" for again in itertools.count(2))
     )
@@ -276,6 +277,7 @@ def write_text(path: Path, text: str) -> None:
     with open(temporary, "wb") as file:
         file.write(text.encode())
         file.flush()
+        # the content first: after a crash the name must not lead to an empty file
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync(path.parent)

@@ -57,4 +57,5 @@ def locked(folder: Path) -> Iterator[None]:
             f" {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
         )
         file.flush()
+        # when the block ends, the file is closed, which releases the lock
         yield

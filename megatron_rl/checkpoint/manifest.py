@@ -67,6 +67,7 @@ def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileDigest]:
     names = list(names)
     sizes = {name: (folder / name).stat().st_size for name in names}
     blocks = [(name, start) for name in names for start in range(0, sizes[name], BLOCK)]
+    # threads are enough: reads and hashes of large buffers release the GIL
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(lambda block: _digest_block(folder / block[0], block[1]), blocks))
     # in the order of the blocks, so that the digest does not depend on the threads
@@ -89,6 +90,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
+        # two lines, and nothing after the last newline
         line, digest, end = path.read_bytes().decode().split("\n")
     except FileNotFoundError as error:
         raise ManifestError(f"{path}: missing; every complete checkpoint has one") from error

@@ -78,6 +78,8 @@ class CheckpointPolicy:
         Completes a background save that is done.
         """
         self.checkpointer.poll()
+        # only what changes before the first update is noted: until then the engine is as the last
+        # step left it
         self._start = self._snapshot(step, progress)
 
     def stop_if_signalled(self, files: Callable[[], Files] = dict) -> None:

@@ -1,10 +1,12 @@
 """Model, optimizer and random generators of this rank <-> the content of a checkpoint.
 
-Only the results of training are saved of the optimizer: the two moments (and the float32 copy of
-bfloat16 weights) of every parameter, under the parameter's global name, and Adam's step count.  The
+Only the results of training are saved of the optimizer: the two moments of every parameter, the
+float32 copy of bfloat16 weights (or the bits that the weights lack of it), under the parameter's
+global name, and Adam's step count.  Tensors have the dtypes in which the optimizer keeps them.  The
 count is the same for all parameters because an update is applied to all or to none.  Everything
 else follows from the configuration and the position in the schedule.  So a checkpoint is
-independent of the number of optimizers and ranks, and loads into any layout.
+independent of the number of optimizers and ranks, of what is kept on the host, and loads into any
+layout.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict, StateDict
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.checkpoint.torch_dist.optimizer_parts import load_parts, sharded_parts
+from megatron_rl.checkpoint.torch_dist.optimizer_parts import sharded_parts, take_loaded
 from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.optim import core_optimizers, torch_optimizers
 
 # Model and optimizer ------------------------------------------------------------------------------
 
@@ -79,22 +83,23 @@ def adam_step(engine: Engine) -> float:
 
 def set_adam_step(optimizer: torch.optim.Optimizer, step: float) -> None:
     """Set Adam's step count."""
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        for entry in optimizer.state.values():
-            # one each: Adam increments it in place
-            entry["step"] = torch.tensor(step, dtype=torch.float32)
-    else:  # fused optimizers count in their parameter groups
-        for group in optimizer.param_groups:
-            group["step"] = int(step)
+    for part in torch_optimizers(optimizer):
+        counts_in_state = isinstance(part, torch.optim.Adam | torch.optim.AdamW)
+        for group in part.param_groups:
+            if not counts_in_state:  # TransformerEngine's
+                group["step"] = int(step)
+                continue
+            for parameter in group["params"]:
+                # one each: Adam increments it in place, a fused one on the parameter's device
+                device = parameter.device if group["fused"] else "cpu"
+                part.state[parameter]["step"] = torch.tensor(
+                    step, dtype=torch.float32, device=device
+                )
 
 
 def inner_optimizers(engine: Engine) -> list[MegatronOptimizer]:
-    """Return core's optimizers of this rank.
-
-    core keeps one for dense and one for expert parameters where their ranks differ.
-    """
-    core = engine.optimizer.core
-    return list(getattr(core, "chained_optimizers", [core]))
+    """Return core's optimizers of this rank."""
+    return core_optimizers(engine.optimizer.core)
 
 
 def _optimizer_state(optimizer: MegatronOptimizer, models: ShardedStateDict) -> ShardedStateDict:
@@ -119,7 +124,7 @@ def _fill(optimizer: MegatronOptimizer, tensors: StateDict) -> None:
     """Copy loaded tensors, in core's structure, into an optimizer."""
     inner = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
-        load_parts(optimizer, tensors)
+        take_loaded(optimizer)
         return
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     # torch numbers parameters in this order
@@ -138,23 +143,37 @@ def fill_moments(optimizer: torch.optim.Optimizer) -> None:
 
     So a checkpoint of step 0 has the same tensors as any other.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    missing = [parameter for parameter in parameters if not optimizer.state[parameter]]
-    for parameter in missing:
-        optimizer.state[parameter] = {
-            name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")
-        }
+    missing = [
+        (part, parameter)
+        for part in torch_optimizers(optimizer)
+        for group in part.param_groups
+        for parameter in group["params"]
+        if not part.state[parameter]
+    ]
+    for part, parameter in missing:
+        if hasattr(part, "initialize_state"):  # TransformerEngine's, whose state has its own dtypes
+            has_low_bits = getattr(part, "store_param_remainders", False)
+            has_low_bits = has_low_bits and parameter.dtype is torch.bfloat16
+            part.initialize_state(parameter, has_low_bits)
+        else:
+            part.state[parameter] = {
+                name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")
+            }
     if missing:
         set_adam_step(optimizer, 0.0)
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        # core's map from its parameters to the state of its parts, which an update makes
+        optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def _steps_of(optimizer: torch.optim.Optimizer) -> Iterator[float | Tensor]:
-    for entry in optimizer.state.values():
-        if "step" in entry:
-            yield entry["step"]
-    for group in optimizer.param_groups:
-        if group["params"] and "step" in group:
-            yield group["step"]
+    for part in torch_optimizers(optimizer):
+        for entry in part.state.values():
+            if "step" in entry:
+                yield entry["step"]
+        for group in part.param_groups:
+            if group["params"] and "step" in group:
+                yield group["step"]
 
 
 # Random generators --------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ def load_config(
     # all sections are present, so that a missing required key is reported by its own name
     values = {name: {} for name in SECTIONS} | (with_new_names(values) if of_a_run else values)
     replaced: set[str] = set()
+    # in this order, so that the command line has the last word
     changes = chain((section_overrides or {}).items(), section_values(overrides).items())
     for section, keys in changes:
         values[section] = merged(values.get(section, {}), keys)
@@ -104,6 +105,7 @@ def parse_toml(path: Path, text: str) -> Values:
 
 def messages(errors: Iterable[ErrorDetails]) -> Iterator[str]:
     """Yield one line for every key that pydantic refused: key, value, rule and fix."""
+    # padded: an error of a section has no key, and a rule of the entire Config no section either
     by_key = groupby(errors, key=lambda error: [*map(str, error["loc"]), "", ""][:2])
     for (section, key), group in by_key:
         alternatives = list(group)  # a union reports one error for every type that it has
@@ -171,4 +173,4 @@ def dump_config(config: Config) -> str:
 def plain_values(config: Config, *, exclude_none: bool = False) -> Values:
     """Return the resolved configuration as JSON values, without secrets."""
     values = config.model_dump(mode="json", exclude_none=exclude_none)
-    return Redactor((config.rollout.api_key_env,)).tree(values)
+    return Redactor(hidden=(config.rollout.api_key_env,)).tree(values)

@@ -42,21 +42,21 @@ class LossSpec:
     """
 
     advantage: AdvantageKind = "mean"
-    """kind of A, used where advantage.kind = "auto\""""
+    """Kind of A, used where advantage.kind = "auto\""""
     weight: Ratio = "none"
     """W_t = sg[bounded(x_t)], x_t this ratio at weight_level; none: W_t = 1"""
     weight_level: Level = "token"
     weight_mode: WeightMode = "none"
-    """none: x; truncate: min(x, weight_high); clip: to [weight_low, weight_high];
+    """Bounds of W_t.  none: x; truncate: min(x, weight_high); clip: to [weight_low, weight_high];
     mask: x inside [weight_low, weight_high], else 0"""
     weight_low: float = 0.0
     weight_high: float = inf
     mask: Ratio = "none"
-    """drops single tokens (W_t = 0) whose own ratio is outside [mask_low, mask_high]"""
+    """Drops single tokens (W_t = 0) whose own ratio is outside [mask_low, mask_high]"""
     mask_low: float = 0.0
     mask_high: float = inf
     clip: ClipKind = "none"
-    """what drops a token (M_t = 0), q_t the ratio against clip_anchor
+    """Rule that drops a token (M_t = 0), q_t the ratio against clip_anchor
     (old: pi/pi_old, rollout: pi/mu) at clip_level
     ratio: A > 0 and q > 1 + clip_high, or A < 0 and q < 1 - clip_low (both strict)
     tv, kl: the divergence D of "this token or another" between anchor and pi exceeds the bound:
@@ -66,16 +66,16 @@ class LossSpec:
     clip_low: float = inf
     clip_high: float = inf
     router_shift: bool = False
-    """q_t is first multiplied by gamma_t = sg[max(exp(-shift_t), shift_floor)], shift_t how far the
+    """Multiply q_t first by gamma_t = sg[max(exp(-shift_t), shift_floor)], shift_t how far the
     router's probabilities moved since the old pass (replay/router_shift.py); one more forward pass
     per mini-batch"""
     shift_floor: float = 0.0
-    """router_shift: the least gamma_t"""
+    """With router_shift, the least gamma_t"""
     dual_clip: float = inf
-    """form = ratio: a token with A < 0 and q > dual_clip counts as dual_clip * A and has no
+    """With form = ratio, a token with A < 0 and q > dual_clip counts as dual_clip * A and has no
     gradient"""
     reject: Ratio = "none"
-    """drops whole responses (keep_i = 0) whose ratio at reject_level is outside
+    """Drops whole responses (keep_i = 0) whose ratio at reject_level is outside
     [reject_low, reject_high];
     reject_level: product, geometric, or the mean over tokens of |x - 1| (mean_shift), of the binary
     divergence (mean_tv, mean_kl), of log(x)^2 / 2 (mean_k2) or of x - 1 - log x (mean_k3);
@@ -86,40 +86,39 @@ class LossSpec:
     reject_high: float = inf
     reject_only: RejectOnly = "all"
     veto: Ratio = "none"
-    """drops whole responses that have a token whose own ratio is outside [veto_low, veto_high]"""
+    """Drops whole responses that have a token whose own ratio is outside [veto_low, veto_high]"""
     veto_low: float = 0.0
     veto_high: float = inf
     form: Form = "logp"
-    """logp: f_t = M_t log pi_t; ratio: f_t = q_t, held at its bound where M_t = 0 (PPO's min);
-    sigmoid: f_t = 4/tau sigmoid(tau (q_t - 1)), no clip;
-    quadratic: f_t = q_t - sign(A) p_t (q_t - 1)^2 / (2 delta), p_t the anchor's probability, no
-    clip"""
+    """The factor f_t.  logp: M_t log pi_t; ratio: q_t, held at its bound where M_t = 0 (PPO's min);
+    sigmoid: 4/tau sigmoid(tau (q_t - 1)), no clip;
+    quadratic: q_t - sign(A) p_t (q_t - 1)^2 / (2 delta), p_t the anchor's probability, no clip"""
     form_level: FormLevel = "token"
-    """form = ratio: token: q_t; geometric: its geometric mean over the response, each token held at
-    its own bound"""
+    """With form = ratio, token: q_t; geometric: its geometric mean over the response, each token
+    held at its own bound"""
     tau_positive: float = 1.0
-    """form = sigmoid: tau_positive where A > 0, else tau_negative"""
+    """With form = sigmoid, tau_positive where A > 0, else tau_negative"""
     tau_negative: float = 1.0
     delta: float = 1.0
-    """form = quadratic: the shift |pi - anchor| at which the gradient changes its sign"""
+    """With form = quadratic, the shift |pi - anchor| at which the gradient changes its sign"""
     penalty: Penalty = "none"
-    """adds penalty_coef * log(q)^2 (square) or |log q| (abs) to the loss of every token, whatever
+    """Adds penalty_coef * log(q)^2 (square) or |log q| (abs) to the loss of every token, whatever
     dropped it, with the token's own q"""
     penalty_coef: float = 0.0
     penalty_dead_zone: float = 0.01
-    """penalty = abs: 0 where |log q| is at most this, by default 0.01.  In the first update of a
-    step log q is the rounding of two passes, and the slope of |log q| would be its sign"""
+    """With penalty = abs, 0 where |log q| is at most this, by default 0.01.  In the first update of
+    a step log q is the rounding of two passes, and the slope of |log q| would be its sign"""
     select: Select = "none"
-    """select_share of the mini-batch's tokens, by
+    """Choice of select_share of the mini-batch's tokens, by
     cov_t = (A_t - mean A)(log pi_old_t - mean log pi_old):
     cov_band: drops (W_t = 0) that many, drawn from those with cov_low < cov < cov_high;
     cov_top: the penalty applies to those with the largest cov only"""
     select_share: float = 2e-4
     cov_low: float = -inf
-    """select = cov_band: the band of covariances"""
+    """With select = cov_band, the band of covariances"""
     cov_high: float = inf
     aggregation: Aggregation = "sequence_sum"
-    """see megatron_rl/loss/aggregate.py"""
+    """Sum over tokens and responses: see megatron_rl/loss/aggregate.py"""
 
 
 MINIRL = LossSpec(

@@ -62,12 +62,12 @@ Tree = TypeVar("Tree")
 class Redactor:
     """Replaces secrets by ***, and reads the values of variables when it is made.
 
-    names: further environment variables that hold a secret (rollout.api_key_env).
+    hidden: further environment variables that hold a secret (rollout.api_key_env).
     """
 
-    def __init__(self, names: Iterable[str | None] = ()) -> None:
+    def __init__(self, hidden: Iterable[str | None] = ()) -> None:
         variables = {name for name in os.environ if VARIABLE.search(name)} | set(
-            filter(None, names)
+            filter(None, hidden)
         )
         values = {os.environ.get(name, "") for name in variables}
         # a path is no secret

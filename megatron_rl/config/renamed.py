@@ -50,6 +50,7 @@ def with_new_names(sections: Mapping[str, Mapping[str, object]]) -> dict[str, di
             if name == "checkpoint.best_metric" and isinstance(value, str):  # None: not set
                 value = new_metric(value)
             if name == "loss.reject_negative_only":
+                # it was true or false, and is a word now; None where it was not set
                 value = None if value is None else "negative" if value else "all"
             new_section, _, new_key = SETTINGS.get(name, name).partition(".")
             renamed.setdefault(new_section, {})[new_key] = value

@@ -51,6 +51,7 @@ def explain(name: str = "") -> str:
         return "\n".join([f"[{section}]  {summary(section)}", "", *key_lines(section)])
     if key not in fields:
         raise ConfigError(f"unknown key {section}.{key}{elsewhere(key) or nearest(key, fields)}")
+    # further lines begin under the first: "  meaning  " has 11 characters
     text = textwrap.fill(meaning(section, key), WIDTH - 11).replace("\n", "\n" + " " * 11)
     return (
         f"{section}.{key}\n"
@@ -106,6 +107,7 @@ def switch_texts() -> dict[str, str]:
     """
     texts = {}
     statements = ast.parse(inspect.getsource(LossSpec)).body[0]
+    # the text of a field is the statement after it
     for field, text in pairwise(ast.iter_child_nodes(statements)):
         match field, text:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(value))):

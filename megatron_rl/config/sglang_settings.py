@@ -57,6 +57,7 @@ def read_table() -> Iterator[Setting]:
         unproven, why = TABLES["unproven_values"].get(name, ((), ""))
         yield Setting(
             name,
+            # TOML has no null
             tuple(None if value == "None" else value for value in usual),
             verdict,
             TOUCHED.get(touched, (touched,)),
@@ -87,6 +88,7 @@ def read_options(args: Sequence[str]) -> dict[str, object]:
         if not option.startswith("--") or (setting := setting_of(option)) is None:
             continue
         following = args[index + 1] if index + 1 < len(args) else "--"
+        # a switch takes no value: the next word is another option
         if not equals and any(isinstance(usual, bool) for usual in setting.usual):
             values[setting.name] = True
         else:
@@ -122,6 +124,7 @@ def is_usual(setting: Setting, value: object) -> bool:
 
 def is_tested(version: str) -> bool:
     try:
+        # public: a build may add a local part, as in 0.5.21+cu130
         return Version(version).public in SGLANG_TESTED
     except InvalidVersion:  # a private build
         return False

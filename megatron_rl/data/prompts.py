@@ -25,8 +25,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 __all__ = [
-    "DataError", "PromptFile", "PromptSource", "load_prompt_files", "load_prompts",
-    "load_tokenizer", "trained_on",
+    "DataError",
+    "PromptFile",
+    "PromptSource",
+    "leaked_prompts",
+    "load_prompt_files",
+    "load_prompts",
+    "load_tokenizer",
 ]  # fmt: skip
 
 PromptState: TypeAlias = dict[str, Any]
@@ -133,7 +138,7 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Prompt
     return PromptFile(path, prompts, num_long, *rows[0][0].keys)
 
 
-def trained_on(train: PromptFile, sets: Mapping[str, PromptFile]) -> Iterator[str]:
+def leaked_prompts(train: PromptFile, sets: Mapping[str, PromptFile]) -> Iterator[str]:
     """Yield a warning for every evaluation set that has prompts of the training file, because its
     avg@k also measures memorised answers.
     """

@@ -12,10 +12,14 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.utils import _device
+
+if TYPE_CHECKING:  # core is imported after the patches of torch
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 CPU = torch.device("cpu")
 _TENSOR_TYPE = torch.Tensor.type
@@ -37,9 +41,12 @@ class Event:
 
     def synchronize(self) -> None: ...
 
+    def wait(self, stream: object = None) -> None: ...
+
 
 def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `make`, one of torch's factories, with the CPU where the caller names a GPU.
+    """Return `make`, one of torch's factories, with the CPU where the caller names a GPU, and with
+    plain memory where pinned memory is asked for, which only a GPU has a use for.
 
     A TorchFunctionMode would do the same for all functions, and cost every operation 2 us: 18 % of
     a step of a tiny model.
@@ -49,6 +56,8 @@ def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def call(*args: object, **kwargs: object) -> torch.Tensor:
         if kwargs.get("device") is not None and str(kwargs["device"]).startswith("cuda"):
             kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
         return make(*args, **kwargs)
 
     return call
@@ -112,8 +121,10 @@ def reduce_scatter_rows(
         output = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
         dist.reduce_scatter_tensor(output, rows.contiguous(), group=group)
         return output
+    # all_reduce works in place, and the input must stay as it is
     total = rows.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
+    # a copy: a view would keep the rows of all ranks in memory
     return total.split(list(input_split_sizes))[group.rank()].clone()
 
 
@@ -126,6 +137,37 @@ def zigzag_positions(
     # the zigzag of megatron-core: chunk r from the front and chunk r from the back
     numbers = torch.tensor([rank, 2 * size - 1 - rank])
     return chunks.index_select(seq_dim, numbers).flatten(seq_dim, seq_dim + 1)
+
+
+def divide_parameters(optimizer: HybridDeviceOptimizer, fraction: float) -> tuple[object, ...]:
+    """Divide an optimizer's parameters between host and device, as core does, but with all of them
+    on the device, though it is a CPU.
+
+    Returns the groups of the host and of the device, {parameter: copy on the host}, its inverse,
+    and {parameter: float32 copy}.
+    """
+    host_groups, device_groups = [], []
+    copies: dict[torch.Tensor, torch.Tensor] = {}
+    exact: dict[torch.Tensor, torch.Tensor] = {}
+    left = fraction * sum(
+        item.numel() for group in optimizer.param_groups for item in group["params"]
+    )
+    for group in optimizer.param_groups:
+        host: list[torch.Tensor] = []
+        device: list[torch.Tensor] = []
+        for parameter in group["params"]:
+            offloaded = left > 0
+            updated = parameter.detach().clone() if offloaded else parameter
+            if optimizer.param_update_in_fp32 and parameter.dtype is not torch.float32:
+                updated = exact[parameter] = parameter.detach().float()
+            if offloaded:
+                left -= parameter.numel()
+                copies[parameter] = updated
+            (host if offloaded else device).append(updated)
+        host_groups += [group | {"params": host}] if host else []
+        device_groups += [group | {"params": device}] if device else []
+    inverse = {copy: parameter for parameter, copy in copies.items()}
+    return host_groups, device_groups, copies, inverse, exact
 
 
 def get_rng_state(*_: object, **__: object) -> torch.Tensor:
@@ -196,6 +238,14 @@ PATCHES = (
             zigzag_positions,
             "RoPE of padded sequences under context parallelism; core's goes through pinned memory,"
             " which needs CUDA",
+        ),
+    ),
+    *patches(
+        f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer",
+        (
+            "_get_sub_optimizer_param_groups",
+            divide_parameters,
+            "optimizer_cpu_offload; core's goes by is_cuda, and through pinned memory",
         ),
     ),
     Patch(

@@ -22,7 +22,6 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.config.device_limits import Device
-from megatron_rl.launch import nccl
 from megatron_rl.models.fit import check_sizes
 
 T = TypeVar("T")
@@ -181,12 +180,14 @@ def make_parallel(
         context_parallel_size=cfg.cp,
         expert_model_parallel_size=cfg.ep,
         expert_tensor_parallel_size=cfg.expert_tp,
+        # core takes whole minutes
         distributed_timeout_minutes=math.ceil(timeout_minutes),
+        # core's are for its own checkpoints, which are not used
         create_gloo_process_groups=False,
     )
     # the same seed on all ranks; core's tracker gives tensor and expert ranks different ones
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     timeout = datetime.timedelta(minutes=timeout_minutes)
@@ -248,7 +249,6 @@ def _start(use_cuda: bool, timeout_minutes: float) -> None:
     timeout = datetime.timedelta(minutes=timeout_minutes)
     backend = "nccl" if use_cuda else "gloo"
     if use_cuda:
-        nccl.set_defaults(os.environ)  # servers that this process starts inherit it
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)

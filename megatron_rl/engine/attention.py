@@ -212,9 +212,12 @@ def plan_attention(
     key_order = None
     if cp_group is not None:
         gathered = [zigzag_rows(cu_seqlens, rank, cp_size) for rank in range(cp_size)]
+        # `gathered` says which packed row lies at each place; its inverse, where each packed row
+        # lies
         key_order = torch.cat(gathered).argsort().to(device)
     groups: dict[tuple[int, int], list[KeySpan]] = {}
     for span in spans_of(bounds, cp_group):
+        # the exponents of the powers of two to which both are rounded up
         size_class = (span.queries - 1).bit_length(), (span.keys - 1).bit_length()
         groups.setdefault(size_class, []).append(span)
     num_rows = bounds[-1] // cp_size
@@ -228,10 +231,12 @@ def plan_attention(
         key_rows = (first_key[:, None] + torch.arange(int(keys.max()))).clamp(max=bounds[-1] - 1)
         kept = (steps < queries[:, None]).flatten().nonzero().squeeze(1)
         rows.append(query_rows.flatten()[kept])
+        # the last query of a run sees its last key
         first = None if cp_group is None else (keys - queries).to(device)
         buckets.append(
             QueryBucket(query_rows.to(device), key_rows.to(device), kept.to(device), first)
         )
+    # `rows` says which row each output belongs to; its inverse, where the output of each row lies
     return AttentionPlan(num_rows, tuple(buckets), torch.cat(rows).argsort().to(device), key_order)
 
 

@@ -104,6 +104,7 @@ NOT_POSSIBLE = {
     "use_layer_wise_distributed_optimizer": (
         "it is of optimizers other than adam; optim.distributed shards adam's state"
     ),
+    "use_torch_optimizer_for_cpu_offload": "core ignores it for adam",
     **dict.fromkeys(
         (
             "data_parallel_sharding_strategy",
@@ -113,11 +114,6 @@ NOT_POSSIBLE = {
         ),
         "models are wrapped in core's DistributedDataParallel; optim.distributed shards the"
         " optimizer state",
-    ),
-    **dict.fromkeys(
-        ("optimizer_cpu_offload", "use_precision_aware_optimizer"),
-        "a run could save, but not resume: checkpoints hold the state of an optimizer that keeps it"
-        " in float32, on its device",
     ),
     **dict.fromkeys(
         OTHER_MODEL,

@@ -74,6 +74,7 @@ class Engine:
         )
         self.chunks = self.provider.build()
         moe_layers = self.spec.moe_layers
+        # before the weights are loaded, which takes minutes
         check_routers(self.chunks, moe_layers)
         check_router_shift(cfg.loss, self.spec)
         self.provider.load(self.chunks)
@@ -110,6 +111,7 @@ class Engine:
         self._rollout_routes = RolloutRoutes(self.layout, len(moe_layers), parallel.device)
         # a copy of the weights as loaded: take it before anything changes them
         self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None
+        # before DDP: it replaces the output layer's forward, not its parameters
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
         self.models = wrap_ddp(self.chunks, self.core_config, cfg)
@@ -172,12 +174,12 @@ class Engine:
         """
         micro_batches = self._to_device(batch)
         routes = self._update_routes(batch, old.recorded, replay)
-        parallel = self.parallel
+        parallel, plain = self.parallel, batch.without_routes  # the loss reads no expert ids
         loss = UpdateLoss(
             config=self.cfg.loss,
-            batch=batch,
+            batch=plain,
             old=old,
-            further=self._further_inputs(batch, micro_batches, routes, old),
+            further=self._further_inputs(plain, micro_batches, routes, old),
             token_logprobs=self._token_logprobs,
             sums=sums if self._contributes else None,
             num_parts=len(batch.micro_batches) * parallel.dp_size * parallel.cp_size,
@@ -379,4 +381,5 @@ class Engine:
     def _set_mode(self, *, training: bool) -> None:
         assert not self.offload.freed, "the servers have the memory of this model: restore it first"
         for model in self.models:
+            # core recomputes entire layers in training mode only
             model.train(training)

@@ -217,6 +217,7 @@ class _FusedLogprobs(torch.autograd.Function):
         else:
             slopes, inside = make_kept_slopes(saved, kept, (grad_logprobs, grad_entropy), shard)
         if slopes is None:
+            # no gradient for any argument of `forward`
             return (None,) * 7
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = make_weight_gradient(ctx, weight)
@@ -235,6 +236,7 @@ class _FusedLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 add_product(grad_weight[: shard.columns], part, hidden[rows])
         if ctx.main_grad is not None:
+            # it is in the buffer: neither autograd nor DDP may add it again
             weight.grad_added_to_main_grad = True
             grad_weight = None
         elif grad_weight is not None:

@@ -84,6 +84,7 @@ def scan_kept(
         largest = result[0, here]  # a view: filled in place
         largest.scatter_reduce_(0, entries.rows, values.where(entries.owned, float("-inf")), "amax")
         z = (values - largest[entries.rows]) / shard.temperature
+        # ids of other ranks count nothing here, whatever is in the column that they are clamped to
         e = z.exp().where(entries.owned, 0.0)
         ez = (e * z).where(entries.owned, 0.0)
         result[1, here] = torch.zeros_like(largest).index_add_(0, entries.rows, e)
@@ -105,6 +106,7 @@ def reduce_kept(
     scanned, rows: scan over the vocabulary and its result, for log pi(S_t) and for empty sets.
     """
     # an empty set stands for the whole vocabulary
+    # the fourth row, the label's logit, is the same for both
     inside = torch.where(kept.is_empty, scanned, torch.cat([scanned_kept, scanned[3:]]))
     over_set = reduce_rows(inside, labels, shard, dtype)
     (largest, log_sum, _), (largest_of_all, log_sum_of_all, _) = over_set.saved, rows.saved
@@ -126,6 +128,7 @@ def make_kept_slopes(
     grad_logprobs, grad_entropy = grads
     maximum, log_sum, entropy, kept_maximum, kept_log_sum = saved
     g = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs.double()
+    # rows without a set have their log-prob over the entire vocabulary
     outside = None if grad_logprobs is None else torch.where(kept.is_empty, g, 0.0)
     slopes = make_slopes((maximum, log_sum, entropy), outside, grad_entropy, shard)
     return slopes, KeptSlopes(kept_maximum, kept_log_sum, g / shard.temperature)

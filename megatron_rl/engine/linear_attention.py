@@ -54,6 +54,7 @@ def causal_conv1d(
     channels, width = weight.shape
     parts = []
     for rows in sequences(x, cu_seqlens):
+        # zeros before the first row, so that no row sees a later one
         padded = F.pad(x[:, rows].transpose(1, 2), (width - 1, 0))
         parts.append(F.conv1d(padded, weight[:, None], bias, groups=channels).transpose(1, 2))
     return F.silu(torch.cat(parts, dim=1)), None

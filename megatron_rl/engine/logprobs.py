@@ -120,7 +120,9 @@ class _TokenLogprobs(torch.autograd.Function):
         scanned = scan(logits, labels, shard)
         rows = reduce_rows(scanned, labels, shard, dtype)
         ctx.settings = (kept, shard, overwrite)
+        # with `overwrite` the first backward pass destroys the logits that a second one would need
         ctx.spent = False
+        # None, not zeros, for an output without gradient
         ctx.set_materialize_grads(False)
         if kept is None:
             ctx.save_for_backward(logits, labels, *rows.saved)
@@ -151,7 +153,9 @@ class _TokenLogprobs(torch.autograd.Function):
         else:
             slopes, inside = make_kept_slopes(saved, kept, (grad_logprobs, grad_entropy), shard)
         if slopes is None:
+            # no gradient for any argument of `forward`
             return (None,) * 5
+        # with `overwrite` the gradient is written into them, which autograd must not follow
         logits = logits.detach()
         if overwrite:
             grad = logits

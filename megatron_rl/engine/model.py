@@ -123,6 +123,7 @@ def run_settings(
         calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
         transformer_impl="transformer_engine" if te else "local",
+        # fused kernels of optional packages (Apex): [megatron] can turn them on
         persist_layer_norm=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=te,
@@ -211,6 +212,7 @@ def make_model(
             rotary_percent=spec.rotary_fraction,
             rotary_base=spec.rope_theta,  # annotated int, used as a float
             share_embeddings_and_output_weights=spec.tie_embeddings,
+            # logits stay sharded over the vocabulary: engine/shards.py reduces them
             parallel_output=True,
             vp_stage=stage,
         )
@@ -331,7 +333,7 @@ def _layer_spec(
             # only compressed queries have a norm
             attention.q_layernorm = LatentNorm if config.q_lora_rank else IdentityOp
         _replace_modules(layer, {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention})
-    block.layer_norm = RMSNorm
+    block.layer_norm = RMSNorm  # the last norm, before the output layer
     return block
 
 

@@ -20,6 +20,8 @@ from megatron.core.distributed.param_and_grad_buffer import (
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from megatron_rl.engine.optim import core_optimizers, torch_optimizers
+
 CHUNK_BYTES = 1 << 30
 """Size of a chunk of host memory: a power of two, to which torch rounds up pinned memory."""
 
@@ -168,10 +170,14 @@ class Offload:
                 yield from group["params"]
 
     def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """Yield torch's optimizers inside core's."""
-        for core in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        """Yield torch's optimizers inside core's.
+
+        One that offloads to the CPU has parameters of its own beside those of its parts.
+        """
+        for core in core_optimizers(self.optimizer):
             if core.optimizer is not None:  # None on a rank that owns no parameters
                 yield core.optimizer
+                yield from torch_optimizers(core.optimizer)
 
 
 def buffers(model: DistributedDataParallel) -> list[ParamAndGradBuffer]:

@@ -18,12 +18,14 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config import Config
-from megatron_rl.engine.core_fields import make_core
+from megatron_rl.engine.adam_fields import check_adam_fields
+from megatron_rl.engine.core_fields import fields_of, make_core
 
 
 class TrainingDiverged(RuntimeError):
@@ -55,8 +57,10 @@ def make_ddp_config(cfg: Config) -> DistributedDataParallelConfig:
 
     Raises ConfigError for a field that core refuses.
     """
+    main_grads = fields_of(OptimizerConfig, cfg.megatron.fields).get("main_grads_dtype")
     ours = dict(
-        grad_reduce_in_fp32=True,
+        # core leaves it to its own training loop to apply main_grads_dtype
+        grad_reduce_in_fp32=main_grads is not torch.bfloat16,
         use_distributed_optimizer=cfg.optim.distributed,
         overlap_grad_reduce=False,
         # Optimizer.apply checks the norm and skips the update; core's check would stop the job
@@ -68,7 +72,7 @@ def make_ddp_config(cfg: Config) -> DistributedDataParallelConfig:
 def make_optimizer_config(cfg: Config) -> OptimizerConfig:
     """Make core's settings of Adam, with the user's [megatron] fields.
 
-    Raises ConfigError for a field that core refuses.
+    Raises ConfigError for a field that core refuses, or with which a run could not resume.
     """
     optim, bf16 = cfg.optim, cfg.model.dtype == "bfloat16"
     ours = dict(
@@ -84,7 +88,26 @@ def make_optimizer_config(cfg: Config) -> OptimizerConfig:
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=optim.distributed,
     )
-    return make_core(OptimizerConfig, ours, cfg.megatron.fields)
+    config = make_core(OptimizerConfig, ours, cfg.megatron.fields)
+    check_adam_fields(config, cfg.megatron.fields)
+    return config
+
+
+def core_optimizers(core: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return core's optimizers of this rank.
+
+    core keeps one for dense and one for expert parameters where their ranks differ.
+    """
+    return list(getattr(core, "chained_optimizers", [core]))
+
+
+def torch_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that keep Adam's state: with optimizer_cpu_offload those of the host
+    and of the device, else `optimizer` itself.
+    """
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        return list(optimizer.sub_optimizers)
+    return [optimizer]
 
 
 class ModelInBF16(Float16Module):
@@ -140,6 +163,7 @@ class Optimizer:
         self, models: list[DistributedDataParallel], cfg: Config, *, total_updates: int
     ) -> None:
         config = cfg.optim
+        # core uses gloo groups only to save and load the optimizer in its own formats
         self.core: MegatronOptimizer = get_megatron_optimizer(
             make_optimizer_config(cfg), models, use_gloo_process_groups=False
         )

@@ -22,8 +22,9 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Prompt, RolloutGroup
 
-PROMPTS_PER_REPLICA = 8
-SAMPLES_PER_PROMPT = 4
+PROMPTS_PER_REPLICA, SAMPLES_PER_PROMPT, PARITY_TOKENS = 8, 4, 64
+"""At most 8 prompts x 4 responses x 64 tokens of a replica are compared: enough tokens for a mean
+difference of log-probs, and soon sampled."""
 
 FIX = (
     "Trainer and server do not compute the same model: give both the same checkpoint,"
@@ -114,6 +115,7 @@ def compare(engine: Engine, groups: Sequence[RolloutGroup], cfg: Config) -> Pari
 
     Collective.  groups: this replica's rollouts of probe_prompts.
     """
+    # the advantage is not used: nothing is trained
     samples = [Sample(rollout, 0.0) for group in groups for rollout in group.rollouts]
     batch = make_mini_batch(
         samples,

@@ -38,6 +38,7 @@ class Shard:
         """Return (column of each label, clamped to this shard; True where the label is in it)."""
         local = labels - self.first
         owned = (local >= 0) & (local < self.columns)
+        # a shard of nothing but padding has no columns
         return local.clamp(0, max(self.columns - 1, 0)), owned
 
     def blocks(self, num_rows: int, device: torch.device, itemsize: int) -> list[slice]:
@@ -132,6 +133,7 @@ def reduce_rows(
     Sums are in float64, so that the number of shards does not change the result in `dtype`.
     """
     local_maximum, sum_e, sum_ez, label_logit = scanned
+    # reduced in place; the local one is needed below
     maximum = local_maximum.clone()
     reduce_over_tp(maximum, dist.ReduceOp.MAX, shard.group)
     _, owned = shard.find(labels)
@@ -190,6 +192,7 @@ def write_gradient(
     direct = out.dtype == dtype  # then e is computed in the gradient's memory, without a cast
     blocks = shard.blocks(len(logits), logits.device, dtype.itemsize)
     buffers = make_buffers((not direct) + (slope is not None), blocks, shard, logits, dtype)
+    # padding columns are no tokens: they have no probability and no gradient
     out[:, shard.columns :] = 0.0
     for rows in blocks:
         count = rows.stop - rows.start

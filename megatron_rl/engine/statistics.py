@@ -107,6 +107,7 @@ def add_old_pass(sums: MetricSums, tokens: PassTokens, old_logprobs: Float[Tenso
     sums.add("train/kl_mu_pi_k3", (torch.expm1(gap) - gap).sum(), count)
     sums.add("train/logratio_abs_mean", gap.abs().sum(), count)
     sums.add_max("train/logratio_abs_max", gap.abs().max())
+    # tokens whose probabilities differ by more than a factor of 2, and of 5
     sums.add("logratio/f2_frac", (gap.abs() > math.log(2)).sum(), count)
     sums.add("logratio/f5_frac", (gap.abs() > math.log(5)).sum(), count)
     add_log_ratio(sums, "logratio/train_infer", gap, mask, tokens)

@@ -115,6 +115,7 @@ def local_attention(
     window: None means all keys.  sinks [A]: logits that join every softmax of their head.
     """
     groups = query.size(2) // key.size(2)
+    # neighbouring query heads share a key head
     key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
     scores = torch.einsum("sbad,tbad->bast", query, key).float() * scale
     rows = torch.arange(query.size(0), device=query.device)

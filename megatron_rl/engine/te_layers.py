@@ -95,6 +95,7 @@ class TELinear(torch.nn.Module):
         # core passes None to these layers
         self.tp_group = tp_group or parallel_state.get_tensor_model_parallel_group()
         self.weight = torch.nn.Parameter(
+            # any finite values: the checkpoint replaces them
             torch.empty(output_size, input_size, dtype=config.params_dtype).normal_(0, 0.02)
         )
         # core reads both attributes when it reduces gradients
@@ -159,6 +160,7 @@ class TEGroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{index}", weight)
             if bias:
                 values = torch.nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
+                # a bias is sharded where the outputs are
                 set_tensor_model_parallel_attributes(values, self.partition_dim == 0, 0, 1)
                 values.allreduce = not is_apart  # type: ignore[attr-defined]
                 self.register_parameter(f"bias{index}", values)

@@ -44,6 +44,7 @@ def report_error(
     if frames:
         shown += frames
         shown += [f"  full traceback: {path}"] if path is not None else []
+        # the cause again, as the last line is the one that is read
         shown += cause[:1]
     log_lines.print_error(
         "\n".join(shown),
@@ -58,11 +59,13 @@ def disk_advice(error: BaseException, run_dir: Path) -> str:
 
     Returns "" for every other error.
     """
+    # some libraries keep only the text of the system's error
     is_full = os.strerror(errno.ENOSPC) in str(error)
     if getattr(error, "errno", None) not in DISK_ERRORS and not is_full:
         return ""
     file = getattr(error, "filename", None) or written_file(error, run_dir) or run_dir
     path = Path(file).absolute()
+    # disk_usage needs a path that exists
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     free = shutil.disk_usage(existing).free / 2**30
     return (

@@ -106,6 +106,7 @@ def lost_peer(error: BaseException) -> bool:
     Collectives and the job's store raise such errors.
     """
     return isinstance(error, DistError) or (
+        # gloo raises plain RuntimeErrors, which name its source files
         isinstance(error, RuntimeError) and "/gloo/" in str(error)
     )
 

@@ -25,11 +25,11 @@ Value: TypeAlias = "str | float | int | Mapping[str, Value] | Iterable[Value] | 
 class LogLines:
     """Formats the lines of a run.
 
-    `names` are environment variables that hold secrets although their names do not look like it.
+    `hidden` are environment variables that hold secrets although their names do not look like it.
     """
 
-    def __init__(self, log_format: LogFormat = "text", names: Iterable[str | None] = ()) -> None:
-        self.log_format, self.redactor = log_format, Redactor(names)
+    def __init__(self, log_format: LogFormat = "text", hidden: Iterable[str | None] = ()) -> None:
+        self.log_format, self.redactor = log_format, Redactor(hidden)
 
     @property
     def is_json(self) -> bool:

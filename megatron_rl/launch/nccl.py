@@ -1,8 +1,13 @@
-"""NCCL's environment, in which ranks and servers must have the same settings.
+"""NCCL's environment, in which ranks and servers of one communicator must have the same settings.
 
-Both form one communicator for weight syncs.  SGLang sets these variables in its own process where
-they are unset (entrypoints/engine.py, 0.5.21); NCCL's defaults are others.  A value that the user
-sets is used on both sides.
+rollout.weight_sync = distributed makes a communicator of a rank and the servers.  With NVLink SHARP
+(NVLS) its members on one node make a multicast group, and each waits for all others (NCCL's
+transport/nvls.cc): a member without NVLS would stop them.  SGLang sets these variables to 0 in its
+own process where they are unset (entrypoints/engine.py, 0.5.21); NCCL itself uses NVLS where the
+GPUs have it.  A process has one value for all its communicators, so ranks that broadcast to servers
+give NVLS up in training, too.  A value that the user sets is used on both sides, and keeps it.
+
+Ranks without such a communicator (disk, colocated, saved rollouts) keep NCCL's own values.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ SET_BY_OPTIONS = {
 
 
 def set_defaults(environ: MutableMapping[str, str], server_args: Sequence[str] = ()) -> None:
-    """Set what is unset, for a training rank or for a server with these options.
+    """Set what is unset, for a rank that broadcasts to servers or for a server with these options.
 
     NCCL reads the variables when it first starts.
     """

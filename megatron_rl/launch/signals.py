@@ -22,7 +22,7 @@ from megatron_rl.config.device_limits import GRACE_SECONDS, Device, seconds
 from megatron_rl.launch.exit_codes import REQUEUE
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent dies
 LAUNCHER = "MEGATRON_RL_LAUNCHER"
 """Environment variable that `megatron-rl launch` sets for its ranks, which it lets save."""
 

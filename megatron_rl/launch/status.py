@@ -108,7 +108,7 @@ class StatusWriter:
         stopped: tuple[type[BaseException], ...] = (),
     ) -> None:
         now = time.time()
-        self._redactor = Redactor((api_key_env,))
+        self._redactor = Redactor(hidden=(api_key_env,))
         self._path = folder / STATUS_FILE
         self._status = Status(now, started=now, pid=os.getpid(), num_steps=num_steps)
         self._beats: Mapping[int, Beat] = {}

@@ -248,4 +248,5 @@ def thread(pid: int, tid: int, name: str) -> Iterator[Event]:
 
 def server_pid(url: str) -> int:
     """Return the server's process id: the same on every rank, and different from every rank's."""
+    # not hash(), which differs between processes
     return RANKS + zlib.crc32(url.encode()) % (1 << 30)

@@ -44,6 +44,7 @@ def select_tokens(
     # one all-reduce for the sums of A and of log pi_old, and for N
     sums = torch.cat([torch.where(mask, values, 0.0).sum(dim=1), mask.sum().double()[None]])
     sums = sum_over_group(sums, group)
+    # no token in the mask: the means are 0 then, not NaN
     count = sums[2].clamp(min=1)
     centred = values - (sums[:2] / count)[:, None]
     covariance = centred[0] * centred[1] + 0.0  # -0 becomes 0: they are ordered by their bits
@@ -68,6 +69,7 @@ def smallest(
     """Return the `count` candidates with the smallest keys over all ranks, or all of them where
     there are fewer.
     """
+    # with count = 0 the bound is the least of all keys, which a candidate may have
     return candidates & (keys <= nth_smallest(keys, candidates, count, group)) & (count > 0)
 
 
@@ -84,6 +86,7 @@ def nth_smallest(
     low, high = (
         torch.full((), bound, dtype=torch.int64, device=keys.device) for bound in (LOWEST, HIGHEST)
     )
+    # 64 halvings of the range of int64 leave one number
     for _ in range(64):
         middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down, without overflow
         enough = sum_over_group((candidates & (keys <= middle)).sum(), group) >= count
@@ -108,6 +111,7 @@ def token_keys(
     # one more number, at the end: the id -1 of the pads selects it
     numbers = [int.from_bytes(digest, "little", signed=True) for digest in [*digests, bytes(8)]]
     sequences = torch.tensor(numbers).to(ids.device, non_blocking=True)[ids]
+    # its bits as an integer: log mu has no order here, only differences
     bits = rollout_logprobs.detach().float().view(torch.int32).long()
     return mixed(mixed(sequences + positions) + bits)
 
@@ -130,6 +134,7 @@ def ordered_bits(values: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
 
 def sum_over_group(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None and group.size() > 1:
+        # all_reduce works in place, and callers keep their values
         values = values.clone()
         dist.all_reduce(values, group=group)
     return values

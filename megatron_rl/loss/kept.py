@@ -59,6 +59,7 @@ def count_kept(
     responses: 0 .. num_responses - 1, the same number for all sequences of a response; -1
     elsewhere.  Collective over `group`, the ranks that have the other rows of the mini-batch.
     """
+    # rows without a response go to one slot more, which no row of a response reads
     slots = torch.where(responses < 0, num_responses, responses)
     counts = torch.zeros(num_responses + 1, dtype=torch.int64, device=kept.device).index_add_(
         0, slots, kept.long()

@@ -16,8 +16,7 @@ Shapes: T packed tokens of one micro-batch.
     H_t     entropy of pi over the vocabulary
 
 `aggregate` sums l_t over the mini-batch.  A q_t with gradient is written sg[q_t] * pi/sg[pi]: its
-gradient is q_t grad log pi, also where q_t is
-the ratio of a response.
+gradient is q_t grad log pi, also where q_t is the ratio of a response.
 """
 
 from __future__ import annotations
@@ -115,6 +114,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> PolicyLoss:
         terms = terms + config.kl_coef * kl
     return replace(
         loss,
+        # whatever a custom loss returns outside the mask
         per_token=torch.where(inputs.mask, loss.per_token, 0.0),
         terms=torch.where(inputs.mask, terms, 0.0),
         kl=kl,

@@ -145,6 +145,7 @@ def bound_weight(
 
     truncate: min(w, high).  clip: min(max(w, low), high).  mask: w where low <= w <= high, else 0.
     """
+    # no ratio is below 0: truncation bounds it above only
     low = 0.0 if switches.weight_mode == "truncate" else switches.weight_low
     changed = outside(weight, low, switches.weight_high)
     none = torch.zeros_like(changed)
@@ -208,7 +209,8 @@ def binary_kl(
 ) -> Float[Tensor, " T"]:
     """Return a log(a/p) + (1-a) log((1-a)/(1-p)), the KL of "this token" against "any other"."""
     probability, anchor = logprobs.exp(), anchor_logprobs.exp()
-    # clamped, because the logarithm of 0 is -inf
+    # the logarithm of 0 is -inf.  1e-8 is below 6e-8, the least 1 - p above 0 in float32: the clamp
+    # changes zeros only, and what rounding made negative
     other, anchor_other = (1 - probability).clamp(min=1e-8), (1 - anchor).clamp(min=1e-8)
     this_term = anchor * (anchor_logprobs - logprobs)
     return this_term + anchor_other * (anchor_other.log() - other.log())

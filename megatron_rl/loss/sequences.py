@@ -36,6 +36,7 @@ class Sequences:
         response: |y| is the number of its tokens in `loss_mask`.
         """
         count = int(ids.max()) + 1 if ids.numel() else 0
+        # the lengths of this record are not read by `sum`
         lengths = cls(ids, count, torch.ones_like(ids)).sum(loss_mask.double())
         return cls(ids, count, lengths.clamp(min=1).long())
 

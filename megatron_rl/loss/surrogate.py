@@ -48,6 +48,7 @@ def surrogate(
     if switches.form == "quadratic":
         return quadratic_gate(inputs, ratio, one, switches)
     # PPO's min(q A, clip(q) A): q, or the constant bound where a token is dropped
+    # without a clip both bounds are infinite, and nothing is clamped
     bound = ratio.clamp(1 - switches.clip_low, 1 + switches.clip_high)
     dual = (inputs.advantages < 0) & (ratio > switches.dual_clip)
     bound = torch.where(dual, switches.dual_clip, bound)
@@ -55,6 +56,7 @@ def surrogate(
     if switches.form_level == "geometric":
         # the logarithm is finite: the ratio is at least exp(-20), and no bound is 0
         logs = torch.where(dropped, bound, ratio).log()
+        # all tokens of a response have this mean; a dropped one has it without gradient
         ratio = bound = inputs.sequences.mean(logs, inputs.mask).exp()
     return Surrogate(torch.where(dropped, bound, ratio * one), dual)
 

@@ -52,7 +52,7 @@ def pass_at(rewards: np.ndarray, k: int) -> Estimate:
     return interval(best, draws=rewards.shape[1] // k)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)  # most prompts of a set have the same n
 def shares_of_the_best(n: int, k: int) -> np.ndarray:
     """Return float64 [n]: for j, the share of the subsets of k of n whose largest element is the
     j-th smallest of all.
@@ -86,4 +86,5 @@ def interval(scores: Sequence[float], *, draws: int) -> Estimate:
         size = count * min(spread / variance, draws) if variance else count * draws
     centre = (p + Z**2 / (2 * size)) / (1 + Z**2 / size)
     half = Z / (1 + Z**2 / size) * math.sqrt(spread / size + Z**2 / (4 * size**2))
+    # rounding must not put p outside its own interval
     return Estimate(p, min(p, max(0.0, centre - half)), max(p, min(1.0, centre + half)), count)

@@ -32,7 +32,7 @@ from megatron_rl.launch.log_lines import Event, LogLines, Value
 from megatron_rl.metrics.step_line import short, step_line
 from megatron_rl.records import StepResult
 
-PLAIN_PROGRESS_SECONDS = 20.0
+PLAIN_PROGRESS_SECONDS = 20.0  # between two lines, where no bar can be drawn
 Item = TypeVar("Item")
 
 
@@ -181,6 +181,7 @@ class Job:
 
 
 def rate_of(per_second: float, unit: str) -> str:
+    # `short` has one decimal: below 1 that is too few
     number = short(per_second) if per_second >= 0.95 else f"{per_second:.2g}"
     return f"{number} {unit}/s" if unit else f"{number}/s"
 

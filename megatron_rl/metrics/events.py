@@ -58,5 +58,6 @@ class Events:
     def timed(self, kind: EventKind, step: int, text: str) -> Iterator[None]:
         """Add the event after the work inside, with the seconds that it took."""
         start = time.monotonic()
+        # no event where the work fails: the error ends the run, with an event of its own
         yield
         self.add(kind, step, text, time.monotonic() - start)

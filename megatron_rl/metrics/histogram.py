@@ -85,6 +85,7 @@ def describe_histogram(
     """Return {statistic: its value per group}, NaN where nothing was counted."""
     count, total, squares = sums[:, :MOMENTS].unbind(1)
     mean = total / count
+    # rounding may make the difference negative
     std = (squares / count - mean.square()).clamp(min=0).sqrt()
     statistics = {"mean": mean, "std": std, "max": largest}
     for name, fraction in QUANTILES.items():

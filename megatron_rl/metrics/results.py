@@ -1,7 +1,7 @@
 """The results of a run for readers: one metric over its steps, its evaluations, its settings.
 
-A step is a number of finished steps: the policy that sampled step index s had finished s steps, and
-an evaluation after n steps is at n.
+Steps are counted as finished ones: the result of the step with index s is at s + 1, an evaluation
+after n finished steps at n.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ NUM_SAMPLES = 8
 """The number of best, and of worst, responses."""
 LAST_ROWS = 512
 """The number of rows of rollouts.jsonl that are read."""
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20  # read at a time, from the end of the file
 
 
 def best_and_worst(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], str]:

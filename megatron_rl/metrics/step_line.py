@@ -73,6 +73,7 @@ def parts_of_line(result: StepResult, num_steps: int, left_out: str) -> Iterator
     yield "turns", fill("turns {rollout/turns_mean:.2f}", metrics)
     yield "episode", "  ".join(episode_metrics(metrics))
     yield "masked", fill("masked {rollout/environment_length_mean:.1f}", metrics)
+    # less would be shown as 0.00
     if metrics.get("rollout/environment_seconds_mean", 0.0) >= 0.005:
         yield "environment", fill("environment {rollout/environment_seconds_mean:.2f}s", metrics)
     yield "trunc", fill("trunc {rollout/truncated_frac:.2f}", metrics)

@@ -22,7 +22,9 @@ def layer_weights(spec: ModelSpec, *, is_moe: bool) -> tuple[int, int]:
     """
     h, dense = spec.hidden_size, attention_parameters(spec)
     if not is_moe:
+        # 3: gate, up and down projection
         return dense + 3 * h * spec.ffn_size, 0
+    # with the router, and the gate of shared experts
     dense += 3 * h * spec.shared_ffn_size + h * (spec.num_experts + spec.shared_gate)
     return dense, 3 * h * spec.expert_ffn_size * spec.top_k
 
@@ -68,4 +70,5 @@ def balance_length(spec: ModelSpec) -> int:
     2 L W S^2 with W the mean of the two widths.  Both are equal at S = P / (L W), which is 15,470
     for Qwen3-30B-A3B.
     """
+    # attention_width is 2 W
     return 2 * active_parameters(spec) // (spec.num_layers * attention_width(spec))

@@ -191,15 +191,16 @@ def rope(config: ConfigReader, *, partial: float | None = None, yarn: bool = Fal
     """
     parameters = config.get("rope_parameters", None) or {}
     scaling = dict(config.get("rope_scaling", None) or parameters)
+    # transformers 5 has it in rope_parameters, 4 beside the other keys
     theta = float(ConfigReader({**config.hf, **parameters}).need("rope_theta"))
     config.get("rope_theta", None)  # marks it as read: another reader read it above
     fraction = config.get("partial_rotary_factor", partial or 1.0)
     fraction = float(scaling.pop("partial_rotary_factor", fraction))
     if partial is None and fraction != 1.0:
         raise config.refuse("partial_rotary_factor", f"{fraction} would be ignored")
+    # some configs have both names; this removes both
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    scaling.pop("type", None)
-    scaling.pop("rope_theta", None)
+    scaling.pop("rope_theta", None)  # read above
     if kind != "default" and not (yarn and kind == "yarn"):
         key = "rope_scaling" if config.hf.get("rope_scaling") else "rope_parameters"
         raise config.refuse(key, f"only {'default or yarn' if yarn else 'default'}")
@@ -222,6 +223,7 @@ def read_yarn(config: ConfigReader, scaling: HfConfig) -> Yarn:
         yarn = Yarn(
             factor=float(unread.pop("factor")),
             original_max_positions=int(unread.pop("original_max_position_embeddings")),
+            # the defaults of transformers and of the paper
             beta_fast=float(unread.pop("beta_fast", 32)),
             beta_slow=float(unread.pop("beta_slow", 1)),
             mscale=float(unread.pop("mscale")),

@@ -163,6 +163,7 @@ def length_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
     """
     if cfg.rollout.urls:
         return
+    # --context-length, perhaps abbreviated
     is_extended = any(arg.startswith("--context") for arg in cfg.rollout.server_args)
     for section, tokens in (
         ("rollout", cfg.rollout.max_response_tokens),
@@ -184,7 +185,7 @@ def length_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
 
 
 TOKEN_BYTES = 16
-"""Bytes of a token, its log-prob and its weight version in a rollout."""
+"""Bytes of a token (8), its log-prob (4) and its weight version (4) in a rollout."""
 
 
 def queue_prompts(cfg: Config) -> float:

@@ -181,6 +181,7 @@ class ConfigReader:
 
     def only(self, key: str, *allowed: object) -> None:
         """Raise ModelError unless the key is absent, null or has one of these values."""
+        # an absent key, or null, stands for the first of them
         value = self.get(key, allowed[0])
         if value not in allowed:
             names = " or ".join(map(repr, allowed))

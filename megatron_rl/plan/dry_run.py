@@ -88,10 +88,10 @@ def report(
     trainer = TrainingModel(spec, cfg, world, hardware, assumed)
     texts: dict[str, Iterable[str]] = {
         "Model": sections.model_lines(spec),
-        "Ranks": sections.rank_lines(spec, cfg, world),
+        "Ranks": sections.rank_lines(spec, cfg, world, has_servers=has_servers),
         "One step": sections.step_lines(spec, cfg, world),
         "Routing": sections.routing_lines(cfg),
-        "Servers": sections.server_lines(cfg),
+        "Servers": sections.server_lines(spec, cfg, assumed),
         "Not checked here": [*not_checked, *notes],
         MEMORY_TITLE: sections.memory_lines(spec, cfg, world),
     }

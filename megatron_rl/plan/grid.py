@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_rl.config import ParallelConfig
+from megatron_rl.config import Config, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,18 @@ def dp_size(parallel: ParallelConfig, world_size: int) -> int:
 def expert_dp_size(parallel: ParallelConfig, world_size: int) -> int:
     """Return the number of copies of every expert."""
     return world_size // (parallel.expert_tp * parallel.ep * parallel.pp)
+
+
+def weight_holders(parallel: ParallelConfig) -> int:
+    """Return the number of ranks with different weights: pipeline stages x ranks of experts."""
+    return parallel.pp * parallel.ep
+
+
+def weight_sources(cfg: Config) -> int:
+    """Return the number of ranks that send in a weight sync."""
+    rollout, holders = cfg.rollout, weight_holders(cfg.parallel)
+    most = {"distributed": rollout.weight_sync_sources, "disk": holders, "colocated": 1}
+    return min(holders, most[rollout.weight_sync])
 
 
 def place(rank: int, parallel: ParallelConfig, world_size: int) -> RankPlace:

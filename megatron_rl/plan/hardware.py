@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from megatron_rl.config.base import nearest
+from megatron_rl.config.rules.server_gpus import MEM_FRACTION_STATIC
 
 GIB = 1 << 30
 
@@ -91,11 +92,16 @@ class Assumptions:
     """Mean prompt / data.max_prompt_tokens."""
     mean_response: float = 0.30
     """Mean response / rollout.max_response_tokens; lengths are exponential, truncated there."""
-    server_memory: float = 0.85
-    """Fraction of device memory for a server's weights and KV cache."""
+    server_memory: float = MEM_FRACTION_STATIC
+    """Fraction of device memory for a server's weights and KV cache, --mem-fraction-static."""
     released: float = 2.0
     """GiB that a process keeps on a GPU after it has released its weights, cache or state: CUDA's
     context, nccl, graphs."""
+    communicator: float = 0.6
+    """GiB of nccl's buffers for one source of a weight sync on each GPU of a server.  By NCCL's
+    source (computeBuffSizes in init.cc, device.h) a connection of a channel has 4 MiB, 4.7 MiB
+    (LL128) and 0.5 MiB (LL); a ring has two in each of up to 32 channels: 0.57 GiB.  Not measured.
+    """
     tensor_seconds: float = 100e-6
     """Fixed time per tensor of a weight sync on its source, which names, gathers and describes it.
     """

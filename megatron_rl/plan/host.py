@@ -18,6 +18,7 @@ from contextlib import suppress
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
+from megatron_rl.plan.adam_bytes import adam_bytes
 from megatron_rl.plan.hardware import GIB
 from megatron_rl.rollout.server.process import check_port_is_free
 from megatron_rl.rollout.server.server_info import ServerError
@@ -47,11 +48,8 @@ parser.parse_args(["--model-path", "model", *sys.argv[1:]])
 
 
 def checkpoint_bytes(cfg: Config, spec: ModelSpec) -> int:
-    """Return the size of one checkpoint: weights, Adam's two moments and, for 16-bit weights, their
-    float32 copy.
-    """
-    size = 2 if cfg.model.dtype == "bfloat16" else 4
-    return memory.full_model(spec).total * (size + 8 + (4 if size == 2 else 0))
+    """Return the size of one checkpoint: weights and Adam's state."""
+    return memory.full_model(spec).total * (memory.element_size(cfg) + adam_bytes(cfg).saved)
 
 
 def step_bytes(cfg: Config, spec: ModelSpec) -> int:
@@ -85,6 +83,7 @@ def disk_problems(cfg: Config, spec: ModelSpec) -> Iterator[str]:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".dry_run_") as file:
             file.write(PROBE)
             file.flush()
+            # a full disk or a quota may be reported only here
             os.fsync(file.fileno())
     except OSError as error:
         yield (
@@ -129,6 +128,7 @@ def check_parsed_server_args(cfg: Config) -> list[str]:
             capture_output=True,
             text=True,
             timeout=PARSER_SECONDS,
+            # without this variable SGLang takes its CUDA code paths, also where there is no GPU
             env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
         )
         errors = [line for line in done.stderr.splitlines() if line.startswith("sglang: error: ")]

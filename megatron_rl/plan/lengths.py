@@ -55,6 +55,7 @@ def make_lengths(mean: float, cap: float) -> Lengths:
     # bisection for x = cap / s with (1 - e^-x) / x = mean / cap: the left side falls from 1 with x,
     # and is below 1 / x
     low, high = 0.0, cap / mean
+    # 100 halvings are more than a float64 has bits
     for _ in range(100):
         x = (low + high) / 2
         low, high = (x, high) if -math.expm1(-x) / x > mean / cap else (low, x)

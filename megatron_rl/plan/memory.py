@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from megatron_rl.config import Config, ModelConfig, ParallelConfig
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
+from megatron_rl.plan.adam_bytes import adam_bytes
 from megatron_rl.plan.grid import dp_size, expert_dp_size
 
 
@@ -134,18 +135,39 @@ def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> 
     parallel = cfg.parallel
     parameters = rank_parameters(spec, parallel, pp_rank, te=wants_te(cfg))
     kept, recomputed = activation_bytes(spec, cfg, pp_rank)
-    size, total = element_size(cfg), parameters.total
-    owned = optimizer_share(parameters, cfg, world_size) if cfg.optim.distributed else total
+    size, total, adam = element_size(cfg), parameters.total, adam_bytes(cfg)
     return Memory(
         weights=total * size,
-        gradients=total * 4,  # core accumulates them in float32
-        # Adam's two moments, and a float32 copy of 16-bit weights
-        optimizer=owned * (12 if size == 2 else 8),
+        gradients=total * adam.gradient,
+        optimizer=int(updated_parameters(parameters, cfg, world_size) * adam.device),
         reference=total * size if cfg.loss.kl_coef else 0,  # a frozen copy of the weights
         activations=kept,
         routes=device_route_bytes(spec, cfg, world_size, pp_rank),
         working=max(recomputed, logits_bytes(spec, cfg) if pp_rank == parallel.pp - 1 else 0),
     )
+
+
+def host_optimizer_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
+    """Return the bytes of Adam's state and gradients that one rank keeps on its host; 0 without
+    optimizer_cpu_offload.
+    """
+    parameters = rank_parameters(spec, cfg.parallel, pp_rank, te=wants_te(cfg))
+    return int(updated_parameters(parameters, cfg, world_size) * adam_bytes(cfg).host)
+
+
+def update_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
+    """Return the most bytes of float32 copies that Adam makes on one rank's device in an update,
+    where its state or the gradients have 16 bits.
+    """
+    parameters = rank_parameters(spec, cfg.parallel, pp_rank, te=wants_te(cfg))
+    return int(updated_parameters(parameters, cfg, world_size) * adam_bytes(cfg).update)
+
+
+def updated_parameters(parameters: Parameters, cfg: Config, world_size: int) -> int:
+    """Return the parameters that one rank updates."""
+    if not cfg.optim.distributed:
+        return parameters.total
+    return optimizer_share(parameters, cfg, world_size)
 
 
 def optimizer_share(parameters: Parameters, cfg: Config, world_size: int) -> int:
@@ -156,15 +178,14 @@ def optimizer_share(parameters: Parameters, cfg: Config, world_size: int) -> int
 
 def checkpoint_bytes_of_rank(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
     """Return the bytes of a checkpoint that one rank of this pipeline stage writes: its share of
-    weights, float32 weights and Adam's two moments.
+    weights and of Adam's state.
 
     On a GPU this is also the host memory of a save and of its copy in the background.  Nothing is
     gathered, so a save takes no device memory.
     """
     parameters = rank_parameters(spec, cfg.parallel, pp_rank, te=wants_te(cfg))
     share = optimizer_share(parameters, cfg, world_size)
-    has_copy = cfg.optim.distributed or element_size(cfg) == 2  # of the weights, in float32
-    return share * (element_size(cfg) + 8 + 4 * has_copy)
+    return share * (element_size(cfg) + adam_bytes(cfg).saved)
 
 
 def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, int]:

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
+from megatron_rl.plan.grid import weight_sources
 from megatron_rl.plan.hardware import GIB, Assumptions, Hardware
 from megatron_rl.plan.memory import Memory
-from megatron_rl.plan.server_time import DecodeModel, configured_servers
+from megatron_rl.plan.server_time import SERVED, DecodeModel, configured_servers
 
 SAVE = "saving a checkpoint"
+SYNC = "weight sync, on the servers' GPUs"
+ADAM = "Adam's update"
 
 
 @dataclass(frozen=True)
@@ -43,25 +46,35 @@ def phases(
     """
     rank = fullest(spec, cfg, world)
     state = rank.weights + rank.gradients + rank.optimizer
-    # a checkpoint is written from the state in place, while there are no activations
-    saving = state + rank.reference
+    # a checkpoint is written from the state in place; there are no activations then
+    without_activations = [(SAVE, state + rank.reference)]
+    stages = range(cfg.parallel.pp)
+    if copies := max(memory.update_bytes(spec, cfg, world, pp) for pp in stages):
+        without_activations.append((ADAM, state + rank.reference + copies))
     server = None if cfg.rollout.urls else server_bytes(spec, cfg, hardware, assumed)
     if server is None or not shared:
         # the trainer and the servers have GPUs of their own
         yield Phase("training", rank.total, 0, state)
-        yield Phase(SAVE, saving, 0, state)
+        for name, size in without_activations:
+            yield Phase(name, size, 0, state)
         if server is not None:
             yield Phase("sampling, on the servers' GPUs", 0, server.total, server.total)
+            if cfg.rollout.weight_sync == "distributed":
+                beside = int(assumed.released * GIB) + broadcast_bytes(spec, cfg, assumed)
+                yield Phase(SYNC, 0, server.static + beside, server.static)
     elif not cfg.rollout.release_memory:
         served = shared * server.total
         yield Phase("training beside servers", rank.total, served, state + served)
-        yield Phase(SAVE, saving, served, state + served)
+        for name, size in without_activations:
+            yield Phase(name, size, served, state + served)
     else:
         # either the trainer or the servers have released most of their memory
+        # two buckets: the servers load one while the source prepares the next
         left, buckets = int(assumed.released * GIB), 2 * cfg.rollout.weight_sync_bucket_mb << 20
         synced = shared * server.weights
         yield Phase("training", rank.total, shared * left, state)
-        yield Phase(SAVE, saving, shared * left, state)
+        for name, size in without_activations:
+            yield Phase(name, size, shared * left, state)
         trainer, servers = rank.weights + buckets, synced + shared * left
         yield Phase("weight sync", trainer, servers, rank.weights + synced)
         yield Phase("sampling", left, shared * (server.total + left), shared * server.total)
@@ -79,6 +92,9 @@ class ServerBytes:
 
     weights: int
     cache: int
+    """KV cache of rollout.max_total_tokens."""
+    static: int
+    """Weights and KV cache, of which SGLang allocates at most --mem-fraction-static."""
 
     @property
     def total(self) -> int:
@@ -88,12 +104,23 @@ class ServerBytes:
 def server_bytes(
     spec: ModelSpec, cfg: Config, hardware: Hardware, assumed: Assumptions
 ) -> ServerBytes:
-    """Return the bytes of a server that the run starts, with a KV cache of
-    rollout.max_total_tokens.
-    """
+    """Return the bytes of a server that the run starts."""
     model = DecodeModel(spec, configured_servers(spec, cfg, hardware, assumed), hardware, assumed)
     cache = cfg.rollout.max_total_tokens * model.cache_bytes()
-    return ServerBytes(int(model.weight_bytes()), int(cache))
+    return ServerBytes(int(model.weight_bytes()), int(cache), int(model.static_bytes()))
+
+
+def broadcast_bytes(spec: ModelSpec, cfg: Config, assumed: Assumptions) -> int:
+    """Return what weight_sync = distributed takes on every GPU of a server: a communicator for each
+    source, which is kept, and twice the largest bucket.
+
+    SGLang allocates a bucket's tensors, and once more the bytes end to end that it receives.  A
+    tensor that is larger than a bucket, such as the embedding, is a bucket alone.
+    """
+    bucket = max(
+        cfg.rollout.weight_sync_bucket_mb << 20, SERVED * spec.vocab_size * spec.hidden_size
+    )
+    return int(weight_sources(cfg) * assumed.communicator * GIB) + 2 * bucket
 
 
 def host_bytes(spec: ModelSpec, cfg: Config, world: int) -> int:
@@ -118,6 +145,24 @@ def check_phases(phases: Sequence[Phase], hardware: Hardware) -> None:
                 f" GiB of servers, {exact:.1f} GiB of them weights, gradients, optimizer state and"
                 f" KV cache, which must be at most the {hardware.memory / GIB:.1f} GiB of"
                 f" {hardware.name}: {remedy(phase)}"
+            )
+
+
+def check_sync(cfg: Config, phases: Sequence[Phase], hardware: Hardware) -> None:
+    """Raise ValueError where a weight sync would take more than a server leaves free on its GPUs:
+    the server would end in the first one.
+    """
+    rollout = cfg.rollout
+    for phase in phases:
+        if phase.name == SYNC and phase.total > hardware.memory:
+            static, beside = phase.exact / GIB, (phase.total - phase.exact) / GIB
+            raise ValueError(
+                f"rollout.weight_sync_sources = {rollout.weight_sync_sources},"
+                f" weight_sync_bucket_mb = {rollout.weight_sync_bucket_mb}: a weight sync and"
+                f" SGLang itself would take {beside:.1f} GiB on a GPU beside {static:.1f} GiB of"
+                f" weights and KV cache, together more than the {hardware.memory / GIB:.1f} GiB of"
+                f" {hardware.name} (--assume communicator, released); lower one of them,"
+                " --mem-fraction-static in rollout.server_args, or rollout.max_total_tokens"
             )
 
 

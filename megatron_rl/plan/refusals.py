@@ -24,7 +24,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.grid import dp_size
 from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.memory import wants_te
-from megatron_rl.plan.phases import Phase, check_phases, phases
+from megatron_rl.plan.phases import Phase, check_phases, check_sync, phases
 from megatron_rl.replay.compatibility import check_compatibility
 
 ABOUT_TE = re.compile(r"\bTE\b|transformer.?engine|fused_permute", re.IGNORECASE)
@@ -131,11 +131,12 @@ def check_gpus(
     if has_servers:
         check_overlap(cfg.rollout, machine.ranks, machine.environ)
         check_count(cfg.rollout, machine.gpus, machine.environ)
-        if not cfg.rollout.urls:
+        if not cfg.rollout.urls and cfg.rollout.weight_sync == "distributed":
             nccl.check_nccl_of_servers(cfg.rollout.server_args, machine.environ)
         shared = most_on_a_rank(cfg.rollout, machine.ranks, machine.environ)
     result = list(phases(spec, cfg, world, machine.hardware, machine.assumed, shared))
     if not has_servers:
         result = [phase for phase in result if phase.trainer]
     check_phases(result, machine.hardware)
+    check_sync(cfg, result, machine.hardware)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Literal
@@ -12,15 +13,17 @@ from rich.table import Table
 
 from megatron_rl.config import Config
 from megatron_rl.config.sglang_settings import accepted, read_options
+from megatron_rl.launch.allocator import allocator_line
 from megatron_rl.models.cost import active_parameters
 from megatron_rl.models.fit import queue_bytes, queue_prompts
 from megatron_rl.models.known import is_known
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import grid, memory
-from megatron_rl.plan.hardware import GIB, Hardware
+from megatron_rl.plan.grid import weight_sources
+from megatron_rl.plan.hardware import GIB, Assumptions, Hardware
 from megatron_rl.plan.lengths import lengths_of
 from megatron_rl.plan.memory import Memory
-from megatron_rl.plan.phases import Phase, host_bytes
+from megatron_rl.plan.phases import Phase, broadcast_bytes, host_bytes
 from megatron_rl.plan.server_time import DecodeModel, configured_servers
 from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.rollout.server.process import server_command
@@ -61,6 +64,12 @@ def phase_lines(
             f"on each rank's host while the servers sample: {gib(on_host)} of weights and optimizer"
             " state, pinned"
         )
+    stages = range(cfg.parallel.pp)
+    if offloaded := max(memory.host_optimizer_bytes(spec, cfg, world, pp) for pp in stages):
+        yield (
+            f"on each rank's host: {gib(offloaded)} of Adam's state and gradients"
+            " (optimizer_cpu_offload); the seconds of its update on the CPU are not counted"
+        )
 
 
 def rendered(table: Table) -> list[str]:
@@ -86,14 +95,18 @@ def model_lines(spec: ModelSpec) -> Iterator[str]:
     yield f"{millions(total)} parameters; a token is multiplied with {millions(active)}"
 
 
-def rank_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
-    """Yield the layout and a table of the ranks of every pipeline rank and replica."""
+def rank_lines(spec: ModelSpec, cfg: Config, world: int, *, has_servers: bool) -> Iterator[str]:
+    """Yield the layout and a table of the ranks of every pipeline rank and replica, and the
+    allocator of ranks on GPUs.
+    """
     p = cfg.parallel
     yield (
         f"{world} ranks = tp {p.tp} x cp {p.cp} x dp {grid.dp_size(p, world)} x pp {p.pp}; experts:"
         f" etp {p.expert_tp} x ep {p.ep} x copies {grid.expert_dp_size(p, world)} x pp {p.pp}"
     )
     yield from rendered(grid_table(spec, cfg, world))
+    if cfg.run.device != "cpu":
+        yield allocator_line(cfg, os.environ, has_servers=has_servers)
 
 
 def grid_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
@@ -174,8 +187,21 @@ def routing_lines(cfg: Config) -> Sequence[str]:
     return lines
 
 
-def server_lines(cfg: Config) -> Iterator[str]:
-    """Yield the servers that the run attaches to or starts, with their command."""
+def server_lines(spec: ModelSpec, cfg: Config, assumed: Assumptions) -> Iterator[str]:
+    """Yield the servers that the run attaches to or starts, with their command, and the memory that
+    a weight sync takes on their GPUs.
+    """
+    yield from started_lines(cfg)
+    if cfg.run.device != "cpu" and cfg.rollout.weight_sync == "distributed":
+        yield (
+            f"a weight sync takes {gib(broadcast_bytes(spec, cfg, assumed))} on each of their GPUs"
+            f" beside --mem-fraction-static, computed: {amount(weight_sources(cfg), 'source')} with"
+            f" {assumed.communicator:g} GiB of nccl's buffers (assumed), and twice a bucket"
+        )
+
+
+def started_lines(cfg: Config) -> Iterator[str]:
+    """Yield the addresses of attached servers, or the command of those that the run starts."""
     if cfg.rollout.urls:
         yield f"attached: {', '.join(cfg.rollout.urls)}"
         return

@@ -34,6 +34,8 @@ class Candidate:
         """Sort key: seconds to two digits, then ranks that share a sequence, then memory."""
         p = self.cfg.parallel
         seconds = self.old_logprob.total + self.update.total
+        # two digits, as the model of time is no more exact: among equals the simpler layout comes
+        # first
         return (float(f"{seconds:.2g}"), p.tp * p.cp * p.pp, p.pp, p.ep, seconds, self.memory.total)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_rl.config import Config
-from megatron_rl.config.rules.server_gpus import tensor_ranks
+from megatron_rl.config.rules.server_gpus import mem_fraction, tensor_ranks
 from megatron_rl.models.cost import active_parameters, attention_width, cache_numbers
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import memory
@@ -38,6 +38,8 @@ class ServerPlan:
     """Concurrent requests of a server by its command line; None: as many as memory allows."""
     max_tokens: int | None = None
     """Tokens in the KV cache of a server by its command line; None: as many as memory allows."""
+    mem_fraction: float | None = None
+    """--mem-fraction-static of its command line; None: that of the assumptions."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class DecodeModel:
         """
         piece = lengths.cap / GRID
         for index in range(GRID):
+            # the middle of the piece
             age = (index + 0.5) * piece
             alive = lengths.survival(age)
             is_any_left = 1 - (1 - alive) ** responses
@@ -163,9 +166,13 @@ class DecodeModel:
 
     def cached_tokens(self) -> float:
         """Return how many tokens fit into a server's KV cache; < 0 if its weights do not fit."""
-        room = self.hardware.memory * self.assumed.server_memory - self.weight_bytes()
-        fits = room / self.cache_bytes()
+        share = self.server_pool.mem_fraction or self.assumed.server_memory
+        fits = (self.hardware.memory * share - self.weight_bytes()) / self.cache_bytes()
         return min(fits, self.server_pool.max_tokens) if self.server_pool.max_tokens else fits
+
+    def static_bytes(self) -> float:
+        """Return the bytes of weights and KV cache on every device of a server."""
+        return self.weight_bytes() + max(0.0, self.cached_tokens()) * self.cache_bytes()
 
 
 def latent_width(spec: ModelSpec) -> int:
@@ -187,7 +194,11 @@ def configured_servers(
         return ServerPlan(len(rollout.urls), least_devices(spec, hardware, assumed))
     devices = tensor_ranks(rollout.server_args) or max(1, len(rollout.gpus) // rollout.num_servers)
     return ServerPlan(
-        rollout.num_servers, devices, rollout.max_running_requests, rollout.max_total_tokens
+        rollout.num_servers,
+        devices,
+        rollout.max_running_requests,
+        rollout.max_total_tokens,
+        mem_fraction(rollout.server_args),
     )
 
 
@@ -213,4 +224,5 @@ def least_devices(spec: ModelSpec, hardware: Hardware, assumed: Assumptions) -> 
     The other half is for the KV cache.
     """
     room = hardware.memory * assumed.server_memory / 2
+    # at least 1 device
     return 1 << max(0, math.ceil(math.log2(SERVED * memory.full_model(spec).total / room)))

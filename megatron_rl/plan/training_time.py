@@ -20,7 +20,7 @@ from megatron_rl.config import Config
 from megatron_rl.models.cost import attention_width, layer_weights
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
 from megatron_rl.plan import memory
-from megatron_rl.plan.grid import dp_size, expert_dp_size
+from megatron_rl.plan.grid import dp_size, expert_dp_size, weight_holders, weight_sources
 from megatron_rl.plan.hardware import Assumptions, Hardware, Rates
 from megatron_rl.plan.lengths import lengths_of
 from megatron_rl.plan.server_time import SERVED, DecodeModel, SamplingTime, ServerPlan
@@ -158,37 +158,27 @@ class TrainingModel:
         source prepares its next bucket.
         """
         spec, rates, parallel = self.spec, self.rates, self.cfg.parallel
-        size, sources = self.sync_bytes, self.sources
+        size, sources = self.sync_bytes, weight_sources(self.cfg)
         sent = {
             "distributed": size / rates.network,
             "disk": 2 * size / self.assumed.disk,  # written, then read
             "colocated": size / rates.memory,
         }[self.cfg.rollout.weight_sync]
+        # gate, up and down of every expert, and about a dozen other tensors of a layer
         tensors = 3 * len(spec.moe_layers) * spec.num_experts + 12 * spec.num_layers
         sent += tensors * self.assumed.server_tensor_seconds
         is_sharded = parallel.tp > 1 or parallel.expert_tp > 1
         gathered = size / (rates.link(parallel.tp) if is_sharded else rates.memory)
         # from ranks that do not send themselves
-        moved = (1 - sources / self.holders) * size / rates.link(self.world)
+        moved = (1 - sources / weight_holders(parallel)) * size / rates.link(self.world)
         prepared = (gathered + moved + tensors * self.assumed.tensor_seconds) / sources
+        # a source prepares its next bucket while the others send: only the rest is waited for
         return sent + max(0.0, prepared - sent * (sources - 1) / sources)
 
     @property
     def sync_bytes(self) -> int:
         """Bytes of one copy of the weights; every source sends 1 / sources of them."""
         return SERVED * memory.full_model(self.spec).total
-
-    @property
-    def holders(self) -> int:
-        """Number of ranks with different weights: pipeline stages x expert-parallel ranks."""
-        return self.cfg.parallel.pp * self.cfg.parallel.ep
-
-    @property
-    def sources(self) -> int:
-        """Number of ranks that send in a weight sync."""
-        rollout = self.cfg.rollout
-        most = {"distributed": rollout.weight_sync_sources, "disk": self.holders, "colocated": 1}
-        return min(self.holders, most[rollout.weight_sync])
 
     @cached_property
     def rates(self) -> Rates:

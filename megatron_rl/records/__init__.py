@@ -5,7 +5,8 @@
     sampling_mask  the kept sets of sampled tokens (rollout.top_p, top_k, min_p)
 
 Every stage takes and returns records.  None is changed in place: `dataclasses.replace` makes a new
-one.
+one.  Stages that read no expert ids (scoring, penalties, advantages, metrics, lines of files) get
+groups `without_routes`; `with_routes` adds the ids again before the groups are trained on.
 
 Shapes: S tokens of one sequence (prompt + response), R sampled tokens, L MoE layers, K top-k,
 G responses of a group, B sequences and T packed tokens of one micro-batch (pads included).
@@ -27,11 +28,13 @@ from megatron_rl.records.rollouts import (
     routes_digest,
     spanned_versions,
     version_spans,
+    with_routes,
+    without_routes,
 )
 
 __all__ = [
     "DIGEST_BYTES", "NO_EPISODE", "EpisodeRecord", "Files", "FinishReason", "MiniBatch",
     "PackedBatch", "Prompt", "Rollout", "RolloutGroup", "RowState", "Sample", "StepResult",
     "check_digest", "check_episode", "episode_digest", "routes_digest", "spanned_versions",
-    "version_spans",
+    "version_spans", "with_routes", "without_routes",
 ]  # fmt: skip

@@ -146,15 +146,28 @@ class MiniBatch:
     policy_version: int | None = None
     """Version of pi_old, where metrics by the age of tokens are wanted."""
 
+    @property
+    def without_routes(self) -> MiniBatch:
+        """This mini-batch without expert ids, for whatever reads none of them."""
+        return replace(
+            self,
+            micro_batches=tuple(replace(part, routed_experts=None) for part in self.micro_batches),
+            samples=tuple(
+                tuple(replace(sample, rollout=sample.rollout.without_routes) for sample in part)
+                for part in self.samples
+            ),
+        )
+
 
 @dataclass(frozen=True)
 class StepResult:
     """The results of one step."""
 
     step: int
-    """Counts from 0."""
+    """Counts from 0; -1 for the evaluation before the first step."""
     policy_version: int
-    """Version of the weights after the step, which a step with updates sent to the servers."""
+    """Version of the weights after the step: step + 1, or that of the step before where nothing was
+    trained (--only rollout)."""
     metrics: dict[str, float]
     """Reduced over all ranks: docs/reference/metrics.md."""
     per_layer: dict[str, list[float]] = field(default_factory=dict)

@@ -140,6 +140,21 @@ class Rollout:
             return self
         return self.with_episode(earlier=(), digest=None)
 
+    @property
+    def without_routes(self) -> Rollout:
+        """This episode without its expert ids.
+
+        routes_digest stays: it detects ids that are not those of these tokens (`with_routes`).
+        """
+        earlier = [sequence.without_routes for sequence in self.episode.earlier]
+        return replace(self, routed_experts=None).after(earlier)
+
+    def with_routes_of(self, rollout: Rollout) -> Rollout:
+        """Return this episode with the expert ids of `rollout`, which has the same sequences."""
+        pairs = zip(self.episode.earlier, rollout.episode.earlier, strict=True)
+        earlier = [sequence.with_routes_of(other) for sequence, other in pairs]
+        return replace(self, routed_experts=rollout.routed_experts).after(earlier)
+
     def with_episode(self, **changes: object) -> Rollout:
         """Return a copy with these fields of `episode` changed."""
         return replace(self, episode=replace(self.episode, **changes))  # type: ignore[arg-type]
@@ -239,6 +254,7 @@ def routes_digest(
     """
     has_layers = routed_experts.ndim == 3 and routed_experts.shape[1]
     first_layer = routed_experts[:, 0] if has_layers else routed_experts
+    # fixed types and byte order: files have the digest, too, and another machine may read them
     digest = hashlib.blake2b(np.ascontiguousarray(tokens, "<i8").data, digest_size=DIGEST_BYTES)
     digest.update(np.ascontiguousarray(first_layer, "<i2").data)
     digest.update(np.array(environment, "<i8").tobytes())
@@ -274,6 +290,7 @@ def episode_digest(sequences: Sequence[Rollout]) -> bytes:
     for sequence in sequences:
         spans = np.ravel(sequence.environment).tolist()
         head = [sequence.prompt_length, len(sequence.tokens), *spans]
+        # the lengths first: else the bytes of one sequence could be read as those of two
         digest.update(np.array([len(head), *head], "<i8").tobytes())
         for values, dtype in (
             (sequence.tokens, "<i8"),
@@ -316,3 +333,31 @@ class RolloutGroup:
     """float32 [G]."""
     penalties: np.ndarray | None = None
     """float32 [G], penalties for length, added to the rewards where advantages are made."""
+
+
+def without_routes(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """Return the groups without expert ids.
+
+    Stages that read none of them work on these: rewards, penalties, advantages, names, metrics and
+    lines of files.  `with_routes` follows where the groups go on to be trained on.
+    """
+    return [
+        replace(group, rollouts=tuple(rollout.without_routes for rollout in group.rollouts))
+        for group in groups
+    ]
+
+
+def with_routes(
+    groups: Sequence[RolloutGroup], sampled: Sequence[RolloutGroup]
+) -> list[RolloutGroup]:
+    """Return the groups with the expert ids of `sampled`, from which without_routes made them."""
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                rollout.with_routes_of(other)
+                for rollout, other in zip(group.rollouts, origin.rollouts, strict=True)
+            ),
+        )
+        for group, origin in zip(groups, sampled, strict=True)
+    ]

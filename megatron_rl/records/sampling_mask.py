@@ -57,6 +57,7 @@ class SamplingMask:
                 f"sets of {sizes.min()} to {sizes.max()} ids, must be 1 to {MOST_KEPT}"
             )
         token = np.repeat(np.arange(len(sizes)), sizes)
+        # by token, then by id: the last key of lexsort is its first criterion
         ids = ids[np.lexsort((ids, token))].astype(np.int64)
         steps = np.diff(ids, prepend=0)
         first = first_of_sets(sizes)
@@ -166,6 +167,7 @@ def sets_of_tokens(
     """
     sizes = np.concatenate([mask.sizes for mask in masks]).astype(np.int64)
     ids = np.concatenate([mask.ids() for mask in masks])
+    # index -1 reads the last set, whose size is not used
     row_sizes = np.where(set_index < 0, 0, sizes[set_index])
     offsets = np.concatenate([[0], np.cumsum(row_sizes)])
     rows = np.repeat(np.arange(len(set_index)), row_sizes)
@@ -187,6 +189,7 @@ def first_of_sets(sizes: np.ndarray) -> np.ndarray:
 def to_varints(values: np.ndarray) -> np.ndarray:
     """Encode int64 [N], none negative, as uint8 [bytes]; see SamplingMask.codes."""
     lengths = np.ones(len(values), np.int64)
+    # one byte more for every value with bits beyond those that fit
     while (more := values >> (7 * lengths)).any():
         lengths += more > 0
     starts = np.cumsum(lengths) - lengths
@@ -208,6 +211,7 @@ def from_varints(codes: np.ndarray) -> np.ndarray:
         return np.zeros(0, np.int64)
     ends = np.flatnonzero(codes < 128)
     starts = np.concatenate([[0], ends[:-1] + 1])
+    # 5 bytes have 35 bits, more than any id
     if not len(ends) or ends[-1] != len(codes) - 1 or (ends - starts).max() > 4:
         raise ValueError("the encoded ids are cut or damaged")
     group = np.arange(len(codes)) - np.repeat(starts, ends - starts + 1)

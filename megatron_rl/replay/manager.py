@@ -276,6 +276,7 @@ class ReplayManager:
             state.recorded = tuple(
                 torch.stack([state.used[index, layer] for layer in self.layers])
                 if self.layers
+                # a stage without MoE layers records nothing
                 else torch.empty(0)
                 for index in micro_batches
             )

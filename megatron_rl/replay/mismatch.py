@@ -227,6 +227,7 @@ def reduce_mismatch(
         flipped_margin=mean(total["flipped_margin"], flips),
         kept_margin=mean(total["kept_margin"], pairs - flips),
         replaced_gate_mass=total["replaced_mass"] / pairs,
+        # a layer without compared tokens has the rate 0, not NaN
         flip_rate=(table[:, 1] / table[:, 0].clamp(min=1)).tolist(),
         first_flip=[count / compared for count in first],
     )

@@ -50,6 +50,7 @@ class GroupLimit:
         """Return (scores [n, K], ids int64 [n, K]) for scores [n, E]."""
         groups = scores.unflatten(1, (self.num_groups, -1))
         ranking = groups.topk(self.best, dim=-1).values.sum(-1)
+        # their order does not matter: all of their experts compete
         kept = ranking.topk(self.group_topk, dim=-1, sorted=False).indices
         outside = torch.ones_like(ranking, dtype=torch.bool).scatter(1, kept, False)
         limited = groups.masked_fill(outside[..., None], -torch.inf).flatten(1)

@@ -25,6 +25,7 @@ def router_logprobs(scores: Tensor, ids: Tensor, *, scores_are_logits: bool) -> 
 
     scores: [t, E], logits or that softmax.
     """
+    # a factor of the ratio, which carries no gradient
     scores = scores.detach().float()
     if scores_are_logits:
         return scores.gather(1, ids) - scores.logsumexp(1, keepdim=True)
@@ -130,6 +131,7 @@ def sum_over_stages(
         if layout.sequence_parallel or layout.tp_rank == 0:
             table[index] = values
         tables.append(table.flatten())
+    # one all-reduce for all micro-batches
     all_tables = torch.cat(tables)
     if model_group.size() > 1:
         dist.all_reduce(all_tables, group=model_group)

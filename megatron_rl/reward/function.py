@@ -22,8 +22,8 @@ from megatron_rl.reward.failures import Failure, LabelError, Reply, Scored
 from megatron_rl.reward.scored_response import Episode, Score
 from megatron_rl.workers.protocol import frames_of
 
-MAX_METRICS = 64  # of a response
-LARGEST = 3.4028234e38  # of float32, in which rewards are kept
+MAX_METRICS = 64  # the most metrics of one response
+LARGEST = 3.4028234e38  # the largest float32: rewards are kept in it
 METRIC_NAME = re.compile(r"[A-Za-z][\w/]{0,63}", re.ASCII)
 FORMS = "(prompt, response, label), (episode: Episode) or (group: list[Episode])"
 MATH = "megatron_rl.reward.math_answer:score"
@@ -174,6 +174,7 @@ def form_of(function: Callable[..., Any], name: str) -> Form:
     if not takes_arguments(signature, 1):
         raise TypeError(f"{key} takes {signature}: must take {FORMS}")
     try:
+        # annotations are texts under `from __future__ import annotations`
         parameter = next(iter(inspect.signature(function, eval_str=True).parameters.values()))
     except (NameError, AttributeError, SyntaxError, TypeError) as error:
         raise TypeError(

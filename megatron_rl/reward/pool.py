@@ -34,9 +34,10 @@ from megatron_rl.workers.worker_process import WorkerProcess
 __all__ = ["RewardError", "RewardPool", "Rewarded"]
 
 SHOWN = 3  # failures of a kind that are logged in full
-# in which a late call of an async function must end, else it blocks the worker's event loop
+# seconds in which a late call of an async function must end; else it blocks the worker's event loop
 CANCEL_SECONDS = 2.0
-# of address space: 10**10**8 ends in MemoryError; a user's function may need it (CUDA does)
+# address space of a worker for math: 10**10**8 ends in MemoryError.  A user's function has no
+# limit: CUDA needs the space
 MATH_BYTES = 4 * 2**30
 Call = tuple[Episode, ...]
 """The responses that one call of the function scores."""

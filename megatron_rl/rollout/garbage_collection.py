@@ -26,7 +26,7 @@ def postpone_full_collections() -> Callable[[], None]:
     Returns a function that restores the collector, to be called at the end of the run.
     """
     before = gc.get_threshold()
-    gc.collect()
+    gc.collect()  # garbage must not be frozen
     gc.freeze()
     # Python waits until a quarter of what the last full collection left is new: collect again, so
     # that what is frozen does not count

@@ -140,14 +140,14 @@ class Group:
         asked, responses = self.request_version, [*self.prefixes.values(), *self.rollouts.values()]
         return asked == version or any(rollout.oldest_version == version for rollout in responses)
 
-    def drop_older(self, version: int, *, is_asked: bool) -> list[Rollout]:
+    def drop_older(self, version: int, *, has_request: bool) -> list[Rollout]:
         """Remove and return the responses with a token of weights older than `version`: they start
         again.
 
-        is_asked: keep the prefixes, which a request may be continuing.
+        has_request: keep the prefixes, which a request may be continuing.
         """
         old = []
-        for responses in (self.rollouts,) if is_asked else (self.rollouts, self.prefixes):
+        for responses in (self.rollouts,) if has_request else (self.rollouts, self.prefixes):
             too_old = [i for i, rollout in responses.items() if rollout.oldest_version < version]
             old += [responses.pop(index) for index in too_old]
         if old:

@@ -109,13 +109,14 @@ class Inference:
             self.give_memory_to_trainer()  # the weights must be in the trainer's memory
             self.memory.free_training()
             dist.barrier(self.group)
-        # the clock of requests' deadlines: the time for which the push pauses servers is not theirs
+        # requests are paused during the push: stop the clock of their deadlines
         with nullcontext() if self.client is None else self.client.clock.paused():
             # the loop ends: every failure costs one of rollout.max_server_restarts
             while not self._try_push(version):
                 pass
         if self.memory is not None:
             self.memory.free_weights()
+            # all ranks first: they free the memory in which the servers allocate their caches
             dist.barrier(self.group)
             from_rank_0(lambda: self._own_pusher().serve(version), self.group)
         self.is_serving = True

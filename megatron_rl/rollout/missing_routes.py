@@ -180,13 +180,12 @@ def describe_missing_routes(groups: Sequence[RolloutGroup]) -> str:
 
 
 def name_rows(rollout: Rollout, missing: np.ndarray) -> str:
-    """Return, for example, "rollout 3/0: rows 4, 7 to 9 of 120 in all 48 MoE layers"."""
+    """Return, for example, "rollout 3/0: rows 4, 7 to 9 of 120 in all MoE layers"."""
     rows = np.flatnonzero(missing)
     runs = [run.tolist() for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)]
     names = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs[:SHOWN]]
     named = ", ".join([*names, "..."] if len(runs) > SHOWN else names)
-    layers = "" if rollout.routed_experts is None else f"{rollout.routed_experts.shape[1]} "
     return (
         f"rollout {rollout.id}: row{'s' * (len(rows) > 1)} {named} of {len(missing)} in all"
-        f" {layers}MoE layers"
+        " MoE layers"
     )

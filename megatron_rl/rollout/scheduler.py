@@ -31,7 +31,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import ShowProgress
-from megatron_rl.records import Files, Prompt, RolloutGroup
+from megatron_rl.records import Files, Prompt, RolloutGroup, without_routes
 from megatron_rl.rollout.client.counters import CallStats, drop_older
 from megatron_rl.rollout.group import Group, GroupState
 from megatron_rl.rollout.group_files import (
@@ -102,9 +102,9 @@ class Scheduler:
         over = num_prompts(self.cfg, self.parallel.dp_size) // self.parallel.dp_size - self.share
         return self._take(f"step {step + 1}", self.share, over, version)
 
-    def take_more(self, num_prompts: int, version: int) -> Sampled:
-        """Return further groups for the same step, `num_prompts` over all replicas."""
-        return self._take("more", num_prompts // self.parallel.dp_size, 0, version)
+    def take_more(self, count: int, version: int) -> Sampled:
+        """Return further groups for the same step, `count` over all replicas."""
+        return self._take("more", count // self.parallel.dp_size, 0, version)
 
     def finish(self) -> None:
         """End sampling, before the servers' weights change or an evaluation uses them.  No group is
@@ -154,8 +154,8 @@ class Scheduler:
         line for the console.
 
         accepted: changed settings that matter for training and that checkpoint.allow_changes names.
-        If there are any, all groups are sampled again.  So
-        are groups of another size, or without the routes or kept sets that are needed now.
+        If there are any, all groups are sampled again.  So are groups of another size, or without
+        the routes or kept sets that are needed now.
         """
         if self.inference.client is None and self.parallel.rank != 0:
             return None  # this rank neither samples nor logs
@@ -225,7 +225,8 @@ class Scheduler:
         call, self.call = self.call, CallStats()
         self.taken += groups
         closed = [group.closed() for group in groups]
-        gaps = count_missing_routes(closed, dropped=call.dropped_without_route)
+        plain = without_routes(closed)
+        gaps = count_missing_routes(plain, dropped=call.dropped_without_route)
         return Sampled(prompts, closed, gaps, None if self.inference.client is None else call)
 
     def _open(self, size: int) -> list[Group]:
@@ -273,6 +274,7 @@ class Scheduler:
         """
         # with k = 0 no group stays in the queue for the next step
         k = self.cfg.rollout.max_staleness
+        # the next step starts from version + 1, and refuses tokens older than version + 1 - k
         due = [group for group in self.groups if k and group.begins_at(version - k)][:share]
         for group in self.groups:
             group.is_due = group in due

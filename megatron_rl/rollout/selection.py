@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.batch.advantage import is_uniform
-from megatron_rl.records import Prompt, RolloutGroup
+from megatron_rl.records import Prompt, RolloutGroup, without_routes
 
 Draw = Callable[[int], tuple[list[Prompt], list[RolloutGroup]]]
 """Number of prompts over all replicas -> those prompts, and on a leader the scored groups of its
@@ -94,7 +94,8 @@ def refill(
     rounds = sampled = 0
     while True:
         sampled += len(prompts)
-        flags = [not is_uniform(group) for group in groups] if is_leader else None
+        plain = without_routes(groups)
+        flags = [not is_uniform(group) for group in plain] if is_leader else None
         divided = divide_prompts(prompts, flags, dp_rank=dp_rank, dp_size=dp_size, device=device)
         for replica, (mixed, equal) in enumerate(zip(*divided, strict=True)):
             kept[replica] += mixed

@@ -125,7 +125,7 @@ class StandaloneSampler:
             seed=self.cfg.run.seed,
             want_routes=False,
             log=self.console.log,
-            weight_version="0",
+            weight_version="0",  # no push follows: the checkpoint's own weights are sampled
         )
 
     def _check(self, urls: Sequence[str]) -> None:

@@ -22,12 +22,12 @@ from megatron_rl.checkpoint.lock import locked
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config
 from megatron_rl.config.rules.server_rules import check_can_release
-from megatron_rl.data.prompts import PromptSource, load_prompt_files, load_tokenizer, trained_on
-from megatron_rl.distributed import Parallel, disable_tf32, from_rank_0, make_parallel
+from megatron_rl.data.prompts import PromptSource, leaked_prompts, load_prompt_files, load_tokenizer
+from megatron_rl.distributed import Parallel, device_of, disable_tf32, from_rank_0, make_parallel
 from megatron_rl.engine.core_fields import untested
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.provider import provider_spec
-from megatron_rl.launch import nccl
+from megatron_rl.launch import allocator, nccl
 from megatron_rl.launch.heartbeats import LOADING
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.metrics.console import Console
@@ -41,7 +41,7 @@ from megatron_rl.rollout.garbage_collection import postpone_full_collections
 from megatron_rl.rollout.saved.rollout_recorder import forget_steps
 from megatron_rl.trainer.build_inference import make_inference
 from megatron_rl.trainer.live_rollouts import LiveRollouts
-from megatron_rl.trainer.recording.batch_saver import BatchSaver
+from megatron_rl.trainer.recording.saved_batches import SavedBatches
 from megatron_rl.trainer.recording.token_recorder import TokenRecorder
 from megatron_rl.trainer.reporter import Reporter, make_sinks
 from megatron_rl.trainer.rollout_source import RolloutSource
@@ -60,17 +60,17 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
     server that fails its checks.
     """
     quiet_libraries()
-    lines = LogLines(cfg.run.log_format, (cfg.rollout.api_key_env,))
+    lines = LogLines(cfg.run.log_format, hidden=(cfg.rollout.api_key_env,))
     lines.catch_warnings()
     with ExitStack() as stack:
         # cheap checks first: wrong input must not cost the time to load a model
         inputs = read_inputs(cfg, is_live=rollouts is None)
+        lines_on_gpus = prepare_gpus(cfg, has_servers=rollouts is None)
         parallel = join_job(cfg, stack)
         services = start_services(cfg, parallel, lines, stack)
         console, recording = services.console, services.recording
         check_start(cfg, parallel, has_servers=rollouts is None)
-        if parallel.device.type == "cuda":
-            log_lines(console, nccl.user_settings(os.environ))
+        log_lines(console, lines_on_gpus)
         log_lines(console, inputs.lines)
 
         # the model, then servers or saved rollouts
@@ -79,7 +79,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         source = make_source(cfg, services, inputs, engine, stack, rollouts)
 
         # the state of a checkpoint, before any weights are sent
-        services.watchdog.enter(LOADING)
+        services.watchdog.enter(LOADING)  # again: make_source entered stages of its own
         policy = make_policy(cfg, services, engine, source)
         start = resume(policy, source, console)
         # until the first step begins, events belong to the last finished one
@@ -88,6 +88,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
         # from here on events say when and why the run stops; then the first weight sync and parity
         stack.enter_context(recording.run(start.first_step, services.meter))
         source.start(start.first_step)
+        # last: what exists now lives until the end, and is left out of collections
         stack.callback(postpone_full_collections())
         yield Trainer(
             cfg=cfg,
@@ -97,7 +98,7 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
             checkpoint_policy=policy,
             meter=services.meter,
             reporter=reporter,
-            saver=BatchSaver(cfg, engine, console.log, recording.events),
+            saved_batches=SavedBatches(cfg, parallel, console.log, recording.events),
             tokens=TokenRecorder(cfg, engine, recording.files),
             recording=recording,
             step_trace=services.step_trace,
@@ -139,8 +140,24 @@ def read_inputs(cfg: Config, *, is_live: bool) -> Inputs:
         tokenizer,
         PromptSource(train.prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
         {name: file.prompts for name, file in files.items()},
-        [*lines, *trained_on(train, files)],
+        [*lines, *leaked_prompts(train, files)],
     )
+
+
+def prepare_gpus(cfg: Config, *, has_servers: bool) -> list[str]:
+    """Set up NCCL and torch's allocator before this rank uses its GPU; return lines about it.
+
+    It has no effect on the CPU.
+    """
+    if device_of(cfg.run.device) == "cpu":
+        return []
+    lines = [allocator.allocator_line(cfg, os.environ, has_servers=has_servers)]
+    if not allocator.reason_against(cfg, os.environ, has_servers=has_servers):
+        allocator.grow_segments()
+    if has_servers and cfg.rollout.weight_sync == "distributed":
+        nccl.set_defaults(os.environ)  # servers that this process starts inherit it
+        lines += nccl.user_settings(os.environ)
+    return lines
 
 
 def join_job(cfg: Config, stack: ExitStack) -> Parallel:
@@ -153,7 +170,9 @@ def join_job(cfg: Config, stack: ExitStack) -> Parallel:
         timeout_minutes=cfg.run.collective_timeout_minutes,
         seed=cfg.run.seed,
     )
+    # first on the stack, so last at the end: what is stopped before may still use the groups
     stack.callback(parallel.destroy)
+    # on rank 0, which alone sends to trackers
     from_rank_0(lambda: check_trackers(cfg.track))
     # on rank 0 alone: one process of a run holds the lock
     from_rank_0(lambda: stack.enter_context(locked(cfg.run_dir)))
@@ -292,6 +311,7 @@ def resume(policy: CheckpointPolicy, source: RolloutSource, console: Console) ->
     is_ours = restored.path.resolve().parent == policy.checkpointer.folder.resolve()
     # older checkpoints do not say when they evaluated
     evaluated = restored.progress.get("evaluated", restored.step)
+    # a checkpoint of another run starts a new run in the trackers
     tracker_ids = restored.progress.get("trackers", {}) if is_ours else {}
     return StartPoint(restored.step, evaluated, tracker_ids)
 

@@ -68,6 +68,7 @@ def make_inference(
     server_pool = make_server_pool(cfg, parallel, console) if starts_servers else None
     memory = engine.offload if cfg.rollout.release_memory else None
     if memory is not None:
+        # on all ranks before any server allocates: they are on the same GPUs
         memory.free_training()
         memory.free_weights()
         dist.barrier(parallel.host_group)
@@ -89,6 +90,7 @@ def make_inference(
         group=parallel.host_group,
         memory=memory,
     )
+    # runs before the pusher closes and the servers end: callbacks run in reverse order
     stack.callback(inference.stop)
     inference.give_memory_to_trainer()
     return inference, leader
@@ -100,11 +102,11 @@ def check_room(cfg: Config, spec: ModelSpec, parallel: Parallel) -> None:
     """
     problems = list(length_problems(cfg, spec))
     if cfg.rollout.steps_ahead:
-        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / dist.get_world_size()
+        share_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / dist.get_world_size()
         smallest = torch.tensor(psutil.virtual_memory().total)
         # the smallest of all machines: otherwise only some ranks would stop
         dist.all_reduce(smallest, dist.ReduceOp.MIN, parallel.host_group)
-        problems += queue_problems(cfg, spec, on_this_machine, int(smallest))
+        problems += queue_problems(cfg, spec, share_here, int(smallest))
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -158,6 +160,7 @@ def find_servers(
         stack.enter_context(server_pool)
     urls = cfg.rollout.urls if server_pool is None else server_pool.take()
     headers, timeout = auth_headers(cfg.rollout), cfg.rollout.probe_seconds(device)
+    # an earlier run may have left servers paused that it did not start
     infos = [server_info(url, headers, timeout=timeout, resume=server_pool is None) for url in urls]
     dtype = None if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
     for info in infos:

@@ -23,11 +23,11 @@ from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.parity import SAMPLES_PER_PROMPT, compare, probe_prompts
+from megatron_rl.engine.parity import PARITY_TOKENS, SAMPLES_PER_PROMPT, compare, probe_prompts
 from megatron_rl.evaluate import evaluate
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.events import Events
-from megatron_rl.records import Files, Prompt, RolloutGroup
+from megatron_rl.records import Files, Prompt, RolloutGroup, with_routes, without_routes
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.group import Group
@@ -36,7 +36,7 @@ from megatron_rl.rollout.missing_routes import MissingRouteCounts, MissingRoutes
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.scheduler import Sampled, Scheduler
 from megatron_rl.rollout.scoring import score_groups
-from megatron_rl.rollout.selection import refill
+from megatron_rl.rollout.selection import refill as refill_groups
 from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl.trainer.rollout_metrics import (
     check_age,
@@ -93,11 +93,12 @@ class LiveRollouts(RolloutSource):
         against the servers'.
         """
         self.meter.enter("first weight sync and parity check")
+        # version 0, too: a server serves only after a weight sync
         self.sync_weights(self.policy_version)
         groups = self.probe(
             probe_prompts(self.prompts.prompts, self.parallel.dp_size),
             SAMPLES_PER_PROMPT,
-            max_tokens=min(64, self.cfg.rollout.max_response_tokens),
+            max_tokens=min(PARITY_TOKENS, self.cfg.rollout.max_response_tokens),
         )
         limits = parity_limits(self.cfg, self.inference.dtype)
         self.give_memory_to_trainer()  # the engine needs its weights
@@ -112,7 +113,8 @@ class LiveRollouts(RolloutSource):
             prompts, groups = self.refill(prompts, groups)
         with self.meter.time("split"):
             # before the groups are shared: all ranks of the replica must see the same ids
-            return self.share(with_unique_ids(groups), prompts)
+            named = with_unique_ids(without_routes(groups))
+            return self.share(with_routes(named, groups), prompts)
 
     def give_memory_to_trainer(self) -> None:
         self.inference.give_memory_to_trainer()
@@ -125,15 +127,20 @@ class LiveRollouts(RolloutSource):
             self._push()
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        plain = without_routes(groups)
         if self.leader is not None:
             # independent of the scheduler, and before anything is saved or trained on
             check_age(
-                groups, version=self.policy_version, max_staleness=self.cfg.rollout.max_staleness
+                plain, version=self.policy_version, max_staleness=self.cfg.rollout.max_staleness
             )
-            self.leader.recorder.record(step + 1, groups)
+            recorder = self.leader.recorder
+            chosen = recorder.choice.of(step + 1, len(groups))  # those whose tensors are saved
+            recorder.record(
+                step + 1, [groups[i] if i in chosen else part for i, part in enumerate(plain)]
+            )
             for name, count in self.leader.rewards.totals().items():
                 self.meter.sums.add_total(name, count)
-        count_step(self.cfg, self.parallel, self.meter.sums, groups, self.policy_version)
+        count_step(self.cfg, self.parallel, self.meter.sums, plain, self.policy_version)
 
     def sync_weights(self, version: int) -> None:
         # a signal is handled later: the step is trained, and its checkpoint must be saved
@@ -159,6 +166,8 @@ class LiveRollouts(RolloutSource):
         self.meter.enter("evaluate")
         cfg, parallel = self.cfg, self.parallel
         with suppress(SamplingStopped):
+            # only one task is sampled at a time: end the one that samples later steps; the next
+            # step continues its groups
             self.scheduler.finish()
             return evaluate(
                 self.eval_sets,
@@ -214,9 +223,8 @@ class LiveRollouts(RolloutSource):
             sampled = take(*arguments, self.policy_version)
             # with dynamic sampling `refill` checks the sum over all draws
             is_last = not self.cfg.batch.dynamic_sampling
-            self.missing_routes.check(
-                self.meter.sums, sampled.groups, sampled.gaps, is_last=is_last
-            )
+            plain = without_routes(sampled.groups)
+            self.missing_routes.check(self.meter.sums, plain, sampled.gaps, is_last=is_last)
             if sampled.call is not None:
                 count_call(self.meter.sums, sampled.call, self.parallel)
         with self.meter.time("reward"):
@@ -226,10 +234,26 @@ class LiveRollouts(RolloutSource):
         """Score complete groups for training while others are sampled.  Not collective."""
         if self.leader is not None and groups:
             closed = [group.closed() for group in groups]
-            pool, tokenizer = self.leader.rewards, self.tokenizer
-            scored = score_groups(closed, pool, tokenizer, for_training=True, is_last=False)
+            scored = self._scored(closed, self.leader.rewards, for_training=True, is_last=False)
             for group, scored_group in zip(groups, scored, strict=True):
                 group.scored = scored_group
+
+    def _scored(
+        self,
+        groups: Sequence[RolloutGroup],
+        pool: RewardPool,
+        *,
+        for_training: bool,
+        is_last: bool = True,
+    ) -> list[RolloutGroup]:
+        scored = score_groups(
+            without_routes(groups),
+            pool,
+            self.tokenizer,
+            for_training=for_training,
+            is_last=is_last,
+        )
+        return with_routes(scored, groups)
 
     def score(self, groups: Sequence[RolloutGroup], *, for_training: bool) -> list[RolloutGroup]:
         """Return the groups with texts and rewards, when all replicas have theirs; [] on ranks that
@@ -237,9 +261,8 @@ class LiveRollouts(RolloutSource):
         """
         scored: list[RolloutGroup] = []
         if self.leader is not None:
-            pool = self.leader.rewards
             unscored = [group for group in groups if group.rewards is None]
-            new = iter(score_groups(unscored, pool, self.tokenizer, for_training=for_training))
+            new = iter(self._scored(unscored, self.leader.rewards, for_training=for_training))
             scored = [next(new) if group.rewards is None else group for group in groups]
         # wait on the host: the next collective may be NCCL's, which would keep GPUs busy
         dist.barrier(self.parallel.host_group)
@@ -252,15 +275,15 @@ class LiveRollouts(RolloutSource):
         dynamic sampling (arXiv 2503.14476).
         """
 
-        def draw(count: int) -> tuple[list[Prompt], list[RolloutGroup]]:
+        def draw_more(count: int) -> tuple[list[Prompt], list[RolloutGroup]]:
             more, scored = self.draw(self.scheduler.take_more, count)
-            return more, with_penalties(scored, self.cfg)
+            return more, self._with_penalties(scored)
 
-        refilled = refill(
+        refilled = refill_groups(
             prompts,
             # with penalties: they can make equal rewards differ, and the reverse
-            with_penalties(groups, self.cfg),
-            draw,
+            self._with_penalties(groups),
+            draw_more,
             max_rounds=self.cfg.batch.max_sampling_rounds,
             dp_rank=self.parallel.dp_rank,
             dp_size=self.parallel.dp_size,
@@ -269,7 +292,9 @@ class LiveRollouts(RolloutSource):
         )
         # The step's last call, without new counts: it compares the sum over all draws with
         # replay.missing_route_budget, and sets it back to 0.
-        self.missing_routes.check(self.meter.sums, refilled.groups, MissingRouteCounts())
+        self.missing_routes.check(
+            self.meter.sums, without_routes(refilled.groups), MissingRouteCounts()
+        )
         if self.parallel.rank == 0:
             sums = self.meter.sums
             sums.add("rollout/sampling_rounds", 1 + refilled.rounds)
@@ -279,6 +304,9 @@ class LiveRollouts(RolloutSource):
                 refilled.sampled,
             )
         return refilled.prompts, refilled.groups
+
+    def _with_penalties(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        return with_routes(with_penalties(without_routes(groups), self.cfg), groups)
 
     def share(
         self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]
@@ -310,7 +338,7 @@ class LiveRollouts(RolloutSource):
                 id_prefix="eval/",
                 on_progress=advance,
             )
-        return self.score(groups, for_training=False)
+        return self.score(without_routes(groups), for_training=False)
 
     def probe(
         self, prompts: Sequence[Prompt], num_samples: int, max_tokens: int
@@ -324,7 +352,7 @@ class LiveRollouts(RolloutSource):
             max_tokens=max_tokens,
             stop_token_ids=[self.tokenizer.eos_token_id],
             id_prefix="parity/",
-            single_turn=True,
+            single_turn=True,  # an environment adds nothing to what is compared
         )
         groups = [
             replace(group, rewards=np.zeros(len(group.rollouts), np.float32)) for group in groups

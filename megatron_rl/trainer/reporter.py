@@ -84,6 +84,8 @@ class Reporter:
     def evaluation(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Write an evaluation after `step` finished steps."""
         if self.sinks is not None:
+            # StepResult counts from 0: the evaluation before the first step gets -1, written as
+            # step 0
             self.sinks.write(StepResult(step - 1, policy_version, dict(metrics)))
             self.console.evaluation(step, metrics)
 
@@ -122,7 +124,7 @@ def send_samples(tracker: Tracker, *, cfg: Config, step: int) -> None:
     """
     tables, _ = best_and_worst(last_rollouts(cfg.run_dir))
     if tables:
-        tracker.samples(step, Redactor((cfg.rollout.api_key_env,)).tree(tables))
+        tracker.samples(step, Redactor(hidden=(cfg.rollout.api_key_env,)).tree(tables))
 
 
 def make_sinks(

@@ -47,6 +47,8 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
         sums.add("rollout/reward_square_mean", float((scored**2).sum()), len(scored))
         if len(scored):
             sums.add_max("rollout/reward_max", float(scored.max()))
+            # the minimum as a maximum of negatives: ranks reduce only sums and maxima; derived()
+            # turns it back
             sums.add_max("rollout/negative_reward_max", float(-scored.min()))
         sums.add("rollout/unscored_frac", int(unscored.sum()), len(rewards))
         if group.penalties is not None:
@@ -142,12 +144,14 @@ def count_call(sums: MetricSums, call: CallStats, parallel: Parallel) -> None:
     if call.environment_seconds:
         count_seconds(sums, "rollout/environment_seconds", call.environment_seconds, parallel)
     sums.add("rollout/cache_hit_frac", call.cached_tokens, call.prompt_tokens)
+    # a mean is reduced as sum / sum over replicas: times dp it is the throughput of all of them
     sums.add("rollout/tokens_per_second", call.tokens * parallel.dp_size, call.seconds)
 
 
 def count_seconds(sums: MetricSums, name: str, values: Sequence[float], parallel: Parallel) -> None:
     seconds = torch.tensor(values, device=parallel.device)
     mask = torch.ones_like(seconds, dtype=torch.bool)
+    # tabulate counts by group: here all values are one
     one_group = torch.zeros_like(seconds, dtype=torch.int64)
     sums.add_histogram(name, tabulate(seconds, mask, one_group, 1))
 

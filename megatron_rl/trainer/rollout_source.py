@@ -20,8 +20,8 @@ class RolloutSource(Protocol):
     """
 
     policy_version: int
-    """Version of the trainer's weights at the start of the step, which the servers received last.
-    """
+    """Version of the trainer's weights as sync_weights counted it last.  The servers have these
+    weights, with rollout.release_memory from the next sampling on."""
 
     def start(self, first_step: int) -> None:
         """Prepare for `first_step`, after a checkpoint was restored.

@@ -14,7 +14,7 @@ from megatron_rl.data.prompts import PromptSource
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import Console
 from megatron_rl.models.spec import ModelSizes
-from megatron_rl.records import RolloutGroup
+from megatron_rl.records import RolloutGroup, with_routes, without_routes
 from megatron_rl.rollout.missing_routes import (
     MissingRouteCounts,
     MissingRoutes,
@@ -60,16 +60,19 @@ class SavedRollouts(RolloutSource):
         self.prompts.take(num_prompts(self.cfg, self.parallel.dp_size))
         with self.meter.time("rollout"):
             groups = self.steps.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
+            plain = without_routes(groups)
             is_counted = self.parallel.is_replica_leader
-            counts = count_missing_routes(groups) if is_counted else MissingRouteCounts()
-            MissingRoutes(self.cfg).check(self.meter.sums, groups, counts)
+            counts = count_missing_routes(plain) if is_counted else MissingRouteCounts()
+            MissingRoutes(self.cfg).check(self.meter.sums, plain, counts)
         # two replicas of the saved run may have drawn the same prompt
-        return with_unique_ids(groups)
+        return with_routes(with_unique_ids(plain), groups)
 
     def record(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        plain = without_routes(groups)
         if self.recorder is not None and self.parallel.is_replica_leader:
-            self.recorder.record(step + 1, [with_text(group, self.tokenizer) for group in groups])
-        count_step(self.cfg, self.parallel, self.meter.sums, groups, self.policy_version)
+            texts = [with_text(group, self.tokenizer) for group in plain]
+            self.recorder.record(step + 1, with_routes(texts, groups))
+        count_step(self.cfg, self.parallel, self.meter.sums, plain, self.policy_version)
 
     def sync_weights(self, version: int) -> None:
         self.policy_version = version

@@ -14,6 +14,7 @@ from megatron_rl.launch.watchdog import Watchdog
 from megatron_rl.metrics.reduce import MetricSums
 
 TIMED = ("rollout", "reward", "split", "old_logprob", "update", "weight_sync")
+"""Stages that every step reports as time/NAME, 0 where it did not enter them."""
 
 
 class StepMeter:

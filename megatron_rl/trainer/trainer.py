@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.penalties import with_penalties
 from megatron_rl.batch.split import split
+from megatron_rl.checkpoint.batches.bundle_writer import results_of, write_bundle
 from megatron_rl.checkpoint.folder import Progress
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config
@@ -28,10 +29,10 @@ from megatron_rl.engine.pass_results import OldPass
 from megatron_rl.launch.signals import StopSignal
 from megatron_rl.metrics.console import counted, evaluation_text
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.records import MiniBatch, RolloutGroup, StepResult
+from megatron_rl.records import MiniBatch, RolloutGroup, StepResult, with_routes, without_routes
 from megatron_rl.rollout.inference import SamplingStopped
-from megatron_rl.trainer.recording.batch_saver import BatchSaver
 from megatron_rl.trainer.recording.events_and_files import Recording
+from megatron_rl.trainer.recording.saved_batches import DueBundle, SavedBatches
 from megatron_rl.trainer.recording.token_recorder import TokenRecorder
 from megatron_rl.trainer.reporter import Reporter
 from megatron_rl.trainer.rollout_metrics import derived, peak_memory_gib
@@ -53,8 +54,8 @@ class Trainer:
     checkpoint_policy: CheckpointPolicy
     meter: StepMeter
     reporter: Reporter
-    saver: BatchSaver
-    """Saves mini-batches that look wrong, before their update (run.save_batches)."""
+    saved_batches: SavedBatches
+    """Chooses the mini-batches that are saved before their update (run.save_batches)."""
     tokens: TokenRecorder
     """Records what the trainer knows of single tokens (rollout.save_tensors)."""
     recording: Recording
@@ -93,6 +94,7 @@ class Trainer:
         except SamplingStopped:  # on every rank, whichever got the signal
             self.stop_if_signalled()
             raise
+        # also where sampling ended by itself: a signal may have come since
         self.stop_if_signalled()
         return groups
 
@@ -103,18 +105,22 @@ class Trainer:
         (rollout.release_memory).
         """
         with self.meter.time("split"):
-            groups = with_penalties(groups, self.cfg)
+            # sets the penalties, it does not add to them: dynamic sampling may have set them
+            # already
+            plain = with_penalties(without_routes(groups), self.cfg)
             weights = self.cfg.advantage.rewards
-            groups = with_advantages(
-                groups, self.cfg.advantage_kind, self.parallel.dp_group, reward_weights=weights
+            plain = with_advantages(
+                plain, self.cfg.advantage_kind, self.parallel.dp_group, reward_weights=weights
             )
+            groups = with_routes(plain, groups)
             batches = split(
                 groups,
                 self.cfg,
-                seed=step,
+                seed=step,  # a step that is repeated is split in the same way
                 rule=self.engine.pack_rule,
                 dp_group=self.parallel.dp_group,
                 save_tokens=self.tokens.choice.of(step + 1, len(groups)),
+                # metrics by the age of tokens say nothing where all have the same
                 policy_version=self.rollouts.policy_version
                 if self.cfg.rollout.max_staleness
                 else None,
@@ -147,10 +153,10 @@ class Trainer:
 
     def _old_pass(self, batch: MiniBatch) -> OldPass:
         sums = MetricSums()
-        with self.tokens.old_pass(batch):
+        with self.tokens.old_pass(batch.without_routes):
             old = self.engine.old_logprobs(batch, sums, replay=self.cfg.replay.mode)
-        # its KL(mu, pi_old), by which `look` judges the mini-batch
-        self.saver.note_old_pass(batch, sums)
+        # its KL(mu, pi_old), by which `due` judges the mini-batch
+        self.saved_batches.note_old_pass(batch.index, sums)
         self.meter.sums.merge(sums)
         return old
 
@@ -160,21 +166,36 @@ class Trainer:
         A mini-batch that looks wrong is saved before the update (run.save_batches).
         """
         with self.meter.time("update"):
+            # sums of its own: the saver must see this mini-batch alone
             sums = MetricSums()
             # records the loss terms of tokens for rollout.save_tensors; None without it
-            observe = self.tokens.observer(batch, old)
+            observe = self.tokens.observer(batch.index, old.mismatch)
             with self.meter.part("gradient"):
                 grad_norm = self.engine.compute_gradient(
                     batch, old, sums, replay=self.cfg.replay.mode, observe=observe
                 )
             # between gradient and optimizer: the norm is known, and the weights are those before
-            self.saver.look(self.meter.step, batch, old, sums, grad_norm)
+            due = self.saved_batches.due(self.meter.step, batch.index, grad_norm)
+            if due is not None:
+                self._save_batch(due, batch, old, sums, grad_norm)
             with self.meter.part("optimizer"):
                 outcome = self.engine.apply_gradient(grad_norm, batch, sums)
             if outcome.skipped:
                 text = f"update {batch.index}: gradient norm {grad_norm}"
                 self.recording.events.add("skipped_update", self.meter.step + 1, text)
             self.meter.sums.merge(sums)
+
+    def _save_batch(
+        self, due: DueBundle, batch: MiniBatch, old: OldPass, sums: MetricSums, grad_norm: float
+    ) -> None:
+        """Save a mini-batch with the results of its gradient.
+
+        sums: those of the gradient's computation alone.
+        """
+        metrics = sums.reduce(dist.group.WORLD, self.parallel.device)
+        results = results_of(self.engine, metrics, grad_norm)
+        with self.saved_batches.reported(due):
+            write_bundle(due.folder, self.engine, batch, old, results, due.note)
 
     def sync_weights(self, version: int) -> None:
         """Set mu_old <- theta: end sampling, then send the weights as `version`.
@@ -194,12 +215,15 @@ class Trainer:
             self.tokens.finish(step + 1)
             if failed := self.recording.files.failed:
                 self.meter.sums.add_total("run/unwritten_files_total", failed)
-            if self.saver.unsaved and self.parallel.rank == 0:  # every rank has the same number
-                self.meter.sums.add_total("run/unsaved_batches_total", self.saver.unsaved)
+            if (
+                self.saved_batches.unsaved and self.parallel.rank == 0
+            ):  # every rank has the same number
+                self.meter.sums.add_total("run/unsaved_batches_total", self.saved_batches.unsaved)
             mismatch = self.engine.mismatch(passes)
             self.reporter.count(self.meter.sums)
             self.meter.sums.add_max("perf/peak_memory_gib", peak_memory_gib(self.parallel.device))
             metrics = self.meter.take_sums().reduce(dist.group.WORLD, self.parallel.device)
+            # not reduced: time/* are rank 0's, which alone reports them
             metrics |= self.meter.take_times()
             metrics = derived(metrics)
             per_layer: dict[str, list[float]] = {}
@@ -218,10 +242,10 @@ class Trainer:
         """Evaluate the servers' weights after `step` finished steps, if due: avg@k and pass@k.
 
         An evaluation is due at step 0, every eval.every steps, and at the end (is_last).  A resumed
-        run does not repeat one, but for the last.
+        run repeats the last one only.
         """
-        is_open = step != self.evaluated and (step == 0 or self.is_due(step, self.cfg.eval.every))
-        if not (is_last or is_open):
+        is_due = step != self.evaluated and (step == 0 or self.is_due(step, self.cfg.eval.every))
+        if not (is_last or is_due):
             return
         with self.meter.between_steps("evaluate"):
             start = time.monotonic()
@@ -254,6 +278,7 @@ class Trainer:
 
         every: 0 for a task that runs at the end only.
         """
+        # not after the last step: finish() evaluates and saves then (is_last)
         return every > 0 and 0 < step < self.cfg.run.num_steps and step % every == 0
 
     def stop_if_signalled(self) -> None:
@@ -266,9 +291,11 @@ class Trainer:
     def finish(self) -> None:
         """Do the last evaluation, checkpoint, HF export and report."""
         last = self.cfg.run.num_steps
+        # evaluated first: the checkpoint keeps that, and checkpoint.best_metric may be a result of
+        # it
         self.evaluate(last, is_last=True)
         self.save(last, is_last=True)
-        self.checkpoint_policy.wait()
+        self.checkpoint_policy.wait()  # a background save: the run is not finished without it
         self.meter.enter("export")
         if self.cfg.checkpoint.export_hf:
             self.rollouts.give_memory_to_trainer()
@@ -280,4 +307,5 @@ class Trainer:
                 write_hf_checkpoint(stream, self.cfg.model.path, path, Ranks.of(self.parallel))
             self.reporter.log(f"HF checkpoint {path}")
         self.reporter.finish()
+        # the other ranks wait for rank 0, which alone writes the report
         dist.barrier()

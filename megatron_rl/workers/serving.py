@@ -34,7 +34,7 @@ from megatron_rl.workers.protocol import (
     kill_group,
 )
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent dies
 ORDER_BYTES = 256  # more than a "fork" or "end" has
 PRINTED_CHARACTERS = 4096  # per call: a gigabyte would bury the run's own output
 Made = TypeVar("Made")
@@ -54,7 +54,7 @@ class Service(Protocol):
         """Facts about the service, for the trainer: the answer number 0."""
 
     def answer(self, call: str, argument: Any) -> Any:
-        """Return the answer as JSON holds it, or a coroutine of it."""
+        """Return the answer, which JSON must be able to hold, or a coroutine that returns it."""
 
 
 def main() -> None:
@@ -143,6 +143,7 @@ class Connection:
                 if order["call"] == "end":
                     end_fork(pids.pop(order["number"]))
                 elif (pid := os.fork()) == 0:
+                    # the parent's: the trainer would not notice its end while a worker has a copy
                     self.channel.close()
                     self.channel = socket.socket(fileno=descriptors[0])
                     self.serve_as_fork(make, memory_bytes)
@@ -157,6 +158,7 @@ class Connection:
         """Serve in a forked process; never returns."""
         status = 1
         try:
+            # a group of its own, which end_fork kills with all its children
             os.setsid()
             end_with_parent()
             limit_memory(memory_bytes)
@@ -165,6 +167,7 @@ class Connection:
             self.serve(make)
             status = 0
         finally:
+            # no exit hooks: they are copies of the parent's
             os._exit(status)
 
 

@@ -23,7 +23,7 @@ from megatron_rl.workers.protocol import (
     kill_group,
 )
 
-START_SECONDS = 120.0
+START_SECONDS = 120.0  # for the imports of users' code
 EXIT_SECONDS = 1.0  # between the end of the connection and that of the process
 
 

@@ -23,16 +23,19 @@ SCHEDULE = {"schedule": "linear", "warmup_updates": 1, "weight_decay": 0.1}
 
 
 def optimizer_of(engine):
-    """Every tensor of the optimizer's state on this rank, in order."""
-    from megatron_rl.checkpoint.state import inner_optimizers
+    """Every tensor of the optimizer's state on this rank, in order, and Adam's step count."""
+    import torch
+
+    from megatron_rl.checkpoint.state import adam_step, inner_optimizers
 
     states = [o.optimizer.state for o in inner_optimizers(engine) if o.optimizer is not None]
-    return [
+    tensors = [
         entry[name].clone()
         for state in states
         for entry in state.values()
-        for name in ("exp_avg", "exp_avg_sq", "step")
+        for name in sorted(entry)
     ]
+    return [*tensors, torch.tensor(adam_step(engine))]
 
 
 def all_rng():
@@ -86,12 +89,13 @@ def save_and_resume(checkpoint, folder, layouts):
     from megatron_rl.checkpoint.folder import latest_checkpoint
     from tests.dist.engines import make_engine
 
-    for name, (parallel, optim, model, saving, after) in layouts.items():
+    for name, (parallel, optim, model, saving, after, megatron) in layouts.items():
         make = {
             "parallel": parallel,
             "optim": SCHEDULE | optim,
             "model": model,
             "checkpoint": saving,
+            "megatron": megatron,
         }
         engine = make_engine(checkpoint, **make)
         writer = Checkpointer(engine, folder / name)
@@ -138,8 +142,8 @@ def hold_back(writer):
     return may_write
 
 
-def case(parallel, *, optim=None, model=None, saving=None, after=2):
-    return parallel, optim or {}, model or {}, saving or {}, after
+def case(parallel, *, optim=None, model=None, saving=None, after=2, megatron=None):
+    return parallel, optim or {}, model or {}, saving or {}, after, megatron or {}
 
 
 DISTRIBUTED = {"distributed": True}

@@ -354,7 +354,7 @@ def test_the_policy_stops_every_replica_or_counts(tmp_path):
     assert [bool(error) for error, _ in first] == [bool(error) for error, _ in second] == [
         True, False, True, False, False, True, False, True, False
     ]  # fmt: skip
-    assert "rollout 0/0: row 4 of 7 in all 3 MoE layers: the server sent no route" in first[0][0]
+    assert "rollout 0/0: row 4 of 7 in all MoE layers: the server sent no route" in first[0][0]
     assert "rollouts of another replica: the server sent no route" in second[0][0]
     assert "1 of the step's 80 response tokens have no route" in first[2][0] and first[2][
         0

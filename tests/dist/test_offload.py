@@ -11,9 +11,16 @@ from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
 CASES = [
-    ({"tp": 2}, {"distributed": True}, {"dtype": "bfloat16"}),
-    ({"ep": 2}, {"distributed": True}, {}),
-    ({"pp": 2}, {"distributed": False}, {"dtype": "bfloat16"}),
+    ({"tp": 2}, {"distributed": True}, {"dtype": "bfloat16"}, {}),
+    ({"ep": 2}, {"distributed": True}, {}, {}),
+    ({"pp": 2}, {"distributed": False}, {"dtype": "bfloat16"}, {}),
+    # Adam of the host and of the device; here the host is the device too
+    (
+        {"ep": 2},
+        {"distributed": True},
+        {"dtype": "bfloat16"},
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+    ),
 ]
 
 
@@ -28,9 +35,12 @@ def storages(engine):
     for part in getattr(engine.optimizer.core, "chained_optimizers", [engine.optimizer.core]):
         if part.optimizer is None:
             continue
-        tensors += [each for group in part.optimizer.param_groups for each in group["params"]]
-        state = [value for values in part.optimizer.state.values() for value in values.values()]
-        tensors += [value for value in state if isinstance(value, torch.Tensor)]
+        for adam in (part.optimizer, *getattr(part.optimizer, "sub_optimizers", ())):
+            parameters = [each for group in adam.param_groups for each in group["params"]]
+            gradients = [each.grad for each in parameters if each.is_leaf]
+            tensors += parameters + [each for each in gradients if each is not None]
+            state = [value for values in adam.state.values() for value in values.values()]
+            tensors += [value for value in state if isinstance(value, torch.Tensor)]
     return {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}.values()
 
 
@@ -62,8 +72,8 @@ def train(checkpoint, case, *, offload):
     from megatron_rl.metrics.reduce import MetricSums
     from tests.dist.engines import make_engine, random_batch
 
-    layout, optim, model = case
-    engine = make_engine(checkpoint, parallel=layout, optim=optim, model=model)
+    layout, optim, model, megatron = case
+    engine = make_engine(checkpoint, parallel=layout, optim=optim, model=model, megatron=megatron)
     engine.offload.host.chunk_bytes = 5000  # tensors lie across chunks
     batch = random_batch(engine)
     sums = MetricSums()

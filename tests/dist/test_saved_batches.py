@@ -11,6 +11,7 @@ import re
 import resource
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,14 +68,14 @@ def save_bundles(checkpoint, folder):
 
 
 def save_where_due(checkpoint, folder):
-    """What BatchSaver does with gradients and KLs of several steps: [(names of the folders,
+    """What SavedBatches does with gradients and KLs of several steps: [(names of the folders,
     reasons, lines)] per setting.
     """
     import torch.distributed as dist
 
     from megatron_rl.metrics.events import Events
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl.trainer.recording.batch_saver import BatchSaver
+    from megatron_rl.trainer.recording.saved_batches import SavedBatches
     from tests.dist.engines import make_engine, random_batch
 
     dist.init_process_group("gloo")
@@ -96,12 +97,15 @@ def save_where_due(checkpoint, folder):
         cfg = engine.cfg.model_copy(update={"run": engine.cfg.run.model_copy(update=run)})
         lines = []
         cfg.run_dir.mkdir(parents=True, exist_ok=True)
-        saver = BatchSaver(
-            cfg, engine, lines.append, Events(cfg.run_dir / f"events_{dist.get_rank()}.jsonl")
+        saver = SavedBatches(
+            cfg,
+            engine.parallel,
+            lines.append,
+            Events(cfg.run_dir / f"events_{dist.get_rank()}.jsonl"),
         )
         for step, value in enumerate(norms):
-            saver.note_old_pass(batch, first)
-            saver.look(step, batch, old, sums, value)
+            saver.note_old_pass(batch.index, first)
+            save_if_due(saver, step, engine, batch, old, sums, value)
         dist.barrier()
         folders = sorted((cfg.run_dir / "batches").glob("*"))
         headers = [json.loads((each / "bundle.json").read_text()) for each in folders]
@@ -114,6 +118,15 @@ def save_where_due(checkpoint, folder):
     engine.parallel.destroy()
     dist.destroy_process_group()
     return found
+
+
+def save_if_due(saver, step, engine, batch, old, sums, norm):
+    """As Trainer.update does between gradient and optimizer."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = SimpleNamespace(engine=engine, parallel=engine.parallel, saved_batches=saver)
+    if (due := saver.due(step, batch.index, norm)) is not None:
+        Trainer._save_batch(trainer, due, batch, old, sums, norm)
 
 
 def events_of(path):
@@ -129,7 +142,7 @@ def save_in_vain(engine, folder, batch, old, norm):
     import torch.distributed as dist
 
     from megatron_rl.metrics.reduce import MetricSums
-    from megatron_rl.trainer.recording.batch_saver import BatchSaver
+    from megatron_rl.trainer.recording.saved_batches import SavedBatches
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -143,7 +156,8 @@ def save_in_vain(engine, folder, batch, old, norm):
         lines = []
         if dist.get_rank() == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
-        BatchSaver(cfg, engine, lines.append).look(0, batch, old, MetricSums(), norm)
+        saver = SavedBatches(cfg, engine.parallel, lines.append)
+        save_if_due(saver, 0, engine, batch, old, MetricSums(), norm)
         resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
         dist.barrier()
         found.append((lines, sorted(each.name for each in (cfg.run_dir / "batches").glob("*"))))

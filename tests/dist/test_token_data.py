@@ -62,10 +62,10 @@ def train_step(checkpoint, layout, folder, *, look=None):
     batches = [renamed(batch) for batch in batches]
     passes = []
     for batch in batches:
-        with recorder.old_pass(batch):
+        with recorder.old_pass(batch.without_routes):
             passes.append(engine.old_logprobs(batch, MetricSums(), replay="R3"))
     for batch, old in zip(batches, passes, strict=True):
-        sums, observe = MetricSums(), recorder.observer(batch, old)
+        sums, observe = MetricSums(), recorder.observer(batch.index, old.mismatch)
         seen = both(observe, look, batch) if look else observe
         norm = engine.compute_gradient(batch, old, sums, replay="R3", observe=seen)
         engine.apply_gradient(norm, batch, sums)

@@ -50,8 +50,10 @@ def test_addresses_as_serve_prints_them_are_all_trained_with():
     ), done.stderr
 
 
-def test_train_and_serve_have_the_same_nccl_settings(tmp_path):
-    """Ranks and servers form one communicator; the user's values are kept."""
+def test_serve_has_the_nccl_settings_of_ranks_that_broadcast(tmp_path):
+    """Both form one communicator; the user's values are kept.  train.sh leaves them to the program,
+    which knows whether the run has such a communicator.
+    """
     for variables, expected in (({}, ["0", "0"]), ({"NCCL_NVLS_ENABLE": "1"}, ["0", "1"])):
         stub = tmp_path / "python"
         stub.write_text(
@@ -61,10 +63,20 @@ def test_train_and_serve_have_the_same_nccl_settings(tmp_path):
         env = {"PATH": os.environ["PATH"], "PYTHON": str(stub), **variables}
         train = ROOT / "examples/launch/train.sh"
         subprocess.run(["bash", train, "some.toml"], env=env, check=True)
-        assert (tmp_path / "seen").read_text().split() == expected
+        assert (tmp_path / "seen").read_text().split() == list(variables.values())
         (tmp_path / "seen").unlink()
         serve(tmp_path, "127.0.0.1", {"SGLANG_PYTHON": str(stub), **variables})
         assert (tmp_path / "seen").read_text().split() == expected
+
+
+def test_servers_leave_memory_for_a_weight_sync_unless_the_user_says_otherwise(tmp_path):
+    stub = tmp_path / "python"
+    stub.write_text(f'#!/bin/bash\necho "$@" >{tmp_path}/seen\n')
+    stub.chmod(0o755)
+    for variables, expected in (({}, "0.8"), ({"MEM_FRACTION": "0.6"}, "0.6")):
+        serve(tmp_path, "127.0.0.1", {"SGLANG_PYTHON": str(stub), **variables})
+        seen = (tmp_path / "seen").read_text()
+        assert f"--mem-fraction-static {expected} --moe-runner-backend triton " in seen
 
 
 def test_scripts_work_from_any_directory(tmp_path):

@@ -15,7 +15,7 @@ import torch
 from tests.dist.launch import build, run_ranks
 from tests.tiny import random_checkpoint
 
-METHODS = ("Stream.wait_stream", "Stream.record_event", "Event.synchronize")
+METHODS = ("Stream.wait_stream", "Stream.record_event", "Event.synchronize", "Event.wait")
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="replacements are for machines without CUDA"
 )
@@ -71,10 +71,12 @@ def count_uses(path: Path) -> Counter:
     train_step(path, pp=2)
     train_step(path, tp=2, ep=2, etp=1)
     train_step(path, cp=2)
+    train_step(path, offload=True)
     return counts
 
 
-def train_step(path: Path, **layout: int) -> None:
+def train_step(path: Path, *, offload: bool = False, **layout: int) -> None:
+    """offload: half of Adam's state, for which core needs bfloat16 weights."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -83,12 +85,25 @@ def train_step(path: Path, **layout: int) -> None:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    chunks, _, config, parallel = build(path, model={"recompute": "full"}, **layout)
+    chunks, _, config, parallel = build(
+        path,
+        dtype="bfloat16" if offload else "float32",
+        model={"recompute": "full"},
+        **layout,
+    )
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
     wrapped = [DistributedDataParallel(config, settings, chunk) for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, clip_grad=1.0),
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-3,
+            use_distributed_optimizer=True,
+            clip_grad=1.0,
+            bf16=offload,
+            optimizer_cpu_offload=offload,
+            optimizer_offload_fraction=0.5,
+        ),
         wrapped,
         use_gloo_process_groups=False,
     )

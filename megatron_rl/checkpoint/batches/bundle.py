@@ -133,6 +133,7 @@ class Bundle:
                 len(batch.micro_batches),
             )
         reference = tensors["reference"] or None
+        # no recorded experts: under R2 the rollouts bring them here
         return batch, OldPass(tensors["logprobs"], None, None, None, reference, router)
 
     def _router_rows(
@@ -176,6 +177,7 @@ class Bundle:
             values = saved.blank(kind, micro_batch.num_tokens)
             if values is None:
                 return
+            # not strict: pads have bounds, too
             for sample, start in zip(samples, micro_batch.cu_seqlens.tolist(), strict=False):
                 rows = saved.values(sample.rollout.id, kind)
                 if rows is None:

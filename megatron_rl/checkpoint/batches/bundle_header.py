@@ -30,14 +30,14 @@ OF_ROUTERS = ("router_ids", "router_logprobs")
 """Values of OldPass.router, [l, t, K]."""
 
 
-class Age(TypedDict, total=False):
-    """Keys of bundle.json that earlier versions wrote without."""
+class OptionalKeys(TypedDict, total=False):
+    """Keys of bundle.json that bundles of earlier versions lack."""
 
     policy_version: int | None
     """See MiniBatch.policy_version."""
 
 
-class Header(Age):
+class Header(OptionalKeys):
     """The content of bundle.json."""
 
     version: int

@@ -107,6 +107,7 @@ class SavedSequences:
 
     def _recorded(self, sample: Sample) -> Sample:
         rollout, layers = sample.rollout, itertools.count()
+        # layer after layer, until no values of the next one were saved
         recorded = list(iter(lambda: self.values(rollout.id, f"recorded {next(layers)}"), None))
         if not recorded:
             raise BundleError(
@@ -114,6 +115,7 @@ class SavedSequences:
             )
         # keeps the saved dtype: a micro-batch has one for all its sequences, not one for the
         # largest id of each
+        # [:-1]: routes have no row for the last token
         routes = np.stack([ids[:-1].numpy() for ids in recorded]).transpose(1, 0, 2)
         with_routes = replace(
             rollout, routed_experts=routes, missing_routes=None, routes_digest=None
@@ -132,6 +134,7 @@ def read_replica(folder: Path, replica: int) -> list[tuple[tuple[Sample, ...], l
             tuple(decode_samples(tensors[f"{number}:samples"].numpy())),
             tensors[f"{number}:rows"].tolist(),
         )
+        # samples and rows of every micro-batch
         for number in range(len(tensors) // 2)
     ]
 

@@ -80,6 +80,7 @@ def gradient_digest(engine: Engine) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for model in engine.models:
         for parameter in model.parameters():
+            # bytes: replay-batch compares every bit
             digest.update(parameter.main_grad.view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
 
@@ -146,6 +147,7 @@ def renew(folder: Path) -> None:
 
 def finish(temporary: Path, folder: Path, header: Header) -> None:
     (temporary / BUNDLE).write_text(json.dumps(header, indent=1) + "\n")
+    # `last` replaces the mini-batch before it, and a resumed run those that it trains again
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
 
@@ -180,6 +182,7 @@ def rank_values(engine: Engine, batch: MiniBatch, old: OldPass) -> dict[str, Ten
         "recorded": old.recorded,
     }
     values = {
+        # safetensors refuses tensors with gaps
         f"{number}:{kind}": value.contiguous().cpu()
         for kind, micro_batches in parts.items()
         for number, value in enumerate(micro_batches or ())

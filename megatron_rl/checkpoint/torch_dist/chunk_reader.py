@@ -197,6 +197,7 @@ class TorchDist:
             places = self._by_axis[chunk.key, axes] = {}
             for other in stored.chunks:
                 places.setdefault(tuple(other.offsets[:axes]), []).append(other)
+        # none begins there where chunks span several experts or layers: look at all
         return places.get(chunk.offsets[:axes], []) or stored.chunks
 
     def _tensor(self, key: str) -> TensorStorageMetadata:

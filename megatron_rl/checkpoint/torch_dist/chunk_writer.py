@@ -87,6 +87,7 @@ def write_metadata(folder: Path, stored: Iterable[Stored], extra_states: Iterabl
         index = MetadataIndex(chunk.key, chunk.offsets, len(entry.chunks) - 1)
         places[index] = _StorageInfo(item.file, item.start, item.length)
     empty = io.BytesIO()
+    # core stores the extra state of a layer as a list of one
     torch.save([None], empty)
     (folder / "__extra_0.distcp").write_bytes(empty.getvalue())
     content: dict[str, TensorStorageMetadata | BytesStorageMetadata] = dict(tensors)

@@ -5,8 +5,8 @@ A pickle is a program for a machine with a stack, so that it can be written in p
 beginning leaves the object and an empty dictionary on the stack; each rank's piece puts its places
 into that dictionary; the end gives the dictionary to the object.
 
-Pieces have protocol 3, the last one in which what is used again has an explicit number: the numbers
-of a piece overwrite those of the one before.
+Pieces have protocol 3, the last in which a memo entry has an explicit index: the entries of a piece
+overwrite those of the one before.
 """
 
 from __future__ import annotations

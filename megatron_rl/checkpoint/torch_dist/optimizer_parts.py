@@ -24,17 +24,16 @@ from typing import NamedTuple
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
-    StateDict,
 )
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-STEP = "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Box(NamedTuple):
@@ -59,35 +58,33 @@ class Owned(NamedTuple):
 def sharded_parts(optimizer: DistributedOptimizer, models: ShardedStateDict) -> ShardedStateDict:
     """Return this rank's optimizer state as sharded tensors that share its memory.
 
-    `models` is core's sharded state of all chunks.  `load_parts` needs the entry "owned" after a
-    load; it is never stored.
+    `models` is core's sharded state of all chunks.  After a load, call `take_loaded`.
     """
     places = {
         id(place.data): place
         for place in nested_values(extract_sharded_tensors_and_factories(models)[0])
     }
     instance = optimizer.distributed_optimizer_instance_id
-    runs = list(owned(optimizer))
     parts: ShardedStateDict = {}
-    for index, run in enumerate(runs):
+    for index, run in enumerate(owned(optimizer)):
         place = places[id(run.parameter)]
         parts[str(index)] = {
             name: dict(enumerate(parts_of_tensor(place, name, values, run.start, instance)))
             for name, values in run.state.items()
-            if name != STEP
         }
-    states = LocalNonpersistentObject([(run.parameter, run.state) for run in runs])
-    return {"param_state": parts, "owned": states}
+    return {"param_state": parts}
 
 
 @torch.no_grad()
-def load_parts(optimizer: DistributedOptimizer, loaded: StateDict) -> None:
-    """Put the filled `sharded_parts` into the optimizer.
+def take_loaded(optimizer: DistributedOptimizer) -> None:
+    """Make the optimizer use its `sharded_parts`, which a load has filled in its memory.
 
-    Most of it shares the optimizer's memory, and is there already.
+    Only one that offloads to the CPU has a second copy of weights, on the device.
     """
-    for parameter, state in loaded["owned"]:
-        optimizer._set_main_param_and_optimizer_states(parameter, state)
+    hybrid = optimizer.optimizer
+    if isinstance(hybrid, HybridDeviceOptimizer):
+        for weights, updated in hybrid.param_to_inner_param.items():
+            weights.data.copy_(updated)
 
 
 def owned(optimizer: DistributedOptimizer) -> Iterator[Owned]:
@@ -96,8 +93,23 @@ def owned(optimizer: DistributedOptimizer) -> Iterator[Owned]:
         for buckets in buffer.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
-                    state = optimizer._get_main_param_and_optimizer_states(parameter)
+                    state = state_in_place(optimizer, parameter)
                     yield Owned(parameter, ranges["param"].start, ranges["param"].end, state)
+
+
+def state_in_place(optimizer: DistributedOptimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Return the moments of a model's parameter and its "param": the weights that Adam updates.
+
+    They are flat tensors in the optimizer's memory and dtypes.  core's own function returns copies
+    of those in 16 bits.  "param" is the float32 weights, or the int16 bits that bfloat16 weights
+    lack of them (TransformerEngine's store_param_remainders).
+    """
+    group, index = optimizer.model_param_group_index_map[parameter]
+    updated = optimizer.optimizer.param_groups[group]["params"][index]
+    state = optimizer.optimizer.state[updated]
+    # TransformerEngine's Adam and CPU offload keep the weights in their state
+    weights = state.get("master_param", updated).detach()
+    return {"param": weights} | {name: state[name] for name in MOMENTS}
 
 
 def parts_of_tensor(

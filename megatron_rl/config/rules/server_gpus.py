@@ -11,6 +11,23 @@ from collections.abc import Mapping, Sequence
 from megatron_rl.config.sections import RolloutConfig
 from megatron_rl.config.sglang_settings import BY_NAME
 
+MEM_FRACTION_STATIC = 0.8
+"""SGLang's option of this name for servers on GPUs, as in examples/launch/serve.sh: the share of a
+GPU's memory for weights and KV cache.
+
+A weight sync allocates nccl's buffers and buckets beside it, when the server runs already.  SGLang
+by itself leaves 10 GiB or more on large GPUs, but only 1.5 GiB where it sizes the KV cache after it
+has captured graphs (arg_groups/memory_hook.py, 0.5.21); a server that runs out of memory ends.
+"""
+
+
+def mem_fraction(args: Sequence[str]) -> float | None:
+    """Return the --mem-fraction-static in SGLang's options, None without one that is a number."""
+    try:
+        return float(option_text(args, "--mem-fraction-static"))
+    except ValueError:
+        return None
+
 
 def tensor_ranks(args: Sequence[str]) -> int:
     """Return the tensor parallel size in SGLang's options, 0 if there is none."""
@@ -32,11 +49,17 @@ def option_value(args: Sequence[str], *names: str) -> int:
 
     SGLang itself refuses what is not a number.
     """
-    # option and value may be one word or two
+    value = option_text(args, *names)
+    return int(value) if value.isdecimal() else 0
+
+
+def option_text(args: Sequence[str], *names: str) -> str:
+    """Return the value that one of SGLang's options has, "" if it is absent or has none."""
+    # option and value may be one word or two; "?", as argparse ends the process where a value is
+    # missing
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(*names, dest="value", nargs="?", default="", const="")
-    value = parser.parse_known_args(list(args))[0].value
-    return int(value) if value.isdecimal() else 0
+    return parser.parse_known_args(list(args))[0].value
 
 
 def derived_tensor_ranks(rollout: RolloutConfig) -> int:

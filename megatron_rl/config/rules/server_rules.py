@@ -80,6 +80,7 @@ def check_urls(urls: Sequence[str], *, has_key: bool) -> None:
         try:
             parts = urlsplit(url)
             is_address = (
+                # reading `port` raises for one that is no number up to 65535
                 parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
             )
         except ValueError:  # parts.port of a port that is not a number

@@ -84,6 +84,7 @@ class EvalConfig(Section):
         known |= {f"{size}{end}" for size in sizes for end in ("", "_low", "_high")}
         for prefix in (f"eval/{name}/" for name in self.sets):
             name = metric.removeprefix(prefix)
+            # the metrics of users' functions are known only after a call: any name passes
             if name != metric and (name in known or name.startswith(("reward/", "episode/"))):
                 return True
         return False

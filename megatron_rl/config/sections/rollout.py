@@ -99,8 +99,8 @@ class RolloutConfig(Section):
     """Total time of one request, sampling included; without the time for which weight_update =
     in_place pauses its server."""
     weight_sync_timeout_seconds: AboveZero = 600.0
-    """One call of a weight sync (a bucket, a flush, loading a checkpoint); a server that takes
-    longer is named."""
+    """Time of one call of a weight sync (a bucket, a flush, loading a checkpoint); a server that
+    takes longer is named."""
     connect_timeout_seconds: AboveZero = 10.0
     """Time to connect to a server."""
     idle_timeout_seconds: AboveZero = 60.0
@@ -139,10 +139,11 @@ class RolloutConfig(Section):
     shared memory of this machine (only servers this run starts)."""
     weight_sync_bucket_mb: Positive = 512
     """MiB of weights per bucket of a weight sync."""
-    weight_sync_sources: Positive = 16
-    """weight_sync = distributed: largest number of training ranks that send weights.  There is one
-    for each pipeline stage and expert-parallel rank; if these are more, neighbours are merged.  For
-    each one the servers keep a process group, with nccl's memory (docs/guides/servers.md)."""
+    weight_sync_sources: Positive = 1
+    """weight_sync = distributed: largest number of training ranks that send weights.  With n there
+    is one for each pipeline stage and expert-parallel rank; if these are more, neighbours are
+    merged.  For each one every GPU of a server keeps a process group with nccl's buffers, which
+    must fit beside --mem-fraction-static (docs/guides/servers.md#weight-sync)."""
     verify_push: Literal["version", "checksum"] = "checksum"
     """Proof of a weight sync by the servers.  version: they report the new version.  checksum:
     after every n-th sync checksums of the tensors are compared, too: a server on the CPU with the
@@ -152,9 +153,9 @@ class RolloutConfig(Section):
     the first one after a server was replaced or started again."""
     # GPUs that servers and trainer share
     release_memory: bool = False
-    """Servers and trainer use the same GPUs in turn: the servers free weights and KV cache while
-    the run trains, the trainer keeps its state on the host while they sample.  Needs a GPU,
-    weight_sync = colocated, port = 0 and max_server_restarts = 0.  Not run so far."""
+    """Servers and trainer use the same GPUs in turn: the servers free weights, KV cache and
+    CUDA graphs while the run trains, the trainer keeps its state on the host while they sample.
+    Needs a GPU, weight_sync = colocated, port = 0 and max_server_restarts = 0.  Not run so far."""
     # rounding of the weights
     quantize: Literal["none", "fp8"] = "none"
     """fp8: every weight sync rounds matrices to block-scaled e4m3 (128 x 128) and back: rollouts of

@@ -15,7 +15,7 @@ from megatron_rl.config.renamed import new_metric
 
 
 class RunConfig(Section):
-    """Sizes of a step, and where results are written."""
+    """Sizes of a step, and the folder of the results."""
 
     # folder, seed and device
     name: Annotated[str, Field(min_length=1)] = "run"
@@ -40,14 +40,14 @@ class RunConfig(Section):
     included; a longer sequence still gets a micro-batch of its own."""
     # late and dead ranks
     collective_timeout_minutes: AboveZero = 30.0
-    """How long ranks wait for one another, sampling included; a longer stage stops the run and
-    names the late ranks."""
+    """Longest time that ranks wait for one another, sampling included; a longer stage stops the
+    run and names the late ranks."""
     silence_timeout_seconds: AboveZero = 300.0
     """A rank without a heartbeat for this long is considered dead: it is named, and the others
     stop."""
     # recording of steps
     save_batches: str = "on_anomaly"
-    """Which mini-batches are saved to be computed again by `megatron-rl replay-batch`: on_anomaly =
+    """Mini-batches saved to be computed again by `megatron-rl replay-batch`: on_anomaly =
     where the gradient or KL(mu, pi_old) is too large or not finite; "every N" = also the first of
     every N-th step; last = also the latest, without weights; off."""
     anomaly_grad_norm: AboveZero = 1000.0
@@ -90,7 +90,8 @@ class RunConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When to save, what to keep, and what to continue from (docs/guides/checkpoints.md)."""
+    """Times of saving, checkpoints to keep, and the one to continue from
+    (docs/guides/checkpoints.md)."""
 
     every: Count = 0
     """Steps between checkpoints; 0 = only after the last step."""

@@ -1,4 +1,4 @@
-"""[track]: where metrics are sent, beside metrics.jsonl."""
+"""[track]: the trackers that get metrics, beside metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class TrackConfig(Section):
-    """Where metrics are sent, beside metrics.jsonl (docs/guides/look_at_a_run.md)."""
+    """Trackers that get the metrics, beside metrics.jsonl (docs/guides/look_at_a_run.md)."""
 
     to: tuple[str, ...] = ("tensorboard",)
     """Trackers: tensorboard, wandb, mlflow, trackio, or package.module:Class of your own; none =

@@ -14,12 +14,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Section):
-    """The model that is trained, and how its layers are computed."""
+    """The model that is trained, and the computation of its layers."""
 
     path: Path
     """HF checkpoint directory (config.json, tokenizer, safetensors)."""
     provider: Literal["native", "bridge", "auto"] = "native"
-    """Who builds, loads and exports the model: native = this program's tables; bridge =
+    """Builder, loader and exporter of the model: native = this program's tables; bridge =
     Megatron-Bridge, for every architecture that it knows (Python 3.12); auto = native where its
     tables know the architecture, else bridge."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -47,7 +47,7 @@ class ModelConfig(Section):
     router_dtype: Literal["fp32", "fp64", "model"] = "fp32"
     """Precision of the router's scores; model: that of the weights."""
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens are sent to the ranks of their experts."""
+    """Way of tokens to the ranks of their experts."""
 
     @property
     def is_exact(self) -> bool:
@@ -64,7 +64,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model is spread over ranks."""
+    """Split of the model over ranks."""
 
     tp: Positive = 1
     """Tensor parallel size."""

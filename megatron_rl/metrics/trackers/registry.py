@@ -96,6 +96,7 @@ class Trackers:
         ids: Mapping[str, str] | None = None,
     ) -> None:
         self._track, self._folder = track, run.folder
+        # the file comes last, as it may be newer than the checkpoint
         self._ids = {**(ids or {}), **read_ids(run.folder)}
         self._log = log
         # trackers open on several threads, and every one adds its id

@@ -72,6 +72,7 @@ class MLflow(Tracker):
         self, step: int, metrics: Mapping[str, float], per_layer: Mapping[str, Sequence[float]]
     ) -> None:
         layers = {
+            # two digits: names sort by layer
             f"{name}/layer_{i:02d}": value
             for name, values in per_layer.items()
             for i, value in enumerate(values)

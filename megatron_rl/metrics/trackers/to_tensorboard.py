@@ -64,6 +64,7 @@ class TensorBoard(Tracker):
     def report(self, page: Path) -> None:
         from matplotlib.image import imread  # installed where there is a report, which needs it
 
+        # [..., :3]: without the alpha channel of a PNG
         self._board.add_image(
             "report", imread(page.with_suffix(".png"))[..., :3], dataformats="HWC"
         )

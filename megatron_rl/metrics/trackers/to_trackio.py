@@ -30,7 +30,7 @@ class Trackio(Tracker):
             name=self.id,
             config={**run.config, "versions": dict(run.versions)},
             resume="allow",
-            embed=False,
+            embed=False,  # no dashboard in a notebook, and no metrics of this machine
             auto_log_gpu=False,
             auto_log_cpu=False,
         )

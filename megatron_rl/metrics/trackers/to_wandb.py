@@ -54,6 +54,7 @@ class WandB(Tracker):
         self._run.log({"step": step, **shown})
 
     def report(self, page: Path) -> None:
+        # inject would add W&B's style sheet to a page that has its own
         self._run.log({"report": wandb.Html(page.read_text(encoding="utf-8"), inject=False)})
 
     def close(self, *, failed: bool) -> None:

@@ -74,6 +74,7 @@ class Branch:
         self._session, self._start = session, len(token_ids)
         # not a list or tuple, in which the garbage collector visits every int
         self._tokens = array("q", token_ids)
+        # the server that was asked last may have the start of this sequence in its cache
         self._server, self._is_busy = session.server, False
         self._asked: Group | None = None  # the request of the turn that is not accepted yet
 
@@ -147,7 +148,7 @@ class Branch:
         turn = group.rollouts[0]
         sampled = turn.tokens[turn.prompt_length :]
         response, num_prompt_tokens = tuple(sampled.tolist()), len(prompt.token_ids)
-        # given an array, `decode` does not check the type of each token
+        # of an array `decode` does not check the type of each token
         text = session.tokenizer.decode(sampled, skip_special_tokens=True)
         read = None
         if session.chat is not None:
@@ -240,6 +241,7 @@ class Branch:
         encode, text = self._session.tokenizer.encode, encodable(text)
         start = text[: CHARACTERS_PER_TOKEN * (max(self.remaining, 0) + 1)]
         ids = encode(start, add_special_tokens=False)
+        # a start that is too long already, or the entire text
         if len(ids) > self.remaining or len(start) == len(text):
             return ids
         return encode(text, add_special_tokens=False)
@@ -269,6 +271,7 @@ class Branch:
             return None
         rewards = tuple(self.rewards)
         if rewards:
+            # the last turns may have got none, and every turn has one in the record
             rewards += (0.0,) * (self.rollout.num_turns - len(rewards))
         messages = tuple(self._messages) if self._session.chat is not None else ()
         return self.rollout.with_episode(turn_rewards=rewards, messages=messages)

@@ -110,6 +110,7 @@ class KnownTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        # caches of this object: as decorators they would keep every tokenizer alive
         self._known = lru_cache(MAX_KNOWN)(partial(tokenizer.encode, add_special_tokens=False))
         self._located = lru_cache(MAX_KNOWN)(partial(tokenizer, **WITH_PLACES))
 
@@ -121,6 +122,7 @@ class KnownTexts:
     def __call__(self, text: object, **named: object) -> object:
         if named != WITH_PLACES or not isinstance(text, str) or len(text) > KNOWN_CHARACTERS:
             return self._tokenizer(text, **named)
+        # a copy, as callers may change it
         return copy(self._located(text))
 
     def __getattr__(self, name: str) -> object:

@@ -79,6 +79,7 @@ async def run_program(
     Its process group is killed in every case.
     """
     pipe = asyncio.subprocess.PIPE
+    # a session of its own, so that the whole process group can be killed
     transport, program = await asyncio.get_running_loop().subprocess_exec(
         Program, *command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
     )

@@ -76,7 +76,7 @@ class CompletionRequest(BaseModel):
     tool_choice: Literal["auto", "none"] = "auto"
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] = 1
+    n: Annotated[int, Field(ge=1, le=128)] = 1  # as OpenAI's API
     stop: str | list[str] = []
     temperature: float | None = None
     logprobs: bool = False

@@ -206,6 +206,7 @@ class Conversations:
         """Return the sequence of `node` with the messages after it; None where the format would
         change sampled tokens.
         """
+        # there is an answer, as `node` is the last one
         added = messages[(last_answer(messages) or 0) + 1 :]
         tokens = self._chat.continuation(node.prompt, node.completion, added, schemas)
         if tokens is None:

@@ -77,6 +77,7 @@ class Endpoint:
         """Return the address and a key for `session`, the same for every call."""
         if self._start is None:
             self._start = asyncio.create_task(self._listen())
+        # an episode that is cancelled here must not stop the server of the others
         _, url = await asyncio.shield(self._start)
         same = (entry for entry in self._episodes.values() if entry.session is session)
         episode = next(same, None) or Open(session, temperature, truncation)
@@ -174,6 +175,7 @@ async def answers(session: Session, asked: CompletionRequest) -> AsyncIterator[l
             try:
                 turns = await asyncio.gather(*tasks)
             finally:
+                # where one failed, the others must not sample on
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -249,6 +251,7 @@ async def errors_as_json(
     except ApiError as error:
         return web.json_response(error.body, status=error.status)
     except ConnectionResetError:  # it is counted, and no client reads an answer
+        # nginx's status for a client that hung up
         return web.Response(status=499)
     except web.HTTPException as error:  # unknown path or method, a body that is too large
         refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")

@@ -80,6 +80,7 @@ def plain(value: object) -> object:
     """
     if isinstance(value, Step):
         return {"step": {item.name: plain(getattr(value, item.name)) for item in fields(value)}}
+    # bool before Integral, which it is, too
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Integral):

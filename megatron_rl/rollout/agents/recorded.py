@@ -18,7 +18,7 @@ from megatron_rl.records import FinishReason, Rollout
 
 
 class RecordedTurns:
-    """The turns of an unfinished episode, each given once to the run that continues it."""
+    """The turns of an unfinished episode; the run that continues it takes each at most once."""
 
     def __init__(self, rollout: Rollout | None) -> None:
         """rollout: the unfinished episode (finish_reason abort), None for a new one."""
@@ -54,11 +54,13 @@ class RecordedTurns:
             if turn.prompt_length == len(tokens) and np.array_equal(
                 turn.tokens[: len(tokens)], tokens
             ):
+                # a turn that was cut at its limit is complete
                 if turn.finish_reason == "abort" and turn.response_length == limit:
                     turn = replace(turn, finish_reason="length")
                 # a turn that reached its limit would be longer or shorter with another limit
                 over = limit - turn.response_length
                 is_of_other_length = over < 0 or (over and turn.finish_reason == "length")
+                # the last token of a complete turn may be the stop token that ended it
                 end = None if turn.finish_reason == "abort" else -1
                 early = turn.tokens[turn.prompt_length :][:end]
                 if is_of_other_length or not set(stops).isdisjoint(early.tolist()):
@@ -76,6 +78,7 @@ class RecordedTurns:
         """Return the sequences of the record with turns that were not taken yet, and `sequences`,
         those of the episode now, that none of them begins with.
         """
+        # by identity: records with arrays have no hash
         waiting = list({id(sequence): sequence for _, sequence in self.left}.values())
         other = [
             sequence

@@ -162,7 +162,7 @@ class Session:
 
     async def generate(
         self,
-        given: Sequence[Message] | Sequence[int] | None = None,
+        inputs: Sequence[Message] | Sequence[int] | None = None,
         *,
         tools: Sequence[Tool] = (),
         max_tokens: int | None = None,
@@ -171,13 +171,13 @@ class Session:
         """Sample the model's next turn in the sequence that continues the prompt: see
         Branch.generate.
 
-        given: all messages (rollout/agents/conversation.py says which sequence they continue), or
+        inputs: all messages (rollout/agents/conversation.py says which sequence they continue), or
         all token ids of the input, which start a sequence of their own where they do not begin with
         `token_ids`.
         tools: functions or schemas that the model may call; they need messages, whose format
         describes them in the prompt.
         """
-        parts: list[object] = [] if given is None else list(given)
+        parts: list[object] = [] if inputs is None else list(inputs)
         if parts and isinstance(parts[0], Mapping):
             messages = cast("list[Message]", parts)
             return await self.conversations.generate(
@@ -263,6 +263,7 @@ class Session:
             )
         # without a reward of the function or of a turn, the reward function scores the episode
         if reward is None and any(rollout.episode.turn_rewards for rollout in sequences):
+            # exact: the sum does not depend on the order of the branches
             reward = math.fsum(
                 value for rollout in sequences for value in rollout.episode.turn_rewards
             )

@@ -21,7 +21,7 @@ from megatron_rl.rollout.group import Group
 
 Tasks = set[asyncio.Task[None]]
 Ending = Literal["drain", "abort"]
-"""How an open call ends.  drain: groups in progress are completed, the others are not started;
+"""Ways to end an open call.  drain: groups in progress are completed, the others are not started;
 abort: every request is aborted, and the sampled part of its responses is kept."""
 
 
@@ -53,16 +53,29 @@ SampleTurn = Callable[[Group], Awaitable[None]]
 class EpisodeSampler(Protocol):
     """The episodes of one call of the client."""
 
-    async def fill(self, group: Group) -> None: ...
-    def check(self) -> None: ...
+    async def fill(self, group: Group) -> None:
+        """Sample the group's responses, each as an episode."""
+        ...
+
+    def check(self) -> None:
+        """Raise RolloutError where all of several episodes failed."""
+        ...
 
 
 class Episodes(Protocol):
     """The interface of rollout/agents by which the client samples a response of several turns."""
 
-    def adapt(self, sampling: Sampling) -> Sampling: ...
-    def serving(self) -> AbstractAsyncContextManager[None]: ...
-    def call(self, sampling: Sampling, sample: SampleTurn, call: Call) -> EpisodeSampler: ...
+    def adapt(self, sampling: Sampling) -> Sampling:
+        """Return the settings with the tokens that end a turn."""
+        ...
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Keep what episodes share open, such as the endpoint."""
+        ...
+
+    def call(self, sampling: Sampling, sample: SampleTurn, call: Call) -> EpisodeSampler:
+        """Return the episodes of one fill()."""
+        ...
 
 
 class GroupCancelled(Exception):
@@ -83,7 +96,7 @@ class Request:
     timer: Alarm = field(init=False)
     """Calls `Call.cut` at its deadline, then at its next abort."""
     cut_by: Literal["", "deadline", "age"] = ""
-    """Why it was aborted alone, before all others are; "": it was not."""
+    """Reason to abort it alone, before all others; "": it was not."""
 
     @property
     def num_samples(self) -> int:
@@ -141,6 +154,7 @@ class Call:
         """Obey commands until one ends the call, and return it.  Raises what a task raised."""
         waiting = None
         while True:
+            # a thread waits: the queue is filled from other threads, and get() blocks
             waiting = waiting or asyncio.create_task(asyncio.to_thread(commands.get))
             await asyncio.wait([waiting, *self.tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in self.tasks if task.done()]:
@@ -169,7 +183,7 @@ class Call:
         idle = [group for group in new.groups if group not in running]
         drop_older(idle, new.oldest, self.counters)
         # prefixes of running groups are dropped when their requests are answered
-        drop_older(running, new.oldest, self.counters, is_asked=True)
+        drop_older(running, new.oldest, self.counters, has_request=True)
         return idle
 
     async def collect(self, seconds: float) -> None:

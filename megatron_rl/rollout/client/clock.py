@@ -56,6 +56,7 @@ class Clock:
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
         """Raise TimeoutError after so many seconds of this clock, as asyncio.timeout does."""
         async with asyncio.timeout(None) as limit:
+            # the limit is set to now when the alarm comes, as asyncio's own clock does not pause
             alarm = self.alarm(seconds, lambda: limit.reschedule(asyncio.get_running_loop().time()))
             try:
                 yield

@@ -205,13 +205,13 @@ def drop_older(
     version: int,
     counters: RolloutCounters,
     *,
-    is_asked: bool = False,
+    has_request: bool = False,
 ) -> None:
     """Drop and count the responses of `groups` with a token of weights older than `version`; they
     are sampled again.
 
-    is_asked: see Group.drop_older.
+    has_request: see Group.drop_older.
     """
     for group in groups:
-        for rollout in group.drop_older(version, is_asked=is_asked):
+        for rollout in group.drop_older(version, has_request=has_request):
             counters.count_stale(rollout.episode_length)

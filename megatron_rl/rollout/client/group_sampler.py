@@ -113,7 +113,7 @@ class GroupSampler:
                 call.abort(request)
             self.counters.redrawn_samples += len(missing)
             self.counters.failures[error.reason] += 1
-            self._blame(group, server, str(error), is_servers=True)
+            self._blame(group, server, str(error), counts_against_server=True)
             raise
         # an answer after the abort of all requests: it may be incomplete, and no retry follows
         is_cut = call.enough
@@ -139,22 +139,24 @@ class GroupSampler:
         if request.cut_by == "deadline" and not group.is_complete:
             late = RetryableError("timeout", f"not complete after {seconds:g} s")
             self.counters.failures[late.reason] += 1
-            self._blame(group, server, str(late), is_servers=is_useless)
+            self._blame(group, server, str(late), counts_against_server=is_useless)
             raise late
         if not is_useless:
             self.balancer.succeeded(server)
         if dropped:
             why = f"{len(dropped)} of {request.num_samples} samples dropped, {dropped[0]}"
-            self._blame(group, server, why, is_servers=is_useless)
+            self._blame(group, server, why, counts_against_server=is_useless)
             raise RetryableError("dropped", str(dropped[0]))
 
-    def _blame(self, group: Group, server: ServerState, why: str, *, is_servers: bool) -> None:
+    def _blame(
+        self, group: Group, server: ServerState, why: str, *, counts_against_server: bool
+    ) -> None:
         """Record what failed.
 
-        is_servers: nothing in the answer was usable, which counts against the server.
+        counts_against_server: nothing in the answer was usable.
         """
         group.troubles.append((server.url, why))
-        if is_servers and self.balancer.failed(server, why):
+        if counts_against_server and self.balancer.failed(server, why):
             self.counters.circuits_opened += 1
 
     async def _take(

@@ -45,13 +45,13 @@ RETURN_SECONDS = 30.0
 """Time for servers to return what an abort cut short, where that is resumed: up to a step's
 routes."""
 STOP_SECONDS = 5.0
-"""The same time where a signal stops the run, which has checkpoint.grace_seconds in all."""
+"""RETURN_SECONDS where a signal stops the run, which has checkpoint.grace_seconds in all."""
 LATE_FRAC = 0.1
-"""The same time after a request's deadline, as a share of rollout.request_timeout_seconds, where
-that is less than RETURN_SECONDS."""
+"""Time to return what the abort at a request's deadline cut short, as a share of
+rollout.request_timeout_seconds; at most RETURN_SECONDS."""
 SHARED_PREFILL_TOKENS = 1024
-"""Number of prompt tokens that copies would compute again from which the prompt is prefilled once
-before."""
+"""The prompt is prefilled once, before its copies, where that saves at least this many prompt
+tokens of computation."""
 KEEPALIVE_SECONDS = 4.0
 """Time for which a connection without a request stays open; SGLang closes its end after 5 s,
 perhaps as a request arrives."""
@@ -171,6 +171,7 @@ class GenerateRequest:
         if (self.num_samples - 1) * len(self.prompt.token_ids) < SHARED_PREFILL_TOKENS:
             return None
         # no routes of known rows either: the prompt alone may be shorter than what is known
+        # max_tokens 0: the server computes the prompt, keeps it in its cache and samples nothing
         nothing = replace(self.sampling, max_tokens=0, first_row=0, truncation=None)
         prompt_alone = replace(self, rid=f"{self.rid}.prefill", prefixes=[()], sampling=nothing)
         return prompt_alone.body() | {"return_logprob": False}

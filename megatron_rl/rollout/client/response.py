@@ -112,7 +112,8 @@ def parse_sample(
         length = len(inputs) + len(response)
         routes, missing = parse_routes(meta, rollout_id, length, spec, known, first_row)
         if versions[-1] > version:
-            # only rows that were known before the request keep their routes
+            # the weights changed during this request: after a retraction only rows that were known
+            # before it keep their routes
             first_row = 0 if known is None else first_row
             routes, missing = after_retraction(meta, routes, missing, first_row)
     if rules.drop_missing_routes:

@@ -35,6 +35,7 @@ BETWEEN_FLAT = re.compile(rb",")
 PIECE_BYTES = 64 * 1024  # parsed in about a millisecond
 SCAN_BYTES = 4 << 20  # searched in less than that
 MIN_BYTES = 64 * 1024
+"""Least memory that is reserved for a body: all of it where the length is unknown."""
 
 
 class Received:

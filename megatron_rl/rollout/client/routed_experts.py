@@ -94,7 +94,8 @@ def decode_routed_experts(
         out_rows[:, start:stop] = block.astype(out.dtype, copy=False).view(row_type)[..., 0].T
     if missing.size and missing.all():
         raise RoutedExpertsError(
-            "never_written", "some row holds a route; all of them are -1 or zero in every MoE layer"
+            "never_written",
+            "at least one row must hold a route; all rows are -1 or zero in every MoE layer",
         )
     return out.transpose(1, 0, 2), missing if missing.any() else None
 

@@ -107,6 +107,7 @@ def check_spans(spans: object) -> None:
     if not isinstance(spans, list) or not all(
         isinstance(span, list)
         and len(span) == 2
+        # not isinstance, which takes true for an int
         and all(type(value) is int for value in span)
         and span[1] > 0
         for span in spans

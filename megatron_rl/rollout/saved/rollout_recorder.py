@@ -62,13 +62,18 @@ class Recorder:
     def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Write every rollout of `groups`, whose ids are unique, as step `step`, counted from 1 as
         on the console.
+
+        Only the groups of `choice` need their expert ids, which are among the tensors.
         """
         records = [
             record.to_json()
             for group in groups
             for record in to_records(step, group, self._redactor.known)
         ]
-        path, side = self.folder / f"{self.name}.jsonl", tensors_path(self.folder, step, self.name)
+        path, tensors_file = (
+            self.folder / f"{self.name}.jsonl",
+            tensors_path(self.folder, step, self.name),
+        )
         tensors: dict[str, np.ndarray] = {}
         for index in sorted(self.choice.of(step, len(groups))):
             for rollout in groups[index].rollouts:
@@ -86,10 +91,12 @@ class Recorder:
 
         if self.files is None:
             write_lines()
-            write_tensors(side, tensors)
+            write_tensors(tensors_file, tensors)
         else:
+            # lines at once, so that readers of a running job have them; tensors, which are large,
+            # in the thread
             self.files.now(path, write_lines)
-            self.files.later(side, lambda: write_tensors(side, tensors))
+            self.files.later(tensors_file, lambda: write_tensors(tensors_file, tensors))
 
 
 def to_records(
@@ -177,6 +184,7 @@ def forget_lines(path: Path, first_step: int) -> None:
     temporary = path.with_suffix(".part")
     with open(path, "rb") as lines, open(temporary, "wb") as kept:
         kept.writelines(line for line in lines if step_of(line) <= first_step)
+    # as large as before: nothing was removed, and the file need not be replaced
     if temporary.stat().st_size < path.stat().st_size:
         temporary.replace(path)
     else:
@@ -189,6 +197,7 @@ def cut_steps(path: Path, first: int) -> None:
 
     The file is read from its end, as it may have gigabytes.
     """
+    # an empty file cannot be mapped
     if not path.exists() or not path.stat().st_size:
         return
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:

@@ -43,6 +43,7 @@ def check_config(folder: Path, cfg: Config) -> None:
             f"--from-rollouts {folder}: {path.name}: {why}; name a run directory with its"
             " config.toml"
         ) from error
+    # false is no error here: without tensors, reading them reports the file that is missing
     if not isinstance(saved_tensors, bool) and saved_tensors < 1:
         raise ValueError(
             f"--from-rollouts {folder}: rollout.save_tensors = {saved_tensors} in {path}: only that"
@@ -55,6 +56,7 @@ def check_config(folder: Path, cfg: Config) -> None:
     }
     for key, value in ours.items():
         same = (
+            # links and relative paths may name the same folder
             value.resolve() == theirs[key].resolve()
             if isinstance(value, Path)
             else value == theirs[key]

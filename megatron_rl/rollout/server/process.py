@@ -27,8 +27,9 @@ import psutil
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.config.device_limits import Device
-from megatron_rl.config.rules.server_gpus import derived_tensor_ranks
+from megatron_rl.config.rules.server_gpus import MEM_FRACTION_STATIC, derived_tensor_ranks
 from megatron_rl.config.rules.server_rules import check_host, check_python
+from megatron_rl.config.sglang_settings import BY_NAME, read_options
 from megatron_rl.launch import nccl
 from megatron_rl.rollout.server.server_info import ServerError, auth_headers
 
@@ -113,7 +114,7 @@ class Server:
             parent = psutil.Process(self.process.pid)
             for process in (parent, *parent.children(recursive=True)):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    total += sum(process.cpu_times()[:2])
+                    total += sum(process.cpu_times()[:2])  # user and system
         return total
 
     def wait_until_ready(self, log: Callable[[str], None] | None = None) -> None:
@@ -243,6 +244,7 @@ def server_command(
     command += ["--sleep-on-idle"]  # otherwise the idle scheduler keeps a core busy
     if want_routes:
         command += ["--enable-return-routed-experts"]
+    command += options_on_gpus(rollout, device, want_routes=want_routes)
     if rollout.release_memory:
         command += ["--enable-memory-saver"]
     if rollout.weight_update == "in_place":
@@ -252,6 +254,22 @@ def server_command(
     elif size := derived_tensor_ranks(rollout):
         command += ["--tp-size", str(size)]
     return command + list(rollout.server_args)
+
+
+def options_on_gpus(rollout: RolloutConfig, device: Device, *, want_routes: bool) -> list[str]:
+    """Return the options that the run sets on GPUs where SGLang's own choice may be wrong for it.
+
+    Its choice of --mem-fraction-static may leave a weight sync too little memory, and its choice of
+    --moe-runner-backend may capture no expert ids (config/sglang_settings.toml).  Exchanges of
+    experts (--moe-a2a-backend) need runners of their own, so the latter is not set with one.
+    """
+    if device == "cpu":
+        return []
+    options = ["--mem-fraction-static", str(MEM_FRACTION_STATIC)]
+    exchange = read_options(rollout.server_args).get("moe_a2a_backend")
+    if want_routes and exchange in BY_NAME["moe_a2a_backend"].usual:
+        options += ["--moe-runner-backend", "triton"]
+    return options
 
 
 def server_dtype(model: Path, dtype: str) -> str:
@@ -267,6 +285,7 @@ def server_dtype(model: Path, dtype: str) -> str:
             f"model.path = {model}: cannot read config.json: {error}; rollout.dtype = auto needs"
             " the checkpoint's dtype: correct the path, or set rollout.dtype"
         ) from error
+    # transformers 5 writes dtype, 4 torch_dtype
     return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
@@ -284,11 +303,13 @@ def spawn(
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE") and not name.startswith(torchrun)
     }
-    env["PYTHONUNBUFFERED"] = "1"
+    env["PYTHONUNBUFFERED"] = "1"  # its log is read while it runs
     # log-probs of the distribution that was sampled, temperature included
     env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    if "--enable-memory-saver" in command:  # otherwise SGLang's graphs are not among what it frees
+        env.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true")
     if device == "cuda":
         nccl.set_defaults(env, command)
     else:

@@ -34,7 +34,7 @@ FULL_SOFTMAX = {
     "min_new_tokens": 0,
     "ignore_eos": False,
 }
-"""Sampling parameters of /generate that do not change the distribution."""
+"""Parameters with which /generate samples from the full softmax."""
 
 STATED = {*FULL_SOFTMAX, "n", "temperature", "max_new_tokens", "stop_token_ids"}
 """Sampling parameters that every request states."""

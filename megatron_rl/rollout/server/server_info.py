@@ -104,6 +104,7 @@ def server_info(
         routed_experts=routed,
         route_width=route_width(meta) if routed else None,
         num_layers=config.get("num_hidden_layers"),
+        # the key depends on the family: Qwen, Mixtral, DeepSeek
         num_experts=config.get("num_experts")
         or config.get("num_local_experts")
         or config.get("n_routed_experts"),
@@ -328,6 +329,7 @@ def ask(http: httpx.Client, method: str, path: str, body: Json | None = None) ->
 def sample_one_token(http: httpx.Client, sampling_params: Json, **body: object) -> Json:
     """Sample one token after a one-token prompt and return its meta_info."""
     params = {**sampling_params, "max_new_tokens": 1, "ignore_eos": True}
+    # token 0 is in every vocabulary; an end token must not leave the answer empty
     answer = ask(http, "POST", "/generate", {"input_ids": [0], "sampling_params": params, **body})
     return answer.get("meta_info", {})
 

@@ -20,7 +20,13 @@ from typing import Unpack
 import httpx
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.server.process import Server, ServerOptions, free_port, start_server
+from megatron_rl.rollout.server.process import (
+    Server,
+    ServerOptions,
+    free_port,
+    options_on_gpus,
+    start_server,
+)
 from megatron_rl.rollout.server.server_info import ServerError
 
 UNPUSHED = "unpushed"
@@ -79,6 +85,10 @@ class ServerPool:
 
         Raises ServerError with the last log lines.
         """
+        want_routes = self.options.get("want_routes", True)
+        chosen = options_on_gpus(self.rollout, self.options["device"], want_routes=want_routes)
+        if chosen:
+            self.log(f"servers start with {' '.join(chosen)}; rollout.server_args replaces them")
         try:
             for index in range(self.rollout.num_servers):
                 # restarts append to the log, an earlier run's is deleted
@@ -152,6 +162,7 @@ class ServerPool:
         return self.log_dir / ("server.log" if is_alone else f"server_{index}.log")
 
     def _start(self, index: int) -> Server:
+        # 0 without rollout.gpus: a server then sees all GPUs of this process
         num_gpus = len(self.rollout.gpus) // self.rollout.num_servers
         # with the same seed two servers would sample the same responses
         seed = self.options["seed"] + index + self.rollout.num_servers * self.restarts

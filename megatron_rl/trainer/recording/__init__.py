@@ -3,7 +3,7 @@
     events_and_files  events.jsonl, and the thread that writes the files of this folder
     token_recorder    collects what the trainer knows about every sampled token
     token_files       trained.jsonl and its tensor files, which hold that
-    batch_saver       mini-batches that look wrong, for megatron-rl replay-batch
+    saved_batches     mini-batches that look wrong, for megatron-rl replay-batch
 
 The servers' half, rollouts.jsonl and its tensor files, is in rollout/saved.
 """

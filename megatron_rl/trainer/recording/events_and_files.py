@@ -62,4 +62,4 @@ def start_recording(cfg: Config, parallel: Parallel, stack: ExitStack) -> Record
     files = FileWriter(logger.warning)
     stack.callback(files.close)
     path = cfg.run_dir / EVENTS_FILE if parallel.rank == 0 else None
-    return Recording(files, Events(path, files, (cfg.rollout.api_key_env,)))
+    return Recording(files, Events(path, files, hidden=(cfg.rollout.api_key_env,)))

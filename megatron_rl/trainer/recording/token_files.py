@@ -114,12 +114,17 @@ class TokenFiles:
 
         The tensors come first: a line names a complete file.
         """
-        side, path = tensors_path(self.folder, step, self.name), self.folder / f"{self.name}.jsonl"
+        tensors_file, path = (
+            tensors_path(self.folder, step, self.name),
+            self.folder / f"{self.name}.jsonl",
+        )
         sequences = [sequence for sequence in sequences if not sequence.sample.is_copy]
         keys = tensor_keys(sequences)
-        self.files.later(side, lambda: write_tensors(side, dict(self._tensors(sequences, keys))))
         self.files.later(
-            path, lambda: append_text(path, lines_of(sequences, keys, step, side.name))
+            tensors_file, lambda: write_tensors(tensors_file, dict(self._tensors(sequences, keys)))
+        )
+        self.files.later(
+            path, lambda: append_text(path, lines_of(sequences, keys, step, tensors_file.name))
         )
 
     def _tensors(
@@ -143,9 +148,11 @@ class TokenFiles:
     def _arrays(
         self, sample: Sample, table: Table, rows: slice, tokens: slice
     ) -> dict[str, np.ndarray]:
-        """Return kind -> array of one sequence: the given rows and sampled tokens of the table."""
+        """Return kind -> array of one sequence, from these rows and sampled tokens of the table."""
         arrays = dict(zip(table.VALUES, table.values[:, tokens], strict=True))
+        # [N, R], as of N updates that use the sequence; N is 1 (docs/reference/token_data.md)
         arrays["logprobs"] = arrays["logprobs"][None]
+        # the table has flags as float32, beside the other columns: 255 is exact there
         arrays["flags"] = arrays["flags"].astype(np.uint8) | self._known_flags(sample)
         arrays["advantage"] = np.array([sample.advantage], np.float32)
         if len(table.own_experts):

@@ -23,17 +23,20 @@ from torch import Tensor
 
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.pass_results import ObserveTokens, OldPass, UpdateTokens
+from megatron_rl.engine.pass_results import ObserveTokens, UpdateTokens
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.records import MiniBatch, PackedBatch, Sample
 from megatron_rl.replay.layout import Rows, indices
+from megatron_rl.replay.mismatch import Mismatch
 from megatron_rl.rollout.saved.rollout_recorder import GroupChoice
 from megatron_rl.trainer.recording.token_files import Flag, SequenceTokens, Table, TokenFiles
 
-NUM_SUMS, NUM_MAXIMA = 9, 2
-"""Columns of a sequence's summary: `add_tokens` and `add_flips` add them, line_of in token_files.py
-reads them.
+SUMS = ("count", "kl", "kl_k3", "clipped", "weight", "entropy", "loss", "flips", "pairs")
+MAXIMA = ("max_log_ratio", "max_staleness")
+"""Columns of a sequence's summary, over its tokens in the loss: `add_tokens` and, for the last two
+sums, `add_flips` fill them, line_of in token_files.py reads them.
 """
+NUM_SUMS, NUM_MAXIMA = len(SUMS), len(MAXIMA)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Places:
         order.
         """
         local = indices(rows).numpy()
+        # an empty first part: a micro-batch may have no chosen sequence, and numpy joins no empty
+        # list
         packed = np.concatenate([local[:0], *wanted])
         index = np.flatnonzero(np.isin(local, packed))
         return cls(
@@ -102,6 +107,7 @@ class Part:
 
     def add_flips(self, flips: Tensor, compared: Tensor) -> None:
         """Add flips [t], numbers of layers that flip, and compared [t], the rows with a route."""
+        # rows with a route x layers of this stage: the compared pairs
         counts = torch.stack([flips, compared * len(self.own_experts)], dim=1).double()
         self.sums[:, -2:].index_add_(0, self._slots(self.sequence_of_row), counts)
 
@@ -124,6 +130,8 @@ class Part:
         gap = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0)
         stale = torch.where(mask, tokens.logprobs - old_logprobs, 0.0)
         entropy = torch.where(mask, tokens.entropy, 0.0)
+        # KL(mu, pi_old) by two estimators of a sample of mu: k1 = log mu - log pi_old = -gap, and
+        # k3
         k3 = torch.expm1(gap) - gap
         slots = self._slots(batch.sequence_ids)
         summed = torch.stack([mask, -gap, k3, clipped, weight, entropy, tokens.shares], 1)
@@ -132,6 +140,7 @@ class Part:
         self.maxima.scatter_reduce_(0, slots[:, None].expand(-1, NUM_MAXIMA), largest, "amax")
 
     def _slots(self, ids: Tensor) -> Tensor:
+        # pads go to the row after the last sequence
         return torch.where(ids >= 0, ids, len(self.samples))
 
 
@@ -155,6 +164,7 @@ class TokenRecorder:
     def __init__(self, cfg: Config, engine: Engine, files: FileWriter) -> None:
         parallel = engine.parallel
         self.engine = engine
+        # the same draw as the recorder of rollouts: both halves have the same groups
         self.choice = GroupChoice(
             cfg.rollout.saved_share, cfg.run.seed, parallel.dp_rank, parallel.dp_size
         )
@@ -166,7 +176,10 @@ class TokenRecorder:
 
     @contextmanager
     def old_pass(self, batch: MiniBatch) -> Iterator[None]:
-        """Record the router's own choices in the old-logprob pass of `batch` that runs inside."""
+        """Record the router's own choices in the old-logprob pass of `batch` that runs inside.
+
+        The expert ids of the batch are not read.
+        """
         if not self.choice.share:
             yield
             return
@@ -184,15 +197,16 @@ class TokenRecorder:
         with self.engine.manager.observed(observe):
             yield
 
-    def observer(self, batch: MiniBatch, old: OldPass) -> ObserveTokens | None:
-        """Return what observes the update of `batch`, for Engine.compute_gradient."""
+    def observer(self, index: int, mismatch: Mismatch | None) -> ObserveTokens | None:
+        """Return what observes the update of mini-batch `index`, for Engine.compute_gradient.
+
+        mismatch: OldPass.mismatch of its old-logprob pass.
+        """
         if not self.choice.share:
             return None
-        parts = self._parts[batch.index]
-        if old.mismatch is not None:
-            for part, flips, compared in zip(
-                parts, old.mismatch.flips, old.mismatch.compared, strict=True
-            ):
+        parts = self._parts[index]
+        if mismatch is not None:
+            for part, flips, compared in zip(parts, mismatch.flips, mismatch.compared, strict=True):
                 part.has_routes = True
                 part.add_flips(flips, compared)
         return partial(observe_tokens, parts)
@@ -202,6 +216,7 @@ class TokenRecorder:
 
         It is called after the updates of `step`, which is counted from 1.
         """
+        # in one order on all ranks: every table is a collective
         everything = [
             (number, part) for number, parts in sorted(self._parts.items()) for part in parts
         ]
@@ -248,6 +263,7 @@ class TokenRecorder:
     def _summaries(self, parts: Sequence[Part]) -> Tensor:
         """Return float64 [sequences, NUM_SUMS + NUM_MAXIMA], complete on the leader."""
         engine, parallel = self.engine, self.engine.parallel
+        # [:-1]: the last row is that of the pads
         here = torch.cat([torch.cat([part.sums, part.maxima], dim=1)[:-1] for part in parts]).cpu()
         # tensor-parallel ranks have the same rows of the loss, and of the routers unless they are
         # sequence-parallel: rank 0 counts them
@@ -264,6 +280,7 @@ class TokenRecorder:
             else None
         )
         dist.gather(here, ranks, parallel.replica_leader, group=group)
+        # gathered, not reduced: some columns are sums, others maxima
         stacked = torch.stack(ranks or [here])
         return torch.cat([stacked[:, :, :NUM_SUMS].sum(0), stacked[:, :, NUM_SUMS:].amax(0)], dim=1)
 

@@ -209,6 +209,7 @@ def gather_shards(
     gloo sends wrong data for tensors with gaps.
     """
     shards = [torch.empty_like(tensor) for _ in ranks] if dist.get_rank() == source else []
+    # None: torch takes a list on the destination only
     dist.gather(tensor.contiguous(), shards or None, dst=source, group=group)
     return shards
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-E4M3_MAX = 448.0
+E4M3_MAX = 448.0  # the largest number of float8_e4m3fn
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that an all-zero block is not divided by zero
 
 

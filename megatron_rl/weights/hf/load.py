@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_rl.distributed import Parallel
 
 
-@torch.no_grad()
+@torch.no_grad()  # parameters are written in place
 def load_hf(chunks: Iterable[GPTModel], path: Path, spec: ModelSpec, parallel: Parallel) -> None:
     """Fill every parameter of `chunks` from the safetensors checkpoint at `path`.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["replicated", "vocab", "column", "row", "qkv", "glu"]
-"""How tensor-parallel ranks split the megatron tensor.
+"""Split of the megatron tensor over tensor-parallel ranks.
 
 replicated  every rank holds all of it
 vocab       rows, padded with zero rows to a multiple of the ranks

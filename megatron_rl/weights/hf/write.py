@@ -58,6 +58,7 @@ def write_hf_checkpoint(
 
 def make_temporary(out_dir: Path) -> Path:
     out_dir.parent.mkdir(parents=True, exist_ok=True)
+    # beside it: a folder can be renamed within one file system only
     return Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
 
 

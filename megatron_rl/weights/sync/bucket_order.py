@@ -17,7 +17,7 @@ from torch import distributed as dist
 from megatron_rl.weights.sync.servers import WeightPushError
 
 FAILED = 1 << 40
-"""Added to the counter when a bucket could not be sent."""
+"""Added to the counter when a bucket could not be sent: more than any bucket waits for."""
 SHORTEST_POLL, LONGEST_POLL = 0.001, 0.05
 """Seconds between two questions to the store."""
 

@@ -26,7 +26,8 @@ from megatron_rl.weights.sync.servers import Calls, Json, WeightPushError
 POLL_SECONDS = 0.001
 CONNECT_TIMEOUT_SECONDS = 120.0
 SPARE_SECONDS = 60.0
-"""Time beyond that of send() after which torch's watchdog of nccl would end the process."""
+"""Added to the limit of send() for torch's own limit of the group: send() must give up first,
+because nccl's watchdog ends the process."""
 GROUP_NUMBERS = itertools.count()  # torch needs a new name for every group of a process
 
 

@@ -47,7 +47,8 @@ from megatron_rl.weights.sync.colocated import Colocated
 from megatron_rl.weights.sync.push_records import Opened, PushReport, Sent
 from megatron_rl.weights.sync.pushed_weights import PushedWeights, checked_stream, expected_tensors
 from megatron_rl.weights.sync.servers import (
-    MEMORY_TAGS,
+    TO_LOAD,
+    TO_SERVE,
     Json,
     ServerAccess,
     Servers,
@@ -110,8 +111,8 @@ class WeightPusher:
         self.starts: dict[str, Json] = {}
         """URL -> what tells one start of this server from another, at the last push."""
         self.transport = make_transport(sending, weights, self.ranks)
-        self.released: dict[str, set[str]] = {tag: set() for tag in MEMORY_TAGS}
-        """Kind of memory -> URLs of the servers that have released it."""
+        self.released: dict[tuple[str, ...], set[str]] = {TO_LOAD: set(), TO_SERVE: set()}
+        """Kinds of memory -> URLs of the servers that have released them."""
 
     def push(
         self,
@@ -150,6 +151,7 @@ class WeightPusher:
             verified = None
             if opened.is_due:  # before any sample can have the version
                 verified = self.verifier.verify(self.servers, digests, version)
+            # after the check: a push that fails it leaves the next one due
             self.unverified = (self.unverified + 1) % max(1, self.verify_every)
             if serve:
                 self.serve(version)
@@ -164,11 +166,11 @@ class WeightPusher:
     def serve(self, version: int) -> None:
         """Let the servers serve the new weights, after a push.  Called on rank 0.
 
-        They allocate their caches, report `version` and continue.  Raises WeightPushError.
+        They allocate caches and graphs, report `version` and continue.  Raises WeightPushError.
         """
         self._check_alone(version)
         # only after the weights, to keep the peak of memory low
-        self._resume_memory("kv_cache")
+        self._resume_memory(TO_SERVE)
         self.servers.set_version(version_name(version, self.run))
         self.servers.post("/continue_generation", {})
 
@@ -178,8 +180,8 @@ class WeightPusher:
         Meanwhile they serve nothing.  They need --enable-memory-saver.
         """
         self._pause()
-        self.servers.post("/release_memory_occupation", {"tags": list(MEMORY_TAGS)})
-        self.released = {tag: set(self.servers.urls) for tag in MEMORY_TAGS}
+        self.servers.post("/release_memory_occupation", {"tags": [*TO_LOAD, *TO_SERVE]})
+        self.released = {tags: set(self.servers.urls) for tags in self.released}
 
     def set_urls(self, urls: Sequence[str]) -> None:
         """Push to these servers from now on.
@@ -227,7 +229,7 @@ class WeightPusher:
         refused = 0 if keep_requests else self._pause()
         restarted = self._check_servers()
         # before the weights arrive; the cache only after them, to keep the peak low
-        self._resume_memory("weights")
+        self._resume_memory(TO_LOAD)
         # no token may carry the old or the new version from here on
         self.servers.set_version(updating(version_name(version, self.run)))
         # hashing costs a second export, so not every push is verified
@@ -344,14 +346,14 @@ class WeightPusher:
         self.servers.post("/pause_generation", {"mode": "abort"})
         return sum(self.servers.each(self.servers.flush_until_accepted))
 
-    def _resume_memory(self, tag: str) -> None:
+    def _resume_memory(self, tags: tuple[str, ...]) -> None:
         """Resume memory on the servers that released it and are still in use.
 
         A server that was started since then never released any.
         """
-        urls = [url for url in self.servers.urls if url in self.released[tag]]
-        self.released[tag].clear()
-        self.servers.resume_memory(tag, urls)
+        urls = [url for url in self.servers.urls if url in self.released[tags]]
+        self.released[tags].clear()
+        self.servers.resume_memory(tags, urls)
 
 
 def make_transport(sending: TransportSettings, weights: PushedWeights, ranks: Ranks) -> Transport:

@@ -25,7 +25,9 @@ Calls = list[Future[Json]]
 """One call for each server, in progress."""
 FLUSH_RETRY_SECONDS = 0.02
 CONNECT_TIMEOUT_SECONDS = 10.0
-MEMORY_TAGS = ("weights", "kv_cache")
+TO_LOAD, TO_SERVE = ("weights",), ("cuda_graph", "kv_cache")
+"""SGLang's kinds of GPU memory (srt/constants.py) that a server needs to load weights, and only to
+serve them."""
 
 
 class WeightPushError(RuntimeError):
@@ -185,12 +187,13 @@ class Servers:
             raise WeightPushError(f"server {url} runs with {problem}")
         return int(info["tp_size"])
 
-    def resume_memory(self, tag: str, urls: Sequence[str]) -> None:
-        """Let the servers at `urls` allocate this kind of memory again, with any content.
+    def resume_memory(self, tags: Sequence[str], urls: Sequence[str]) -> None:
+        """Let the servers at `urls` allocate these kinds of memory again: graphs with what they had
+        (SGLang keeps a copy on the host), the others with any content.
 
         SGLang 0.5.21 dies of a resume without a release.
         """
-        path, body = "/resume_memory_occupation", {"tags": [tag]}
+        path, body = "/resume_memory_occupation", {"tags": list(tags)}
         self.wait([self.threads.submit(self.call, "POST", url, path, body) for url in urls])
 
     def running(self, urls: Sequence[str]) -> list[str]:

@@ -446,7 +446,8 @@ def test_where_pads_are_shared_replicas_are_one_pod(monkeypatch):
         return [micro.rollout_ids for micro in batch.micro_batches]
 
     expected = run_thread_ranks(deal, 2)
-    monkeypatch.setattr(assignment, "POD", 1)
+    for name in ("POD", "LEAST_POD"):
+        monkeypatch.setattr(assignment, name, 1)
     assert run_thread_ranks(deal, 2) == expected
 
 

@@ -59,7 +59,7 @@ def test_values_of_the_environment(monkeypatch):
         Redactor().text(text)
         == f"{HIDDEN} of-another-name banana-split 16384000 /etc/keys/key.json"
     )
-    assert Redactor(["SERVERS", None]).text("of-another-name") == HIDDEN
+    assert Redactor(hidden=["SERVERS", None]).text("of-another-name") == HIDDEN
 
 
 def test_known_forms_of_tokens():
@@ -116,7 +116,7 @@ def test_config_toml_and_what_a_checkpoint_keeps(config):
 
 
 def test_lines_errors_and_tracebacks(config, tmp_path, capsys):
-    lines = LogLines("text", (config.rollout.api_key_env,))
+    lines = LogLines("text", hidden=(config.rollout.api_key_env,))
     said = f" {SECRET}" if config.rollout.api_key_env else ""
     report_error(RuntimeError(f"{config.rollout.urls[0]} refused{said}"), tmp_path, lines=lines)
     lines.catch_warnings()

@@ -60,6 +60,21 @@ def test_every_setting_of_sglang_has_a_verdict_or_is_listed_as_without_effect():
     assert set(BY_NAME) - settings - SINCE_0_5_22 == {"version", "SGLANG_RETURN_ORIGINAL_LOGPROB"}
 
 
+@pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
+def test_backends_of_experts_are_refused_where_sglang_returns_before_it_captures_their_ids():
+    files = metadata.distribution("sglang").locate_file("sglang/srt")
+    text = (files / "arg_groups/choices.py").read_text()
+    choices = text.split("\nMOE_RUNNER_BACKEND_CHOICES = [")[1].split("\n]")[0]
+    names = set(re.findall(r'^    "(\w+)",', choices, flags=re.MULTILINE))
+    topk = (files / "layers/moe/topk.py").read_text().split("    def forward_cuda(")[1]
+    chooser = topk.split("if output_format == TopKOutputFormat.TRITON_KERNEL:")[0]
+    asked = set(re.findall(r"get_moe_runner_backend\(\)\.is_(\w+)\(\)", chooser))
+    refused = {name for name in names if name.removesuffix("s") in asked or f"{name}s" in asked}
+    assert len(refused) == len(asked) == 4
+    usual = set(BY_NAME["moe_runner_backend"].usual) - {None}
+    assert refused == names - usual and usual < names, "a new backend must be sorted"
+
+
 def test_the_table_names_tests_that_exist_and_the_guide_has_each_setting():
     tests = "".join(path.read_text() for path in (ROOT / "tests" / "e2e").glob("test_*.py"))
     guide = (ROOT / "docs/guides/servers.md").read_text()
@@ -130,6 +145,11 @@ def test_every_verdict_is_enforced(setting):
         ),
         (["--enable-watermark"], "enable_watermark = true is refused: a key chooses tokens"),
         (["--enable-lora"], "enable_lora = true is unproven"),
+        (
+            ["--moe-runner-backend", "flashinfer_trtllm"],
+            "moe_runner_backend = flashinfer_trtllm is refused: .*--moe-runner-backend triton",
+        ),
+        (["--moe-runner=triton_kernel"], "moe_runner_backend = triton_kernel is refused"),
     ],
 )
 def test_options_of_the_command_line_are_checked_before_a_server_starts(args, message):

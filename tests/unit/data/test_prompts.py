@@ -9,9 +9,9 @@ from megatron_rl.config import DataConfig
 from megatron_rl.data.prompts import (
     DataError,
     PromptSource,
+    leaked_prompts,
     load_prompt_files,
     load_prompts,
-    trained_on,
 )
 from megatron_rl.records import Prompt
 from megatron_rl_tools.make_tiny_moe import make_tokenizer
@@ -396,13 +396,13 @@ def test_prompts_that_are_trained_on_and_evaluated_are_named(tmp_path):
     config = DataConfig(train=files["train"], chat_template=False)
     found = load_prompt_files({name: (path, config) for name, path in files.items()}, TOKENIZER)
     train = found.pop("train")
-    (line,) = trained_on(train, found)
+    (line,) = leaked_prompts(train, found)
     assert (
         line
         == f"WARNING 2 of 3 prompts of eval.sets.mixed, {files['mixed']}, are also in data.train ="
         f" {train.path}"
     )
-    assert not list(trained_on(train, {}))
+    assert not list(leaked_prompts(train, {}))
 
 
 def test_parquet_columns_that_are_not_json(tmp_path):

@@ -28,8 +28,10 @@ VERDICTS = [
     ({"moe_enable_deepep": True}, REFUSED + "only supported with flex token dispatcher"),
     ({"overlap_grad_reduce": True}, ALLOWED),
     ({"overlap_param_gather": True}, REFUSED + "weights that are not gathered yet"),
-    ({"use_precision_aware_optimizer": True}, REFUSED + "a run could save, but not resume"),
-    ({"optimizer_cpu_offload": True}, REFUSED + "a run could save, but not resume"),
+    ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}, ALLOWED),
+    ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, ALLOWED),
+    ({"optimizer_offload_fraction": 0.5}, REFUSED + "has no effect; set"),
+    ({"use_torch_optimizer_for_cpu_offload": True}, REFUSED + "core ignores it for adam"),
     ({"cpu_offloading": True, "cpu_offloading_num_layers": 4}, UNTESTED),
     ({"fp8": "hybrid"}, UNTESTED),
     ({"recompute_modules": ["moe"]}, ALLOWED),
@@ -57,7 +59,7 @@ VERDICTS = [
     ({"qk_l2_norm": True}, REFUSED + "another model than the checkpoint's"),
     ({"moe_router_topk_limited_devices": 2}, REFUSED + "another model than the checkpoint's"),
 ]
-NEEDS_TE = ("moe_permute_fusion", "fp8")
+NEEDS_TE = ("moe_permute_fusion", "fp8", "use_precision_aware_optimizer")
 
 
 def settings(fields, **rollout):

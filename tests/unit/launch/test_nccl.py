@@ -1,16 +1,15 @@
-"""NCCL's environment is the same in training ranks and in servers, and the user's values are
-kept.
+"""NCCL's environment is the same in training ranks and in servers where they form a communicator,
+and the user's values are kept.
 """
 
 import os
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from megatron_rl.distributed import groups
+from megatron_rl.config import load_config
 from megatron_rl.launch import nccl
 from megatron_rl.rollout.server.process import spawn
+from megatron_rl.trainer import build
 
 NAMES = list(nccl.DEFAULTS)
 
@@ -31,34 +30,42 @@ def servers_environment(folder, *args):
     }
 
 
-def start_rank(monkeypatch):
-    """What nccl reads when a rank with a GPU starts its process group."""
-    seen = {}
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **rest: seen.update(os.environ))
-    groups._start(True, 1.0)
-    return {name: seen[name] for name in NAMES}
+def start_rank(monkeypatch, *, device="cuda", has_servers=True, **rollout):
+    """What nccl reads in a rank, and the lines of its log."""
+    monkeypatch.setattr(build.allocator, "grow_segments", lambda: None)
+    sections = {"model": {"path": "x"}, "data": {"train": "x"}, "rollout": rollout}
+    cfg = load_config(None, ["--run.device", device], sections)
+    _, *lines = build.prepare_gpus(cfg, has_servers=has_servers) or [""]
+    return {name: os.environ[name] for name in NAMES if name in os.environ}, lines
 
 
 def test_both_sides_have_sglangs_values(unset, tmp_path, monkeypatch):
     expected = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     assert servers_environment(tmp_path) == expected
-    assert start_rank(monkeypatch) == expected
-    assert not list(nccl.user_settings(os.environ))
+    assert start_rank(monkeypatch) == (expected, [])
 
 
 def test_a_value_of_the_user_is_used_on_both_sides_and_logged(unset, tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     expected = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
-    assert start_rank(monkeypatch) == servers_environment(tmp_path) == expected
-    (line,) = nccl.user_settings(os.environ)
+    values, (line,) = start_rank(monkeypatch)
+    assert values == servers_environment(tmp_path) == expected
     assert line.startswith("NCCL_NVLS_ENABLE = 1, set by the user (default 0)")
 
 
+@pytest.mark.parametrize(
+    "run", [{"weight_sync": "disk"}, {"weight_sync": "colocated"}, {"has_servers": False}]
+)
+def test_ranks_without_a_communicator_with_servers_keep_nvls(unset, tmp_path, monkeypatch, run):
+    """Servers of the run have SGLang's values all the same."""
+    assert start_rank(monkeypatch, **run) == ({}, [])
+    assert servers_environment(tmp_path) == dict.fromkeys(NAMES, "0")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
+    assert start_rank(monkeypatch, **run) == ({"NCCL_NVLS_ENABLE": "2"}, [])
+
+
 def test_ranks_on_the_cpu_change_no_variable(unset, monkeypatch):
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **rest: None)
-    groups._start(False, 1.0)
-    assert not [name for name in NAMES if name in os.environ]
+    assert start_rank(monkeypatch, device="cpu") == ({}, [])
 
 
 @pytest.mark.parametrize(

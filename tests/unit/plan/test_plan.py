@@ -282,6 +282,9 @@ def test_servers_on_gpus_of_the_ranks_are_refused(config, monkeypatch):
     assert "16 ranks" in report(config(*four_to_seven), 16)
     with pytest.raises(ValueError, match=r"server_args = .*NCCL_NVLS_ENABLE = 1"):
         report(config(*four_to_seven, "--rollout.server_args=--enable-nccl-nvls"), 16)
+    # only a broadcast makes one communicator of both
+    disk = ("--rollout.weight_sync=disk", "--rollout.server_args=--enable-nccl-nvls")
+    assert "16 ranks" in report(config(*four_to_seven, *disk), 16)
     text = report(config(), 4)
     assert "run.device = auto: refused on a machine with GPUs: rollout.gpus = []" in text, (
         "it may have no GPU"
@@ -408,3 +411,36 @@ def test_proposed_layouts_fit_and_the_first_is_the_fastest(config):
     for each in roomy:
         check_sizes(each.cfg.parallel, 16)
         check_fit(spec, cfg.model, each.cfg.parallel)
+
+
+def test_adam_on_the_host_or_in_fewer_bits_is_counted(config):
+    """Bytes of a parameter that one rank updates, with bfloat16 weights: device, host, saved."""
+
+    def counted(world=1, **fields):
+        values = [item for name in fields for item in (f"--megatron.{name}", str(fields[name]))]
+        cfg = config("--model.dtype", "bfloat16", "--rollout.urls", "http://a:1", *values)
+        spec = make_spec(json.loads((cfg.model.path / "config.json").read_text()))
+        rank, total = memory.rank_memory(spec, cfg, world, 0), memory.full_model(spec).total
+        sizes = (
+            rank.optimizer,
+            memory.host_optimizer_bytes(spec, cfg, world, 0),
+            memory.checkpoint_bytes_of_rank(spec, cfg, world, 0) - 2 * total,
+        )
+        return [size / total for size in sizes], rank.gradients / total, report(cfg, world)
+
+    offload, few = {"optimizer_cpu_offload": "true"}, {"use_precision_aware_optimizer": "true"}
+    half = offload | {"optimizer_offload_fraction": 0.5}
+    assert counted()[:2] == ([12, 0, 12], 4)
+    # core keeps float32 weights on the device, unless the state is precision-aware
+    assert counted(**offload, optimizer_offload_fraction=1)[:2] == ([4, 16, 12], 4)
+    assert counted(**half)[:2] == ([8, 8, 12], 4)
+    assert counted(**half, **few)[:2] == ([6, 8, 12], 4)
+    # the low bits of float32 weights, and moments
+    assert counted(**few)[:2] == ([10, 0, 10], 4)
+    assert counted(**few, store_param_remainders="false")[:2] == ([12, 0, 12], 4)
+    moments = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+    assert counted(**few, **moments, main_grads_dtype="bfloat16")[:2] == ([6, 0, 6], 2)
+    assert "Adam's update: " in counted(**few, **moments)[2]
+    plain, offloaded = counted()[2], counted(**half)[2]
+    assert "Adam's update" not in plain + offloaded and "optimizer_cpu_offload" not in plain
+    assert "of Adam's state and gradients (optimizer_cpu_offload)" in offloaded

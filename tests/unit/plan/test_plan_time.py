@@ -199,9 +199,17 @@ def test_slots_are_limited_by_memory_and_the_command_line():
     assert propose_servers(find_spec("kimi-k2"), 256, H100, assumed).devices == 64
     with pytest.raises(ValueError, match="give --server-gpus 64 or more"):
         propose_servers(find_spec("kimi-k2"), 32, H100, assumed)
-    own = config(rollout={"urls": [], "num_servers": 2, "server_args": ["--tp-size=4"]})
-    assert configured_servers(spec, own, H100, assumed) == ServerPlan(
-        2, 4, own.rollout.max_running_requests, own.rollout.max_total_tokens
+    args = ["--tp-size=4", "--mem-fraction-static", "0.7"]
+    own = config(rollout={"urls": [], "num_servers": 2, "server_args": args})
+    servers = configured_servers(spec, own, H100, assumed)
+    assert servers == ServerPlan(
+        2, 4, own.rollout.max_running_requests, own.rollout.max_total_tokens, 0.7
+    )
+    unlimited = DecodeModel(spec, replace(servers, max_tokens=None), H100, assumed)
+    assert unlimited.static_bytes() == pytest.approx(0.7 * H100.memory)
+    small = DecodeModel(spec, servers, H100, assumed)
+    assert small.static_bytes() == pytest.approx(
+        small.weight_bytes() + own.rollout.max_total_tokens * small.cache_bytes()
     )
 
 
@@ -249,7 +257,10 @@ def test_weight_sync_sends_every_byte_while_other_sources_prepare_theirs():
     assert seconds(tp=4, etp=4) == pytest.approx(size / 450e9 + size / 50e9), (
         "one source gathers, then sends"
     )
-    assert seconds(pp=4, ep=2) == pytest.approx(size / 50e9), "seven others send while one prepares"
+    many = {"weight_sync_sources": 16}
+    assert seconds(pp=4, ep=2, rollout=many) == pytest.approx(size / 50e9), (
+        "seven others send while one prepares"
+    )
     assert seconds(rollout={"weight_sync": "disk"}) == pytest.approx(size / memory + 2 * size / 2e9)
     few = {"weight_sync_sources": 2}
     moved = 0.75 * size / 450e9 + size / memory
@@ -262,11 +273,11 @@ def test_weight_sync_sends_every_byte_while_other_sources_prepare_theirs():
     )
     slow = replace(assumed, tensor_seconds=1.0)
     tensors = 48 * (3 * 128 + 12)
-    assert seconds(pp=4, ep=2, assumed=slow) == pytest.approx(
+    assert seconds(pp=4, ep=2, assumed=slow, rollout=many) == pytest.approx(
         tensors / 8 + size / memory / 8 + size / 50e9 / 8
     )
     slow = replace(assumed, server_tensor_seconds=1.0)
-    assert seconds(pp=4, ep=2, assumed=slow) == pytest.approx(tensors + size / 50e9)
+    assert seconds(pp=4, ep=2, assumed=slow, rollout=many) == pytest.approx(tensors + size / 50e9)
 
 
 def test_overlapped_steps_take_the_longer_half():

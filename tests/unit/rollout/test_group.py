@@ -61,9 +61,9 @@ def test_a_complete_group_that_becomes_too_old_is_sampled_again(is_in_call):
     complete(group)
     group.is_in_call = is_in_call
     oldest = group.rollouts[0].oldest_version
-    assert not group.drop_older(oldest, is_asked=False) and group.state is COMPLETE
+    assert not group.drop_older(oldest, has_request=False) and group.state is COMPLETE
     group.scored = SimpleNamespace()
-    assert len(group.drop_older(oldest + 1, is_asked=False)) == 2 and group.scored is None
+    assert len(group.drop_older(oldest + 1, has_request=False)) == 2 and group.scored is None
     assert group.state is (IN_FLIGHT if is_in_call else WAITING)
 
 

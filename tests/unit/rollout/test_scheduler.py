@@ -18,6 +18,7 @@ from megatron_rl.reward.pool import Rewarded
 from megatron_rl.rollout.client.call import Call
 from megatron_rl.rollout.client.client import RolloutError
 from megatron_rl.rollout.inference import SamplingStopped
+from megatron_rl.rollout.saved.rollout_recorder import GroupChoice
 from megatron_rl.rollout.scheduler import num_prompts
 from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.step_meter import StepMeter
@@ -300,8 +301,8 @@ def test_a_response_that_is_sampled_again_is_scored_again():
         trainer.scheduler.take(0, 0)
         (group, *_) = (each for each in trainer.scheduler.groups if each.is_complete)
         group.scored = group.closed()
-        assert not group.drop_older(0, is_asked=False) and group.closed() is group.scored
-        assert group.drop_older(1, is_asked=True) and group.scored is None
+        assert not group.drop_older(0, has_request=False) and group.closed() is group.scored
+        assert group.drop_older(1, has_request=True) and group.scored is None
 
 
 def test_an_interrupt_ends_the_wait_for_samples(sigint):
@@ -331,7 +332,7 @@ def test_the_groups_of_a_reported_step_are_released(max_staleness):
             reporter=SimpleNamespace(step=lambda *_: None, count=lambda sums: None),
             tokens=SimpleNamespace(finish=lambda step: None),
             recording=SimpleNamespace(files=SimpleNamespace(failed=0)),
-            saver=SimpleNamespace(unsaved=0),
+            saved_batches=SimpleNamespace(unsaved=0),
         )  # fmt: skip
         for step in range(4):
             trainer.step(step)
@@ -385,7 +386,9 @@ def test_responses_older_than_the_budget_stop_the_run_before_they_are_trained_on
     recorded = []
 
     def record(version, budget):
-        recorder = SimpleNamespace(record=lambda step, groups: recorded.append(step))
+        recorder = SimpleNamespace(
+            record=lambda step, groups: recorded.append(step), choice=GroupChoice(0.0)
+        )
         leader = SimpleNamespace(recorder=recorder, rewards=SimpleNamespace(totals=dict))
         run = SimpleNamespace(
             cfg=config(max_staleness=budget), parallel=SimpleNamespace(is_replica_leader=True),

@@ -84,6 +84,25 @@ def test_the_command_line_has_every_option(tmp_path):
     )
     assert "-m sglang.launch_server" in on_gpu
     assert "torch_native" not in on_gpu and "routed-experts" not in on_gpu
+    # room for a weight sync; options of the user come later, so that SGLang's parser takes theirs
+    assert "--mem-fraction-static" not in command
+    assert on_gpu.endswith("--mem-fraction-static 0.8 --page-size 16")
+
+
+def test_experts_are_run_by_a_backend_that_captures_their_ids(tmp_path):
+    """On Blackwell SGLang would take flashinfer_trtllm by itself."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def triton(*args, **changed):
+        options = {"device": "cuda", "port": 1, "seed": 0, **changed}
+        return "--moe-runner-backend triton" in " ".join(
+            server_command(tmp_path, RolloutConfig(server_args=args), **options)
+        )
+
+    assert triton() and triton("--moe-a2a-backend", "none")
+    assert not triton(want_routes=False) and not triton(device="cpu")
+    # deepep_v2 needs deep_gemm, and chooses it
+    assert not triton("--moe-a2a-backend", "deepep_v2") and not triton("--moe-a2a=deepep")
 
 
 def test_servers_start_with_their_own_python_and_all_their_gpus(tmp_path):
@@ -103,6 +122,22 @@ def test_servers_start_with_their_own_python_and_all_their_gpus(tmp_path):
         "--tp-size=2",
     ]
     assert not {"--tp-size"} & ({*command("cpu")} | {*command("cuda", gpus=())})
+
+
+def test_graphs_are_in_the_memory_that_servers_release(tmp_path, monkeypatch):
+    """Without the variable SGLang would capture them outside of what the tag cuda_graph frees."""
+    name = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    monkeypatch.delenv(name, raising=False)
+
+    def environment(*args):
+        with open(tmp_path / "log", "wb") as log:
+            spawn(["sh", "-c", "env", *args], "cuda", log).wait()
+        return (tmp_path / "log").read_text()
+
+    assert f"{name}=true\n" in environment("--enable-memory-saver")
+    assert name not in environment()
+    monkeypatch.setenv(name, "false")
+    assert f"{name}=false\n" in environment("--enable-memory-saver"), "the user's"
 
 
 def test_a_python_that_does_not_exist_is_named(tmp_path):

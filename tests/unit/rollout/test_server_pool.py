@@ -73,6 +73,17 @@ def test_servers_start_together_with_logs_and_ports_of_their_own(checkpoint):
     assert all(process.poll() is not None for process in processes)
 
 
+def test_options_that_the_run_chooses_on_gpus_are_logged(checkpoint):
+    said: list[str] = []
+    rollout = one_rank_config(checkpoint).rollout
+    options = {"device": "cuda", "seed": 0, "log_dir": checkpoint, "log": said.append}
+    with ServerPool(checkpoint, rollout, **options):
+        (line,) = said
+    assert line.startswith(
+        "servers start with --mem-fraction-static 0.8 --moe-runner-backend triton;"
+    )
+
+
 def test_the_others_serve_until_a_dead_server_is_back_with_the_new_weights(checkpoint):
     said: list[str] = []
     cfg = one_rank_config(checkpoint, num_servers=2, weight_sync="disk")

@@ -63,20 +63,16 @@ def order(server):
     """The events that concern memory and weights, loading once."""
     names = []
     for path, body in server.calls:
-        name = (
-            f"{path} {body['tags'][0] if len(body['tags']) == 1 else 'all'}"
-            if path in MEMORY
-            else path
-        )
+        name = f"{path} {' '.join(body['tags'])}" if path in MEMORY else path
         if not path.startswith("/") or path in (*MEMORY, LOADED, "/continue_generation"):
             names += [name] if names[-1:] != [name] else []
     return names
 
 
-TO_TRAINER = ["/release_memory_occupation all", "restore"]
+TO_TRAINER = ["/release_memory_occupation weights cuda_graph kv_cache", "restore"]
 TO_SERVERS = [
     "free training", "/resume_memory_occupation weights", LOADED, "free weights",
-    "/resume_memory_occupation kv_cache",
+    "/resume_memory_occupation cuda_graph kv_cache",
     "/continue_generation",
 ]  # fmt: skip
 

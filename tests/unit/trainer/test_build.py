@@ -198,16 +198,17 @@ def test_colocated_has_one_source_on_gpus_and_else_all_on_this_machine(monkeypat
         for name in ("cpu", "cuda")
     )
     ways = ("distributed", "disk", "colocated")
-    assert [build.max_sources(config(way), gpu) for way in ways] == [16, 32, 1]
-    assert [build.max_sources(config(way), cpu) for way in ways] == [16, 32, 32]
+    assert [build.max_sources(config(way), gpu) for way in ways] == [1, 32, 1]
+    assert [build.max_sources(config(way), cpu) for way in ways] == [1, 32, 32]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     others = (
         {"rollout": {"host": "10.0.0.1", "api_key_env": "KEY"}},
         {"rollout": {"urls": ["http://10.0.0.1:1"]}},
     )
     base = {"model": {"path": "x"}, "data": {"train": "x"}}
+    most = ["--rollout.weight_sync_sources", "16"]
     reached = [
-        build.max_sources(load_config(None, [], base | other), gpu) for other in ({}, *others)
+        build.max_sources(load_config(None, most, base | other), gpu) for other in ({}, *others)
     ]
     assert reached == [1, 16, 16], "ranks on other machines cannot send to 127.0.0.1"
     monkeypatch.setattr(build, "WeightPusher", lambda *_, **settings: SimpleNamespace(close=None))

@@ -14,7 +14,7 @@ from megatron_rl.config import load_config
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.trainer.live_rollouts import LiveRollouts
-from megatron_rl.trainer.recording import batch_saver
+from megatron_rl.trainer.recording.saved_batches import SavedBatches
 from megatron_rl.trainer.step_meter import StepMeter
 from megatron_rl.trainer.trainer import Trainer
 
@@ -39,23 +39,18 @@ def test_an_update_that_is_skipped_is_an_event(tmp_path):
         meter=StepMeter(),
         engine=engine,
         tokens=SimpleNamespace(observer=lambda *args: None),
-        saver=SimpleNamespace(look=lambda *args: None),
+        saved_batches=SimpleNamespace(due=lambda *args: None),
         recording=SimpleNamespace(events=Events(tmp_path / "events.jsonl")),
     )
     trainer.meter.step = 4
     for index in range(2):
-        Trainer.update(trainer, SimpleNamespace(index=index), None)
+        Trainer.update(trainer, SimpleNamespace(index=index), SimpleNamespace(mismatch=None))
     assert events_of(tmp_path / "events.jsonl") == [
         ("skipped_update", 5, "update 1: gradient norm inf")
     ]
 
 
-def test_mini_batches_that_could_not_be_saved_are_counted_since_the_start(monkeypatch):
-    def fail(*args, **settings):
-        raise CheckpointError("full")
-
-    monkeypatch.setattr(batch_saver, "write_bundle", fail)
-    monkeypatch.setattr(batch_saver, "results_of", lambda *args: None)
+def test_mini_batches_that_could_not_be_saved_are_counted_since_the_start():
     found, nothing = [], lambda *args: None
     parallel = SimpleNamespace(rank=0, device="cpu")
     cfg = load_config(
@@ -68,7 +63,7 @@ def test_mini_batches_that_could_not_be_saved_are_counted_since_the_start(monkey
         meter=StepMeter(),
         parallel=SimpleNamespace(rank=0, device=torch.device("cpu")),
         engine=SimpleNamespace(mismatch=nothing),
-        saver=batch_saver.BatchSaver(cfg, SimpleNamespace(parallel=parallel)),
+        saved_batches=SavedBatches(cfg, parallel),
         rollouts=SimpleNamespace(finish_step=nothing, policy_version=1),
         tokens=SimpleNamespace(finish=nothing),
         recording=SimpleNamespace(files=SimpleNamespace(failed=0)),
@@ -79,7 +74,8 @@ def test_mini_batches_that_could_not_be_saved_are_counted_since_the_start(monkey
     )
     for step in range(4):
         if step in (1, 3):
-            trainer.saver.look(step, SimpleNamespace(index=0), None, trainer.meter.sums, 1.0)
+            with trainer.saved_batches.reported(trainer.saved_batches.due(step, 0, 1.0)):
+                raise CheckpointError("full")
         Trainer.report(trainer, step, [])
     assert found == [None, 1, 1, 2]
 

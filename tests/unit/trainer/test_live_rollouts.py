@@ -98,7 +98,10 @@ def live(tmp_path):
                 "rollout/retries_total": 4.0,
             })),
             rewards=rewards_pool,
-            recorder=SimpleNamespace(record=calls.note("record")),
+            recorder=SimpleNamespace(
+                record=calls.note("record"),
+                choice=SimpleNamespace(of=lambda step, count: {step} & set(range(count))),
+            ),
         )  # fmt: skip
         parallel = SimpleNamespace(
             rank=0, dp_rank=0, dp_size=1, device=CPU, host_group=None, is_replica_leader=True,
@@ -365,9 +368,14 @@ def test_the_leader_alone_has_groups_and_every_rank_its_replicas_prompts(
 
 def test_what_is_recorded_is_counted_and_never_older_than_allowed(live):
     source, calls = live(rollout={"max_staleness": 1})
-    groups = [make_group("a", np.array([0.0, 1.0], np.float32), version=2)]
-    source.record(groups, 4)
-    assert calls == [("record", (5, groups), {})]
+    rewards = np.array([0.0, 1.0], np.float32)
+    groups = [make_group(name, rewards, version=2) for name in "abc"]
+    source.record(groups, 0)  # step 1: the tensors of group 1 are saved
+    ((step, recorded), _) = calls.named("record")[0]
+    assert step == 1 and recorded[1] is groups[1]
+    for plain, group in zip(recorded, groups, strict=True):
+        assert plain.prompt is group.prompt and plain.rewards is rewards
+        assert [r.has_routes for r in plain.rollouts] == [group is groups[1]] * GROUP
     found = metrics(source)
     totals = {f"reward/{kind}_total": float(number) for number, kind in enumerate(KINDS, 5)}
     assert {name: found[name] for name in found if name.startswith("reward/")} == totals | {

@@ -25,7 +25,7 @@ def trainer_of(first_step, evaluated, *, is_cut=False):
         evaluation=lambda step, version, metrics: done.append(step), progress=dict
     )
     recording = SimpleNamespace(events=Events())
-    unused = dict.fromkeys(("parallel", "engine", "saver", "tokens", "step_trace"))
+    unused = dict.fromkeys(("parallel", "engine", "saved_batches", "tokens", "step_trace"))
     trainer = Trainer(
         cfg=cfg,
         rollouts=rollouts,

@@ -90,13 +90,15 @@ def test_what_is_trained_on_is_recorded_with_its_text_by_the_leader(made, is_lea
     source, calls = made(is_leader=is_leader, records=records)
     groups = [make_group("a")]
     source.record(groups, 5)
-    assert calls.named("count") == [
-        ((source.cfg, source.parallel, source.meter.sums, groups, 0), {})
-    ]
+    ((cfg, parallel, sums, (plain,), version), _) = calls.named("count")[0]
+    assert (cfg, parallel, sums, version) == (source.cfg, source.parallel, source.meter.sums, 0)
+    assert plain.prompt is groups[0].prompt and not any(r.has_routes for r in plain.rollouts)
     recorded = calls.named("recorder.record")
     assert len(recorded) == (is_leader and records)
     for (step, (group,)), _ in recorded:
-        assert step == 6 and [each.response_text for each in group.rollouts] == [
+        routes = [each.routed_experts for each in groups[0].rollouts]
+        assert step == 6 and [each.routed_experts for each in group.rollouts] == routes
+        assert [each.response_text for each in group.rollouts] == [
             "text of 3",
             "text of 4",
         ]

@@ -75,6 +75,7 @@ def start(monkeypatch, tmp_path):
         parts = {
             "quiet_libraries": None,
             "LogLines": lines,
+            "prepare_gpus": ["a setting of NCCL"] if device == "cuda" else [],
             "join_job": parallel,
             "check_start": None,
             "start_recording": recording,
@@ -89,14 +90,13 @@ def start(monkeypatch, tmp_path):
             "make_sinks": "sinks",
             "forget_steps": None,
             "Reporter": "reporter",
-            "BatchSaver": "saver",
+            "SavedBatches": "saver",
             "TokenRecorder": "tokens",
             "untested": list(fields),
         }
         for name, part in parts.items():
             is_service = name in ("start_recording", "Console")
             monkeypatch.setattr(services if is_service else build, name, makes(name, part))
-        monkeypatch.setattr(build.nccl, "user_settings", lambda environ: ["a setting of NCCL"])
         monkeypatch.setattr(
             services,
             "make_status",
@@ -135,7 +135,7 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
     made, calls, parts = start()
     assert [name for name in calls.names if name not in ("log", "LogLines",
     "lines.catch_warnings")] == [
-        "quiet_libraries", "read_inputs", "join_job", "make_status", "enter status",
+        "quiet_libraries", "read_inputs", "prepare_gpus", "join_job", "make_status", "enter status",
         "make_watchdog", "enter watchdog",
         "start_recording", "StepTrace", "enter trace", "Console", "check_start",
         "watchdog.enter", "Engine", "compatibility_line", "untested",
@@ -143,15 +143,17 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
         "resume", "make_sinks",
         "forget_steps", "Reporter", f"enter recording after {FIRST_STEP}, {FIRST_STEP - 1}",
         "source.start", "postpone",
-        "BatchSaver", "TokenRecorder", "yielded", "collect again",
+        "SavedBatches", "TokenRecorder", "yielded", "collect again",
         f"leave recording after {FIRST_STEP}, {FIRST_STEP - 1}",
         "leave trace", "leave watchdog", "leave status",
     ]  # fmt: skip
     cfg, parallel, meter = parts.cfg, parts.parallel, made["meter"]
-    assert calls.named("LogLines") == [((cfg.run.log_format, ("KEY_OF_THE_SERVERS",)), {})]
+    hidden = {"hidden": ("KEY_OF_THE_SERVERS",)}
+    assert calls.named("LogLines") == [((cfg.run.log_format,), hidden)]
     assert "lines.catch_warnings" in calls.names
     assert calls.named("read_inputs") == [((cfg,), {"is_live": True})]
     assert calls.named("make_watchdog") == [((cfg, parallel, parts.LogLines, parts.status), {})]
+    assert calls.named("prepare_gpus") == [((cfg,), {"has_servers": True})]
     assert calls.named("check_start") == [((cfg, parallel), {"has_servers": True})]
     assert calls.named("Console") == [((), {"enabled": True, "lines": parts.LogLines})]
     assert calls.named("watchdog.enter") == [((LOADING,), {})] * 2
@@ -168,11 +170,11 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
     assert calls.named("forget_steps") == [((cfg.run_dir, FIRST_STEP, 3), {})]
     assert calls.named("Reporter") == [((cfg, console, "sinks", parts.status), {})]
     assert calls.named("source.start") == [((FIRST_STEP,), {})]
-    assert calls.named("BatchSaver") == [((cfg, parts.Engine, console.log, "events"), {})]
+    assert calls.named("SavedBatches") == [((cfg, parallel, console.log, "events"), {})]
     step_trace = made["step_trace"]
     assert made == dict(
         cfg=cfg, parallel=parallel, engine=parts.Engine, rollouts=parts.make_source,
-        checkpoint_policy="policy", meter=meter, reporter="reporter", saver="saver",
+        checkpoint_policy="policy", meter=meter, reporter="reporter", saved_batches="saver",
         tokens="tokens", recording=parts.start_recording, step_trace=step_trace,
         first_step=FIRST_STEP, evaluated=EVALUATED,
     )  # fmt: skip
@@ -196,7 +198,8 @@ def test_only_rank_0_writes(start):
 def test_a_run_from_saved_rollouts_has_no_servers(start):
     _, calls, _ = start(rollouts=Path("saved"))
     assert calls.named("read_inputs")[0][1] == {"is_live": False}
-    assert calls.named("check_start")[0][1] == {"has_servers": False}
+    for name in ("prepare_gpus", "check_start"):
+        assert calls.named(name)[0][1] == {"has_servers": False}
     assert calls.named("make_source")[0][0][-1] == Path("saved")
 
 
@@ -237,7 +240,7 @@ def test_a_run_reads_its_prompts_and_those_of_its_evaluation(monkeypatch, tmp_pa
     monkeypatch.setattr(build, "load_prompt_files", load)
     monkeypatch.setattr(
         build,
-        "trained_on",
+        "leaked_prompts",
         lambda train, files: [f"trained on {len(train.prompts)}, {sorted(files)}"],
     )
     sections = {"agent": {"function": "module.function"}} if agent else {}

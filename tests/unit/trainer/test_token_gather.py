@@ -229,8 +229,7 @@ def test_routes_are_recorded_where_they_were_compared(recorder):
     for mismatch in (None, SimpleNamespace(flips=[flips], compared=[compared])):
         part = Part(engine, truth.batch, truth.samples)
         made, _ = recorder(engine, [part])
-        batch, old = SimpleNamespace(index=0), SimpleNamespace(mismatch=mismatch)
-        observe = made.observer(batch, old)
+        observe = made.observer(0, mismatch)
         assert part.has_routes == (mismatch is not None)
         rows = truth.batch.sequence_ids
         expected = [
@@ -250,6 +249,6 @@ def test_without_save_tensors_nothing_is_recorded(recorder):
     made._parts = {}
     with made.old_pass("a batch that is not looked at"):
         pass
-    assert made.observer("a batch", "its old pass") is None
+    assert made.observer(0, "its mismatch") is None
     made.finish(5)
     assert calls == [] and made._parts == {}

@@ -21,7 +21,9 @@ from megatron_rl.trainer.trainer import Trainer
 from tests.unit.trainer.recorded import Calls, Recorded
 
 STEPS, VERSION = 6, 3
-BATCH, OLD, OBSERVE = SimpleNamespace(index=1), object(), object()
+PLAIN, OBSERVE = object(), object()
+BATCH = SimpleNamespace(index=1, without_routes=PLAIN)
+OLD = SimpleNamespace(mismatch="mismatch")
 PROGRESS = {"policy_version": VERSION, "trackers": {"wandb": "id"}, "evaluated": 2}
 
 
@@ -76,7 +78,7 @@ def made(tmp_path):
             checkpoint_policy=Recorded(calls, "policy", add_previous_totals={"a_total": 1.0}),
             meter=StepMeter(watchdog, step_trace.trace),
             reporter=reporter,
-            saver=saver,
+            saved_batches=saver,
             tokens=tokens,
             recording=SimpleNamespace(files=files, events=Recorded(calls, "events")),
             step_trace=step_trace,
@@ -153,10 +155,12 @@ def test_mini_batches_are_of_penalised_groups_with_advantages(made, monkeypatch,
     monkeypatch.setattr(module, "with_penalties", lambda groups, cfg: [*groups, "penalties"])
     monkeypatch.setattr(module, "with_advantages", advantages)
     monkeypatch.setattr(module, "split", calls.note("split", [BATCH]))
-    groups = ["group", "penalties", "advantages"]
+    monkeypatch.setattr(module, "without_routes", lambda groups: [*groups, "without"])
+    monkeypatch.setattr(module, "with_routes", lambda plain, groups: [*plain, *groups, "with"])
+    groups = ["group", "without", "penalties", "advantages", "group", "with"]
     assert trainer.make_batches(["group"], 4) == [BATCH]
     settings = dict(
-        seed=4, rule="rule", dp_group="dp", save_tokens="those of 3 in step 5",
+        seed=4, rule="rule", dp_group="dp", save_tokens="those of 6 in step 5",
         policy_version=VERSION if max_staleness else None,
     )  # fmt: skip
     assert calls == [
@@ -184,10 +188,10 @@ def test_pi_old_of_every_mini_batch_is_known_before_a_signal_may_end_the_step(ma
     trainer.engine.old_logprobs = lambda batch, sums, replay: (
         sums.add_total("train/counted", 2) or (batch, replay)
     )
-    trainer.saver.note_old_pass = lambda batch, sums: calls.append(
-        ("noted", (batch, reduced(sums)), {})
+    trainer.saved_batches.note_old_pass = lambda index, sums: calls.append(
+        ("noted", (index, reduced(sums)), {})
     )
-    batches = [BATCH, SimpleNamespace(index=2)]
+    batches = [BATCH, SimpleNamespace(index=2, without_routes="plain")]
     assert trainer.old_logprobs(batches) == [(batch, trainer.cfg.replay.mode) for batch in batches]
     assert calls.names == [
         "enter",
@@ -198,24 +202,28 @@ def test_pi_old_of_every_mini_batch_is_known_before_a_signal_may_end_the_step(ma
         "policy.stop_if_signalled",
     ]
     assert calls[0][1] == ("old_logprob", -1)
+    assert [args for args, _ in calls.named("old_pass")] == [(PLAIN,), ("plain",)]
     assert [args for args, _ in calls.named("noted")] == [
-        (batch, {"train/counted": 2}) for batch in batches
+        (batch.index, {"train/counted": 2}) for batch in batches
     ]
     assert reduced(trainer.meter.take_sums()) == {"train/counted": 4}
     assert spans(trainer) == [("old_logprob", "stage")]
 
 
-def test_an_update_is_looked_at_before_it_is_applied(made):
+@pytest.mark.parametrize("due", [None, SimpleNamespace(folder="folder", note="note")])
+def test_a_mini_batch_is_saved_before_its_update_where_it_is_due(made, monkeypatch, due):
     trainer, calls = made()
     seen = []
+    bundle = ("folder", BATCH, OLD, ({"train/counted": 2}, 2.5), "note")
+    saved = [("reported", (due,), {}), ("write_bundle", bundle, {})]
 
     def compute_gradient(batch, old, sums, *, replay, observe):
         sums.add_total("train/counted", 2)
         seen.append((batch, old, replay, observe))
         return 2.5
 
-    def look(step, batch, old, sums, norm):
-        calls.append(("look", (step, batch, old, reduced(sums), norm), {}))
+    def write_bundle(folder, engine, batch, old, results, note):
+        calls.append(("write_bundle", (folder, batch, old, results, note), {}))
 
     def apply_gradient(norm, batch, sums):
         calls.append(("apply", (norm, batch), {}))
@@ -226,13 +234,16 @@ def test_an_update_is_looked_at_before_it_is_applied(made):
         compute_gradient,
         apply_gradient,
     )
-    trainer.saver.look = look
+    trainer.saved_batches.due = calls.note("due", due)
+    trainer.saved_batches.reported = lambda due: nullcontext(calls.append(("reported", (due,), {})))
+    monkeypatch.setattr(module, "results_of", lambda engine, metrics, norm: (metrics, norm))
+    monkeypatch.setattr(module, "write_bundle", write_bundle)
     trainer.meter.step = 4
     trainer.update(BATCH, OLD)
     assert seen == [(BATCH, OLD, trainer.cfg.replay.mode, OBSERVE)]
     assert calls == [
-        ("enter", ("update", 4), {}), ("tokens.observer", (BATCH, OLD), {}),
-        ("look", (4, BATCH, OLD, {"train/counted": 2}, 2.5), {}), ("apply", (2.5, BATCH), {}),
+        ("enter", ("update", 4), {}), ("tokens.observer", (1, "mismatch"), {}),
+        ("due", (4, 1, 2.5), {}), *([] if due is None else saved), ("apply", (2.5, BATCH), {}),
     ]  # fmt: skip
     assert reduced(trainer.meter.take_sums()) == {"train/counted": 2, "optim/counted": 1}
     assert spans(trainer) == [("gradient", "part"), ("optimizer", "part"), ("update", "stage")]
@@ -245,7 +256,11 @@ def test_a_step_reports_what_was_counted_timed_and_compared(made, monkeypatch, r
     trainer, calls = made()
     monkeypatch.setattr(module.gc, "collect", calls.note("collect"))
     monkeypatch.setattr(module, "peak_memory_gib", lambda device: 1.5)
-    trainer.parallel.rank, trainer.saver.unsaved, trainer.recording.files.failed = rank, 2, 3
+    trainer.parallel.rank, trainer.saved_batches.unsaved, trainer.recording.files.failed = (
+        rank,
+        2,
+        3,
+    )
     trainer.engine.mismatch = calls.note(
         "mismatch", SimpleNamespace(router_mismatch=0.25, flip_rate=[0.5, 0.0])
     )

@@ -22,6 +22,7 @@ from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.counters import RolloutCounters
 from megatron_rl.rollout.missing_routes import MissingRouteCounts, add_missing_rows
+from megatron_rl.rollout.saved.rollout_recorder import GroupChoice
 from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.trainer.live_rollouts import LiveRollouts
 from megatron_rl.trainer.reporter import Reporter
@@ -88,7 +89,12 @@ def training(cfg, trackers=None):
     """
     parallel = SimpleNamespace(is_replica_leader=True, rank=0, device=torch.device("cpu"))
     idle = SimpleNamespace(
-        failed=0, unsaved=0, finish=lambda *_: None, record=lambda *_: None, step_done=lambda: None
+        failed=0,
+        unsaved=0,
+        finish=lambda *_: None,
+        record=lambda *_: None,
+        step_done=lambda: None,
+        choice=GroupChoice(0.0),
     )
     with RewardPool(cfg.reward) as pool, Sinks(cfg.run_dir, trackers) as sinks:
         leader = SimpleNamespace(
@@ -103,7 +109,7 @@ def training(cfg, trackers=None):
         yield SimpleNamespace(
             cfg=cfg, parallel=parallel, meter=live.meter,
             engine=SimpleNamespace(mismatch=lambda passes: None),
-            rollouts=live, tokens=idle, saver=idle, recording=SimpleNamespace(files=idle),
+            rollouts=live, tokens=idle, saved_batches=idle, recording=SimpleNamespace(files=idle),
             reporter=Reporter(cfg, Console(enabled=True), sinks),
             checkpoint_policy=CheckpointPolicy(None),
         ), live  # fmt: skip
@@ -184,7 +190,7 @@ def test_every_total_counts_as_the_table_says(cfg):
         counters.failures.update(timeout=3, connection=3, http_503=3, bad_body=3)
         counters.dropped.update(aborted=3, stale_version=3, routes_shape=3, other=3)
         pool.counters.update(dict.fromkeys((*KINDS, "unformatted", "scored"), 3))
-        live.inference.restarts = trainer.recording.files.failed = trainer.saver.unsaved = 3
+        live.inference.restarts = trainer.recording.files.failed = trainer.saved_batches.unsaved = 3
         for step in range(2):
             if step == 0:
                 add_missing_rows(

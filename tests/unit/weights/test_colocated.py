@@ -2,10 +2,13 @@
 released and resumed.
 """
 
+import re
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.colocated import reference, shared_memory
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError
 from megatron_rl.weights.sync.pushed_weights import PushedWeights
-from megatron_rl.weights.sync.servers import ServerAccess, Servers
+from megatron_rl.weights.sync.servers import TO_LOAD, TO_SERVE, ServerAccess, Servers
 from megatron_rl.weights.sync.transports import TransportSettings
 from tests.unit.weights.test_push_protocol import CPU, ORDER, ControlServer, checkpoint, stream  # noqa: F401
 
@@ -145,6 +148,7 @@ def test_memory_is_released_by_paused_servers_and_taken_again_around_the_weights
         pusher = make_pusher(checkpoint, one.url)
         pusher.release_memory()
         assert one.paths == ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
+        assert set(one.calls[-1][1]["tags"]) == {"weights", "kv_cache", "cuda_graph"}
         one.calls.clear()
         # one that was started since: SGLang dies of a resume without a release
         pusher.set_urls([one.url, two.url])
@@ -152,7 +156,7 @@ def test_memory_is_released_by_paused_servers_and_taken_again_around_the_weights
         tags = [
             (path, body["tags"]) for path, body in one.calls if path == "/resume_memory_occupation"
         ]
-        assert [tag for _, tag in tags] == [["weights"], ["kv_cache"]]
+        assert [tag for _, tag in tags] == [["weights"], ["cuda_graph", "kv_cache"]]
         assert one.paths.index("/resume_memory_occupation") < one.paths.index(
             "/begin_weight_update"
         )
@@ -164,6 +168,13 @@ def test_memory_is_released_by_paused_servers_and_taken_again_around_the_weights
         one.calls.clear()
         pusher.push(lambda: stream(checkpoint), 5)
         assert "/resume_memory_occupation" not in one.paths
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
+def test_all_memory_that_sglang_can_release_is_released():
+    source = metadata.distribution("sglang").locate_file("sglang/srt/constants.py").read_text()
+    kinds = re.findall(r'^GPU_MEMORY_TYPE_\w+ = "(\w+)"', source, flags=re.MULTILINE)
+    assert sorted(kinds) == sorted([*TO_LOAD, *TO_SERVE])
 
 
 def test_every_gpu_of_the_servers_gets_a_bucket_of_its_own(checkpoint, monkeypatch):  # noqa: F811

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import Config, ConfigError, RewardConfig, load_config
 from megatron_rl.data.rows import BrokenRow, parse_rows
+from megatron_rl.launch.allocator import GROWING, VARIABLES, allocator_line
 from megatron_rl.models.spec import ModelError, ModelSpec
 from megatron_rl.plan.dry_run import model_spec
 from megatron_rl.plan.grid import smallest_world
@@ -55,6 +56,8 @@ def check_model_config(path: Path) -> tuple[Config | None, ModelSpec | None, lis
         checks += [failed_check(problem) for problem in str(error).splitlines()]
     if cfg.rollout.port and not cfg.rollout.urls:
         checks.append(check_port(cfg.rollout.host, cfg.rollout.port))
+    if cfg.run.device != "cpu":
+        checks.append(check_allocator(cfg))
     key = cfg.rollout.api_key_env
     if key is not None and not os.environ.get(key):
         result = f"{key} is unset or empty"
@@ -68,6 +71,15 @@ def failed_check(problem: str) -> Check:
     words = problem.removeprefix("no such file: ").split()
     key = next((word for word in words if "." in word), "files")
     return Check("FAIL", key, result or problem, remedy if result else "see --dry-run")
+
+
+def check_allocator(cfg: Config) -> Check:
+    """Say how torch allocates GPU memory in ranks; warn of growing segments that servers map."""
+    line = allocator_line(cfg, os.environ, has_servers=True)
+    is_growing = any(GROWING in os.environ.get(name, "") for name in VARIABLES)
+    remedy = "untested with rollout.weight_sync = colocated, which shares memory: unset it"
+    is_shared = cfg.rollout.weight_sync == "colocated"
+    return warn_if(is_growing and is_shared, "allocator", line, remedy)
 
 
 def check_port(host: str, port: int) -> Check:

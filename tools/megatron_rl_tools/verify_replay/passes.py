@@ -76,7 +76,7 @@ class Proof:
         self.engine = Engine(cfg, parallel, total_updates=100, spec=spec)
         self.parallel = parallel
         self.mode = cfg.replay.mode
-        self.given = inputs
+        self.inputs = inputs
         self.routers = [
             (spec.moe_layers.index(layer), router)
             for layer, router in moe_routers(self.engine.chunks)
@@ -92,7 +92,7 @@ class Proof:
         """
         seen: dict[tuple[str, int], list[Seen]] = {}  # (pass, round) -> rows of all ranks
         expected: list[Expected] = []
-        for index in range(len(self.given.samples)):
+        for index in range(len(self.inputs.samples)):
             batch, rows = self.batch(index)
             self._start_round(rows)
             old = self.engine.old_logprobs(batch, MetricSums(), replay=self.mode)
@@ -103,13 +103,13 @@ class Proof:
                 with self.other_routers():
                     self._update(batch, old, self.mode)
             else:
-                routes = self.given.routes(index)
+                routes = self.inputs.routes(index)
                 seen["old-logprob forward", index] = forward
                 self._update(batch, old, self.mode)
             for row in self._take(rows):
                 seen.setdefault((f"update {row.kind}", index), []).append(row)
             earlier = expected[-1].routes if expected else {}
-            places, forwards = self.given.places(index), self.given.forwards(index)
+            places, forwards = self.inputs.places(index), self.inputs.forwards(index)
             expected.append(Expected(routes, earlier, places, forwards))
         return [*self.check_episodes(), *self._check(seen, expected)], routes
 
@@ -117,11 +117,11 @@ class Proof:
         """Check (a) for episodes of several turns: packed tokens, mask and log-probs are those of
         their requests.
         """
-        requests = self.given.requests
+        requests = self.inputs.requests
         if not requests:
             return []
         replica = self.parallel.dp_rank
-        batches = [self.batch(index)[0] for index in range(len(self.given.samples))]
+        batches = [self.batch(index)[0] for index in range(len(self.inputs.samples))]
         findings = [
             wrong
             for batch in batches
@@ -197,7 +197,7 @@ class Proof:
         batch, _ = self.batch(-1)
         if self.parallel.is_last_stage:
             cp = self.parallel.cp_rank, self.parallel.cp_size
-            samples_of_replica = self.given.samples[-1][self.parallel.dp_rank]
+            samples_of_replica = self.inputs.samples[-1][self.parallel.dp_rank]
             parts = zip(samples_of_replica, batch.micro_batches, old.logprobs, strict=True)
             for samples, micro_batch, values in parts:
                 rollouts = [sample.rollout for sample in samples]
@@ -217,7 +217,7 @@ class Proof:
         """Return this replica's mini-batch of a round, and the owner of every row of this rank's
         routers.
         """
-        replicas = self.given.samples[index]
+        replicas = self.inputs.samples[index]
         if routes is not None:
             replicas = tuple(
                 tuple(
@@ -331,8 +331,8 @@ class Proof:
 
         R2 records routes of last tokens too, but nothing depends on them.
         """
-        rounds = range(len(self.given.samples))
-        has_route = {key[:2] for index in rounds for key in self.given.routes(index)}
+        rounds = range(len(self.inputs.samples))
+        has_route = {key[:2] for index in rounds for key in self.inputs.routes(index)}
         pads = [[row for row, who in enumerate(owners) if who is None] for owners in rows]
         routed = [[row for row, who in enumerate(owners) if who in has_route] for owners in rows]
         return pads, routed

@@ -14,8 +14,7 @@ from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.config import load_config
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.reduce import MetricSums
-from megatron_rl.trainer.recording import batch_saver
-from megatron_rl.trainer.recording.batch_saver import BatchSaver
+from megatron_rl.trainer.recording.saved_batches import SavedBatches
 from tests.unit.trainer.test_events_of_a_step import events_of
 
 
@@ -27,7 +26,7 @@ def group():
 
 
 @pytest.fixture
-def run(group, tmp_path, monkeypatch):
+def run(group, tmp_path):
     """run(steps, **settings) -> (the arguments of every bundle; the saver; lines).
 
     steps: of every step the (gradient norm, KL per token) of its updates.
@@ -36,38 +35,27 @@ def run(group, tmp_path, monkeypatch):
     def made(steps, **settings):
         written, lines = [], []
 
-        def write_bundle(folder, engine, batch, old, results, note):
+        def write(due, index):
             if settings.get("fails"):
                 raise CheckpointError("No space left on device")
-            written.append(
-                (
-                    folder.relative_to(tmp_path).as_posix(),
-                    batch.index,
-                    note.step,
-                    note.reason,
-                    note.with_weights,
-                    note.weights,
-                )
-            )
+            note, folder = due.note, due.folder.relative_to(tmp_path).as_posix()
+            written.append((folder, index, note.step, note.reason, note.with_weights, note.weights))
 
-        monkeypatch.setattr(batch_saver, "write_bundle", write_bundle)
-        monkeypatch.setattr(
-            batch_saver, "results_of", lambda engine, metrics, norm: (metrics, norm)
-        )
         keys = {"dir": str(tmp_path), "name": "name"} | {
             k: v for k, v in settings.items() if k != "fails"
         }
         cfg = load_config(None, [], {"model": {"path": "m"}, "data": {"train": "x"}, "run": keys})
-        engine = SimpleNamespace(parallel=SimpleNamespace(device=torch.device("cpu")))
-        saver = BatchSaver(cfg, engine, lines.append, Events(tmp_path / "events.jsonl"))
+        parallel = SimpleNamespace(device=torch.device("cpu"))
+        saver = SavedBatches(cfg, parallel, lines.append, Events(tmp_path / "events.jsonl"))
         for step, updates in enumerate(steps):
-            batches = [SimpleNamespace(index=index) for index in range(len(updates))]
-            for batch, (_, kl) in zip(batches, updates, strict=True):
+            for index, (_, kl) in enumerate(updates):
                 sums = MetricSums()
                 sums.add("train/kl_mu_pi", 10 * kl, 10)
-                saver.note_old_pass(batch, sums)
-            for batch, (norm, _) in zip(batches, updates, strict=True):
-                saver.look(step, batch, None, MetricSums(), norm)
+                saver.note_old_pass(index, sums)
+            for index, (norm, _) in enumerate(updates):
+                if (due := saver.due(step, index, norm)) is not None:
+                    with saver.reported(due):
+                        write(due, index)
         return written, saver, lines
 
     return made
@@ -144,8 +132,7 @@ def test_each_kind_of_anomaly_is_saved_with_its_reason_and_only_the_first_three(
 
 def test_a_mini_batch_without_an_old_logprob_pass_has_no_kl(run):
     written, saver, _ = run([], save_batches="on_anomaly", anomaly_kl=0.5)
-    saver.look(0, SimpleNamespace(index=0), None, MetricSums(), 1.0)
-    assert written == []
+    assert saver.due(0, 0, 1.0) is None and written == []
 
 
 def test_an_anomaly_is_saved_where_others_are_due_too(run):
