@@ -1,4 +1,4 @@
-"""Runs TransformerEngine's stand-ins on a pretended GPU; prints what they left behind, as JSON.
+"""Runs TransformerEngine's stand-ins on a pretended GPU and prints their record, as JSON.
 
 A process of its own: the pretended GPU must be loaded before torch is imported.
 """
@@ -45,7 +45,7 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def record(function: Any, *inputs: torch.Tensor) -> dict[str, Any]:
-    """Run forward and backward: shapes, dtypes, kernels, and the bytes that both leave behind."""
+    """Run forward and backward: shapes, dtypes, kernels, and the bytes that stay after each."""
     recorder.events.clear()
     recorder.problems.clear()
     start = recorder.live
