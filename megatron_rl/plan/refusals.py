@@ -93,7 +93,11 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
         return []
     import torch  # torch and core take seconds, which dry runs without [megatron] save
 
-    from megatron_rl.engine.core_fields import check_fields, check_released_memory
+    from megatron_rl.engine.core_fields import (
+        check_fields,
+        check_reference,
+        check_released_memory,
+    )
     from megatron_rl.engine.model import core_settings, make_transformer_config
     from megatron_rl.engine.optim import make_ddp_config, make_optimizer_config
     from megatron_rl.engine.provider import provider_of
@@ -111,6 +115,8 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
     check_fields(fields, core_settings(spec, model, cfg.parallel, device), is_mla=spec.is_mla)
     if cfg.rollout.release_memory:
         check_released_memory(fields)
+    if cfg.loss.kl_coef:
+        check_reference(fields)
     try:
         core = make_transformer_config(spec, model, cfg.parallel, device, fields)
         make_ddp_config(cfg)
