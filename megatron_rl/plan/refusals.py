@@ -23,6 +23,7 @@ from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_vers
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.grid import dp_size
 from megatron_rl.plan.hardware import Assumptions, Hardware
+from megatron_rl.plan.host_memory import check_host_memory, host_bytes
 from megatron_rl.plan.memory import wants_te
 from megatron_rl.plan.phases import Phase, check_phases, check_sync, phases
 from megatron_rl.replay.compatibility import check_compatibility
@@ -145,4 +146,5 @@ def check_gpus(
         result = [phase for phase in result if phase.trainer]
     check_phases(result, machine.hardware)
     check_sync(cfg, result, machine.hardware)
+    check_host_memory(host_bytes(spec, cfg, world), machine.ranks, machine.hardware)
     return result

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -285,8 +286,13 @@ def this_machine(parallel: Parallel) -> Machine:
     The driver counts its GPUs: torch sees only those of CUDA_VISIBLE_DEVICES.
     """
     device = torch.cuda.get_device_properties(parallel.device)
-    # the checks use name and memory only, not the rates of an H100
-    hardware = replace(HARDWARE["h100"], name=device.name, memory=float(device.total_memory))
+    # the checks use names and memory only, not the rates of an H100
+    hardware = replace(
+        HARDWARE["h100"],
+        name=device.name,
+        memory=float(device.total_memory),
+        host_memory=float(psutil.virtual_memory().total),
+    )
     driver = Path("/proc/driver/nvidia/gpus")
     gpus = len(list(driver.iterdir())) if driver.is_dir() else torch.cuda.device_count()
     return Machine(hardware, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpus, os.environ)

@@ -377,8 +377,11 @@ def test_this_machine_has_the_gpus_that_its_driver_counts(monkeypatch, tmp_path,
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(build.psutil, "virtual_memory", lambda: SimpleNamespace(total=9 << 30))
     machine = build.this_machine(SimpleNamespace(device=torch.device("cuda")))
-    assert machine.hardware == replace(HARDWARE["h100"], name="a GPU", memory=float(80 << 30))
+    assert machine.hardware == replace(
+        HARDWARE["h100"], name="a GPU", memory=float(80 << 30), host_memory=float(9 << 30)
+    )
     assert (machine.ranks, machine.gpus) == (int(local or 1), 8 if has_driver else 2)
 
 
