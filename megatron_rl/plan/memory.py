@@ -244,7 +244,7 @@ def layer_bytes(
     returned row (2 h), and gate, up and their product (3 f).  Layers without TransformerEngine also
     keep keys and values once per query head, the norm of every head, and silu(gate).
     num_rows: by default those of a full micro-batch.
-    skew: rows of this rank's experts / mean over ranks.
+    skew: rows of this rank's experts / mean over ranks; returned rows are those of its tokens.
     """
     parallel, size = cfg.parallel, element_size(cfg)
     tp = parallel.tp
@@ -261,8 +261,10 @@ def layer_bytes(
     if not is_moe:
         return (attention + t * (h // sequence + gated * spec.ffn_size // tp)) * size, 0
     # every tensor rank of an expert computes the rows of all of them, for its part of the expert
-    routed = spec.top_k * (2 * h * parallel.expert_tp + gated * spec.expert_ffn_size)
-    experts = t // sequence * (h + int(skew * routed) + 2 * spec.num_experts)
+    returned = h * parallel.expert_tp
+    dispatched = skew * (returned + gated * spec.expert_ffn_size)
+    routed = int(spec.top_k * (returned + dispatched))
+    experts = t // sequence * (h + routed + 2 * spec.num_experts)
     experts += t * gated * spec.shared_ffn_size // tp
     return (attention + experts) * size, experts * size
 

@@ -83,14 +83,16 @@ def test_a_node_without_the_host_memory_is_refused_where_its_memory_is_known():
 
 
 def test_experts_with_more_rows_than_the_mean_take_more_memory():
-    """Rows of the experts: dispatched and returned (2 h), gate, up and their product (3 f)."""
+    """Rows of the experts: dispatched (h), gate, up and their product (3 f).  Returned rows are
+    those of the rank's tokens.
+    """
     cfg = config()
     rows = 36_864 // 4 // 2
-    routed = rows * 8 * (2 * 2048 + 3 * 768) * 2
+    routed = rows * 8 * (2048 + 3 * 768) * 2
     even = memory.rank_memory(SPEC, cfg, 8, 0)
-    uneven = fullest(SPEC, cfg, 8, read_assumptions(["skew=5"]))
-    layer, more = (memory.layer_bytes(SPEC, cfg, is_moe=True, skew=skew) for skew in (1.0, 5.0))
-    assert [b - a for a, b in zip(layer, more, strict=True)] == [4 * routed] * 2
+    uneven = fullest(SPEC, cfg, 8, read_assumptions(["skew=8"]))
+    layer, more = (memory.layer_bytes(SPEC, cfg, is_moe=True, skew=skew) for skew in (1.0, 8.0))
+    assert [b - a for a, b in zip(layer, more, strict=True)] == [7 * routed] * 2
     assert even == fullest(SPEC, cfg, 8, Assumptions())
     assert uneven.working == more[0] and uneven.activations == even.activations
     kept = config(model={"path": "qwen3-30b-a3b"})
@@ -98,7 +100,7 @@ def test_experts_with_more_rows_than_the_mean_take_more_memory():
     assert more_kept.activations - memory.rank_memory(SPEC, kept, 8, 0).activations == (
         48 * 2 * routed
     )
-    assert report(cfg, 8) != report(cfg, 8, None, read_assumptions(["skew=5"]))
+    assert report(cfg, 8) != report(cfg, 8, None, read_assumptions(["skew=8"]))
 
 
 def test_the_gradient_of_the_head_is_beside_the_logits():
