@@ -108,11 +108,14 @@ def measure(cfg: Config) -> list[tuple[str, int, int]]:
     ):
         engine.update(batch, old, sums, replay="none")
     predicted = memory.rank_memory(engine.spec, cfg, 1, 0)
+    # of what autograd keeps: without the gradient of the LM head
+    kept, recomputed = memory.activation_bytes(engine.spec, cfg, 0)
+    activations = kept + max(recomputed, memory.logits_bytes(engine.spec, cfg))
     parts = [
         ("weights", predicted.weights, sum(p.nbytes for p in parameters)),
         ("gradients", predicted.gradients, sum(p.main_grad.nbytes for p in parameters)),
         ("optimizer", predicted.optimizer, state_bytes(engine)),
-        ("activations", predicted.activations + predicted.working, saved.peak),
+        ("activations", activations, saved.peak),
     ]
     parallel.destroy()
     return parts

@@ -46,6 +46,7 @@ def sharded_state(engine: Engine) -> ShardedStateDict:
     models = {
         f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(engine.chunks)
     }
+    make_moments(engine)
     states = [_optimizer_state(optimizer, models) for optimizer in inner_optimizers(engine)]
     return models | {"optimizer": {str(index): state for index, state in enumerate(states)}}
 
@@ -61,6 +62,17 @@ def load_state(engine: Engine, loaded: StateDict, *, adam_step: float) -> None:
         if optimizer.optimizer is not None:  # None: no parameter of its kind on this rank
             _fill(optimizer, loaded["optimizer"][str(index)])
             set_adam_step(optimizer.optimizer, adam_step)
+
+
+def make_moments(engine: Engine) -> None:
+    """Make Adam's moments, zeros, where there are none yet.
+
+    Adam makes them in its first update: after the first rollout, too late to find out that they do
+    not fit; and a checkpoint of step 0 has the same tensors as any other.
+    """
+    for optimizer in inner_optimizers(engine):
+        if optimizer.optimizer is not None:
+            fill_moments(optimizer.optimizer)
 
 
 def adam_step(engine: Engine) -> float:
@@ -109,8 +121,6 @@ def _optimizer_state(optimizer: MegatronOptimizer, models: ShardedStateDict) -> 
     """
     if optimizer.optimizer is None:
         return {}
-    # torch makes moments in the first update
-    fill_moments(optimizer.optimizer)
     if isinstance(optimizer, DistributedOptimizer):
         return sharded_parts(optimizer, models)
     state = optimizer.sharded_state_dict(models, is_loading=False)
@@ -139,10 +149,7 @@ def _fill(optimizer: MegatronOptimizer, tensors: StateDict) -> None:
 
 
 def fill_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create zero moments before the first update.
-
-    So a checkpoint of step 0 has the same tensors as any other.
-    """
+    """Create zero moments and step counts as the optimizer's first update would."""
     missing = [
         (part, parameter)
         for part in torch_optimizers(optimizer)

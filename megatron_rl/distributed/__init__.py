@@ -1,6 +1,7 @@
-"""Process groups of a job (groups.py), megatron-core without CUDA (cpu.py), float32 (tf32.py).
+"""Process groups of a job (groups.py), megatron-core without CUDA (cpu.py) and without
+TransformerEngine (without_te.py), float32 (tf32.py).
 
-Importing this package first makes megatron-core work where there is no GPU, and quiet.
+Importing this package first makes megatron-core work where these are not installed, and quiet.
 """
 
 import warnings
@@ -20,5 +21,8 @@ from megatron_rl.distributed.groups import (  # noqa: E402
     make_parallel,
 )
 from megatron_rl.distributed.tf32 import disable_tf32  # noqa: E402
+from megatron_rl.distributed.without_te import define_missing_names  # noqa: E402
+
+define_missing_names()
 
 __all__ = ["Parallel", "device_of", "disable_tf32", "from_rank_0", "make_parallel"]

@@ -192,7 +192,6 @@ class Patch:
     replacement: object
     why: str
     """Use of the symbol by megatron-core on a CPU."""
-    only_if_missing: bool = False
 
 
 def patches(module: str, *rows: tuple[str, object, str]) -> tuple[Patch, ...]:
@@ -248,13 +247,6 @@ PATCHES = (
             "optimizer_cpu_offload; core's goes by is_cuda, and through pinned memory",
         ),
     ),
-    Patch(
-        f"{CORE}.transformer.moe.moe_utils",
-        "te_general_gemm",
-        None,
-        "read even when TE is absent",
-        only_if_missing=True,
-    ),
     *patches(
         f"{CORE}.transformer.moe.token_dispatcher",
         (
@@ -283,9 +275,7 @@ def install_cpu() -> None:
     for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     for patch in PATCHES:
-        owner = _owner(patch.module)
-        if not (patch.only_if_missing and hasattr(owner, patch.name)):
-            setattr(owner, patch.name, patch.replacement)
+        setattr(_owner(patch.module), patch.name, patch.replacement)
 
 
 def check_no_gpu() -> None:

@@ -133,6 +133,12 @@ NOT_WITH_RELEASED_MEMORY = {
 }
 """Fields that cannot be used with rollout.release_memory (engine/offload.py), with the reason."""
 
+NOT_WITH_REFERENCE = {
+    "fp8_param": "weights in fp8 have more parts than the one that is exchanged",
+    "fp4_param": "weights in fp4 have more parts than the one that is exchanged",
+}
+"""Fields that cannot be used with loss.kl_coef (engine/reference.py), with the reason."""
+
 CHANGES_NO_ROUTE = (
     "apply_rope_fusion",
     "bias_activation_fusion",
@@ -166,12 +172,21 @@ CORE_ERRORS = (ValueError, RuntimeError, AssertionError, ImportError, TypeError)
 
 def check_released_memory(values: Mapping[str, object]) -> None:
     """Raise ConfigError for fields that cannot be used with rollout.release_memory."""
-    for name, reason in NOT_WITH_RELEASED_MEMORY.items():
+    refuse(values, NOT_WITH_RELEASED_MEMORY, "rollout.release_memory = true")
+
+
+def check_reference(values: Mapping[str, object]) -> None:
+    """Raise ConfigError for fields that cannot be used with loss.kl_coef."""
+    refuse(values, NOT_WITH_REFERENCE, "loss.kl_coef > 0")
+
+
+def refuse(values: Mapping[str, object], reasons: Mapping[str, str], setting: str) -> None:
+    """Raise ConfigError if a field of `reasons` is on, which cannot be used with `setting`."""
+    for name, reason in reasons.items():
         # the values that leave such a field off
         if values.get(name) not in (None, False, "none", "false"):
             raise ConfigError(
-                f"megatron.{name} = {values[name]!r} with rollout.release_memory = true: {reason};"
-                " remove one of them"
+                f"megatron.{name} = {values[name]!r} with {setting}: {reason}; remove one of them"
             )
 
 

@@ -109,12 +109,12 @@ class Engine:
             balance_length=balance_length(self.spec),
         )
         self._rollout_routes = RolloutRoutes(self.layout, len(moe_layers), parallel.device)
-        # a copy of the weights as loaded: take it before anything changes them
-        self._reference = Reference(self.chunks) if cfg.loss.kl_coef else None
         # before DDP: it replaces the output layer's forward, not its parameters
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
         self.models = wrap_ddp(self.chunks, self.core_config, cfg)
+        # a copy of the weights as loaded: take it before anything changes them
+        self._reference = Reference(self.chunks, parallel.device) if cfg.loss.kl_coef else None
         self._pipeline = Pipeline(self.models, self.manager, padded=self.layout.padded)
         self.optimizer = Optimizer(self.models, cfg, total_updates=total_updates)
         self.offload = Offload(self.models, self.optimizer.core, parallel.device)

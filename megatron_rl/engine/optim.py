@@ -17,7 +17,12 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
@@ -156,6 +161,32 @@ class StepOutcome:
     """The gradient was exactly 0."""
 
 
+class MeasuredOptimizer(ChainedOptimizer):
+    """core's optimizer, whose `step` clips by the norm that `measure` computed, of the gradient
+    that it prepared; core's computes both again.
+    """
+
+    measured: float | torch.Tensor | None = None
+    """The norm as core returns it; None: `step` computes it."""
+
+    def measure(self) -> float:
+        """Prepare the gradient; return its global L2 norm before clipping.  Collective.
+
+        The norm is not finite where an element of the gradient is not.
+        """
+        self.measured = None
+        is_bad = self.prepare_grads()
+        self.measured = self.get_grad_norm()
+        grad_norm = float(self.measured)
+        return math.nan if is_bad and math.isfinite(grad_norm) else grad_norm
+
+    def prepare_grads(self) -> bool:
+        return super().prepare_grads() if self.measured is None else False
+
+    def get_grad_norm(self) -> float | torch.Tensor:
+        return super().get_grad_norm() if self.measured is None else self.measured
+
+
 class Optimizer:
     """megatron-core's optimizer with updates skipped where the gradient is not finite or 0."""
 
@@ -164,9 +195,10 @@ class Optimizer:
     ) -> None:
         config = cfg.optim
         # core uses gloo groups only to save and load the optimizer in its own formats
-        self.core: MegatronOptimizer = get_megatron_optimizer(
+        chain = get_megatron_optimizer(
             make_optimizer_config(cfg), models, use_gloo_process_groups=False
         )
+        self.core = MeasuredOptimizer(chain.chained_optimizers)
         self.scheduler = OptimizerParamScheduler(
             self.core,
             init_lr=0.0,
@@ -194,13 +226,11 @@ class Optimizer:
         self.core.zero_grad()
 
     def prepare(self) -> float:
-        """Unscale the gradient; return its global L2 norm before clipping.  Collective.
+        """Return the gradient's global L2 norm before clipping.  Collective.
 
-        The norm is not finite where an element of the gradient is not.
+        It is not finite where an element of the gradient is not.
         """
-        found_inf = self.core.prepare_grads()
-        grad_norm = float(self.core.get_grad_norm())
-        return math.nan if found_inf and math.isfinite(grad_norm) else grad_norm
+        return self.core.measure()
 
     def apply(self, grad_norm: float) -> StepOutcome:
         """Clip and apply the gradient that `prepare` measured, or skip the update.

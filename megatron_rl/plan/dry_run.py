@@ -93,7 +93,7 @@ def report(
         "Routing": sections.routing_lines(cfg),
         "Servers": sections.server_lines(spec, cfg, assumed),
         "Not checked here": [*not_checked, *notes],
-        MEMORY_TITLE: sections.memory_lines(spec, cfg, world),
+        MEMORY_TITLE: sections.memory_lines(spec, cfg, world, assumed),
     }
     if in_phases:
         texts[f"Memory of a GPU by phase, computed for {hardware.name}"] = in_phases
@@ -145,4 +145,4 @@ def gpu_notes(
             raise
         # auto: the run may start on a machine without GPUs
         return [], [f"run.device = auto: refused on a machine with GPUs: {error}"]
-    return list(sections.phase_lines(phases, machine.hardware, spec, cfg, world)), []
+    return list(sections.phase_lines(phases, machine, spec, cfg, world)), []

@@ -32,24 +32,26 @@ class Hardware:
     """Bytes/s to other nodes, this device's share of the node's adapters."""
     per_node: int
     """Devices that reach one another over nvlink."""
+    host_memory: float = 0.0
+    """Bytes of memory of the hosts of those devices; 0: not known."""
 
 
 HARDWARE = {
     # NVIDIA A100 80GB SXM data sheet: 312 TFLOPS BF16, 2,039 GB/s, NVLink 600 GB/s both ways; DGX
-    # A100: 8 x 200 Gb/s
-    "a100": Hardware("A100-80G", 312e12, 80.0 * GIB, 2.039e12, 300e9, 25e9, 8),
+    # A100: 8 x 200 Gb/s, 2 TB of host memory
+    "a100": Hardware("A100-80G", 312e12, 80.0 * GIB, 2.039e12, 300e9, 25e9, 8, 2e12),
     # NVIDIA H100 SXM5 data sheet: 989 TFLOPS BF16 without sparsity, 3.35 TB/s, NVLink 900 GB/s both
-    # ways; DGX H100: 8 x 400 Gb/s
-    "h100": Hardware("H100-SXM", 989e12, 79.6 * GIB, 3.35e12, 450e9, 50e9, 8),
+    # ways; DGX H100: 8 x 400 Gb/s, 2 TB
+    "h100": Hardware("H100-SXM", 989e12, 79.6 * GIB, 3.35e12, 450e9, 50e9, 8, 2e12),
     # NVIDIA H200 SXM data sheet: 989 TFLOPS BF16 without sparsity, 141 GB, 4.8 TB/s, NVLink 900
-    # GB/s; DGX H200: 8 x 400 Gb/s
-    "h200": Hardware("H200", 989e12, 140.4 * GIB, 4.8e12, 450e9, 50e9, 8),
+    # GB/s; DGX H200: 8 x 400 Gb/s, 2 TB
+    "h200": Hardware("H200", 989e12, 140.4 * GIB, 4.8e12, 450e9, 50e9, 8, 2e12),
     # NVIDIA DGX B200 data sheet: 8 x 2.25 PFLOPS BF16 without sparsity, 1,440 GB and 64 TB/s,
-    # NVLink 1.8 TB/s; 8 x 400 Gb/s
-    "b200": Hardware("B200", 2250e12, 179.0 * GIB, 8.0e12, 900e9, 50e9, 8),
+    # NVLink 1.8 TB/s; 8 x 400 Gb/s, 2 TB
+    "b200": Hardware("B200", 2250e12, 179.0 * GIB, 8.0e12, 900e9, 50e9, 8, 2e12),
     # NVIDIA GB200 NVL72 data sheet: 72 GPUs: 180 PFLOPS BF16 without sparsity, 13.4 TB, 576 TB/s,
-    # NVLink 1.8 TB/s each; 400 Gb/s
-    "gb200": Hardware("GB200", 2500e12, 185.0 * GIB, 8.0e12, 900e9, 50e9, 72),
+    # NVLink 1.8 TB/s each; 400 Gb/s, 17 TB
+    "gb200": Hardware("GB200", 2500e12, 185.0 * GIB, 8.0e12, 900e9, 50e9, 72, 17e12),
     # one thread of a server CPU in round numbers, without a data sheet; benchmarks/step_time.py
     # measures a row for the machine it runs on
     "cpu": Hardware("CPU thread", 80e9, 8.0 * GIB, 10e9, 2e9, 2e9, 64),
@@ -58,7 +60,8 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions of computed times, besides the data sheets; `--assume NAME=VALUE` changes one.
+    """Assumptions of computed times and memory, besides the data sheets; `--assume NAME=VALUE`
+    changes one.
 
     Fractions of the peak are those that large runs report.  They are not measured with this program
     on a GPU.
@@ -81,6 +84,8 @@ class Assumptions:
     lockstep: float = 0.97
     """Work / (replicas x slowest) over the micro-batches that replicas run at the same time
     (results/benchmarks.md, Balancing)."""
+    skew: float = 1.0
+    """Rows of the experts of the fullest rank / mean over ranks, for its memory in every layer."""
     layer_seconds: float = 30e-6
     """Fixed time of a layer's forward pass, in which its kernels are launched."""
     decode_layer_seconds: float = 12e-6

@@ -40,13 +40,13 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    reference: int
     activations: int
     """Kept from forward to backward."""
     routes: int
     """Expert ids of a mini-batch's micro-batches, at the longest responses."""
     working: int
-    """The larger of the logits and one layer that is being recomputed, which never exist together.
+    """The larger of two that never exist together: the logits with the gradient of the LM head's
+    weight, and one layer that is being recomputed.
     """
 
     @property
@@ -130,20 +130,25 @@ def attention_parameters_of_rank(spec: ModelSpec, tp: int, *, te: bool = False) 
     return (h * (q_dim + 2 * kv_dim) + q_dim * h) // tp + norms + bias
 
 
-def rank_memory(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> Memory:
-    """Return the bytes on one rank of this pipeline stage at the peak of the update."""
+def rank_memory(
+    spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int, *, skew: float = 1.0
+) -> Memory:
+    """Return the bytes on one rank of this pipeline stage at the peak of the update.
+
+    skew: rows of its experts / mean over ranks.
+    """
     parallel = cfg.parallel
     parameters = rank_parameters(spec, parallel, pp_rank, te=wants_te(cfg))
-    kept, recomputed = activation_bytes(spec, cfg, pp_rank)
+    kept, recomputed = activation_bytes(spec, cfg, pp_rank, skew=skew)
+    head = logits_bytes(spec, cfg) + head_gradient_bytes(spec, cfg)
     size, total, adam = element_size(cfg), parameters.total, adam_bytes(cfg)
     return Memory(
         weights=total * size,
         gradients=total * adam.gradient,
         optimizer=int(updated_parameters(parameters, cfg, world_size) * adam.device),
-        reference=total * size if cfg.loss.kl_coef else 0,  # a frozen copy of the weights
         activations=kept,
         routes=device_route_bytes(spec, cfg, world_size, pp_rank),
-        working=max(recomputed, logits_bytes(spec, cfg) if pp_rank == parallel.pp - 1 else 0),
+        working=max(recomputed, head if pp_rank == parallel.pp - 1 else 0),
     )
 
 
@@ -188,14 +193,20 @@ def checkpoint_bytes_of_rank(spec: ModelSpec, cfg: Config, world_size: int, pp_r
     return share * (element_size(cfg) + adam_bytes(cfg).saved)
 
 
-def activation_bytes(spec: ModelSpec, cfg: Config, pp_rank: int) -> tuple[int, int]:
+def activation_bytes(
+    spec: ModelSpec, cfg: Config, pp_rank: int, *, skew: float = 1.0
+) -> tuple[int, int]:
     """Return the bytes that the micro-batches in flight keep for backward, and the most that one
     layer takes while it is recomputed.
+
+    skew: rows of this rank's experts / mean over ranks.
     """
     parallel = cfg.parallel
     chunks = stage_layers(spec, parallel)[pp_rank :: parallel.pp]
     in_flight = micro_batches_in_flight(cfg, pp_rank)
-    per_layer = {is_moe: layer_bytes(spec, cfg, is_moe=is_moe) for is_moe in (False, True)}
+    per_layer = {
+        is_moe: layer_bytes(spec, cfg, is_moe=is_moe, skew=skew) for is_moe in (False, True)
+    }
     # a recomputed layer keeps only its input
     sequence_shards = parallel.tp if parallel.use_sequence_parallel else 1
     inputs = rows(cfg) * spec.hidden_size * element_size(cfg) // sequence_shards
@@ -223,7 +234,7 @@ def recomputed(model: ModelConfig, number: int) -> str:
 
 
 def layer_bytes(
-    spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | None = None
+    spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | None = None, skew: float = 1.0
 ) -> tuple[int, int]:
     """Return the bytes that one layer keeps for backward of one micro-batch, and those of its MoE
     part alone.
@@ -233,6 +244,7 @@ def layer_bytes(
     returned row (2 h), and gate, up and their product (3 f).  Layers without TransformerEngine also
     keep keys and values once per query head, the norm of every head, and silu(gate).
     num_rows: by default those of a full micro-batch.
+    skew: rows of this rank's experts / mean over ranks; returned rows are those of its tokens.
     """
     parallel, size = cfg.parallel, element_size(cfg)
     tp = parallel.tp
@@ -249,7 +261,9 @@ def layer_bytes(
     if not is_moe:
         return (attention + t * (h // sequence + gated * spec.ffn_size // tp)) * size, 0
     # every tensor rank of an expert computes the rows of all of them, for its part of the expert
-    routed = spec.top_k * (2 * h * parallel.expert_tp + gated * spec.expert_ffn_size)
+    returned = h * parallel.expert_tp
+    dispatched = skew * (returned + gated * spec.expert_ffn_size)
+    routed = int(spec.top_k * (returned + dispatched))
     experts = t // sequence * (h + routed + 2 * spec.num_experts)
     experts += t * gated * spec.shared_ffn_size // tp
     return (attention + experts) * size, experts * size
@@ -264,6 +278,21 @@ def logits_bytes(spec: ModelSpec, cfg: Config) -> int:
     at_once = min(rows(cfg), 1024) if cfg.model.fused_lm_head else rows(cfg)
     columns = padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp
     return at_once * columns * element_size(cfg)
+
+
+def head_gradient_bytes(spec: ModelSpec, cfg: Config) -> int:
+    """Return the bytes of the gradient [V / tp, h] of the LM head's weight, which exists beside the
+    logits until it is added to the float32 gradients.
+
+    0 where it is added to them directly: with gradient accumulation fusion, and with
+    model.fused_lm_head unless gradients are reduced while backward runs.
+    """
+    fields = cfg.megatron.fields
+    if cfg.model.fused_lm_head:
+        size = 4 if fields.get("overlap_grad_reduce") else 0  # summed over chunks in float32
+    else:
+        size = 0 if fields.get("gradient_accumulation_fusion") else element_size(cfg)
+    return padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp * spec.hidden_size * size
 
 
 def rows(cfg: Config) -> int:

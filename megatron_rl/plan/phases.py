@@ -44,13 +44,13 @@ def phases(
     shared: the largest number of servers that the run starts on a GPU of a training rank.  Servers
     that the run attaches to do not count.
     """
-    rank = fullest(spec, cfg, world)
+    rank = fullest(spec, cfg, world, assumed)
     state = rank.weights + rank.gradients + rank.optimizer
     # a checkpoint is written from the state in place; there are no activations then
-    without_activations = [(SAVE, state + rank.reference)]
+    without_activations = [(SAVE, state)]
     stages = range(cfg.parallel.pp)
     if copies := max(memory.update_bytes(spec, cfg, world, pp) for pp in stages):
-        without_activations.append((ADAM, state + rank.reference + copies))
+        without_activations.append((ADAM, state + copies))
     server = None if cfg.rollout.urls else server_bytes(spec, cfg, hardware, assumed)
     if server is None or not shared:
         # the trainer and the servers have GPUs of their own
@@ -80,9 +80,11 @@ def phases(
         yield Phase("sampling", left, shared * (server.total + left), shared * server.total)
 
 
-def fullest(spec: ModelSpec, cfg: Config, world: int) -> Memory:
+def fullest(spec: ModelSpec, cfg: Config, world: int, assumed: Assumptions) -> Memory:
     """Return the memory of the pipeline rank that needs most."""
-    ranks = [memory.rank_memory(spec, cfg, world, pp) for pp in range(cfg.parallel.pp)]
+    ranks = [
+        memory.rank_memory(spec, cfg, world, pp, skew=assumed.skew) for pp in range(cfg.parallel.pp)
+    ]
     return max(ranks, key=lambda rank: rank.total)
 
 
@@ -121,16 +123,6 @@ def broadcast_bytes(spec: ModelSpec, cfg: Config, assumed: Assumptions) -> int:
         cfg.rollout.weight_sync_bucket_mb << 20, SERVED * spec.vocab_size * spec.hidden_size
     )
     return int(weight_sources(cfg) * assumed.communicator * GIB) + 2 * bucket
-
-
-def host_bytes(spec: ModelSpec, cfg: Config, world: int) -> int:
-    """Return the host memory that takes a rank's weights and optimizer state while the servers have
-    its GPU; 0 without rollout.release_memory.
-    """
-    if not cfg.rollout.release_memory:
-        return 0
-    ranks = [memory.rank_memory(spec, cfg, world, pp) for pp in range(cfg.parallel.pp)]
-    return max(rank.weights + rank.optimizer for rank in ranks)
 
 
 def check_phases(phases: Sequence[Phase], hardware: Hardware) -> None:

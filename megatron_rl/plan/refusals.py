@@ -23,6 +23,7 @@ from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_vers
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.grid import dp_size
 from megatron_rl.plan.hardware import Assumptions, Hardware
+from megatron_rl.plan.host_memory import check_host_memory, host_bytes
 from megatron_rl.plan.memory import wants_te
 from megatron_rl.plan.phases import Phase, check_phases, check_sync, phases
 from megatron_rl.replay.compatibility import check_compatibility
@@ -93,7 +94,11 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
         return []
     import torch  # torch and core take seconds, which dry runs without [megatron] save
 
-    from megatron_rl.engine.core_fields import check_fields, check_released_memory
+    from megatron_rl.engine.core_fields import (
+        check_fields,
+        check_reference,
+        check_released_memory,
+    )
     from megatron_rl.engine.model import core_settings, make_transformer_config
     from megatron_rl.engine.optim import make_ddp_config, make_optimizer_config
     from megatron_rl.engine.provider import provider_of
@@ -111,6 +116,8 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
     check_fields(fields, core_settings(spec, model, cfg.parallel, device), is_mla=spec.is_mla)
     if cfg.rollout.release_memory:
         check_released_memory(fields)
+    if cfg.loss.kl_coef:
+        check_reference(fields)
     try:
         core = make_transformer_config(spec, model, cfg.parallel, device, fields)
         make_ddp_config(cfg)
@@ -139,4 +146,5 @@ def check_gpus(
         result = [phase for phase in result if phase.trainer]
     check_phases(result, machine.hardware)
     check_sync(cfg, result, machine.hardware)
+    check_host_memory(host_bytes(spec, cfg, world), machine.ranks, machine.hardware)
     return result

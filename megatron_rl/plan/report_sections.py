@@ -20,10 +20,12 @@ from megatron_rl.models.known import is_known
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.grid import weight_sources
-from megatron_rl.plan.hardware import GIB, Assumptions, Hardware
+from megatron_rl.plan.hardware import GIB, Assumptions
+from megatron_rl.plan.host_memory import host_bytes, node_text
 from megatron_rl.plan.lengths import lengths_of
 from megatron_rl.plan.memory import Memory
-from megatron_rl.plan.phases import Phase, broadcast_bytes, host_bytes
+from megatron_rl.plan.phases import Phase, broadcast_bytes
+from megatron_rl.plan.refusals import Machine
 from megatron_rl.plan.server_time import DecodeModel, configured_servers
 from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl.rollout.server.process import server_command
@@ -50,26 +52,20 @@ PASSES = {
 
 
 def phase_lines(
-    phases: Sequence[Phase], hardware: Hardware, spec: ModelSpec, cfg: Config, world: int
+    phases: Sequence[Phase], machine: Machine, spec: ModelSpec, cfg: Config, world: int
 ) -> Iterator[str]:
-    """Yield the memory of a GPU in every phase, and the host memory of an offload."""
+    """Yield the memory of a GPU in every phase, and the host memory of a node's ranks."""
+    hardware = machine.hardware
     for phase in phases:
         warning = "" if phase.total <= hardware.memory else "WARNING, more than the GPU has: "
         yield (
             f"{phase.name}: {warning}{gib(phase.trainer)} of the trainer + {gib(phase.servers)} of"
             f" servers = {gib(phase.total)} of {gib(int(hardware.memory))}"
         )
-    if on_host := host_bytes(spec, cfg, world):
-        yield (
-            f"on each rank's host while the servers sample: {gib(on_host)} of weights and optimizer"
-            " state, pinned"
-        )
-    stages = range(cfg.parallel.pp)
-    if offloaded := max(memory.host_optimizer_bytes(spec, cfg, world, pp) for pp in stages):
-        yield (
-            f"on each rank's host: {gib(offloaded)} of Adam's state and gradients"
-            " (optimizer_cpu_offload); the seconds of its update on the CPU are not counted"
-        )
+    of = f" of {gib(int(hardware.host_memory))}" if hardware.host_memory else ""
+    yield f"host memory of a node: {node_text(host_bytes(spec, cfg, world), machine.ranks)}{of}"
+    if cfg.megatron.fields.get("optimizer_cpu_offload"):
+        yield "optimizer_cpu_offload: the seconds of Adam's update on the CPU are not counted"
 
 
 def rendered(table: Table) -> list[str]:
@@ -229,7 +225,7 @@ def started_lines(cfg: Config) -> Iterator[str]:
     )
 
 
-def memory_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
+def memory_lines(spec: ModelSpec, cfg: Config, world: int, assumed: Assumptions) -> Iterator[str]:
     """Yield a table of the memory of every pipeline rank, and the memory of a save on the rank that
     needs most.
     """
@@ -237,7 +233,7 @@ def memory_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
     stages = range(cfg.parallel.pp)
     for pp in stages:
         parameters = memory.rank_parameters(spec, cfg.parallel, pp, te=memory.wants_te(cfg))
-        used = memory.rank_memory(spec, cfg, world, pp)
+        used = memory.rank_memory(spec, cfg, world, pp, skew=assumed.skew)
         cells = [gib(getattr(used, name)) for name in KINDS]
         table.add_row(str(pp), f"{parameters.total:,}", *cells, gib(used.total))
     yield from rendered(table)

@@ -75,7 +75,7 @@ class Search:
             model = cfg.model.model_copy(update={"recompute": recompute})
             trial = cfg.model_copy(update={"parallel": parallel, "model": model})
             check_layout(spec, trial, world)
-            used = fullest(spec, trial, world)
+            used = fullest(spec, trial, world, self.trainer.assumed)
             if used.total <= self.device_bytes:
                 if self.trainer.hardware.name != HARDWARE["cpu"].name:
                     check_gpus(spec, trial, world, self.machine)

@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.checkpointer import Checkpointer
 from megatron_rl.checkpoint.lock import locked
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
+from megatron_rl.checkpoint.state import make_moments
 from megatron_rl.config import Config
 from megatron_rl.config.rules.server_rules import check_can_release
 from megatron_rl.data.prompts import PromptSource, leaked_prompts, load_prompt_files, load_tokenizer
@@ -181,10 +183,11 @@ def join_job(cfg: Config, stack: ExitStack) -> Parallel:
 
 
 def load_engine(cfg: Config, parallel: Parallel, console: Console) -> Engine:
-    """Load the model; log what routing replay supports of it, and which fields of [megatron] were
-    never tested with replay.
+    """Load the model and make Adam's state; log what routing replay supports of the model, and
+    which fields of [megatron] were never tested with replay.
     """
     engine = Engine(cfg, parallel, total_updates=cfg.run.num_steps * cfg.run.num_mini_batches)
+    make_moments(engine)
     console.log(compatibility_line(cfg, engine.core_config))
     if fields := untested(cfg.megatron.fields):
         names = ", ".join(f"megatron.{name}" for name in fields)
@@ -283,8 +286,13 @@ def this_machine(parallel: Parallel) -> Machine:
     The driver counts its GPUs: torch sees only those of CUDA_VISIBLE_DEVICES.
     """
     device = torch.cuda.get_device_properties(parallel.device)
-    # the checks use name and memory only, not the rates of an H100
-    hardware = replace(HARDWARE["h100"], name=device.name, memory=float(device.total_memory))
+    # the checks use names and memory only, not the rates of an H100
+    hardware = replace(
+        HARDWARE["h100"],
+        name=device.name,
+        memory=float(device.total_memory),
+        host_memory=float(psutil.virtual_memory().total),
+    )
     driver = Path("/proc/driver/nvidia/gpus")
     gpus = len(list(driver.iterdir())) if driver.is_dir() else torch.cuda.device_count()
     return Machine(hardware, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpus, os.environ)

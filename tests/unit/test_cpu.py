@@ -49,12 +49,11 @@ def count_uses(path: Path) -> Counter:
         return call
 
     for patch in cpu.PATCHES:
-        if patch.replacement is not None:
-            setattr(
-                cpu._owner(patch.module),
-                patch.name,
-                counting(f"{patch.module}.{patch.name}", patch.replacement),
-            )
+        setattr(
+            cpu._owner(patch.module),
+            patch.name,
+            counting(f"{patch.module}.{patch.name}", patch.replacement),
+        )
     for name in METHODS:
         owner, method = getattr(cpu, name.split(".")[0]), name.split(".")[1]
         setattr(owner, method, counting(name, getattr(owner, method)))
@@ -131,9 +130,7 @@ def train_step(path: Path, *, offload: bool = False, **layout: int) -> None:
 def patch_names() -> list[str]:
     from megatron_rl.distributed import cpu
 
-    return [
-        f"{patch.module}.{patch.name}" for patch in cpu.PATCHES if patch.replacement is not None
-    ]
+    return [f"{patch.module}.{patch.name}" for patch in cpu.PATCHES]
 
 
 @pytest.mark.parametrize("name", [*patch_names(), *METHODS, "factories"])
@@ -141,24 +138,6 @@ def test_megatron_core_needs_this_replacement(used: Counter, name: str) -> None:
     assert used[name] > 0, (
         f"megatron-core no longer uses {name} in training: remove its row from distributed/cpu.py"
     )
-
-
-def test_missing_name_is_still_missing_in_core() -> None:
-    """te_general_gemm: core reads it without TransformerEngine, and does not define it then."""
-    from megatron.core.transformer.moe import moe_utils
-
-    from megatron_rl.distributed import cpu
-
-    assert [patch.name for patch in cpu.PATCHES if patch.only_if_missing] == ["te_general_gemm"]
-    assert "te_general_gemm" in moe_utils.RouterGatingLinearFunction.forward.__code__.co_names
-    assert not moe_utils.HAVE_TE
-    del moe_utils.te_general_gemm
-    try:
-        linear = moe_utils.RouterGatingLinearFunction.apply
-        with pytest.raises(NameError, match="te_general_gemm"):
-            linear(torch.ones(1, 2), torch.ones(3, 2), None, torch.float32)
-    finally:
-        moe_utils.te_general_gemm = None
 
 
 def test_install_twice_changes_nothing() -> None:

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.engine.core_fields import KINDS, check_released_memory, field_types, untested
+from megatron_rl.engine.core_fields import (
+    KINDS,
+    check_reference,
+    check_released_memory,
+    field_types,
+    untested,
+)
 from megatron_rl.engine.model import TransformerConfig
 from megatron_rl.models.known import find_spec
 from megatron_rl.plan.refusals import check_core
@@ -105,6 +111,16 @@ def test_fields_that_hold_on_to_memory_are_refused_where_it_is_released(fields):
     check_released_memory(
         {name: "none" if isinstance(value, str) else False for name, value in fields.items()}
     )
+
+
+@pytest.mark.parametrize("name", ["fp8_param", "fp4_param"])
+def test_weights_of_several_parts_are_refused_with_a_reference_policy(name):
+    cfg = settings({name: True})
+    with_kl = cfg.model_copy(update={"loss": cfg.loss.model_copy(update={"kl_coef": 0.1})})
+    message = rf"megatron\.{name} = True with loss\.kl_coef > 0: .*; remove one of them"
+    with pytest.raises(ValueError, match=message):
+        check_core(find_spec("qwen3-30b-a3b"), with_kl)
+    check_reference({name: False})
 
 
 def test_the_guide_has_every_verdict():

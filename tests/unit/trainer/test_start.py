@@ -82,6 +82,7 @@ def start(monkeypatch, tmp_path):
             "read_inputs": SimpleNamespace(lines=["an input"]),
             "Console": console,
             "Engine": SimpleNamespace(core_config="core"),
+            "make_moments": None,
             "compatibility_line": "compatible",
             "make_source": source,
             "Checkpointer": "checkpointer",
@@ -138,7 +139,7 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
         "quiet_libraries", "read_inputs", "prepare_gpus", "join_job", "make_status", "enter status",
         "make_watchdog", "enter watchdog",
         "start_recording", "StepTrace", "enter trace", "Console", "check_start",
-        "watchdog.enter", "Engine", "compatibility_line", "untested",
+        "watchdog.enter", "Engine", "make_moments", "compatibility_line", "untested",
         "make_source", "watchdog.enter", "Checkpointer", "CheckpointPolicy",
         "resume", "make_sinks",
         "forget_steps", "Reporter", f"enter recording after {FIRST_STEP}, {FIRST_STEP - 1}",
@@ -158,6 +159,7 @@ def test_a_run_checks_what_is_cheap_first_then_loads_the_model_and_closes_in_rev
     assert calls.named("Console") == [((), {"enabled": True, "lines": parts.LogLines})]
     assert calls.named("watchdog.enter") == [((LOADING,), {})] * 2
     assert calls.named("Engine") == [((cfg, parallel), {"total_updates": 12})]
+    assert calls.named("make_moments") == [((parts.Engine,), {})], "before the first rollout"
     assert [args for args, _ in calls.named("log")] == [("an input",), ("compatible",)]
     console, checkpointer = parts.Console, calls.named("Checkpointer")
     assert checkpointer == [
@@ -375,8 +377,11 @@ def test_this_machine_has_the_gpus_that_its_driver_counts(monkeypatch, tmp_path,
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(build.psutil, "virtual_memory", lambda: SimpleNamespace(total=9 << 30))
     machine = build.this_machine(SimpleNamespace(device=torch.device("cuda")))
-    assert machine.hardware == replace(HARDWARE["h100"], name="a GPU", memory=float(80 << 30))
+    assert machine.hardware == replace(
+        HARDWARE["h100"], name="a GPU", memory=float(80 << 30), host_memory=float(9 << 30)
+    )
     assert (machine.ranks, machine.gpus) == (int(local or 1), 8 if has_driver else 2)
 
 
