@@ -19,16 +19,21 @@ from torch import Tensor
 from megatron_rl_tools.rehearse.device import PretendedGpu
 
 
+def imported(name: str) -> Any:
+    """Import a module whose private names are replaced."""
+    return importlib.import_module(name)
+
+
 def install(gpu: PretendedGpu, skew: float) -> None:
     """Patch torch and megatron-core; call it once, after the imports and before ranks start."""
     install_attention(gpu)
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random = imported("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.default_generator.get_state()
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     install_dispatcher(gpu, skew)
     install_optimizer(gpu)
     install_pinning(gpu)
-    offload = importlib.import_module("megatron_rl.engine.offload")
+    offload = imported("megatron_rl.engine.offload")
 
     def bytes_of_storage(storage: torch.UntypedStorage) -> Tensor:
         with gpu.fake:  # a pretended storage cannot be given to a new tensor
@@ -41,8 +46,8 @@ def install_optimizer(gpu: PretendedGpu) -> None:
     """Let norms and Adam work as the fused kernels of TransformerEngine or apex: one pass over the
     tensors, without temporary copies of all of them.
     """
-    clip = importlib.import_module("megatron.core.optimizer.clip_grads")
-    adam = importlib.import_module("torch.optim.adam")
+    clip = imported("megatron.core.optimizer.clip_grads")
+    adam = imported("torch.optim.adam")
 
     def l2_norm(
         chunk: int, flag: Tensor, lists: Sequence[Sequence[Tensor]], *args: object
@@ -59,7 +64,7 @@ def install_optimizer(gpu: PretendedGpu) -> None:
 
 def install_dispatcher(gpu: PretendedGpu, skew: float) -> None:
     """Invent the tokens per expert of every dispatch, and the sizes that follow from them."""
-    module = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    module = imported("megatron.core.transformer.moe.token_dispatcher")
     rows = 0
     for name in ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher"):
         dispatcher = getattr(module, name)
@@ -133,7 +138,7 @@ def install_attention(gpu: PretendedGpu) -> None:
         output: Tensor = flash(query, key, value, 0.0, is_causal, False, scale=scale)[0]
         return output
 
-    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    F.scaled_dot_product_attention = attention
 
 
 def install_pinning(gpu: PretendedGpu) -> None:
@@ -149,7 +154,7 @@ def install_pinning(gpu: PretendedGpu) -> None:
         return mark(tensor) if pin_memory else tensor
 
     torch.empty = make_empty  # type: ignore[assignment]
-    torch.Tensor.pin_memory = lambda self, *args: mark(self)  # type: ignore[method-assign,assignment]
-    torch.Tensor.is_pinned = (  # type: ignore[method-assign,assignment]
+    torch.Tensor.pin_memory = lambda self, *args: mark(self)  # type: ignore[method-assign]
+    torch.Tensor.is_pinned = (  # type: ignore[method-assign]
         lambda self, *args: getattr(self, "is_pretended_pinned", False)
     )

@@ -130,7 +130,10 @@ class Work(dist.Work):  # type: ignore[name-defined]
 
 
 class Group(dist.ProcessGroup):
-    """A group with the backend that the program named, under torch's names for its collectives."""
+    """A group with the backend that the program named, under torch's names for its collectives.
+
+    torch calls these methods from Python only, with the arguments below; its stubs list others.
+    """
 
     def __init__(self, world: World, rank: int, ranks: Sequence[int], backend: str) -> None:
         super().__init__(rank, len(ranks))
@@ -181,7 +184,7 @@ class Group(dist.ProcessGroup):
             "all_gather", [tensor], [output], opts, fill=self._gather, output_sizes=sizes
         )
 
-    _allgather_base = all_gather_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -189,9 +192,9 @@ class Group(dist.ProcessGroup):
         pairs = zip(outputs, inputs, strict=True)
         return [self.all_gather_single(*pair, opts) for pair in pairs][-1]
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
-    def reduce_scatter(
+    def reduce_scatter(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> Work:
         return self._call("reduce_scatter", inputs[0], outputs, opts, fill=self._reduce)
@@ -202,7 +205,7 @@ class Group(dist.ProcessGroup):
             "reduce_scatter", [tensor], [output], opts, fill=self._reduce, input_sizes=sizes
         )
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -210,7 +213,7 @@ class Group(dist.ProcessGroup):
         pairs = zip(outputs, inputs, strict=True)
         return [self.reduce_scatter_single(*pair, opts) for pair in pairs][-1]
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
@@ -233,16 +236,20 @@ class Group(dist.ProcessGroup):
             output_sizes=received,
         )  # fmt: skip
 
-    all_to_all_single = alltoall_base
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         return self._call("all_to_all", inputs, outputs, opts, fill=lambda call, values: None)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+    def gather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
         received = outputs[0] if outputs else []
         return self._call("gather", inputs, received, opts, fill=self._gather)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
+    def scatter(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> Work:
         def fill(call: Call, values: Values) -> Arrays:
             arrays = self._sent(values, call.root)
             return None if arrays is None else (arrays[self.my_rank],)

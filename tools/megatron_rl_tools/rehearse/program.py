@@ -130,6 +130,7 @@ class Program:
                 continue
             bucket = Bucket(engine.parallel.device, number)
             for item in part.tensors:
+                assert item.tensor is not None  # this rank is their source
                 bucket.add(item.name, item.tensor, torch.bfloat16)
             sent += bucket.flat().numel()
         self.report.exported = {"buckets": number, "bytes": total, "from this rank": sent}

@@ -13,7 +13,7 @@ from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.hardware import Hardware
 from megatron_rl_tools.rehearse.judge import GIB, STEADY, Findings, as_json, judge
-from megatron_rl_tools.rehearse.timeline import chrome_trace
+from megatron_rl_tools.rehearse.timeline import Span, chrome_trace
 from megatron_rl_viewer.report_style import STYLE
 
 NOTE = (
@@ -36,7 +36,9 @@ def write_report(
     results: rank -> RankReport or RankFailed, or the text of a disagreement.
     """
     if isinstance(results, str):
-        found, spans, reports = Findings(errors=[results]), {}, {}
+        reports: dict[int, Any] = {}
+        spans: dict[int, list[Span]] = {}
+        found = Findings(errors=[results])
     else:
         reports = dict(results)
         found, spans = judge(reports, spec, cfg, world_size, hardware)

@@ -23,8 +23,8 @@ PROPERTIES = dict(
 """Those of an H100, from NVIDIA's CUDA programming guide, compute capability 9.0."""
 
 
-def install(recorder: Recorder, total_bytes: int) -> None:
-    """Replace the functions of torch.cuda that would ask the driver."""
+def classes(recorder: Recorder) -> tuple[type, type]:
+    """Return (Stream, Event); waiting for one on the host is recorded."""
 
     class Event:
         def __init__(self, *args: object, **kwargs: object) -> None: ...
@@ -60,9 +60,26 @@ def install(recorder: Recorder, total_bytes: int) -> None:
 
         def __exit__(self, *args: object) -> None: ...
 
+    return Stream, Event
+
+
+def install(recorder: Recorder, total_bytes: int) -> None:
+    """Replace the functions of torch.cuda that would ask the driver."""
+    for name, function in functions(recorder, total_bytes).items():
+        setattr(torch.cuda, name, function)
+    torch.cuda.nvtx.range_push = lambda *args, **kwargs: None  # type: ignore[assignment]
+    torch.cuda.nvtx.range_pop = lambda *args, **kwargs: None  # type: ignore[assignment]
+    torch.cuda.nccl.version = lambda: (2, 28, 0)  # type: ignore[assignment]
+    torch.cuda.default_generators = (torch.default_generator,)
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
+
+
+def functions(recorder: Recorder, total_bytes: int) -> dict[str, Any]:
+    """Return what replaces names of torch.cuda."""
+    Stream, Event = classes(recorder)  # noqa: N806
     properties = types.SimpleNamespace(**PROPERTIES, total_memory=total_bytes)
     nothing = contextlib.nullcontext
-    functions: dict[str, Any] = dict(
+    return dict(
         is_available=lambda: True,
         _is_compiled=lambda: True,
         is_initialized=lambda: True,
@@ -99,10 +116,3 @@ def install(recorder: Recorder, total_bytes: int) -> None:
         is_bf16_supported=lambda *args, **kwargs: True,
         is_current_stream_capturing=lambda: False,
     )
-    for name, function in functions.items():
-        setattr(torch.cuda, name, function)
-    torch.cuda.nvtx.range_push = lambda *args, **kwargs: None  # type: ignore[assignment]
-    torch.cuda.nvtx.range_pop = lambda *args, **kwargs: None  # type: ignore[assignment]
-    torch.cuda.nccl.version = lambda: (2, 28, 0)  # type: ignore[assignment]
-    torch.cuda.default_generators = (torch.default_generator,)
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
