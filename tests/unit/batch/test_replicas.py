@@ -463,10 +463,13 @@ def test_a_leader_of_two_keeps_its_own_groups():
     prompts = [group.prompt for group in groups]
 
     def share(group, rank):
-        return share_groups(groups if rank == 0 else None, prompts, group=group, leader=0)
+        return share_groups(groups if rank == 0 else None, prompts, node_ranks(group, (0, 0)))
 
     own, sent = run_thread_ranks(share, 2)
-    assert all(mine is given for mine, given in zip(own, groups, strict=True))
+    assert {r.response_text for g in own for r in g.rollouts} == {"x"}
+    assert [[fields_of(r) for r in g.rollouts] for g in own] == [
+        [fields_of(r) for r in g.rollouts] for g in groups
+    ]
     assert [[fields_of(r) for r in g.rollouts] for g in sent] == [
         [fields_of(r) for r in g.rollouts] for g in groups
     ]

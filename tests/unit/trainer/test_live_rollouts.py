@@ -347,6 +347,7 @@ def test_complete_groups_are_scored_while_others_are_sampled(live):
     source, calls = live(rewards=[0.0, 1.0])
     rollouts = dict(enumerate(make_group("a").rollouts))
     waiting = [Group(make_group("a").prompt, len(rollouts), rollouts)]
+    source.scheduler.close = Group.closed
     source.score_ready([])
     source.score_ready(waiting)
     assert calls == [("score", [["text of 3", "text of 4"]], (True, None, False))]
