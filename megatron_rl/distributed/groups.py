@@ -22,6 +22,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.config.device_limits import Device
+from megatron_rl.distributed.node_ranks import NodeRanks, firsts_of, node_name
 from megatron_rl.models.fit import check_sizes
 
 T = TypeVar("T")
@@ -56,6 +57,8 @@ class Parallel:
     """tp x pp: the ranks that compute one context rank's rows together."""
     replica_group: dist.ProcessGroup
     """Ranks of this replica, over gloo as host_group."""
+    node: NodeRanks
+    """The ranks of this replica by node, which share the memory of its rollouts."""
     host_group: dist.ProcessGroup
     """All ranks, over gloo: a rank that waits there, for minutes while responses are sampled,
     leaves its GPU idle.  NCCL would run a kernel all the time.
@@ -117,6 +120,7 @@ class Parallel:
             dist.destroy_process_group()
             return
         groups = _groups_of(vars(parallel_state).values()) | {self.replica_group, self.host_group}
+        groups |= _groups_of([self.node.between])
         parallel_state.destroy_model_parallel()
         # a rank that is still inside a collective would fail with a closed connection
         dist.barrier()
@@ -192,7 +196,9 @@ def make_parallel(
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     timeout = datetime.timedelta(minutes=timeout_minutes)
     host_group = make_host_group(timeout)
-    replica_group, replica_leader = _make_replica_group(host_group, timeout)
+    node, replica_leader = _make_replica_group(
+        host_group, timeout, share_memory=cfg.share_host_memory
+    )
     return Parallel(
         rank=dist.get_rank(),
         world_size=world_size,
@@ -205,8 +211,9 @@ def make_parallel(
         dp_group=parallel_state.get_data_parallel_group(with_context_parallel=False),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_group=parallel_state.get_model_parallel_group(),
-        replica_group=replica_group,
+        replica_group=node.group,
         host_group=host_group,
+        node=node,
         replica_leader=replica_leader,
         vp_size=cfg.vp,
         owns_process_group=owns,
@@ -271,19 +278,31 @@ def make_host_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
 
 
 def _make_replica_group(
-    host_group: dist.ProcessGroup, timeout: datetime.timedelta
-) -> tuple[dist.ProcessGroup, int]:
+    host_group: dist.ProcessGroup, timeout: datetime.timedelta, *, share_memory: bool
+) -> tuple[NodeRanks, int]:
     """Make the gloo group of all ranks with this rank's data-parallel rank.
 
-    Returns it and its first global rank.  megatron-core's own model-parallel group leaves
-    context-parallel ranks out.
+    Returns it by node, and its first global rank.  share_memory: False: every rank is a node of its
+    own.  megatron-core's own model-parallel group leaves context-parallel ranks out.  Raises
+    RuntimeError where the ranks of a node cannot share memory.
     """
     my_replica = parallel_state.get_data_parallel_rank(with_context_parallel=False)
-    replicas: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(replicas, my_replica, group=host_group)
+    rank = dist.get_rank()
+    places: list[tuple[int, object]] = [(0, 0)] * dist.get_world_size()
+    node = node_name() if share_memory else rank
+    dist.all_gather_object(places, (my_replica, node), group=host_group)
     # every rank makes the groups of all replicas: new_group is collective over all ranks
-    groups: dict[int, tuple[dist.ProcessGroup, int]] = {}
-    for replica in sorted(set(replicas)):
-        ranks = [rank for rank, its_replica in enumerate(replicas) if its_replica == replica]
-        groups[replica] = dist.new_group(ranks, timeout=timeout, backend="gloo"), ranks[0]
-    return groups[my_replica]
+    groups: dict[int, tuple[NodeRanks, int]] = {}
+    for replica in sorted({replica for replica, _ in places}):
+        ranks = [other for other, (its_replica, _) in enumerate(places) if its_replica == replica]
+        firsts = firsts_of([places[other][1] for other in ranks])
+        group = between = dist.new_group(ranks, timeout=timeout, backend="gloo")
+        senders = [ranks[first] for first in sorted(set(firsts))]
+        if 1 < len(senders) < len(ranks):
+            between = dist.new_group(senders, timeout=timeout, backend="gloo")
+        is_sender = rank in senders and len(senders) > 1
+        groups[replica] = NodeRanks(group, firsts, between if is_sender else None), ranks[0]
+    of_rank, leader = groups[my_replica]
+    if of_rank.is_shared:
+        of_rank.tell()  # a trial, before anything is sampled
+    return of_rank, leader

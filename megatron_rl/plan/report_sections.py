@@ -131,8 +131,11 @@ def layer_ranges(spec: ModelSpec, cfg: Config, pp_rank: int) -> str:
     return ", ".join(f"{chunk[0]}-{chunk[-1]}" for chunk in chunks if chunk)
 
 
-def step_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
-    """Yield the responses, updates, tokens and micro-batches of a step."""
+def step_lines(spec: ModelSpec, cfg: Config, world: int, per_node: int) -> Iterator[str]:
+    """Yield the responses, updates, tokens and micro-batches of a step.
+
+    per_node: ranks of a node.
+    """
     run, replicas = cfg.run, grid.dp_size(cfg.parallel, world)
     responses = run.prompts_per_step * run.group_size
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
@@ -156,9 +159,11 @@ def step_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
     routes = memory.host_route_bytes(spec, cfg, tokens // replicas)
     if routes:
         one = memory.host_route_bytes(spec, cfg, longest)
+        copies = memory.route_copies(cfg.parallel, world, per_node)
+        of = "replica" if cfg.parallel.share_host_memory else "rank"
         yield (
-            f"expert ids: at most {gib(routes)} on each rank's host, {gib(one)} for the longest"
-            " response"
+            f"expert ids: at most {gib(copies * routes)} on each node, {gib(routes)} for each"
+            f" {of} there, {gib(one)} for the longest response"
         )
     if cfg.rollout.steps_ahead:
         most, at_once = queue_prompts(cfg) / replicas, cfg.rollout.max_concurrency
