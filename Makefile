@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help help-all install demo demo-tools gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures check test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants linters lint format docs doctor viewer viewer-screenshots clean FORCE
+.PHONY: help help-all install demo demo-tools gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures check test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants linters lint format docs doctor viewer viewer-screenshots rehearse rehearse-whole clean FORCE
 
 define HELP
 make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12]
@@ -40,6 +40,8 @@ make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 
 make test-bridge  models that Megatron-Bridge builds, in an environment of their own (about 20 minutes)   [PYTEST_ARGS='-k logits']
 make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]
 make test-trackers  W&B, MLflow and trackio for real, offline, in an environment of their own (minutes)
+make rehearse   the recipes of examples/ on pretended GPUs, at full width with two layers (minutes)   [ARGS='-- --skew 2']
+make rehearse-whole  the same with all layers (an hour)
 make faults     faults of rollout servers and payloads (minutes)   [ARGS='--seeds 3']
 make explain-faults  does explain-mismatch name every fault of a pair of engines, and accuse no healthy one? (minutes)   [ARGS=rope]
 make kills      kills a run of two ranks 60 times and resumes it (about 10 minutes)   [ARGS='--mode continuous --kills 20']
@@ -161,6 +163,13 @@ viewer-screenshots: install
 
 gpu-check:  # without install: it also runs in an image, with the image's own Python
 	$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python) -m megatron_rl.cli gpu-check $(ARGS)
+
+RECIPES := $(wildcard examples/qwen3_30b_a3b/*.toml)
+rehearse: install
+	$(RUN) megatron_rl_tools.rehearse.batch --model qwen3-30b-a3b --gpus 8 $(RECIPES) $(ARGS)
+
+rehearse-whole: install
+	$(RUN) megatron_rl_tools.rehearse.batch --model qwen3-30b-a3b --gpus 8 $(RECIPES) -- --whole
 
 doctor: install
 	$(RUN) megatron_rl.cli doctor $(ARGS)

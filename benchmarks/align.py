@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.peers import Job, Peer, load_peers
 from megatron_rl.batch.pack import pack_routes
 from megatron_rl.records import Rollout, RowState
-from megatron_rl.replay.layout import RankLayout, RouteMemory, check_local_routes
+from megatron_rl.replay.layout import RankLayout, check_local_routes
+from megatron_rl.replay.route_memory import RouteMemory
 
 MICRO_BATCHES, TOKENS, LAYERS, EXPERTS, TOP_K = 16, 32_768, 48, 128, 8
 LAYOUTS = {  # name: (tp, cp, pp, vp)

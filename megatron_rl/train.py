@@ -72,6 +72,8 @@ def train(cfg: Config, rollouts: Path | None = None) -> None:
             trainer.report(step, old_passes)
             trainer.evaluate(step + 1)
             trainer.save(step + 1)
+            # their routes take gigabytes of the host, which the next step's need
+            del groups, batches, batch, old_passes, old
         trainer.finish()
 
 

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_rl.distributed.node_ranks import NodeRanks
+
 
 def run_thread_ranks(fn: Callable[[dist.ProcessGroup, int], Any], world_size: int) -> list[Any]:
     """Call fn(group, rank) on every rank, and return the results in rank order.
@@ -52,6 +54,19 @@ def run_thread_ranks(fn: Callable[[dist.ProcessGroup, int], Any], world_size: in
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "ranks wait for each other"
     return results
+
+
+def node_ranks(group: dist.ProcessGroup, firsts: tuple[int, ...]) -> NodeRanks:
+    """Return the ranks of a replica, `group`, on nodes whose first ranks are `firsts`."""
+    places = sorted(set(firsts))
+    is_between = group.rank() in places and len(places) > 1
+    return NodeRanks(group, firsts, subgroup(group, places, "between") if is_between else None)
+
+
+def subgroup(group: dist.ProcessGroup, ranks: list[int], name: str) -> dist.ProcessGroup:
+    """Return the group of these ranks of `group`; only they call it."""
+    _, store = distributed_c10d._world.pg_map[group]
+    return gloo_group(dist.PrefixStore(name, store), ranks.index(group.rank()), len(ranks))
 
 
 def gloo_group(store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:

@@ -267,16 +267,21 @@ class Encoded:
 
 def to_bytes(rollouts: Sequence[Rollout], **columns: np.ndarray) -> np.ndarray:
     """Return the bytes of `encode` in one array, uint8 [bytes]."""
-    encoded = encode(rollouts, **columns)
-    data = np.empty(len(encoded), np.uint8)
-    encoded.copy_to(data)
+    content = encode(rollouts, None, **columns)
+    data = np.empty(len(content), np.uint8)
+    content.copy_to(data)
     return data
 
 
-def encode(rollouts: Sequence[Rollout], **columns: np.ndarray) -> Encoded:
+def encode(
+    rollouts: Sequence[Rollout],
+    routes: list[np.ndarray] | None = None,
+    **columns: np.ndarray,
+) -> Encoded:
     """Encode a JSON header, then every array.  columns: more arrays, such as one value per rollout.
 
     An episode is written sequence by sequence; the one that ends it is the last.
+    routes: a list that gets the expert ids [L, S - 1, K] of the sequences, which are left out then.
     """
     headers, arrays = [], list(columns.values())
     for rollout in rollouts:
@@ -285,26 +290,37 @@ def encode(rollouts: Sequence[Rollout], **columns: np.ndarray) -> Encoded:
             if "routed_experts" in by_kind:
                 # layer-major, so this is contiguous
                 by_kind["routed_experts"] = by_kind["routed_experts"].transpose(1, 0, 2)
-            headers.append(
-                header_of(sequence)
-                | {"arrays": list(by_kind), "num_earlier": len(sequence.episode.earlier)}
-            )
+            header = header_of(sequence) | {"num_earlier": len(sequence.episode.earlier)}
+            if routes is not None and "routed_experts" in by_kind:
+                ids = by_kind.pop("routed_experts")
+                routes.append(ids)
+                header["routes"] = (ids.dtype.str, ids.shape)
+            headers.append(header | {"arrays": list(by_kind)})
             arrays += by_kind.values()
-    header = {
+    contents = {
         "rollouts": headers,
         "columns": list(columns),
         "arrays": [(array.dtype.str, array.shape) for array in arrays],
     }
-    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    text = np.frombuffer(json.dumps(contents).encode(), np.uint8)
     # the first block is the length of the header, which `from_bytes` needs first
     blocks = [np.array([len(text)], np.int64).view(np.uint8), text]
-    blocks += [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    return encoded([*blocks, *arrays])
+
+
+def encoded(arrays: Sequence[np.ndarray]) -> Encoded:
+    """Return the bytes of the arrays, one after the other."""
+    blocks = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     return Encoded(blocks, np.cumsum([0, *(aligned(len(block)) for block in blocks)]))
 
 
-def from_bytes(data: np.ndarray) -> tuple[list[Rollout], dict[str, np.ndarray]]:
+def from_bytes(
+    data: np.ndarray, routes: Callable[[str, Sequence[int]], np.ndarray] | None = None
+) -> tuple[list[Rollout], dict[str, np.ndarray]]:
     """Return (rollouts, columns), the inverse of `to_bytes` except for texts, which are not sent.
     Arrays are views of `data`.
+
+    routes: (dtype, shape) -> the next array of those that `encode` left out.
     """
     # the first block is the length of the header
     at, length = ALIGNMENT, int(data[:8].view(np.int64)[0])
@@ -320,6 +336,8 @@ def from_bytes(data: np.ndarray) -> tuple[list[Rollout], dict[str, np.ndarray]]:
     rollouts: list[Rollout] = []
     for sequence in header["rollouts"]:
         by_kind = {kind: next(remaining) for kind in sequence["arrays"]}
+        if routes is not None and "routes" in sequence:
+            by_kind["routed_experts"] = routes(*sequence["routes"])
         if "routed_experts" in by_kind:
             by_kind["routed_experts"] = by_kind["routed_experts"].transpose(1, 0, 2)
         first = len(rollouts) - sequence["num_earlier"]

@@ -19,6 +19,7 @@ from megatron_rl.batch.collectives import all_reduce, all_reduce_ints
 from megatron_rl.batch.pack import PackRule, Sample, pack
 from megatron_rl.batch.transfer import exchange
 from megatron_rl.config import Config
+from megatron_rl.distributed.node_ranks import NodeRanks
 from megatron_rl.records import MiniBatch, RolloutGroup, check_episode
 
 
@@ -31,6 +32,7 @@ def split(
     dp_group: dist.ProcessGroup | None,
     save_tokens: Collection[int] = (),
     policy_version: int | None = None,
+    node: NodeRanks | None = None,
 ) -> list[MiniBatch]:
     """Split this replica's groups into N mini-batches of packed micro-batches.
 
@@ -41,6 +43,7 @@ def split(
     save_tokens: indices of the groups whose token data is written, on whatever replica they are
     trained.
     policy_version: see MiniBatch.
+    node: the ranks that share memory, see exchange.
     Collective over `dp_group` (None: a single replica).
     """
     run = config.run
@@ -61,7 +64,11 @@ def split(
             for sample in make_samples(groups[index], config.batch.filter_truncated)
         ]
         batch = make_mini_batch(
-            samples, max_tokens=run.max_tokens_per_micro_batch, rule=rule, dp_group=dp_group
+            samples,
+            max_tokens=run.max_tokens_per_micro_batch,
+            rule=rule,
+            dp_group=dp_group,
+            node=node,
         )
         batches.append(replace(batch, index=number, policy_version=policy_version))
     return batches
@@ -73,6 +80,7 @@ def make_mini_batch(
     max_tokens: int,
     rule: PackRule,
     dp_group: dist.ProcessGroup | None,
+    node: NodeRanks | None = None,
 ) -> MiniBatch:
     """Assign the sequences of all replicas' samples to micro-batches of equal work side by side,
     send them to their replicas, and pack those of this one.  Collective over `dp_group`.
@@ -105,7 +113,7 @@ def make_mini_batch(
         plan, work = make_job_plan(counts, rows, max_tokens, rule, dp_group)
     start = sum(counts[:replica])  # this replica's first sequence in the job's order
     destinations = plan.destinations(slice(start, start + len(samples)))
-    arrived = exchange(samples, destinations, dp_group)
+    arrived = exchange(samples, destinations, dp_group, node)
     parts = plan.micro_batches(replica)
     # samples arrive in the job's order: replica by replica, and in its order from each
     indices = sorted(i for part in parts for i in part)

@@ -22,6 +22,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.config.device_limits import Device
+from megatron_rl.distributed.node_ranks import NodeRanks, firsts_of, node_name
 from megatron_rl.models.fit import check_sizes
 
 T = TypeVar("T")
@@ -56,6 +57,8 @@ class Parallel:
     """tp x pp: the ranks that compute one context rank's rows together."""
     replica_group: dist.ProcessGroup
     """Ranks of this replica, over gloo as host_group."""
+    node: NodeRanks
+    """The ranks of this replica by node, which share the memory of its rollouts."""
     host_group: dist.ProcessGroup
     """All ranks, over gloo: a rank that waits there, for minutes while responses are sampled,
     leaves its GPU idle.  NCCL would run a kernel all the time.
@@ -117,6 +120,7 @@ class Parallel:
             dist.destroy_process_group()
             return
         groups = _groups_of(vars(parallel_state).values()) | {self.replica_group, self.host_group}
+        groups |= _groups_of([self.node.between])
         parallel_state.destroy_model_parallel()
         # a rank that is still inside a collective would fail with a closed connection
         dist.barrier()
@@ -191,7 +195,8 @@ def make_parallel(
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    replica_group, replica_leader = _make_replica_group(cfg, world_size, timeout)
+    host_group = make_host_group(timeout)
+    node, replica_leader = _make_replica_group(cfg, host_group, timeout)
     return Parallel(
         rank=dist.get_rank(),
         world_size=world_size,
@@ -204,8 +209,9 @@ def make_parallel(
         dp_group=parallel_state.get_data_parallel_group(with_context_parallel=False),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_group=parallel_state.get_model_parallel_group(),
-        replica_group=replica_group,
-        host_group=make_host_group(timeout),
+        replica_group=node.group,
+        host_group=host_group,
+        node=node,
         replica_leader=replica_leader,
         vp_size=cfg.vp,
         owns_process_group=owns,
@@ -270,21 +276,35 @@ def make_host_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
 
 
 def _make_replica_group(
-    cfg: ParallelConfig, world_size: int, timeout: datetime.timedelta
-) -> tuple[dist.ProcessGroup, int]:
+    cfg: ParallelConfig, host_group: dist.ProcessGroup, timeout: datetime.timedelta
+) -> tuple[NodeRanks, int]:
     """Make the gloo group of all ranks with this rank's data-parallel rank.
 
-    Returns it and its first global rank.  megatron-core's own model-parallel group leaves
-    context-parallel ranks out.
+    Returns it by node, and its first global rank.  Without cfg.share_host_memory every rank is a
+    node of its own.  megatron-core's own model-parallel group leaves context-parallel ranks out.
+    Raises RuntimeError where the ranks of a node cannot share memory.
     """
+    rank, size = dist.get_rank(), dist.get_world_size()
     neighbours = cfg.tp * cfg.cp  # ranks of one stage of a replica, in the order tp-cp-ep-dp-pp
-    num_replicas = world_size // (neighbours * cfg.pp)
-    replicas = [rank // neighbours % num_replicas for rank in range(world_size)]
-    mine = parallel_state.get_data_parallel_rank(with_context_parallel=False)
-    assert replicas[dist.get_rank()] == mine, "megatron-core's order of ranks has changed"
+    num_replicas = size // (neighbours * cfg.pp)
+    replicas = [other // neighbours % num_replicas for other in range(size)]
+    my_replica = parallel_state.get_data_parallel_rank(with_context_parallel=False)
+    assert replicas[rank] == my_replica, "megatron-core's order of ranks has changed"
+    nodes: list[object] = list(range(size))
+    if cfg.share_host_memory:
+        dist.all_gather_object(nodes, node_name(), group=host_group)
     # every rank makes the groups of all replicas: new_group is collective over all ranks
-    groups: dict[int, tuple[dist.ProcessGroup, int]] = {}
+    groups: dict[int, tuple[NodeRanks, int]] = {}
     for replica in range(num_replicas):
-        ranks = [rank for rank, number in enumerate(replicas) if number == replica]
-        groups[replica] = dist.new_group(ranks, timeout=timeout, backend="gloo"), ranks[0]
-    return groups[mine]
+        ranks = [other for other, its_replica in enumerate(replicas) if its_replica == replica]
+        firsts = firsts_of([nodes[other] for other in ranks])
+        group = between = dist.new_group(ranks, timeout=timeout, backend="gloo")
+        senders = [ranks[first] for first in sorted(set(firsts))]
+        if 1 < len(senders) < len(ranks):
+            between = dist.new_group(senders, timeout=timeout, backend="gloo")
+        is_sender = rank in senders and len(senders) > 1
+        groups[replica] = NodeRanks(group, firsts, between if is_sender else None), ranks[0]
+    of_rank, leader = groups[my_replica]
+    if of_rank.is_shared:
+        of_rank.tell()  # a trial, before anything is sampled
+    return of_rank, leader

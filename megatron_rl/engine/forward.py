@@ -22,15 +22,16 @@ from torch import Tensor, nn
 
 from megatron_rl.engine.attention import PlannedSeqParams
 from megatron_rl.records import MiniBatch, PackedBatch, RowState
+from megatron_rl.records.on_device import on_device
 from megatron_rl.records.sampling_mask import sets_of_tokens
 from megatron_rl.replay.layout import (
     RankLayout,
-    RouteMemory,
     Rows,
     check_local_routes,
     check_routes,
 )
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters
+from megatron_rl.replay.route_memory import PinnedMemory, RouteMemory
 
 LossFn = Callable[[int, PackedBatch, Tensor], Tensor]
 """(micro-batch index, micro-batch on the device, model output) -> scalar to differentiate.
@@ -125,7 +126,8 @@ def packed_parameters(batch: PackedBatch, core: TransformerConfig) -> PlannedSeq
     if core.transformer_impl != "transformer_engine":
         return host
     return replace(
-        bounds_of(batch.cu_seqlens.to(batch.tokens.device), host.max_seqlen_q), on_host=host
+        bounds_of(on_device(batch.cu_seqlens, batch.tokens.device), host.max_seqlen_q),
+        on_host=host,
     )
 
 
@@ -166,12 +168,13 @@ def router_padding_mask(pads: Tensor, model: nn.Module) -> Tensor | None:
 class RolloutRoutes:
     """Cuts the routes of rollouts to the rows and layers of this rank.
 
-    num_layers: MoE layers of the whole model.  Passes share host memory: see RouteMemory.
+    num_layers: MoE layers of the whole model.  Passes share host memory: see RouteMemory, and
+    PinnedMemory for a GPU.
     """
 
     def __init__(self, layout: RankLayout, num_layers: int, device: torch.device) -> None:
         self.layout, self.num_layers, self.device = layout, num_layers, device
-        self._memory = RouteMemory()
+        self._memory = PinnedMemory() if device.type == "cuda" else RouteMemory()
 
     def of(
         self, batch: MiniBatch, *, replay: bool, compare: bool, check: bool = True
@@ -217,13 +220,13 @@ class RolloutRoutes:
             check_local_routes(
                 ids, state, layout.layers, layout.num_experts, partial(name_row, batch, rows)
             )
-        local = torch.from_numpy(ids).to(self.device)
+        local = self._memory.send(index, ids, self.device)
         live_rows = (state == RowState.LIVE).nonzero().squeeze(1)
         return Routes(
             replay=local if replay else None,
-            live_rows=live_rows.to(self.device) if replay else None,
+            live_rows=on_device(live_rows, self.device) if replay else None,
             reference=local if compare else None,
-            compared=(state == RowState.REPLAYED).to(self.device) if compare else None,
+            compared=on_device(state == RowState.REPLAYED, self.device) if compare else None,
         )
 
 
@@ -250,7 +253,7 @@ def to_device(
         # the same index for every tensor, so that their rows stay aligned
         rows = layout.model_rows(micro_batch.cu_seqlens)
         tensors: dict[str, Any] = {
-            name: value[rows].to(device)
+            name: on_device(value[rows], device)
             for name, value in vars(micro_batch).items()
             if isinstance(value, Tensor) and name != "cu_seqlens"
         }

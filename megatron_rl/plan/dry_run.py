@@ -89,7 +89,7 @@ def report(
     texts: dict[str, Iterable[str]] = {
         "Model": sections.model_lines(spec),
         "Ranks": sections.rank_lines(spec, cfg, world, has_servers=has_servers),
-        "One step": sections.step_lines(spec, cfg, world),
+        "One step": sections.step_lines(spec, cfg, world, hardware.per_node),
         "Routing": sections.routing_lines(cfg),
         "Servers": sections.server_lines(spec, cfg, assumed),
         "Not checked here": [*not_checked, *notes],

@@ -31,7 +31,8 @@ class HostBytes:
     reference: int
     """The weights of loss.kl_coef, and room for the rank's own while those are in their place."""
     routes: int
-    """Expert ids of a step's rollouts, at the longest responses."""
+    """Expert ids of a step's rollouts, at the longest responses: an equal share of the node's copies.
+    """
     checkpoint: int
     """What the rank writes."""
     adam: int
@@ -50,11 +51,13 @@ class HostBytes:
         return sum(self.parts.values())
 
 
-def host_bytes(spec: ModelSpec, cfg: Config, world: int) -> HostBytes:
-    """Return the host memory of the rank that needs most."""
+def host_bytes(spec: ModelSpec, cfg: Config, world: int, ranks_of_node: int) -> HostBytes:
+    """Return the host memory of the rank that needs most, on a node of so many ranks."""
     tokens = cfg.run.prompts_per_step * cfg.run.group_size
     tokens *= cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
-    routes = memory.host_route_bytes(spec, cfg, tokens // dp_size(cfg.parallel, world))
+    copies = memory.route_copies(cfg.parallel, world, ranks_of_node)
+    one_copy = memory.host_route_bytes(spec, cfg, tokens // dp_size(cfg.parallel, world))
+    routes = one_copy * copies // ranks_of_node
     ranks = []
     for pp_rank in range(cfg.parallel.pp):
         rank = memory.rank_memory(spec, cfg, world, pp_rank)

@@ -13,7 +13,7 @@ from itertools import accumulate
 from megatron_rl.config import Config, ModelConfig, ParallelConfig
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
 from megatron_rl.plan.adam_bytes import adam_bytes
-from megatron_rl.plan.grid import dp_size, expert_dp_size
+from megatron_rl.plan.grid import dp_size, expert_dp_size, place
 
 
 @dataclass(frozen=True)
@@ -350,9 +350,18 @@ def id_bytes(spec: ModelSpec) -> int:
 
 
 def host_route_bytes(spec: ModelSpec, cfg: Config, tokens_of_replica: int) -> int:
-    """Return the bytes of expert ids of one step on every rank's host: all layers of its replica's
-    rollouts.
-    """
+    """Return the bytes of one copy of the expert ids of a replica's rollouts, of all layers."""
     if not cfg.needs_routes:
         return 0
     return tokens_of_replica * len(spec.moe_layers) * spec.top_k * id_bytes(spec)
+
+
+def route_copies(parallel: ParallelConfig, world_size: int, per_node: int) -> int:
+    """Return the largest number of copies of a replica's expert ids on a node of `per_node` ranks:
+    one of every replica that has ranks there, without parallel.share_host_memory one on every rank.
+    """
+    if not parallel.share_host_memory:
+        return min(per_node, world_size)
+    replicas = [place(rank, parallel, world_size).replica for rank in range(world_size)]
+    starts = range(0, world_size, per_node)
+    return max(len(set(replicas[start : start + per_node])) for start in starts)

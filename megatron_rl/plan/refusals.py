@@ -146,5 +146,6 @@ def check_gpus(
         result = [phase for phase in result if phase.trainer]
     check_phases(result, machine.hardware)
     check_sync(cfg, result, machine.hardware)
-    check_host_memory(host_bytes(spec, cfg, world), machine.ranks, machine.hardware)
+    rank = host_bytes(spec, cfg, world, machine.ranks)
+    check_host_memory(rank, machine.ranks, machine.hardware)
     return result

@@ -63,7 +63,8 @@ def phase_lines(
             f" servers = {gib(phase.total)} of {gib(int(hardware.memory))}"
         )
     of = f" of {gib(int(hardware.host_memory))}" if hardware.host_memory else ""
-    yield f"host memory of a node: {node_text(host_bytes(spec, cfg, world), machine.ranks)}{of}"
+    rank = host_bytes(spec, cfg, world, machine.ranks)
+    yield f"host memory of a node: {node_text(rank, machine.ranks)}{of}"
     if cfg.megatron.fields.get("optimizer_cpu_offload"):
         yield "optimizer_cpu_offload: the seconds of Adam's update on the CPU are not counted"
 
@@ -131,8 +132,11 @@ def layer_ranges(spec: ModelSpec, cfg: Config, pp_rank: int) -> str:
     return ", ".join(f"{chunk[0]}-{chunk[-1]}" for chunk in chunks if chunk)
 
 
-def step_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
-    """Yield the responses, updates, tokens and micro-batches of a step."""
+def step_lines(spec: ModelSpec, cfg: Config, world: int, per_node: int) -> Iterator[str]:
+    """Yield the responses, updates, tokens and micro-batches of a step.
+
+    per_node: ranks of a node.
+    """
     run, replicas = cfg.run, grid.dp_size(cfg.parallel, world)
     responses = run.prompts_per_step * run.group_size
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
@@ -156,9 +160,11 @@ def step_lines(spec: ModelSpec, cfg: Config, world: int) -> Iterator[str]:
     routes = memory.host_route_bytes(spec, cfg, tokens // replicas)
     if routes:
         one = memory.host_route_bytes(spec, cfg, longest)
+        copies = memory.route_copies(cfg.parallel, world, per_node)
+        of = "replica" if cfg.parallel.share_host_memory else "rank"
         yield (
-            f"expert ids: at most {gib(routes)} on each rank's host, {gib(one)} for the longest"
-            " response"
+            f"expert ids: at most {gib(copies * routes)} on each node, {gib(routes)} for each"
+            f" {of} there, {gib(one)} for the longest response"
         )
     if cfg.rollout.steps_ahead:
         most, at_once = queue_prompts(cfg) / replicas, cfg.rollout.max_concurrency

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from megatron_rl.config.sections.rollout import MOST_KEPT
+from megatron_rl.records.on_device import on_device
 
 BLOCK_IDS = 1 << 22
 """Ids whose logits are gathered at a time: 32 MiB of float64."""
@@ -175,9 +176,9 @@ def sets_of_tokens(
     places = np.arange(len(rows)) - offsets[rows] + first[rows]
     return KeptSets(
         offsets,
-        torch.from_numpy(ids[places]).to(device),
-        torch.from_numpy(rows).to(device),
-        torch.from_numpy(row_sizes == 0).to(device),
+        on_device(torch.from_numpy(ids[places]), device),
+        on_device(torch.from_numpy(rows), device),
+        on_device(torch.from_numpy(row_sizes == 0), device),
     )
 
 

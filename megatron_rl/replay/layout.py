@@ -243,22 +243,6 @@ def indices(rows: Rows) -> Int[Tensor, " t"]:
     return torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
 
 
-class RouteMemory:
-    """Host memory that every pass uses again, one piece per micro-batch, because page faults of new
-    memory cost ten times the copy.
-    """
-
-    def __init__(self) -> None:
-        self._pieces: dict[int, np.ndarray] = {}
-
-    def take(self, index: int, size: int, dtype: np.dtype) -> np.ndarray:
-        """Return memory of at least `size` elements, the same that was taken as `index` before."""
-        piece = self._pieces.get(index)
-        if piece is None or piece.size < size or piece.dtype != dtype:
-            piece = self._pieces[index] = np.empty(size, dtype)
-        return piece
-
-
 def word_type(size: int) -> np.dtype:
     """Return a type of `size` bytes, which makes one element of all K ids of a row."""
     return WORDS[size] if size in WORDS else np.dtype(f"V{size}")

@@ -8,6 +8,7 @@ once, so full collections can wait for the end of a step.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable
 
@@ -18,6 +19,15 @@ that stop the event loop for 10 to 30 ms."""
 MIDDLE_PER_FULL = 42_000
 """Number of middle collections per full one, about 6 million new containers.  It bounds the memory
 of cycles that a step leaves."""
+
+
+def return_free_memory() -> None:
+    """Give the memory of freed arrays back to the system, which glibc otherwise keeps for arrays to
+    come: some MiB each, of threads that may never need as much again.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # None without glibc
+    if trim is not None:
+        trim(0)
 
 
 def postpone_full_collections() -> Callable[[], None]:

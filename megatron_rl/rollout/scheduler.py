@@ -27,12 +27,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_rl.batch.transfer import in_node_memory
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import ShowProgress
 from megatron_rl.records import Files, Prompt, RolloutGroup, without_routes
 from megatron_rl.rollout.client.counters import CallStats, drop_older
+from megatron_rl.rollout.garbage_collection import return_free_memory
 from megatron_rl.rollout.group import Group, GroupState
 from megatron_rl.rollout.group_files import (
     copied,
@@ -224,10 +226,18 @@ class Scheduler:
         self._take_stats()
         call, self.call = self.call, CallStats()
         self.taken += groups
-        closed = [group.closed() for group in groups]
+        closed = [self.close(group) for group in groups]
         plain = without_routes(closed)
         gaps = count_missing_routes(plain, dropped=call.dropped_without_route)
         return Sampled(prompts, closed, gaps, None if self.inference.client is None else call)
+
+    def close(self, group: Group) -> RolloutGroup:
+        """Return the complete group, with its routes where the ranks of this node can map them."""
+        if group.scored is None and not self.parallel.node.is_alone:
+            for index, rollout in group.rollouts.items():
+                group.rollouts[index] = in_node_memory(rollout, self.parallel.node)
+            return_free_memory()  # group by group, so that few responses have two copies
+        return group.closed()
 
     def _open(self, size: int) -> list[Group]:
         """Fill the queue to `size` prompts of each replica; return this leader's new groups."""

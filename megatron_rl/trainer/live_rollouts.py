@@ -233,7 +233,7 @@ class LiveRollouts(RolloutSource):
     def score_ready(self, groups: Sequence[Group]) -> None:
         """Score complete groups for training while others are sampled.  Not collective."""
         if self.leader is not None and groups:
-            closed = [group.closed() for group in groups]
+            closed = [self.scheduler.close(group) for group in groups]
             scored = self._scored(closed, self.leader.rewards, for_training=True, is_last=False)
             for group, scored_group in zip(groups, scored, strict=True):
                 group.scored = scored_group
@@ -315,8 +315,7 @@ class LiveRollouts(RolloutSource):
         return share_groups(
             groups if self.leader is not None else None,
             self.my_share(prompts),
-            group=self.parallel.replica_group,
-            leader=self.parallel.replica_leader,
+            self.parallel.node,
         )
 
     def my_share(self, prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -124,6 +124,7 @@ class Trainer:
                 policy_version=self.rollouts.policy_version
                 if self.cfg.rollout.max_staleness
                 else None,
+                node=self.parallel.node,
             )
             self.record(groups, step)
         # all is sampled: with rollout.release_memory the servers give the GPUs' memory back

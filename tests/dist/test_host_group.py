@@ -8,6 +8,7 @@ returns immediately, without the other ranks' values.
 import hashlib
 import os
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -163,18 +164,21 @@ def memory(name: str) -> int:
 def share_a_large_step():
     """-> (bytes beyond those that stay, a digest of what this rank holds)."""
     from megatron_rl.batch.codec import to_arrays
-    from megatron_rl.batch.transfer import share_groups
+    from megatron_rl.batch.transfer import in_node_memory, share_groups
     from megatron_rl.records import Prompt
 
     parallel = start_without_nccl(tp=2)
     prompt, groups = (
         large_step() if parallel.is_replica_leader else (Prompt("p", "", (1,), ""), None)
     )
-    share = {"group": parallel.replica_group, "leader": parallel.replica_leader}
+    if groups:  # the scheduler does this response by response
+        rollouts = tuple(in_node_memory(one, parallel.node) for one in groups[0].rollouts)
+        groups = [replace(groups[0], rollouts=rollouts)]
+        del rollouts
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets VmHWM
     before = memory("VmRSS")
-    (shared,) = share_groups(groups, [prompt], **share)
+    (shared,) = share_groups(groups, [prompt], parallel.node)
     peak = memory("VmHWM") - before
     digest = hashlib.sha256(shared.rewards.tobytes())
     received = 0

@@ -15,9 +15,9 @@ from tests.faults.samples import SPEC
 from tests.saved_run import make_material, sections
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST = 23
+MOST = 24
 """Client 4, groups and scheduler 4, records 2, trainer 3, parity check, batch 4, saved mini-batch,
-engine and replay 4."""
+engine and replay 5."""
 
 
 def test_an_expert_id_passes_few_files(tmp_path):

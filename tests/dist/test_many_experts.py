@@ -35,14 +35,16 @@ def share_and_train(material, work):
 
     from megatron_rl.batch.transfer import share_groups
     from megatron_rl.config import load_config
+    from megatron_rl.distributed.node_ranks import NodeRanks
     from megatron_rl.train import train
 
     dist.init_process_group("gloo")
     groups = groups_with_a_missing_route()
     shared = share_groups(
-        groups if dist.get_rank() == 0 else None, [group.prompt for group in groups],
-        group=dist.group.WORLD, leader=0,
-    )  # fmt: skip
+        groups if dist.get_rank() == 0 else None,
+        [group.prompt for group in groups],
+        NodeRanks(dist.group.WORLD, (0, 0), None),
+    )
     for group, got in zip(groups, shared, strict=True):
         assert got.prompt == group.prompt and (got.rewards == group.rewards).all()
         for rollout, other in zip(group.rollouts, got.rollouts, strict=True):

@@ -78,6 +78,11 @@ def parse_plan(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
         help="layouts that are shown; default: %(default)s",
     )
     add("--config", type=Path, metavar="FILE", help="settings, as TOML: the step to plan for")
+    add(
+        "--rehearse",
+        action="store_true",
+        help="rehearse the five fastest layouts, with two layers (minutes)",
+    )
     return parser.parse_known_args(argv)
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.config import Config, RolloutConfig, load_config
+from megatron_rl.config import Config, RolloutConfig, dump_config, load_config
 from megatron_rl.config.rules.rollout_rules import check_rollout
 from megatron_rl.models.known import find_spec
 from megatron_rl.plan import grid
@@ -23,6 +25,7 @@ from megatron_rl.plan.search import Candidate, Search
 from megatron_rl.plan.server_time import DecodeModel, ServerPlan, propose_servers
 from megatron_rl.plan.training_time import TrainingModel
 from megatron_rl_tools.options import parse_plan
+from megatron_rl_tools.rehearse.batch import rehearse_all
 
 PAPER_STEP: dict[str, dict[str, object]] = {
     "data": {"train": "unused.jsonl", "max_prompt_tokens": 2048},
@@ -70,7 +73,20 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     Console(width=140, highlight=False).print(layout_table(layouts[: args.top], args.gpus))
     print("\n".join(best_lines(trainer, layouts[0], server_pool)))
-    return 0
+    return rehearse_best(layouts[:5], args) if args.rehearse else 0
+
+
+def rehearse_best(layouts: list[Candidate], args: argparse.Namespace) -> int:
+    """Rehearse these layouts, print which survive, and return 1 where one does not."""
+    options = ["--model", args.model, "--gpus", str(args.gpus), "--gpu", args.gpu]
+    with tempfile.TemporaryDirectory() as folder:
+        configs = {}
+        for number, layout in enumerate(layouts, 1):
+            configs[f"layout_{number}"] = path = Path(folder) / f"{number}.toml"
+            path.write_text(dump_config(layout.cfg))
+        failed = list(rehearse_all(configs, options, Path("runs/rehearsal")))
+    print(f"{len(layouts) - len(failed)} of {len(layouts)} layouts passed their rehearsal")
+    return 1 if failed else 0
 
 
 def read_step_config(args: argparse.Namespace, overrides: list[str]) -> Config:

@@ -86,6 +86,9 @@ class ParallelConfig(Section):
     """Expert tensor parallel size; default tp, as megatron-core does."""
     sequence_parallel: bool | None = None
     """Default: on when tp > 1."""
+    share_host_memory: bool = True
+    """The ranks of a replica on one node have one copy of its rollouts, with expert ids; false: one
+    on every rank."""
 
     @property
     def expert_tp(self) -> int:

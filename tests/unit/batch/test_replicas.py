@@ -28,10 +28,12 @@ from megatron_rl.config import Config, DataConfig, ModelConfig, RunConfig
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.missing_routes import MissingRouteCounts
 from megatron_rl.rollout.selection import divide_prompts, interleave, refill
-from tests.thread_ranks import run_thread_ranks
+from tests.thread_ranks import node_ranks, run_thread_ranks
 from tests.unit.batch.rollouts import make_groups, make_rollout
 
 CPU = torch.device("cpu")
+FIRSTS = [(0, 0, 0), (0, 1, 2), (0, 0, 2), (0, 1, 1), (0, 1, 0)]
+"""Nodes of three ranks: one, three, and two of unequal sizes, not always of neighbours."""
 
 
 def make_samples(count, seed, *, kind="routes"):
@@ -188,20 +190,21 @@ def test_a_mini_batch_without_responses_in_the_loss_divides_by_one():
 
 
 @pytest.mark.parametrize("routes", [True, False])
-@pytest.mark.parametrize("leader", [0, 2])
-def test_the_leaders_groups_reach_every_rank(routes, leader):
+@pytest.mark.parametrize("firsts", FIRSTS)
+def test_the_leaders_groups_reach_every_rank(routes, firsts):
     groups = [replace(g, advantages=None) for g in make_groups(3, 2, routes=routes)]
     prompts = [group.prompt for group in groups]
 
     def share(group, rank):
-        return share_groups(groups if rank == leader else None, prompts, group=group, leader=leader)
+        node = node_ranks(group, firsts)
+        return share_groups(groups if rank == 0 else None, prompts, node)
 
     expected = [[fields_of(r) for r in g.rollouts] for g in groups]
     for shared in run_thread_ranks(share, 3):
         assert [[fields_of(r) for r in g.rollouts] for g in shared] == expected
         assert [g.rewards.tolist() for g in shared] == [g.rewards.tolist() for g in groups]
         assert [g.prompt for g in shared] == prompts
-    assert run_thread_ranks(lambda g, _: share_groups(groups, prompts, group=g, leader=0), 1) == [
+    assert run_thread_ranks(lambda g, _: share_groups(groups, prompts, node_ranks(g, (0,))), 1) == [
         groups
     ]
 
@@ -233,10 +236,10 @@ def test_bytes_are_broadcast_in_chunks(monkeypatch):
     )
     rollouts = [make_rollout(str(k), 2, 3 + k) for k in range(3)]
     data = to_bytes(rollouts)
-    received, own = run_thread_ranks(
-        lambda g, rank: broadcast_bytes(encode(rollouts) if rank else None, 1, g), 2
+    _, file = run_thread_ranks(
+        lambda g, rank: broadcast_bytes(None if rank else encode(rollouts), g), 2
     )
-    assert np.array_equal(received, data) and len(own) == 0
+    assert np.array_equal(file.array(0, np.uint8, data.shape), data)
     assert max(sent) == 8, "the size, then chunks of 7 bytes"
 
 
@@ -460,10 +463,13 @@ def test_a_leader_of_two_keeps_its_own_groups():
     prompts = [group.prompt for group in groups]
 
     def share(group, rank):
-        return share_groups(groups if rank == 0 else None, prompts, group=group, leader=0)
+        return share_groups(groups if rank == 0 else None, prompts, node_ranks(group, (0, 0)))
 
     own, sent = run_thread_ranks(share, 2)
-    assert all(mine is given for mine, given in zip(own, groups, strict=True))
+    assert {r.response_text for g in own for r in g.rollouts} == {"x"}
+    assert [[fields_of(r) for r in g.rollouts] for g in own] == [
+        [fields_of(r) for r in g.rollouts] for g in groups
+    ]
     assert [[fields_of(r) for r in g.rollouts] for g in sent] == [
         [fields_of(r) for r in g.rollouts] for g in groups
     ]

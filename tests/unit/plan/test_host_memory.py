@@ -31,7 +31,7 @@ def test_the_kl_reference_takes_host_memory_and_none_of_the_gpu():
     plain, with_kl = config(), config("--loss.kl_coef", "0.001")
     on_gpu = memory.rank_memory(SPEC, plain, 8, 0)
     assert memory.rank_memory(SPEC, with_kl, 8, 0) == on_gpu
-    without, on_host = host_bytes(SPEC, plain, 8), host_bytes(SPEC, with_kl, 8)
+    without, on_host = host_bytes(SPEC, plain, 8, 8), host_bytes(SPEC, with_kl, 8, 8)
     # the reference, and the place of the weights during its pass
     assert on_host == replace(without, reference=2 * on_gpu.weights) and without.reference == 0
     assert f"8 ranks x (reference {2 * on_gpu.weights / 2**30:.2f} + routes" in report(with_kl, 8)
@@ -40,10 +40,10 @@ def test_the_kl_reference_takes_host_memory_and_none_of_the_gpu():
 def test_the_host_has_routes_a_save_and_what_is_offloaded():
     cfg = config("--replay.mode", "none", "--replay.measure", "false")
     share = memory.checkpoint_bytes_of_rank(SPEC, cfg, 8, 0)
-    assert host_bytes(SPEC, cfg, 8) == HostBytes(0, 0, share, 0, 0)
+    assert host_bytes(SPEC, cfg, 8, 8) == HostBytes(0, 0, share, 0, 0)
     tokens = config().run.prompts_per_step * config().run.group_size * (2048 + 32_768)
     # 1 byte for each of 8 experts in 48 layers; all ranks are one replica
-    assert host_bytes(SPEC, config(), 8).routes == tokens * 48 * 8
+    assert host_bytes(SPEC, config(), 8, 8).routes == tokens * 48 * 8 // 8
     released = config(
         rollout={
             "weight_sync": "colocated",
@@ -54,16 +54,16 @@ def test_the_host_has_routes_a_save_and_what_is_offloaded():
         }
     )
     on_gpu = memory.rank_memory(SPEC, released, 8, 0)
-    assert host_bytes(SPEC, released, 8).offload == on_gpu.weights + on_gpu.optimizer
+    assert host_bytes(SPEC, released, 8, 8).offload == on_gpu.weights + on_gpu.optimizer
     stages = config(parallel={"pp": 2, "layers_per_stage": (1, 47), "ep": 8, "etp": 1})
-    assert host_bytes(SPEC, stages, 16).checkpoint == memory.checkpoint_bytes_of_rank(
+    assert host_bytes(SPEC, stages, 16, 8).checkpoint == memory.checkpoint_bytes_of_rank(
         SPEC, stages, 16, 1
     ), "of the rank that needs most"
 
 
 def test_a_node_without_the_host_memory_is_refused_where_its_memory_is_known():
     cfg = config("--loss.kl_coef", "0.001")
-    rank = host_bytes(SPEC, cfg, 8)
+    rank = host_bytes(SPEC, cfg, 8, 8)
     fits = replace(H100, host_memory=8.0 * rank.total)
     assert "host memory of a node: 8 ranks x " in report(cfg, 8, fits)
     lacks = replace(H100, host_memory=8.0 * rank.total - 1)

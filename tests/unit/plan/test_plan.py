@@ -5,6 +5,7 @@ mapping puts on each rank.
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -318,6 +319,37 @@ def test_the_router_shift_keeps_a_float_per_expert_of_every_mini_batch(config):
     assert plain > 0 and shifted == plain * (1 + 5 * num)
     neither = ("--replay.mode", "none", "--replay.measure", "false")
     assert found(*neither)[0] == 0 and found(*neither, "--loss.name", "rspo")[0] == plain * 5 * num
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "copies"),
+    [
+        ({"tp": 2, "cp": 4}, 8, 1),
+        ({"tp": 2, "cp": 4}, 32, 1),  # a replica a node
+        ({"tp": 2}, 16, 4),
+        ({}, 2, 2),  # fewer ranks than a node has
+        ({"tp": 2, "pp": 2}, 16, 4),  # both stages of a replica are on different nodes
+        ({"tp": 2, "pp": 2}, 8, 2),
+        ({"tp": 4, "cp": 3}, 24, 2),  # the second node has the end of one and half of the next
+    ],
+)
+def test_a_node_has_one_copy_of_the_routes_of_each_replica_there(layout, world, copies):
+    shared, private = (ParallelConfig(**layout, share_host_memory=share) for share in (True, False))
+    assert memory.route_copies(shared, world, per_node=8) == copies
+    assert memory.route_copies(private, world, per_node=8) == min(world, 8)
+
+
+def test_the_report_says_how_many_bytes_of_routes_a_node_has(config):
+    text = report(config("--parallel.tp", "2", "--replay.mode", "R3"), 4)
+    (line,) = (line for line in text.splitlines() if "expert ids: at most" in line)
+    sizes = [float(size) for size in re.findall(r"([\d.]+) MiB", line)]
+    assert "MiB for each replica there" in line and sizes[0] == pytest.approx(
+        2 * sizes[1], rel=0.01
+    )
+    text = report(config("--parallel.tp", "2", "--parallel.share_host_memory", "false"), 4)
+    (line,) = (line for line in text.splitlines() if "expert ids: at most" in line)
+    sizes = [float(size) for size in re.findall(r"([\d.]+) MiB", line)]
+    assert "MiB for each rank there" in line and sizes[0] == pytest.approx(4 * sizes[1], rel=0.01)
 
 
 def test_a_checkpoint_is_written_in_equal_shares(config):

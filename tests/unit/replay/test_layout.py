@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from megatron_rl.records import RowState
 from megatron_rl.replay.layout import (
     RankLayout,
-    RouteMemory,
     check_local_routes,
     check_routes,
     pad_routes,
@@ -270,15 +269,6 @@ def test_padded_micro_batches_that_do_not_fit_are_refused():
         ValueError, match=r"sequences of 6 rows .*parallel\.tp = 4.*sequence_multiple = 4"
     ):
         layout(padded=True, tp_size=4, sequence_parallel=True).rows(torch.tensor([0, 6, 12]))
-
-
-def test_memory_is_used_again_until_it_is_too_small():
-    memory = RouteMemory()
-    first = memory.take(0, 10, np.dtype(np.uint8))
-    assert memory.take(0, 7, np.dtype(np.uint8)) is memory.take(0, 10, np.dtype(np.uint8)) is first
-    assert memory.take(1, 7, np.dtype(np.uint8)) is not first
-    assert memory.take(0, 11, np.dtype(np.uint8)).size == 11
-    assert memory.take(0, 5, np.dtype(np.int16)).dtype == np.int16
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(1, 8), st.integers(1, 50))

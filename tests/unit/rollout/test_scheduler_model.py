@@ -297,8 +297,9 @@ class Runs(RuleBasedStateMachine):
         for rank in range(dp + 1):
             leads = rank < dp
             parallel = SimpleNamespace(
-                dp_rank=rank % dp, dp_size=dp, device=torch.device("cpu"), rank=rank
-            )
+                dp_rank=rank % dp, dp_size=dp, device=torch.device("cpu"), rank=rank,
+                node=SimpleNamespace(is_alone=True),
+            )  # fmt: skip
             source = PromptSource(PROMPTS, seed=0, shuffle=False)
             servers = RandomServers(self.cfg, self.step, leads=leads)
             scheduler = Scheduler(

@@ -5,6 +5,7 @@ prompts first.
 import contextlib
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,7 +38,8 @@ def test_sampling_that_hangs_is_stopped_and_nothing_of_it_is_lost(tmp_path):
         cfg = load_config(None, [], sections)
         with one_rank_inference(cfg, SPEC, list, None) as inference:
             source = PromptSource(PROMPTS, seed=0, shuffle=False)
-            parallel = type("Parallel", (), {"dp_rank": 0, "dp_size": 1, "device": "cpu"})
+            alone = SimpleNamespace(is_alone=True)
+            parallel = SimpleNamespace(dp_rank=0, dp_size=1, device="cpu", node=alone)
             scheduler = Scheduler(cfg, parallel, inference, source, [1], progress)
             threading.Timer(0.3, inference.client.stop).start()
             started = time.monotonic()

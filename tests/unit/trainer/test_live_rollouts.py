@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 from megatron_rl.config import load_config
 from megatron_rl.data.prompts import PromptSource
+from megatron_rl.distributed.node_ranks import NodeRanks
 from megatron_rl.metrics.events import Events
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import Rewarded, RewardPool
 from megatron_rl.rollout.client.counters import CallStats
+from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.inference import SamplingStopped
 from megatron_rl.rollout.missing_routes import MissingRouteCounts
 from megatron_rl.rollout.scheduler import Sampled
@@ -106,7 +108,7 @@ def live(tmp_path):
         parallel = SimpleNamespace(
             rank=0, dp_rank=0, dp_size=1, device=CPU, host_group=None, is_replica_leader=True,
             replica_leader=0,
-            replica_group=dist.group.WORLD,
+            node=NodeRanks(dist.group.WORLD, (0,), None),
         )  # fmt: skip
         console = SimpleNamespace(
             log=calls.note("log"), progress=lambda *args: nullcontext((calls.note("advance"), args))
@@ -343,7 +345,9 @@ def test_a_draw_that_asked_no_server_has_no_throughput(live):
 
 def test_complete_groups_are_scored_while_others_are_sampled(live):
     source, calls = live(rewards=[0.0, 1.0])
-    waiting = [SimpleNamespace(closed=lambda: make_group("a"), scored=None)]
+    rollouts = dict(enumerate(make_group("a").rollouts))
+    waiting = [Group(make_group("a").prompt, len(rollouts), rollouts)]
+    source.scheduler.close = Group.closed
     source.score_ready([])
     source.score_ready(waiting)
     assert calls == [("score", [["text of 3", "text of 4"]], (True, None, False))]
@@ -360,10 +364,10 @@ def test_the_leader_alone_has_groups_and_every_rank_its_replicas_prompts(
     source, calls = live()
     monkeypatch.setattr(live_rollouts, "share_groups", calls.note("share", ["shared"]))
     source.leader = source.leader if is_leader else None
-    source.parallel.dp_rank, source.parallel.dp_size, source.parallel.replica_leader = 1, 2, 2
+    source.parallel.dp_rank, source.parallel.dp_size = 1, 2
     assert source.share(["a group"], ["a", "b", "c", "d"]) == ["shared"]
-    settings = {"group": dist.group.WORLD, "leader": 2}
-    assert calls == [("share", (["a group"] if is_leader else None, ["b", "d"]), settings)]
+    shared = (["a group"] if is_leader else None, ["b", "d"], source.parallel.node)
+    assert calls == [("share", shared, {})]
 
 
 def test_what_is_recorded_is_counted_and_never_older_than_allowed(live):

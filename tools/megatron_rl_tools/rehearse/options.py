@@ -11,7 +11,7 @@ operations.  Nothing is measured on a GPU.  Two layers show all lines of the pro
 all layers.
 Writes DIR/rehearsal.html, rehearsal.json and trace.json (Perfetto).
 Exit status 0: nothing found; 1: errors, which the report names; 2: invalid arguments.
-docs/guides/rehearse.md
+docs/guides/layout.md
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def prepare(
     cfg = load_config(args.config, [*overrides, *named, "--run.device", "cuda"])
     wanted = None if args.whole else smallest_layers(cfg.parallel, args.layers)
     write_model(cfg.model.path, folder, wanted)
-    parallel = cfg.parallel
+    # virtual ranks have no rollouts to share
+    parallel = cfg.parallel.model_copy(update={"share_host_memory": False})
     if not args.whole:  # its layers per stage are those of the whole model
         default = type(parallel)().layers_per_stage
         parallel = parallel.model_copy(update={"layers_per_stage": default})

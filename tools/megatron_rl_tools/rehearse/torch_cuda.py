@@ -76,7 +76,7 @@ def install(recorder: Recorder, total_bytes: int) -> None:
 
 def functions(recorder: Recorder, total_bytes: int) -> dict[str, Any]:
     """Return what replaces names of torch.cuda."""
-    Stream, Event = classes(recorder)  # noqa: N806
+    Stream, Event = classes(recorder)
     properties = types.SimpleNamespace(**PROPERTIES, total_memory=total_bytes)
     nothing = contextlib.nullcontext
     return dict(

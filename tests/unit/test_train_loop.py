@@ -1,0 +1,48 @@
+"""The training loop, with a trainer that only notes what is alive."""
+
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+from megatron_rl.config import Config, DataConfig, ModelConfig
+from megatron_rl.train import train
+from megatron_rl.trainer import build
+
+
+class Thing:
+    """What can be referred to weakly."""
+
+
+def test_a_steps_rollouts_end_before_the_next_is_sampled(monkeypatch):
+    """Two steps' routes would be two times gigabytes."""
+    known, alive = [], []
+
+    def sample(step):
+        alive.append([reference() is not None for reference in known])
+        groups = [Thing()]
+        known.extend(map(weakref.ref, groups))
+        return groups
+
+    def make_batches(groups, step):
+        batches = [Thing(), Thing()]
+        batches[0].samples = groups
+        known.extend(map(weakref.ref, batches))
+        return batches
+
+    def old_logprobs(batches):
+        passes = [Thing() for _ in batches]
+        passes[0].samples = batches  # of rollout.save_tensors
+        known.extend(map(weakref.ref, passes))
+        return passes
+
+    def nothing(*args, **options):
+        return None
+
+    trainer = SimpleNamespace(
+        first_step=0, steps=lambda: iter(range(3)), sample=sample, make_batches=make_batches,
+        old_logprobs=old_logprobs, update=nothing, listen=nothing,
+        evaluate=nothing, sync_weights=nothing, report=nothing, save=nothing, finish=nothing,
+    )  # fmt: skip
+    monkeypatch.setattr(build, "start_trainer", lambda cfg, rollouts: nullcontext(trainer))
+    train(Config(model=ModelConfig(path="m"), data=DataConfig(train="d")))
+    assert alive == [[], [False] * 5, [False] * 10]
