@@ -52,7 +52,7 @@ FILE = 900.0  # seconds by the clock for the notes of a test file
 LATE, CRASHED = 1, 3
 # seconds of tests, by the clock, that a mutant is tried on: those that killed its neighbours, then
 # the quick ones
-MOST = 30.0
+MOST = 60.0
 # of these, an import mutant's child collects and runs so many before it collects the others
 FIRST = 10
 UNCHANGED = "unchanged"

@@ -80,16 +80,19 @@ def test_a_call_waits_for_the_confirmation_of_its_aborts(clock, monkeypatch):
 
 
 def test_new_weights_leave_the_prefix_that_a_request_continues(clock):
-    """Its answer is read with it; the prefix of a group that waits is dropped at once."""
+    """Its answer is read with it; a complete response that is too old, and the prefix of a group
+    that waits, are dropped at once.
+    """
     old = make_rollout("q/0", 3, 2)
     old = replace(old, policy_versions=np.full(2, 3, np.int32))
     running, waiting = new_group(), new_group()
     for group in (running, waiting):
         group.prefixes[0] = old
+    running.rollouts[1] = old
     call, _ = call_of(clock, running)
     cut = []
     call.cut = lambda request, why: cut.append((request.rid, why))
     call.tasks["task"] = running
     idle = call.renew(NewWeights(5, 4, [running, waiting], lambda: None))
     assert idle == [waiting] and not waiting.prefixes and running.prefixes == {0: old}
-    assert call.counters.stale_samples == 1 and cut == [("r", "age")]
+    assert not running.rollouts and call.counters.stale_samples == 2 and cut == [("r", "age")]
