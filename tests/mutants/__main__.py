@@ -13,7 +13,9 @@ that tests run in another process, ranks and servers among it, is not mutated th
 are listed as not called.  There were 35,840 mutants in 34 folders.  Computed from samples, 9,000
 mutants take 1 to 4.5 hours on two idle cores.  On busy cores tests wait, and fewer of them fit into
 the time of a mutant: run it alone.  Measured once, not kept: all 1,283 mutants of trainer took 0.4
-s of CPU time each, all 1,044 of checkpoint 3 s, samples of loss 0.8 s and of reward 3.5 s.
+s of CPU time each, all 1,044 of checkpoint 3 s, samples of loss 0.8 s and of reward 3.5 s, 1,000 of
+rollout/client 2.2 s (on busy cores, with tests of 30 s instead of 60 s).  Tests of servers and
+clients wait for most of their time: with --jobs 10 the cores are busy.
 
 Prints a table per module, and the mutants that survived and are not in
 tests/mutants/equivalent.toml with a reason. Exit status 1 where loss, replay or batch have such a

@@ -23,10 +23,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from itertools import accumulate, groupby
 from pathlib import Path
+from statistics import fmean
 from types import CodeType, FrameType, FunctionType
 
 import pytest
@@ -42,8 +43,8 @@ MEMORY = 16 << 30
 # a test may take PATIENCE seconds of CPU time + TIMES x what it took unchanged
 PATIENCE, TIMES = 2.0, 5.0
 # by the clock, so many times PATIENCE and what it took: it may sleep; on a busy machine in
-# proportion
-WAITING = 10.0
+# proportion.  A mutant that waits for what never comes costs that much, and no CPU time.
+WAITING = 4.0
 # what an import mutant's child may need for the import, unchanged
 IMPORT = Seconds(clock=30.0, cpu=30.0)
 FILE = 900.0  # seconds by the clock for the notes of a test file
@@ -52,6 +53,9 @@ LATE, CRASHED = 1, 3
 # seconds of tests, by the clock, that a mutant is tried on: those that killed its neighbours, then
 # the quick ones
 MOST = 60.0
+# of these, an import mutant's child collects and runs so many before it collects the others
+FIRST = 10
+UNCHANGED = "unchanged"
 
 Report = Callable[[Path, Mutant, str, str], None]
 """(file, mutant, verdict, the test that failed): verdict is killed, survived, timeout or invalid.
@@ -141,6 +145,8 @@ class MutantRunner:
     def __post_init__(self) -> None:
         """Note which functions run at import: no test kills their mutants without a new import."""
         self.imported: dict[int, CodeType] = {}
+        # whether the tests of a file pass in a new import of it as it is: else all its import
+        # mutants would seem killed
         self.sound: dict[Path, bool] = {}
 
         def see(frame: FrameType, event: str, _: object) -> None:
@@ -155,6 +161,13 @@ class MutantRunner:
             return True  # collection failed, pytest says so
         self.session, self.items = session, {item.nodeid: item for item in session.items}
         self.numbers = {test: number for number, test in enumerate(self.items)}
+        self.means = {
+            path: fmean(self.calls.seconds[item.nodeid].clock for item in items)
+            for path, items in groupby(
+                (item for item in session.items if item.nodeid in self.calls.seconds),
+                key=lambda item: item.path,
+            )
+        }
         for item in session.items:
             find_quickly(item)
         files = {str(file) for file, _ in self.mutants}
@@ -170,42 +183,49 @@ class MutantRunner:
         gc.collect()
         gc.freeze()  # children then share these pages
         self.killers: defaultdict[tuple[Path, str], list[str]] = defaultdict(list)
-        running: list[Child] = []
-        for file, mutant in self.mutants:
+        self.running: list[Child] = []
+        for file, mutant in self.in_order():
             if time.monotonic() > self.until or os.getppid() != self.parent:
                 break  # also where the reporting process was stopped
             chosen = self.choose(file, mutant)
             if not chosen:
-                self.report(file, mutant, "survived", "no unit test calls it in its own process")
+                self.end(file, mutant, "survived", "no unit test calls it in its own process")
                 continue
-            if not self.is_called(file, mutant) and not self.passes_unchanged(
-                file, self.affordable(chosen)
-            ):
-                self.report(file, mutant, "survived", "its tests cannot be imported a second time")
-                continue
-            running.append(self.start(file, mutant, chosen))
-            while len(running) >= self.jobs:
-                running = list(self.wait(running))
-        while running:
-            running = list(self.wait(running))
+            if mutant.change != UNCHANGED and not self.is_called(file, mutant):
+                self.wait_until(lambda file=file: file in self.sound)
+                if not self.sound[file]:
+                    why = "its tests cannot be imported a second time"
+                    self.end(file, mutant, "survived", why)
+                    continue
+            self.running.append(self.start(file, mutant, chosen))
+            self.wait_until(lambda: len(self.running) < self.jobs)
+        self.wait_until(lambda: not self.running)
         return True
 
+    def in_order(self) -> list[tuple[Path, Mutant]]:
+        """The mutants, those of an import last, so that no one waits for the unchanged files that
+        come first.
+        """
+        called = [one for one in self.mutants if self.is_called(*one)]
+        at_import = [one for one in self.mutants if not self.is_called(*one)]
+        files = dict.fromkeys(file for file, mutant in at_import if self.choose(file, mutant))
+        unchanged = [(file, Mutant("", UNCHANGED, file.read_text())) for file in files]
+        return [*unchanged, *called, *at_import]
+
     def choose(self, file: Path, mutant: Mutant) -> list[str]:
-        """Its tests: those that killed its neighbours first, then file by file, the quick ones
-        before the slow.
+        """Its tests: those that killed mutants of its function first, then the quick before the
+        slow, sooner where they killed others of its file.
         """
         place = relative(file), mutant.where
         if mutant.where and not self.is_called(file, mutant) and place not in self.at_import:
             return []
         tests = self.calls.tests_of(*place) & self.items.keys()
-        seconds: defaultdict[Path, float] = defaultdict(float)
-        for test in tests:
-            seconds[self.items[test].path] += self.calls.seconds[test].clock
-        killers = self.killers[file, mutant.where]
+        killers, in_file = self.killers[file, mutant.where], self.killers[file, ""]
 
         def rank(test: str) -> tuple:
-            path = self.items[test].path
-            return -killers.count(test), seconds[path], path, self.numbers[test]
+            # with the mean of its file: other tests of that may have set up what it needs
+            seconds = self.calls.seconds[test].clock + self.means[self.items[test].path]
+            return -killers.count(test), seconds / (1 + in_file.count(test)), self.numbers[test]
 
         return sorted(tests, key=rank)
 
@@ -213,26 +233,6 @@ class MutantRunner:
         """The first of them, of MOST seconds together, but at least one."""
         ends = accumulate(self.calls.seconds[test].clock for test in tests)
         return tests[: max(sum(end <= MOST for end in ends), 1)]
-
-    def passes_unchanged(self, file: Path, chosen: Sequence[str]) -> bool:
-        """Check that its tests pass in a new import of the file as it is.
-
-        Else all its import mutants would seem killed.
-        """
-        if file not in self.sound:
-            folder, text = tempfile.mkdtemp(), file.read_text()
-            pid = os.fork()
-            if pid == 0:
-                limit(IMPORT)
-                run_child(
-                    self.session,
-                    folder,
-                    lambda: run_in_new_import(file, text, chosen, self.calls) and os._exit(LATE),
-                )
-            self.sound[file] = os.waitpid(pid, 0)[1] == 0
-            kill_group(pid)
-            shutil.rmtree(folder, ignore_errors=True)
-        return self.sound[file]
 
     def start(self, file: Path, mutant: Mutant, chosen: Sequence[str]) -> Child:
         read, write = os.pipe()
@@ -263,21 +263,24 @@ class MutantRunner:
         if self.is_called(file, mutant) and exchange_code(self.functions[str(file)], code):
             failed = self.first_failure([self.items[test] for test in tests])
             return f"killed {failed}" if failed else survived
-        limit(IMPORT)
-        return (
-            "killed import" if run_in_new_import(file, mutant.text, tests, self.calls) else survived
-        )
+        failed = run_in_new_import(file, mutant.text, tests, self.calls)
+        return f"killed {failed}" if failed else survived
 
     def is_called(self, file: Path, mutant: Mutant) -> bool:
         """By a test.  Else it takes effect at import, if at all."""
         return bool(mutant.where) and self.calls.is_called(relative(file), mutant.where)
 
     def first_failure(self, items: Sequence[pytest.Item]) -> str | None:
+        watch = Watch(self.calls)
         for item, after in zip(items, [*items[1:], None], strict=True):
-            limit(self.calls.seconds[item.nodeid])
+            watch.limit(item.nodeid)
             if any(report.failed for report in runtestprotocol(item, log=False, nextitem=after)):
                 return item.nodeid
         return None
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self.running = list(self.wait(self.running))
 
     def wait(self, running: Sequence[Child]) -> Iterator[Child]:
         """Take the answers of those that have ended; yields the children that still run."""
@@ -301,8 +304,15 @@ class MutantRunner:
                 )
             verdict, _, by = answer.partition(" ")
             if verdict == "killed":
-                self.killers[child.file, child.mutant.where].append(by)
-            self.report(child.file, child.mutant, verdict, by)
+                for where in {child.mutant.where, ""}:
+                    self.killers[child.file, where].append(by)
+            self.end(child.file, child.mutant, verdict, by)
+
+    def end(self, file: Path, mutant: Mutant, verdict: str, by: str) -> None:
+        if mutant.change == UNCHANGED:
+            self.sound[file] = verdict == "survived"
+        else:
+            self.report(file, mutant, verdict, by)
 
 
 def run_child(session: pytest.Session, folder: str, work: Callable[[], object]) -> None:
@@ -347,25 +357,31 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 @dataclass
 class Only:
-    """A pytest plugin: these tests, in this order, with limits."""
+    """A pytest plugin: these tests, in this order, with limits.  failed: the first that fails."""
 
     tests: Sequence[str]
     calls: Calls
+    failed: str | None = None
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         found = {item.nodeid: item for item in items}
         items[:] = [found[test] for test in self.tests if test in found]
         for item in items:
             find_quickly(item)
+        self.watch = Watch(self.calls)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
-        limit(self.calls.seconds[item.nodeid])
+        self.watch.limit(item.nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed = self.failed or report.nodeid
 
 
-def run_in_new_import(file: Path, text: str, tests: Sequence[str], calls: Calls) -> bool:
-    """Return True where a test fails, or cannot be collected, when the package is imported with
-    this text in place of `file`.
+def run_in_new_import(file: Path, text: str, tests: Sequence[str], calls: Calls) -> str | None:
+    """Return the test that fails when the package is imported with this text in place of `file`,
+    "import" where tests cannot be collected, None where all pass.
     """
     name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
@@ -390,9 +406,14 @@ def run_in_new_import(file: Path, text: str, tests: Sequence[str], calls: Calls)
         ):
             del sys.modules[loaded]
     sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
-    files = sorted({test.partition("::")[0] for test in tests})
-    status = pytest.main(["-x", "-q", *OPTIONS, *files], plugins=[Only(tests, calls)])
-    return status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    for part in filter(None, (tests[:FIRST], tests[FIRST:])):
+        files = sorted({test.partition("::")[0] for test in part})
+        only = Only(part, calls)
+        limit(IMPORT)
+        status = pytest.main(["-x", "-q", *OPTIONS, *files], plugins=[only])
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return only.failed or "import"
+    return None
 
 
 OPTIONS = (
@@ -415,11 +436,34 @@ def find_quickly(item: pytest.Item) -> None:
         getattr(test, "__func__", test)._hypothesis_internal_use_settings = quick
 
 
-def limit(unchanged: Seconds) -> None:
-    """End this process where it takes much longer than that from here on."""
-    busy = max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
+@dataclass
+class Watch:
+    """Ends this process where a test, or all so far together, take much longer than unchanged."""
+
+    calls: Calls
+    unchanged: float = 0.0  # seconds by the clock of the tests so far
+    started: float = field(default_factory=time.monotonic)
+
+    def limit(self, test: str) -> None:
+        seconds = self.calls.seconds[test]
+        late = time.monotonic() - self.started - WAITING * busy() * self.unchanged
+        self.unchanged += seconds.clock
+        limit(seconds, max(late, 0.0))
+
+
+def limit(unchanged: Seconds, late: float = 0.0) -> None:
+    """End this process where it takes much longer than that from here on.
+
+    late: the seconds, by the clock, that are used up already.
+    """
     signal.setitimer(signal.ITIMER_PROF, PATIENCE + TIMES * unchanged.cpu)
-    faulthandler.dump_traceback_later(WAITING * (PATIENCE + unchanged.clock) * busy, exit=True)
+    left = WAITING * busy() * (PATIENCE + unchanged.clock) - late
+    faulthandler.dump_traceback_later(max(left, 0.1), exit=True)
+
+
+def busy() -> float:
+    """How many times longer than on idle cores work may take."""
+    return max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
 
 
 def kill_group(pid: int) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import __main__ as command
-from tests.mutants import calls
-from tests.mutants.calls import Calls, enclosing
-from tests.mutants.session import exchange_code
+from tests.mutants import calls, session
+from tests.mutants.calls import Calls, Seconds, enclosing
+from tests.mutants.session import WAITING, Watch, exchange_code
 from tests.mutants.source import Mutant, mutants_of
 
 SOURCE = '''"""Docstring 1."""
@@ -109,6 +109,26 @@ def test_a_live_function_takes_the_code_of_its_mutant():
 def load(code, space):
     exec(code, space)  # noqa: S102
     return space
+
+
+def test_tests_that_each_wait_a_little_are_late_together(monkeypatch, tmp_path):
+    """What they took longer than WAITING times unchanged is missing to the next one."""
+    now, limits = [0.0], []
+    monkeypatch.setattr(session, "busy", lambda: 1.0)
+    monkeypatch.setattr(session.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(session.signal, "setitimer", lambda *_: None)
+    monkeypatch.setattr(
+        session.faulthandler, "dump_traceback_later", lambda left, exit: limits.append(left)
+    )
+    notes = Calls(tmp_path)
+    notes.seconds = {"quick": Seconds(clock=1.0, cpu=0.1), "slow": Seconds(clock=9.0, cpu=0.1)}
+    watch = Watch(notes, started=0.0)
+    for test, taken in [("quick", 1.0), ("quick", WAITING + 5.0), ("slow", 0.0)]:
+        watch.limit(test)
+        now[0] += taken
+    first, second, third = limits
+    assert first == second, "a test in time leaves the next one its whole time"
+    assert third - first == pytest.approx(8 * WAITING - (1 + WAITING + 5 - 2 * WAITING))
 
 
 def test_a_nested_function_is_its_outer_functions():

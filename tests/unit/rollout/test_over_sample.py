@@ -152,7 +152,7 @@ def test_every_reason_counts_in_one_class():
     counters = RolloutCounters()
     counters.failures.update(timeout=1, connection=2, http_503=3, bad_body=4)
     counters.dropped.update(
-        stale_version=6, routes_duplicate=7, aborted=8, wrong_id=9, bad_tokens=10
+        stale_version=6, routes_wrong_size=7, aborted=8, wrong_id=9, bad_tokens=10
     )
     totals = counters.totals()
     classes = {name: n for name, n in totals.items() if "/faults_" in name}
