@@ -16,6 +16,11 @@ from megatron_rl.plan.adam_bytes import adam_bytes
 from megatron_rl.plan.grid import dp_size, expert_dp_size, place
 
 
+WORKSPACE = 5 * 32 << 20
+"""Bytes that TransformerEngine keeps for cuBLAS: 32 MiB for each of 5 streams (2.11.0,
+cpp_extensions/gemm.py)."""
+
+
 @dataclass(frozen=True)
 class Parameters:
     """Numbers of parameters on one rank."""
@@ -148,7 +153,8 @@ def rank_memory(
         optimizer=int(updated_parameters(parameters, cfg, world_size) * adam.device),
         activations=kept,
         routes=device_route_bytes(spec, cfg, world_size, pp_rank),
-        working=max(recomputed, head if pp_rank == parallel.pp - 1 else 0),
+        working=max(recomputed, head if pp_rank == parallel.pp - 1 else 0)
+        + WORKSPACE * wants_te(cfg),
     )
 
 

@@ -260,12 +260,12 @@ class TrainingModel:
         columns = padded_vocab_size(self.spec, self.cfg.parallel.tp) / self.cfg.parallel.tp
         # the fused form computes the logits again for backward
         products = (4 if self.cfg.model.fused_lm_head else 3) if training else 1
-        # passes of the logits through memory: written and read twice; in backward read twice and
-        # overwritten with the gradient
-        passes = 6 if training else 3
+        # bytes through memory for each logit: the passes of engine/shards.py over its chunks in
+        # float32, counted by `megatron-rl rehearse`
+        num_bytes = 76 if training else 44
         return Parts(
             matrices=2 * products * t * columns * self.spec.hidden_size / self.rates.matrices,
-            memory=passes * t * columns * memory.element_size(self.cfg) / self.rates.memory,
+            memory=num_bytes * t * columns / self.rates.memory,
         )
 
     def _pipelined(self, stages: list[Parts], tokens: Tokens, *, interleaved: int) -> Parts:

@@ -27,6 +27,10 @@ SizeRule = Callable[[str, Sequence[Any]], int | None]
 MAY_MIX = ("index", "set_", "index_put_", "_index_put_impl_", "lift_fresh")
 """Operations that take a CPU tensor beside CUDA tensors, or are judged elsewhere."""
 GEMMS = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm")
+PICK = ("gather", "index", "index_select", "embedding", "take")
+PUT = ("scatter_", "scatter_add_", "index_put_", "_index_put_impl_", "index_add_", "scatter")
+OVERWRITE = ("copy", "zero", "fill")
+"""In place they only write their first argument."""
 NO_KERNEL = ("empty", "new_empty", "detach", "prim::", "_unsafe_view", "lift_fresh", "set_")
 NEW_SIZE = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 
@@ -101,7 +105,7 @@ class PretendedGpu(TorchDispatchMode):
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             flops = int(count(*args, **kwargs, out_val=out))
         kind = "gemm" if name in GEMMS else "attention" if "attention" in name else "memory"
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        num_bytes = moved_bytes(name, inputs, outputs, kwargs.get("out"))
         dtype = outputs[0].dtype if outputs else inputs[0].dtype if inputs else None
         self.recorder.operation(name, kind, flops=flops, num_bytes=num_bytes, dtype=dtype)
 
@@ -218,6 +222,24 @@ class PretendedGpu(TorchDispatchMode):
     def _new(self, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         with self.fake:
             return torch.empty(tuple(shape), dtype=dtype, device="cuda")
+
+
+def moved_bytes(
+    name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], out: Any
+) -> int:
+    """Return the bytes that an operation reads and writes in the GPU's memory."""
+    if name in PICK:  # it reads what it gives
+        return 2 * sum(map(size_of, outputs))
+    if name in PUT:  # its source, and the places that it changes twice
+        return 3 * sum(map(size_of, inputs[1:]))
+    if name.rstrip("_") in OVERWRITE:
+        inputs = inputs[1:]
+    read = sum(size_of(tensor) for tensor in inputs if tensor is not out)
+    return read + sum(map(size_of, outputs))
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def is_cuda(leaf: Any) -> bool:

@@ -48,6 +48,8 @@ class Findings:
     phases: dict[str, float] = field(default_factory=dict)
     """Phase -> pretended seconds, until the last rank ends it."""
     planned_seconds: dict[str, float] = field(default_factory=dict)
+    planned_parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Pass -> part of plan/training_time.py -> seconds."""
     mfu: float = 0.0
     """FLOPs of the model itself / (seconds of the update x peak); recomputation does not count."""
     not_known: list[list[Any]] = field(default_factory=list)
@@ -182,6 +184,7 @@ def add_plan(
     model = TrainingModel(spec, cfg, world_size, hardware, assumed)
     old, update = model.old_logprob(tokens), model.update(tokens)
     found.planned_seconds = {"old-logprob": old.total, "update": update.total}
+    found.planned_parts = {"old-logprob": asdict(old), "update": asdict(update)}
     flops = 6 * active_parameters(spec) * total
     # causal: a token attends to half of its sequence; forward 2 FLOPs, backward twice as many
     flops += 3 * spec.num_layers * attention_width(spec) * sum(length**2 for length in lengths)

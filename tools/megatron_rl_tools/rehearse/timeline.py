@@ -20,7 +20,7 @@ KERNEL_SECONDS = 2e-6
 FLOAT32 = 67 / 989
 """Peak of float32 products without TF32 relative to 16-bit ones: NVIDIA's H100 SXM data sheet."""
 HALF = ("bfloat16", "float16")
-GROUPED = ("_grouped_mm", "grouped_linear")
+GROUPED = ("_grouped_mm", "te.grouped linear")
 
 
 class Span(NamedTuple):
@@ -103,7 +103,7 @@ class Timeline:
 
     def _operation(self, rank: int, event: Sequence[Any]) -> None:
         _, phase, name, place, kind, flops, num_bytes, dtype = event
-        if kind == "gemm" and name in GROUPED:
+        if kind == "gemm" and name.startswith(GROUPED):
             kind = "experts"
         seconds = max(
             KERNEL_SECONDS,
