@@ -38,7 +38,8 @@ def test_a_run_in_which_trainer_and_servers_alternate(tmp_path, monkeypatch):
     assert all(row["train/logratio_abs_mean"] <= 1e-4 for row in steps), (
         "the servers had other weights"
     )
-    assert all(row["time/weight_sync"] > 0 for row in steps)
+    # the first weights are sent before the first step, whose time does not count them
+    assert all(row["time/weight_sync"] > 0 for row in steps[1:])
     trained, initial = weights_in(tmp_path / "runs/run/hf"), weights_in(material / "moe")
     assert any(not trained[name].equal(initial[name]) for name in initial)
     log = (tmp_path / "runs/run/server.log").read_text()

@@ -73,7 +73,8 @@ class ExportDigests:
 
         One that comes before its turn is kept until then, on the host.
         """
-        self.waiting[name] = tensor.detach().to("cpu")
+        # a copy: numpy() below fixes the size of a CPU tensor's storage, which offload changes
+        self.waiting[name] = tensor.detach().to("cpu", copy=True)
         served = self.served[name]
         hidden = HIDDEN_UNITS.search(name)
         if hidden and tensor.shape[0 if hidden[1] else -1] % UNITS:
