@@ -16,8 +16,7 @@ PACKAGES = {
     ".": ("train", "launch", "dry-run", "settings", "evaluate"),
     "./tools": (
         "check-rollouts", "convert", "doctor", "explain-mismatch", "gpu-check", "make-tiny-model",
-        "plan", "quantize",
-        "replay-batch", "top", "trace", "verify-replay",
+        "plan", "quantize", "rehearse", "replay-batch", "top", "trace", "verify-replay",
     ),
     "./viewer": ("report", "view"),
 }  # fmt: skip

@@ -96,8 +96,8 @@ def make_mini_batch(
     )
     num_responses = sum(sizes)
     # an episode of several sequences is one response, whose sequences have one number
-    numbered_samples = numbered(samples, sum(sizes[:replica]))
-    samples = [sequence for sample in numbered_samples for sequence in sample.sequences]
+    episodes = numbered(samples, sum(sizes[:replica]))
+    samples = [sequence for episode in episodes for sequence in episode.sequences]
     counts, rows = gather_rows(
         [rule.sequence_rows(len(sample.rollout.tokens)) for sample in samples], dp_group
     )
@@ -105,8 +105,7 @@ def make_mini_batch(
         plan, work = make_job_plan(counts, rows, max_tokens, rule, dp_group)
     except ValueError:  # the same on every rank
         multiple = num_replicas * rule.count_multiple
-        # copies help only where the number of sequences does not divide; else the failure has
-        # another cause
+        # copies help only where the number of sequences does not divide
         if len(rows) < multiple or len(rows) % multiple == 0:
             raise
         samples, counts, rows = with_copies(samples, counts, rows, replica, -len(rows) % multiple)

@@ -168,12 +168,10 @@ def make_parallel(
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("run.device = cuda: torch sees no GPU; use auto or cpu")
     use_cuda = device_of(device) == "cuda"
-    world_size = (
-        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    )
-    check_sizes(cfg, world_size)
     # torch.distributed of another owner stays after `destroy`
     owns = not dist.is_initialized()
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if owns else dist.get_world_size()
+    check_sizes(cfg, world_size)
     if owns:
         _start(use_cuda, timeout_minutes)
     target = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
@@ -196,7 +194,7 @@ def make_parallel(
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     timeout = datetime.timedelta(minutes=timeout_minutes)
     host_group = make_host_group(timeout)
-    node, replica_leader = _make_replica_group(cfg, host_group, timeout)
+    node, leader = _make_replica_group(cfg, host_group, timeout)
     return Parallel(
         rank=dist.get_rank(),
         world_size=world_size,
@@ -212,7 +210,7 @@ def make_parallel(
         replica_group=node.group,
         host_group=host_group,
         node=node,
-        replica_leader=replica_leader,
+        replica_leader=leader,
         vp_size=cfg.vp,
         owns_process_group=owns,
     )

@@ -339,7 +339,7 @@ def without_routes(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     """Return the groups without expert ids.
 
     Stages that read none of them work on these: rewards, penalties, advantages, names, metrics and
-    lines of files.  `with_routes` follows where the groups go on to be trained on.
+    lines of files.  `with_routes` follows before the groups are trained on.
     """
     return [
         replace(group, rollouts=tuple(rollout.without_routes for rollout in group.rollouts))

@@ -4,7 +4,7 @@ CUDA tensors have shapes, dtypes and devices, but no values and no memory (torch
 tensors are real.  A collective exchanges its description between the ranks instead of data.
 
 native.py, device.py    the pretended GPU
-recorder.py             what an operation, an allocation or a copy to the host leaves behind
+recorder.py             the record of operations, memory and waits
 values.py               small tensors whose values are known all the same
 groups.py, switchboard.py   process groups that compare what their ranks call
 layers.py               TransformerEngine's layers by shape

@@ -41,8 +41,8 @@ def rehearse_all(configs: Mapping[str, Path], options: Sequence[str], out: Path)
     for name, path in configs.items():
         started = time.monotonic()
         command = [
-            sys.executable, "-m", "megatron_rl.cli", "rehearse", "--config", path,
-            "--out", out / name, *options,
+            sys.executable, "-m", "megatron_rl.cli", "rehearse", "--config", str(path),
+            "--out", str(out / name), *options,
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         verdict = {0: "ok", 1: "ERRORS"}.get(done.returncode, "REFUSED")

@@ -7,7 +7,6 @@ CUDA nodes in a thread of its own, to which torch carries the mode.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -251,7 +250,7 @@ def install_fake_devices(recorder: Recorder) -> None:
     """Let FakeTensors be on a CUDA device without a driver, and parameters become them."""
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[method-assign,assignment]
-    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+    torch._C._set_only_lift_cpu_tensors(True)
     resize = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -259,13 +258,13 @@ def install_fake_devices(recorder: Recorder) -> None:
         return resize(self, size)
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-    nn.Module._apply = apply_to_module  # type: ignore[method-assign,assignment]
+    nn.Module._apply = apply_to_module  # type: ignore[method-assign]
 
 
 def apply_to_module(
     self: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Stand in for Module._apply, which cannot change a CPU parameter into a FakeTensor in place:
+    """Replace Module._apply, which cannot change a CPU parameter into a FakeTensor in place:
     a new parameter takes over the attributes of the old one.
     """
     for child in self.children() if recurse else ():
@@ -283,10 +282,3 @@ def apply_to_module(
         if buffer is not None:
             self._buffers[name] = function(buffer)
     return self
-
-
-@contextlib.contextmanager
-def real_operations() -> Any:
-    """Leave the pretended GPU for operations on CPU tensors only, which are then faster."""
-    with torch.utils._python_dispatch._disable_current_modes():
-        yield

@@ -23,6 +23,7 @@ from megatron_rl_tools.rehearse.calls import POINT_TO_POINT, Call
 from megatron_rl_tools.rehearse.device import PretendedGpu
 from megatron_rl_tools.rehearse.recorder import place
 from megatron_rl_tools.rehearse.values import MOST
+from megatron_rl_tools.rehearse.work import Work
 
 BACKEND = "rehearsed"
 NOT_ON_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64)
@@ -103,32 +104,6 @@ class World:
         return Group(self, options.group_rank, ranks, self.requested)
 
 
-class Work(dist.Work):  # type: ignore[name-defined]
-    """A call in progress.  `finish` writes the values that it brings."""
-
-    def __init__(self, world: World, index: int, finish: Callable[[], None] | None = None) -> None:
-        super().__init__()
-        self.world, self.index, self.finish = world, index, finish
-
-    def wait(self, timeout: object = None) -> bool:
-        recorder = self.world.gpu.recorder
-        recorder.events.append(("wait", recorder.phase, self.index))
-        if self.finish is not None:
-            finish, self.finish = self.finish, None
-            self.world.pipe.send(self.index)
-            finish()
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-
 class Group(dist.ProcessGroup):
     """A group with the backend that the program named, under torch's names for its collectives.
 
@@ -136,7 +111,7 @@ class Group(dist.ProcessGroup):
     """
 
     def __init__(self, world: World, rank: int, ranks: Sequence[int], backend: str) -> None:
-        super().__init__(rank, len(ranks))
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # torch's stub wants a store
         self.world, self.my_rank, self.ranks, self.backend = world, rank, tuple(ranks), backend
         made = (backend, self.ranks)
         self.key = (*made, world.made[made])
@@ -159,21 +134,27 @@ class Group(dist.ProcessGroup):
     def rank(self) -> int:
         return self.my_rank
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: Any = None
+    ) -> Work:
         return self._call("all_reduce", tensors, tensors, opts, fill=self._reduce)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def reduce(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: Any = None
+    ) -> Work:
         return self._call("reduce", tensors, tensors, opts, fill=self._reduce)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def broadcast(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: Any = None
+    ) -> Work:
         def fill(call: Call, values: Values) -> Arrays:
             return self._sent(values, call.root)
 
         return self._call("broadcast", tensors, tensors, opts, fill=fill)
 
-    def allgather(
+    def allgather(  # type: ignore[override]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         return self._call("all_gather", inputs, outputs[0], opts, fill=self._gather)
@@ -315,16 +296,16 @@ class Group(dist.ProcessGroup):
         world.pipe.send(call)
         if not call.wants_values:
             self._write(outputs, None)
-            return Work(world, call.index)
+            return Work(recorder, world.pipe, call.index)
 
         def finish() -> None:
             assert fill is not None
             self._write(outputs, fill(call, world.answer(call.index)))
 
         if operation == "recv":  # what it waits for may be sent after this rank's next call
-            return Work(world, call.index, finish)
+            return Work(recorder, world.pipe, call.index, finish)
         finish()
-        return Work(world, call.index)
+        return Work(recorder, world.pipe, call.index)
 
     def _known(self, tensors: Sequence[Tensor]) -> Arrays:
         arrays = []

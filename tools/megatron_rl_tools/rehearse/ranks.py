@@ -29,8 +29,8 @@ def run_ranks(
 ) -> dict[int, Any]:
     """Run `program` on these ranks of a world, each in a process forked from this one.
 
-    gpu: made in this process before anything that asks for CUDA was imported; each process goes on
-    with its own copy.  Returns rank -> what the program returned, or RankFailed.  Raises
+    gpu: made in this process before anything that asks for CUDA was imported; each process has
+    its own copy.  Returns rank -> what the program returned, or RankFailed.  Raises
     Disagreement (switchboard.py) where the ranks' collectives do not fit together.
     """
     context = multiprocessing.get_context("fork")

@@ -1,4 +1,4 @@
-"""What one virtual rank leaves behind: operations, memory, host synchronisations and defects.
+"""The record of one virtual rank: operations, memory, host synchronisations and defects.
 
 Bytes are those of the pretended GPU.  A place is "file:line(function) <- file:line(function)": the
 innermost two lines outside torch, or the autograd node in a backward pass.
@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -107,7 +107,7 @@ class Recorder:
         if known is not None and known.storage() is storage:
             return known
         num_bytes = rounded(storage.nbytes())
-        reference = weakref.ref(storage, lambda _, key=key: self._free(key))
+        reference = weakref.ref(storage, partial(self._free, key))
         made = self.allocations[key] = Allocation(reference, num_bytes, place())
         self._grow(num_bytes, made.place)
         return made
@@ -151,7 +151,7 @@ class Recorder:
             places = {key: size for key, size in self._by_place.items() if size > 0}
             self.memory[self.phase].by_place = places
 
-    def _free(self, key: int) -> None:
+    def _free(self, key: int, reference: object) -> None:
         allocation = self.allocations.pop(key, None)
         if allocation is not None:
             self.live -= allocation.num_bytes
@@ -171,7 +171,7 @@ def place() -> str:
         if name:
             lines.append(f"{name}:{frame.f_lineno}({frame.f_code.co_name})")
         frame = frame.f_back
-    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    node = torch._C._current_autograd_node()
     if node is not None and len(lines) < 2:
         lines.append(f"backward of {node.name().removesuffix('Backward0')}")
     return " <- ".join(lines)
@@ -189,4 +189,4 @@ def shown_name(path: str) -> str:
     for package in ("megatron_rl_tools/", "megatron_rl/"):
         if f"/{package}" in path:
             return package + path.rsplit(f"/{package}", 1)[1]
-    return path.rsplit("/", 1)[1]
+    return path.rpartition("/")[2]

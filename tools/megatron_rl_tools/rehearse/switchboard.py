@@ -52,7 +52,7 @@ class Switchboard:
             for pipe in wait(list(running.values())):
                 rank = ranks[id(pipe)]
                 try:
-                    message = pipe.recv()  # type: ignore[union-attr]
+                    message = self.pipes[rank].recv()
                 except EOFError:
                     message = ("result", None)
                 if isinstance(message, Call):

@@ -20,7 +20,7 @@ PROPERTIES = dict(
     max_threads_per_multi_processor=2048, shared_memory_per_block_optin=232448,
     shared_memory_per_block=49152,
 )  # fmt: skip
-"""Those of an H100, from NVIDIA's CUDA programming guide, compute capability 9.0."""
+"""Those of an H100, from NVIDIA's CUDA programming guide for version 9.0."""
 
 
 def classes(recorder: Recorder) -> tuple[type, type]:
@@ -67,9 +67,9 @@ def install(recorder: Recorder, total_bytes: int) -> None:
     """Replace the functions of torch.cuda that would ask the driver."""
     for name, function in functions(recorder, total_bytes).items():
         setattr(torch.cuda, name, function)
-    torch.cuda.nvtx.range_push = lambda *args, **kwargs: None  # type: ignore[assignment]
-    torch.cuda.nvtx.range_pop = lambda *args, **kwargs: None  # type: ignore[assignment]
-    torch.cuda.nccl.version = lambda: (2, 28, 0)  # type: ignore[assignment]
+    torch.cuda.nvtx.range_push = lambda *args, **kwargs: None
+    torch.cuda.nvtx.range_pop = lambda *args, **kwargs: None
+    torch.cuda.nccl.version = lambda: (2, 28, 0)
     torch.cuda.default_generators = (torch.default_generator,)
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
 
