@@ -42,7 +42,8 @@ LAYOUTS = {
     "deepseek-v3": (
         (128, "tp 4 cp 4 ep 32"), (256, "tp 8 cp 4 pp 2 ep 32"), (256, "tp 4 cp 8 pp 4 ep 16"),
         (128, "tp 4 cp 4 ep 32; recompute none"), (128, "tp 4 cp 4 ep 32; recompute selective"),
-        (256, "tp 4 cp 2 pp 8 ep 32"), (128, "tp 8 cp 4 ep 64"), (128, "tp 4 cp 4 ep 32; mode none"),
+        (256, "tp 4 cp 2 pp 8 ep 32"), (128, "tp 8 cp 4 ep 64"),
+        (128, "tp 4 cp 4 ep 32; mode none"),
     ),
     "kimi-k2": (
         (256, "tp 8 cp 4 pp 4 ep 32"), (256, "tp 4 cp 4 pp 4 ep 64"), (128, "tp 8 cp 4 ep 64"),

@@ -31,8 +31,7 @@ class HostBytes:
     reference: int
     """The weights of loss.kl_coef, and room for the rank's own while those are in their place."""
     routes: int
-    """Expert ids of a step's rollouts, at the longest responses: an equal share of the node's copies.
-    """
+    """Expert ids of a step's rollouts, at the longest responses: its share of the node's copies."""
     checkpoint: int
     """What the rank writes."""
     adam: int

@@ -15,7 +15,6 @@ from megatron_rl.models.spec import ModelSpec, padded_vocab_size
 from megatron_rl.plan.adam_bytes import adam_bytes
 from megatron_rl.plan.grid import dp_size, expert_dp_size, place
 
-
 WORKSPACE = 5 * 32 << 20
 """Bytes that TransformerEngine keeps for cuBLAS: 32 MiB for each of 5 streams (2.11.0,
 cpp_extensions/gemm.py)."""
