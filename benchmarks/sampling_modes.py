@@ -24,7 +24,9 @@ from megatron_rl.rollout.client.counters import CallStats, RolloutCounters, drop
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.scheduler import Sampled, Scheduler
 
-PARALLEL = SimpleNamespace(dp_rank=0, dp_size=1, rank=0, device=torch.device("cpu"))
+PARALLEL = SimpleNamespace(
+    dp_rank=0, dp_size=1, rank=0, device=torch.device("cpu"), node=SimpleNamespace(is_alone=True)
+)
 Settings = Mapping[str, object]
 """Settings of [rollout]."""
 

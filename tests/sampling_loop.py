@@ -20,7 +20,10 @@ from megatron_rl.weights.sync.push import WeightPushError
 from tests.fake_model import FakeModel
 from tests.fake_server import SPEC, FakeServer
 
-PARALLEL = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"), host_group=None)
+PARALLEL = SimpleNamespace(
+    dp_rank=0, dp_size=1, device=torch.device("cpu"), host_group=None,
+    node=SimpleNamespace(is_alone=True),
+)  # fmt: skip
 PER_STEP, GROUP = 2, 2
 TOKENIZER = SimpleNamespace(eos_token_id=1, batch_decode=lambda rows, **_: [""] * len(rows))
 

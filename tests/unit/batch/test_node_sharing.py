@@ -128,6 +128,7 @@ def test_samples_of_another_replica_arrive_once_on_a_node(firsts, monkeypatch):
 
 
 def test_memory_ends_with_the_last_array_and_has_no_name():
+    gc.collect()  # files of earlier tests
     before, names = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
     memory = NodeMemory()
     array = memory.copy(np.arange(10))

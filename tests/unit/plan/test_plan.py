@@ -471,5 +471,5 @@ def test_adam_on_the_host_or_in_fewer_bits_is_counted(config):
     assert counted(**few, **moments, main_grads_dtype="bfloat16")[:2] == ([6, 0, 6], 2)
     assert "Adam's update: " in counted(**few, **moments)[2]
     plain, offloaded = counted()[2], counted(**half)[2]
-    assert "Adam's update" not in plain + offloaded and "optimizer_cpu_offload" not in plain
-    assert "of Adam's state and gradients (optimizer_cpu_offload)" in offloaded
+    assert "Adam's update: " not in plain + offloaded and "optimizer_cpu_offload" not in plain
+    assert re.search(r"host memory of a node: .*adam \d", offloaded)

@@ -71,7 +71,7 @@ def made(tmp_path):
         trainer = Trainer(
             cfg=cfg,
             parallel=SimpleNamespace(
-                rank=0, world_size=1, dp_group="dp", device=torch.device("cpu")
+                node="node", rank=0, world_size=1, dp_group="dp", device=torch.device("cpu")
             ),
             engine=engine,
             rollouts=rollouts,
@@ -161,7 +161,7 @@ def test_mini_batches_are_of_penalised_groups_with_advantages(made, monkeypatch,
     assert trainer.make_batches(["group"], 4) == [BATCH]
     settings = dict(
         seed=4, rule="rule", dp_group="dp", save_tokens="those of 6 in step 5",
-        policy_version=VERSION if max_staleness else None,
+        policy_version=VERSION if max_staleness else None, node="node",
     )  # fmt: skip
     assert calls == [
         ("enter", ("split", -1), {}), ("split", (groups, cfg), settings), ("rollouts.record",
