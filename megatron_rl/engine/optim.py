@@ -8,7 +8,11 @@ global denominator, and `calculate_per_token_loss = True` makes core's DDP sum i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.distributed import (
@@ -185,6 +189,34 @@ class MeasuredOptimizer(ChainedOptimizer):
 
     def get_grad_norm(self) -> float | torch.Tensor:
         return super().get_grad_norm() if self.measured is None else self.measured
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update the parameters and gather them once; return whether the update succeeded.
+
+        core gathers all of them after each of its optimizers, and experts have one of their own.
+        """
+        if self.config.overlap_param_gather_with_optimizer_step:
+            return super().step_with_ready_grads()  # it gathers part of them in between
+        with gathered_once(self.chained_optimizers):
+            return super().step_with_ready_grads()
+
+
+@contextmanager
+def gathered_once(optimizers: Sequence[MegatronOptimizer]) -> Iterator[None]:
+    """Gather the parameters of a model chunk at the end, once, if any optimizer asks for it."""
+    chunks = {id(c): c for optimizer in optimizers for c in getattr(optimizer, "model_chunks", ())}
+    asked: dict[int, Any] = {}
+    for key, chunk in chunks.items():
+        # an attribute of the instance hides the method
+        chunk.start_param_sync = partial(asked.setdefault, key, chunk)
+    try:
+        yield
+    finally:
+        for chunk in chunks.values():
+            del chunk.start_param_sync
+    for chunk in asked.values():
+        chunk.start_param_sync()
 
 
 class Optimizer:

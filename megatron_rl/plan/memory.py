@@ -222,9 +222,19 @@ def activation_bytes(
             what = recomputed(cfg.model, number)
             again = {"layer": full, "experts": experts, "": 0}[what]
             kept += inputs if what == "layer" else full - again
-            worst = max(worst, again)
+            passing = passing_bytes(spec, cfg, skew) if again and layer in spec.moe_layers else 0
+            worst = max(worst, again + passing)
     # `kept` covers all vp chunks, `in_flight` counts passes over one
     return kept * in_flight // parallel.vp, worst
+
+
+def passing_bytes(spec: ModelSpec, cfg: Config, skew: float) -> int:
+    """Return the bytes of rows that exist while experts run and that backward does not keep: rows
+    permuted, sorted by expert, and those that return.
+    """
+    sequence = cfg.parallel.tp if cfg.parallel.use_sequence_parallel else 1
+    rows_of_experts = rows(cfg) // sequence * spec.top_k * skew * cfg.parallel.expert_tp
+    return int(3 * rows_of_experts * spec.hidden_size * element_size(cfg))
 
 
 def recomputed(model: ModelConfig, number: int) -> str:

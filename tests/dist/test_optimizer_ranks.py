@@ -1,5 +1,6 @@
-"""core's optimizer on two real ranks: the norm of a gradient is computed once per update, and
-Adam's moments exist before the first one, with the weights of core's plain step bit for bit.
+"""core's optimizer on two real ranks: per update the norm of the gradient is computed and the
+parameters are gathered once, and Adam's moments exist before the first one, with the weights of
+core's plain step bit for bit.
 """
 
 import tempfile
@@ -17,11 +18,12 @@ CASES = [
 
 
 def train(checkpoint, case, *, plain):
-    """Weights, norms and calls of core's norm after three updates that clip.
+    """Weights, norms, calls of core's norm and gathers of parameters after three updates that clip.
 
     plain: with core's own chain of optimizers, and moments made in the first update.
     """
     import torch.distributed as dist
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import ChainedOptimizer, optimizer
 
     from megatron_rl.checkpoint.state import make_moments
@@ -40,15 +42,21 @@ def train(checkpoint, case, *, plain):
     else:
         make_moments(engine)
     optimizer.get_grad_norm_fp32 = lambda *args, **kwargs: calls.append(1) or norm(*args, **kwargs)
+    gathers, gather = [], DistributedDataParallel.start_param_sync
+    DistributedDataParallel.start_param_sync = lambda self, *args, **kwargs: (
+        gathers.append(1),
+        gather(self, *args, **kwargs),
+    )[1]
     batch = random_batch(engine)
     for _ in range(3):
         sums = MetricSums()
         engine.update(batch, engine.old_logprobs(batch, sums, replay="R3"), sums, replay="R3")
         norms.append(sums.reduce(dist.group.WORLD, engine.parallel.device)["optim/grad_norm"])
     optimizer.get_grad_norm_fp32 = norm
+    DistributedDataParallel.start_param_sync = gather
     weights = weights_of(engine)
     engine.parallel.destroy()
-    return weights, norms, len(calls)
+    return weights, norms, len(calls), len(gathers)
 
 
 def once_equals_twice(checkpoint):
@@ -56,14 +64,17 @@ def once_equals_twice(checkpoint):
 
     dist.init_process_group("gloo")
     for case in CASES:
-        expected, norms, twice = train(checkpoint, case, plain=True)
-        weights, same, once = train(checkpoint, case, plain=False)
+        expected, norms, twice, plain_gathers = train(checkpoint, case, plain=True)
+        weights, same, once, gathers = train(checkpoint, case, plain=False)
         assert same == norms and min(norms) > 0.01, (case, norms)
         assert all(a.equal(b) for a, b in zip(weights, expected, strict=True)), case
         assert twice == 2 * once and once in (3, 6), (case, once, twice)
+        num_optimizers = 1 + ("ep" in case[0])
+        assert gathers == 3 * case[1], (case, gathers)
+        assert plain_gathers == num_optimizers * gathers, (case, plain_gathers)
     dist.destroy_process_group()
 
 
-def test_one_norm_an_update_gives_the_same_weights():
+def test_one_norm_and_one_gather_an_update_give_the_same_weights():
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(once_equals_twice, 2, random_checkpoint(Path(folder) / "moe"))
