@@ -32,7 +32,7 @@ TEXTS = (
     "mkdocs.yml", "tools/image_packages.py", "tools/nccl_versions.py",
 )  # fmt: skip
 """Files and folders that tests/repo alone reads; so are pages and shell scripts."""
-TEXT_SUFFIXES = (".md", ".sh", ".sbatch")
+TEXT_SUFFIXES = (".md", ".sh", ".sbatch", ".yaml")
 SLOW_REPO = (
     f"{REPO}/test_packaging.py",
     f"{REPO}/test_scripts.py::test_a_benchmark_imports_and_its_docstring_has_its_command",

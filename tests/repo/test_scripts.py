@@ -272,6 +272,13 @@ def test_a_preempted_slurm_job_is_queued_again(slurm):
     assert "NNODES 4 RANKS 4" in log and "http://n4:30001" in log and "http://n4:30002" not in log
 
 
+def test_a_slurm_job_with_an_image_starts_both_halves_in_it(slurm):
+    _, log = slurm(STATUS="0", IMAGE="rl.sqsh")
+    assert log.count(f"--container-image=rl.sqsh --container-mounts={ROOT}:{ROOT},/dev/shm:") == 2
+    assert log.count(f" --container-workdir={ROOT} ") == 2
+    assert "--container" not in slurm(STATUS="0")[1]
+
+
 # Benchmarks ---------------------------------------------------------------------------------------
 
 
