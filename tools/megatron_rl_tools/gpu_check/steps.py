@@ -61,6 +61,8 @@ STEPS = (
     "replay:checkpoint"),
     CheckStep("weight-sync", "Colocated weight sync into a real SGLang server.", 10,
     "server_steps:weight_sync"),
+    CheckStep("weight-sync-group", "Joining and leaving the groups of a weight sync, two GPUs.", 15,
+    "group_steps:weight_sync_group"),
     CheckStep("demo", "The demo on this device, with a real SGLang server.", 20,
     "server_steps:demo"),
     CheckStep("speed", "Four Qwen3-30B layers: permute fusion, fused LM head, replay, tokens/s.",
