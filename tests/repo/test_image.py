@@ -6,10 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from tests.repo.test_scripts import pins
 from tools import nccl_versions
@@ -127,6 +129,21 @@ def test_the_image_on_sglang_has_the_pins_of_the_requirements():
     engine = pins("requirements-te.txt")
     assert len(engine) == 3 and len(set(engine.values())) == 1, "one version of all three parts"
     assert not {name for name, _ in engine} & {name for name, _ in pins("requirements.txt")}
+
+
+def test_the_pins_of_the_trainer_fit_sglangs_own():
+    """In one environment pip would replace a package that SGLang needs in another version."""
+    trainer = {name: version for (name, _), version in pins("requirements.txt").items()}
+    trainer |= {name: version for (name, _), version in pins("requirements-te.txt").items()}
+    needed = [Requirement(line) for line in metadata.requires("sglang") or ()]
+    shared = [
+        (need, trainer[name])
+        for need in needed
+        if need.marker is None or need.marker.evaluate({"extra": ""})
+        if (name := need.name.lower().replace("_", "-")) in trainer
+    ]
+    assert {"transformers", "tokenizers"} <= {need.name for need, _ in shared}
+    assert not [str(need) for need, version in shared if not need.specifier.contains(version)]
 
 
 def test_the_dockerfile_runs_every_step_once_and_in_order():
