@@ -1,4 +1,5 @@
-# GPU image: training ranks in the container's own Python, SGLang servers in /opt/sglang.
+# GPU image on NGC PyTorch; the default is Dockerfile.sglang.  Training ranks in the container's own Python, SGLang servers in
+# /opt/sglang.
 # NOT BUILT: no registry and no GPU were available.  Its steps (tools/build_image.sh) were run outside a container:
 # docs/install.md.  Build:  docker build -t megatron_rl .
 #

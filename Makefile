@@ -143,7 +143,7 @@ linters: install
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch tools/*.sh
-	$(VENV)/bin/hadolint Dockerfile
+	$(VENV)/bin/hadolint Dockerfile Dockerfile.sglang
 
 lint: linters
 	$(RUN) pytest tests/repo

@@ -28,11 +28,11 @@ PACKAGES = {
 READ_BY_NAME = ("examples", "benchmarks")
 """Folders whose unit tests are the files that name them."""
 TEXTS = (
-    "docs", "results", ".github", ".ci", "LICENSE", "Makefile", "Dockerfile", "mkdocs.yml",
-    "tools/image_packages.py", "tools/nccl_versions.py",
+    "docs", "results", ".github", ".ci", "LICENSE", "Makefile", "Dockerfile", "Dockerfile.sglang",
+    "mkdocs.yml", "tools/image_packages.py", "tools/nccl_versions.py",
 )  # fmt: skip
 """Files and folders that tests/repo alone reads; so are pages and shell scripts."""
-TEXT_SUFFIXES = (".md", ".sh", ".sbatch")
+TEXT_SUFFIXES = (".md", ".sh", ".sbatch", ".yaml")
 SLOW_REPO = (
     f"{REPO}/test_packaging.py",
     f"{REPO}/test_scripts.py::test_a_benchmark_imports_and_its_docstring_has_its_command",

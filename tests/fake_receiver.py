@@ -98,6 +98,8 @@ class Receiver:
         load_format: str | None = None,
         **rest: Any,
     ) -> None:
+        if not self.session:
+            raise RuntimeError("update_weights_from_distributed must run between begin and end")
         sizes = [
             torch.Size(shape).numel() * getattr(torch, dtype).itemsize
             for shape, dtype in zip(shapes, dtypes, strict=True)

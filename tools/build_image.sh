@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The steps of the GPU image; the Dockerfile calls them one by one.  They also run outside an image build:
+# The steps of the GPU images; their Dockerfiles call them one by one.  Those of Dockerfile also run outside an image build:
 #   PYTHON=/path/to/python SGLANG=/tmp/sglang bash tools/build_image.sh all
-# SERVER_NCCL: a package for the servers in place of their NCCL; CHECK_NCCL=0: no comparison.
+# SERVER_NCCL: a package for the servers in place of their NCCL; CHECK_NCCL=0: no comparison; ABSENT: packages that
+# the base image need not have.
 # PYTHON is the training ranks' interpreter, SGLANG the folder of the servers' environment.  docs/install.md: what was run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -27,8 +28,30 @@ servers() { # an environment of their own: SGLang pins its torch exactly
         env -u PIP_CONSTRAINT "$SGLANG/bin/python" -m pip install --no-cache-dir --no-deps "$SERVER_NCCL"
 }
 
+shared() { # Dockerfile.sglang: one environment, and the servers' interpreter at the path that all scripts name
+    local sglang wanted
+    wanted="$(sed -n 's/^sglang==//p' requirements-sglang.txt)"
+    sglang="$("$PYTHON" -c 'import importlib.metadata as m; print(m.version("sglang"))')"
+    # an image built from a checkout may name a commit after the version
+    [[ "$sglang" == "$wanted" || "$sglang" == "$wanted"[+.]* ]] || {
+        echo "build_image: the base image has sglang $sglang, requirements-sglang.txt names $wanted: set SGLANG_TAG" >&2
+        exit 1
+    }
+    mkdir -p "$SGLANG/bin" # not a link: a virtual environment's Python finds its packages only at its own path
+    printf '#!/bin/sh\nexec %s "$@"\n' "$(command -v "$PYTHON")" >"$SGLANG/bin/python"
+    chmod +x "$SGLANG/bin/python"
+}
+
+engine() { # Dockerfile.sglang: TransformerEngine, whose extension must see the image's torch
+    "$PYTHON" tools/image_packages.py --absent transformer-engine apex >constraints.txt
+    "${pip[@]}" pybind11 ninja
+    "${pip[@]}" -c constraints.txt --no-build-isolation -r requirements-te.txt
+}
+
 trainer() { # the image's core packages are frozen: a requirement that would replace one fails
-    "$PYTHON" tools/image_packages.py >constraints.txt
+    local absent
+    read -r -a absent <<<"${ABSENT:+--absent $ABSENT}"
+    "$PYTHON" tools/image_packages.py "${absent[@]}" >constraints.txt
     "${pip[@]}" -c constraints.txt -r requirements.txt
     "$PYTHON" tools/image_packages.py --same constraints.txt
 }
@@ -43,9 +66,9 @@ check() { # a build has no GPU: the doctor warns and continues.  Run it again wh
 }
 
 [[ "${1:-}" == all ]] && set -- system servers trainer project check
-for step in "${@:?name a step: system servers trainer project check, or all}"; do
+for step in "${@:?name a step: system servers shared engine trainer project check, or all}"; do
     case "$step" in
-        system | servers | trainer | project | check) echo "build_image: $step" && "$step" ;;
-        *) echo "build_image: unknown step $step; steps: system servers trainer project check" >&2 && exit 2 ;;
+        system | servers | shared | engine | trainer | project | check) echo "build_image: $step" && "$step" ;;
+        *) echo "build_image: unknown step $step; steps: system servers shared engine trainer project check" >&2 && exit 2 ;;
     esac
 done

@@ -1,4 +1,4 @@
-"""The packages an NGC PyTorch image is built around, as pip constraints, so that no requirement \
+"""The packages a base image is built around, as pip constraints, so that no requirement \
 replaces them.
 
     # before pip install -c constraints.txt
@@ -21,7 +21,7 @@ from pathlib import Path
 REQUIRED = ("torch", "triton", "transformer-engine", "apex")
 FROZEN = re.compile(
     r"torch|torchvision|torchao|pytorch-triton|triton|transformer-engine.*|apex|flash-attn.*"
-    r"|nvidia-nccl.*"
+    r"|nvidia-nccl.*|sglang|sgl-kernel|flashinfer.*"
 )
 
 
@@ -30,15 +30,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     text = "compare with what was printed before"
     parser.add_argument("--same", type=Path, metavar="FILE", help=text)
-    before = parser.parse_args(argv).same
+    text = "packages that this image need not have"
+    parser.add_argument("--absent", nargs="+", choices=REQUIRED, default=(), help=text)
+    args = parser.parse_args(argv)
+    before = args.same
     lines = frozen({package.name: package.version for package in metadata.distributions()})
     if before is not None:
         return complain(differences(before.read_text().splitlines(), lines))
     names = {line.partition("==")[0].removeprefix("pytorch-") for line in lines}
     missing = [
-        f"{name} is not installed: is this an NGC PyTorch image?"
+        f"{name} is not installed: is this the Dockerfile's base image?"
         for name in REQUIRED
-        if name not in names
+        if name not in names and name not in args.absent
     ]
     print("\n".join(lines))
     return complain(missing)

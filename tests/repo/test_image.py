@@ -6,11 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
+from tests.repo.test_scripts import pins
 from tools import nccl_versions
 from tools.nccl_versions import NcclEnvironment, difference
 
@@ -25,6 +28,7 @@ PYTHON = """#!/bin/bash
 echo "$* PIP_CONSTRAINT=${PIP_CONSTRAINT-none}" >>"$RECORD"
 if [[ "$1 $2" == "-m venv" ]]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
 if [[ "$1" == tools/nccl_versions.py ]]; then exit "${NCCL_STATUS:-0}"; fi
+if [[ "$1" == -c ]]; then echo "${SGLANG_VERSION:-}"; fi
 """
 
 
@@ -89,6 +93,57 @@ def test_the_build_stops_where_nccl_differs(build):
 
 def test_unknown_steps_are_named(build):
     assert build("server") == (2, [])
+
+
+def test_the_shared_environment_is_that_of_the_pinned_sglang(build, tmp_path):
+    """The servers' interpreter is at the path that scripts name, and is the trainer's."""
+    (pin,) = re.findall(r"^sglang==(.*)$", (ROOT / "requirements-sglang.txt").read_text(), re.M)
+    shutil.copy(ROOT / "requirements-sglang.txt", tmp_path)
+    status, _ = build("shared", SGLANG_VERSION=pin)
+    assert status == 0
+    wrapper = (tmp_path / "sglang/bin/python").read_text()
+    assert wrapper == f'#!/bin/sh\nexec {tmp_path / "python"} "$@"\n'
+    assert build("shared", SGLANG_VERSION=f"{pin}+cu130")[0] == 0
+    assert build("shared", SGLANG_VERSION=f"{pin}9")[0] == 1, "another release"
+
+
+def test_transformer_engine_is_built_for_the_torch_of_the_image(build):
+    status, calls = build("engine")
+    assert status == 0
+    assert calls[0].startswith("tools/image_packages.py --absent transformer-engine apex ")
+    assert "-c constraints.txt --no-build-isolation -r requirements-te.txt" in calls[-1]
+    _, calls = build("trainer", ABSENT="apex")
+    assert calls[0].startswith("tools/image_packages.py --absent apex ")
+
+
+def test_the_image_on_sglang_has_the_pins_of_the_requirements():
+    text = (ROOT / "Dockerfile.sglang").read_text()
+    (pin,) = re.findall(r"^sglang==(.*)$", (ROOT / "requirements-sglang.txt").read_text(), re.M)
+    assert f"ARG SGLANG_TAG=v{pin}-cu130\nFROM lmsysorg/sglang:${{SGLANG_TAG}}\n" in text
+    assert "-runtime" not in re.sub(r"^#.*$", "", text, flags=re.M), "nvcc builds the extension"
+    steps = " ".join(re.findall(r"^RUN .*bash tools/build_image.sh (.*)$", text, re.M))
+    assert steps == "shared engine trainer project check"
+    assert "CHECK_NCCL=0 bash" in text and "ABSENT=apex bash" in text
+    copied = " ".join(re.findall(r"^COPY (.*) \S+$", text, re.M)).split()
+    assert all((ROOT / name).exists() for name in copied)
+    engine = pins("requirements-te.txt")
+    assert len(engine) == 3 and len(set(engine.values())) == 1, "one version of all three parts"
+    assert not {name for name, _ in engine} & {name for name, _ in pins("requirements.txt")}
+
+
+def test_the_pins_of_the_trainer_fit_sglangs_own():
+    """In one environment pip would replace a package that SGLang needs in another version."""
+    trainer = {name: version for (name, _), version in pins("requirements.txt").items()}
+    trainer |= {name: version for (name, _), version in pins("requirements-te.txt").items()}
+    needed = [Requirement(line) for line in metadata.requires("sglang") or ()]
+    shared = [
+        (need, trainer[name])
+        for need in needed
+        if need.marker is None or need.marker.evaluate({"extra": ""})
+        if (name := need.name.lower().replace("_", "-")) in trainer
+    ]
+    assert {"transformers", "tokenizers"} <= {need.name for need, _ in shared}
+    assert not [str(need) for need, version in shared if not need.specifier.contains(version)]
 
 
 def test_the_dockerfile_runs_every_step_once_and_in_order():

@@ -22,6 +22,7 @@ SCRIPTS = sorted(
     [
         ROOT / "Makefile",
         ROOT / "Dockerfile",
+        ROOT / "Dockerfile.sglang",
         *ROOT.glob("tools/*.sh"),
         *ROOT.glob("examples/**/*.[st][ho]*"),
     ]

@@ -167,6 +167,8 @@ def test_packages_of_the_image_are_frozen_and_every_change_is_seen(tmp_path, mon
         "apex": "0.1",
         "numpy": "2.4",
     }
+    served = {"sglang": "0.5.21", "sgl_kernel": "0.4", "flashinfer_python": "0.6"}
+    assert len(image_packages.frozen(served)) == 3, "SGLang's image is built around them"
     lines = [
         "apex==0.1",
         "pytorch-triton==3.7",
@@ -186,6 +188,7 @@ def test_packages_of_the_image_are_frozen_and_every_change_is_seen(tmp_path, mon
     assert image_packages.main([]) == 0 and capsys.readouterr().out.splitlines() == lines
     monkeypatch.setattr(image_packages, "frozen", lambda installed: lines[1:])
     assert image_packages.main([]) == 1 and "apex is not installed" in capsys.readouterr().err
+    assert image_packages.main(["--absent", "apex"]) == 0
     (tmp_path / "before").write_text("\n".join(lines) + "\n")
     assert image_packages.main(["--same", str(tmp_path / "before")]) == 1
 
@@ -267,6 +270,13 @@ def test_a_preempted_slurm_job_is_queued_again(slurm):
         assert status == 85 and "requeue 7" in log
     assert log.count("--nodelist=n1,n2,n3,n4") == 2, "both halves on every node"
     assert "NNODES 4 RANKS 4" in log and "http://n4:30001" in log and "http://n4:30002" not in log
+
+
+def test_a_slurm_job_with_an_image_starts_both_halves_in_it(slurm):
+    _, log = slurm(STATUS="0", IMAGE="rl.sqsh")
+    assert log.count(f"--container-image=rl.sqsh --container-mounts={ROOT}:{ROOT},/dev/shm:") == 2
+    assert log.count(f" --container-workdir={ROOT} ") == 2
+    assert "--container" not in slurm(STATUS="0")[1]
 
 
 # Benchmarks ---------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def start_server(
     *,
     log_path: Path,
     port: int | None = None,
-    gpus: Sequence[int] = (),
+    gpus: Sequence[int | str] = (),
     **options: Unpack[ServerOptions],
 ) -> Server:
     """Start an SGLang server on checkpoint `model` and return immediately.
@@ -290,7 +290,7 @@ def server_dtype(model: Path, dtype: str) -> str:
 
 
 def spawn(
-    command: list[str], device: Device, log: IO[bytes], *, gpus: Sequence[int] = ()
+    command: list[str], device: Device, log: IO[bytes], *, gpus: Sequence[int | str] = ()
 ) -> subprocess.Popen[bytes]:
     """Start `command` in a new session that is killed when the calling thread ends.
 

@@ -127,7 +127,7 @@ def test_findings_name_what_failed_and_what_did_not_run():
 
 
 def test_every_step_has_a_function_and_a_limit(tmp_path):
-    assert sum(step.minutes for step in STEPS) <= 120
+    assert sum(step.minutes for step in STEPS) <= 130
     for step in STEPS:
         module, _, function = step.target.partition(":")
         assert callable(getattr(import_module(f"{PACKAGE}.{module}"), function))
@@ -217,5 +217,6 @@ def test_the_quick_steps_on_the_cpu(tmp_path):
     assert {name for name, outcome in found.items() if outcome["verdict"] == "not possible"} == {
         "host-syncs",
         "memory",
+        "full-layout",  # without a rehearsal
     }
     assert found.keys() == {step.name for step in STEPS}

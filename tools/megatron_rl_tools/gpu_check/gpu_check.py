@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    place = StepPlace(args.device, args.out.resolve(), args.quick, args.server_python)
+    place = StepPlace(
+        args.device, args.out.resolve(), args.quick, args.server_python, args.rehearsal
+    )
     chosen = [step for step in STEPS if step.name in args.steps] if args.steps else list(STEPS)
     reports = run_steps(chosen, place, machine(args.device))
     print(f"{totals(reports)}: {args.out / 'report.md'}")

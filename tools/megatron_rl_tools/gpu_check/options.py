@@ -2,6 +2,7 @@
 a CPU with --device cpu.
 
     megatron-rl gpu-check [--quick] [--out DIR] [--device cuda|cpu] [--steps NAME ...]
+                          [--rehearsal DIR]
 
 Each step is a process with a limit of minutes and ends with a verdict: passed, failed, or not
 possible here.  A failed step does not stop the following ones.  Results: DIR/report.md,
@@ -50,7 +51,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=servers,
         help="an interpreter that has SGLang; default: %(default)s",
     )
+    parser.add_argument(
+        "--rehearsal",
+        type=Path,
+        metavar="DIR",
+        help="of `megatron-rl rehearse`: its step is run on the GPUs and compared (full-layout)",
+    )
     args = parser.parse_args(argv)
+    if args.rehearsal is not None and not (args.rehearsal / "rehearsal.json").is_file():
+        parser.error(
+            f"--rehearsal {args.rehearsal}: no rehearsal.json there; give --out of `megatron-rl"
+            " rehearse`"
+        )
     if not args.server_python.exists():
         parser.error(
             f"--server-python {args.server_python}: no such file; name the interpreter that has"

@@ -30,6 +30,8 @@ class StepPlace:
     quick: bool
     server_python: Path
     """An interpreter that has SGLang."""
+    rehearsal: Path | None = None
+    """The folder that `megatron-rl rehearse` wrote, for the step full-layout."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,12 @@ STEPS = (
     "replay:checkpoint"),
     CheckStep("weight-sync", "Colocated weight sync into a real SGLang server.", 10,
     "server_steps:weight_sync"),
+    CheckStep("weight-sync-group", "Joining and leaving the groups of a weight sync, two GPUs.", 10,
+    "group_steps:weight_sync_group"),
     CheckStep("demo", "The demo on this device, with a real SGLang server.", 20,
     "server_steps:demo"),
+    CheckStep("full-layout", "A dummy step in the layout of --rehearsal, beside the rehearsed one.",
+    10, "layout_steps:full_layout"),
     CheckStep("speed", "Four Qwen3-30B layers: permute fusion, fused LM head, replay, tokens/s.",
     20, "speed:speed"),
 )  # fmt: skip
@@ -73,6 +79,8 @@ def job(step: CheckStep, place: StepPlace) -> StepJob:
     command = [sys.executable, "-m", f"{PACKAGE}.steps", step.name, "--device", place.device]
     command += ["--folder", str(place.folder / step.name)]
     command += ["--server-python", str(place.server_python)]
+    if place.rehearsal is not None:
+        command += ["--rehearsal", str(place.rehearsal)]
     return StepJob(step.name, step.purpose, step.minutes, command + ["--quick"] * place.quick)
 
 
@@ -83,9 +91,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--server-python", type=Path, default=Path(sys.executable))
+    parser.add_argument("--rehearsal", type=Path)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args(argv)
-    place = StepPlace(args.device, args.folder, args.quick, args.server_python)
+    place = StepPlace(args.device, args.folder, args.quick, args.server_python, args.rehearsal)
     target = next(step.target for step in STEPS if step.name == args.name)
     module, _, function = target.partition(":")
     try:

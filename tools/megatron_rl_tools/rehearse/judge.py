@@ -205,6 +205,7 @@ def as_json(
             "planned": report.planned,
             "parameters": report.num_parameters,
             "rows": report.tokens,
+            "lengths": report.lengths,
             "exported": report.exported,
             "memory": {
                 phase: {name: item[name] for name in ("start", "peak", "end")}

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,6 +34,8 @@ class Rehearsal:
     micro_batches: int
     longest: int | None = None
     """Tokens of the longest sequence; None for the configuration's."""
+    lengths: Sequence[int] = ()
+    """Tokens of every sequence, in place of those that the numbers above give."""
 
 
 @dataclass
@@ -54,23 +57,45 @@ class RankReport:
     """Recorder.data()."""
 
 
+class PhaseRecorder(Protocol):
+    """What notes the phases of a step: the rehearsal's Recorder, or a meter of a real device."""
+
+    phase: str
+
+    def begin(self, phase: str) -> None:
+        """Start a phase; the previous one ends."""
+
+    def end(self) -> None:
+        """End the phase that runs, if there is one."""
+
+    def data(self) -> dict[str, Any]:
+        """Return the record as plain data, for JSON."""
+
+
 class Program:
-    """Runs a rehearsal on one rank; `__call__` is what ranks.run_ranks wants."""
+    """Runs a rehearsal on one rank; `__call__` is what ranks.run_ranks wants.
+
+    `run` alone runs the same parts on a real device.
+    """
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self.rehearsal = rehearsal
 
     def __call__(self, world: World) -> RankReport:
         cfg = self.rehearsal.cfg
-        self.report = RankReport(world.rank)
-        self.recorder = world.gpu.recorder
         world.represent = lambda objects, rank: represent(objects, rank, cfg.parallel, world.size)
         # the weights have no values, and nothing is read
         provider.NativeProvider.load = lambda self, chunks: None  # type: ignore[method-assign]
+        return self.run(world.gpu.recorder, world.rank, world.size)
+
+    def run(self, recorder: PhaseRecorder, rank: int, world_size: int) -> RankReport:
+        """Run all parts on cfg.run.device, in the job of torchrun's variables."""
+        cfg = self.rehearsal.cfg
+        self.report, self.recorder = RankReport(rank), recorder
         self._begin("build")
-        parallel = make_parallel(cfg.parallel, device="cuda")
+        parallel = make_parallel(cfg.parallel, device=cfg.run.device)
         engine = Engine(cfg, parallel, total_updates=10)
-        self._describe(engine, world.size)
+        self._describe(engine, world_size)
         self._step(engine)
         self._export(engine)
         if cfg.rollout.release_memory:
@@ -102,7 +127,10 @@ class Program:
         """Two updates with their old-logprob passes: the second has Adam's state beside it."""
         cfg, sums = engine.cfg, MetricSums()
         mode = cfg.replay.mode
-        lengths = sequence_lengths(cfg, self.rehearsal.micro_batches, self.rehearsal.longest)
+        rehearsal = self.rehearsal
+        lengths = list(rehearsal.lengths) or sequence_lengths(
+            cfg, rehearsal.micro_batches, rehearsal.longest
+        )
         batch = make_batch(engine, lengths)
         self.report.lengths = lengths
         self.report.tokens = [part.num_tokens for part in batch.micro_batches]

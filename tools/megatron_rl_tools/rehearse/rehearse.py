@@ -6,6 +6,7 @@ A process of its own imports torch with the pretended GPU, and forks the virtual
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -42,6 +43,7 @@ def rehearse(args: argparse.Namespace, overrides: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         cfg, spec, world_size, ranks = prepare(args, overrides, Path(folder))
         started = time.monotonic()
+        hf_config = json.loads((Path(folder) / "config.json").read_text())
         found = run(args, cfg, world_size, ranks, hardware)
         print(
             f"{len(ranks)} of {world_size} ranks rehearsed in {time.monotonic() - started:.0f} s"
@@ -50,7 +52,7 @@ def rehearse(args: argparse.Namespace, overrides: list[str]) -> int:
         )
     from megatron_rl_tools.rehearse.report import write_report
 
-    return write_report(found, spec, cfg, args, world_size, hardware)
+    return write_report(found, spec, cfg, args, world_size, hardware, hf_config)
 
 
 def prepare(

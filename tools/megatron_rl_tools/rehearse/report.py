@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.config.loader import plain_values
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.hardware import Hardware
 from megatron_rl_tools.rehearse.judge import GIB, STEADY, Findings, as_json, judge
@@ -30,10 +31,12 @@ def write_report(
     args: argparse.Namespace,
     world_size: int,
     hardware: Hardware,
+    hf_config: Mapping[str, Any],
 ) -> int:
     """Write the files to args.out, print a summary and return the exit status.
 
-    results: rank -> RankReport or RankFailed, or the text of a disagreement.
+    results: rank -> RankReport or RankFailed, or the text of a disagreement.  `hf_config` is
+    config.json of the rehearsed model: with it, gpu-check runs the same step on GPUs.
     """
     if isinstance(results, str):
         reports: dict[int, Any] = {}
@@ -44,7 +47,13 @@ def write_report(
         found, spans = judge(reports, spec, cfg, world_size, hardware)
     title = f"{args.config}: {spec.num_layers} layers on {world_size} x {hardware.name}"
     args.out.mkdir(parents=True, exist_ok=True)
-    write(args.out / "rehearsal.json", {"title": title, **as_json(found, reports)})
+    rehearsed = {
+        "world_size": world_size,
+        "config": plain_values(cfg, exclude_none=True),
+        "model": dict(hf_config),
+    }
+    content = {"title": title, "rehearsed": rehearsed, **as_json(found, reports)}
+    write(args.out / "rehearsal.json", content)
     write(args.out / "trace.json", chrome_trace(spans))
     (args.out / "rehearsal.html").write_text(page(title, found), encoding="utf-8")
     print("\n".join(summary(found)))
