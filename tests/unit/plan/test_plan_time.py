@@ -145,7 +145,7 @@ def test_uneven_stages_wait_for_the_slowest():
     uneven = TrainingModel(
         spec, config(parallel={"pp": 2, "layers_per_stage": (36, 12)}), 64, H100, Assumptions()
     ).training()[1]
-    assert uneven.total > 1.3 * even.total
+    assert uneven.total > 1.25 * even.total
 
 
 def test_every_further_forward_pass_is_counted():
