@@ -130,7 +130,7 @@ def add_waits(found: Findings, report: RankReport) -> None:
 
 def add_memory(found: Findings, reports: Mapping[int, RankReport], hardware: Hardware) -> None:
     highest = 0
-    for rank, report in reports.items():
+    for rank, report in sorted(reports.items()):
         memory = {phase: item for phase, item in report.record["memory"].items() if STEADY in phase}
         phase = max(memory, key=lambda name: memory[name]["peak"])
         peak, planned = memory[phase]["peak"], report.planned["total"]

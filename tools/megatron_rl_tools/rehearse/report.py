@@ -136,7 +136,9 @@ def page(title: str, found: Findings) -> str:
         [[*row[:4], f"{row[4] / 1024:,.1f}"] for row in found.copies[:30]],
     )
     parts += table("Not known", ["what", "line", "times"], found.not_known)
-    head = f"<meta charset=utf-8><title>Rehearsal</title><style>{STYLE}</style>"
+    # words stay whole where a column is narrow
+    style = f"{STYLE} td, th {{ overflow-wrap: break-word; }}"
+    head = f"<meta charset=utf-8><title>Rehearsal</title><style>{style}</style>"
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>"
 
 
