@@ -45,3 +45,21 @@ def test_what_a_run_would_refuse_is_refused(tmp_path):
     done = rehearse(tmp_path, "--model", "qwen9", "--gpus", 8)
     assert done.returncode == 2 and "qwen9" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_weights_that_leave_the_gpu_come_back(tmp_path):
+    """The swap with the KL reference, and a colocated run's offload, leave the memory as it was."""
+    done = rehearse(
+        tmp_path, "--model", "qwen3-30b-a3b", "--gpus", 8, "--ranks", 0, "--micro-batches", 1,
+        "--loss.kl_coef", 0.001, "--rollout.release_memory", "true",
+        "--rollout.weight_sync", "colocated", "--rollout.max_server_restarts", 0,
+        "--rollout.num_servers", 4, "--rollout.gpus", *range(8),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rank = json.loads((tmp_path / "rehearsal.json").read_text())["by_rank"]["0"]
+    memory, planned = rank["memory"], rank["planned"]
+    before, left = memory["export"]["end"], memory["free weights"]["end"]
+    state = planned["weights"] + planned["gradients"] + planned["optimizer"]
+    assert abs(before - left - state) <= 0.02 * state
+    assert memory["restore"]["end"] == before
+    assert memory["old-logprob, second"]["end"] <= before

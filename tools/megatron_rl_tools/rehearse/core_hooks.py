@@ -33,13 +33,15 @@ def install(gpu: PretendedGpu, skew: float) -> None:
     install_dispatcher(gpu, skew)
     install_optimizer(gpu)
     install_pinning(gpu)
-    offload = imported("megatron_rl.engine.offload")
 
     def bytes_of_storage(storage: torch.UntypedStorage) -> Tensor:
         with gpu.fake:  # a pretended storage cannot be given to a new tensor
-            return torch.empty(storage.nbytes(), dtype=torch.uint8, device="cuda")
+            view = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cuda")
+        gpu.recorder.ignore(view)
+        return view
 
-    offload.bytes_of_storage = bytes_of_storage
+    for name in ("offload", "reference"):
+        imported(f"megatron_rl.engine.{name}").bytes_of_storage = bytes_of_storage
 
 
 def install_optimizer(gpu: PretendedGpu) -> None:
@@ -65,26 +67,30 @@ def install_optimizer(gpu: PretendedGpu) -> None:
 def install_dispatcher(gpu: PretendedGpu, skew: float) -> None:
     """Invent the tokens per expert of every dispatch, and the sizes that follow from them."""
     module = imported("megatron.core.transformer.moe.token_dispatcher")
+    exchange, gather = module.MoEAlltoAllTokenDispatcher, module.MoEAllGatherTokenDispatcher
+    preprocess, postprocess = exchange.preprocess, gather.dispatch_postprocess
     rows = 0
-    for name in ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher"):
-        dispatcher = getattr(module, name)
-        preprocess = dispatcher.preprocess if hasattr(dispatcher, "preprocess") else None
-        if preprocess is None:
-            continue
 
-        def with_counts(
-            self: Any, routing_map: Tensor, *args: Any, original: Any = preprocess, **kwargs: Any
-        ) -> Any:
-            nonlocal rows
-            config = self.config
-            rows = routing_map.shape[0] * config.moe_router_topk
-            counts = token_counts(
-                rows, routing_map.shape[1], config.expert_model_parallel_size, skew
-            )
-            gpu.column_counts = counts
-            return original(self, routing_map, *args, **kwargs)
+    def counts_of(dispatcher: Any, routing_map: Tensor) -> Tensor:
+        config = dispatcher.config
+        routed = routing_map.shape[0] * config.moe_router_topk
+        return token_counts(routed, routing_map.shape[1], config.expert_model_parallel_size, skew)
 
-        dispatcher.preprocess = with_counts
+    def with_counts(self: Any, routing_map: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal rows
+        gpu.column_counts = counts_of(self, routing_map)
+        rows = int(gpu.column_counts.sum())
+        return preprocess(self, routing_map, *args, **kwargs)
+
+    def with_local_counts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal rows
+        # the map of all ranks' rows; this rank permutes those of its experts
+        first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
+        gpu.column_counts = counts_of(self, self.routing_map)[first : last + 1]
+        rows = int(gpu.column_counts.sum())
+        return postprocess(self, *args, **kwargs)
+
+    exchange.preprocess, gather.dispatch_postprocess = with_counts, with_local_counts
 
     def size_of_permuted(name: str, args: Sequence[Any]) -> int | None:
         # core's permute selects each row's experts by its routing map [experts, rows]

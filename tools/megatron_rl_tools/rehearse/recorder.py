@@ -112,6 +112,12 @@ class Recorder:
         self._grow(num_bytes, made.place)
         return made
 
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Count no memory for a tensor that stands for a view of another one."""
+        if (allocation := self.allocate(tensor)) is not None:
+            self._grow(-allocation.num_bytes, allocation.place)
+            allocation.num_bytes = 0
+
     def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Note that a storage has so many bytes from now on."""
         allocation = self.allocations.get(id(storage))
