@@ -9,6 +9,7 @@ import hashlib
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -98,6 +99,7 @@ def wait_for_others(folder):
     has_waited.append(pushed.exists())
     leader = SimpleNamespace(rewards=SimpleNamespace(score_episodes=score))
     rollouts = SimpleNamespace(leader=leader, tokenizer=None, parallel=parallel)
+    rollouts._scored = partial(LiveRollouts._scored, rollouts)
     assert LiveRollouts.score(rollouts, [], for_training=True) == []
     return [*has_waited, rewarded.exists()]
 

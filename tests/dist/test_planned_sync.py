@@ -8,6 +8,7 @@ import torch
 from megatron_rl.config import load_config
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
+from megatron_rl.plan.grid import weight_sources
 from megatron_rl.plan.hardware import HARDWARE, Assumptions
 from megatron_rl.plan.training_time import TrainingModel
 from tests.dist.launch import build, run_ranks
@@ -58,10 +59,12 @@ def test_the_planner_counts_the_bytes_that_each_source_sends(case, checkpoint, s
         "parallel": layout,
     }
     spec = make_spec(load_hf_config(checkpoint))
-    planned = TrainingModel(
-        spec, load_config(None, [], sections), 4, HARDWARE["cpu"], Assumptions()
+    cfg = load_config(None, [], sections)
+    planned, sources = (
+        TrainingModel(spec, cfg, 4, HARDWARE["cpu"], Assumptions()),
+        weight_sources(cfg),
     )
     sizes = [size for size in sent[case] if size]
-    assert len(sizes) == planned.sources == min(most, layout.get("pp", 1) * layout["ep"])
+    assert len(sizes) == sources == min(most, layout.get("pp", 1) * layout["ep"])
     assert sum(sizes) == planned.sync_bytes
-    assert max(sizes) <= 1.1 * planned.sync_bytes / planned.sources
+    assert max(sizes) <= 1.1 * planned.sync_bytes / sources
