@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 SCREEN = 40
 COMMANDS_OF_ONE_SCREEN = [f"megatron-rl {name}" for name in commands.installed()]
 EXPECTED = """train evaluate dry-run plan doctor convert quantize verify-replay replay-batch
-    explain-mismatch gpu-check rehearse check-rollouts view report make-tiny-model launch settings top
-    trace"""
+    explain-mismatch gpu-check rehearse check-rollouts view report make-tiny-model launch settings
+    top trace"""
 NAMES = [f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields]
 HELPS = """
 import io, json, runpy, sys
