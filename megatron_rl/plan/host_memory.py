@@ -33,7 +33,7 @@ class HostBytes:
     routes: int
     """Expert ids of a step's rollouts, at the longest responses: its share of the node's copies."""
     checkpoint: int
-    """What the rank writes."""
+    """Bytes that the rank writes to a checkpoint."""
     adam: int
     """Adam's state and gradients (megatron.optimizer_cpu_offload)."""
     offload: int

@@ -110,9 +110,9 @@ def token_counts(rows: int, num_experts: int, ep_size: int, skew: float) -> Tens
     weights[:hot] = skew
     shares = np.maximum(weights, 0) * rows / num_experts
     counts = np.floor(shares).astype(np.int64)
-    rest = rows - int(counts.sum())
+    remainder = rows - int(counts.sum())
     order = np.argsort(counts - shares, kind="stable")  # the largest remainders first
-    counts[order[: max(rest, 0)]] += 1
+    counts[order[: max(remainder, 0)]] += 1
     return torch.from_numpy(counts)
 
 

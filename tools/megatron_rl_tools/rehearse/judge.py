@@ -68,34 +68,34 @@ def judge(
     hardware: Hardware,
 ) -> tuple[Findings, dict[int, list[Span]]]:
     """Return the findings, and rank -> its spans of pretended time."""
-    found = Findings(ranks=sorted(results))
+    findings = Findings(ranks=sorted(results))
     reports = {rank: item for rank, item in results.items() if isinstance(item, RankReport)}
     for rank, item in results.items():
         if isinstance(item, RankFailed):
-            found.errors.append(f"rank {rank}: {item.error}\n{item.trace}")
+            findings.errors.append(f"rank {rank}: {item.error}\n{item.trace}")
         elif item is None:
-            found.errors.append(f"rank {rank}: its process died; is there enough memory?")
+            findings.errors.append(f"rank {rank}: its process died; is there enough memory?")
     if not reports:
-        return found, {}
-    add_problems(found, reports)
-    add_waits(found, next(iter(reports.values())))
-    add_memory(found, reports, hardware)
+        return findings, {}
+    add_problems(findings, reports)
+    add_waits(findings, next(iter(reports.values())))
+    add_memory(findings, reports, hardware)
     spans: dict[int, list[Span]] = {}
     if len(reports) == len(results):
         events = {rank: report.record["events"] for rank, report in reports.items()}
-        found.operations = sum(event[0] == "op" for rank in events.values() for event in rank)
-        found.collectives = sum(event[0] == "post" for rank in events.values() for event in rank)
+        findings.operations = sum(event[0] == "op" for rank in events.values() for event in rank)
+        findings.collectives = sum(event[0] == "post" for rank in events.values() for event in rank)
         try:
             spans = Timeline(events, hardware, Assumptions()).run()
         except Deadlock as error:
-            found.errors.append(str(error))
+            findings.errors.append(str(error))
         else:
-            add_time(found, spans)
-            add_plan(found, next(iter(reports.values())), spec, cfg, world_size, hardware)
-    return found, spans
+            add_time(findings, spans)
+            add_plan(findings, next(iter(reports.values())), spec, cfg, world_size, hardware)
+    return findings, spans
 
 
-def add_problems(found: Findings, reports: Mapping[int, RankReport]) -> None:
+def add_problems(findings: Findings, reports: Mapping[int, RankReport]) -> None:
     times: Counter[tuple[str, str, str]] = Counter()
     ranks: Counter[tuple[str, str, str]] = Counter()
     unknown: Counter[tuple[str, str]] = Counter()
@@ -109,60 +109,60 @@ def add_problems(found: Findings, reports: Mapping[int, RankReport]) -> None:
             unknown[f"{name}: a size was guessed, and what follows from it", line] += count
     for (phase, text, line), count in times.items():
         if text.startswith(SLOW):
-            found.slow.append([phase, text, line, count, ranks[phase, text, line]])
+            findings.slow.append([phase, text, line, count, ranks[phase, text, line]])
         else:
-            found.errors.append(f"{text}, {count} times on {ranks[phase, text, line]} ranks, in"
+            findings.errors.append(f"{text}, {count} times on {ranks[phase, text, line]} ranks, in"
                                 f" {phase}, at {line}")  # fmt: skip
-    found.not_known = [[what, line, count] for (what, line), count in unknown.items()]
+    findings.not_known = [[what, line, count] for (what, line), count in unknown.items()]
 
 
-def add_waits(found: Findings, report: RankReport) -> None:
+def add_waits(findings: Findings, report: RankReport) -> None:
     for phase, what, line, count in report.record["syncs"]:
         if STEADY in phase or phase in ("metrics", "export"):
             whose = "core" if line.startswith(CORE) else "megatron_rl"
-            found.waits.append([whose, phase, what, line, count])
-    found.waits.sort(key=lambda row: (row[0] == "core", row[1], -row[4]))
+            findings.waits.append([whose, phase, what, line, count])
+    findings.waits.sort(key=lambda row: (row[0] == "core", row[1], -row[4]))
     for phase, kind, line, count, num_bytes in report.record["copies"]:
         if STEADY in phase:
-            found.copies.append([phase, kind, line, count, num_bytes])
-    found.copies.sort(key=lambda row: -row[4])
+            findings.copies.append([phase, kind, line, count, num_bytes])
+    findings.copies.sort(key=lambda row: -row[4])
 
 
-def add_memory(found: Findings, reports: Mapping[int, RankReport], hardware: Hardware) -> None:
+def add_memory(findings: Findings, reports: Mapping[int, RankReport], hardware: Hardware) -> None:
     highest = 0
     for rank, report in sorted(reports.items()):
         memory = {phase: item for phase, item in report.record["memory"].items() if STEADY in phase}
         phase = max(memory, key=lambda name: memory[name]["peak"])
         peak, planned = memory[phase]["peak"], report.planned["total"]
-        found.memory.append([rank, phase, peak, planned, 100 * (planned - peak) / peak])
+        findings.memory.append([rank, phase, peak, planned, 100 * (planned - peak) / peak])
         if peak > highest:
             highest = peak
             places = memory[phase]["by_place"].items()
-            found.lines = [list(item) for item in sorted(places, key=lambda item: -item[1])[:25]]
+            findings.lines = [list(item) for item in sorted(places, key=lambda item: -item[1])[:25]]
     if highest > hardware.memory:
-        found.errors.append(
+        findings.errors.append(
             f"memory: {highest / GIB:.2f} GiB at the peak, without CUDA and NCCL; a"
             f" {hardware.name} has {hardware.memory / GIB:.1f}"
         )
 
 
-def add_time(found: Findings, spans: Mapping[int, Sequence[Span]]) -> None:
+def add_time(findings: Findings, spans: Mapping[int, Sequence[Span]]) -> None:
     by_rank = {rank: phase_seconds(of_rank) for rank, of_rank in spans.items()}
     ends: dict[str, tuple[float, float]] = {}
     for of_rank in spans.values():
         for span in of_rank:
             start, end = ends.get(span.phase, (span.start, span.end))
             ends[span.phase] = min(start, span.start), max(end, span.end)
-    found.phases = {phase: end - start for phase, (start, end) in ends.items()}
-    for phase in found.phases:
+    findings.phases = {phase: end - start for phase, (start, end) in ends.items()}
+    for phase in findings.phases:
         kinds = [of_rank.get(phase, {}) for of_rank in by_rank.values()]
-        found.seconds[phase] = max(
+        findings.seconds[phase] = max(
             kinds, key=lambda kind: sum(value for name, value in kind.items() if name != "wait")
         )
 
 
 def add_plan(
-    found: Findings,
+    findings: Findings,
     report: RankReport,
     spec: ModelSpec,
     cfg: Config,
@@ -183,21 +183,21 @@ def add_plan(
     assumed = replace(Assumptions(), fill=fill, lockstep=1.0)
     model = TrainingModel(spec, cfg, world_size, hardware, assumed)
     old, update = model.old_logprob(tokens), model.update(tokens)
-    found.planned_seconds = {"old-logprob": old.total, "update": update.total}
-    found.planned_parts = {"old-logprob": asdict(old), "update": asdict(update)}
+    findings.planned_seconds = {"old-logprob": old.total, "update": update.total}
+    findings.planned_parts = {"old-logprob": asdict(old), "update": asdict(update)}
     flops = 6 * active_parameters(spec) * total
     # causal: a token attends to half of its sequence; forward 2 FLOPs, backward twice as many
     flops += 3 * spec.num_layers * attention_width(spec) * sum(length**2 for length in lengths)
     seconds = sum(
-        value for phase, value in found.phases.items()
+        value for phase, value in findings.phases.items()
         if phase in (f"gradient, {STEADY}", f"optimizer, {STEADY}")
     )  # fmt: skip
     if seconds:
-        found.mfu = flops * replicas / (seconds * hardware.flops * world_size)
+        findings.mfu = flops * replicas / (seconds * hardware.flops * world_size)
 
 
 def as_json(
-    found: Findings, reports: Mapping[int, RankReport | RankFailed | None]
+    findings: Findings, reports: Mapping[int, RankReport | RankFailed | None]
 ) -> dict[str, Any]:
     """Return the findings, and every rank's memory and plan, for a JSON file."""
     ranks = {
@@ -215,4 +215,4 @@ def as_json(
         for rank, report in reports.items()
         if isinstance(report, RankReport)
     }
-    return asdict(found) | {"by_rank": ranks}
+    return asdict(findings) | {"by_rank": ranks}

@@ -176,17 +176,17 @@ class Program:
 
 def represent(objects: dict[int, Any], rank: int, parallel: ParallelConfig, size: int) -> Any:
     """Return what a rank that is not rehearsed would send: the object of one of its stage."""
-    own = place(rank, parallel, size)
-    twins = [other for other in objects if place(other, parallel, size).pp == own.pp]
+    missing = place(rank, parallel, size)
+    twins = [other for other in objects if place(other, parallel, size).pp == missing.pp]
     value = objects[twins[0] if twins else rank]
     if not isinstance(value, RankParameters):
         return value
-    start = rank - own.tp
-    etp_start = rank - own.etp
+    start = rank - missing.tp
+    etp_start = rank - missing.etp
     return dataclasses.replace(
         value,
-        stage=own.pp,
-        ep_rank=own.ep,
+        stage=missing.pp,
+        ep_rank=missing.ep,
         tp=tuple(range(start, start + parallel.tp)),
         etp=tuple(range(etp_start, etp_start + parallel.expert_tp)),
     )

@@ -44,7 +44,7 @@ def rehearse(args: argparse.Namespace, overrides: list[str]) -> int:
         cfg, spec, world_size, ranks = prepare(args, overrides, Path(folder))
         started = time.monotonic()
         hf_config = json.loads((Path(folder) / "config.json").read_text())
-        found = run(args, cfg, world_size, ranks, hardware)
+        results = run(args, cfg, world_size, ranks, hardware)
         print(
             f"{len(ranks)} of {world_size} ranks rehearsed in {time.monotonic() - started:.0f} s"
             f" with torch {torch.__version__}",
@@ -52,7 +52,7 @@ def rehearse(args: argparse.Namespace, overrides: list[str]) -> int:
         )
     from megatron_rl_tools.rehearse.report import write_report
 
-    return write_report(found, spec, cfg, args, world_size, hardware, hf_config)
+    return write_report(results, spec, cfg, args, world_size, hardware, hf_config)
 
 
 def prepare(

@@ -41,10 +41,10 @@ def write_report(
     if isinstance(results, str):
         reports: dict[int, Any] = {}
         spans: dict[int, list[Span]] = {}
-        found = Findings(errors=[results])
+        findings = Findings(errors=[results])
     else:
         reports = dict(results)
-        found, spans = judge(reports, spec, cfg, world_size, hardware)
+        findings, spans = judge(reports, spec, cfg, world_size, hardware)
     title = f"{args.config}: {spec.num_layers} layers on {world_size} x {hardware.name}"
     args.out.mkdir(parents=True, exist_ok=True)
     rehearsed = {
@@ -52,101 +52,103 @@ def write_report(
         "config": plain_values(cfg, exclude_none=True),
         "model": dict(hf_config),
     }
-    content = {"title": title, "rehearsed": rehearsed, **as_json(found, reports)}
+    content = {"title": title, "rehearsed": rehearsed, **as_json(findings, reports)}
     write(args.out / "rehearsal.json", content)
     write(args.out / "trace.json", chrome_trace(spans))
-    (args.out / "rehearsal.html").write_text(page(title, found), encoding="utf-8")
-    print("\n".join(summary(found)))
+    (args.out / "rehearsal.html").write_text(page(title, findings), encoding="utf-8")
+    print("\n".join(summary(findings)))
     print(f"report: {args.out / 'rehearsal.html'}, trace for ui.perfetto.dev: trace.json beside it")
-    return 1 if found.errors else 0
+    return 1 if findings.errors else 0
 
 
 def write(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, default=float))
 
 
-def summary(found: Findings) -> Iterable[str]:
+def summary(findings: Findings) -> Iterable[str]:
     """Yield the lines that the terminal shows."""
-    yield from (f"ERROR {error}" for error in found.errors)
-    if found.memory:
-        rank, phase, peak, planned, percent = max(found.memory, key=lambda row: row[2])
+    yield from (f"ERROR {error}" for error in findings.errors)
+    if findings.memory:
+        rank, phase, peak, planned, percent = max(findings.memory, key=lambda row: row[2])
         yield (
             f"memory: {peak / GIB:.2f} GiB on rank {rank} in {phase}; planned"
             f" {planned / GIB:.2f} ({percent:+.1f} %)"
         )
-    if found.phases:
-        old, update = seconds_of(found)
+    if findings.phases:
+        old, update = seconds_of(findings)
         yield (
             f"time, computed: old-logprob {old:.3f} s (planned"
-            f" {found.planned_seconds['old-logprob']:.3f}), update {update:.3f} s (planned"
-            f" {found.planned_seconds['update']:.3f}), MFU {found.mfu:.1%}"
+            f" {findings.planned_seconds['old-logprob']:.3f}), update {update:.3f} s (planned"
+            f" {findings.planned_seconds['update']:.3f}), MFU {findings.mfu:.1%}"
         )
-    waits = sum(row[4] for row in found.waits if row[0] != "core")
+    waits = sum(row[4] for row in findings.waits if row[0] != "core")
     yield (
-        f"{found.operations:,} operations and {found.collectives:,} collectives on"
-        f" {len(found.ranks)} ranks; {waits} host synchronisations of megatron_rl in a step"
+        f"{findings.operations:,} operations and {findings.collectives:,} collectives on"
+        f" {len(findings.ranks)} ranks; {waits} host synchronisations of megatron_rl in a step"
     )
-    if found.not_known:
-        yield f"{len(found.not_known)} places with invented or guessed values: see the report"
+    if findings.not_known:
+        yield f"{len(findings.not_known)} places with invented or guessed values: see the report"
 
 
-def seconds_of(found: Findings) -> tuple[float, float]:
+def seconds_of(findings: Findings) -> tuple[float, float]:
     """Return the pretended seconds of an old-logprob pass and of an update."""
-    old = found.phases.get(f"old-logprob, {STEADY}", 0.0)
-    return old, sum(found.phases.get(phase, 0.0) for phase in UPDATE)
+    old = findings.phases.get(f"old-logprob, {STEADY}", 0.0)
+    return old, sum(findings.phases.get(phase, 0.0) for phase in UPDATE)
 
 
-def page(title: str, found: Findings) -> str:
+def page(title: str, findings: Findings) -> str:
     """Return the page; every text in it is escaped."""
     parts = [f"<h1>Rehearsal: {escape(title)}</h1>", f'<p class="note">{escape(NOTE)}</p>']
-    parts += errors(found)
+    parts += errors(findings)
     parts += table(
         "Memory at the peak of a step",
         ["rank", "phase", "GiB", "planned GiB", "plan, difference"],
-        [[r, p, gib(a), gib(b), f"{d:+.1f} %"] for r, p, a, b, d in found.memory],
+        [[r, p, gib(a), gib(b), f"{d:+.1f} %"] for r, p, a, b, d in findings.memory],
     )
     parts += table(
         "What is alive at the highest peak",
         ["line", "GiB"],
-        [[line, gib(size)] for line, size in found.lines],
+        [[line, gib(size)] for line, size in findings.lines],
     )
-    if found.phases:
-        old, update = seconds_of(found)
+    if findings.phases:
+        old, update = seconds_of(findings)
         parts += [
             f"<p>An old-logprob pass takes {old:.3f} s (planned"
-            f" {found.planned_seconds['old-logprob']:.3f}), an update {update:.3f} s (planned"
-            f" {found.planned_seconds['update']:.3f}); MFU of the update {found.mfu:.1%}.</p>"
+            f" {findings.planned_seconds['old-logprob']:.3f}), an update {update:.3f} s (planned"
+            f" {findings.planned_seconds['update']:.3f}); MFU of the update {findings.mfu:.1%}.</p>"
         ]
-    kinds = sorted({kind for of_phase in found.seconds.values() for kind in of_phase})
+    kinds = sorted({kind for of_phase in findings.seconds.values() for kind in of_phase})
     parts += table(
         "Milliseconds by phase and kind, on the rank that is busy longest",
         ["phase", "all ranks", *kinds],
         [
-            [phase, ms(found.phases[phase]), *(ms(of_phase.get(kind, 0.0)) for kind in kinds)]
-            for phase, of_phase in found.seconds.items()
+            [phase, ms(findings.phases[phase]), *(ms(of_phase.get(kind, 0.0)) for kind in kinds)]
+            for phase, of_phase in findings.seconds.items()
         ],
     )
-    parts += table("Slow, or large", ["phase", "what", "line", "times", "ranks"], found.slow)
+    parts += table("Slow, or large", ["phase", "what", "line", "times", "ranks"], findings.slow)
     parts += table(
-        "The host waits for the GPU", ["whose", "phase", "what", "line", "times"], found.waits
+        "The host waits for the GPU", ["whose", "phase", "what", "line", "times"], findings.waits
     )
     parts += table(
         "Copies to the GPU",
         ["phase", "kind", "line", "times", "KiB"],
-        [[*row[:4], f"{row[4] / 1024:,.1f}"] for row in found.copies[:30]],
+        [[*row[:4], f"{row[4] / 1024:,.1f}"] for row in findings.copies[:30]],
     )
-    parts += table("Not known", ["what", "line", "times"], found.not_known)
+    parts += table("Not known", ["what", "line", "times"], findings.not_known)
     # words stay whole where a column is narrow
     style = f"{STYLE} td, th {{ overflow-wrap: break-word; }}"
     head = f"<meta charset=utf-8><title>Rehearsal</title><style>{style}</style>"
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>"
 
 
-def errors(found: Findings) -> list[str]:
-    if not found.errors:
-        text = f"No error on {len(found.ranks)} ranks, {found.collectives:,} collectives agree."
+def errors(findings: Findings) -> list[str]:
+    if not findings.errors:
+        text = (
+            f"No error on {len(findings.ranks)} ranks, {findings.collectives:,} collectives agree."
+        )
         return [f'<div class="finding">{text}</div>']
-    return [f'<div class="finding bad"><pre>{escape(text)}</pre></div>' for text in found.errors]
+    return [f'<div class="finding bad"><pre>{escape(text)}</pre></div>' for text in findings.errors]
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
