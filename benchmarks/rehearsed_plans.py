@@ -83,9 +83,11 @@ def rehearse(
     model: str, gpus: int, layout: str, skew: str, folder: Path
 ) -> dict[str, str | int | float]:
     """Return the figures of one layout, or its error."""
-    options = ["--parallel.pp", "1", "--parallel.etp", "1"]
     sizes, _, settings = layout.partition("; ")
     words = sizes.split()
+    # a dense model has no experts to shard in another way than the rest
+    etp = words[1] if model == "dense" else "1"
+    options = ["--parallel.pp", "1", "--parallel.etp", etp]
     for name, value in zip(words[::2], words[1::2], strict=True):
         options += [f"--parallel.{name}", value]
     if settings:
