@@ -75,6 +75,9 @@ def healthy(world: Any) -> list[Any]:
     halves = torch.empty(MILLION // WORLD_SIZE, device="cuda")
     dist.reduce_scatter_tensor(halves, torch.empty(MILLION, device="cuda"))
     dist.all_gather_into_tensor(torch.empty(MILLION, device="cuda"), halves)
+    parts = [torch.empty(MILLION, device="cuda") for _ in range(WORLD_SIZE * (rank == 2))]
+    dist.gather(torch.empty(MILLION, device="cuda"), parts or None, dst=2)
+    dist.scatter(torch.empty(MILLION, device="cuda"), parts or None, src=2)
     dist.barrier(group=host)
     problems = [text for _, text, _ in world.gpu.recorder.problems]
     return [objects, hosts, total.tolist(), received.tolist(), problems]
@@ -109,6 +112,9 @@ def faulty(kind: str) -> Any:
             dist.all_reduce(torch.empty(MILLION, device="cuda"), op=dist.ReduceOp.MAX)
         else:
             reduce(MILLION)
+        if kind == "gather":
+            parts = [torch.empty(MILLION, device="cuda") for _ in range(4 * (world.rank == 0))]
+            dist.gather(torch.empty(MILLION + is_wrong, device="cuda"), parts or None, dst=0)
         if kind == "uneven" and world.rank == 0:
             dist.send(torch.empty(MILLION, device="cuda"), 1)
         if kind == "uneven" and is_wrong:
@@ -160,7 +166,7 @@ def memory(world: Any) -> dict[str, Any]:
 
 
 def values(world: Any) -> list[Any]:
-    """What a program may compute from small tensors whose values are known."""
+    """Compute with small tensors whose values are known, until one is not."""
     import torch
 
     counts = torch.tensor([3, 0, 5], device="cuda")
@@ -175,7 +181,7 @@ def values(world: Any) -> list[Any]:
 
 FAULTS = (
     "skips", "repeats", "reorders", "dtype", "size", "branch", "reduction", "uneven", "never sent",
-    "ends early",
+    "ends early", "gather",
 )  # fmt: skip
 PROGRAMS: dict[str, Any] = {
     "healthy": healthy,

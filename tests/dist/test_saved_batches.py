@@ -68,7 +68,7 @@ def save_bundles(checkpoint, folder):
 
 
 def save_where_due(checkpoint, folder):
-    """What SavedBatches does with gradients and KLs of several steps: [(names of the folders,
+    """Run SavedBatches on gradients and KLs of several steps; return [(names of the folders,
     reasons, lines)] per setting.
     """
     import torch.distributed as dist
@@ -121,7 +121,7 @@ def save_where_due(checkpoint, folder):
 
 
 def save_if_due(saver, step, engine, batch, old, sums, norm):
-    """As Trainer.update does between gradient and optimizer."""
+    """Save what is due, as Trainer.update does between gradient and optimizer."""
     from megatron_rl.trainer.trainer import Trainer
 
     trainer = SimpleNamespace(engine=engine, parallel=engine.parallel, saved_batches=saver)

@@ -462,7 +462,7 @@ def limit(unchanged: Seconds, late: float = 0.0) -> None:
 
 
 def busy() -> float:
-    """How many times longer than on idle cores work may take."""
+    """Factor by which work may take longer than on idle cores."""
     return max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
 
 

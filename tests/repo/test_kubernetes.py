@@ -11,7 +11,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "examples/launch"
 IN_IMAGE = "/opt/megatron_rl/"
-"""Where both Dockerfiles put the project."""
+"""Folder of the project in both images."""
 SCRIPTS = {name: (LAUNCH / name).read_text() for name in ("train.sh", "serve.sh", "slurm.sbatch")}
 OBJECTS = {
     (item["kind"], item["metadata"]["name"]): item
@@ -34,7 +34,7 @@ def default(script: str, name: str) -> str:
 
 
 def exported() -> dict[str, str]:
-    """What the shell of the ranks' container exports."""
+    """Return the variables that the shell of the ranks' container exports."""
     pairs = re.findall(r'(?:export| )\s*([A-Z_]+)=("[^"]*"|\S+)', TRAIN["command"][-1])
     return {name: value.strip('"') for name, value in pairs}
 

@@ -11,7 +11,7 @@ from megatron_rl_tools.rehearse.layers.base import WITHOUT_EFFECT
 from megatron_rl_tools.rehearse.layers.package import MODULES
 
 CALLED = ("__init__", "forward", "step", "initialize_state", "set_context_parallel_group")
-"""What core calls of an object that it makes."""
+"""Methods that core calls on an object that it makes."""
 NAMES = [(path, name) for path, names in MODULES.items() for name in names if name != "__version__"]
 
 

@@ -112,7 +112,7 @@ def load(code, space):
 
 
 def test_tests_that_each_wait_a_little_are_late_together(monkeypatch, tmp_path):
-    """What they took longer than WAITING times unchanged is missing to the next one."""
+    """A test that took longer than WAITING times its noted time shortens the limit of the next."""
     now, limits = [0.0], []
     monkeypatch.setattr(session, "busy", lambda: 1.0)
     monkeypatch.setattr(session.time, "monotonic", lambda: now[0])

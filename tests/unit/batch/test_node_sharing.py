@@ -30,7 +30,7 @@ def shared_bytes(monkeypatch):
 
 
 def inode(array):
-    """What says that two maps are of one file."""
+    """Return the inode of the file that an array is mapped from."""
     file = file_of(array)
     address = array.__array_interface__["data"][0]
     with open("/proc/self/maps") as maps:

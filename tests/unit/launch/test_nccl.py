@@ -31,7 +31,7 @@ def servers_environment(folder, *args):
 
 
 def start_rank(monkeypatch, *, device="cuda", has_servers=True, **rollout):
-    """What nccl reads in a rank, and the lines of its log."""
+    """Return the variables that NCCL reads in a rank, and the lines of its log."""
     monkeypatch.setattr(build.allocator, "grow_segments", lambda: None)
     sections = {"model": {"path": "x"}, "data": {"train": "x"}, "rollout": rollout}
     cfg = load_config(None, ["--run.device", device], sections)

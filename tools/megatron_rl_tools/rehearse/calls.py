@@ -86,27 +86,21 @@ def disagreement(first: Call, second: Call) -> str:
 
 
 def sizes_agree(first: Call, second: Call) -> bool:
-    ranks = first.group[1]
+    """Return whether what one rank sends is what the other receives, in elements."""
+    ranks, operation = first.group[1], first.operation
     a, b = ranks.index(first.rank), ranks.index(second.rank)
-    operation = first.operation
-    if operation in ("all_reduce", "reduce", "broadcast", "barrier"):
-        return first.inputs == second.inputs
     if operation == "all_gather":  # outputs: one for each rank
-        return first.outputs == second.outputs and second.inputs == first.outputs[b : b + 1]
+        sent = first.inputs == second.outputs[a : a + 1], second.inputs == first.outputs[b : b + 1]
+        return first.outputs == second.outputs and all(sent)
     if operation == "reduce_scatter":
-        return first.inputs == second.inputs and second.outputs == first.inputs[b : b + 1]
+        kept = first.outputs == second.inputs[a : a + 1], second.outputs == first.inputs[b : b + 1]
+        return first.inputs == second.inputs and all(kept)
     if operation == "all_to_all":
         return first.inputs[b] == second.outputs[a] and second.inputs[a] == first.outputs[b]
-    if operation == "gather":
-        at_root = first if a == first.root else second if b == first.root else None
-        other = second if at_root is first else first
-        if at_root is None:
-            return first.inputs == second.inputs
-        return at_root.outputs[ranks.index(other.rank)] == other.inputs[0]
-    if operation == "scatter":
-        at_root = first if a == first.root else second if b == first.root else None
-        other = second if at_root is first else first
-        if at_root is None:
-            return first.outputs == second.outputs
-        return at_root.inputs[ranks.index(other.rank)] == other.outputs[0]
+    if operation in ("gather", "scatter"):  # the root has a part for each rank
+        parts, part = ("outputs", "inputs") if operation == "gather" else ("inputs", "outputs")
+        if first.root not in (a, b):
+            return bool(getattr(first, part) == getattr(second, part))
+        root, other, index = (first, second, b) if a == first.root else (second, first, a)
+        return bool(getattr(root, parts)[index : index + 1] == getattr(other, part))
     return first.inputs == second.inputs and first.outputs == second.outputs

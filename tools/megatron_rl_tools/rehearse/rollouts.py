@@ -28,12 +28,12 @@ def sequence_lengths(cfg: Config, micro_batches: int, longest: int | None) -> li
     room = cfg.run.max_tokens_per_micro_batch
     full = longest or cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     first = min(full, room)
-    rest = room - first
+    room_left = room - first
     lengths = []
     for _ in range(micro_batches):
         lengths.append(first)
-        if rest >= 64:
-            lengths.append(rest)
+        if room_left >= 64:
+            lengths.append(room_left)
     return lengths
 
 
