@@ -1,11 +1,12 @@
 """What transformers computes for the sequences a server returned: the reference for rollouts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import DynamicCache, Qwen3MoeForCausalLM
 
 from megatron_rl.models.spec import ModelSizes
@@ -40,25 +41,24 @@ def hf_logprobs_and_routes(
 
 @torch.no_grad()
 def as_sampled(checkpoints: Mapping[int, Path], rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-    """The same, where the weights of checkpoints[version] compute each token whose next one they
-    sampled, once, over the keys and values that older weights left: what a server does whose
-    weights change in place."""
+    """(float32 [R] log-probs, [S - 1, L] lost_probability) with the recorded experts, where the
+    weights of checkpoints[version] compute each token whose next one they sampled, once, over the
+    keys and values that older weights left: what a server does whose weights change in place.
+    """
     versions, cache = of_rows(rollout), DynamicCache()
-    logprobs, routes = [], []
+    logprobs, lost = [], []
     for version in dict.fromkeys(versions.tolist()):
-        model = hf_model(checkpoints[version])
-        tokens = torch.from_numpy(rollout.tokens[:-1][versions == version])
-        output = model(
-            tokens[None], past_key_values=cache, use_cache=True, output_router_logits=True
-        )
+        model, rows = hf_model(checkpoints[version]), versions == version
+        tokens = torch.from_numpy(rollout.tokens[:-1][rows])
+        with forced(model, [layer[rows] for layer in rollout_routes(rollout)]):
+            output = model(
+                tokens[None], past_key_values=cache, use_cache=True, output_router_logits=True
+            )
         logprobs.append(torch.log_softmax(output.logits[0], dim=-1))
-        top_k = model.config.num_experts_per_tok
-        routes.append(
-            torch.stack([logits.topk(top_k).indices for logits in output.router_logits], dim=1)
-        )
+        lost.append(lost_by(rollout.routed_experts[rows], output.router_logits))
     sampled = torch.from_numpy(rollout.sampled)
     chosen = torch.cat(logprobs)[sampled - 1, torch.from_numpy(rollout.tokens)[sampled]]
-    return chosen.numpy(), torch.cat(routes).sort(-1).values.numpy()
+    return chosen.numpy(), np.concatenate(lost)
 
 
 def of_rows(rollout: Rollout) -> np.ndarray:
@@ -102,9 +102,14 @@ def lost_probability(checkpoint: Path, rollout: Rollout) -> np.ndarray:
     0 where none is.
     """
     output = hf_model(checkpoint)(torch.from_numpy(rollout.tokens)[None], output_router_logits=True)
-    scores = torch.stack([logits.softmax(-1)[:-1] for logits in output.router_logits], dim=1)
+    return lost_by(rollout.routed_experts, [logits[:-1] for logits in output.router_logits])
+
+
+def lost_by(routes: np.ndarray, router_logits: Sequence[Tensor]) -> np.ndarray:
+    """[rows, L] from experts [rows, L, K] and, per layer, logits [rows, E]."""
+    scores = torch.stack([logits.softmax(-1) for logits in router_logits], dim=1)
     taken = torch.zeros_like(scores, dtype=torch.bool).scatter(
-        2, torch.from_numpy(rollout.routed_experts.astype(int)), True
+        2, torch.from_numpy(routes.astype(int)), True
     )
     best = scores.masked_fill(taken, 0).amax(-1)
     worst = scores.masked_fill(~taken, 1).amin(-1)

@@ -13,7 +13,7 @@ from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.group import Group
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.server.server_info import check_in_place, server_info
-from tests.e2e.reference import TINY_SPEC, as_sampled, assert_is_from, hf_logprobs_and_routes
+from tests.e2e.reference import TIE, TINY_SPEC, as_sampled, assert_is_from, hf_logprobs_and_routes
 from tests.e2e.test_rollout import running_requests
 from tests.fake_server import wait_for
 from tests.one_rank import make_server_pool, one_rank_config, one_rank_inference
@@ -109,9 +109,9 @@ def test_every_token_is_of_the_forward_that_its_version_names(inference, checkpo
     rollouts = finish(inference, groups)
     for rollout in rollouts:
         assert rollout.response_length == MAX_TOKENS and rollout.missing_routes is None
-        logprobs, routes = as_sampled(checkpoints, rollout)
+        logprobs, lost = as_sampled(checkpoints, rollout)
         assert np.abs(rollout.rollout_logprobs - logprobs).max() < 1e-4
-        assert np.array_equal(np.sort(rollout.routed_experts, axis=-1), routes)
+        assert (lost <= TIE).all()
     mixed = [rollout for rollout in rollouts if rollout.is_mixed]
     assert len(mixed) > len(rollouts) // 2 and inference.version == first + 2
     # the reference can tell: with the version before for one token its log-prob is another

@@ -20,8 +20,9 @@ from megatron_rl.weights.sync.push import WeightPusher
 from megatron_rl.weights.sync.pushed_weights import PushedWeights
 from megatron_rl.weights.sync.servers import ServerAccess
 from megatron_rl.weights.sync.transports import TransportSettings
-from tests.e2e.reference import TINY_SPEC, hf_logprobs_and_routes
+from tests.e2e.reference import TIE, TINY_SPEC, hf_logprobs_and_routes, hf_model, lost_probability
 from tests.one_rank import given
+from tests.referee import forced, rollout_routes
 from tests.tiny import random_checkpoint
 from tests.words import word_tokenizer
 
@@ -175,9 +176,19 @@ def assert_is_from_its_versions(checkpoints: dict[int, Path], rollout: Rollout) 
     assert rollout.missing_routes is None and rollout.routed_experts is not None
     recorded = np.sort(rollout.routed_experts, axis=-1)
     for version in np.unique(versions).tolist():
-        logprobs, routes = hf_logprobs_and_routes(checkpoints[version], rollout, 1.0)
-        assert np.abs(rollout.rollout_logprobs - logprobs)[versions == version].max() < 1e-4
-        assert np.array_equal(recorded[of_row == version], routes[of_row == version])
+        rows = of_row == version
+        _, routes = hf_logprobs_and_routes(checkpoints[version], rollout, 1.0)
         # the rows of other versions are not this one's: the test tells them apart
         if rollout.is_mixed:
-            assert not np.array_equal(recorded[of_row != version], routes[of_row != version])
+            assert not np.array_equal(recorded[~rows], routes[~rows])
+        # with the recorded experts in its rows: near ties are rounding, and later tokens follow
+        chosen = replace(
+            rollout,
+            routed_experts=np.where(rows[:, None, None], recorded, routes),
+            routes_digest=None,
+        )
+        with forced(hf_model(checkpoints[version]), rollout_routes(chosen)):
+            logprobs, _ = hf_logprobs_and_routes(checkpoints[version], chosen, 1.0)
+            lost = lost_probability(checkpoints[version], chosen)
+        assert np.abs(rollout.rollout_logprobs - logprobs)[versions == version].max() < 1e-4
+        assert (lost[rows] <= TIE).all()
