@@ -32,7 +32,8 @@ def main() -> int:
     from megatron_rl_tools.rehearse.rehearse import make_gpu
 
     gpu = make_gpu(HARDWARE["h100"], layer_spec)
-    import megatron_rl_tools.rehearse.program  # noqa: F401
+    import megatron_rl_tools.rehearse.program
+    import megatron_rl_tools.rehearse.report  # noqa: F401
 
     print(json.dumps({name: run(gpu, folder, name, cases[name]) for name in cases}))
     return 0

@@ -207,6 +207,7 @@ def as_json(
             "rows": report.tokens,
             "lengths": report.lengths,
             "exported": report.exported,
+            "checkpoint": report.checkpoint,
             "memory": {
                 phase: {name: item[name] for name in ("start", "peak", "end")}
                 for phase, item in report.record["memory"].items()

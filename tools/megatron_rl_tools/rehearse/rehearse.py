@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_rl.config import Config
     from megatron_rl.models.spec import ModelSpec
     from megatron_rl.plan.hardware import Hardware
+    from megatron_rl.records import Sample
     from megatron_rl_tools.rehearse.device import PretendedGpu
 
 
@@ -37,7 +38,6 @@ def main() -> int:
 def rehearse(args: argparse.Namespace, overrides: list[str]) -> int:
     """Rehearse, write the report and print its summary; return the exit status."""
     library = native.load()
-    import torch
 
     native.install_guard(library)
     with tempfile.TemporaryDirectory() as folder:
@@ -68,6 +68,9 @@ class Job:
 
     cfg: Config
     spec: ModelSpec
+    """Sizes of the rehearsed model, which may have fewer layers than the whole one."""
+    whole: tuple[Config, ModelSpec]
+    """The configuration and sizes of the whole model."""
     world_size: int
     ranks: Sequence[int]
     hardware: Hardware
@@ -84,13 +87,21 @@ def prepare(args: argparse.Namespace, overrides: list[str], folder: Path) -> Job
     from megatron_rl.plan.grid import smallest_world
     from megatron_rl.plan.hardware import find_hardware
     from megatron_rl.plan.refusals import check_layout
-    from megatron_rl_tools.rehearse.layout import rank_roles, smallest_layers, write_model
+    from megatron_rl_tools.rehearse.layout import (
+        model_config,
+        rank_roles,
+        smallest_layers,
+        write_model,
+    )
 
     hardware = find_hardware(args.gpu)
     named = ["--model.path", str(args.model)] if args.model else []
     cfg = load_config(args.config, [*overrides, *named, "--run.device", "cuda"])
     wanted = None if args.whole else smallest_layers(cfg.parallel, args.layers)
-    write_model(cfg.model.path, folder, wanted)
+    hf_config = model_config(cfg.model.path)
+    whole = (cfg, make_spec(hf_config))
+    write_model(hf_config, folder, wanted)
+    args.turns = args.turns or (cfg.agent.max_turns if cfg.agent.environment else 1)
     # virtual ranks have no rollouts to share
     parallel = cfg.parallel.model_copy(update={"share_host_memory": False})
     if not args.whole:  # its layers per stage are those of the whole model
@@ -109,7 +120,7 @@ def prepare(args: argparse.Namespace, overrides: list[str], folder: Path) -> Job
         ranks = sorted({int(rank) for rank in args.ranks})
         if ranks[-1] >= world_size:
             raise ValueError(f"--ranks {ranks[-1]}: must be below --gpus = {world_size}")
-    return Job(cfg, spec, world_size, ranks, hardware)
+    return Job(cfg, spec, whole, world_size, ranks, hardware)
 
 
 def make_gpu(hardware: Hardware, layer_spec: str) -> PretendedGpu:
@@ -135,9 +146,30 @@ def run(gpu: PretendedGpu, args: argparse.Namespace, job: Job) -> dict[int, Any]
     from megatron_rl_tools.rehearse.switchboard import Disagreement
 
     core_hooks.install(gpu, args.skew)
-    micro_batches = args.micro_batches or job.cfg.parallel.pp + 1
-    program = Program(Rehearsal(job.cfg, micro_batches, args.length))
+    program = Program(Rehearsal(job.cfg, make_samples(args, job)))
     try:
         return run_ranks(job.ranks, job.world_size, program, gpu)
     except Disagreement as error:
         return str(error)
+
+
+def make_samples(args: argparse.Namespace, job: Job) -> list[Sample]:
+    """Return the rollouts that every replica trains on.  Raises ValueError for saved ones that do
+    not fit the configuration.
+    """
+    from megatron_rl.plan.grid import dp_size
+    from megatron_rl_tools.rehearse.rollouts import (
+        invented_samples,
+        saved_samples,
+        sequence_lengths,
+    )
+
+    cfg, micro_batches = job.cfg, args.micro_batches or job.cfg.parallel.pp + 1
+    if args.from_rollouts:
+        whole_cfg, whole_spec = job.whole
+        replicas, num_layers = dp_size(cfg.parallel, job.world_size), len(job.spec.moe_layers)
+        return saved_samples(
+            args.from_rollouts, whole_spec, whole_cfg, num_layers, replicas, micro_batches
+        )
+    lengths = sequence_lengths(cfg, micro_batches, args.length)
+    return invented_samples(job.spec, cfg, lengths, args.turns)
