@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.models.families import READERS
 from megatron_rl.models.known import KNOWN, is_known
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.plan.grid import RankPlace, place
@@ -18,6 +19,18 @@ AXES = ("tp", "cp", "ep", "etp", "replica", "expert_replica")
 def model_config(model: str | Path) -> dict[str, Any]:
     """Return config.json of a checkpoint directory, or that of a known model."""
     return dict(KNOWN[str(model).lower()] if is_known(model) else load_hf_config(Path(model)))
+
+
+def check_provider(provider: str, hf: Mapping[str, Any]) -> None:
+    """Raise ValueError for a model that Megatron-Bridge would build."""
+    (architecture, *_) = hf.get("architectures") or ["(none)"]
+    if provider == "bridge" or (provider == "auto" and architecture not in READERS):
+        raise ValueError(
+            f"model.provider = {provider}: Megatron-Bridge builds {architecture} from the files of"
+            " its weights, and a rehearsal reads only config.json; rehearse a model of the native"
+            " provider instead (results/families.md), or try this one on GPUs with megatron-rl"
+            " gpu-check"
+        )
 
 
 def write_model(hf: dict[str, Any], folder: Path, num_layers: int | None) -> None:

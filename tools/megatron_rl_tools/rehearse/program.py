@@ -26,7 +26,13 @@ from megatron_rl.engine import provider
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.plan.grid import place
-from megatron_rl.plan.memory import rank_memory
+from megatron_rl.plan.memory import (
+    WORKSPACE,
+    checkpoint_bytes_of_rank,
+    rank_memory,
+    update_bytes,
+    wants_te,
+)
 from megatron_rl.records import Sample
 from megatron_rl.weights.hf.export import RankParameters, batches
 from megatron_rl.weights.sync.buckets import Bucket
@@ -51,7 +57,7 @@ class RankReport:
     seconds: dict[str, float] = field(default_factory=dict)
     """Phase -> seconds of this process, which say nothing about a GPU."""
     planned: dict[str, int] = field(default_factory=dict)
-    """Bytes of the plan (plan/memory.py) by kind."""
+    """Bytes of the plan (plan/memory.py) by kind; "in Adam": at the peak of the optimizer."""
     num_parameters: int = 0
     lengths: list[int] = field(default_factory=list)
     """Tokens of each sequence of an update, on one replica."""
@@ -126,8 +132,15 @@ class Program:
 
     def _describe(self, engine: Engine, world_size: int) -> None:
         report = self.report
-        planned = rank_memory(engine.spec, engine.cfg, world_size, engine.parallel.pp_rank)
-        report.planned = {**dataclasses.asdict(planned), "total": planned.total}
+        where = (engine.spec, engine.cfg, world_size, engine.parallel.pp_rank)
+        planned = rank_memory(*where)
+        in_adam = planned.weights + planned.gradients + planned.optimizer + update_bytes(*where)
+        report.planned = {
+            **dataclasses.asdict(planned),
+            "total": planned.total,
+            "in Adam": in_adam + WORKSPACE * wants_te(engine.cfg),
+            "checkpoint": checkpoint_bytes_of_rank(*where),
+        }
         report.num_parameters = sum(
             parameter.numel() for model in engine.models for parameter in model.parameters()
         )

@@ -88,6 +88,7 @@ def prepare(args: argparse.Namespace, overrides: list[str], folder: Path) -> Job
     from megatron_rl.plan.hardware import find_hardware
     from megatron_rl.plan.refusals import check_layout
     from megatron_rl_tools.rehearse.layout import (
+        check_provider,
         model_config,
         rank_roles,
         smallest_layers,
@@ -99,6 +100,7 @@ def prepare(args: argparse.Namespace, overrides: list[str], folder: Path) -> Job
     cfg = load_config(args.config, [*overrides, *named, "--run.device", "cuda"])
     wanted = None if args.whole else smallest_layers(cfg.parallel, args.layers)
     hf_config = model_config(cfg.model.path)
+    check_provider(cfg.model.provider, hf_config)
     whole = (cfg, make_spec(hf_config))
     write_model(hf_config, folder, wanted)
     args.turns = args.turns or (cfg.agent.max_turns if cfg.agent.environment else 1)
