@@ -120,7 +120,7 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
         check_reference(fields)
     try:
         core = make_transformer_config(spec, model, cfg.parallel, device, fields)
-        make_ddp_config(cfg)
+        make_ddp_config(cfg, overlap=cfg.overlaps_grad_reduce)
         make_optimizer_config(cfg)
     except ValueError as error:
         if is_certain or not ABOUT_TE.search(str(error)):
