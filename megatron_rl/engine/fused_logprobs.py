@@ -114,9 +114,7 @@ def fused_kept_logprobs(
     chunk_bytes = CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cpu"])
     size = settings.chunk_rows or max(1, chunk_bytes // (weight.itemsize * len(weight)))
     chunks = shard.split(len(rows), size)
-    return TokenLogprobs(
-        *_FusedLogprobs.apply(rows, weight, labels, kept, shard, chunks, settings)
-    )
+    return TokenLogprobs(*_FusedLogprobs.apply(rows, weight, labels, kept, shard, chunks, settings))
 
 
 def defer_lm_head(model: GPTModel) -> None:

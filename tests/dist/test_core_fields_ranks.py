@@ -51,7 +51,9 @@ def overlapped_equals_plain(checkpoint, layout):
     for distributed in (False, True):
         for fused in (False, True):
             plain, whole = updated_weights(checkpoint, layout, distributed, fused, {})
-            overlapped, buckets = updated_weights(checkpoint, layout, distributed, fused, OVERLAPPED)
+            overlapped, buckets = updated_weights(
+                checkpoint, layout, distributed, fused, OVERLAPPED
+            )
             # core makes several buckets there alone
             is_first_stage = "pp" not in layout or dist.get_rank() == 0
             assert (whole, buckets > 1) == (1, is_first_stage)

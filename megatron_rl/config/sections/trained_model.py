@@ -153,8 +153,8 @@ class MegatronConfig(Section):
 
     Any field that neither the checkpoint nor another setting defines, for example
     moe_permute_fusion, recompute_modules, gradient_accumulation_fusion, or overlap_grad_reduce, on
-    by default on GPUs.  Types and names are those of the installed version.  A field with which routing replay is not exact is
-    refused; the log names those with which it is untested.
+    by default on GPUs.  Types and names are those of the installed version.  A field with which
+    routing replay is not exact is refused; the log names those with which it is untested.
     """
 
     # engine/core_fields.py checks names and types: this package imports no core

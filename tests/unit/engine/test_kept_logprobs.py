@@ -111,7 +111,7 @@ def test_the_fused_lm_head_computes_the_same(chunk_rows, into_main_grad):
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_the_hook_of_an_overlapped_reduction_gets_a_gradient_that_adds_nothing(is_tied):
     """core's hook refuses weight.grad = None; it adds the gradient only with zero_out_wgrad."""
-    labels, sets, kept = make_case(1)
+    labels, _, kept = make_case(1)
     head = torch.randn(50, 16).double().requires_grad_()
     head.main_grad, head.zero_out_wgrad = torch.zeros(50, 16).double(), is_tied
     settings = HeadSettings(vocab_size=47, into_main_grad=True, needs_grad=True)

@@ -102,9 +102,10 @@ def run(
     from megatron_rl_tools.rehearse.recorder import Recorder
 
     gpu = PretendedGpu(Recorder(), int(hardware.memory))
-    from megatron_rl_tools.rehearse import core_hooks, layers
+    from megatron_rl_tools.rehearse import compiled, core_hooks, layers
 
     # before megatron-core is imported, which looks for TransformerEngine and for CUDA
+    compiled.install(gpu)
     if cfg.model.layer_spec != "local":
         layers.install(gpu.recorder)
     from megatron_rl_tools.rehearse.program import Program, Rehearsal
