@@ -347,19 +347,19 @@ class TrainingModel:
             reduced = max(reduced - backward, last)
         return Parts(
             gradients=reduced + moved * size / link,
-            optimizer=touched / self.rates.memory + self._host_adam(owned),
+            optimizer=touched / self.rates.memory + self.host_adam(pp_rank),
         )
 
-    def _host_adam(self, owned: float) -> float:
-        """Return the time of Adam on the host with optimizer_cpu_offload, of `owned` parameters.
+    def host_adam(self, pp_rank: int) -> float:
+        """Return the time of an update of Adam on the host, with optimizer_cpu_offload.
 
         Gradients and weights in float32 pass the link of each device.  Then the ranks of a node
         share its memory: torch's fused Adam reads 16 bytes per parameter and writes 12.
         """
-        hardware, fields = self.hardware, self.cfg.megatron.fields
-        if not self.cfg.megatron.is_on("optimizer_cpu_offload") or not hardware.host_link:
+        state, hardware = 16, self.hardware
+        owned = memory.host_optimizer_bytes(self.spec, self.cfg, self.world, pp_rank) / state
+        if not owned or not hardware.host_link:
             return 0.0
-        owned *= float(str(fields.get("optimizer_offload_fraction", 0)))
         ranks, share = min(self.world, hardware.per_node), self.assumed.bandwidth
         linked = (4 + 4) * owned / (hardware.host_link * share)
         return linked + 28 * owned * ranks / (hardware.host_bandwidth * share)
