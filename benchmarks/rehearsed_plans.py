@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "examples/qwen3_30b_a3b/off_policy_n4_r3.toml"
@@ -101,18 +102,13 @@ def rehearse(
         Path(where).mkdir(exist_ok=True)
         (Path(where) / "config.json").write_text(json.dumps(DENSE))
         options += ["--replay.mode", "none", "--replay.measure", "false"]
-    out = folder / "out"
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "megatron_rl.cli", "rehearse", "--config", RECIPE, "--model",
-            where, "--gpus", str(gpus), "--out", out, "--skew", skew, *options,
-        ],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
     row: dict[str, str | int | float] = {"model": model, "gpus": gpus, "layout": layout}
-    if done.returncode > 1:
-        return row | {"refused": done.stderr.strip()[-300:]}
-    found = json.loads((out / "rehearsal.json").read_text())
+    try:
+        found = run_rehearsal(
+            folder, ["--model", where, "--gpus", str(gpus), "--skew", skew, *options]
+        )
+    except RuntimeError as error:
+        return row | {"refused": str(error)}
     if not found["memory"] or not found["phases"]:
         return row | {"error": found["errors"][0][:300]}
     _, _, peak, planned, percent = max(found["memory"], key=lambda item: item[2])
@@ -127,6 +123,22 @@ def rehearse(
         "seconds_percent": round(100 * (computed - seconds) / seconds, 1),
         "errors": len(found["errors"]),
     }
+
+
+def run_rehearsal(folder: Path, options: list[str]) -> dict[str, Any]:
+    """Rehearse the recipe with these options; return rehearsal.json.
+
+    Raises RuntimeError with the message of a refusal.
+    """
+    out = folder / "out"
+    command = [sys.executable, "-m", "megatron_rl.cli", "rehearse", "--config", str(RECIPE)]
+    done = subprocess.run(
+        [*command, "--out", str(out), *options], capture_output=True, text=True, check=False
+    )
+    if done.returncode > 1:
+        raise RuntimeError(done.stderr.strip()[-300:])
+    found: dict[str, Any] = json.loads((out / "rehearsal.json").read_text())
+    return found
 
 
 if __name__ == "__main__":

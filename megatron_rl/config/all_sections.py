@@ -53,6 +53,16 @@ class AllSections(Section):
         return self.replay.mode == "R3" or self.replay.measure
 
     @property
+    def overlaps_grad_reduce(self) -> bool:
+        """True if gradients are reduced in buckets while the last micro-batch's backward runs.
+
+        It is the default on GPUs: on a CPU both share the cores.  Megatron-Bridge's models may have
+        parameters without a gradient, at which core's hooks stop.
+        """
+        default = self.run.device != "cpu" and self.model.provider != "bridge"
+        return self.megatron.is_on("overlap_grad_reduce", default=default)
+
+    @property
     def stage_seconds(self) -> float:
         """Time after which the watchdog ends a run in the same stage."""
         # less than collectives wait, whose errors name no rank

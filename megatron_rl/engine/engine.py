@@ -28,7 +28,7 @@ from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
 from megatron_rl.engine.optim import Optimizer, StepOutcome, wrap_ddp
 from megatron_rl.engine.pass_results import ObserveTokens, OldPass, ReplayMode
-from megatron_rl.engine.provider import make_provider
+from megatron_rl.engine.provider import NativeProvider, make_provider
 from megatron_rl.engine.reference import Reference
 from megatron_rl.engine.routers import check_router_shift, check_routers
 from megatron_rl.engine.statistics import (
@@ -112,7 +112,9 @@ class Engine:
         # before DDP: it replaces the output layer's forward, not its parameters
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
-        self.models = wrap_ddp(self.chunks, self.core_config, cfg)
+        # as Config.overlaps_grad_reduce, where provider and device are resolved
+        overlap = parallel.device.type == "cuda" and isinstance(self.provider, NativeProvider)
+        self.models = wrap_ddp(self.chunks, self.core_config, cfg, overlap=overlap)
         # a copy of the weights as loaded: take it before anything changes them
         self._reference = Reference(self.chunks, parallel.device) if cfg.loss.kl_coef else None
         self._pipeline = Pipeline(self.models, self.manager, padded=self.layout.padded)
@@ -372,8 +374,8 @@ class Engine:
             temperature=temperature,
             tp_group=self.parallel.tp_group,
             sequence_parallel=self.core_config.sequence_parallel,
-            # with overlap, DDP's hooks wait for weight.grad
-            into_main_grad=not self.models[-1].ddp_config.overlap_grad_reduce,
+            into_main_grad=True,
+            needs_grad=self.models[-1].ddp_config.overlap_grad_reduce,
         )
         weight = lm_head_weight(self.chunks[-1])
         return fused_kept_logprobs(output, weight, micro_batch.labels, micro_batch.kept, settings)

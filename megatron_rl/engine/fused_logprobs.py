@@ -59,8 +59,11 @@ class HeadSettings:
     """True: each tensor rank has its part of the sequence in `hidden`."""
     into_main_grad: bool = False
     """True: add d weight to weight.main_grad, chunk by chunk, in its precision, and set
-    `grad_added_to_main_grad` for Megatron's DDP, as core's gradient accumulation fusion does.  Not
-    with overlap_grad_reduce, which waits for weight.grad.  False: autograd gets d weight."""
+    `grad_added_to_main_grad` for Megatron's DDP, as core's gradient accumulation fusion does.
+    False: autograd gets d weight."""
+    needs_grad: bool = False
+    """True: with `into_main_grad`, autograd gets a tensor in place of d weight.  DDP's hook with
+    overlap_grad_reduce refuses a parameter without weight.grad, and adds it to nothing."""
     chunk_rows: int | None = None
     """Rows whose logits exist at a time; None: as many as CHUNK_BYTES allow."""
 
@@ -111,9 +114,7 @@ def fused_kept_logprobs(
     chunk_bytes = CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cpu"])
     size = settings.chunk_rows or max(1, chunk_bytes // (weight.itemsize * len(weight)))
     chunks = shard.split(len(rows), size)
-    return TokenLogprobs(
-        *_FusedLogprobs.apply(rows, weight, labels, kept, shard, chunks, into_main_grad)
-    )
+    return TokenLogprobs(*_FusedLogprobs.apply(rows, weight, labels, kept, shard, chunks, settings))
 
 
 def defer_lm_head(model: GPTModel) -> None:
@@ -176,7 +177,7 @@ class _FusedLogprobs(torch.autograd.Function):
         kept: KeptSets | None,
         shard: Shard,
         chunks: list[slice],
-        into_main_grad: bool,
+        head: HeadSettings,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         scanned = torch.zeros(4, len(hidden), dtype=torch.float64, device=hidden.device)
         scanned[0] = float("-inf")  # stays where the shard is padding only: there are no chunks
@@ -192,7 +193,8 @@ class _FusedLogprobs(torch.autograd.Function):
         dtype = compute_dtype(weight)
         result = reduce_rows(scanned, labels, shard, dtype)
         ctx.settings = (kept, shard, chunks)
-        into_main_grad = into_main_grad and weight.requires_grad
+        ctx.needs_grad = head.needs_grad
+        into_main_grad = head.into_main_grad and weight.requires_grad
         # Megatron's DDP adds this attribute
         ctx.main_grad = weight.main_grad if into_main_grad else None  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)  # None, not zeros, for an output without gradient
@@ -238,10 +240,20 @@ class _FusedLogprobs(torch.autograd.Function):
         if ctx.main_grad is not None:
             # it is in the buffer: neither autograd nor DDP may add it again
             weight.grad_added_to_main_grad = True
-            grad_weight = None
+            del logits
+            grad_weight = unread_gradient(weight) if ctx.needs_grad else None
         elif grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, *(None,) * 5
+
+
+def unread_gradient(weight: Tensor) -> Float[Tensor, "v H"]:
+    """Return a gradient that DDP's hook drops, as core's LinearWithGradAccumulation does.
+
+    With tied embeddings it is added to the embedding's, which DDP reads: it is zero.
+    """
+    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return make(weight)
 
 
 def make_logits_buffer(chunks: list[slice], weight: Tensor, shard: Shard) -> Float[Tensor, "n c"]:

@@ -45,12 +45,14 @@ class TrainingDiverged(RuntimeError):
 
 
 def wrap_ddp(
-    chunks: list[GPTModel], config: TransformerConfig, cfg: Config
+    chunks: list[GPTModel], config: TransformerConfig, cfg: Config, *, overlap: bool
 ) -> list[DistributedDataParallel]:
     """Wrap model chunks for gradient reduction in float32, and set the functions with which core's
     schedules finish gradients.
+
+    overlap: the default of overlap_grad_reduce.
     """
-    ddp_config = make_ddp_config(cfg)
+    ddp_config = make_ddp_config(cfg, overlap=overlap)
     modules = [ModelInBF16(config, chunk) if config.bf16 else chunk for chunk in chunks]
     wrapped = [  # core buckets the first chunk only, as its own training loop does
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
@@ -64,17 +66,17 @@ def wrap_ddp(
     return wrapped
 
 
-def make_ddp_config(cfg: Config) -> DistributedDataParallelConfig:
+def make_ddp_config(cfg: Config, *, overlap: bool) -> DistributedDataParallelConfig:
     """Make core's settings of the gradient reduction, with the user's [megatron] fields.
 
-    Raises ConfigError for a field that core refuses.
+    overlap: the default of overlap_grad_reduce.  Raises ConfigError for a field that core refuses.
     """
     main_grads = fields_of(OptimizerConfig, cfg.megatron.fields).get("main_grads_dtype")
     ours = dict(
         # core leaves it to its own training loop to apply main_grads_dtype
         grad_reduce_in_fp32=main_grads is not torch.bfloat16,
         use_distributed_optimizer=cfg.optim.distributed,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap,
         # Optimizer.apply checks the norm and skips the update; core's check would stop the job
         check_for_nan_in_grad=False,
     )

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pydantic import TypeAdapter
-
 from megatron_rl.config import Config
 
 
@@ -34,9 +32,9 @@ def adam_bytes(cfg: Config) -> AdamBytes:
     """Return the bytes of one parameter under [optim] and the fields of [megatron]."""
     size = 2 if cfg.model.dtype == "bfloat16" else 4
     in_float32 = dtype_bytes(cfg, "main_grads_dtype") == 4
-    gradient = 4 if is_on(cfg, "grad_reduce_in_fp32", default=in_float32) else size
-    precise = is_on(cfg, "use_precision_aware_optimizer")
-    if is_on(cfg, "optimizer_cpu_offload"):
+    gradient = 4 if cfg.megatron.is_on("grad_reduce_in_fp32", default=in_float32) else size
+    precise = cfg.megatron.is_on("use_precision_aware_optimizer")
+    if cfg.megatron.is_on("optimizer_cpu_offload"):
         fraction = float(str(cfg.megatron.fields.get("optimizer_offload_fraction", 0)))
         stays = 1 - fraction
         # without it core keeps a float32 copy of all weights on the device, beside the host's
@@ -46,21 +44,13 @@ def adam_bytes(cfg: Config) -> AdamBytes:
     if precise:
         moments = [dtype_bytes(cfg, name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
         # the high 16 bits of a float32 weight are the bfloat16 weight
-        weights = 2 if is_on(cfg, "store_param_remainders", default=True) else 4
+        weights = 2 if cfg.megatron.is_on("store_param_remainders", default=True) else 4
         state = weights + sum(moments)
         # TransformerEngine's kernel takes float32: those of a group of parameters at a time
         return AdamBytes(gradient, state, 0, 4 * moments.count(2), saved=state)
     state = 12 if size == 2 else 8
     copy = 4 * (cfg.optim.distributed or size == 2)  # float32 weights are saved once more
     return AdamBytes(gradient, state, 0, 4 * (gradient == 2), saved=8 + copy)
-
-
-def is_on(cfg: Config, name: str, *, default: bool = False) -> bool:
-    """Return a field of [megatron] as core will read it.
-
-    Raises ValueError where it is no boolean.
-    """
-    return TypeAdapter(bool).validate_python(cfg.megatron.fields.get(name, default))
 
 
 def dtype_bytes(cfg: Config, name: str) -> int:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatron_rl.config import Config, ParallelConfig
+from megatron_rl.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,50 @@ def place(rank: int, parallel: ParallelConfig, world_size: int) -> RankPlace:
     outer, etp = divmod(inner, parallel.expert_tp)
     expert_replica, ep = divmod(outer, parallel.ep)
     return RankPlace(rank, tp, cp, replica, pp, etp, ep, expert_replica)
+
+
+def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
+    """Return the 0-based layers of each of the pp x vp stages, in forward order.
+
+    Stage i is on pipeline rank i % pp.
+    """
+    stages = parallel.pp * parallel.vp
+    counts = parallel.layers_per_stage or (spec.num_layers // stages,) * stages
+    ends = accumulate(counts)
+    return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+
+
+def rank_layers(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> list[int]:
+    """Return the layers of one pipeline rank, over its chunks."""
+    return [
+        layer for stage in stage_layers(spec, parallel)[pp_rank :: parallel.pp] for layer in stage
+    ]
+
+
+def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:
+    """Return how many passes over a chunk have activations on a rank at the same time, under 1F1B
+    or its interleaved form.
+    """
+    pp, vp = cfg.parallel.pp, cfg.parallel.vp
+    if vp == 1:
+        return pp - pp_rank  # the first stage runs ahead of the last one by pp - 1
+    return 2 * (pp - pp_rank - 1) + (vp - 1) * pp + 1
+
+
+def rows(cfg: Config) -> int:
+    """Return T, the rows of a full micro-batch on one context-parallel rank."""
+    return cfg.run.max_tokens_per_micro_batch // cfg.parallel.cp
+
+
+def sequence_shards(cfg: Config) -> int:
+    """Return the tensor ranks that share a micro-batch's rows outside of attention and MLP."""
+    return cfg.parallel.tp if cfg.parallel.use_sequence_parallel else 1
+
+
+def element_size(cfg: Config) -> int:
+    return 2 if cfg.model.dtype == "bfloat16" else 4
+
+
+def wants_te(cfg: Config) -> bool:
+    """Return True if layers are TransformerEngine's on a GPU where it is installed."""
+    return cfg.run.device != "cpu" and cfg.model.layer_spec != "local" and not cfg.model.is_exact

@@ -34,24 +34,33 @@ class Hardware:
     """Devices that reach one another over nvlink."""
     host_memory: float = 0.0
     """Bytes of memory of the hosts of those devices; 0: not known."""
+    host_bandwidth: float = 0.0
+    """Bytes/s of that memory; 0: not known."""
+    host_link: float = 0.0
+    """Bytes/s between a device and its host; 0: not known."""
 
 
+# hosts: two Xeon 8480C (DGX H100, H200) with 8 channels of DDR5-4800 each, 8570 (DGX B200) with
+# DDR5-5600, EPYC 7742 (DGX A100) with DDR4-3200; a Grace has 512 GB/s, and for each of its two GPUs
+# half of NVLink-C2C's 450 GB/s one way; PCIe 5.0 x16 has 64 GB/s one way, 4.0 half of it
 HARDWARE = {
     # NVIDIA A100 80GB SXM data sheet: 312 TFLOPS BF16, 2,039 GB/s, NVLink 600 GB/s both ways; DGX
     # A100: 8 x 200 Gb/s, 2 TB of host memory
-    "a100": Hardware("A100-80G", 312e12, 80.0 * GIB, 2.039e12, 300e9, 25e9, 8, 2e12),
+    "a100": Hardware("A100-80G", 312e12, 80.0 * GIB, 2.039e12, 300e9, 25e9, 8, 2e12, 410e9, 32e9),
     # NVIDIA H100 SXM5 data sheet: 989 TFLOPS BF16 without sparsity, 3.35 TB/s, NVLink 900 GB/s both
     # ways; DGX H100: 8 x 400 Gb/s, 2 TB
-    "h100": Hardware("H100-SXM", 989e12, 79.6 * GIB, 3.35e12, 450e9, 50e9, 8, 2e12),
+    "h100": Hardware("H100-SXM", 989e12, 79.6 * GIB, 3.35e12, 450e9, 50e9, 8, 2e12, 614e9, 64e9),
     # NVIDIA H200 SXM data sheet: 989 TFLOPS BF16 without sparsity, 141 GB, 4.8 TB/s, NVLink 900
     # GB/s; DGX H200: 8 x 400 Gb/s, 2 TB
-    "h200": Hardware("H200", 989e12, 140.4 * GIB, 4.8e12, 450e9, 50e9, 8, 2e12),
+    "h200": Hardware("H200", 989e12, 140.4 * GIB, 4.8e12, 450e9, 50e9, 8, 2e12, 614e9, 64e9),
     # NVIDIA DGX B200 data sheet: 8 x 2.25 PFLOPS BF16 without sparsity, 1,440 GB and 64 TB/s,
     # NVLink 1.8 TB/s; 8 x 400 Gb/s, 2 TB
-    "b200": Hardware("B200", 2250e12, 179.0 * GIB, 8.0e12, 900e9, 50e9, 8, 2e12),
+    "b200": Hardware("B200", 2250e12, 179.0 * GIB, 8.0e12, 900e9, 50e9, 8, 2e12, 717e9, 64e9),
     # NVIDIA GB200 NVL72 data sheet: 72 GPUs: 180 PFLOPS BF16 without sparsity, 13.4 TB, 576 TB/s,
     # NVLink 1.8 TB/s each; 400 Gb/s, 17 TB
-    "gb200": Hardware("GB200", 2500e12, 185.0 * GIB, 8.0e12, 900e9, 50e9, 72, 17e12),
+    "gb200": Hardware(
+        "GB200", 2500e12, 185.0 * GIB, 8.0e12, 900e9, 50e9, 72, 17e12, 18.4e12, 225e9
+    ),
     # one thread of a server CPU in round numbers, without a data sheet; benchmarks/step_time.py
     # measures a row for the machine it runs on
     "cpu": Hardware("CPU thread", 80e9, 8.0 * GIB, 10e9, 2e9, 2e9, 64),

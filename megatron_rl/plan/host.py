@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.plan import memory
+from megatron_rl.plan import grid, memory
 from megatron_rl.plan.adam_bytes import adam_bytes
 from megatron_rl.plan.hardware import GIB
 from megatron_rl.rollout.server.process import check_port_is_free
@@ -49,7 +49,7 @@ parser.parse_args(["--model-path", "model", *sys.argv[1:]])
 
 def checkpoint_bytes(cfg: Config, spec: ModelSpec) -> int:
     """Return the size of one checkpoint: weights and Adam's state."""
-    return memory.full_model(spec).total * (memory.element_size(cfg) + adam_bytes(cfg).saved)
+    return memory.full_model(spec).total * (grid.element_size(cfg) + adam_bytes(cfg).saved)
 
 
 def step_bytes(cfg: Config, spec: ModelSpec) -> int:

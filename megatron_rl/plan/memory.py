@@ -1,19 +1,29 @@
 """Parameters and bytes of one rank, from the model's sizes and the configuration.
 
 Weights, gradients and optimizer state are exact, up to the padding of megatron-core's buffers.
-Activations are the inputs and outputs of the layers' matrix products (docs/design/cost_model.md).
-Sizes are in bytes.  T: rows of a micro-batch on one context-parallel rank.
+Activations: activations.py.  Sizes are in bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from itertools import accumulate
 
-from megatron_rl.config import Config, ModelConfig, ParallelConfig
+from megatron_rl.config import Config, ParallelConfig
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
+from megatron_rl.plan.activations import buffer_bytes, head_bytes, layer_bytes, recomputed
 from megatron_rl.plan.adam_bytes import adam_bytes
-from megatron_rl.plan.grid import dp_size, expert_dp_size, place
+from megatron_rl.plan.grid import (
+    dp_size,
+    element_size,
+    expert_dp_size,
+    micro_batches_in_flight,
+    place,
+    rank_layers,
+    rows,
+    sequence_shards,
+    stage_layers,
+    wants_te,
+)
 
 WORKSPACE = 5 * 32 << 20
 """Bytes that TransformerEngine keeps for cuBLAS: 32 MiB for each of 5 streams (2.11.0,
@@ -49,31 +59,13 @@ class Memory:
     routes: int
     """Expert ids of a mini-batch's micro-batches, at the longest responses."""
     working: int
-    """The larger of two that never exist together: the logits with the gradient of the LM head's
-    weight, and one layer that is being recomputed.
+    """The larger of two that never exist together, the LM head's tensors and those of a layer that
+    runs or is recomputed; and buffers that stay.
     """
 
     @property
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
-
-
-def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    """Return the 0-based layers of each of the pp x vp stages, in forward order.
-
-    Stage i is on pipeline rank i % pp.
-    """
-    stages = parallel.pp * parallel.vp
-    counts = parallel.layers_per_stage or (spec.num_layers // stages,) * stages
-    ends = accumulate(counts)
-    return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
-
-
-def rank_layers(spec: ModelSpec, parallel: ParallelConfig, pp_rank: int) -> list[int]:
-    """Return the layers of one pipeline rank, over its chunks."""
-    return [
-        layer for stage in stage_layers(spec, parallel)[pp_rank :: parallel.pp] for layer in stage
-    ]
 
 
 def rank_parameters(
@@ -143,8 +135,9 @@ def rank_memory(
     """
     parallel = cfg.parallel
     parameters = rank_parameters(spec, parallel, pp_rank, te=wants_te(cfg))
-    kept, recomputed = activation_bytes(spec, cfg, pp_rank, skew=skew)
-    head = logits_bytes(spec, cfg) + head_gradient_bytes(spec, cfg)
+    kept, beside = activation_bytes(spec, cfg, pp_rank, skew=skew)
+    is_last = pp_rank == parallel.pp - 1
+    head = head_bytes(spec, cfg) if is_last else 0
     size, total, adam = element_size(cfg), parameters.total, adam_bytes(cfg)
     return Memory(
         weights=total * size,
@@ -152,7 +145,8 @@ def rank_memory(
         optimizer=int(updated_parameters(parameters, cfg, world_size) * adam.device),
         activations=kept,
         routes=device_route_bytes(spec, cfg, world_size, pp_rank),
-        working=max(recomputed, head if pp_rank == parallel.pp - 1 else 0)
+        working=max(beside, head)
+        + buffer_bytes(spec, cfg, is_last=is_last)
         + WORKSPACE * wants_te(cfg),
     )
 
@@ -201,8 +195,8 @@ def checkpoint_bytes_of_rank(spec: ModelSpec, cfg: Config, world_size: int, pp_r
 def activation_bytes(
     spec: ModelSpec, cfg: Config, pp_rank: int, *, skew: float = 1.0
 ) -> tuple[int, int]:
-    """Return the bytes that the micro-batches in flight keep for backward, and the most that one
-    layer takes while it is recomputed.
+    """Return the bytes that the micro-batches in flight keep for backward, and the most that exist
+    beside them while one layer runs or is recomputed.
 
     skew: rows of this rank's experts / mean over ranks.
     """
@@ -212,126 +206,19 @@ def activation_bytes(
     per_layer = {
         is_moe: layer_bytes(spec, cfg, is_moe=is_moe, skew=skew) for is_moe in (False, True)
     }
-    # a recomputed layer keeps only its input
-    sequence_shards = parallel.tp if parallel.use_sequence_parallel else 1
-    inputs = rows(cfg) * spec.hidden_size * element_size(cfg) // sequence_shards
+    # a recomputed layer keeps only its input, and a stage its output
+    inputs = rows(cfg) * spec.hidden_size * element_size(cfg) // sequence_shards(cfg)
     kept = worst = 0
     for chunk in chunks:
         for number, layer in enumerate(chunk):
-            full, experts = per_layer[layer in spec.moe_layers]
+            bytes_ = per_layer[layer in spec.moe_layers]
             what = recomputed(cfg.model, number)
-            again = {"layer": full, "experts": experts, "": 0}[what]
-            kept += inputs if what == "layer" else full - again
-            passing = passing_bytes(spec, cfg, skew) if again and layer in spec.moe_layers else 0
-            worst = max(worst, again + passing)
+            again = {"layer": bytes_.kept, "experts": bytes_.experts, "": 0}[what]
+            kept += inputs if what == "layer" else bytes_.kept - again
+            worst = max(worst, again + bytes_.passing)
+    kept += inputs * (len(chunks) - (pp_rank == parallel.pp - 1))
     # `kept` covers all vp chunks, `in_flight` counts passes over one
     return kept * in_flight // parallel.vp, worst
-
-
-def passing_bytes(spec: ModelSpec, cfg: Config, skew: float) -> int:
-    """Return the bytes of rows that exist while experts run and that backward does not keep: rows
-    permuted, sorted by expert, and those that return.
-    """
-    sequence = cfg.parallel.tp if cfg.parallel.use_sequence_parallel else 1
-    rows_of_experts = rows(cfg) // sequence * spec.top_k * skew * cfg.parallel.expert_tp
-    return int(3 * rows_of_experts * spec.hidden_size * element_size(cfg))
-
-
-def recomputed(model: ModelConfig, number: int) -> str:
-    """Return the part of a layer that is recomputed: "layer", "experts" or "".
-
-    number: its place in its pipeline chunk.
-    """
-    in_block = model.recompute == "block" and number < model.recompute_layers
-    if model.recompute == "full" or in_block:
-        return "layer"
-    return "experts" if model.recompute == "selective" else ""
-
-
-def layer_bytes(
-    spec: ModelSpec, cfg: Config, *, is_moe: bool, num_rows: int | None = None, skew: float = 1.0
-) -> tuple[int, int]:
-    """Return the bytes that one layer keeps for backward of one micro-batch, and those of its MoE
-    part alone.
-
-    Attention keeps inputs and outputs of two norms (4 h), queries, keys and values before and after
-    rotation, its output, and the residual.  Experts keep, k times per row, the dispatched and the
-    returned row (2 h), and gate, up and their product (3 f).  Layers without TransformerEngine also
-    keep keys and values once per query head, the norm of every head, and silu(gate).
-    num_rows: by default those of a full micro-batch.
-    skew: rows of this rank's experts / mean over ranks; returned rows are those of its tokens.
-    """
-    parallel, size = cfg.parallel, element_size(cfg)
-    tp = parallel.tp
-    sequence = tp if parallel.use_sequence_parallel else 1
-    t, h = rows(cfg) if num_rows is None else num_rows, spec.hidden_size
-    head = spec.head_dim if not spec.is_mla else spec.qk_nope_dim + spec.qk_rope_dim
-    local = not wants_te(cfg)
-    heads = 3 * spec.num_heads + 4 * spec.num_kv_heads
-    if local:
-        normed = spec.num_heads + spec.num_kv_heads if spec.qk_norm != "none" else 0
-        heads += 2 * spec.num_heads + normed
-    gated = 3 + local
-    attention = t * (5 * h // sequence + heads * head // tp)
-    if not is_moe:
-        return (attention + t * (h // sequence + gated * spec.ffn_size // tp)) * size, 0
-    # every tensor rank of an expert computes the rows of all of them, for its part of the expert
-    returned = h * parallel.expert_tp
-    dispatched = skew * (returned + gated * spec.expert_ffn_size)
-    routed = int(spec.top_k * (returned + dispatched))
-    experts = t // sequence * (h + routed + 2 * spec.num_experts)
-    experts += t * gated * spec.shared_ffn_size // tp
-    return (attention + experts) * size, experts * size
-
-
-def logits_bytes(spec: ModelSpec, cfg: Config) -> int:
-    """Return the bytes of logits [T, V / tp] in the model's dtype; the gradient overwrites them.
-
-    With model.fused_lm_head only a chunk of rows exists at a time.
-    """
-    # 1024: a typical chunk of engine/fused_logprobs.py, whose size depends on the vocabulary
-    at_once = min(rows(cfg), 1024) if cfg.model.fused_lm_head else rows(cfg)
-    columns = padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp
-    return at_once * columns * element_size(cfg)
-
-
-def head_gradient_bytes(spec: ModelSpec, cfg: Config) -> int:
-    """Return the bytes of the gradient [V / tp, h] of the LM head's weight, which exists beside the
-    logits until it is added to the float32 gradients.
-
-    0 where it is added to them directly: with gradient accumulation fusion, and with
-    model.fused_lm_head unless gradients are reduced while backward runs.
-    """
-    fields = cfg.megatron.fields
-    if cfg.model.fused_lm_head:
-        size = 4 if fields.get("overlap_grad_reduce") else 0  # summed over chunks in float32
-    else:
-        size = 0 if fields.get("gradient_accumulation_fusion") else element_size(cfg)
-    return padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp * spec.hidden_size * size
-
-
-def rows(cfg: Config) -> int:
-    """Return T, the rows of a full micro-batch on one context-parallel rank."""
-    return cfg.run.max_tokens_per_micro_batch // cfg.parallel.cp
-
-
-def element_size(cfg: Config) -> int:
-    return 2 if cfg.model.dtype == "bfloat16" else 4
-
-
-def wants_te(cfg: Config) -> bool:
-    """Return True if layers are TransformerEngine's on a GPU where it is installed."""
-    return cfg.run.device != "cpu" and cfg.model.layer_spec != "local" and not cfg.model.is_exact
-
-
-def micro_batches_in_flight(cfg: Config, pp_rank: int) -> int:
-    """Return how many passes over a chunk have activations on a rank at the same time, under 1F1B
-    or its interleaved form.
-    """
-    pp, vp = cfg.parallel.pp, cfg.parallel.vp
-    if vp == 1:
-        return pp - pp_rank  # the first stage runs ahead of the last one by pp - 1
-    return 2 * (pp - pp_rank - 1) + (vp - 1) * pp + 1
 
 
 def device_route_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:

@@ -48,8 +48,7 @@ def phases(
     state = rank.weights + rank.gradients + rank.optimizer
     # a checkpoint is written from the state in place; there are no activations then
     without_activations = [(SAVE, state)]
-    stages = range(cfg.parallel.pp)
-    if copies := max(memory.update_bytes(spec, cfg, world, pp) for pp in stages):
+    if copies := update_copies(spec, cfg, world):
         without_activations.append((ADAM, state + copies))
     server = None if cfg.rollout.urls else server_bytes(spec, cfg, hardware, assumed)
     if server is None or not shared:
@@ -78,6 +77,11 @@ def phases(
         trainer, servers = rank.weights + buckets, synced + shared * left
         yield Phase("weight sync", trainer, servers, rank.weights + synced)
         yield Phase("sampling", left, shared * (server.total + left), shared * server.total)
+
+
+def update_copies(spec: ModelSpec, cfg: Config, world: int) -> int:
+    """Return the most bytes of float32 copies that Adam makes on a device in an update."""
+    return max(memory.update_bytes(spec, cfg, world, pp) for pp in range(cfg.parallel.pp))
 
 
 def fullest(spec: ModelSpec, cfg: Config, world: int, assumed: Assumptions) -> Memory:

@@ -21,10 +21,9 @@ from megatron_rl.launch import nccl
 from megatron_rl.models.experts import expert_settings, routing_settings
 from megatron_rl.models.fit import check_fit, check_sizes, check_step, core_version
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.plan.grid import dp_size
+from megatron_rl.plan.grid import dp_size, wants_te
 from megatron_rl.plan.hardware import Assumptions, Hardware
 from megatron_rl.plan.host_memory import check_host_memory, host_bytes
-from megatron_rl.plan.memory import wants_te
 from megatron_rl.plan.phases import Phase, check_phases, check_sync, phases
 from megatron_rl.replay.compatibility import check_compatibility
 
@@ -120,7 +119,7 @@ def check_core(spec: ModelSpec, cfg: Config) -> list[str]:
         check_reference(fields)
     try:
         core = make_transformer_config(spec, model, cfg.parallel, device, fields)
-        make_ddp_config(cfg)
+        make_ddp_config(cfg, overlap=cfg.overlaps_grad_reduce)
         make_optimizer_config(cfg)
     except ValueError as error:
         if is_certain or not ABOUT_TE.search(str(error)):

@@ -128,7 +128,7 @@ def grid_table(spec: ModelSpec, cfg: Config, world: int) -> Table:
 
 def layer_ranges(spec: ModelSpec, cfg: Config, pp_rank: int) -> str:
     """Return the first and last layer of every chunk of a pipeline rank, as text."""
-    chunks = memory.stage_layers(spec, cfg.parallel)[pp_rank :: cfg.parallel.pp]
+    chunks = grid.stage_layers(spec, cfg.parallel)[pp_rank :: cfg.parallel.pp]
     return ", ".join(f"{chunk[0]}-{chunk[-1]}" for chunk in chunks if chunk)
 
 
@@ -238,7 +238,7 @@ def memory_lines(spec: ModelSpec, cfg: Config, world: int, assumed: Assumptions)
     table = Table("pipeline rank", "parameters", *KINDS, "total", box=None)
     stages = range(cfg.parallel.pp)
     for pp in stages:
-        parameters = memory.rank_parameters(spec, cfg.parallel, pp, te=memory.wants_te(cfg))
+        parameters = memory.rank_parameters(spec, cfg.parallel, pp, te=grid.wants_te(cfg))
         used = memory.rank_memory(spec, cfg, world, pp, skew=assumed.skew)
         cells = [gib(getattr(used, name)) for name in KINDS]
         table.add_row(str(pp), f"{parameters.total:,}", *cells, gib(used.total))

@@ -4,6 +4,7 @@ first by the step-time model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -11,16 +12,19 @@ from megatron_rl.config import Config, ParallelConfig
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan.hardware import HARDWARE
 from megatron_rl.plan.memory import Memory
-from megatron_rl.plan.phases import fullest
+from megatron_rl.plan.phases import fullest, update_copies
 from megatron_rl.plan.refusals import Machine, check_core, check_gpus, check_layout
 from megatron_rl.plan.training_time import Parts, TrainingModel
 
-RECOMPUTE = ("none", "selective", "full")  # fastest first, smallest last
+RECOMPUTE = ("none", "selective", "full")
+"""Fastest first, smallest last.  model.fused_lm_head takes less time than the next one."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with the least recompute that fits, and its computed seconds per step."""
+    """A layout with the least recompute that fits, where the LM head is fused only if it must be,
+    and its computed seconds per step.
+    """
 
     cfg: Config
     memory: Memory
@@ -71,12 +75,16 @@ class Search:
         Raises ValueError for a layout that cannot start.
         """
         spec, world, cfg = self.trainer.spec, self.trainer.world, self.trainer.cfg
-        for recompute in RECOMPUTE:
-            model = cfg.model.model_copy(update={"recompute": recompute})
+        heads = sorted({cfg.model.fused_lm_head, True})
+        for recompute, fused in itertools.product(RECOMPUTE, heads):
+            choice = {"recompute": recompute, "fused_lm_head": fused}
+            model = cfg.model.model_copy(update=choice)
             trial = cfg.model_copy(update={"parallel": parallel, "model": model})
             check_layout(spec, trial, world)
             used = fullest(spec, trial, world, self.trainer.assumed)
-            if used.total <= self.device_bytes:
+            # Adam's float32 copies exist where there are no activations
+            state = used.weights + used.gradients + used.optimizer
+            if max(used.total, state + update_copies(spec, trial, world)) <= self.device_bytes:
                 if self.trainer.hardware.name != HARDWARE["cpu"].name:
                     check_gpus(spec, trial, world, self.machine)
                 check_core(spec, trial)

@@ -19,7 +19,8 @@ from operator import add, mul
 from megatron_rl.config import Config
 from megatron_rl.models.cost import attention_width, layer_weights
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
-from megatron_rl.plan import memory
+from megatron_rl.plan import activations, grid, memory
+from megatron_rl.plan.adam_bytes import adam_bytes
 from megatron_rl.plan.grid import dp_size, expert_dp_size, weight_holders, weight_sources
 from megatron_rl.plan.hardware import Assumptions, Hardware, Rates
 from megatron_rl.plan.lengths import lengths_of
@@ -148,7 +149,11 @@ class TrainingModel:
         """Return the time of one optimizer step: forward, backward, recompute, reduction, Adam."""
         stages = self.stages(tokens, training=True)
         passes = self._pipelined(stages, tokens, interleaved=self.cfg.parallel.vp)
-        once = [self._gradients(pp) for pp in range(self.cfg.parallel.pp)]
+        forward = self.stages(tokens, training=False)
+        once = [
+            self._gradients(pp, both.total - one.total)
+            for pp, (both, one) in enumerate(zip(stages, forward, strict=True))
+        ]
         return passes + max(once, key=lambda parts: parts.total)
 
     def weight_sync(self) -> float:
@@ -187,7 +192,7 @@ class TrainingModel:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of hidden states."""
-        return self.spec.hidden_size * memory.element_size(self.cfg)
+        return self.spec.hidden_size * grid.element_size(self.cfg)
 
     def micro_batches(self, tokens: Tokens) -> float:
         """Return the mean number of micro-batches of a replica, which need not be whole."""
@@ -213,9 +218,9 @@ class TrainingModel:
             for what, again in (("", Parts()), ("experts", experts), ("layer", layer)):
                 of_kind[is_moe, what] = layer + backward(layer) + again if training else layer
         stages = [Parts()] * pp
-        for number, chunk in enumerate(memory.stage_layers(self.spec, self.cfg.parallel)):
+        for number, chunk in enumerate(grid.stage_layers(self.spec, self.cfg.parallel)):
             kinds = Counter(
-                (layer in self.spec.moe_layers, memory.recomputed(self.cfg.model, place))
+                (layer in self.spec.moe_layers, activations.recomputed(self.cfg.model, place))
                 for place, layer in enumerate(chunk)
             )
             for kind, count in kinds.items():
@@ -227,7 +232,7 @@ class TrainingModel:
         """Return the time of a layer's forward pass, and of its MoE part alone."""
         spec, rates, tp = self.spec, self.rates, self.cfg.parallel.tp
         dense, routed = layer_weights(spec, is_moe=is_moe)
-        layer_bytes, expert_bytes = memory.layer_bytes(
+        layer_bytes, expert_bytes = activations.moved_bytes(
             spec, self.cfg, is_moe=is_moe, num_rows=round(t)
         )
         experts = Parts()
@@ -235,7 +240,7 @@ class TrainingModel:
             # weights of shared experts and of the router
             shared = spec.hidden_size * (3 * spec.shared_ffn_size + spec.num_experts)
             local = memory.layer_parameters(spec, self.cfg.parallel, is_moe=True).experts
-            read = local * memory.element_size(self.cfg) / rates.memory
+            read = local * grid.element_size(self.cfg) / rates.memory
             experts = Parts(
                 matrices=2 * shared * t / tp / rates.matrices,
                 experts=max(2 * routed * t / tp / rates.experts, read),
@@ -312,17 +317,19 @@ class TrainingModel:
         """Return the time in which a rank gets the keys and values of the other context ranks."""
         parallel, spec = self.cfg.parallel, self.spec
         numbers = t * 2 * spec.num_kv_heads * spec.head_dim
-        size = numbers * memory.element_size(self.cfg) / parallel.tp
+        size = numbers * grid.element_size(self.cfg) / parallel.tp
         return (parallel.cp - 1) * size / self.rates.link(parallel.tp * parallel.cp)
 
-    def _gradients(self, pp_rank: int) -> Parts:
+    def _gradients(self, pp_rank: int, backward: float) -> Parts:
         """Return the time of the gradient reduction and of the optimizer.
 
         float32 gradients are reduce-scattered and parameters gathered over the copies of every
-        parameter; then Adam updates the owned ones.
+        parameter; then Adam updates the owned ones.  With overlap_grad_reduce the first stage
+        reduces during `backward`, the seconds of a micro-batch, except the embedding's gradient,
+        which comes last; core does not cut the other stages' gradients into buckets.
         """
-        parallel, size = self.cfg.parallel, memory.element_size(self.cfg)
-        total = memory.rank_parameters(self.spec, parallel, pp_rank, te=memory.wants_te(self.cfg))
+        parallel, size = self.cfg.parallel, grid.element_size(self.cfg)
+        total = memory.rank_parameters(self.spec, parallel, pp_rank, te=grid.wants_te(self.cfg))
         copies = dp_size(parallel, self.world) * parallel.cp
         expert_copies = expert_dp_size(parallel, self.world)
         moved = total.dense * (copies - 1) / copies
@@ -332,10 +339,30 @@ class TrainingModel:
             owned = total.dense / copies + total.experts / expert_copies
         # moments and weights are read and written; norm and clip read and write gradients
         touched = 2 * 12 * owned + 2 * 4 * total.total
+        link = self.rates.link(self.world // parallel.pp)
+        reduced = moved * adam_bytes(self.cfg).gradient / link
+        if self.cfg.overlaps_grad_reduce and pp_rank == 0:
+            columns = padded_vocab_size(self.spec, parallel.tp) / parallel.tp
+            last = columns * self.spec.hidden_size / total.total * reduced
+            reduced = max(reduced - backward, last)
         return Parts(
-            gradients=moved * (4 + size) / self.rates.link(self.world // parallel.pp),
-            optimizer=touched / self.rates.memory,
+            gradients=reduced + moved * size / link,
+            optimizer=touched / self.rates.memory + self.host_adam(pp_rank),
         )
+
+    def host_adam(self, pp_rank: int) -> float:
+        """Return the time of an update of Adam on the host, with optimizer_cpu_offload.
+
+        Gradients and weights in float32 pass the link of each device.  Then the ranks of a node
+        share its memory: torch's fused Adam reads 16 bytes per parameter and writes 12.
+        """
+        state, hardware = 16, self.hardware
+        owned = memory.host_optimizer_bytes(self.spec, self.cfg, self.world, pp_rank) / state
+        if not owned or not hardware.host_link:
+            return 0.0
+        ranks, share = min(self.world, hardware.per_node), self.assumed.bandwidth
+        linked = (4 + 4) * owned / (hardware.host_link * share)
+        return linked + 28 * owned * ranks / (hardware.host_bandwidth * share)
 
 
 def backward(forward: Parts) -> Parts:

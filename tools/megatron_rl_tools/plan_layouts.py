@@ -161,7 +161,7 @@ def layout_table(layouts: list[Candidate], gpus: int) -> Table:
         seconds = (f"{layout.old_logprob.total:.1f} s", f"{layout.update.total:.1f} s")
         out.add_row(
             *map(str, sizes),
-            layout.cfg.model.recompute,
+            layout.cfg.model.recompute + ", fused" * layout.cfg.model.fused_lm_head,
             *(gib(getattr(used, kind)) for kind in kinds),
             *seconds,
         )
@@ -173,6 +173,7 @@ def best_lines(trainer: TrainingModel, best: Candidate, server_pool: ServerPlan)
     times = replace(trainer, cfg=best.cfg).step(server_pool)
     p, sampling = best.cfg.parallel, times.rollout
     sizes = (("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("ep", p.ep), ("etp", p.expert_tp))
+    head = " --model.fused_lm_head true" if best.cfg.model.fused_lm_head else ""
     stages = ""
     if p.layers_per_stage:
         stages = " ".join(map(str, ("", "--parallel.layers_per_stage", *p.layers_per_stage)))
@@ -182,7 +183,7 @@ def best_lines(trainer: TrainingModel, best: Candidate, server_pool: ServerPlan)
     return [
         (
             f"first: {' '.join(f'--parallel.{name} {size}' for name, size in sizes)} "
-            f"--model.recompute {best.cfg.model.recompute}{stages}"
+            f"--model.recompute {best.cfg.model.recompute}{head}{stages}"
         ),
         (
             f"its step, computed: rollout {sampling.total:.0f} s, old-logprob"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from megatron_rl.config.base import AboveZero, Count, NotNegative, Positive, Section
 
@@ -152,9 +152,9 @@ class MegatronConfig(Section):
     DistributedDataParallelConfig and OptimizerConfig.
 
     Any field that neither the checkpoint nor another setting defines, for example
-    moe_permute_fusion, recompute_modules, overlap_grad_reduce, gradient_accumulation_fusion.  Types
-    and names are those of the installed version.  A field with which routing replay is not exact is
-    refused; the log names those with which it is untested.
+    moe_permute_fusion, recompute_modules, gradient_accumulation_fusion, or overlap_grad_reduce, on
+    by default on GPUs.  Types and names are those of the installed version.  A field with which
+    routing replay is not exact is refused; the log names those with which it is untested.
     """
 
     # engine/core_fields.py checks names and types: this package imports no core
@@ -164,3 +164,7 @@ class MegatronConfig(Section):
     def fields(self) -> dict[str, object]:
         """The fields of core, with their values as written."""
         return dict(self.model_extra or {})
+
+    def is_on(self, name: str, *, default: bool = False) -> bool:
+        """Return a field as core will read it.  Raises ValueError where it is no boolean."""
+        return TypeAdapter(bool).validate_python(self.fields.get(name, default))

@@ -67,7 +67,7 @@ def test_refused(fields, message):
 def test_gradients_are_summed_in_the_dtype_of_the_optimizers():
     def reduced_in_float32(**fields):
         sections = {"model": {"path": "x"}, "data": {"train": "x"}, "megatron": fields}
-        return make_ddp_config(load_config(None, [], sections)).grad_reduce_in_fp32
+        return make_ddp_config(load_config(None, [], sections), overlap=False).grad_reduce_in_fp32
 
     assert reduced_in_float32() and reduced_in_float32(main_grads_dtype="float32")
     assert not reduced_in_float32(main_grads_dtype="bfloat16")

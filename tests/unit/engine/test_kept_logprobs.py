@@ -108,6 +108,19 @@ def test_the_fused_lm_head_computes_the_same(chunk_rows, into_main_grad):
         assert (grad - expected_grad).abs().max() <= 1e-10
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_hook_of_an_overlapped_reduction_gets_a_gradient_that_adds_nothing(is_tied):
+    """core's hook refuses weight.grad = None; it adds the gradient only with zero_out_wgrad."""
+    labels, _, kept = make_case(1)
+    head = torch.randn(50, 16).double().requires_grad_()
+    head.main_grad, head.zero_out_wgrad = torch.zeros(50, 16).double(), is_tied
+    settings = HeadSettings(vocab_size=47, into_main_grad=True, needs_grad=True)
+    hidden = torch.randn(24, 16).double()
+    fused_kept_logprobs(hidden, head, labels, kept, settings).logprobs.sum().backward()
+    assert head.grad_added_to_main_grad and head.main_grad.abs().max() > 0
+    assert head.grad.shape == head.shape and (not is_tied or not head.grad.any())
+
+
 def test_every_set_of_a_small_vocabulary():
     """All 15 subsets of 4 tokens, each with every label in it: probabilities of a set sum to 1,
     log-ratios are those of pi.

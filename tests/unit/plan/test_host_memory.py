@@ -7,10 +7,19 @@ import pytest
 from megatron_rl.config import load_config
 from megatron_rl.models.known import find_spec
 from megatron_rl.plan import memory
+from megatron_rl.plan.activations import (
+    attention_numbers,
+    buffer_bytes,
+    head_gradient_bytes,
+    layer_bytes,
+    logits_bytes,
+)
 from megatron_rl.plan.dry_run import report
-from megatron_rl.plan.hardware import HARDWARE, Assumptions, read_assumptions
+from megatron_rl.plan.hardware import GIB, HARDWARE, Assumptions, read_assumptions
 from megatron_rl.plan.host_memory import REMEDIES, HostBytes, check_host_memory, host_bytes
 from megatron_rl.plan.phases import fullest
+from megatron_rl.plan.search import Search
+from megatron_rl.plan.training_time import TrainingModel
 
 SPEC = find_spec("qwen3-30b-a3b")
 H100 = HARDWARE["h100"]
@@ -83,7 +92,9 @@ def test_a_node_without_the_host_memory_is_refused_where_its_memory_is_known():
 
 
 def test_experts_with_more_rows_than_the_mean_take_more_memory():
-    """Rows of the experts: dispatched (h), gate, up and their product (3 f).  Returned rows are
+    """Rows of the experts: dispatched (h), gate, up and their product (3 f).
+
+    Beside them, received rows, the output and that in the order of the ranks; permuted rows are
     those of the rank's tokens.
     """
     cfg = config()
@@ -91,11 +102,14 @@ def test_experts_with_more_rows_than_the_mean_take_more_memory():
     routed = rows * 8 * (2048 + 3 * 768) * 2
     even = memory.rank_memory(SPEC, cfg, 8, 0)
     uneven = fullest(SPEC, cfg, 8, read_assumptions(["skew=8"]))
-    layer, more = (memory.layer_bytes(SPEC, cfg, is_moe=True, skew=skew) for skew in (1.0, 8.0))
-    assert [b - a for a, b in zip(layer, more, strict=True)] == [7 * routed] * 2
+    layer, more = (layer_bytes(SPEC, cfg, is_moe=True, skew=skew) for skew in (1.0, 8.0))
+    assert more.kept - layer.kept == more.experts - layer.experts == 7 * routed
     assert even == fullest(SPEC, cfg, 8, Assumptions())
-    passing = 3 * 8 * rows * 8 * 2048 * 2  # permuted, sorted and returning rows, 8 times the mean
-    assert uneven.working == more[0] + passing + memory.WORKSPACE
+    hidden = rows * 2048 * 2
+    assert layer.passing == (1 + 8 * 4) * hidden
+    assert more.passing == (1 + 8 * (1 + 3 * 8)) * hidden
+    stays = memory.WORKSPACE + 2 * hidden  # with gathered rows of the LM head
+    assert uneven.working == more.kept + more.passing + stays
     assert uneven.activations == even.activations
     kept = config(model={"path": "qwen3-30b-a3b"})
     more_kept = memory.rank_memory(SPEC, kept, 8, 0, skew=3.0)
@@ -105,15 +119,83 @@ def test_experts_with_more_rows_than_the_mean_take_more_memory():
     assert report(cfg, 8) != report(cfg, 8, None, read_assumptions(["skew=8"]))
 
 
+def test_tensor_ranks_of_an_expert_exchange_rows_in_the_dtype_of_the_router():
+    """etp = 2: sums of the experts' output and their scattered half are in float32."""
+    one, two = (
+        layer_bytes(SPEC, config("--parallel.ep", "4", "--parallel.etp", etp), is_moe=True)
+        for etp in ("1", "2")
+    )
+    rows = 36_864 // 4 // 2 * 8 * 2048 * 2
+    assert two.passing - one.passing == (2 + 2 * (2 + 1)) * rows
+    narrow = ("--parallel.ep", "4", "--parallel.etp", "2", "--model.router_dtype", "model")
+    found = layer_bytes(SPEC, config(*narrow), is_moe=True)
+    assert found.passing - one.passing == (2 + 1) * rows
+
+
+def test_a_stage_keeps_its_outputs_of_the_micro_batches_in_flight():
+    """A recomputed layer keeps its input, and core the output that it sent."""
+    cfg = config("--parallel.pp", "2")
+    kept, _ = memory.activation_bytes(SPEC, cfg, 0)
+    last, _ = memory.activation_bytes(SPEC, cfg, 1)
+    hidden = 36_864 // 4 // 2 * 2048 * 2
+    assert (kept, last) == (2 * (24 + 1) * hidden, 24 * hidden)
+
+
+def test_latent_attention_keeps_keys_and_queries_of_its_heads_alone():
+    spec = find_spec("deepseek-v3")
+    heads = 128 // 8 * 2 * (128 + 64 + 128)
+    assert attention_numbers(spec, 8, 8) == heads + 2 * (1536 + 512 + 64) // 8
+
+
 def test_the_gradient_of_the_head_is_beside_the_logits():
     def head(*overrides, **fields):
-        return memory.head_gradient_bytes(SPEC, config(*overrides, megatron=fields))
+        return head_gradient_bytes(SPEC, config(*overrides, megatron=fields))
 
     plain = head()
     assert plain == 151_936 // 2 * 2048 * 2
-    logits = memory.logits_bytes(SPEC, config())
+    logits = logits_bytes(SPEC, config())
+    hidden = 36_864 // 4 * 2048 * 2
     working = memory.rank_memory(SPEC, config(), 8, 0).working
-    assert working == logits + plain + memory.WORKSPACE
-    assert head(gradient_accumulation_fusion=True) == 0
+    # the final norm's input and output, gathered rows and the gradient of all rows
+    assert working == logits + plain + 2 * (hidden // 2) + 2 * hidden + memory.WORKSPACE
+    fusion = {"gradient_accumulation_fusion": True}
+    assert head(**fusion) == 0
+    # a gradient that nothing reads stays for every shape of weights
+    stays = (buffer_bytes(SPEC, config(megatron=m), is_last=True) for m in ({}, fusion))
+    assert next(stays) - hidden == 0 and next(stays) > hidden + plain
     fused = ("--model.fused_lm_head", "true")
-    assert head(*fused) == 0 and head(*fused, overlap_grad_reduce=True) == 2 * plain
+    assert head(*fused) == plain and head(*fused, overlap_grad_reduce=False) == 0
+
+
+def test_a_layout_with_the_fused_head_comes_before_more_recompute():
+    """At a limit between both, the search fuses the head; Adam's float32 copies count as well."""
+    cfg = config(model={"path": "qwen3-30b-a3b"})
+    trainer = TrainingModel(SPEC, cfg, 8, H100, Assumptions())
+    fused = cfg.model_copy(update={"model": cfg.model.model_copy(update={"fused_lm_head": True})})
+    plain, small = (fullest(SPEC, c, 8, Assumptions()).total for c in (cfg, fused))
+    assert small < plain
+
+    def found(limit, **fields):
+        start = config(model={"path": "qwen3-30b-a3b"}, megatron=fields)
+        layouts = Search(replace(trainer, cfg=start), limit).candidates
+        return next(c.cfg.model for c in layouts if c.cfg.parallel == cfg.parallel)
+
+    model = found((plain + small) / 2)
+    assert (model.recompute, model.fused_lm_head) == ("none", True)
+    assert not found(plain).fused_lm_head
+    narrow = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+    with pytest.raises(StopIteration):  # it fits without the copies
+        found(60 * GIB, use_precision_aware_optimizer=True, **narrow)
+
+
+def test_adam_on_the_host_takes_the_time_of_its_bytes():
+    """8 bytes per parameter over the link, 28 bytes of the ranks of the node through its memory."""
+    fields = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    plain, offloaded = (
+        TrainingModel(SPEC, config(megatron=f), 8, H100, Assumptions()) for f in ({}, fields)
+    )
+    parameters = memory.rank_parameters(SPEC, plain.cfg.parallel, 0)
+    owned = memory.updated_parameters(parameters, plain.cfg, 8)
+    seconds = 8 * owned / 2 / (64e9 * 0.75) + 8 * 28 * owned / 2 / (614e9 * 0.75)
+    more = offloaded.update(plain.tokens).total - plain.update(plain.tokens).total
+    assert more == pytest.approx(seconds, rel=1e-3)

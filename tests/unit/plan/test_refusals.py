@@ -231,7 +231,7 @@ def start(cfg, spec, world, rank):
         check_compatibility(
             core, mode=cfg.replay.mode, measure=cfg.replay.measure, core_version=core_version
         )
-        make_ddp_config(cfg)
+        make_ddp_config(cfg, overlap=cfg.overlaps_grad_reduce)
         make_optimizer_config(cfg)
         core.perform_initialization = False
         with torch.device("meta"):

@@ -12,6 +12,7 @@ library = native.load()
 import torch  # noqa: E402
 
 native.install_guard(library)
+from megatron_rl_tools.rehearse.compiled import as_kernel  # noqa: E402
 from megatron_rl_tools.rehearse.device import PretendedGpu  # noqa: E402
 from megatron_rl_tools.rehearse.layers import install  # noqa: E402
 from megatron_rl_tools.rehearse.ranks import RankFailed, run_ranks  # noqa: E402
@@ -84,6 +85,21 @@ def attend(layer: Any, cu_seqlens: torch.Tensor, longest: Any = LENGTHS[0]) -> A
     )  # fmt: skip
 
 
+def compiled_function() -> dict[str, Any]:
+    """The operations of a compiled function that calls another one, and the growth of the peak."""
+    inner = as_kernel(gpu, torch.sigmoid)
+
+    def gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return inner(x) * y + x
+
+    x, y = (torch.empty(1024, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    recorder.events.clear()
+    begin = recorder.peak = recorder.live
+    out = as_kernel(gpu, gated)(x, y)
+    operations = [(event[2], event[4], event[6]) for event in recorder.events]
+    return {"operations": operations, "peak": recorder.peak - begin, "shape": list(out.shape)}
+
+
 def without_groups(world: Any) -> dict[str, Any]:
     bf16 = dict(params_dtype=torch.bfloat16)
     x, rows = new(64, 2, 256), new(128, 256)
@@ -106,6 +122,7 @@ def without_groups(world: Any) -> dict[str, Any]:
     order = torch.tensor([1, 0])
     results: dict[str, Any] = {
         "workspaces": workspaces,
+        "compiled": compiled_function(),
         "norm": record(RMSNorm(hidden_size=256, **bf16), x),
         "norm of a view": record(RMSNorm(hidden_size=128, **bf16), x[..., :128]),
         "linear": record(Linear(256, 512, bias=True, **bf16), x),

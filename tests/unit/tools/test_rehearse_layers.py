@@ -90,6 +90,14 @@ def test_adam_in_16_bits(alone):
     assert alone["short adam"]["peak"] == state + 2 * 1024 * FP32 + 1024 * BF16
 
 
+def test_a_compiled_function_is_one_kernel(alone):
+    """It reads two arguments and writes its result; nothing in between is in memory."""
+    size = 1024 * BF16
+    assert alone["compiled"] == {
+        "operations": [["compiled gated", "memory", 3 * size]], "peak": size, "shape": [1024],
+    }  # fmt: skip
+
+
 def test_workspaces_are_made_once(alone):
     assert alone["workspaces"] == (1 + 4) * ((32 << 20) + 1024)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -67,6 +69,7 @@ class Recorder:
         self.memory: dict[str, PhaseMemory] = {}
         self.allocations: dict[int, Allocation] = {}
         self.live = self.peak = 0
+        self.is_merging = False
         self._by_place: Counter[str] = Counter()
         self._noted = 0.0
 
@@ -85,8 +88,20 @@ class Recorder:
     def operation(
         self, name: str, kind: str, *, flops: int, num_bytes: int, dtype: torch.dtype | None
     ) -> None:
+        if self.is_merging and kind == "memory":
+            return
         text = "" if dtype is None else str(dtype).removeprefix("torch.")
         self.events.append(("op", self.phase, name, place(), kind, flops, num_bytes, text))
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Record no operation through memory, and no peak before the end: one kernel runs."""
+        self.is_merging = True
+        try:
+            yield
+        finally:
+            self.is_merging = False
+        self._note_growth()
 
     def sync(self, what: str) -> None:
         self.syncs[self.phase, what, place()] += 1
@@ -146,6 +161,10 @@ class Recorder:
     def _grow(self, num_bytes: int, where: str) -> None:
         self.live += num_bytes
         self._by_place[where] += num_bytes
+        if not self.is_merging:
+            self._note_growth()
+
+    def _note_growth(self) -> None:
         if self.live > self.peak:
             self.peak = self.live
             if self.live > self._noted * NEW_PEAK:

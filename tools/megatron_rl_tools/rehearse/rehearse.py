@@ -130,11 +130,12 @@ def make_gpu(hardware: Hardware, layer_spec: str) -> PretendedGpu:
 
     Call it once, before megatron-core is imported, which looks for both.
     """
-    from megatron_rl_tools.rehearse import layers
+    from megatron_rl_tools.rehearse import compiled, layers
     from megatron_rl_tools.rehearse.device import PretendedGpu
     from megatron_rl_tools.rehearse.recorder import Recorder
 
     gpu = PretendedGpu(Recorder(), int(hardware.memory))
+    compiled.install(gpu)
     if layer_spec != "local":
         layers.install(gpu.recorder)
     return gpu
