@@ -26,7 +26,8 @@ LAPTOP = """
 --model.dtype float32 --model.layer_spec local --model.recompute none
 --parallel.tp 1 --parallel.cp 1 --parallel.ep 1 --optim.distributed false
 --rollout.dtype float32 --rollout.num_servers 1 --rollout.gpus --rollout.weight_sync distributed
---rollout.release_memory false --rollout.max_total_tokens 8192 --rollout.max_response_tokens {length}
+--rollout.release_memory false --rollout.max_total_tokens 8192
+--rollout.max_response_tokens {length}
 --rollout.max_running_requests 16 --reward.num_workers 1 --eval.max_prompts 1 --eval.every 0
 --eval.samples 1 --eval.temperature 0 --checkpoint.every 0
 """
@@ -46,10 +47,10 @@ def call(folder, *command):
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    ["gsm8k", *(pytest.param(name, marks=pytest.mark.slow) for name in ("math", "search"))],
-)
+SLOW = [pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("math", "search")]
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k", *SLOW])
 def test_a_recipe_prepares_checks_and_trains(recipe, tmp_path):
     program = tmp_path / "bin/megatron-rl"
     program.parent.mkdir()
