@@ -1,7 +1,7 @@
 """The recipe search: its tool finds passages, its reward compares as SQuAD's evaluation does."""
 
 import importlib.util
-import json
+import subprocess
 import sys
 
 import pytest
@@ -63,19 +63,19 @@ def test_the_last_answer_is_compared_with_every_right_one(response, reward):
     assert load("reward").score("", response, "owl\nBarn Owl") == reward
 
 
-def test_prepare_writes_the_corpus_of_both_sets(tmp_path, monkeypatch, capsys):
-    from megatron_rl.recipes.prepare import main
-
-    monkeypatch.syspath_prepend(FOLDER)  # reward.py
-    prepare = load("prepare")
+def test_prepare_writes_the_corpus_of_both_sets(tmp_path):
+    project = tmp_path / "project"
+    assert new.main([str(project), "--recipe", "search"]) == 0
     files = [f"{n}={write(tmp_path / f'{n}.jsonl', rows)}" for n, rows in DATA["search"].items()]
-    argv = ["--from", *files, "--out", str(tmp_path / "data"), "--config"]
-    status = main(prepare.SOURCES, prepare.solution, [*argv, str(FOLDER / "config.toml")])
-    assert status == 0, capsys.readouterr().err
-    assert len(prepare.PASSAGES) == sum(map(len, DATA["search"].values()))
-    rows = read(tmp_path / "data/train.jsonl")
+    command = [sys.executable, "prepare.py", "--from", *files]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "right answers get 1.00 on average, answers of other rows 0.00" in done.stdout
+    passages = read(project / "data/corpus.jsonl")
+    contexts = [row["context"] for rows in DATA["search"].values() for row in rows]
+    assert passages == [{"title": "Sums", "text": text} for text in contexts]
+    rows = read(project / "data/train.jsonl")
     assert {"id": "train-2", "prompt": "What is half of 18?", "label": "9"} in rows
-    assert json.dumps(prepare.PASSAGES) and "right answers get 1.00" in capsys.readouterr().out
 
 
 def test_a_question_without_an_answer_is_refused():
