@@ -54,6 +54,7 @@ def config(*overrides, **sections):
 @pytest.mark.parametrize(
     ("name", "total", "active"),  # as published: billions
     [
+        ("olmoe-1b-7b", 6.92, 1.28),
         ("qwen3-30b-a3b", 30.5, 3.3),
         ("qwen3-235b-a22b", 235, 22),
         ("deepseek-v3", 671, 37),
