@@ -69,7 +69,13 @@ def propose(config: Path, model: str, path: str, gpus: int, hardware: Hardware) 
         )
     best = search.candidates[0]
     seconds = replace(trainer, cfg=best.cfg).step(server_pool).total
-    return Layout(values_of(best, path), f"{layout_text(best, gpus, hardware)} {seconds:.0f} s")
+    text = f"{layout_text(best, gpus, hardware)}, {seconds:.0f} s a step"
+    if urls := best.cfg.rollout.urls:
+        text += (
+            f"; {len(urls)} servers of {server_pool.devices} GPUs are others': put their addresses"
+            " into rollout.urls"
+        )
+    return Layout(values_of(best, path), text)
 
 
 def with_rollout(cfg: Config, **values: object) -> Config:
@@ -95,6 +101,4 @@ def layout_text(best: Candidate, gpus: int, hardware: Hardware) -> str:
     p = best.cfg.parallel
     sizes = f"tp {p.tp}, pp {p.pp}, cp {p.cp}, ep {p.ep}, etp {p.expert_tp}"
     memory = f"{best.memory.total / GIB:.1f} of {hardware.memory / GIB:.1f} GiB"
-    return (
-        f"{gpus} x {hardware.name}: {sizes}; computed, not measured: {memory} a GPU, a step takes"
-    )
+    return f"{gpus} x {hardware.name}: {sizes}; computed, not measured: {memory} a GPU"

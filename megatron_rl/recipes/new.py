@@ -109,11 +109,12 @@ def fill_in(files: dict[Path, str], source: Path, model: str, gpus: int, gpu: st
     layout = propose(source / "config.toml", model, path, gpus, hardware)
     config, run, readme = Path("config.toml"), Path("run.sh"), Path("README.md")
     files[config] = with_values(files[config], layout.values)
-    files[config] = LAYOUT.sub(lambda _: f"# Layout: {name} on {layout.line}", files[config])
+    line = f"{name} on {layout.line}"
+    files[config] = LAYOUT.sub(lambda _: f"# Layout: {line}", files[config])
     per_node = min(gpus, hardware.per_node)
     files[run] = PER_NODE.sub(str(per_node), NODES.sub(str(gpus // per_node), files[run]))
     files[readme] = files[readme].replace(get_model(MODEL), get_model(model))
-    return f"{name} on {layout.line}"
+    return line
 
 
 def get_model(model: str) -> str:

@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from megatron_rl.config import DataConfig
@@ -217,6 +218,10 @@ def plain(prompt: str | list[dict[str, str]]) -> str:
 
 def common_ending(rows: Sequence[Row]) -> str:
     """Return the text with which all prompts end, if it is long enough to be an instruction."""
-    backwards = [text_of(row["prompt"])[::-1] for row in rows]
-    ending = os.path.commonprefix(backwards)[::-1].strip()
-    return ending if len(ending) >= LEAST_ENDING and len(rows) >= LEAST_ROWS else ""
+    if len(rows) < LEAST_ROWS:
+        return ""
+    # all texts lie between the smallest and the largest
+    texts = sorted(text_of(row["prompt"])[::-1] for row in rows)
+    letters = takewhile(lambda pair: pair[0] == pair[1], zip(texts[0], texts[-1], strict=False))
+    ending = "".join(letter for letter, _ in letters)[::-1].strip()
+    return ending if len(ending) >= LEAST_ENDING else ""

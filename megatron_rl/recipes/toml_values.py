@@ -9,7 +9,10 @@ from collections.abc import Mapping
 
 from megatron_rl.config.toml_places import key_places
 
-LINE = re.compile(r"(?P<key>\s*[\w-]+\s*=\s*)(?P<value>.*?)(?P<comment>\s+#.*)?$")
+# a value is texts, in which # is no comment, and anything else
+LINE = re.compile(
+    r"""(?P<key>\s*[\w-]+\s*=\s*)(?:"(?:[^"\\]|\\.)*"|'[^']*'|[^"'#])*?(?P<comment>\s*\#.*)?"""
+)
 
 
 def with_values(text: str, values: Mapping[str, object]) -> str:
@@ -21,12 +24,18 @@ def with_values(text: str, values: Mapping[str, object]) -> str:
     """
     for name, value in values.items():
         text = with_value(text, name, value)
-    read = tomllib.loads(text)
-    for name, value in values.items():
-        section, _, key = name.partition(".")
-        if read.get(section, {}).get(key) != value:
+        if read_value(text, name) != value:
             raise ValueError(f"{name} could not be set to {value!r}: write its value on one line")
     return text
+
+
+def read_value(text: str, name: str) -> object:
+    """Return the value of "section.key"; None where it is not set, or the text is not TOML."""
+    section, _, key = name.partition(".")
+    try:
+        return tomllib.loads(text).get(section, {}).get(key)
+    except tomllib.TOMLDecodeError:
+        return None
 
 
 def with_value(text: str, name: str, value: object) -> str:

@@ -1,7 +1,7 @@
 """Writes data/train.jsonl and data/test.jsonl, with rows {"id", "prompt", "label"}.
 
-    python prepare.py                                        # downloads; needs: pip install datasets
-    python prepare.py --from train=FILE test=FILE            # local files, jsonl or parquet
+    python prepare.py                                # downloads; needs: pip install datasets
+    python prepare.py --from train=FILE test=FILE    # local files, jsonl or parquet
 
 Other problems of your own: change SOURCES and convert.
 """
@@ -10,11 +10,11 @@ from megatron_rl.recipes.prepare import Row, Source, main
 
 
 def convert(row: Row) -> Row:
-    """The label is what follows "####" in GSM8K's solutions."""
+    """The label is what follows "####" in GSM8K's solutions, 2500 for "2,500"."""
     _, marked, label = row["answer"].rpartition("####")
     if not marked:
         raise ValueError(f"'answer' must end with #### and the answer, got {row['answer'][-40:]!r}")
-    return {"prompt": row["question"], "label": label.strip()}
+    return {"prompt": row["question"], "label": label.strip().replace(",", "")}
 
 
 def solution(row: Row) -> str:
