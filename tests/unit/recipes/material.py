@@ -61,7 +61,9 @@ def read(path: Path):
 
 DATA = {
     "gsm8k": {"train": gsm8k(SUMS), "test": gsm8k(HELD)},
-    "math": {"train": dapo(SUMS), "aime24": problems(HELD), "math500": problems(HELD[:1]),
-             "aime25": problems(HELD[1:]), "hmmt25": problems([("What is 1/2 + 1/4?", r"\frac34")])},
+    "math": {
+        "train": dapo(SUMS), "aime24": problems(HELD), "aime25": problems(HELD[1:]),
+        "math500": problems(HELD[:1]), "hmmt25": problems([("What is 1/2 + 1/4?", r"\frac34")]),
+    },
 }  # fmt: skip
 """Recipe -> set -> rows in the schema of its repository."""

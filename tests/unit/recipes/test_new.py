@@ -1,5 +1,5 @@
-"""megatron-rl new: every recipe is complete, its project passes the dry run, the planner's layout is
-in its files, and nothing is overwritten.
+"""megatron-rl new: every recipe is complete, its project passes the dry run and has the planner's
+layout, and nothing is overwritten.
 """
 
 import os
@@ -168,7 +168,7 @@ def test_run_sh_starts_the_ranks_or_checks(recipe, nodes, rank, tmp_path):
 
     here = str(tmp_path / "p")
     assert run("--dry-run", "--run.seed", "1") == [
-        here, here, *"train --config config.toml --gpus".split(), str(4 * int(nodes)),
+        here, here, "train", "--config", "config.toml", "--gpus", str(4 * int(nodes)),
         "--dry-run", "--run.seed", "1",
     ]  # fmt: skip
     words = run("--run.seed", "1")
