@@ -49,8 +49,8 @@ def main(
             for name in names
         }
         leave_out_overlap(sets, earlier_sets(args.out, sources.keys() - sets.keys()))
-        leave_out_long(sets, cfg)
-        lines = [line for prompts in sets.values() for line in prompts.lines()]
+        unchecked = leave_out_long(sets, cfg)
+        lines = [line for prompts in sets.values() for line in prompts.lines()] + unchecked
         if solution:
             lines += check_rewards(sets[names[0]].rows, solution, cfg.reward)
         lines += [prompts.write(args.out) for prompts in sets.values()]
@@ -153,19 +153,16 @@ def leave_out_overlap(sets: Mapping[str, PromptSet], earlier: Mapping[str, Promp
             )
 
 
-def leave_out_long(sets: Mapping[str, PromptSet], cfg: Config) -> None:
+def leave_out_long(sets: Mapping[str, PromptSet], cfg: Config) -> list[str]:
     """Leave out prompts that are longer than data.max_prompt_tokens, where the model's tokenizer is
-    here; else note that lengths were not checked.
+    here; else return a line that says that lengths were not checked.
     """
     limit = cfg.data.max_prompt_tokens
     if not cfg.model.path.is_dir():
-        note = (
+        return [
             f"NOT CHECKED: lengths in tokens, as model.path = {cfg.model.path} is not here; prepare"
             f" again with --model DIR, or the run stops at a prompt of more than {limit:,}"
-        )
-        for prompts in sets.values():
-            prompts.notes.append(note)
-        return
+        ]
     tokenizer = load_tokenizer(cfg.model.path)
     reason = f"its prompt has more than data.max_prompt_tokens = {limit} tokens"
     for name, prompts in sets.items():
@@ -180,3 +177,4 @@ def leave_out_long(sets: Mapping[str, PromptSet], cfg: Config) -> None:
         }
         prompts.notes.append(f"longest prompt: {max(map(len, ids)):,} tokens")
         prompts.keep(lambda row, long=long: reason if row["id"] in long else None)
+    return []
