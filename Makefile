@@ -40,7 +40,7 @@ make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 
 make test-bridge  models that Megatron-Bridge builds, in an environment of their own (about 20 minutes)   [PYTEST_ARGS='-k logits']
 make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]
 make test-trackers  W&B, MLflow and trackio for real, offline, in an environment of their own (minutes)
-make rehearse   the recipes of examples/ on pretended GPUs, at full width with two layers (minutes)   [ARGS='-- --skew 2']
+make rehearse   the recipes on pretended GPUs, at full width with two layers (minutes)   [ARGS='-- --skew 2']
 make rehearse-whole  the same with all layers (an hour)
 make faults     faults of rollout servers and payloads (minutes)   [ARGS='--seeds 3']
 make explain-faults  does explain-mismatch name every fault of a pair of engines, and accuse no healthy one? (minutes)   [ARGS=rope]
@@ -142,7 +142,7 @@ linters: install
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch tools/*.sh
+	$(VENV)/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch megatron_rl/recipes/*/*.sh tools/*.sh
 	$(VENV)/bin/hadolint Dockerfile Dockerfile.sglang
 
 lint: linters
@@ -164,7 +164,7 @@ viewer-screenshots: install
 gpu-check:  # without install: it also runs in an image, with the image's own Python
 	$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python) -m megatron_rl.cli gpu-check $(ARGS)
 
-RECIPES := $(wildcard examples/qwen3_30b_a3b/*.toml)
+RECIPES := $(wildcard examples/qwen3_30b_a3b/*.toml megatron_rl/recipes/*/config.toml)
 rehearse: install
 	$(RUN) megatron_rl_tools.rehearse.batch --model qwen3-30b-a3b --gpus 8 $(RECIPES) $(ARGS)
 

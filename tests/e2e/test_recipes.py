@@ -29,7 +29,7 @@ LAPTOP = """
 --rollout.release_memory false --rollout.max_total_tokens 8192 --rollout.max_response_tokens 8
 --rollout.max_running_requests 16 --reward.num_workers 1 --eval.max_prompts 1 --eval.every 0
 --eval.samples 1 --eval.temperature 0 --checkpoint.every 0
-""".split()
+"""
 """The recipe's settings that a laptop cannot have."""
 
 
@@ -41,9 +41,7 @@ def call(folder, *command):
         "GPUS": "1",
         "MASTER_PORT": "0",
     }
-    done = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=400
-    )
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -71,8 +69,8 @@ def test_a_recipe_prepares_checks_and_trains(recipe, tmp_path):
     ]
     printed = call(project, sys.executable, "prepare.py", "--from", *files)
     assert "longest prompt: " in printed and "right answers get 1.00 on average" in printed
-    assert "Ranks" in call(project, "bash", "run.sh", "--dry-run", *LAPTOP)
-    printed = call(project, "bash", "run.sh", *LAPTOP)
+    assert "Ranks" in call(project, "bash", "run.sh", "--dry-run", *LAPTOP.split())
+    printed = call(project, "bash", "run.sh", *LAPTOP.split())
     place = printed.index("WARNING before the first update: every response of this step has rew")
     assert place < printed.index("step 1/2"), "random tokens solve nothing, which is said first"
     run = project / f"runs/{recipe}"

@@ -21,7 +21,9 @@ from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.client.counters import RolloutCounters
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("*.md", "docs/**/*.md", "examples/**/*.md", "results/*.md")
+FOLDERS = (
+    "*.md", "docs/**/*.md", "examples/**/*.md", "megatron_rl/recipes/*/*.md", "results/*.md",
+)  # fmt: skip
 PAGES = [page for pattern in FOLDERS for page in ROOT.glob(pattern)]
 TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it names what was there before
 KEYS = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields}

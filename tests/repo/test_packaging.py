@@ -259,6 +259,11 @@ def test_the_trainer_alone_has_its_commands_and_names_the_others(wheels, tmp_pat
         "import megatron_rl.train, megatron_rl.trainer.build, sys; print(*sys.modules)",
     )
     assert done.returncode == 0 and "matplotlib" not in done.stdout.split(), done.stderr
+    project = ("new", str(tmp_path / "project"), "--recipe", "gsm8k", "--gpus", "8")
+    done = call(here, "megatron-rl", *project)
+    assert done.returncode == 0 and "next:" in done.stdout, done.stderr
+    done = call(here, "python", str(tmp_path / "project/prepare.py"), "--help")
+    assert done.returncode == 0 and "sets: train, test" in done.stdout, done.stderr
     done = call(here, "megatron-rl", "view")
     assert done.returncode == 2 and done.stderr.endswith("pip install ./viewer\n")
 

@@ -21,7 +21,7 @@ from megatron_rl.options import parse
 ROOT = Path(__file__).parents[2]
 SCREEN = 40
 COMMANDS_OF_ONE_SCREEN = [f"megatron-rl {name}" for name in commands.installed()]
-EXPECTED = """train evaluate dry-run plan doctor convert quantize verify-replay replay-batch
+EXPECTED = """new train evaluate dry-run plan doctor convert quantize verify-replay replay-batch
     explain-mismatch gpu-check rehearse check-rollouts view report make-tiny-model launch settings
     top trace"""
 NAMES = [f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields]

@@ -4,8 +4,10 @@ what is left out and said, and what is refused.
 
 import hashlib
 import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -109,6 +111,23 @@ def test_what_is_left_out_is_counted_and_named(project, tmp_path):
     )
     assert "  left out 1: its prompt is also in the evaluation set test (train-8)" in text
     assert len(read(tmp_path / "p/data/train.jsonl")) == 5
+
+
+def test_the_guides_output_is_real(project, tmp_path, capsys):
+    """The blocks of docs/guides/gsm8k.md, but for digests, paths and left out lines."""
+    page = (Path(__file__).parents[3] / "docs/guides/gsm8k.md").read_text()
+    made, prepared, *_ = re.findall(r"^```\n\$ .*\n((?:.*\n)*?)```$", page, re.M)
+    options = ["--recipe", "gsm8k", "--model", "qwen3-30b-a3b", "--gpus", "8"]
+    assert new.main([str(tmp_path / "my_gsm8k"), *options]) == 0
+    assert capsys.readouterr().out.replace(f"{tmp_path}/", "") == made
+    prepare = project(reward=(new.recipes()["gsm8k"] / "reward.py").read_text())
+    rows = write(tmp_path / "p/rows.jsonl", gsm8k([*SUMS, SUMS[1]]))
+    held = write(tmp_path / "p/held.jsonl", gsm8k([*HELD, SUMS[0]]))
+    status, text = prepare("--from", f"train={rows.name}", f"test={held.name}")
+    assert status == 0, text
+    printed = [re.sub(r"\b[0-9a-f]{64}\b", "...", line) for line in text.splitlines()]
+    shown = [line for line in prepared.splitlines() if line != "..."]
+    assert len(shown) > 8 and not [line for line in shown if line not in printed]
 
 
 def test_the_same_rows_have_one_digest_in_any_file(project, tmp_path):
