@@ -50,7 +50,7 @@ def propose(config: Path, model: str, path: str, gpus: int, hardware: Hardware) 
     Raises ValueError where the model cannot train or be served on so many GPUs.
     """
     assumed = Assumptions()
-    step = {"rollout": NO_SERVERS, "model": {"path": model}}
+    step: dict[str, dict[str, object]] = {"rollout": NO_SERVERS, "model": {"path": model}}
     cfg, spec = load_config(config, (), step), find_spec(model)
     server_pool = propose_servers(spec, gpus, hardware, assumed)
     cfg = with_servers(cfg, gpus, DecodeModel(spec, server_pool, hardware, assumed))

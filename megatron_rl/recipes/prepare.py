@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.config import Config, DataConfig, load_config
@@ -164,7 +165,6 @@ def leave_out_long(sets: Mapping[str, PromptSet], cfg: Config) -> list[str]:
             f" again with --model DIR, or the run stops at a prompt of more than {limit:,}"
         ]
     tokenizer = load_tokenizer(cfg.model.path)
-    reason = f"its prompt has more than data.max_prompt_tokens = {limit} tokens"
     for name, prompts in sets.items():
         data = data_of(cfg, name)
         texts = [
@@ -172,9 +172,19 @@ def leave_out_long(sets: Mapping[str, PromptSet], cfg: Config) -> list[str]:
             for row in prompts.rows
         ]
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        long = {
-            row["id"] for row, tokens in zip(prompts.rows, ids, strict=True) if len(tokens) > limit
-        }
-        prompts.notes.append(f"longest prompt: {max(map(len, ids)):,} tokens")
-        prompts.keep(lambda row, long=long: reason if row["id"] in long else None)
+        # by the prompt, which is in a set once; ids may be equal
+        texts = [plain(row["prompt"]) for row in prompts.rows]
+        lengths = dict(zip(texts, map(len, ids), strict=True))
+        prompts.notes.append(f"longest prompt: {max(lengths.values()):,} tokens")
+        prompts.keep(partial(too_long, lengths, limit))
     return []
+
+
+def too_long(lengths: Mapping[str, int], limit: int, row: Row) -> str | None:
+    """Return the reason for leaving out a row with a long prompt, or None.
+
+    lengths: text of a prompt, as `plain` returns it -> tokens.
+    """
+    if lengths[plain(row["prompt"])] <= limit:
+        return None
+    return f"its prompt has more than data.max_prompt_tokens = {limit} tokens"
