@@ -26,7 +26,8 @@ LAPTOP = """
 --model.dtype float32 --model.layer_spec local --model.recompute none
 --parallel.tp 1 --parallel.cp 1 --parallel.ep 1 --optim.distributed false
 --rollout.dtype float32 --rollout.num_servers 1 --rollout.gpus --rollout.weight_sync distributed
---rollout.release_memory false --rollout.max_total_tokens 8192 --rollout.max_response_tokens 8
+--rollout.release_memory false --rollout.max_total_tokens 8192
+--rollout.max_response_tokens {length}
 --rollout.max_running_requests 16 --reward.num_workers 1 --eval.max_prompts 1 --eval.every 0
 --eval.samples 1 --eval.temperature 0 --checkpoint.every 0
 """
@@ -46,7 +47,10 @@ def call(folder, *command):
     return done.stdout
 
 
-@pytest.mark.parametrize("recipe", ["gsm8k", pytest.param("math", marks=pytest.mark.slow)])
+SLOW = [pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("math", "search")]
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k", *SLOW])
 def test_a_recipe_prepares_checks_and_trains(recipe, tmp_path):
     program = tmp_path / "bin/megatron-rl"
     program.parent.mkdir()
@@ -69,8 +73,10 @@ def test_a_recipe_prepares_checks_and_trains(recipe, tmp_path):
     ]
     printed = call(project, sys.executable, "prepare.py", "--from", *files)
     assert "longest prompt: " in printed and "right answers get 1.00 on average" in printed
-    assert "Ranks" in call(project, "bash", "run.sh", "--dry-run", *LAPTOP.split())
-    printed = call(project, "bash", "run.sh", *LAPTOP.split())
+    # answers of a search are long
+    options = LAPTOP.format(length=200 if recipe == "search" else 8).split()
+    assert "Ranks" in call(project, "bash", "run.sh", "--dry-run", *options)
+    printed = call(project, "bash", "run.sh", *options)
     place = printed.index("WARNING before the first update: every response of this step has rew")
     assert place < printed.index("step 1/2"), "random tokens solve nothing, which is said first"
     run = project / f"runs/{recipe}"

@@ -46,6 +46,19 @@ def problems(pairs):
     return [{"problem": question, "answer": answer} for question, answer in pairs]
 
 
+def squad(pairs):
+    return [
+        {
+            "id": str(number),
+            "title": "Sums",
+            "context": f"It is known that the answer to {question!r} is {answer}.",
+            "question": question,
+            "answers": {"text": [answer, answer], "answer_start": [0, 0]},
+        }
+        for number, (question, answer) in enumerate(pairs)
+    ]
+
+
 def write(path: Path, rows) -> Path:
     """Write a jsonl file, or a parquet file by the suffix of its path."""
     if path.suffix == ".parquet":
@@ -65,5 +78,6 @@ DATA = {
         "train": dapo(SUMS), "aime24": problems(HELD), "aime25": problems(HELD[1:]),
         "math500": problems(HELD[:1]), "hmmt25": problems([("What is 1/2 + 1/4?", r"\frac34")]),
     },
+    "search": {"train": squad(SUMS), "test": squad(HELD)},
 }  # fmt: skip
 """Recipe -> set -> rows in the schema of its repository."""
