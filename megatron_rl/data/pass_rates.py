@@ -56,7 +56,7 @@ class PassRates:
     def to_text(self) -> str:
         """Return the rates for a checkpoint: float32, little-endian, compressed, in base64.
 
-        A million prompts that were never sampled take 6 kB; made once until `note` changes a rate.
+        A million prompts that were never sampled take 26 kB; made once until `note` changes a rate.
         """
         if self._text is None:
             packed = zlib.compress(self.rates.astype("<f4").tobytes(), 1)

@@ -363,7 +363,8 @@ def test_the_end_of_a_run_evaluates_saves_and_exports(made, monkeypatch, export)
     assert [call for call in calls if call[0] != "policy.end"] == [
         ("enter", ("evaluate", -1), {}), ("evaluate", (), {}), ("enter", ("checkpoint", -1), {}),
         ("policy.wait", (), {}),
-        ("enter", ("export", -1), {}), *(exported if export else []), ("reporter.finish", (STEPS,), {}),
+        ("enter", ("export", -1), {}), *(exported if export else []),
+        ("reporter.finish", (STEPS,), {}),
         ("barrier", (), {}),
     ]  # fmt: skip
     assert trainer.evaluated == 2, "there was nothing to evaluate"
