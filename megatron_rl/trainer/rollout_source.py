@@ -81,7 +81,7 @@ class RolloutSource(Protocol):
         return {}
 
     def is_used_up(self) -> bool:
-        """Return True if there are no prompts for another step: a source of data.train is used up."""
+        """Return True if a source of data.train is used up, and no prompts are left for a step."""
         return False
 
     def finish_step(self) -> None:

@@ -52,7 +52,7 @@ class RecordedRollout:
     """Name of the prompt's source, where data.train has several."""
 
     def to_json(self) -> dict[str, object]:
-        """Return the fields that are not empty lists or dicts, and the source where there is one."""
+        """Return the fields that are not empty lists or dicts; the source where there is one."""
         fields = {name: value for name, value in vars(self).items() if value not in ([], {})}
         if not self.source:
             del fields["source"]
