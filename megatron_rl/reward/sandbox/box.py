@@ -1,4 +1,4 @@
-"""A Box starts programs that nobody trusts, behind walls that the kernel keeps.
+"""A Box starts programs that are not trusted, within walls that the kernel keeps.
 
 Two mechanisms make the walls: bubblewrap (`bwrap`), where it is installed, else namespaces that
 programs/launch.py makes itself.  Both need a kernel that lets this user make namespaces (Linux 5.14
@@ -12,7 +12,7 @@ walls, and refuses by name a mechanism whose walls do not hold.
   read-only, and an empty /box in memory.  No /proc, no /home, and none of the trainer's files |
 | environment | empty but for PATH, LANG and HOME |
 | other processes | a process namespace; all processes end with the first |
-| privileges | an unprivileged user, no capabilities, no set-user-id programs |
+| privileges | an unprivileged user, none of the rights of root, no set-user-id programs |
 | memory, processes, files, CPU time | rlimits; bytes of /box by its size |
 | wall time, output | the caller kills it |
 """
@@ -100,13 +100,13 @@ class Outcome:
 
 
 class Box:
-    """Starts programs behind walls.  The programs of one box are independent of one another."""
+    """Starts programs within walls.  The programs of one box are independent of one another."""
 
     def __init__(self, mechanism: Mechanism, limits: Limits | None = None) -> None:
         self.mechanism, self.limits = mechanism, limits or Limits()
 
     def command(self, program: Sequence[str], keep: Sequence[int] = ()) -> list[str]:
-        """Return the command that starts `program`, arguments of Python, behind the walls."""
+        """Return the command that starts `program`, arguments of Python, within the walls."""
         inner = {
             "program": [PYTHON, "-I", "-S", *program],
             "limits": self.limits.rlimits(),
@@ -216,7 +216,7 @@ def exchange(process: subprocess.Popen[bytes], text: bytes, limits: Limits) -> O
 
 
 def sent(pipe: IO[bytes], text: bytes) -> bytes:
-    """Write the beginning of `text`; return the rest, nothing where nobody reads."""
+    """Write the beginning of `text`; return the rest, b"" where the reader has ended."""
     try:
         return text[os.write(pipe.fileno(), text[:65_536]) :] if text else b""
     except BrokenPipeError:
@@ -225,7 +225,7 @@ def sent(pipe: IO[bytes], text: bytes) -> bytes:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill a program with all its processes, and close its pipes."""
-    # the kernel kills what is behind the walls with the process in front of them
+    # the kernel kills what is within the walls with the process that made them
     if process.poll() is None:
         process.send_signal(signal.SIGKILL)
     process.wait()

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -48,7 +50,13 @@ def serve() -> None:
             write_message(answers, raised(error))
 
 
-def answer_to(message, names, objects, keep):  # type: ignore[no-untyped-def]
+def answer_to(
+    message: dict[str, Any],
+    names: dict[str, Any],
+    objects: list[Any],
+    keep: Callable[[object], object],
+) -> dict[str, object]:
+    """Do what a message asks for, and return the answer."""
     if "code" in message:
         exec(compile(message["code"], "solution.py", "exec"), names)  # noqa: S102
         return {"value": None}

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -33,12 +34,12 @@ class Remote:
     """An object of the candidate, perhaps a function.  It equals only itself."""
 
     def __init__(self, candidate: Candidate, number: int) -> None:
-        self.__dict__.update(_candidate=candidate, _number=number)
+        self._candidate, self._number = candidate, number
 
     def __call__(self, *arguments: object, **keywords: object) -> object:
         return self._candidate.call(self._number, arguments, keywords)
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy, pickle and others ask for these
             raise AttributeError(name)
         return self._candidate.ask({"attribute": self._number, "name": name})
@@ -71,7 +72,7 @@ class Candidate:
                 kind, text = map(str, answer["raised"])
             except (TypeError, ValueError):
                 raise self.gone("not an answer") from None
-            error_type = getattr(builtins, kind, None)
+            error_type: Any = getattr(builtins, kind, None)
             # an exit of the code is no exit of the tests, and what ends a loop ends none of theirs:
             # all(map(...)) would be true
             is_usual = isinstance(error_type, type) and issubclass(error_type, Exception)
@@ -119,13 +120,13 @@ def sendable(value: object) -> object:
     raise TypeError(f"a {type(value).__name__} cannot be passed to the code")
 
 
-def replace_content(argument: object, content: object) -> None:
+def replace_content(argument: Any, content: Any) -> None:
     """Do to a list, dict or set of the tests what the code did to its copy."""
     if type(argument) is list and type(content) is list:
         argument[:] = content
     elif type(argument) in (dict, set) and type(content) is type(argument):
-        argument.clear()  # type: ignore[attr-defined]
-        argument.update(content)  # type: ignore[attr-defined]
+        argument.clear()
+        argument.update(content)
 
 
 def names_of_modules(nodes: list[ast.AST]) -> set[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import IO, Any
 
 MOST_BYTES = 4 << 20
 """Longest message."""
@@ -39,7 +40,8 @@ def encode(value: object, keep: Callable[[object], object]) -> object:
     if isinstance(value, dict):
         pairs = [[encode(k, keep), encode(v, keep)] for k, v in dict.items(value)]
         return ["dict", pairs]
-    for kind in (list, tuple, set, frozenset):
+    kinds: tuple[Any, ...] = (list, tuple, set, frozenset)
+    for kind in kinds:
         if isinstance(value, kind):
             return [kind.__name__, [encode(entry, keep) for entry in kind.__iter__(value)]]
     return keep(value)
@@ -49,7 +51,7 @@ def type_name(value: object, kinds: tuple[type, ...]) -> str:
     return next(kind.__name__ for kind in kinds if isinstance(value, kind))
 
 
-def decode(content: object, find: Callable[[int], object]) -> object:
+def decode(content: Any, find: Callable[[int], object]) -> object:
     """Return the value that `encode` wrote.
 
     find: returns the object that a number stands for.  Raises NotPlain for anything else.
@@ -57,30 +59,30 @@ def decode(content: object, find: Callable[[int], object]) -> object:
     if content is None or isinstance(content, bool | str):
         return content
     try:
-        tag, inner = content  # type: ignore[misc]
+        tag, inner = content
         return decode_tagged(tag, inner, find)
     except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
         raise NotPlain(f"not plain data: {error}") from None
 
 
-def decode_tagged(tag: str, inner: object, find: Callable[[int], object]) -> object:
+def decode_tagged(tag: str, inner: Any, find: Callable[[int], object]) -> object:
     if tag == "int":
-        return int(inner, 16)  # type: ignore[call-overload]
+        return int(inner, 16)
     if tag == "float":
-        return float.fromhex(inner)  # type: ignore[arg-type]
+        return float.fromhex(inner)
     if tag == "complex":
-        return complex(*map(float.fromhex, inner))  # type: ignore[arg-type]
+        return complex(*map(float.fromhex, inner))
     if tag in ("bytes", "bytearray"):
-        return {"bytes": bytes, "bytearray": bytearray}[tag].fromhex(inner)  # type: ignore[arg-type]
+        return bytes.fromhex(inner) if tag == "bytes" else bytearray.fromhex(inner)
     if tag == "dict":
-        return {decode(k, find): decode(v, find) for k, v in inner}  # type: ignore[attr-defined]
+        return {decode(k, find): decode(v, find) for k, v in inner}
     if tag == "object":
-        return find(inner)  # type: ignore[arg-type]
-    kind = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[tag]
-    return kind(decode(entry, find) for entry in inner)  # type: ignore[attr-defined]
+        return find(inner)
+    kind: Any = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[tag]
+    return kind(decode(entry, find) for entry in inner)
 
 
-def write_message(file, message: object) -> None:  # type: ignore[no-untyped-def]
+def write_message(file: IO[bytes], message: object) -> None:
     """Write one line of JSON to a binary file."""
     line = json.dumps(message).encode()
     if len(line) >= MOST_BYTES:
@@ -89,7 +91,7 @@ def write_message(file, message: object) -> None:  # type: ignore[no-untyped-def
     file.flush()
 
 
-def read_message(file) -> object:  # type: ignore[no-untyped-def]
+def read_message(file: IO[bytes]) -> Any:
     """Read one line of JSON.  Raises EOFError at the end, NotPlain for a line that is none."""
     line = file.readline(MOST_BYTES)
     if not line:
