@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_rl.reward.failures import LabelError
-from megatron_rl.reward.sandbox.box import INSIDE, Box, Limits, Outcome, end, exchange, find_box
+from megatron_rl.reward.sandbox.box import Box, Limits, Outcome, end, exchange, find_box, module
 from megatron_rl.reward.scored_response import Episode, Score
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -95,12 +95,10 @@ class CodeTests:
         to_tests, from_code = os.pipe()
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            processes.append(
-                self.box.start([f"{INSIDE}/candidate.py"], stdin=to_code, stdout=from_code)
-            )
+            processes.append(self.box.start(module("candidate"), stdin=to_code, stdout=from_code))
             processes.append(
                 self.box.start(
-                    [f"{INSIDE}/judge.py", str(to_tests), str(from_tests)],
+                    [*module("judge"), str(to_tests), str(from_tests)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     keep=(to_tests, from_tests),

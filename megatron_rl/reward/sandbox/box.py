@@ -42,7 +42,10 @@ from megatron_rl.reward.sandbox.programs.kernel import user_of
 Mechanism = Literal["bubblewrap", "unshare"]
 PROGRAMS = Path(__file__).parent / "programs"
 INSIDE = "/programs"
-"""The folder of programs in the box."""
+"""The folder in the box that has the package of the programs."""
+PACKAGE = "megatron_rl.reward.sandbox.programs"
+FLAGS = ("-S", "-s", "-P")
+"""Options of Python: neither installed packages nor the current folder are imported from."""
 PYTHON = "/python/bin/python3"
 """The interpreter in the box."""
 PROBE_SECONDS = 20.0
@@ -108,13 +111,14 @@ class Box:
     def command(self, program: Sequence[str], keep: Sequence[int] = ()) -> list[str]:
         """Return the command that starts `program`, arguments of Python, within the walls."""
         inner = {
-            "program": [PYTHON, "-I", "-S", *program],
+            "program": [PYTHON, *FLAGS, *program],
+            "environment": ENVIRONMENT,
             "limits": self.limits.rlimits(),
             "keep": list(keep),
             "user": user_of(time.monotonic_ns() // 1000 ^ os.getpid()),
         }
         if self.mechanism == "bubblewrap":
-            return [*bubblewrap(self.limits), f"{INSIDE}/inside.py", json.dumps(inner)]
+            return [*bubblewrap(self.limits), *module("inside"), json.dumps(inner)]
         outer = {
             "binds": binds(),
             "hidden": hidden(),
@@ -122,7 +126,7 @@ class Box:
             "box_bytes": self.limits.box_mib * 2**20,
             "parent": os.getpid(),
         }
-        launcher = [python_files()[PYTHON], "-I", "-S", str(PROGRAMS / "launch.py")]
+        launcher = [python_files()[PYTHON], *FLAGS, *module("launch")]
         return [*launcher, json.dumps(inner | outer)]
 
     def start(
@@ -144,7 +148,7 @@ class Box:
             stdout=stdout,
             stderr=stderr,
             pass_fds=keep,
-            env=ENVIRONMENT,
+            env=ENVIRONMENT | ({} if self.mechanism == "bubblewrap" else OUTSIDE),
         )
 
     def run(self, source: str, stdin: bytes = b"") -> Outcome:
@@ -172,7 +176,16 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "HOME": "/box",
     "PYTHONHASHSEED": "0",
-} | {"LD_LIBRARY_PATH": "/python/lib"}
+    "LD_LIBRARY_PATH": "/python/lib",
+    "PYTHONPATH": INSIDE,
+}
+OUTSIDE = {"PYTHONPATH": str(PROGRAMS.parents[3])}
+"""Where launch.py finds its package, before there is a box."""
+
+
+def module(name: str) -> list[str]:
+    """Return the arguments of Python that start a program of PROGRAMS."""
+    return ["-m", f"{PACKAGE}.{name}"]
 
 
 def exchange(process: subprocess.Popen[bytes], text: bytes, limits: Limits) -> Outcome:
@@ -274,7 +287,12 @@ def shared_libraries() -> dict[str, str]:
 def binds() -> dict[str, str]:
     """Return {path in the box: path here} of what a box shows, read-only."""
     names = {"/etc/ld.so.cache": "/etc/ld.so.cache"} if os.path.exists("/etc/ld.so.cache") else {}
-    return python_files() | shared_libraries() | names | {INSIDE: str(PROGRAMS)}
+    return (
+        python_files()
+        | shared_libraries()
+        | names
+        | {f"{INSIDE}/{PACKAGE.replace('.', '/')}": str(PROGRAMS)}
+    )
 
 
 @cache
@@ -313,7 +331,7 @@ def bubblewrap(limits: Limits) -> list[str]:
     for name, target in LINKS.items():
         options += ["--symlink", target, name]
     options += ["--remount-ro", "/", "--chdir", "/box", "--die-with-parent", "--new-session"]
-    return [shutil.which("bwrap") or "bwrap", *options, "--", PYTHON, "-I", "-S"]
+    return [shutil.which("bwrap") or "bwrap", *options, "--", PYTHON, *FLAGS]
 
 
 def parents(paths: Sequence[str]) -> list[str]:
@@ -354,7 +372,7 @@ def problem_of(mechanism: Mechanism) -> str | None:
     box = Box(mechanism, Limits(seconds=PROBE_SECONDS, memory_mib=256, processes=4, box_mib=1))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        outcome = box.run_program([f"{INSIDE}/probe.py", "4", port], stderr=subprocess.STDOUT)
+        outcome = box.run_program([*module("probe"), "4", port], stderr=subprocess.STDOUT)
     if outcome.is_late:
         return f"the probe did not end within {PROBE_SECONDS:g} s"
     try:

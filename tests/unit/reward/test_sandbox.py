@@ -87,7 +87,7 @@ def test_files_and_environment_of_the_trainer_cannot_be_read(mechanism, outside,
     output = run(mechanism, program, LONG, **outside).output.decode()
     assert output.endswith("end\n")
     assert SECRET not in output and "root:" not in output and "WANDB" not in output
-    assert "/work" not in output and "megatron" not in output
+    assert "/work" not in output and "megatron_rl" not in output
 
 
 def test_a_program_sees_only_python_and_shared_libraries(mechanism):
@@ -254,17 +254,13 @@ def test_a_wall_that_does_not_hold_is_found(monkeypatch):
     monkeypatch.setattr(
         Box,
         "command",
-        lambda self, program, keep=(): [os.sys.executable, *on_this_machine(program)],
+        lambda self, program, keep=(): [os.sys.executable, *program],
     )
     reason = problem_of.__wrapped__("unshare")
     expected = ["/etc/passwd can be seen", "the loopback of the machine is there", "processes run"]
     assert all(text in reason for text in expected), reason
     if os.getuid() == 0:
         assert "programs run as root" in reason
-
-
-def on_this_machine(program):
-    return [word.replace(module.INSIDE, str(module.PROGRAMS)) for word in program]
 
 
 def test_a_run_without_a_sandbox_stops_before_it_trains(monkeypatch, tmp_path):

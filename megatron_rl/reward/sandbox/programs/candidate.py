@@ -12,13 +12,16 @@ Nothing here must be trusted by the reader: the code may change all of it.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-
-from plain_values import NotPlain, decode, encode, read_message, write_message
+from megatron_rl.reward.sandbox.programs.plain_values import (
+    NotPlain,
+    decode,
+    encode,
+    read_message,
+    write_message,
+)
 
 
 def serve() -> None:

@@ -1,7 +1,7 @@
 """The last program before a user's in the namespaces of bubblewrap: sets limits, gives up root.
 
 inside.py SPEC    SPEC: JSON {"limits": {"AS": bytes, ...}, "user": id, "program": [...],
-                  "keep": [descriptor, ...]}
+                  "keep": [descriptor, ...], "environment": {name: value}}
 """
 
 from __future__ import annotations
@@ -10,28 +10,20 @@ import contextlib
 import json
 import os
 import sys
+from typing import Any
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-
-import kernel  # by its path
+from megatron_rl.reward.sandbox.programs import kernel
 
 
-def start(
-    program: list[str],
-    limits: dict[str, int],
-    user: int,
-    keep: list[int],
-    starter: int | None = None,
-) -> None:
+def start(spec: dict[str, Any], starter: int | None = None) -> None:
     """Become the program, with limits and without privileges.
 
-    keep: open descriptors, beside 0, 1 and 2.
     starter: the end of a pipe whose other end the parent holds; the program ends with the parent.
     """
     if os.geteuid() == 0:
-        kernel.become_nobody(user)
+        kernel.become_nobody(spec["user"])
     kernel.forbid_new_privileges()
-    kernel.set_limits(limits)
+    kernel.set_limits(spec["limits"])
     if starter is not None:
         # else kill(0) would reach the trainer, whose process group this is
         os.setsid()
@@ -42,12 +34,11 @@ def start(
             return  # the end of the pipe: the parent died before
         except BlockingIOError:
             pass
-    for number in set(range(3, 64)) - set(keep):
+    for number in set(range(3, 64)) - set(spec["keep"]):
         with contextlib.suppress(OSError):
             os.close(number)
-    os.execve(program[0], program, dict(os.environ))
+    os.execve(spec["program"][0], spec["program"], spec["environment"])
 
 
 if __name__ == "__main__":
-    spec = json.loads(sys.argv[1])
-    start(spec["program"], spec["limits"], spec["user"], spec["keep"])
+    start(json.loads(sys.argv[1]))

@@ -19,9 +19,13 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-
-from plain_values import NotPlain, decode, encode, read_message, write_message
+from megatron_rl.reward.sandbox.programs.plain_values import (
+    NotPlain,
+    decode,
+    encode,
+    read_message,
+    write_message,
+)
 
 UNUSUAL = (AssertionError, StopIteration, StopAsyncIteration)
 

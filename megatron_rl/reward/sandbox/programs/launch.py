@@ -15,10 +15,7 @@ import json
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-
-import inside  # by its path
-import kernel  # by its path
+from megatron_rl.reward.sandbox.programs import inside, kernel
 
 APART = kernel.NEW_MOUNTS | kernel.NEW_PIDS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_NAMES
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -109,7 +106,7 @@ def run(spec: dict) -> int:
     if child == 0:
         os.close(write_end)
         try:
-            inside.start(spec["program"], spec["limits"], spec["user"], spec["keep"], read_end)
+            inside.start(spec, read_end)
         except BaseException as error:
             print(f"sandbox: {type(error).__name__}: {error}", file=sys.stderr)
         os._exit(LAUNCH_FAILED)
