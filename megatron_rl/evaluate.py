@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config, ConfigError, EvalConfig, dump_config, load_config
+from megatron_rl.data.prompt_files import eval_file
 from megatron_rl.data.prompts import load_prompt_files, load_tokenizer
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.metrics.accuracy import average, pass_at
@@ -153,9 +154,7 @@ def run_tool(cfg: Config, out: Path, console: Console) -> Results:
     returns the results.
     """
     tokenizer = load_tokenizer(cfg.model.path)
-    files = load_prompt_files(
-        {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()}, tokenizer
-    )
+    files = load_prompt_files({name: eval_file(cfg, name) for name in cfg.eval.sets}, tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.toml").write_text(dump_config(cfg))
     results: Results = {"checkpoint": str(cfg.model.path), "settings": settings_of(cfg), "sets": {}}

@@ -89,13 +89,17 @@ class Reporter:
             self.sinks.write(StepResult(step - 1, policy_version, dict(metrics)))
             self.console.evaluation(step, metrics)
 
-    def finish(self) -> None:
-        """Write the report, the trackers' last tables, and the summary."""
+    def finish(self, num_steps: int | None = None) -> None:
+        """Write the report, the trackers' last tables, and the summary.
+
+        num_steps: number of finished steps; default: run.num_steps.
+        """
         if self.sinks is None:
             return
         run_dir = self.cfg.run_dir
         page = self._write_page()
-        self.sinks.track(partial(send_samples, cfg=self.cfg, step=self.cfg.run.num_steps))
+        last = num_steps or self.cfg.run.num_steps
+        self.sinks.track(partial(send_samples, cfg=self.cfg, step=last))
         if page is not None:
             self.sinks.track(lambda tracker: tracker.report(page))
         views = [name for name in VIEWS if name in commands.installed()]

@@ -27,7 +27,10 @@ FOLDERS = (
 PAGES = [page for pattern in FOLDERS for page in ROOT.glob(pattern)]
 TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it names what was there before
 KEYS = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields}
-GROUPS = "rollout|reward|train|logratio|first_order|replay|routing|optim|time|perf|track|eval"
+GROUPS = (
+    "rollout|reward|source|data|train|logratio|first_order|replay|routing|optim|time|perf|track"
+    "|eval"
+)
 NAME = re.compile(rf"({GROUPS})/[\w@/]*[\w@]|run/\w+_total")
 
 
@@ -57,6 +60,14 @@ def family(node: ast.JoinedStr) -> set[str]:
         "rollout/*_total": set(RolloutCounters().totals()),
         "reward/*_total": set(RewardPool(RewardConfig()).totals()),
         "reward/*": {"reward/NAME"},
+        **{
+            f"source/*/{name}": {f"source/NAME/{name}"}
+            for name in (
+                *("groups_frac", "reward_mean", "pass_rate", "epochs"),
+                *("zero_advantage_groups_frac", "response_length_mean"),
+            )
+        },
+        "source/*/*": {"source/NAME/sampled_prompts_frac", "source/NAME/draw_chance_mean"},
         "track/*_failures_total": {"track/NAME_failures_total"},
         **{f"eval/*/{kind}/*": {f"eval/NAME/{kind}/METRIC"} for kind in ("reward", "episode")},
         "time/*": {f"time/{stage}" for stage in timed_stages()},

@@ -48,10 +48,15 @@ class RecordedRollout:
     """Metrics of the rollout function."""
     reward_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the reward function."""
+    source: str = ""
+    """Name of the prompt's source, where data.train has several."""
 
     def to_json(self) -> dict[str, object]:
-        """Return the fields that are not empty lists or dicts."""
-        return {name: value for name, value in vars(self).items() if value not in ([], {})}
+        """Return the fields that are not empty lists or dicts; the source where there is one."""
+        fields = {name: value for name, value in vars(self).items() if value not in ([], {})}
+        if not self.source:
+            del fields["source"]
+        return fields
 
 
 def read_rollouts(path: Path) -> Iterator[RecordedRollout]:

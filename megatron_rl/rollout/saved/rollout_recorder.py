@@ -127,6 +127,7 @@ def to_records(
                 turn_ends=list(sequence.turn_ends),
                 metrics=dict(sequence.episode.metrics),
                 reward_metrics=dict(sequence.reward_metrics),
+                source=group.prompt.source,
                 episode="" if sequence.id == rollout.id else rollout.id,
             )
 

@@ -176,9 +176,8 @@ class SavedSteps:
         first = records[0]
         ids = tuple(sequences[first.id].tokens[: first.prompt_length].tolist())
         rewards = np.array([record.reward for record in records if not record.episode], np.float32)
-        return RolloutGroup(
-            Prompt(first.prompt_id, first.prompt, ids, first.label), tuple(rollouts), rewards
-        )
+        prompt = Prompt(first.prompt_id, first.prompt, ids, first.label, source=first.source)
+        return RolloutGroup(prompt, tuple(rollouts), rewards)
 
     def _sequence(
         self, file: safe_open, names: Collection[str], record: RecordedRollout

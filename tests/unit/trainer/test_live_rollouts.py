@@ -130,6 +130,7 @@ def live(tmp_path):
         )
         source = LiveRollouts(*parts, policy_version=3, events=Events(tmp_path / "events.jsonl"))
         source.scheduler = SimpleNamespace(
+            can_take=lambda count: True,
             prepare_sync=calls.note("prepare_sync"), finish=calls.note("finish"),
             step_done=calls.note("step_done"),
             prompts_state=lambda: {"epoch": 0}, files=lambda *,
