@@ -1,4 +1,4 @@
-"""The best and the worst of the last responses that a run recorded (rollouts*.jsonl)."""
+"""The best and the worst of the last responses that a run recorded (config/run_paths.py)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
+
+from megatron_rl.config.run_paths import RunFolder, StepFile
 
 logger = logging.getLogger(__name__)
 
@@ -50,25 +52,34 @@ def one_per_prompt(rows: Iterable[Row]) -> list[Row]:
 
 
 def last_rollouts(run_dir: Path) -> list[Row]:
-    """Return the last LAST_ROWS rows of all rollouts*.jsonl under `run_dir`, ordered by step.
+    """Return the last LAST_ROWS rows of rollouts that a run wrote, ordered by step.
 
     A warning counts the lines of a file that cannot be read.
     """
     rows: list[Row] = []
-    for path in sorted(run_dir.rglob("rollouts*.jsonl")):
-        if not path.is_file():
-            continue
+    for file in last_files(RunFolder(run_dir).line_files("rollouts")):
         broken = 0
-        for line in last_lines(path, LAST_ROWS):
+        for line in last_lines(file.path, LAST_ROWS):
             try:
                 row = json.loads(line)
-                fixed = {"step": int(row["step"]), "prompt": str(row["prompt"]), "file": path.stem}
+                fixed = {
+                    "step": int(row["step"]),
+                    "prompt": str(row["prompt"]),
+                    "file": file.writer,
+                }
                 rows.append({**row, **fixed})
             except (ValueError, KeyError, TypeError):
                 broken += 1
         if broken:
-            logger.warning("%s: %d of the last %d lines are not rollouts", path, broken, LAST_ROWS)
+            text = "%s: %d of the last %d lines are not rollouts"
+            logger.warning(text, file.path, broken, LAST_ROWS)
     return sorted(rows, key=lambda row: row["step"])[-LAST_ROWS:]
+
+
+def last_files(files: Sequence[StepFile]) -> list[StepFile]:
+    """Return the files that may have the last LAST_ROWS rows: a step has at least one row."""
+    steps = sorted({file.step for file in files})[-LAST_ROWS:]
+    return [file for file in files if file.has_all_steps or file.step in steps]
 
 
 def last_lines(path: Path, count: int) -> list[bytes]:
