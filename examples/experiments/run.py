@@ -140,7 +140,7 @@ def start_server(cfg: Config) -> Server:
     """Start a server for all cells, which have the same shapes: each sends its weights before it
     samples.
     """
-    log = RunFolder(cfg.run.dir).logs / "server.log"
+    log = cfg.run.dir / "server.log"
     print(f"starting an SGLang server, log in {log}", flush=True)
     return launch_server(cfg.model.path, cfg.rollout, device="cpu", log_path=log, seed=cfg.run.seed)
 

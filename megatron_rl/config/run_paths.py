@@ -47,6 +47,11 @@ class StepFile:
     path: Path
 
     @property
+    def is_former(self) -> bool:
+        """Whether it is of the former layout: nothing is written into it any more."""
+        return "/" not in self.name
+
+    @property
     def has_all_steps(self) -> bool:
         """Whether it is a file of lines of the former layout."""
         return self.step == ALL_STEPS

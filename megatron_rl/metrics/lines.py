@@ -46,8 +46,10 @@ def replace_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def replace_text(path: Path, text: bytes) -> None:
-    """Write a file of complete lines beside `path` and rename it; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file of complete lines beside `path` and rename it; its folder is made, but no folder
+    above: a run's folder that is gone may be on a disk that is not mounted any more.
+    """
+    path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".lines")
     try:
         temporary.write_bytes(text)

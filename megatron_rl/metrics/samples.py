@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
@@ -57,29 +58,30 @@ def last_rollouts(run_dir: Path) -> list[Row]:
     A warning counts the lines of a file that cannot be read.
     """
     rows: list[Row] = []
-    for file in last_files(RunFolder(run_dir).line_files("rollouts")):
-        broken = 0
-        for line in last_lines(file.path, LAST_ROWS):
-            try:
-                row = json.loads(line)
-                fixed = {
-                    "step": int(row["step"]),
-                    "prompt": str(row["prompt"]),
-                    "file": file.writer,
-                }
-                rows.append({**row, **fixed})
-            except (ValueError, KeyError, TypeError):
-                broken += 1
-        if broken:
-            text = "%s: %d of the last %d lines are not rollouts"
-            logger.warning(text, file.path, broken, LAST_ROWS)
+    files = sorted(RunFolder(run_dir).line_files("rollouts"), key=lambda file: -file.step)
+    for _, of_step in groupby(files, key=lambda file: file.step):
+        for file in of_step:
+            rows += rows_of(file)
+        if len(rows) >= LAST_ROWS:  # earlier files have earlier steps
+            break
     return sorted(rows, key=lambda row: row["step"])[-LAST_ROWS:]
 
 
-def last_files(files: Sequence[StepFile]) -> list[StepFile]:
-    """Return the files that may have the last LAST_ROWS rows: a step has at least one row."""
-    steps = sorted({file.step for file in files})[-LAST_ROWS:]
-    return [file for file in files if file.has_all_steps or file.step in steps]
+def rows_of(file: StepFile) -> list[Row]:
+    """Return the last LAST_ROWS rows of a file."""
+    rows: list[Row] = []
+    broken = 0
+    for line in last_lines(file.path, LAST_ROWS):
+        try:
+            row = json.loads(line)
+            fixed = {"step": int(row["step"]), "prompt": str(row["prompt"])}
+            rows.append({**row, **fixed, "file": file.writer})
+        except (ValueError, KeyError, TypeError):
+            broken += 1
+    if broken:
+        text = "%s: %d of the last %d lines are not rollouts"
+        logger.warning(text, file.path, broken, LAST_ROWS)
+    return rows
 
 
 def last_lines(path: Path, count: int) -> list[bytes]:

@@ -163,15 +163,15 @@ def forget_steps(folder: Path, first_step: int, dp_size: int) -> None:
     """Remove what an earlier process wrote of the steps after `first_step`, which are trained
     again, where nothing replaces it.
 
-    That is everything of replicas from `dp_size` on, which the resumed run no longer has, and the
-    trainer's half of the others: another replica may train the same sequence this time, which would
-    then have a line of each attempt.
+    That is everything of replicas from `dp_size` on, which the resumed run no longer has, what is
+    in files of the former layout, and the trainer's half of the others: another replica may train
+    the same sequence this time, which would then have a line of each attempt.
     """
     run = RunFolder(folder)
     gone = [
         file
         for file in (*run.line_files("rollouts"), *run.tensor_files("rollouts"))
-        if file.dp_rank >= dp_size
+        if file.dp_rank >= dp_size or file.is_former
     ]
     for file in (*gone, *run.line_files("trained"), *run.tensor_files("trained")):
         forget(file, first_step)

@@ -28,7 +28,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         path.unlink(missing_ok=True)
         return
     temporary = path.with_suffix(".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     try:
         save_file(dict(tensors), temporary, metadata={"schema": SCHEMA})
         temporary.replace(path)
