@@ -144,6 +144,10 @@ class RunFolder:
         """Return the file for the traceback that ended a rank."""
         return self.logs / f"error_rank{rank}.txt"
 
+    def stalled(self, rank: int) -> Path:
+        """Return the file for the stacks of a rank that hung."""
+        return self.logs / f"stalled_rank{rank}.txt"
+
     # What replicas write about steps --------------------------------------------------------------
 
     def lines_path(self, half: Half, step: int, dp_rank: int = 0) -> Path:

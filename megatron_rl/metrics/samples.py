@@ -16,12 +16,12 @@ from megatron_rl.config.run_paths import RunFolder, StepFile
 logger = logging.getLogger(__name__)
 
 Row: TypeAlias = dict
-"""A line of rollouts.jsonl."""
+"""A line of rollouts."""
 
 NUM_SAMPLES = 8
 """The number of best, and of worst, responses."""
 LAST_ROWS = 512
-"""The number of rows of rollouts.jsonl that are read."""
+"""The number of rows of rollouts that are read."""
 BLOCK_BYTES = 1 << 20  # read at a time, from the end of the file
 
 

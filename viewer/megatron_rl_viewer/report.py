@@ -69,7 +69,7 @@ SILENT_AT_ZERO = "replay/"
 def write_report(run_dir: Path) -> Path:
     """Write report.html and report.png into `run_dir` and return the page's path.
 
-    Raises ValueError if metrics.jsonl is missing or broken; rollouts.jsonl and config.toml are
+    Raises ValueError if metrics.jsonl is missing or broken; rollouts and config.toml are
     optional.
     """
     run_dir = Path(run_dir)

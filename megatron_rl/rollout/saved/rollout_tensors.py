@@ -17,7 +17,7 @@ from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.records import check_digest
 
 SCHEMA = "1"
-"""Version of the tensor files and of trained.jsonl; docs/reference/token_data.md."""
+"""Version of the files of tensors and of the lines in trained/; docs/reference/token_data.md."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:

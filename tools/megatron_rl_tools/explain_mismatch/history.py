@@ -186,7 +186,7 @@ def read_history(folder: Path) -> History:
         raise ValueError(
             f"{path}: no step has {DIFFERENCE}; the run must have finished a training step"
         )
-    # counted from 1, as on the console and in rollouts.jsonl
+    # counted from 1, as on the console and in rollouts
     steps = np.array([result.step + 1 for result in results])
     differences = np.array([result.metrics[DIFFERENCE] for result in results], float)
     at = since_when(differences)
