@@ -3,6 +3,7 @@
 # Both first install their requirements into .venv.  `make help` lists eight targets, `make help-all` all and their variables.
 
 PYTHON ?=
+INSTALLER ?=
 PYTEST_ARGS ?=
 VENV ?= .venv
 JOBS ?= 3
@@ -10,11 +11,11 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help help-all install demo demo-tools gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures check test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants linters lint format docs doctor viewer viewer-screenshots rehearse rehearse-whole clean FORCE
+.PHONY: help help-all install browser demo demo-tools gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures check test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants linters lint format docs doctor viewer viewer-screenshots rehearse rehearse-whole clean FORCE
 
 define HELP
-make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12]
-make demo       the main job, end to end, on the CPU (about 10 minutes)
+make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12] [INSTALLER=pip]
+make demo       the main job, end to end, on the CPU (8 minutes); goes on where it was interrupted
                 [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']
 make doctor     checks this machine and its packages   [ARGS='--config F.toml --quick']
 make gpu-check  what a first GPU must show, step by step; results in runs/gpu_check   [ARGS='--quick --device cpu']
@@ -65,16 +66,21 @@ help-all:
 install: $(INSTALLED)
 
 $(INSTALLED): requirements-cpu.txt requirements-sglang.txt pyproject.toml tools/pyproject.toml viewer/pyproject.toml tools/install.sh $(if $(PYTHON),FORCE)
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/install.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" INSTALLER="$(INSTALLER)" bash tools/install.sh
 	@touch $@
+
+browser:
+	@bash tools/install_browser.sh
 
 demo: install
 	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" VENV="$(VENV)" \
 		bash examples/tiny_cpu/run.sh $(ARGS)
+	@$(VENV)/bin/python examples/tiny_cpu/times.py runs/$(or $(NAME),demo) $(VENV)
 
 demo-tools: install
 	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" VENV="$(VENV)" \
 		bash examples/tools_cpu/run.sh $(ARGS)
+	@$(VENV)/bin/python examples/tiny_cpu/times.py runs/$(or $(NAME),demo-tools) $(VENV)
 
 paper-tiny paper-long: install
 	OMP_NUM_THREADS=1 $(RUN) examples.experiments.run $(subst -,_,$@) $(ARGS); status=$$?; \
@@ -96,11 +102,11 @@ paper-tiny-smoke paper-long-smoke: install
 check: linters
 	OMP_NUM_THREADS=1 $(RUN) tests.check $(BASE) -n $(JOBS)
 
-test: install
+test: install browser
 	$(RUN) pytest -m "not slow" -n $(JOBS) tests/unit $(PYTEST_ARGS)
 	$(RUN) pytest -m "not slow" tests/dist tests/e2e tests/te $(PYTEST_ARGS)
 
-test-slow: install
+test-slow: install browser
 	$(RUN) pytest -m slow $(PYTEST_ARGS)
 
 test-layouts: install
@@ -158,7 +164,7 @@ docs: install
 viewer:
 	cd viewer/web && npm ci --ignore-scripts --no-audit --no-fund && npm run build
 
-viewer-screenshots: install
+viewer-screenshots: install browser
 	$(RUN) tests.viewer_pictures runs/$(or $(NAME),demo) docs/assets
 
 gpu-check:  # without install: it also runs in an image, with the image's own Python

@@ -26,7 +26,7 @@ from megatron_rl.rollout.server.server_info import ServerError
 PROBE = bytes(1 << 20)
 """Content of the file that is written to check a folder."""
 LINE_TOKEN_BYTES = 16
-"""Bytes per token of a line of rollouts.jsonl: text, prompt and fields."""
+"""Bytes per token of a line of rollouts: text, prompt and fields."""
 SAVED_TOKEN_BYTES = 64
 """Bytes per token of both engines' saved tensors, without routes."""
 PARSER_SECONDS = 120.0

@@ -18,6 +18,7 @@ from megatron_rl.checkpoint.config_diff import check_changes
 from megatron_rl.checkpoint.folder import STATE, choose_checkpoint
 from megatron_rl.config import Config
 from megatron_rl.config.rules.server_rules import check_python
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.data.prompt_files import eval_file, train_files
 from megatron_rl.data.rows import DataError, check_rows
 from megatron_rl.metrics.trackers.registry import PLACES, check_trackers
@@ -255,7 +256,7 @@ def resume_problems(cfg: Config) -> Iterator[str]:
     settings differ.
     """
     try:
-        path = choose_checkpoint(cfg.run_dir / "checkpoints", cfg.checkpoint)
+        path = choose_checkpoint(RunFolder(cfg.run_dir).checkpoints, cfg.checkpoint)
         if path is not None:
             check_changes(json.loads((Path(path) / STATE).read_text())["config"], cfg, path)
     except OSError as error:

@@ -24,6 +24,7 @@ from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.checkpoint.state import make_moments
 from megatron_rl.config import Config
 from megatron_rl.config.rules.server_rules import check_can_release
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.data.prompt_files import eval_file, train_files
 from megatron_rl.data.prompt_stream import PromptStream
 from megatron_rl.data.prompts import leaked_prompts, load_prompt_files, load_tokenizer
@@ -254,7 +255,7 @@ def make_policy(
 ) -> CheckpointPolicy:
     """Return what decides when checkpoints are written, in RUN/checkpoints."""
     console = services.console
-    folder = cfg.run_dir / "checkpoints"
+    folder = RunFolder(cfg.run_dir).checkpoints
     checkpointer = Checkpointer(engine, folder, console.log, console.progress)
     return CheckpointPolicy(checkpointer, source.give_memory_to_trainer, services.recording.events)
 

@@ -22,6 +22,7 @@ from megatron_rl.checkpoint.batches.bundle_writer import results_of, write_bundl
 from megatron_rl.checkpoint.folder import Progress
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.distributed import Parallel
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.engine.engine import Engine
@@ -324,7 +325,7 @@ class Trainer:
         self.meter.enter("export")
         if self.cfg.checkpoint.export_hf:
             self.rollouts.give_memory_to_trainer()
-            path = self.cfg.run_dir / "hf"
+            path = RunFolder(self.cfg.run_dir).hf
             with self.reporter.console.progress(
                 "HF export", num_tensors(self.cfg.model.path), "tensors"
             ) as advance:

@@ -16,7 +16,6 @@ Shapes: B sequences of S tokens: prompt, turns that end in eos, answers to all b
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
@@ -34,13 +33,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_rl_tools.options import parse_make_tiny_model
+from megatron_rl_tools.tiny_digest import digest_of
 from megatron_rl_tools.tiny_tasks import TASKS, Examples
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-=* abcdefghijklmnopqrstuvwxyz" + ".,:;?!/()[]<>^_%&#@'"
 VOCABULARY = (PAD, EOS, UNK, *CHARACTERS)
-RECIPE_VERSION = 5
-"""Raised when the same settings give another checkpoint: existing ones are then replaced."""
 MANIFEST = "tiny_moe.json"
 
 Log = Callable[[str], None]
@@ -59,7 +57,7 @@ class Data(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings on which the checkpoint's bytes depend (beside the installed torch)."""
+    """The settings on which the checkpoint's bytes depend, beside code and packages."""
 
     task: str = "sums"
     seed: int = 0
@@ -81,7 +79,6 @@ class Settings:
     decay_steps: int = 200
     num_probes: int = 512
     """Prompts on which the accuracy is computed."""
-    recipe_version: int = RECIPE_VERSION
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -98,12 +95,12 @@ class Settings:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return digest_of(asdict(self))
 
 
 def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **settings) -> Path:
     """Write the checkpoint and prompt sets to `out` and return it; does nothing if `out` was made
-    with the same settings.
+    with the same settings, code, packages and processor.
 
     The same settings give the same bytes on the same machine.  Raises ValueError for invalid
     settings, FileExistsError if `out` was not made by this tool, RuntimeError if `max_steps` did
@@ -162,7 +159,7 @@ def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **setti
 
 
 def is_made(out: Path, recipe: Settings) -> bool:
-    """Return whether `out` was made with these settings.
+    """Return whether `out` was made with these settings, and as it would be made now.
 
     Raises FileExistsError if this tool did not write it.
     """

@@ -1,4 +1,4 @@
-"""The lines of rollouts.jsonl: one per sequence, for people."""
+"""The lines of rollouts: one per sequence, for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.records import FinishReason, Rollout
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """One line of rollouts.jsonl."""
+    """One line of rollouts."""
 
     step: int
     id: str
@@ -60,7 +60,7 @@ class RecordedRollout:
 
 
 def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
-    """Yield the lines of a rollouts.jsonl.
+    """Yield the lines of a file of rollouts.
 
     Raises ValueError, with file and line number, for a line that is not such a record.  A resumed
     run writes the steps after its checkpoint again: see rollout_recorder.cut_steps, and for older

@@ -16,7 +16,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """One line of rollouts.jsonl: see docs/reference/token_data.md."""
+    """One line of rollouts: see docs/reference/token_data.md."""
 
     step: int
     id: str
