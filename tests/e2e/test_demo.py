@@ -16,6 +16,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from megatron_rl_tools.make_tiny_moe import Settings, model_config, write_checkpoint
 from megatron_rl_tools.tiny_tasks import sums
+from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.dist.launch import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,8 @@ def demo(tmp_path_factory) -> Path:
     (folder / ".venv").symlink_to(sys.prefix)
     settings = Settings()
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(model_config(settings))
+    tokenizer = make_tokenizer()
+    model = Qwen3MoeForCausalLM(model_config(settings, tokenizer))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -43,6 +45,7 @@ def demo(tmp_path_factory) -> Path:
     write_checkpoint(
         folder / MODEL,
         model,
+        tokenizer,
         {"digest": settings.digest, "heldout_accuracy": 0.0},
         train[:64],
         heldout,
