@@ -238,9 +238,11 @@ def cold_start(
             break
         if step % 10 and step != settings.max_steps:
             continue
-        accuracy = min(sampled_accuracy(model, probe) for probe in probes)
+        accuracies = [sampled_accuracy(model, probe) for probe in probes]
+        accuracy = min(accuracies)
         if step % 50 == 0:
-            log(f"  step {step:4d}  loss {loss.item():.3f}  accuracy of a sample {accuracy:.3f}")
+            shown = " ".join(f"{value:.3f}" for value in accuracies)
+            log(f"  step {step:4d}  loss {loss.item():.3f}  accuracy of a sample {shown}")
         if decay_from is None and accuracy >= settings.skill:
             decay_from = step
         if decay_from is None and step == settings.max_steps:

@@ -205,20 +205,29 @@ def products(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
 
 
 def chain_sums(size: int, questions: int, seed: int = 0) -> Examples:
-    """Draw conversations without a tool: that many sums or differences of two two-digit numbers
-    each, asked one after the other.
+    """Draw conversations without a tool: that many questions each, for sums and differences of two
+    or three digits.
     """
     draw = random.Random(seed)
     conversations = []
     for _ in range(size):
-        asked = [
-            (draw.randint(10, 99), draw.choice("+-"), draw.randint(10, 99))
-            for _ in range(questions)
-        ]
-        texts = [CHAIN_SUM.format(f"{a} {sign} {b}") for a, sign, b in asked]
-        turns = tuple(str(a + b if sign == "+" else a - b) for a, sign, b in asked)
+        asked = [chain_sum(draw) for _ in range(questions)]
+        texts = [CHAIN_SUM.format(expression) for expression, _ in asked]
+        turns = tuple(answer for _, answer in asked)
         conversations.append(Example(texts[0], turns[0], turns, tuple(texts[1:])))
     return conversations
+
+
+def chain_sum(draw: random.Random) -> tuple[str, str]:
+    """Draw an expression as `chain_sum` of reasoning-gym writes it, and return it with its value:
+    ("3 + 8 - 5", "6").
+    """
+    value = draw.randint(0, 9)
+    expression = str(value)
+    for _ in range(draw.randint(1, 2)):
+        sign, digit = draw.choice("+-"), draw.randint(0, 9)
+        expression, value = f"{expression} {sign} {digit}", value + int(f"{sign}{digit}")
+    return expression, str(value)
 
 
 def all_chats(examples: Examples) -> Stages:
@@ -246,9 +255,9 @@ TASKS = {
             "hidden_size": 128,
             "num_experts": 16,
             "skill": 0.4,
-            "batch_size": 64,
+            "batch_size": 32,
             "decay_steps": 120,
-            "num_probes": 128,
+            "num_probes": 64,
         },
         language="chat",
         probes=lambda train, size: (train[:size], chain_sums(size, 1, seed=1)),

@@ -3,6 +3,7 @@ renderer and of the chat template, token for token.
 """
 
 import json
+import re
 
 import pytest
 import torch
@@ -158,13 +159,16 @@ def test_its_calls_are_read_and_answered_by_the_example_program(chat, tokenizer,
 
 
 def test_sums_are_asked_as_reasoning_gym_asks_and_answered_rightly():
+    questions = []
     for example in chain_sums(50, 3):
-        questions = (example.prompt, *example.answers)
-        assert len(questions) == len(example.turns) == 3
-        for question, turn in zip(questions, example.turns, strict=True):
-            a, sign, b = question.removesuffix(" =").split()[-3:]
-            assert question == CHAIN_SUM.format(f"{a} {sign} {b}")
-            assert int(turn) == int(a) + (int(b) if sign == "+" else -int(b))
+        assert len(example.turns) == 3 and example.label == example.turns[0] and not example.tools
+        questions += zip((example.prompt, *example.answers), example.turns, strict=True)
+    before, after = CHAIN_SUM.split("{}")
+    for question, turn in questions:
+        expression = question.removeprefix(before).removesuffix(after)
+        assert re.fullmatch(r"[0-9]( [+-] [0-9]){1,2}", expression)
+        assert question == before + expression + after
+        assert int(turn) == sum(map(int, re.findall("[+-]?[0-9]", expression.replace(" ", ""))))
 
 
 def test_half_of_the_examples_with_a_tool_answer_at_once(stages):
