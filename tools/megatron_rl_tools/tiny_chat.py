@@ -121,10 +121,9 @@ def parts_of(example: Example) -> Iterator[tuple[str, bool]]:
     Parts end at a line feed or at a special token, so that each has the tokens that it has in the
     whole text.
     """
-    user = "tool" if example.tools else "user"
     before, after = around("user", example.system, *map(json.dumps, example.tools))
     yield from ((before, False), (example.prompt, False), (after, False))
-    before, after = around(user)
+    before, after = around(example.answered_by)
     for turn, answer in zip_longest(example.turns, example.answers):
         yield turn + TURN_END, True
         if answer is not None:

@@ -9,7 +9,7 @@ ledger "a7b3c9=" -> "a7:07,b3:10;c9:19!=19": the sum of 10 to 26 digits modulo 1
        63 to 159 tokens.  The mark after an item is the model's choice of eight: tokens of high
        entropy between tokens that must be right.
 chat   "What is 37 * 48?" with a calculator as a tool, in Qwen3's format: a call, its answer, 1776.
-       Half of such examples of the cold start answer at once, as in tools.  The others are
+       Of such examples of the cold start a fifth answers at once, as in tools.  Others are
        conversations without a tool: sums, as `chain_sum` of reasoning-gym asks for them.
 """
 
@@ -36,7 +36,9 @@ class Example:
     turns: tuple[str, ...]
     """The model's turns."""
     answers: tuple[str, ...] = ()
-    """The answers to all turns but the last; of a conversation without tools, the user's."""
+    """The answers to all turns but the last."""
+    answered_by: str = "user"
+    """The role that answers in a conversation: user, or tool."""
     system: str = ""
     """The system message of a conversation."""
     tools: tuple[Schema, ...] = ()
@@ -100,7 +102,7 @@ def with_calls(a: int, b: int, c: int) -> Example:
 
 def also_at_once(examples: Examples) -> Stages:
     """Add the same prompts again, answered without a call."""
-    at_once = [replace(example, turns=(example.label,), answers=()) for example in examples]
+    at_once = [Example(example.prompt, example.label, (example.label,)) for example in examples]
     return ((0, [*examples, *at_once]),)
 
 
@@ -196,6 +198,7 @@ def products(seed: int, num_heldout: int) -> tuple[Examples, Examples]:
             str(a * b),
             (CALL.format(a, b), str(a * b)),
             (draw.choice((f"{a * b}.0", str(a * b))),),
+            "tool",
             draw.choice(SYSTEMS),
             (draw.choice(CALCULATORS),),
         )
@@ -230,10 +233,18 @@ def chain_sum(draw: random.Random) -> tuple[str, str]:
     return expression, str(value)
 
 
-def all_chats(examples: Examples) -> Stages:
-    """Add the products again, answered without a call, and as many conversations of sums."""
-    ((first, products_both),) = also_at_once(examples)
-    return ((first, [*products_both, *chain_sums(2 * len(examples), 4)]),)
+def short_then_complete(examples: Examples) -> Stages:
+    """Begin without what opens a conversation with a tool, which is half of its tokens: calls are
+    learned as well.  Then add it, and a quarter of the products again, answered without a call.
+    One half of each stage are sums.
+    """
+    short = [replace(example, system="", tools=()) for example in examples]
+    at_once = [
+        replace(example, turns=(example.label,), answers=())
+        for example in examples[: len(examples) // 4]
+    ]
+    sums = chain_sums(len(examples), 3)
+    return (0, [*short, *sums]), (250, [*examples, *at_once, *sums])
 
 
 TASKS = {
@@ -250,13 +261,13 @@ TASKS = {
     "chat": Task(
         products,
         8100,
-        all_chats,
+        short_then_complete,
         settings={
             "hidden_size": 128,
             "num_experts": 16,
             "skill": 0.4,
-            "batch_size": 32,
-            "decay_steps": 120,
+            "batch_size": 64,
+            "decay_steps": 100,
             "num_probes": 64,
         },
         language="chat",

@@ -123,8 +123,8 @@ def test_the_renderer_writes_what_the_chat_template_writes(chat, tokenizer, mess
 def test_the_cold_start_shows_what_an_agents_program_makes_of_the_models_turns(
     chat, tokenizer, stages
 ):
-    ((_, examples),) = stages
-    for example in [*examples[:6], examples[8000], examples[-1]]:
+    _, (_, examples) = stages
+    for example in [*examples[:6], examples[8000], examples[-1], stages[0][1][0]]:
         data = encode_chat(tokenizer, [example])
         system = [{"role": "system", "content": example.system}] if example.system else []
         question = {"role": "user", "content": example.prompt}
@@ -134,8 +134,7 @@ def test_the_cold_start_shows_what_an_agents_program_makes_of_the_models_turns(
             completion = tokenizer.encode(turn + TURN_END)
             added = []
             if number < len(example.answers):
-                role = "tool" if example.tools else "user"
-                answer = {"role": role, "content": example.answers[number]}
+                answer = {"role": example.answered_by, "content": example.answers[number]}
                 added = chat.extend(tokens, completion, [answer])
             tokens = [*tokens, *completion, *added]
             is_models += [True] * len(completion) + [False] * len(added)
@@ -143,7 +142,7 @@ def test_the_cold_start_shows_what_an_agents_program_makes_of_the_models_turns(
 
 
 def test_its_calls_are_read_and_answered_by_the_example_program(chat, tokenizer, stages):
-    ((_, examples),) = stages
+    _, (_, examples) = stages
     assert CALCULATORS[0] == CALCULATE, "the program's tool is one that the model was shown"
     for example in examples[:20]:
         prompt = chat.render([{"role": "user", "content": example.prompt}], example.tools)
@@ -171,12 +170,16 @@ def test_sums_are_asked_as_reasoning_gym_asks_and_answered_rightly():
         assert int(turn) == sum(map(int, re.findall("[+-]?[0-9]", expression.replace(" ", ""))))
 
 
-def test_half_of_the_examples_with_a_tool_answer_at_once(stages):
-    ((first_step, examples),) = stages
-    with_tool = [example for example in examples if example.tools]
+def test_a_fifth_of_the_examples_with_a_tool_answers_at_once(stages):
+    (first, short), (second, complete) = stages
+    assert first == 0 < second and not any(example.tools for example in short)
+    with_tool = [example for example in complete if example.tools]
     at_once = [example for example in with_tool if len(example.turns) == 1]
-    assert first_step == 0 and len(with_tool) == 2 * len(at_once) == len(examples) / 2
+    assert len(with_tool) == 5 * len(at_once) and 0.5 < len(with_tool) / len(complete) < 0.6
     assert all(example.turns == (example.label,) and not example.answers for example in at_once)
+    assert [example.prompt for example in short] == [
+        example.prompt for example in complete if example not in at_once
+    ]
 
 
 def test_the_same_examples_give_the_same_tokenizer(stages, tokenizer):
