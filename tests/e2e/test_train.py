@@ -21,7 +21,7 @@ from megatron_rl.launch.status import read_status
 from megatron_rl.metrics.left_out import entry_of
 from megatron_rl.rollout.saved.recorded_rollouts import read_rollouts
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run
-from megatron_rl_tools.make_tiny_moe import make_tokenizer
+from megatron_rl_tools.tiny_text import make_tokenizer
 from megatron_rl_tools.top import top
 from tests.e2e import runs
 from tests.tiny import random_checkpoint

@@ -14,7 +14,7 @@ from megatron_rl.data.prompts import (
     load_prompts,
 )
 from megatron_rl.records import Prompt
-from megatron_rl_tools.make_tiny_moe import make_tokenizer
+from megatron_rl_tools.tiny_text import make_tokenizer
 
 TOKENIZER = make_tokenizer()  # a real HF tokenizer, one token a character
 DIGIT = TOKENIZER.convert_tokens_to_ids("0")
