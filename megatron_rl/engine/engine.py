@@ -23,6 +23,7 @@ from megatron_rl.engine.fused_logprobs import (
     lm_head_weight,
 )
 from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
+from megatron_rl.engine.lora import add_adapters
 from megatron_rl.engine.mini_batch_inputs import make_sequences, selected_tokens
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
@@ -48,6 +49,7 @@ from megatron_rl.replay.layout import RankLayout
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters
 from megatron_rl.replay.mismatch import MismatchReport, flips_per_token, reduce_mismatch
 from megatron_rl.replay.router_shift import RouterRecord, RouterShift, shift_per_token
+from megatron_rl.weights.adapters import Adapter
 from megatron_rl.weights.hf.export import HFStream, on_rank_0
 
 
@@ -78,6 +80,9 @@ class Engine:
         check_routers(self.chunks, moe_layers)
         check_router_shift(cfg.loss, self.spec)
         self.provider.load(self.chunks)
+        self.adapters: list[Adapter] = []
+        if cfg.lora.rank:
+            self.adapters = add_adapters(self.chunks, self.spec, parallel, cfg.lora, cfg.run.seed)
         # numbered on the axis of the model's MoE layers, as rollouts number them
         routers = [(moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
         router = self.spec.router
