@@ -5,7 +5,8 @@ Shapes: T packed rows of a micro-batch (this rank's, under context parallelism).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megatron_rl.engine.fused_logprobs import (
     lm_head_weight,
 )
 from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
-from megatron_rl.engine.lora import add_adapters
+from megatron_rl.engine.lora import Adapters, add_adapters
 from megatron_rl.engine.mini_batch_inputs import make_sequences, selected_tokens
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
@@ -49,7 +50,6 @@ from megatron_rl.replay.layout import RankLayout
 from megatron_rl.replay.manager import ReplayManager, ReplayPass, Routes, WatchRouters
 from megatron_rl.replay.mismatch import MismatchReport, flips_per_token, reduce_mismatch
 from megatron_rl.replay.router_shift import RouterRecord, RouterShift, shift_per_token
-from megatron_rl.weights.adapters import Adapter
 from megatron_rl.weights.hf.export import HFStream, on_rank_0
 
 
@@ -80,7 +80,7 @@ class Engine:
         check_routers(self.chunks, moe_layers)
         check_router_shift(cfg.loss, self.spec)
         self.provider.load(self.chunks)
-        self.adapters: list[Adapter] = []
+        self.adapters: Adapters | None = None
         if cfg.lora.rank:
             self.adapters = add_adapters(self.chunks, self.spec, parallel, cfg.lora, cfg.run.seed)
         # numbered on the axis of the model's MoE layers, as rollouts number them
@@ -118,8 +118,12 @@ class Engine:
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
         self.models = wrap_ddp(self.chunks, self.core_config, cfg)
-        # a copy of the weights as loaded: take it before anything changes them
-        self._reference = Reference(self.chunks, parallel.device) if cfg.loss.kl_coef else None
+        self._with_reference: Callable[[], AbstractContextManager[None]] | None = None
+        if cfg.loss.kl_coef and self.adapters is not None:
+            self._with_reference = self.adapters.disabled
+        elif cfg.loss.kl_coef:
+            # a copy of the weights as loaded: take it before anything changes them
+            self._with_reference = Reference(self.chunks, parallel.device).in_place
         self._pipeline = Pipeline(self.models, self.manager, padded=self.layout.padded)
         self.optimizer = Optimizer(self.models, cfg, total_updates=total_updates)
         self.offload = Offload(self.models, self.optimizer.core, parallel.device)
@@ -151,8 +155,8 @@ class Engine:
             tokens = self._pass_tokens(micro_batches, flips, batch)
             add_old_pass(sums, tokens, torch.cat(logprobs))
         reference = None
-        if self._reference is not None:
-            with self._reference.in_place():
+        if self._with_reference is not None:
+            with self._with_reference():
                 routes = self._update_routes(batch, replayed.recorded, replay)
                 reference, _ = self._forward(micro_batches, routes)
         return OldPass(logprobs, replayed.recorded, replayed.mismatch, flips, reference, router)

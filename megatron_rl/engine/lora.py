@@ -15,11 +15,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
@@ -28,15 +33,78 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.sections import LoraConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.adapters import PREFIX, Adapter, is_adapter
-from megatron_rl.weights.hf.mapping import Entry, canonical_name, entries, find_entry
+from megatron_rl.weights.adapters import (
+    PREFIX,
+    can_have_adapter,
+    is_adapter,
+    is_target,
+    unmatched_targets,
+)
+from megatron_rl.weights.hf.mapping import (
+    Entry,
+    canonical_name,
+    entries,
+    find_entry,
+    local_parameters,
+)
 
-GROUPS = {
-    "attention": ".self_attention.linear_",
-    "mlp": ".mlp.linear_fc",
-    "experts": ".mlp.experts.linear_fc",
-    "shared_experts": ".mlp.shared_experts.linear_fc",
-}
+if TYPE_CHECKING:
+    from megatron_rl.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one weight, this tensor rank's shard of it: W' = W + s B A
+    (arXiv 2106.09685, Eq. 3).
+    """
+
+    name: str
+    """Canonical name of the weight (weights/hf/mapping.py)."""
+    weight: nn.Parameter
+    """W [o, i]; frozen."""
+    a: nn.Parameter
+    """A [r, i]."""
+    b: nn.Parameter
+    """B [o, r]."""
+    scale: float
+    summed_a: dist.ProcessGroup | None
+    """The ranks whose shards have the same A and other rows of W: their gradients of A are summed;
+    None where A is sharded, or the only copy."""
+    summed_b: dist.ProcessGroup | None
+    """The same for B, where W is sharded by columns."""
+
+    def merged(self) -> Tensor:
+        """Return W' [o, i], computed in at least float32 and rounded once to W's dtype.
+
+        Differentiable in A and B.
+        """
+        a, b = wide(self.a), wide(self.b)
+        if self.summed_a is not None:
+            a = copy_to_tensor_model_parallel_region(a, self.summed_a)
+        if self.summed_b is not None:
+            b = copy_to_tensor_model_parallel_region(b, self.summed_b)
+        return torch.add(wide(self.weight.detach()), b @ a, alpha=self.scale).to(self.weight.dtype)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@dataclass
+class Adapters:
+    """The adapters of this rank's model."""
+
+    all: list[Adapter] = field(default_factory=list)
+    enabled: bool = True
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Let the model compute as its base inside the context: the reference policy."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
 
 
 class Place(NamedTuple):
@@ -50,7 +118,7 @@ class Place(NamedTuple):
 
 def add_adapters(
     chunks: Sequence[GPTModel], spec: ModelSpec, parallel: Parallel, config: LoraConfig, seed: int
-) -> list[Adapter]:
+) -> Adapters:
     """Freeze the chunks and give every target an adapter; return those of this rank.
 
     Call it after the weights are loaded, before DDP.  A is uniform in +-1/sqrt(in), as Kaiming's
@@ -59,20 +127,22 @@ def add_adapters(
     Raises ConfigError for a target that matches no weight of the model, and a rank that is larger
     than a weight.
     """
-    check_targets(config.targets, spec)
+    names = [e.name for e in entries(spec) if can_have_adapter(e.name, e.hf[0][1])]
+    if problem := unmatched_targets(config.targets, names):
+        raise ConfigError(problem)
     for chunk in chunks:
         chunk.requires_grad_(False)
-    adapters = []
+    adapters = Adapters()
     for chunk in chunks:
         by_module: dict[nn.Module, dict[str, Adapter]] = {}
         for place in list(places(chunk, spec, parallel)):
-            if any(matches(target, place.entry.name) for target in config.targets):
+            if is_target(place.entry.name, config.targets):
                 adapter = make_adapter(place, parallel, config, seed)
                 by_module.setdefault(place.module, {})[place.attribute] = adapter
         for module, found in by_module.items():
-            use_merged_weights(module, found)
+            use_merged_weights(module, found, adapters)
             save_adapters(module, found, parallel, spec)
-            adapters += found.values()
+            adapters.all += found.values()
         embedding = getattr(chunk, "embedding", None)
         if embedding is not None:
             embedding.register_forward_hook(require_gradient)
@@ -85,32 +155,8 @@ def places(chunk: GPTModel, spec: ModelSpec, parallel: Parallel) -> Iterator[Pla
     for path, module in chunk.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
             name = canonical_name(f"{path}.{attribute}", chunk.decoder.layers, experts_before)
-            if is_target(name, parameter.shape):
+            if can_have_adapter(name, parameter.shape):
                 yield Place(module, attribute, find_entry(name, spec).held_by([chunk]))
-
-
-def is_target(name: str, shape: Sequence[int]) -> bool:
-    """Return True for the matrices of layers, without routers."""
-    return len(shape) == 2 and any(part in name for part in GROUPS.values())
-
-
-def matches(target: str, name: str) -> bool:
-    """Return True if a target of the configuration means the weight with this canonical name."""
-    part = GROUPS.get(target)
-    return target == "all" or (part in name if part else f".{target}." in name)
-
-
-def check_targets(targets: Sequence[str], spec: ModelSpec) -> None:
-    """Raise ConfigError for a target that no weight of the whole model has."""
-    names = [entry.name for entry in entries(spec) if is_target(entry.name, entry.hf[0][1])]
-    for target in targets:
-        if not any(matches(target, name) for name in names):
-            modules = sorted({name.split(".weight")[0].rpartition(".")[2] for name in names})
-            groups = [group for group in GROUPS if any(matches(group, name) for name in names)]
-            raise ConfigError(
-                f"lora.targets = {target!r}: no weight of {spec.architecture} matches; it has"
-                f" {', '.join((*groups, *modules))}"
-            )
 
 
 def make_adapter(place: Place, parallel: Parallel, config: LoraConfig, seed: int) -> Adapter:
@@ -170,11 +216,15 @@ def mark(parameter: Tensor, weight: Tensor, sharded_dim: int | None, group: Any)
 # Forward ------------------------------------------------------------------------------------------
 
 
-def use_merged_weights(module: nn.Module, adapters: Mapping[str, Adapter]) -> None:
+def use_merged_weights(
+    module: nn.Module, adapters: Mapping[str, Adapter], of_model: Adapters
+) -> None:
     """Let module.forward find W' under the names of its weights."""
     forward = module.forward
 
     def with_adapters(*inputs: Any, **kwargs: Any) -> Any:
+        if not of_model.enabled:
+            return forward(*inputs, **kwargs)
         with merged_weights(module, adapters):
             return forward(*inputs, **kwargs)
 
@@ -225,6 +275,30 @@ def require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 
 # Checkpoints --------------------------------------------------------------------------------------
+
+
+def base_digest(engine: Engine) -> str:
+    """Return 16 hex digits of the frozen weights, the same in every layout.  Collective.
+
+    They are the sum of all weights' bits as integers, modulo 2^64: it knows other weights, not the
+    same ones in another order.
+    """
+    parallel, spec = engine.parallel, engine.spec
+    total = torch.zeros(1, dtype=torch.int64, device=parallel.device)
+    parameters = local_parameters(engine.chunks, spec, parallel.ep_rank, parallel.ep_size)
+    for name, parameter in parameters.items():
+        entry = find_entry(name, spec).held_by(engine.chunks)
+        is_expert = entry.rule.is_expert
+        group = parallel.etp_group if is_expert else parallel.tp_group
+        replicas = parallel.expert_dp_group if is_expert else parallel.dp_cp_group
+        is_copy = name == "output_layer.weight" and spec.tie_embeddings
+        is_copy |= entry.rule.kind == "replicated" and group.rank() > 0
+        if replicas.rank() == 0 and not is_copy:
+            size = parameter.element_size()
+            bits = parameter.detach().view({2: torch.int16, 4: torch.int32}[size])
+            total += bits.sum(dtype=torch.int64)
+    dist.all_reduce(total)
+    return f"{int(total) % 2**64:016x}"
 
 
 def save_adapters(

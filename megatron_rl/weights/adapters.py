@@ -1,56 +1,32 @@
-"""The weight that a low-rank adapter makes: what layers multiply by, and what is exported.
+"""Which weights have a low-rank adapter (config [lora]), and what a layer multiplies by then.
 
-arXiv 2106.09685, Eq. 3: W' = W + s B A, with frozen W [out, in], B [out, r] and A [r, in].
+The adapters themselves are in engine/lora.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
-from torch.nn import Parameter
 
 PREFIX = "lora_"
+"""Begins the names of an adapter's parameters in a module."""
+GROUPS = {
+    "attention": ".self_attention.linear_",
+    "mlp": ".mlp.linear_fc",
+    "experts": ".mlp.experts.linear_fc",
+    "shared_experts": ".mlp.shared_experts.linear_fc",
+}
+"""Group of lora.targets -> part of the canonical names of its weights (weights/hf/mapping.py)."""
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """The adapter of one weight, this tensor rank's shard of it."""
-
-    name: str
-    """Canonical name of the weight (weights/hf/mapping.py)."""
-    weight: Parameter
-    """W [o, i]; frozen."""
-    a: Parameter
-    """A [r, i]."""
-    b: Parameter
-    """B [o, r]."""
-    scale: float
-    summed_a: dist.ProcessGroup | None
-    """The ranks whose shards have the same A and other rows of W: their gradients of A are summed;
-    None where A is sharded, or the only copy."""
-    summed_b: dist.ProcessGroup | None
-    """The same for B, where W is sharded by columns."""
+class Merges(Protocol):
+    """The attribute `adapter` of a weight that has one."""
 
     def merged(self) -> Tensor:
-        """Return W' [o, i], computed in at least float32 and rounded once to W's dtype.
-
-        Differentiable in A and B.
-        """
-        a, b = (_wide(factor) for factor in (self.a, self.b))
-        if self.summed_a is not None:
-            a = copy_to_tensor_model_parallel_region(a, self.summed_a)
-        if self.summed_b is not None:
-            b = copy_to_tensor_model_parallel_region(b, self.summed_b)
-        wide = torch.add(_wide(self.weight.detach()), b @ a, alpha=self.scale)
-        return wide.to(self.weight.dtype)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        """Return the weight with its adapter."""
 
 
 def is_adapter(name: str) -> bool:
@@ -60,6 +36,33 @@ def is_adapter(name: str) -> bool:
 
 @torch.no_grad()
 def weight_values(parameter: Tensor) -> Tensor:
-    """Return what a layer multiplies by: the parameter, or, where it has an adapter, W'."""
-    adapter: Adapter | None = getattr(parameter, "adapter", None)
+    """Return what a layer multiplies by: the parameter, with its adapter where it has one."""
+    adapter: Merges | None = getattr(parameter, "adapter", None)
     return parameter.detach() if adapter is None else adapter.merged()
+
+
+def can_have_adapter(name: str, shape: Sequence[int]) -> bool:
+    """Return True for the matrices of layers, without routers, by their canonical names."""
+    return len(shape) == 2 and any(part in name for part in GROUPS.values())
+
+
+def is_target(name: str, targets: Iterable[str]) -> bool:
+    """Return True if lora.targets mean the weight with this canonical name, which can have an
+    adapter.
+    """
+    return any(target == "all" or GROUPS.get(target, f".{target}.") in name for target in targets)
+
+
+def unmatched_targets(targets: Iterable[str], names: Sequence[str]) -> str | None:
+    """Return what is wrong where a target means none of the model's weights, whose canonical names
+    these are.
+    """
+    for target in targets:
+        if not any(is_target(name, [target]) for name in names):
+            modules = sorted({name.split(".weight")[0].rpartition(".")[2] for name in names})
+            groups = [group for group in GROUPS if any(is_target(name, [group]) for name in names)]
+            return (
+                f"lora.targets = {target!r}: no weight of the model matches; it has"
+                f" {', '.join(('all', *groups, *modules))}"
+            )
+    return None

@@ -19,6 +19,7 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.weights.hf.mapping import entries, find_entry, to_hf, to_mcore
 from tests.dist.launch import run_ranks
+from tests.dist.test_checkpoint import SCHEDULE, change_layout, run_parts
 from tests.dist.test_referee import (
     GRADIENT_LIMIT,
     LAYOUTS,
@@ -42,6 +43,7 @@ from tests.referee import (
     old_pass,
     saved,
 )
+from tests.tiny import random_checkpoint
 
 RANK, ALPHA = 3, 6.0
 PARTS = ("self_attention.linear_", "mlp.linear_fc", "experts.linear_fc")  # shared ones too
@@ -147,6 +149,43 @@ def test_adapters_in_every_layout_of_a_family(tmp_path: Path, family: str, world
 def is_new(case: Case) -> bool:
     """One loss per layout: the loss does not see adapters."""
     return case.loss == "minirl"
+
+
+def test_adapters_load_into_other_layouts_and_another_base_is_refused(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path / "moe")
+    lora = {"rank": RANK}
+    targets = [{"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}]
+    for name, distributed in (("plain", False), ("scattered", True)):
+        optim = {"distributed": distributed}
+        run_ranks(
+            run_parts,
+            2,
+            (change_layout, checkpoint, tmp_path / name, optim, {"tp": 2}, targets, lora),
+            (other_base, checkpoint, tmp_path / name, optim, lora),
+        )
+
+
+def other_base(checkpoint: Path, folder: Path, optim: dict[str, Any], lora: dict[str, Any]) -> None:
+    """On a rank: the same shapes with one other bit in one weight of the base."""
+    import torch.distributed as dist
+
+    from megatron_rl.checkpoint.checkpointer import Checkpointer
+    from megatron_rl.checkpoint.folder import CheckpointError
+    from tests.dist.engines import make_engine
+
+    changed = checkpoint.with_name(f"{folder.name}_changed")
+    if dist.get_rank() == 0:
+        shutil.copytree(checkpoint, changed)
+        tensors = load_file(changed / "model.safetensors")
+        name = next(name for name in tensors if name.endswith("q_proj.weight"))
+        tensors[name].view(torch.int32)[3, 3] ^= 1
+        save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    dist.barrier()
+    change = {"allow_changes": ["model.path"]}
+    engine = make_engine(changed, lora=lora, optim=SCHEDULE | optim, checkpoint=change)
+    with pytest.raises(CheckpointError, match="its adapters belong to other weights"):
+        Checkpointer(engine, folder).load(folder / "step_000002")
+    engine.parallel.destroy()
 
 
 def check_cases(root: Path, world: int, cases: list[Case]) -> None:
@@ -279,7 +318,7 @@ def positions(engine: Any, adapter: Any) -> list[int]:
 
 @torch.no_grad()
 def set_b(engine: Any) -> None:
-    for adapter in engine.adapters:
+    for adapter in engine.adapters.all:
         entry = entry_of(engine, adapter)
         whole = first_b(adapter.name, sum(shape[0] for _, shape in entry.hf))
         if entry.rule.kind != "row":
@@ -291,9 +330,68 @@ def set_b(engine: Any) -> None:
 
 
 def shards(engine: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    for adapter in engine.adapters:
+    for adapter in engine.adapters.all:
         cut = "a" if entry_of(engine, adapter).rule.kind == "row" else "b"
         for factor, parameter in (("a", adapter.a), ("b", adapter.b)):
             values = parameter.main_grad.double().tolist()
             at = positions(engine, adapter) if factor == cut else None
             yield f"{adapter.name} {factor}", {"values": values, "at": at}
+
+
+def test_a_run_starts_as_its_base_and_copies_stay_equal(tmp_path: Path) -> None:
+    run_ranks(compare_with_base, 2, random_checkpoint(tmp_path / "moe"))
+
+
+def compare_with_base(checkpoint: Path) -> None:
+    """On a rank: log-probs and export before the first update, and those of the reference policy
+    after five, are bit-identical to a model without adapters; common factors to the other ranks'.
+    """
+    import torch.distributed as dist
+
+    from megatron_rl.metrics.reduce import MetricSums
+    from tests.dist.engines import make_engine, random_batch
+    from tests.dist.test_engine import one_update
+
+    dist.init_process_group("gloo")
+    for parallel, model in (({"tp": 2}, {}), ({}, {"recompute": "full"})):
+        found = {}
+        for rank in (0, RANK):
+            engine = make_engine(
+                checkpoint,
+                parallel=parallel,
+                model=model,
+                lora={"rank": rank, "rslora": True},
+                loss={"kl_coef": 0.1},
+            )
+            first = engine.old_logprobs(random_batch(engine), MetricSums(), replay="R3")
+            weights = {n: t.clone() for n, t in engine.export() if t is not None}
+            found[rank] = first.logprobs, weights
+            if rank:
+                for seed in range(5):
+                    one_update(engine, random_batch(engine, seed=seed))
+                again = engine.old_logprobs(random_batch(engine), MetricSums(), replay="R3")
+                assert not again.logprobs[0].equal(first.logprobs[0]), "the adapters learned"
+                for ours, theirs in zip(again.reference, found[0][0], strict=True):
+                    assert ours.equal(theirs)
+                check_copies(engine)
+            engine.parallel.destroy()
+        for ours, theirs in zip(found[RANK][0], found[0][0], strict=True):
+            assert ours.equal(theirs)
+        assert all(tensor.equal(found[0][1][name]) for name, tensor in found[RANK][1].items())
+    dist.destroy_process_group()
+
+
+def check_copies(engine: Any) -> None:
+    """Every factor is bit-equal on all ranks that have the same part of it."""
+    import torch.distributed as dist
+
+    parallel = engine.parallel
+    for adapter in engine.adapters.all:
+        is_expert = entry_of(engine, adapter).rule.is_expert
+        replicas = parallel.expert_dp_group if is_expert else parallel.dp_cp_group
+        for factor, common in ((adapter.a, adapter.summed_a), (adapter.b, adapter.summed_b)):
+            assert factor.abs().max() > 0
+            for group in filter(None, (common, replicas)):
+                copies = [torch.empty_like(factor) for _ in range(group.size())]
+                dist.all_gather(copies, factor.detach(), group=group)
+                assert all(copy.equal(factor) for copy in copies)
