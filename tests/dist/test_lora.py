@@ -250,6 +250,7 @@ def run_engine(root: Path, index: int, case: Case) -> dict[str, Any]:
 
     from megatron_rl.batch.split import make_mini_batch
     from megatron_rl.metrics.reduce import MetricSums
+    from megatron_rl.plan.memory import trained_parameters
     from tests.dist.engines import make_engine
 
     recipe = Recipe(loss=case.loss, replay=case.replay)
@@ -272,6 +273,8 @@ def run_engine(root: Path, index: int, case: Case) -> dict[str, Any]:
     )
     set_b(engine)
     place = engine.parallel
+    trained = [p.numel() for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad]
+    assert sum(trained) == trained_parameters(engine.spec, engine.cfg, place.pp_rank).total
     batches = [
         make_mini_batch(
             half[place.dp_rank :: place.dp_size],
