@@ -27,6 +27,7 @@ from megatron_rl.checkpoint.manifest import Manifest, ManifestError, damage, rea
 from megatron_rl.checkpoint.state import load_state, set_rng_state, sharded_state
 from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint
 from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.lora import base_digest
 
 FORMAT_VERSION = 1
 REQUIRED = {"step", "progress", "schedule", "adam_step", "ranks", "layout", "config"}
@@ -71,6 +72,12 @@ def load_checkpoint(engine: Engine, folder: Path, path: Path) -> Restored:
         )
     # also before the engine changes
     changed = check_changes(state["config"], engine.cfg, str(path))
+    if engine.cfg.lora.rank and state.get("base") != (found := base_digest(engine)):
+        raise CheckpointError(
+            f"{path}: its adapters belong to other weights (digest {state.get('base')}) than those"
+            f" of model.path = {engine.cfg.model.path} ({found}); set model.path to the model that"
+            " the run was started from"
+        )
     checked_in = time.monotonic() - started
     restore_engine(engine, path, state)
     rng = on_every_rank(lambda: restore_rng(engine, path, state))

@@ -15,6 +15,7 @@ class AllSections(Section):
 
     run: sections.RunConfig = sections.RunConfig()
     model: sections.ModelConfig
+    lora: sections.LoraConfig = sections.LoraConfig()
     data: sections.DataConfig
     rollout: sections.RolloutConfig = sections.RolloutConfig()
     agent: sections.AgentConfig = sections.AgentConfig()

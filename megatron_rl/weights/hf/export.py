@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.weights.adapters import weight_values
 from megatron_rl.weights.hf.mapping import Entry, entries, local_parameters, to_hf
 from megatron_rl.weights.hf.rules import ONE_CALL
 
@@ -192,7 +193,7 @@ def export_planned(
         tensors: Sequence[torch.Tensor | None] = [None] * len(entry.hf)
         if parallel.rank in ranks:
             group = parallel.etp_group if entry.rule.is_expert else parallel.tp_group
-            shards = [parameters[entry.name].detach()]
+            shards = [weight_values(parameters[entry.name])]
             if len(ranks) > 1:
                 shards = gather_shards(shards[0], source, ranks, group)
             if parallel.rank == source:

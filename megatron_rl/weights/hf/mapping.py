@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.weights.adapters import is_adapter
 from megatron_rl.weights.hf.rules import FAMILIES, Rule
 from megatron_rl.weights.names import canonical
 
@@ -181,7 +182,7 @@ def local_parameters(
     """Return canonical name -> parameter of this rank's model chunks.
 
     The chunks are bare, or wrapped in DDP / Float16Module.  The buffers that the family's table
-    names are included: in core, biases that select experts are not parameters.
+    names are included: in core, biases that select experts are not parameters.  Adapters are not.
     """
     parameters: dict[str, torch.Tensor] = {}
     # names of such buffers
@@ -190,7 +191,8 @@ def local_parameters(
     for chunk in map(bare, chunks):
         buffers = (item for item in chunk.named_buffers() if ends and item[0].endswith(ends))
         for name, parameter in (*chunk.named_parameters(), *buffers):
-            parameters[canonical_name(name, chunk.decoder.layers, experts_before)] = parameter
+            if not is_adapter(name):
+                parameters[canonical_name(name, chunk.decoder.layers, experts_before)] = parameter
     return parameters
 
 
