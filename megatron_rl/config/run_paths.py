@@ -18,7 +18,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 Half = Literal["rollouts", "trained"]
 """Who wrote a file of a step: the servers' half of the tokens, or the trainer's."""
@@ -208,8 +208,10 @@ class RunFolder:
                 return None
             half, dp_rank, lines, step, tensors = match.groups()
             kind = lines or tensors
+        # the patterns match nothing else
+        of_half, of_kind = cast(Half, half), cast(Kind, kind)
         return StepFile(
-            int(dp_rank or 0), int(step or ALL_STEPS), half, kind, name, self.path / name
+            int(dp_rank or 0), int(step or ALL_STEPS), of_half, of_kind, name, self.path / name
         )
 
     def _step_files(self, half: Half) -> list[StepFile]:

@@ -13,7 +13,7 @@ attributes of W tell core's DDP over which replicas to reduce the rest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -174,7 +174,7 @@ def make_adapter(place: Place, parallel: Parallel, config: LoraConfig, seed: int
     if kind == "row":
         a = a.chunk(group.size(), dim=1)[group.rank()]
     number = place.attribute.removeprefix("weight")
-    factors = []
+    factors: dict[str, nn.Parameter] = {}
     for factor, values, sharded_dim in (
         ("a", a, 1 if kind == "row" else None),
         ("b", torch.zeros(rows, config.rank), None if kind in ("row", "replicated") else 0),
@@ -182,10 +182,10 @@ def make_adapter(place: Place, parallel: Parallel, config: LoraConfig, seed: int
         parameter = nn.Parameter(values.to(weight.device, weight.dtype).contiguous())
         mark(parameter, weight, sharded_dim, group)
         place.module.register_parameter(f"{PREFIX}{factor}{number}", parameter)
-        factors.append(parameter)
+        factors[factor] = parameter
     several = group if group.size() > 1 else None
     adapter = Adapter(
-        entry.name, weight, *factors, config.scale,
+        entry.name, weight, **factors, scale=config.scale,
         summed_a=several if kind not in ("row", "replicated") else None,
         summed_b=several if kind == "row" else None,
     )  # fmt: skip
@@ -210,7 +210,7 @@ def mark(parameter: Tensor, weight: Tensor, sharded_dim: int | None, group: Any)
     # ranks are others: count it on the first rank of its own group instead
     set_tensor_model_parallel_attributes(parameter, True, sharded_dim or 0, 1)
     if sharded_dim is None:
-        parameter.shared = group.rank() > 0
+        parameter.shared = group.rank() > 0  # type: ignore[attr-defined]  # core reads it
 
 
 # Forward ------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def save_adapters(
 
     core would take every parameter but `weight` for a copy that all tensor ranks have.
     """
-    describe_module = module.sharded_state_dict
+    describe_module: Callable[..., dict[str, Any]] = module.sharded_state_dict  # type: ignore[assignment]
 
     def sharded_state_dict(
         prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -323,7 +323,7 @@ def save_adapters(
             tensors |= described
         return tensors
 
-    module.sharded_state_dict = sharded_state_dict
+    module.sharded_state_dict = sharded_state_dict  # type: ignore[assignment]
 
 
 def describe(

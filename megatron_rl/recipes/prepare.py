@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.config import Config, DataConfig, load_config
+from megatron_rl.data.prompt_files import train_files
 from megatron_rl.data.prompts import load_tokenizer, prompt_text
 from megatron_rl.data.rows import DataError, prompt_messages
 from megatron_rl.recipes.formats import Row
@@ -59,7 +60,8 @@ def main(
         print(f"prepare.py: {error}\nprepare.py: nothing was written", file=sys.stderr)
         return 1
     print("\n".join(lines))
-    for key, path in {"data.train": cfg.data.train, **eval_paths(cfg)}.items():
+    trained = [("data.train", path) for path, *_ in train_files(cfg.data).values()]
+    for key, path in (*trained, *eval_paths(cfg).items()):
         if not path.is_file():
             print(f"not there yet: {key} = {path}")
     return 0

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -121,11 +120,11 @@ def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **setti
             f" {recipe.num_experts} experts, top-{recipe.top_k}; cold start on {len(train)} {task},"
             f" seed {recipe.seed}"
         )
-        encode = partial(language.encode, free=TASKS[task].free)
-        encoded = [(first, encode(examples)) for first, examples in stages]
-        probes = [encode(part) for part in TASKS[task].probes(train, recipe.num_probes)]
+        encode, free = language.encode, TASKS[task].free
+        encoded = [(first, encode(examples, free)) for first, examples in stages]
+        probes = [encode(part, free) for part in TASKS[task].probes(train, recipe.num_probes)]
         steps = cold_start(model, encoded, probes, recipe, log)
-        accuracy = sampled_accuracy(model, encode(heldout))
+        accuracy = sampled_accuracy(model, encode(heldout, free))
     manifest = {
         "settings": asdict(recipe),
         "digest": recipe.digest,

@@ -64,7 +64,8 @@ def search(query: str) -> str:
 
 
 async def rollout(session: Session, prompt: Prompt) -> Episode:
-    messages = [{"role": "system", "content": TASK}, {"role": "user", "content": prompt.text}]
+    question = {"role": "user", "content": prompt.text}
+    messages: list[Any] = [{"role": "system", "content": TASK}, question]
     searches = 0
     for number in range(MAX_TURNS):
         tools = [search] if number < MAX_TURNS - 1 else []  # the last turn must answer
