@@ -126,7 +126,11 @@ class Checkpointer:
         self._progress = progress
         self._pending: Pending | None = None
         self._planner = Planner(engine.parallel.dp_cp_group)
-        self._base = base_digest(engine) if engine.cfg.lora.rank else None
+        self._base = (
+            base_digest(engine.chunks, engine.spec, engine.parallel)
+            if engine.cfg.lora.rank
+            else None
+        )
         from_rank_0(lambda: remove_leftovers(folder))
 
     # Saving

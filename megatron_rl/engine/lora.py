@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,6 @@ from megatron_rl.weights.hf.mapping import (
     find_entry,
     local_parameters,
 )
-
-if TYPE_CHECKING:
-    from megatron_rl.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -277,17 +274,16 @@ def require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 # Checkpoints --------------------------------------------------------------------------------------
 
 
-def base_digest(engine: Engine) -> str:
+def base_digest(chunks: Sequence[GPTModel], spec: ModelSpec, parallel: Parallel) -> str:
     """Return 16 hex digits of the frozen weights, the same in every layout.  Collective.
 
     They are the sum of all weights' bits as integers, modulo 2^64: it knows other weights, not the
     same ones in another order.
     """
-    parallel, spec = engine.parallel, engine.spec
     total = torch.zeros(1, dtype=torch.int64, device=parallel.device)
-    parameters = local_parameters(engine.chunks, spec, parallel.ep_rank, parallel.ep_size)
+    parameters = local_parameters(chunks, spec, parallel.ep_rank, parallel.ep_size)
     for name, parameter in parameters.items():
-        entry = find_entry(name, spec).held_by(engine.chunks)
+        entry = find_entry(name, spec).held_by(chunks)
         is_expert = entry.rule.is_expert
         group = parallel.etp_group if is_expert else parallel.tp_group
         replicas = parallel.expert_dp_group if is_expert else parallel.dp_cp_group
