@@ -1,4 +1,4 @@
-"""The order of several sources against a reference that computes every draw anew."""
+"""The order of several sources against a reference that computes all draws by sorting."""
 
 import hashlib
 import json

@@ -40,6 +40,7 @@ class RecordedRollout:
     turn_ends: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     reward_metrics: dict[str, float] = field(default_factory=dict)
+    source: str = ""
 
 
 @dataclass(frozen=True)
