@@ -338,7 +338,7 @@ GUIDE = re.findall(r"^```\n\$ megatron-rl plan (.+)\n((?:.+\n)+)```", PAGES, re.
 
 
 def test_the_layout_guide_plans_every_known_model():
-    assert len(GUIDE) == 6
+    assert len(GUIDE) == 7
     for model in ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2"):
         assert any(f"--model {model} " in command for command, _ in GUIDE)
 
