@@ -15,7 +15,7 @@ RUN := $(VENV)/bin/python -m
 
 define HELP
 make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12] [INSTALLER=pip]
-make demo       the main job, end to end, on the CPU (8 minutes); goes on where it was interrupted
+make demo       the main job, end to end, on the CPU (8 minutes); continues where it was interrupted
                 [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']
 make doctor     checks this machine and its packages   [ARGS='--config F.toml --quick']
 make gpu-check  what a first GPU must show, step by step; results in runs/gpu_check   [ARGS='--quick --device cpu']
@@ -26,6 +26,7 @@ make docs       the documentation site, in build/site; fails on a broken link
 endef
 
 define HELP_ALL
+make browser    Chromium, for tests and pictures of the viewer
 make demo-tools the demo with a tool: the tiny model learns to call a calculator (40 steps; same variables)
 make demo-agent an unmodified program of the openai package learns to use its tool on the tiny model that chats (15 steps)
 make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv with everything for the CPU demo and the tests.  Called by `make install`.  PYTHON=... selects the interpreter,
 # VENV=... the folder, so that several Pythons can have one each.  INSTALLER=uv or pip; by default uv, which pip installs into
-# the environment first, and pip where there is no uv.  An interrupted installation goes on when it is started again.
+# the environment first, and pip where there is no uv.  An interrupted installation continues when it is started again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,7 +15,7 @@ trap '[[ -z "$ticker" ]] || kill "$ticker" 2>/dev/null' EXIT
 trap 'exit 130' INT # pip catches it and fails, which must not look like a package that cannot be installed
 trap 'exit 143' TERM
 
-part() { # part NAME COMMAND...: run the command, say every ten seconds that it goes on, and note its seconds for the demo's table
+part() { # part NAME COMMAND...: run the command, say every ten seconds that it runs, and note its seconds for the demo's table
     local name="$1" started="$SECONDS" status=0
     shift
     echo "make install: $name"

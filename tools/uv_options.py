@@ -2,8 +2,8 @@
 uses them.
 
 uv does not read pip's configuration (pip.conf, PIP_...).  A line NAME=VALUE is a variable for uv's
-environment.  Exits with 1, naming the setting, where pip is configured in a way that uv is not
-told here: then pip must install.
+environment.  Exits with 1, naming the setting, where pip is configured in a way that uv
+does not get here: then pip must install.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCOPES = ("global", "install", ":env:")
 
 
 class UnknownSettingError(ValueError):
-    """A setting of pip that may change what is installed, and that uv is not told."""
+    """A setting of pip that may change what is installed, and that uv does not get."""
 
 
 def settings(listed: str) -> dict[str, str]:

@@ -33,7 +33,7 @@ command=("$VENV/bin/torchrun" --standalone --nproc_per_node "$RANKS" -m megatron
 is_finished() { tail -n 1 "runs/$NAME/events.jsonl" 2>/dev/null | grep -q '"text": "finished"'; }
 if [[ -e "runs/$NAME" ]]; then
     if ! is_finished && [[ "$(cat "runs/$NAME/.command" 2>/dev/null)" == "${command[*]}" ]]; then
-        echo "demo: runs/$NAME was interrupted: it goes on from its last checkpoint"
+        echo "demo: runs/$NAME was interrupted: it continues from its last checkpoint"
     else # a new run: a finished one would be resumed and end immediately
         previous="runs/$NAME.$(date +%Y%m%d-%H%M%S)"
         mv "runs/$NAME" "$previous"

@@ -24,7 +24,7 @@ from megatron_rl.engine.fused_logprobs import (
     lm_head_weight,
 )
 from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
-from megatron_rl.engine.lora import Adapters, add_adapters
+from megatron_rl.engine.lora import add_adapters
 from megatron_rl.engine.mini_batch_inputs import make_sequences, selected_tokens
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
@@ -80,9 +80,7 @@ class Engine:
         check_routers(self.chunks, moe_layers)
         check_router_shift(cfg.loss, self.spec)
         self.provider.load(self.chunks)
-        self.adapters: Adapters | None = None
-        if cfg.lora.rank:
-            self.adapters = add_adapters(self.chunks, self.spec, parallel, cfg.lora, cfg.run.seed)
+        self.adapters = add_adapters(self.chunks, self.spec, parallel, cfg.lora, cfg.run.seed)
         # numbered on the axis of the model's MoE layers, as rollouts number them
         routers = [(moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
         router = self.spec.router
@@ -114,21 +112,26 @@ class Engine:
             balance_length=balance_length(self.spec),
         )
         self._rollout_routes = RolloutRoutes(self.layout, len(moe_layers), parallel.device)
+        self._prepare_training(total_updates)
+
+    def _prepare_training(self, total_updates: int) -> None:
+        """Wrap the model for gradients, and make what trains it."""
+        cfg = self.cfg
         # before DDP: it replaces the output layer's forward, not its parameters
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
         # as Config.overlaps_grad_reduce, where provider and device are resolved
-        overlap = parallel.device.type == "cuda" and isinstance(self.provider, NativeProvider)
+        overlap = self.parallel.device.type == "cuda" and isinstance(self.provider, NativeProvider)
         self.models = wrap_ddp(self.chunks, self.core_config, cfg, overlap=overlap)
         self._with_reference: Callable[[], AbstractContextManager[None]] | None = None
         if cfg.loss.kl_coef and self.adapters is not None:
             self._with_reference = self.adapters.disabled
         elif cfg.loss.kl_coef:
             # a copy of the weights as loaded: take it before anything changes them
-            self._with_reference = Reference(self.chunks, parallel.device).in_place
+            self._with_reference = Reference(self.chunks, self.parallel.device).in_place
         self._pipeline = Pipeline(self.models, self.manager, padded=self.layout.padded)
         self.optimizer = Optimizer(self.models, cfg, total_updates=total_updates)
-        self.offload = Offload(self.models, self.optimizer.core, parallel.device)
+        self.offload = Offload(self.models, self.optimizer.core, self.parallel.device)
 
     def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:
         """Compute log pi_old of every response token, forward only.

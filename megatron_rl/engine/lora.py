@@ -115,8 +115,9 @@ class Place(NamedTuple):
 
 def add_adapters(
     chunks: Sequence[GPTModel], spec: ModelSpec, parallel: Parallel, config: LoraConfig, seed: int
-) -> Adapters:
-    """Freeze the chunks and give every target an adapter; return those of this rank.
+) -> Adapters | None:
+    """Freeze the chunks and give every target an adapter; return those of this rank.  None for
+    rank 0: all weights are trained.
 
     Call it after the weights are loaded, before DDP.  A is uniform in +-1/sqrt(in), as Kaiming's
     initialisation with slope sqrt(5) makes it, from a generator seeded by `seed` and the weight's
@@ -124,6 +125,8 @@ def add_adapters(
     Raises ConfigError for a target that matches no weight of the model, and a rank that is larger
     than a weight.
     """
+    if not config.rank:
+        return None
     names = [e.name for e in entries(spec) if can_have_adapter(e.name, e.hf[0][1])]
     if problem := unmatched_targets(config.targets, names):
         raise ConfigError(problem)

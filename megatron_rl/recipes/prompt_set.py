@@ -30,8 +30,8 @@ SHOWN = 3
 """Rows that are left out for one reason and named."""
 LEAST_ENDING, LEAST_ROWS = 20, 8
 """Characters and prompts from which on a common ending is reported as an instruction."""
-REPEATED = "its prompt stands in an earlier row"
-CONFLICT = "its prompt has another label in another row: nobody can know which is right"
+REPEATED = "its prompt is also in an earlier row"
+CONFLICT = "its prompt has another label in another row: which is right is not known"
 
 
 @dataclass(frozen=True)

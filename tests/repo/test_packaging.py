@@ -55,6 +55,8 @@ EXTRAS = {
 }
 OPTIONAL = {"sglang", "transformer_engine", "apex", "modelopt", "wandb", "mlflow", "trackio"}
 """Imported only where they are installed, see config/versions.py."""
+OF_RECIPES = {"bm25s", "datasets"}
+"""Imported by recipes alone, which say what to install."""
 OF_ANOTHER = {"pydantic_core": "pydantic"}
 """Imported, and installed by what is declared."""
 SIZES = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
@@ -128,7 +130,7 @@ def test_everything_that_is_imported_is_declared(package, beside):
         for need in NEEDS[name]
     }
     installed = packages_distributions()
-    for name in imported(package) - OPTIONAL - OF_ANOTHER.keys() - set(beside):
+    for name in imported(package) - OPTIONAL - OF_RECIPES - OF_ANOTHER.keys() - set(beside):
         distributions = {canonicalize_name(each) for each in installed.get(name, [name])}
         assert distributions & declared, (
             f"{name} is imported, and none of {distributions} is declared"

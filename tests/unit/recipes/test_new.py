@@ -17,7 +17,7 @@ from megatron_rl.plan.dry_run import report
 from megatron_rl.plan.functions import problem_of
 from megatron_rl.recipes import new
 from megatron_rl.recipes.toml_values import with_values
-from megatron_rl_tools.make_tiny_moe import make_tokenizer
+from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.tiny import random_checkpoint
 
 RECIPES = sorted(new.recipes())

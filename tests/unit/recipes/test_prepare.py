@@ -106,7 +106,7 @@ def test_what_is_left_out_is_counted_and_named(project, tmp_path):
     status, text = prepare("--from", train, f"test={test}")
     assert status == 0, text
     assert "train: 10 rows of" in text and "openai/gsm8k had 7,473 rows: another version?" in text
-    assert "  left out 3: its prompt stands in an earlier row (train-6, train-7, train-10)" in text
+    assert "  left out 3: its prompt is also in an earlier row (train-6, train-7, train-10)" in text
     assert "  left out 1: its prompt has another label in another row" in text and "(train-9)" in (
         text
     )
