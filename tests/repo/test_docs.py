@@ -233,7 +233,7 @@ def test_settings_in_documents_exist():
             found += [(page.name, f"{section}.{key}") for section, keys in sections for key in keys]
     assert len(found) > 500
     not_settings = {"run.id", "run.lock", "run.name", "run.folder"}  # of a tracker; a file
-    not_settings |= {"reward.py", "run.sh"}  # of a recipe
+    not_settings |= {"agent.py", "reward.py", "run.sh"}  # of a recipe
     not_settings |= {  # verl's
         "data.train_batch_size", "reward.custom_reward_function", "rollout.n",
         "rollout.tensor_model_parallel_size",
@@ -288,7 +288,8 @@ def test_options_of_commands_in_documents_exist():
         command = load(name)
         folder = Path(inspect.getfile(command)).parent
         modules = re.findall(r'"([a-z_.]+)(?::\w+)?"', inspect.getsource(command))
-        files = [folder / f"{module.replace('.', '/')}.py" for module in ["options", *modules]]
+        places_of = [module.removeprefix("megatron_rl.") for module in ["options", *modules]]
+        files = [folder / f"{module.replace('.', '/')}.py" for module in places_of]
         text = "".join(file.read_text() for file in files if file.is_file())
         assert f'"{option}"' in text or f'"{option[2:]}"' in text, (
             f"{place}: megatron-rl {name} {option}"
