@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 VENV="${VENV:-.venv}"
 SGLANG="$(grep '^sglang==' requirements-sglang.txt)"
 TORCH="$(grep '^torch==' requirements-cpu.txt)"
+UV="uv==0.13.9"
 CPU_WHEELS="https://download.pytorch.org/whl/cpu"
 INSTALLER="${INSTALLER:-}"
 ticker=""
@@ -15,7 +16,7 @@ trap '[[ -z "$ticker" ]] || kill "$ticker" 2>/dev/null' EXIT
 trap 'exit 130' INT # pip catches it and fails, which must not look like a package that cannot be installed
 trap 'exit 143' TERM
 
-part() { # part NAME COMMAND...: run the command, say every ten seconds that it runs, and note its seconds for the demo's table
+part() { # part NAME COMMAND...: run the command, say every ten seconds that it runs, and how long it took
     local name="$1" started="$SECONDS" status=0
     shift
     echo "make install: $name"
@@ -65,7 +66,7 @@ choose_installer() { # set `install` to the command that installs packages, and 
     pip) echo "make install: with pip ($why)" && return ;;
     *) echo "make install: INSTALLER=$INSTALLER: must be uv or pip" >&2 && exit 1 ;;
     esac
-    if [[ ! -x "$VENV/bin/uv" ]] && ! part "uv" "${install[@]}" uv; then
+    if [[ ! -x "$VENV/bin/uv" ]] && ! part "$UV" "${install[@]}" "$UV"; then
         why="uv cannot be installed"
     elif ! options="$("$VENV/bin/python" tools/uv_options.py)"; then
         why="uv cannot follow this configuration of pip, see above"

@@ -492,7 +492,8 @@ def test_tokens_are_coloured_and_read_by_mouse_and_keys(page, address):
 
 def test_responses_side_by_side_and_where_they_part(page, address):
     page.goto(f"{address}/#/run/0/rollout/{KEY}")
-    page.locator(".group button").first.click()
+    page.get_by_role("button", name="Compare").click()
+    page.locator(".member").first.click()
     page.locator(".response").nth(1).wait_for()
     first, second = (
         json.loads(page.request.get(f"{address}/api/runs/0/rollout/6/rollouts/Q1%2F{k}").text())[

@@ -56,7 +56,7 @@ def test_a_setting_of_pip_that_uv_is_not_told_is_named(setting):
 PYTHON = """#!/bin/sh
 echo "python $*" >>"$CALLS"
 case "$*" in
-*"install --disable-pip-version-check --quiet uv") {uv} ;;
+*"install --disable-pip-version-check --quiet uv==0.13.9") {uv} ;;
 *uv_options*) {options} ;;
 *"import torch"*) exit 1 ;;
 *) exit 0 ;;
