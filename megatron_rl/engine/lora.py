@@ -40,13 +40,8 @@ from megatron_rl.weights.adapters import (
     is_target,
     unmatched_targets,
 )
-from megatron_rl.weights.hf.mapping import (
-    Entry,
-    canonical_name,
-    entries,
-    find_entry,
-    local_parameters,
-)
+from megatron_rl.weights.hf.entries import Entry, entries, find_entry
+from megatron_rl.weights.hf.mapping import canonical_name, local_parameters
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_rl.config import Config
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.weights.adapters import can_have_adapter, is_target
-from megatron_rl.weights.hf.mapping import entries, shard_shape
+from megatron_rl.weights.hf.entries import entries, shard_shape
 
 
 class AdaptedWeight(NamedTuple):

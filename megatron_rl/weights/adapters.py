@@ -6,10 +6,6 @@ The adapters themselves are in engine/lora.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
-
-import torch
-from torch import Tensor
 
 PREFIX = "lora_"
 """Begins the names of an adapter's parameters in a module."""
@@ -22,23 +18,9 @@ GROUPS = {
 """Group of lora.targets -> part of the canonical names of its weights (weights/hf/mapping.py)."""
 
 
-class Merges(Protocol):
-    """The attribute `adapter` of a weight that has one."""
-
-    def merged(self) -> Tensor:
-        """Return the weight with its adapter."""
-
-
 def is_adapter(name: str) -> bool:
     """Return True for the name of an adapter's parameter, as named_parameters() gives it."""
     return name.rpartition(".")[2].startswith(PREFIX)
-
-
-@torch.no_grad()
-def weight_values(parameter: Tensor) -> Tensor:
-    """Return what a layer multiplies by: the parameter, with its adapter where it has one."""
-    adapter: Merges | None = getattr(parameter, "adapter", None)
-    return parameter.detach() if adapter is None else adapter.merged()
 
 
 def can_have_adapter(name: str, shape: Sequence[int]) -> bool:

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
-from megatron_rl.weights.hf.mapping import entries, find_entry, to_hf, to_mcore
+from megatron_rl.weights.hf.entries import entries, find_entry
+from megatron_rl.weights.hf.mapping import to_hf, to_mcore
 from tests.dist.launch import run_ranks
 from tests.dist.test_checkpoint import SCHEDULE, change_layout, run_parts
 from tests.dist.test_referee import (

@@ -13,14 +13,14 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.adapters import weight_values
-from megatron_rl.weights.hf.mapping import Entry, entries, local_parameters, to_hf
+from megatron_rl.weights.hf.entries import Entry, entries
+from megatron_rl.weights.hf.mapping import local_parameters, to_hf
 from megatron_rl.weights.hf.rules import ONE_CALL
 
 if TYPE_CHECKING:
@@ -200,6 +200,20 @@ def export_planned(
                 tensors = [tensor for _, tensor in to_hf(entry, shards, spec)]
         for (name, shape), tensor in zip(entry.hf, tensors, strict=True):
             yield HFTensor(name, shape, dtype, source, tensor)
+
+
+class Merges(Protocol):
+    """The attribute `adapter` of a weight that has one (engine/lora.py)."""
+
+    def merged(self) -> torch.Tensor:
+        """Return the weight with its adapter."""
+
+
+@torch.no_grad()
+def weight_values(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what a layer multiplies by: the parameter, with its adapter where it has one."""
+    adapter: Merges | None = getattr(parameter, "adapter", None)
+    return parameter.detach() if adapter is None else adapter.merged()
 
 
 def gather_shards(

@@ -9,7 +9,8 @@ from torch import nn
 
 from megatron_rl.config.sections import LoraConfig
 from megatron_rl.engine.lora import Adapter, Adapters, initial_a, use_merged_weights
-from megatron_rl.weights.adapters import is_target, unmatched_targets, weight_values
+from megatron_rl.weights.adapters import is_target, unmatched_targets
+from megatron_rl.weights.hf.export import weight_values
 
 NAMES = (
     "decoder.layers.0.self_attention.linear_qkv.weight",
