@@ -44,7 +44,7 @@ def test_a_run_in_float32_turns_tf32_off_before_it_starts_cuda(dtype, expected, 
     monkeypatch.setattr(
         build, "load_prompt_files", lambda *_: {"": SimpleNamespace(prompts=[], line=str)}
     )
-    monkeypatch.setattr(build, "PromptSource", lambda *_, **__: None)
+    monkeypatch.setattr(build, "make_stream", lambda *_, **__: None)
     cfg = load_config(None, [], {"model": {"path": "x", "dtype": dtype}, "data": {"train": "x"}})
     with pytest.raises(InterruptedError), build.start_trainer(cfg):
         pass

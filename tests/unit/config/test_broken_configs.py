@@ -573,7 +573,7 @@ FILES = [
         "--model.path none",
         "model.path = none",
         "no config.json there",
-        "to plan with published sizes, --model.path qwen3",
+        "to plan with published sizes, --model.path olmoe",
     ),
     (
         "--model.path train.jsonl",

@@ -62,12 +62,15 @@ def test_rewards_and_pass_rates_are_counted_by_source():
     assert plain.reduce(None, "cpu") == {}
 
 
+FIRST = "rollouts/step_000001.jsonl"
+
+
 def test_recorded_rollouts_and_reward_functions_get_the_source(tmp_path):
     Recorder(tmp_path).record(1, [group_of("math", [1, 0]), group_of("", [1, 0], "q")])
-    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / FIRST).read_text().splitlines()]
     assert [line.get("source") for line in lines] == ["math", "math", None, None]
     assert "source" not in lines[2], "the line of a run with one file is as before"
-    records = list(read_rollouts(tmp_path / "rollouts.jsonl"))
+    records = list(read_rollouts(tmp_path / FIRST))
     assert [record.source for record in records] == ["math", "math", "", ""]
     tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: [""] * len(rows))
     group = group_of("math", [1, 0])
