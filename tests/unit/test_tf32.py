@@ -42,7 +42,9 @@ def test_a_run_in_float32_turns_tf32_off_before_it_starts_cuda(dtype, expected, 
     monkeypatch.setattr(build, "make_parallel", make_parallel)
     monkeypatch.setattr(build, "load_tokenizer", lambda path: None)
     monkeypatch.setattr(
-        build, "load_prompt_files", lambda *_: {"": SimpleNamespace(prompts=[], line=str)}
+        build,
+        "load_prompt_files",
+        lambda *_: {("data.train", ""): SimpleNamespace(prompts=[], line=str)},
     )
     monkeypatch.setattr(build, "make_stream", lambda *_, **__: None)
     cfg = load_config(None, [], {"model": {"path": "x", "dtype": dtype}, "data": {"train": "x"}})

@@ -1,10 +1,7 @@
 """Rehearse a training step of a configuration on pretended GPUs: the real engine at full size, on \
 this machine's CPU.
 
-    megatron-rl rehearse --config F.toml --gpus 64 [--model NAME|DIR] [--layers 2 | --whole]
-                         [--ranks roles|all|0 7 ...] [--micro-batches N]
-                         [--length TOKENS] [--turns N] [--from-rollouts DIR] [--skew 1.0]
-                         [--gpu h100] [--out DIR] [--section.key value ...]
+    megatron-rl rehearse --config F.toml --gpus 64 [options] [--section.key value ...]
 
 Reports what would fail or wait on a GPU, memory by the line that allocated it beside the plan's, \
 and seconds computed from the
