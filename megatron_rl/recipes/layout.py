@@ -86,6 +86,7 @@ def values_of(best: Candidate, path: str) -> dict[str, object]:
     """Return the settings in which the layout may differ from the recipe's."""
     p, model, rollout = best.cfg.parallel, best.cfg.model, best.cfg.rollout
     values: dict[str, object] = {"model.path": path, "model.recompute": model.recompute}
+    values["model.fused_lm_head"] = True if model.fused_lm_head else None
     sizes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "ep": p.ep, "etp": p.expert_tp}
     values |= {f"parallel.{name}": size for name, size in sizes.items()}
     values["parallel.layers_per_stage"] = list(p.layers_per_stage) or None

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.models.known import HUB, KNOWN
-from megatron_rl.plan.dry_run import report
+from megatron_rl.plan.dry_run import MEMORY_TITLE, report
 from megatron_rl.plan.functions import problem_of
 from megatron_rl.recipes import new
 from megatron_rl.recipes.toml_values import with_values
@@ -78,6 +78,11 @@ def test_a_project_passes_the_dry_run(recipe, model, gpus, tmp_path, monkeypatch
     assert f'"${{GPUS:={min(gpus, 8)}}}" "${{NNODES:={max(gpus // 8, 1)}}}"' in run
     line = new.LAYOUT.search((tmp_path / "p/config.toml").read_text())[0]
     assert line.startswith(f"# Layout: {model} on {gpus} x H100-SXM: tp {cfg.parallel.tp}, ")
+    # what the file says is what was planned: every setting of the layout is in it
+    planned = re.search(r"measured: ([\d.]+) of", line)[1]
+    table = found.partition(MEMORY_TITLE)[2].partition("saving a checkpoint")[0]
+    totals = [float(total) for total in re.findall(r"([\d.]+) GiB$", table, re.M)]
+    assert max(totals) == pytest.approx(float(planned), abs=0.06)
     assert HUB[model] in (tmp_path / "p/README.md").read_text()
 
 

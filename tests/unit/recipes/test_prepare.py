@@ -14,6 +14,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.data.prompts import load_prompts
+from megatron_rl.plan.dry_run import report
 from megatron_rl.plan.preflight import prompt_problems
 from megatron_rl.recipes import new, prompt_set
 from megatron_rl.recipes.prepare import main
@@ -117,7 +118,7 @@ def test_what_is_left_out_is_counted_and_named(project, tmp_path):
 def test_the_guides_output_is_real(project, tmp_path, capsys):
     """The blocks of docs/guides/gsm8k.md, but for digests, paths and left out lines."""
     page = (Path(__file__).parents[3] / "docs/guides/gsm8k.md").read_text()
-    made, prepared, *_ = re.findall(r"^```\n\$ .*\n((?:.*\n)*?)```$", page, re.M)
+    made, prepared, checked = re.findall(r"^```\n\$ .*\n((?:.*\n)*?)```$", page, re.M)
     options = ["--recipe", "gsm8k", "--model", "qwen3-30b-a3b", "--gpus", "8"]
     assert new.main([str(tmp_path / "my_gsm8k"), *options]) == 0
     assert capsys.readouterr().out.replace(f"{tmp_path}/", "") == made
@@ -129,6 +130,8 @@ def test_the_guides_output_is_real(project, tmp_path, capsys):
     printed = [re.sub(r"\b[0-9a-f]{64}\b", "...", line) for line in text.splitlines()]
     shown = [line for line in prepared.splitlines() if line != "..."]
     assert len(shown) > 8 and not [line for line in shown if line not in printed]
+    cfg = load_config("config.toml", ["--model.path", "qwen3-30b-a3b"])
+    assert report(cfg, 8).splitlines()[-1] == checked.strip()
 
 
 def test_the_same_rows_have_one_digest_in_any_file(project, tmp_path):
