@@ -16,6 +16,7 @@ from megatron_rl.rollout.saved.recorded_rollouts import read_rollouts
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.scoring import make_episode
 from megatron_rl.trainer.rollout_metrics import count_sources, pass_counts
+from megatron_rl_tools.check_rollouts.run_files import read_lines
 from tests.unit.batch.rollouts import make_rollout
 from tests.unit.data.test_mixture import stream_of
 from tests.unit.trainer.test_live_rollouts import live, make_group, sampled  # noqa: F401
@@ -72,6 +73,9 @@ def test_recorded_rollouts_and_reward_functions_get_the_source(tmp_path):
     assert "source" not in lines[2], "the line of a run with one file is as before"
     records = list(read_rollouts(tmp_path / FIRST))
     assert [record.source for record in records] == ["math", "math", "", ""]
+    # check-rollouts reads them with code of its own
+    lines_of_tool = read_lines(tmp_path / FIRST)
+    assert [record.source for record in lines_of_tool] == ["math", "math", "", ""]
     tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: [""] * len(rows))
     group = group_of("math", [1, 0])
     assert make_episode(group.prompt, group.rollouts[0], tokenizer).source == "math"
