@@ -62,7 +62,7 @@ def test_a_recipe_prepares_checks_and_trains(recipe, tmp_path):
         tmp_path / "model",
         vocab_size=len(tokenizer),
         num_hidden_layers=2,
-        max_position_embeddings=8192,
+        max_position_embeddings=65_536,
         eos_token_id=tokenizer.eos_token_id,
     )
     tokenizer.save_pretrained(model)
