@@ -3,6 +3,7 @@
 # Both first install their requirements into .venv.  `make help` lists eight targets, `make help-all` all and their variables.
 
 PYTHON ?=
+INSTALLER ?=
 PYTEST_ARGS ?=
 VENV ?= .venv
 JOBS ?= 3
@@ -10,11 +11,11 @@ INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help help-all install demo demo-tools gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures check test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants linters lint format docs doctor viewer viewer-screenshots rehearse rehearse-whole clean FORCE
+.PHONY: help help-all install browser demo demo-tools demo-agent gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures check test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants linters lint format docs doctor viewer viewer-screenshots rehearse rehearse-whole clean FORCE
 
 define HELP
-make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12]
-make demo       the main job, end to end, on the CPU (about 10 minutes)
+make install    .venv with everything for the CPU   [PYTHON=python3.12] [VENV=.venv-3.12] [INSTALLER=pip]
+make demo       the main job, end to end, on the CPU (8 minutes); continues where it was interrupted
                 [TP=2] [PP=2] [EP=2] [SEED=0] [DTYPE=bfloat16|float32] [STEPS=60] [NAME=demo] [ARGS='--section.key value']
 make doctor     checks this machine and its packages   [ARGS='--config F.toml --quick']
 make gpu-check  what a first GPU must show, step by step; results in runs/gpu_check   [ARGS='--quick --device cpu']
@@ -25,7 +26,9 @@ make docs       the documentation site, in build/site; fails on a broken link
 endef
 
 define HELP_ALL
+make browser    Chromium, for tests and pictures of the viewer
 make demo-tools the demo with a tool: the tiny model learns to call a calculator (40 steps; same variables)
+make demo-agent an unmodified program of the openai package learns to use its tool on the tiny model that chats (15 steps)
 make paper-tiny the paper's experiments in miniature; hours, resumes where it stopped   [ARGS='--tables n8 --seeds 0']
 make paper-tiny-smoke  five short cells of it, as a test (minutes)
 make paper-long the same questions with answers of 60 to 160 tokens
@@ -40,7 +43,7 @@ make test-stacks  unit, selected multi-rank and end-to-end tests on Python 3.12 
 make test-bridge  models that Megatron-Bridge builds, in an environment of their own (about 20 minutes)   [PYTEST_ARGS='-k logits']
 make test-te    TransformerEngine's layers: load, export, save, convert, replay hook; without a GPU too   [VENV=ENVIRONMENT with TE]
 make test-trackers  W&B, MLflow and trackio for real, offline, in an environment of their own (minutes)
-make rehearse   the recipes of examples/ on pretended GPUs, at full width with two layers (minutes)   [ARGS='-- --skew 2']
+make rehearse   the recipes on pretended GPUs, at full width with two layers (minutes)   [ARGS='-- --skew 2']
 make rehearse-whole  the same with all layers (an hour)
 make faults     faults of rollout servers and payloads (minutes)   [ARGS='--seeds 3']
 make explain-faults  does explain-mismatch name every fault of a pair of engines, and accuse no healthy one? (minutes)   [ARGS=rope]
@@ -65,16 +68,26 @@ help-all:
 install: $(INSTALLED)
 
 $(INSTALLED): requirements-cpu.txt requirements-sglang.txt pyproject.toml tools/pyproject.toml viewer/pyproject.toml tools/install.sh $(if $(PYTHON),FORCE)
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash tools/install.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" INSTALLER="$(INSTALLER)" bash tools/install.sh
 	@touch $@
+
+browser:
+	@bash tools/install_browser.sh
 
 demo: install
 	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" VENV="$(VENV)" \
 		bash examples/tiny_cpu/run.sh $(ARGS)
+	@$(VENV)/bin/python examples/tiny_cpu/times.py runs/$(or $(NAME),demo) $(VENV)
 
 demo-tools: install
 	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" VENV="$(VENV)" \
 		bash examples/tools_cpu/run.sh $(ARGS)
+	@$(VENV)/bin/python examples/tiny_cpu/times.py runs/$(or $(NAME),demo-tools) $(VENV)
+
+demo-agent: install
+	@TP="$(TP)" PP="$(PP)" EP="$(EP)" SEED="$(SEED)" DTYPE="$(DTYPE)" STEPS="$(STEPS)" NAME="$(NAME)" VENV="$(VENV)" \
+		bash examples/agent_cpu/run.sh $(ARGS)
+	@$(VENV)/bin/python examples/tiny_cpu/times.py runs/$(or $(NAME),demo-agent) $(VENV)
 
 paper-tiny paper-long: install
 	OMP_NUM_THREADS=1 $(RUN) examples.experiments.run $(subst -,_,$@) $(ARGS); status=$$?; \
@@ -96,11 +109,11 @@ paper-tiny-smoke paper-long-smoke: install
 check: linters
 	OMP_NUM_THREADS=1 $(RUN) tests.check $(BASE) -n $(JOBS)
 
-test: install
+test: install browser
 	$(RUN) pytest -m "not slow" -n $(JOBS) tests/unit $(PYTEST_ARGS)
 	$(RUN) pytest -m "not slow" tests/dist tests/e2e tests/te $(PYTEST_ARGS)
 
-test-slow: install
+test-slow: install browser
 	$(RUN) pytest -m slow $(PYTEST_ARGS)
 
 test-layouts: install
@@ -142,7 +155,7 @@ linters: install
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch tools/*.sh
+	$(VENV)/bin/shellcheck .ci/run examples/*/*.sh examples/*/*.sbatch megatron_rl/recipes/*/*.sh tools/*.sh
 	$(VENV)/bin/hadolint Dockerfile Dockerfile.sglang
 
 lint: linters
@@ -158,13 +171,13 @@ docs: install
 viewer:
 	cd viewer/web && npm ci --ignore-scripts --no-audit --no-fund && npm run build
 
-viewer-screenshots: install
+viewer-screenshots: install browser
 	$(RUN) tests.viewer_pictures runs/$(or $(NAME),demo) docs/assets
 
 gpu-check:  # without install: it also runs in an image, with the image's own Python
 	$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python) -m megatron_rl.cli gpu-check $(ARGS)
 
-RECIPES := $(wildcard examples/qwen3_30b_a3b/*.toml)
+RECIPES := $(wildcard examples/qwen3_30b_a3b/*.toml megatron_rl/recipes/*/config.toml)
 rehearse: install
 	$(RUN) megatron_rl_tools.rehearse.batch --model qwen3-30b-a3b --gpus 8 $(RECIPES) $(ARGS)
 

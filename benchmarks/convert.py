@@ -30,7 +30,7 @@ import torch
 from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.models.families import make_spec
-from megatron_rl.weights.hf.mapping import entries
+from megatron_rl.weights.hf.entries import entries
 from megatron_rl_tools.convert.conversion import MIB, Conversion, hf_to_megatron, megatron_to_hf
 from megatron_rl_tools.convert.conversion_files import FileWork
 from megatron_rl_tools.convert.shard_writer import Piece, ShardWriter

@@ -26,6 +26,7 @@ from megatron_rl.distributed import make_parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.plan import memory
+from megatron_rl.plan.activations import logits_bytes
 from megatron_rl.records import Rollout
 from tests.tiny import random_checkpoint
 
@@ -109,8 +110,8 @@ def measure(cfg: Config) -> list[tuple[str, int, int]]:
         engine.update(batch, old, sums, replay="none")
     predicted = memory.rank_memory(engine.spec, cfg, 1, 0)
     # of what autograd keeps: without the gradient of the LM head
-    kept, recomputed = memory.activation_bytes(engine.spec, cfg, 0)
-    activations = kept + max(recomputed, memory.logits_bytes(engine.spec, cfg))
+    kept, beside = memory.activation_bytes(engine.spec, cfg, 0)
+    activations = kept + max(beside, logits_bytes(engine.spec, cfg))
     parts = [
         ("weights", predicted.weights, sum(p.nbytes for p in parameters)),
         ("gradients", predicted.gradients, sum(p.main_grad.nbytes for p in parameters)),

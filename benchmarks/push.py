@@ -46,6 +46,7 @@ from benchmarks.push_slime import slime_push
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
+from megatron_rl.weights.hf.entries import entries, shard_shape
 from megatron_rl.weights.hf.export import (
     HFTensor,
     RankParameters,
@@ -57,7 +58,6 @@ from megatron_rl.weights.hf.export import (
     order_steps,
     plan_export,
 )
-from megatron_rl.weights.hf.mapping import entries, shard_shape
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.push import WeightPusher
 from megatron_rl.weights.sync.pushed_weights import PushedWeights, checked_stream

@@ -104,6 +104,12 @@ def evaluate() -> int:
     return import_module("megatron_rl.evaluate").main()
 
 
+def new() -> int:
+    """Make a project of your own from a recipe."""
+    import_module("megatron_rl.recipes.options").parse_new()
+    return import_module("megatron_rl.recipes.new").main()
+
+
 def settings() -> int:
     """Explain the settings of a configuration."""
     from megatron_rl.config import ConfigError

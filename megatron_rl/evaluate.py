@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config, ConfigError, EvalConfig, dump_config, load_config
+from megatron_rl.config.run_paths import RunFolder
+from megatron_rl.data.prompt_files import eval_file
 from megatron_rl.data.prompts import load_prompt_files, load_tokenizer
 from megatron_rl.launch.log_lines import LogLines
 from megatron_rl.metrics.accuracy import average, pass_at
@@ -153,11 +155,9 @@ def run_tool(cfg: Config, out: Path, console: Console) -> Results:
     returns the results.
     """
     tokenizer = load_tokenizer(cfg.model.path)
-    files = load_prompt_files(
-        {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()}, tokenizer
-    )
+    files = load_prompt_files({name: eval_file(cfg, name) for name in cfg.eval.sets}, tokenizer)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.toml").write_text(dump_config(cfg))
+    RunFolder(out).config.write_text(dump_config(cfg))
     results: Results = {"checkpoint": str(cfg.model.path), "settings": settings_of(cfg), "sets": {}}
     sampler = StandaloneSampler(cfg, tokenizer, log_dir=out, console=console)
     with sampler, open(out / "responses.jsonl", "w", encoding="ascii") as responses:
@@ -266,7 +266,8 @@ def configure(args: argparse.Namespace, overrides: list[str]) -> tuple[Config, P
         evaluation["pass_at"] = args.k
     sections: dict[str, dict[str, object]] = {"eval": evaluation}
     if args.run is not None:
-        model, path, out = args.run / "hf", args.run / "config.toml", args.run / "evaluation"
+        folder = RunFolder(args.run)
+        model, path, out = folder.hf, folder.config, folder.evaluation
         # the run's servers have other weights by now, or have stopped
         sections["rollout"] = {"urls": []}
         if not model.is_dir():

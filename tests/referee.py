@@ -102,33 +102,53 @@ def train(path: Path, mini_batches: Sequence[Sequence[Sample]], recipe: Recipe) 
     """One step of len(mini_batches) updates."""
     model = load_reference(path, torch.float64)
     outcome = Outcome()
-    old, replayed = {}, {}
-    with torch.no_grad():
-        for rollout in (
-            part for batch in mini_batches for sample in batch for part in sample.rollout.sequences
-        ):
-            given = rollout_routes(rollout) if recipe.replay == "R3" else None
-            old[rollout.id], chosen = response_logprobs(model, rollout, recipe.temperature, given)
-            replayed[rollout.id] = {"none": None, "R2": chosen, "R3": given}[recipe.replay]
+    old = old_pass(model, mini_batches, recipe)
     adam = Adam(model, recipe)
     for batch in mini_batches:
-        terms = []
-        for sample, rollout in (
-            (whole, part) for whole in batch for part in whole.rollout.sequences
-        ):
-            logprobs, _ = response_logprobs(
-                model, rollout, recipe.temperature, replayed[rollout.id]
-            )
-            mu = torch.from_numpy(rollout.rollout_logprobs).double()
-            advantage = np.float32(sample.advantage).item()
-            terms.append(Terms(logprobs, old[rollout.id], mu, advantage, sample.rollout.id))
-        model.zero_grad()
-        LOSSES[recipe.loss](terms, outcome).backward()
+        backward(model, batch, old, recipe, outcome)
         outcome.norms.append(clip_gradient(model, recipe.clip_grad))
         outcome.gradients.append(saved(model, gradients=True))
         adam.step()
     outcome.weights = saved(model)
     return outcome
+
+
+OldLogprobs = dict[str, tuple[Tensor, list[Tensor] | None]]
+"""Sequence -> (log pi_old, the experts that the updates replay)."""
+
+
+@torch.no_grad()
+def old_pass(
+    model: torch.nn.Module, mini_batches: Sequence[Sequence[Sample]], recipe: Recipe
+) -> OldLogprobs:
+    old: OldLogprobs = {}
+    for rollout in (
+        part for batch in mini_batches for sample in batch for part in sample.rollout.sequences
+    ):
+        given = rollout_routes(rollout) if recipe.replay == "R3" else None
+        logprobs, chosen = response_logprobs(model, rollout, recipe.temperature, given)
+        replayed = {"none": None, "R2": chosen, "R3": given}[recipe.replay]
+        old[rollout.id] = logprobs, replayed
+    return old
+
+
+def backward(
+    model: torch.nn.Module,
+    batch: Sequence[Sample],
+    old: OldLogprobs,
+    recipe: Recipe,
+    outcome: Outcome,
+) -> None:
+    """Leave the gradient of one mini-batch in the model's parameters."""
+    terms = []
+    for sample, rollout in ((whole, part) for whole in batch for part in whole.rollout.sequences):
+        its_old, replayed = old[rollout.id]
+        logprobs, _ = response_logprobs(model, rollout, recipe.temperature, replayed)
+        mu = torch.from_numpy(rollout.rollout_logprobs).double()
+        advantage = np.float32(sample.advantage).item()
+        terms.append(Terms(logprobs, its_old, mu, advantage, sample.rollout.id))
+    model.zero_grad()
+    LOSSES[recipe.loss](terms, outcome).backward()
 
 
 def response_logprobs(

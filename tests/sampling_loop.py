@@ -21,7 +21,7 @@ from tests.fake_model import FakeModel
 from tests.fake_server import SPEC, FakeServer
 
 PARALLEL = SimpleNamespace(
-    dp_rank=0, dp_size=1, device=torch.device("cpu"), host_group=None,
+    rank=1, dp_rank=0, dp_size=1, device=torch.device("cpu"), host_group=None,
     node=SimpleNamespace(is_alone=True),
 )  # fmt: skip
 PER_STEP, GROUP = 2, 2

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_rl.config import dump_config, load_config
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
-from megatron_rl_tools.make_tiny_moe import make_tokenizer
+from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.tiny import random_checkpoint
 from tests.unit.batch.rollouts import make_rollout
 

@@ -26,7 +26,7 @@ from tests.faults.samples import cut_start, encode
 TOKEN_SECONDS = 0.03
 MOST_TOKENS = 8
 END, ZERO, END_OF_PROMPT = 1, 3, 15
-"""<eos>, 0 and = in tools/make_tiny_moe.VOCABULARY, which takes seconds to import."""
+"""<eos>, 0 and = in tools/megatron_rl_tools/tiny_text.VOCABULARY, which takes seconds to import."""
 
 
 def response(prompt: list[int], place: int) -> list[int]:

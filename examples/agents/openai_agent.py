@@ -5,8 +5,7 @@ training.
     agent.renderer = "qwen3"
     data.chat_template = false     # the program writes its messages itself
 
-NOT RUN with a model that knows tool calls: none was available.  Tested: every request, against a
-server with fixed answers.
+`make demo-agent` trains the tiny model that chats with it.  Not run with a large model.
 """
 
 from __future__ import annotations

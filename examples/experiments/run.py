@@ -28,6 +28,7 @@ from typing import Any
 
 from examples.experiments.experiment import ENDED, NAMES, Cell, load_experiment
 from megatron_rl.config import Config, load_config
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.engine.optim import TrainingDiverged
 from megatron_rl.metrics.lines import cut_partial_line
 from megatron_rl.rollout.server.process import Server, launch_server
@@ -105,7 +106,7 @@ def run_cells(
             write(results, cell, result(cell, cfg, commit, outcome, seconds))
             if outcome not in ENDED:
                 failed.append(cell.name)
-            shutil.rmtree(cfg.run_dir / "checkpoints", ignore_errors=True)
+            shutil.rmtree(RunFolder(cfg.run_dir).checkpoints, ignore_errors=True)
             print(
                 f"{number}/{len(todo)} {cell.name}: {outcome} in {seconds:.0f} s; log"
                 f" {log_path(cfg)}",
@@ -149,9 +150,11 @@ def run_cell(cfg: Config, timeout_seconds: float) -> tuple[str, float]:
 
     The outcome is "finished", "diverged", "failed" or "timed out".
     """
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        (cfg.run_dir / name).unlink(missing_ok=True)
-    cfg.run_dir.mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(cfg.run_dir)
+    folder.metrics.unlink(missing_ok=True)
+    for file in (*folder.line_files("rollouts"), *folder.line_files("trained")):
+        file.path.unlink()
+    folder.logs.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     process = multiprocessing.get_context("fork").Process(target=train_in_child, args=(cfg,))
     process.start()
@@ -178,7 +181,7 @@ def train_in_child(cfg: Config) -> None:
 
 
 def log_path(cfg: Config) -> Path:
-    return cfg.run_dir / "log.txt"
+    return RunFolder(cfg.run_dir).logs / "log.txt"
 
 
 def result_path(results: Path, cell: Cell) -> Path:
@@ -206,7 +209,7 @@ def result(cell: Cell, cfg: Config, commit: str, outcome: str, seconds: float) -
 
     Evaluations are {finished steps: score}.  A cell that failed before its first step has neither.
     """
-    path = cfg.run_dir / "metrics.jsonl"
+    path = RunFolder(cfg.run_dir).metrics
     cut_partial_line(path)  # a cell that was stopped may have left one
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     steps = [row for row in rows if "train/loss" in row]

@@ -27,6 +27,7 @@ from megatron_rl.checkpoint.manifest import Manifest, ManifestError, damage, rea
 from megatron_rl.checkpoint.state import load_state, set_rng_state, sharded_state
 from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint
 from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.lora import base_digest
 
 FORMAT_VERSION = 1
 REQUIRED = {"step", "progress", "schedule", "adam_step", "ranks", "layout", "config"}
@@ -71,6 +72,7 @@ def load_checkpoint(engine: Engine, folder: Path, path: Path) -> Restored:
         )
     # also before the engine changes
     changed = check_changes(state["config"], engine.cfg, str(path))
+    check_base(engine, path, state)
     checked_in = time.monotonic() - started
     restore_engine(engine, path, state)
     rng = on_every_rank(lambda: restore_rng(engine, path, state))
@@ -90,6 +92,19 @@ def load_checkpoint(engine: Engine, folder: Path, path: Path) -> Restored:
         lines.append(f"  settings that differ from the checkpoint's: {', '.join(differing)}")
     accepted = matters(changed, engine.cfg)
     return Restored(path, state["step"], state["progress"], lines, accepted)
+
+
+def check_base(engine: Engine, path: Path, state: State) -> None:
+    """Raise CheckpointError where the adapters belong to another base.  Collective."""
+    if not engine.cfg.lora.rank:
+        return
+    found, saved = base_digest(engine.chunks, engine.spec, engine.parallel), state.get("base")
+    if found != saved:
+        raise CheckpointError(
+            f"{path}: its adapters belong to other weights (digest {saved}) than those of"
+            f" model.path = {engine.cfg.model.path} ({found}); set model.path to the model that the"
+            " run was started from"
+        )
 
 
 def restore_engine(engine: Engine, path: Path, state: State) -> None:

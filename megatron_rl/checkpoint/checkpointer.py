@@ -64,6 +64,7 @@ from megatron_rl.checkpoint.write_progress import show_writing
 from megatron_rl.config import plain_values
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.lora import base_digest
 from megatron_rl.metrics.console import ShowProgress
 from megatron_rl.records import Files
 
@@ -125,6 +126,11 @@ class Checkpointer:
         self._progress = progress
         self._pending: Pending | None = None
         self._planner = Planner(engine.parallel.dp_cp_group)
+        self._base = (
+            base_digest(engine.chunks, engine.spec, engine.parallel)
+            if engine.cfg.lora.rank
+            else None
+        )
         from_rank_0(lambda: remove_leftovers(folder))
 
     # Saving
@@ -287,6 +293,7 @@ class Checkpointer:
             "layout": layout_name(engine),
             "config": plain_values(engine.cfg),
             "megatron_core": core_version,
+            "base": self._base,
         }
         return json.dumps(state, indent=1) + "\n"
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from megatron_rl.checkpoint.manifest import ManifestError, read_manifest
 from megatron_rl.config import CheckpointConfig
@@ -68,6 +68,8 @@ class State(TypedDict):
     """All settings, by section."""
     megatron_core: str
     """Version that saved it."""
+    base: NotRequired[str | None]
+    """Digest of the frozen weights that the adapters belong to (engine.lora.base_digest)."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from torch import Tensor
 from megatron_rl.checkpoint.torch_dist.optimizer_parts import sharded_parts, take_loaded
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.optim import core_optimizers, torch_optimizers
+from megatron_rl.weights.adapters import is_adapter
 
 # Model and optimizer ------------------------------------------------------------------------------
 
@@ -44,7 +45,8 @@ def sharded_state(engine: Engine) -> ShardedStateDict:
     A load fills them, and `load_state` takes them then.
     """
     models = {
-        f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(engine.chunks)
+        f"model{index}": trained_tensors(engine, chunk.sharded_state_dict())
+        for index, chunk in enumerate(engine.chunks)
     }
     make_moments(engine)
     states = [_optimizer_state(optimizer, models) for optimizer in inner_optimizers(engine)]
@@ -57,11 +59,19 @@ def load_state(engine: Engine, loaded: StateDict, *, adam_step: float) -> None:
     `adam_step` counts the updates that Adam has made.
     """
     for index, chunk in enumerate(engine.chunks):
-        chunk.load_state_dict(loaded[f"model{index}"])
+        # with adapters, the base stays as it was loaded
+        chunk.load_state_dict(loaded[f"model{index}"], strict=not engine.cfg.lora.rank)
     for index, optimizer in enumerate(inner_optimizers(engine)):
         if optimizer.optimizer is not None:  # None: no parameter of its kind on this rank
             _fill(optimizer, loaded["optimizer"][str(index)])
             set_adam_step(optimizer.optimizer, adam_step)
+
+
+def trained_tensors(engine: Engine, tensors: ShardedStateDict) -> ShardedStateDict:
+    """Return the adapters of a model's sharded tensors; all of these where there are none."""
+    if not engine.cfg.lora.rank:
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
 
 
 def make_moments(engine: Engine) -> None:

@@ -15,6 +15,7 @@ class AllSections(Section):
 
     run: sections.RunConfig = sections.RunConfig()
     model: sections.ModelConfig
+    lora: sections.LoraConfig = sections.LoraConfig()
     data: sections.DataConfig
     rollout: sections.RolloutConfig = sections.RolloutConfig()
     agent: sections.AgentConfig = sections.AgentConfig()
@@ -43,9 +44,16 @@ class AllSections(Section):
     @property
     def eval_data(self) -> sections.DataConfig:
         """The way to read evaluation files: [data] with what [eval] overrides."""
+        return self.data_of_set("")
+
+    def data_of_set(self, name: str) -> sections.DataConfig:
+        """The way to read an evaluation file: [data], with the keys of the source of the same name,
+        and with what [eval] overrides.
+        """
         keys = {"prompt_key", "label_key", "template"}
         changed = self.eval.model_dump(include=keys, exclude_none=True)
-        return sections.DataConfig.model_validate(self.data.model_dump() | changed)
+        data = self.data.of_source(name).model_dump()
+        return sections.DataConfig.model_validate(data | changed)
 
     @property
     def needs_routes(self) -> bool:

@@ -20,7 +20,22 @@ SECTIONS: dict[str, type[Section]] = {
 @cache  # pydantic builds a schema in milliseconds, and the help reads all of them
 def schemas(section: str) -> dict[str, Schema]:
     """Return the schema of every key of a section; none for an unknown section."""
-    return SECTIONS[section].model_json_schema()["properties"] if section in SECTIONS else {}
+    if section not in SECTIONS:
+        return {}
+    schema = SECTIONS[section].model_json_schema()
+    tables = schema.get("$defs", {})
+    return {key: inlined(part, tables) for key, part in schema["properties"].items()}
+
+
+def inlined(part: Any, tables: Schema) -> Any:
+    """Return a part of a schema with the schemas of tables in place of references to them."""
+    if isinstance(part, list):
+        return [inlined(entry, tables) for entry in part]
+    if not isinstance(part, dict):
+        return part
+    if "$ref" in part:
+        return inlined(tables[part["$ref"].rpartition("/")[2]], tables)
+    return {key: inlined(entry, tables) for key, entry in part.items()}
 
 
 def types_of(schema: Schema) -> set[str]:

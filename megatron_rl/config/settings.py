@@ -135,6 +135,8 @@ def type_text(schema: Schema) -> str:
         return " or ".join(map(json.dumps, names))
     if schema["type"] == "array":
         return f"list of: {type_text(schema['items'])}"
+    if "properties" in schema:
+        return f"table of {', '.join(schema['properties'])}"
     if schema["type"] == "object":
         return f"table of names and: {type_text(schema['additionalProperties'])}"
     kind = "path" if schema.get("format") == "path" else TYPES[schema["type"]]

@@ -6,18 +6,19 @@ the keys of data/rows.py.  Its other columns are its metadata.
 
 from __future__ import annotations
 
-import copy
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from megatron_rl.config import DataConfig
+from megatron_rl.data.pass_rates import PassRates
+from megatron_rl.data.prompt_stream import PromptState, PromptStream
 from megatron_rl.data.rows import BrokenRow, DataError, Message, describe_broken_rows, parse_rows
 from megatron_rl.records import Prompt
 
@@ -34,8 +35,7 @@ __all__ = [
     "load_tokenizer",
 ]  # fmt: skip
 
-PromptState: TypeAlias = dict[str, Any]
-"""The place of a PromptSource in its order: integers, and a list of integers."""
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,15 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def load_prompt_files(
-    files: Mapping[str, tuple[Path, DataConfig]], tokenizer: Tokenizer
-) -> dict[str, PromptFile]:
-    """Return {name: load_prompts of the file}; raise one DataError with the errors of all files."""
+    files: Mapping[Name, tuple[Path, DataConfig, str]], tokenizer: Tokenizer
+) -> dict[Name, PromptFile]:
+    """Return {name: load_prompts(path, config, tokenizer, source)} of (path, config, source); raise
+    one DataError with the errors of all files.
+    """
     loaded, errors = {}, []
-    for name, (path, config) in files.items():
+    for name, (path, config, source) in files.items():
         try:
-            loaded[name] = load_prompts(path, config, tokenizer)
+            loaded[name] = load_prompts(path, config, tokenizer, source)
         except DataError as error:
             errors.append(str(error))
     if errors:
@@ -99,10 +101,13 @@ def load_prompt_files(
     return loaded
 
 
-def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
-    """Return every row of `path` as a Prompt, in file order.
+def load_prompts(
+    path: Path, config: DataConfig, tokenizer: Tokenizer, source: str = ""
+) -> PromptFile:
+    """Return every row of `path` as a Prompt of `source`, in file order.
 
-    The id is the row's "id" or "FILE:LINE"; equal ids are allowed.  Raises DataError listing the
+    The id is the row's "id", else "SOURCE:LINE", without a source "FILE:LINE"; equal ids are
+    allowed.  Raises DataError listing the
     first broken rows with their line (jsonl) or row (parquet), counted from 1: a broken row is
     never skipped.  A prompt longer than data.max_prompt_tokens is broken, or is dropped and
     counted, as data.on_long_prompt says.
@@ -114,7 +119,7 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Prompt
             " data.chat_template = false"
         )
     rows, errors = [], []
-    for row in parse_rows(path, config):
+    for row in parse_rows(path, config, source):
         if isinstance(row, BrokenRow):
             errors.append(row)
         else:
@@ -129,7 +134,7 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Prompt
         if not is_long and (problem := token_problem(tokens, config, tokenizer)):
             errors.append(BrokenRow(row.number, problem))
         elif not is_long:
-            prompts.append(Prompt(row.id, text, tuple(tokens), row.label, row.metadata))
+            prompts.append(Prompt(row.id, text, tuple(tokens), row.label, row.metadata, source))
     if errors:
         raise DataError(describe_broken_rows(path, errors))
     if not prompts:
@@ -138,63 +143,63 @@ def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Prompt
     return PromptFile(path, prompts, num_long, *rows[0][0].keys)
 
 
-def leaked_prompts(train: PromptFile, sets: Mapping[str, PromptFile]) -> Iterator[str]:
-    """Yield a warning for every evaluation set that has prompts of the training file, because its
+def leaked_prompts(train: Sequence[PromptFile], sets: Mapping[str, PromptFile]) -> Iterator[str]:
+    """Yield a warning for every evaluation set that has prompts of a training file, because its
     avg@k also measures memorised answers.
     """
-    # by text: ids of files differ
-    known = {prompt.text for prompt in train.prompts}
-    for name, file in sets.items():
-        if count := sum(prompt.text in known for prompt in file.prompts):
-            of = f"{count} of {len(file.prompts)} prompts of eval.sets.{name}, {file.path},"
-            yield f"WARNING {of} are also in data.train = {train.path}"
+    for file in train:
+        # by text: ids of files differ
+        known = {prompt.text for prompt in file.prompts}
+        for name, held_out in sets.items():
+            if count := sum(prompt.text in known for prompt in held_out.prompts):
+                of = f"{count} of {len(held_out.prompts)} prompts of eval.sets.{name}"
+                yield f"WARNING {of}, {held_out.path}, are also in data.train = {file.path}"
 
 
-class PromptSource:
-    """An endless, seeded order over `prompts` that a checkpoint can continue: one epoch after
-    another, every one shuffled differently.  A prompt appears once per epoch.
-
-    The order is the same on every rank: a rank takes all prompts of a step and uses its share.
+class PromptSource(PromptStream):
+    """A seeded order over the prompts of one file: one epoch after another, every one shuffled
+    differently.  A prompt appears once per epoch, or by chance not at all (pass_rates.py).
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool,
+        rates: PassRates | None = None,
+        key: Sequence[int] = (),
+        repeats: bool = True,
+    ) -> None:
+        """key: further integers of the seed, by which sources of a mixture differ.
+
+        repeats: False: there is one epoch.
+        """
         if not prompts:
             raise ValueError("a PromptSource needs at least one prompt")
-        self.prompts = prompts
+        super().__init__(prompts, rates)
         self.seed = seed
         self.shuffle = shuffle
-        self.returned: list[Prompt] = []
-        """Prompts to be taken again before any other."""
+        self.key, self.repeats = tuple(key), repeats
         self._start_epoch(0)
 
-    def take(self, n: int) -> list[Prompt]:
-        """Take the next `n` prompts."""
-        taken, self.returned = self.returned[:n], self.returned[n:]
-        for _ in range(n - len(taken)):
+    @property
+    def is_endless(self) -> bool:
+        return self.repeats
+
+    def _next(self) -> Prompt | None:
+        while True:
             if self.position == len(self.prompts):
+                if not self.repeats:
+                    return None
                 self._start_epoch(self.epoch + 1)
-            taken.append(self.prompts[self._order[self.position]])
+            number = self._order[self.position]
             self.position += 1
-        return taken
-
-    def peek(self, n: int) -> list[int]:
-        """Return the numbers of the prompts that take(n) would return."""
-        # a shallow copy is enough, because take() changes no attribute in place
-        return self.numbers(copy.copy(self).take(n))
-
-    def numbers(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Return the indices of taken prompts in `self.prompts`, which are the same in every run on
-        the same data.
-        """
-        if not prompts:  # as in most steps, which need no index of perhaps a million prompts
-            return []
-        # by identity: two rows of a file may be equal
-        index = {id(prompt): number for number, prompt in enumerate(self.prompts)}
-        return [index[id(prompt)] for prompt in prompts]
+            if self.rates is None or self._coins[number] < self.rates.chance(number):
+                return self.prompts[number]
 
     def state_dict(self, first: Sequence[Prompt] = ()) -> PromptState:
-        """Return the place in the order.  first: taken prompts, to be taken again before others."""
-        return {
+        state = {
             "epoch": self.epoch,
             "position": self.position,
             "seed": self.seed,
@@ -205,6 +210,9 @@ class PromptSource:
             "order_crc32": self._order_crc32,
             "returned": self.numbers([*first, *self.returned]),
         }
+        if self.rates is None:
+            return state
+        return state | {"pass_rates": self.rates.to_text(), "coins_crc32": self._coins_crc32}
 
     def load_state_dict(self, state: PromptState) -> None:
         """Continue from `state`.
@@ -212,6 +220,12 @@ class PromptSource:
         Raises DataError where it was made with other prompts, another seed or another `shuffle`, or
         where this numpy shuffles differently.
         """
+        if "sources" in state:
+            raise DataError(
+                f"data order: data.train is one file, the checkpoint was made with"
+                f" {len(state['sources'])} sources; resume with the same tables [[data.train]], or"
+                " use a new run directory"
+            )
         current = self.state_dict()
         for key in ("num_prompts", "crc32", "metadata_crc32", "seed", "shuffle"):
             value = current[key]
@@ -224,21 +238,35 @@ class PromptSource:
         self._start_epoch(state["epoch"], state["position"])
         # older checkpoints have no "returned"
         self.returned = [self.prompts[number] for number in state.get("returned", [])]
-        # numpy does not promise the same permutation in every version
-        if self._order_crc32 != state.get("order_crc32"):
+        # a checkpoint of uniform sampling has no pass rates: all are unknown
+        if self.rates is not None and "pass_rates" in state:
+            self.rates.load_text(state["pass_rates"])
+        # numpy does not promise the same random numbers in every version
+        if self._order_crc32 != state.get("order_crc32") or (
+            self.rates is not None
+            and self._coins_crc32 != state.get("coins_crc32", self._coins_crc32)
+        ):
             raise DataError(
                 f"data order: numpy {np.__version__} shuffles epoch {self.epoch} with seed"
                 f" {self.seed} into another order than the checkpoint's; resume with the numpy that"
                 " wrote it"
             )
 
+    def place(self) -> str:
+        size = len(self.prompts)
+        return f"epoch {self.epoch + 1} of the data, after {self.position} of {size} prompts"
+
     def _start_epoch(self, epoch: int, position: int = 0) -> None:
         self.epoch, self.position, size = epoch, position, len(self.prompts)
         # a generator per epoch, so that a resumed run does not compute the earlier epochs
-        generator = np.random.default_rng([self.seed, epoch])
+        generator = np.random.default_rng([self.seed, epoch, *self.key])
         self._order = generator.permutation(size) if self.shuffle else np.arange(size)
         # computed here, once per epoch, because state_dict is called in every step
         self._order_crc32 = zlib.crc32(self._order.astype("<i8").tobytes())
+        if self.rates is not None:
+            # one number in [0, 1) for each prompt, which is drawn where its chance is larger
+            self._coins = generator.random(size)
+            self._coins_crc32 = zlib.crc32(self._coins.astype("<f8").tobytes())
 
     @cached_property
     def _fingerprint(self) -> int:

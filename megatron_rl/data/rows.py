@@ -62,10 +62,11 @@ class BrokenRow:
     why: str
 
 
-def parse_rows(path: Path, config: DataConfig) -> Iterator[Row | BrokenRow]:
+def parse_rows(path: Path, config: DataConfig, source: str = "") -> Iterator[Row | BrokenRow]:
     """Yield every row of the file, in its order.
 
-    The first row decides the keys.  Raises DataError for a file that cannot be read.
+    The first row decides the keys.  A row without an id gets SOURCE:LINE, or FILE:LINE without a
+    source.  Raises DataError for a file that cannot be read.
     """
     keys: tuple[str, str] | None = None
     for number, raw in read_rows(path):
@@ -73,7 +74,7 @@ def parse_rows(path: Path, config: DataConfig) -> Iterator[Row | BrokenRow]:
             row = parse_line(raw) if isinstance(raw, bytes) else raw
             # the same keys for all rows, so that a row with another key is an error
             keys = keys or resolve_keys(row, config.prompt_key, config.label_key)
-            name = f"{path.stem}:{number}"
+            name = f"{source or path.stem}:{number}"
             if row.get("id") is not None:
                 name = checked_unicode(str(row["id"]), "id")
             messages, label = tuple(prompt_messages(row, keys[0], config)), label_text(row, keys[1])

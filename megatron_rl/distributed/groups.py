@@ -53,6 +53,8 @@ class Parallel:
     dp_cp_group: dist.ProcessGroup
     """dp_group and the context-parallel ranks: all that add gradient to the same dense parameters.
     """
+    expert_dp_group: dist.ProcessGroup
+    """Ranks that have the same experts, or the same shards of them."""
     model_group: dist.ProcessGroup
     """tp x pp: the ranks that compute one context rank's rows together."""
     replica_group: dist.ProcessGroup
@@ -206,6 +208,7 @@ def make_parallel(
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(with_context_parallel=False),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        expert_dp_group=parallel_state.get_expert_data_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
         replica_group=node.group,
         host_group=host_group,

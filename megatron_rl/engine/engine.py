@@ -5,7 +5,8 @@ Shapes: T packed rows of a micro-batch (this rank's, under context parallelism).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron_rl.engine.fused_logprobs import (
     lm_head_weight,
 )
 from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
+from megatron_rl.engine.lora import add_adapters
 from megatron_rl.engine.mini_batch_inputs import make_sequences, selected_tokens
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
@@ -78,6 +80,7 @@ class Engine:
         check_routers(self.chunks, moe_layers)
         check_router_shift(cfg.loss, self.spec)
         self.provider.load(self.chunks)
+        self.adapters = add_adapters(self.chunks, self.spec, parallel, cfg.lora, cfg.run.seed)
         # numbered on the axis of the model's MoE layers, as rollouts number them
         routers = [(moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
         router = self.spec.router
@@ -109,17 +112,26 @@ class Engine:
             balance_length=balance_length(self.spec),
         )
         self._rollout_routes = RolloutRoutes(self.layout, len(moe_layers), parallel.device)
+        self._prepare_training(total_updates)
+
+    def _prepare_training(self, total_updates: int) -> None:
+        """Wrap the model for gradients, and make what trains it."""
+        cfg = self.cfg
         # before DDP: it replaces the output layer's forward, not its parameters
         if cfg.model.fused_lm_head:
             defer_lm_head(self.chunks[-1])
         # as Config.overlaps_grad_reduce, where provider and device are resolved
-        overlap = parallel.device.type == "cuda" and isinstance(self.provider, NativeProvider)
+        overlap = self.parallel.device.type == "cuda" and isinstance(self.provider, NativeProvider)
         self.models = wrap_ddp(self.chunks, self.core_config, cfg, overlap=overlap)
-        # a copy of the weights as loaded: take it before anything changes them
-        self._reference = Reference(self.chunks, parallel.device) if cfg.loss.kl_coef else None
+        self._with_reference: Callable[[], AbstractContextManager[None]] | None = None
+        if cfg.loss.kl_coef and self.adapters is not None:
+            self._with_reference = self.adapters.disabled
+        elif cfg.loss.kl_coef:
+            # a copy of the weights as loaded: take it before anything changes them
+            self._with_reference = Reference(self.chunks, self.parallel.device).in_place
         self._pipeline = Pipeline(self.models, self.manager, padded=self.layout.padded)
         self.optimizer = Optimizer(self.models, cfg, total_updates=total_updates)
-        self.offload = Offload(self.models, self.optimizer.core, parallel.device)
+        self.offload = Offload(self.models, self.optimizer.core, self.parallel.device)
 
     def old_logprobs(self, batch: MiniBatch, sums: MetricSums, *, replay: ReplayMode) -> OldPass:
         """Compute log pi_old of every response token, forward only.
@@ -148,8 +160,8 @@ class Engine:
             tokens = self._pass_tokens(micro_batches, flips, batch)
             add_old_pass(sums, tokens, torch.cat(logprobs))
         reference = None
-        if self._reference is not None:
-            with self._reference.in_place():
+        if self._with_reference is not None:
+            with self._with_reference():
                 routes = self._update_routes(batch, replayed.recorded, replay)
                 reference, _ = self._forward(micro_batches, routes)
         return OldPass(logprobs, replayed.recorded, replayed.mismatch, flips, reference, router)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.config import Config
 from megatron_rl.engine.adam_fields import check_adam_fields
 from megatron_rl.engine.core_fields import fields_of, make_core
+
+OF_OPTIMIZER = "start_param_sync_for_bucket_group_subset"
+"""core 0.19.2's method that gathers the parameters of a distributed optimizer."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -207,17 +210,29 @@ class MeasuredOptimizer(ChainedOptimizer):
 
 @contextmanager
 def gathered_once(optimizers: Sequence[MegatronOptimizer]) -> Iterator[None]:
-    """Gather the parameters of a model chunk at the end, once, if any optimizer asks for it."""
-    chunks = {id(c): c for optimizer in optimizers for c in getattr(optimizer, "model_chunks", ())}
+    """Gather the parameters of a model chunk at the end, once, if any optimizer asks for it.
+
+    core 0.16.1 asks by a method of the chunk, core 0.19.2 by one of the optimizer.
+    """
     asked: dict[int, Any] = {}
-    for key, chunk in chunks.items():
+
+    def ask(chunks: Iterable[Any]) -> None:
+        asked.update((id(chunk), chunk) for chunk in chunks)
+
+    chunks = {id(c): c for optimizer in optimizers for c in getattr(optimizer, "model_chunks", ())}
+    hidden = [(chunk, "start_param_sync", [chunk]) for chunk in chunks.values()] + [
+        (optimizer, OF_OPTIMIZER, optimizer.model_chunks)
+        for optimizer in optimizers
+        if hasattr(optimizer, OF_OPTIMIZER)
+    ]
+    for owner, name, asked_for in hidden:
         # an attribute of the instance hides the method
-        chunk.start_param_sync = partial(asked.setdefault, key, chunk)
+        setattr(owner, name, partial(ask, asked_for))
     try:
         yield
     finally:
-        for chunk in chunks.values():
-            del chunk.start_param_sync
+        for owner, name, _ in hidden:
+            delattr(owner, name)
     for chunk in asked.values():
         chunk.start_param_sync()
 

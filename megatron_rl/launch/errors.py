@@ -1,7 +1,7 @@
 """Prints the error that ends a rank's run, in at most 15 lines.
 
 The cause comes first and last, the user's frames in between.  The full traceback is in
-error_rankN.txt of the run directory.
+logs/error_rankN.txt of the run directory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.launch.log_lines import LogLines
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -39,7 +40,7 @@ def report_error(
         f" {error}{notes}{disk_advice(error, run_dir)}".splitlines()
     )
     shown = cause[:MAX_CAUSE_LINES] + (["  ..."] if len(cause) > MAX_CAUSE_LINES else [])
-    path = write_traceback(error, run_dir / f"error_rank{rank}.txt", log_lines)
+    path = write_traceback(error, RunFolder(run_dir).error(rank), log_lines)
     frames = shown_frames(error)
     if frames:
         shown += frames

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from megatron_rl.config.redact import Redactor
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.launch.log_lines import strict
 
 logger = logging.getLogger(__name__)
 
-STATUS_FILE = "status.json"
 STATUS_SECONDS = 2.0
 SCHEMA = 1
 State = Literal["running", "finished", "stopped", "failed"]
@@ -109,7 +109,7 @@ class StatusWriter:
     ) -> None:
         now = time.time()
         self._redactor = Redactor(hidden=(api_key_env,))
-        self._path = folder / STATUS_FILE
+        self._path = RunFolder(folder).status
         self._status = Status(now, started=now, pid=os.getpid(), num_steps=num_steps)
         self._beats: Mapping[int, Beat] = {}
         self._read = 0.0  # when they were read
@@ -180,7 +180,7 @@ class StatusWriter:
         # outside the lock, for which `note` must not wait long
         status = replace(status, servers=tuple(map(shown, self.urls())))
         # renamed, so that `top` never reads half a file
-        temporary = self._path.with_name(f".{STATUS_FILE}")
+        temporary = self._path.with_name(f".{self._path.name}")
         try:
             # not `asdict`: its deep copy takes 30 ms for 4,096 ranks, in which no other thread runs
             content = vars(status) | {"schema": SCHEMA, "ranks": [vars(rank) for rank in ranks]}
@@ -208,7 +208,7 @@ class StatusWriter:
 
 def read_status(folder: Path) -> Status:
     """Read status.json of a run's folder.  Raises ValueError where there is none of this schema."""
-    path = folder / STATUS_FILE
+    path = RunFolder(folder).status
     try:
         row = json.loads(path.read_text())
     except FileNotFoundError as error:

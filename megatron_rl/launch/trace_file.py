@@ -21,10 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.launch.trace import MAIN, Span
 
 SCHEMA = 1
-TRACE_FOLDER = "trace"
 LAST = "last"
 THREADS = ("step", MAIN, "sampling")
 """The first threads of a rank, in this order."""
@@ -70,7 +70,7 @@ def gpu_path(folder: Path, rank: int) -> Path:
 
 def step_folder(run_dir: Path, name: str) -> Path:
     """Return the folder of a step; `name` is LAST, or a step_folder_name."""
-    return run_dir / TRACE_FOLDER / name
+    return RunFolder(run_dir).traces / name
 
 
 def step_folder_name(step: int) -> str:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from torch.distributed import HashStore, Store
 
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.launch.exit_codes import STALLED
 from megatron_rl.launch.heartbeats import (
     CUT_OFF,
@@ -325,8 +326,9 @@ class Watchdog:
 
         Servers and workers end with it.
         """
-        stacks = self._folder / f"stalled_rank{self.rank}.txt"
+        stacks = RunFolder(self._folder).stalled(self.rank)
         try:
+            stacks.parent.mkdir(exist_ok=True)
             with open(stacks, "w") as file:
                 file.write(self._lines.redactor.text(verdict) + "\n\n")
                 file.flush()

@@ -20,7 +20,6 @@ EventKind = Literal[
     "start", "resume", "stop", "weight_sync", "server_restart", "skipped_update", "checkpoint",
     "anomaly", "evaluation",
 ]  # fmt: skip
-EVENTS_FILE = "events.jsonl"
 
 
 class Events:

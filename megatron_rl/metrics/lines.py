@@ -40,6 +40,24 @@ def append_text(path: Path, text: bytes) -> None:
         file.write(text)
 
 
+def replace_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write a file of `rows`, complete or not at all; its folder is made."""
+    replace_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+
+def replace_text(path: Path, text: bytes) -> None:
+    """Write a file of complete lines beside `path` and rename it; its folder is made, but no folder
+    above: a run's folder that is gone may be on a disk that is not mounted any more.
+    """
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".lines")
+    try:
+        temporary.write_bytes(text)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def cut_partial_line(path: Path) -> None:
     """Remove an incomplete last line: the next line appended would be joined to it."""
     content = path.read_bytes() if path.exists() else b""

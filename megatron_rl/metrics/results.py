@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.records import StepResult
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def read_run_settings(run_dir: Path) -> dict[str, object]:
 
     It is {} where there is no such file, and, after a warning, where it cannot be read.
     """
-    path = run_dir / "config.toml"
+    path = RunFolder(run_dir).config
     try:
         sections = tomllib.loads(path.read_text())
         return {

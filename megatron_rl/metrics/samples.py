@@ -1,4 +1,4 @@
-"""The best and the worst of the last responses that a run recorded (rollouts*.jsonl)."""
+"""The best and the worst of the last responses that a run recorded (config/run_paths.py)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
+
+from megatron_rl.config.run_paths import RunFolder, StepFile
 
 logger = logging.getLogger(__name__)
 
 Row: TypeAlias = dict
-"""A line of rollouts.jsonl."""
+"""A line of rollouts."""
 
 NUM_SAMPLES = 8
 """The number of best, and of worst, responses."""
 LAST_ROWS = 512
-"""The number of rows of rollouts.jsonl that are read."""
+"""The number of rows of rollouts that are read."""
 BLOCK_BYTES = 1 << 20  # read at a time, from the end of the file
 
 
@@ -50,25 +53,35 @@ def one_per_prompt(rows: Iterable[Row]) -> list[Row]:
 
 
 def last_rollouts(run_dir: Path) -> list[Row]:
-    """Return the last LAST_ROWS rows of all rollouts*.jsonl under `run_dir`, ordered by step.
+    """Return the last LAST_ROWS rows of rollouts that a run wrote, ordered by step.
 
     A warning counts the lines of a file that cannot be read.
     """
     rows: list[Row] = []
-    for path in sorted(run_dir.rglob("rollouts*.jsonl")):
-        if not path.is_file():
-            continue
-        broken = 0
-        for line in last_lines(path, LAST_ROWS):
-            try:
-                row = json.loads(line)
-                fixed = {"step": int(row["step"]), "prompt": str(row["prompt"]), "file": path.stem}
-                rows.append({**row, **fixed})
-            except (ValueError, KeyError, TypeError):
-                broken += 1
-        if broken:
-            logger.warning("%s: %d of the last %d lines are not rollouts", path, broken, LAST_ROWS)
+    files = sorted(RunFolder(run_dir).line_files("rollouts"), key=lambda file: -file.step)
+    for _, of_step in groupby(files, key=lambda file: file.step):
+        for file in of_step:
+            rows += rows_of(file)
+        if len(rows) >= LAST_ROWS:  # earlier files have earlier steps
+            break
     return sorted(rows, key=lambda row: row["step"])[-LAST_ROWS:]
+
+
+def rows_of(file: StepFile) -> list[Row]:
+    """Return the last LAST_ROWS rows of a file."""
+    rows: list[Row] = []
+    broken = 0
+    for line in last_lines(file.path, LAST_ROWS):
+        try:
+            row = json.loads(line)
+            fixed = {"step": int(row["step"]), "prompt": str(row["prompt"])}
+            rows.append({**row, **fixed, "file": file.writer})
+        except (ValueError, KeyError, TypeError):
+            broken += 1
+    if broken:
+        text = "%s: %d of the last %d lines are not rollouts"
+        logger.warning(text, file.path, broken, LAST_ROWS)
+    return rows
 
 
 def last_lines(path: Path, count: int) -> list[bytes]:

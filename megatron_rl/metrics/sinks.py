@@ -12,13 +12,12 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.metrics.lines import MetricLines, cut_partial_line
 from megatron_rl.metrics.trackers.background import Call
 from megatron_rl.metrics.trackers.registry import Trackers
 from megatron_rl.records import StepResult
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class Sinks:
@@ -30,7 +29,7 @@ class Sinks:
 
     def __init__(self, run_dir: Path, trackers: Trackers | None = None) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / METRICS_FILE
+        path = RunFolder(run_dir).metrics
         # a killed run may have left half a line, to which the first new line would be joined
         cut_partial_line(path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.metrics.console import clock
 from megatron_rl.metrics.health import Finding, examine_results
 from megatron_rl.metrics.left_out_counts import Count, counts_of_run
@@ -112,7 +113,7 @@ def summarize_run(
     for name in evaluations(results):
         _, values = series(results, name)
         changed[name] = float(values[0]), float(values[-1])
-    board = [f"tensorboard --logdir {run_dir}"] if (run_dir / "tensorboard").is_dir() else []
+    board = [f"tensorboard --logdir {run_dir}"] if RunFolder(run_dir).tensorboard.is_dir() else []
     return Summary(
         steps=len(steps),
         seconds=float(sum(seconds)),

@@ -47,7 +47,24 @@ DEEPSEEK_V3 = {
     "v_head_dim": 128,
 }
 
+OLMOE = {
+    "architectures": ["OlmoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "vocab_size": 50_304,
+}
+
 KNOWN: dict[str, HfConfig] = {
+    "olmoe-1b-7b": OLMOE,
     "qwen3-30b-a3b": {
         **QWEN3_MOE,
         "hidden_size": 2048,
@@ -96,6 +113,16 @@ KNOWN: dict[str, HfConfig] = {
 
 kimi-k2: about 10^12 parameters, DeepSeek-V3's architecture with half its heads and 384 experts.
 """
+
+
+HUB = {
+    "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0125-Instruct",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+}
+"""Name -> a checkpoint of that size on the Hugging Face hub."""
 
 
 def is_known(model: str | Path) -> bool:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, ParallelConfig
 from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.adam_bytes import adam_bytes
@@ -26,7 +26,7 @@ from megatron_rl.rollout.server.server_info import ServerError
 PROBE = bytes(1 << 20)
 """Content of the file that is written to check a folder."""
 LINE_TOKEN_BYTES = 16
-"""Bytes per token of a line of rollouts.jsonl: text, prompt and fields."""
+"""Bytes per token of a line of rollouts: text, prompt and fields."""
 SAVED_TOKEN_BYTES = 64
 """Bytes per token of both engines' saved tensors, without routes."""
 PARSER_SECONDS = 120.0
@@ -48,8 +48,10 @@ parser.parse_args(["--model-path", "model", *sys.argv[1:]])
 
 
 def checkpoint_bytes(cfg: Config, spec: ModelSpec) -> int:
-    """Return the size of one checkpoint: weights and Adam's state."""
-    return memory.full_model(spec).total * (grid.element_size(cfg) + adam_bytes(cfg).saved)
+    """Return the size of one checkpoint: what is trained, and Adam's state."""
+    whole = cfg.model_copy(update={"parallel": ParallelConfig()})
+    trained = memory.trained_parameters(spec, whole, 0).total
+    return trained * (grid.element_size(cfg) + adam_bytes(cfg).saved)
 
 
 def step_bytes(cfg: Config, spec: ModelSpec) -> int:

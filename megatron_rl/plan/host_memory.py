@@ -62,7 +62,8 @@ def host_bytes(spec: ModelSpec, cfg: Config, world: int, ranks_of_node: int) -> 
         rank = memory.rank_memory(spec, cfg, world, pp_rank)
         ranks.append(
             HostBytes(
-                reference=2 * rank.weights if cfg.loss.kl_coef else 0,
+                # with adapters, the base is the reference
+                reference=2 * rank.weights if cfg.loss.kl_coef and not cfg.lora.rank else 0,
                 routes=routes,
                 checkpoint=memory.checkpoint_bytes_of_rank(spec, cfg, world, pp_rank),
                 adam=memory.host_optimizer_bytes(spec, cfg, world, pp_rank),

@@ -12,6 +12,12 @@ from megatron_rl.config import Config, ParallelConfig
 from megatron_rl.models.spec import ModelSpec, padded_vocab_size
 from megatron_rl.plan.activations import buffer_bytes, head_bytes, layer_bytes, recomputed
 from megatron_rl.plan.adam_bytes import adam_bytes
+from megatron_rl.plan.adapter_sizes import (
+    AdaptedWeight,
+    adapted_weights,
+    adapter_parameters,
+    merged_bytes,
+)
 from megatron_rl.plan.grid import (
     dp_size,
     element_size,
@@ -88,6 +94,18 @@ def rank_parameters(
     return total + Parameters(tables * table + spec.hidden_size * is_last, 0)  # + the final norm
 
 
+def trained_parameters(spec: ModelSpec, cfg: Config, pp_rank: int) -> Parameters:
+    """Return the parameters of one rank that have a gradient: all, or those of adapters."""
+    if not cfg.lora.rank:
+        return rank_parameters(spec, cfg.parallel, pp_rank, te=wants_te(cfg))
+    return Parameters(*adapter_parameters(adapted(spec, cfg, pp_rank), cfg.lora.rank))
+
+
+def adapted(spec: ModelSpec, cfg: Config, pp_rank: int) -> list[AdaptedWeight]:
+    """Return the weights of one rank that have adapters."""
+    return adapted_weights(spec, cfg, rank_layers(spec, cfg.parallel, pp_rank), te=wants_te(cfg))
+
+
 def full_model(spec: ModelSpec) -> Parameters:
     """Return the parameters of the whole model."""
     return rank_parameters(spec, ParallelConfig(), 0)
@@ -138,16 +156,19 @@ def rank_memory(
     kept, beside = activation_bytes(spec, cfg, pp_rank, skew=skew)
     is_last = pp_rank == parallel.pp - 1
     head = head_bytes(spec, cfg) if is_last else 0
-    size, total, adam = element_size(cfg), parameters.total, adam_bytes(cfg)
+    size, adam = element_size(cfg), adam_bytes(cfg)
+    trained = trained_parameters(spec, cfg, pp_rank)
+    adapters = trained.total if cfg.lora.rank else 0
     return Memory(
-        weights=total * size,
-        gradients=total * adam.gradient,
-        optimizer=int(updated_parameters(parameters, cfg, world_size) * adam.device),
+        weights=(parameters.total + adapters) * size,
+        gradients=trained.total * adam.gradient,
+        optimizer=int(updated_parameters(trained, cfg, world_size) * adam.device),
         activations=kept,
         routes=device_route_bytes(spec, cfg, world_size, pp_rank),
         working=max(beside, head)
         + buffer_bytes(spec, cfg, is_last=is_last)
-        + WORKSPACE * wants_te(cfg),
+        + WORKSPACE * wants_te(cfg)
+        + merged_bytes(adapted(spec, cfg, pp_rank), size, te=wants_te(cfg)),
     )
 
 
@@ -155,16 +176,16 @@ def host_optimizer_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank:
     """Return the bytes of Adam's state and gradients that one rank keeps on its host; 0 without
     optimizer_cpu_offload.
     """
-    parameters = rank_parameters(spec, cfg.parallel, pp_rank, te=wants_te(cfg))
-    return int(updated_parameters(parameters, cfg, world_size) * adam_bytes(cfg).host)
+    trained = trained_parameters(spec, cfg, pp_rank)
+    return int(updated_parameters(trained, cfg, world_size) * adam_bytes(cfg).host)
 
 
 def update_bytes(spec: ModelSpec, cfg: Config, world_size: int, pp_rank: int) -> int:
     """Return the most bytes of float32 copies that Adam makes on one rank's device in an update,
     where its state or the gradients have 16 bits.
     """
-    parameters = rank_parameters(spec, cfg.parallel, pp_rank, te=wants_te(cfg))
-    return int(updated_parameters(parameters, cfg, world_size) * adam_bytes(cfg).update)
+    trained = trained_parameters(spec, cfg, pp_rank)
+    return int(updated_parameters(trained, cfg, world_size) * adam_bytes(cfg).update)
 
 
 def updated_parameters(parameters: Parameters, cfg: Config, world_size: int) -> int:
@@ -187,8 +208,7 @@ def checkpoint_bytes_of_rank(spec: ModelSpec, cfg: Config, world_size: int, pp_r
     On a GPU this is also the host memory of a save and of its copy in the background.  Nothing is
     gathered, so a save takes no device memory.
     """
-    parameters = rank_parameters(spec, cfg.parallel, pp_rank, te=wants_te(cfg))
-    share = optimizer_share(parameters, cfg, world_size)
+    share = optimizer_share(trained_parameters(spec, cfg, pp_rank), cfg, world_size)
     return share * (element_size(cfg) + adam_bytes(cfg).saved)
 
 

@@ -18,6 +18,8 @@ from megatron_rl.checkpoint.config_diff import check_changes
 from megatron_rl.checkpoint.folder import STATE, choose_checkpoint
 from megatron_rl.config import Config
 from megatron_rl.config.rules.server_rules import check_python
+from megatron_rl.config.run_paths import RunFolder
+from megatron_rl.data.prompt_files import eval_file, train_files
 from megatron_rl.data.rows import DataError, check_rows
 from megatron_rl.metrics.trackers.registry import PLACES, check_trackers
 from megatron_rl.models.fit import length_problems
@@ -107,9 +109,9 @@ def notes(cfg: Config) -> Iterator[str]:
 
 def prompt_problems(cfg: Config) -> Iterator[str]:
     """Yield prompt files that are missing or have wrong rows."""
-    files = {"data.train": (cfg.data.train, cfg.data)}
-    files |= {f"eval.sets.{name}": (path, cfg.eval_data) for name, path in cfg.eval.sets.items()}
-    for key, (path, data) in files.items():
+    files = {f"data.train.{name}".rstrip("."): file for name, file in train_files(cfg.data).items()}
+    files |= {f"eval.sets.{name}": eval_file(cfg, name) for name in cfg.eval.sets}
+    for key, (path, data, _) in files.items():
         if not path.is_file():
             what = "it is a directory" if path.is_dir() else f"paths are relative to {Path.cwd()}"
             hint = hub_hint(path, " --repo-type dataset")
@@ -254,7 +256,7 @@ def resume_problems(cfg: Config) -> Iterator[str]:
     settings differ.
     """
     try:
-        path = choose_checkpoint(cfg.run_dir / "checkpoints", cfg.checkpoint)
+        path = choose_checkpoint(RunFolder(cfg.run_dir).checkpoints, cfg.checkpoint)
         if path is not None:
             check_changes(json.loads((Path(path) / STATE).read_text())["config"], cfg, path)
     except OSError as error:

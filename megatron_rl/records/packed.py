@@ -28,7 +28,7 @@ class Sample:
     """|y| of the episode to which the sequence belongs; None: the rollout's.  0 for a copy that
     only fills a micro-batch (batch/split.py)."""
     sampled_by: int = 0
-    """The data-parallel replica that sampled it, whose rollouts*.jsonl has its line."""
+    """The data-parallel replica that sampled it, whose file of rollouts has its line."""
     save_tokens: bool = False
     """Its token data is written (trainer/recording/token_recorder.py)."""
     response: int | None = None

@@ -39,6 +39,9 @@ class Prompt:
     """For the reward function, as is the metadata."""
     metadata: Mapping[str, object] = field(default_factory=dict, hash=False)
     """Further columns of the row, JSON."""
+    source: str = ""
+    """Name of the source of data.train that has the row, or of its evaluation set; "" where
+    data.train is one file."""
 
 
 @dataclass(frozen=True)

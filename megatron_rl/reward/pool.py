@@ -36,9 +36,7 @@ __all__ = ["RewardError", "RewardPool", "Rewarded"]
 SHOWN = 3  # failures of a kind that are logged in full
 # seconds in which a late call of an async function must end; else it blocks the worker's event loop
 CANCEL_SECONDS = 2.0
-# address space of a worker for math: 10**10**8 ends in MemoryError.  A user's function has no
-# limit: CUDA needs the space
-MATH_BYTES = 4 * 2**30
+MATH_GIB = 4.0  # address space of a worker for math: 10**10**8 ends in MemoryError
 Call = tuple[Episode, ...]
 """The responses that one call of the function scores."""
 
@@ -65,7 +63,7 @@ class RewardPool:
         self._spec = WorkerSpec(
             loader="megatron_rl.reward.function:load_reward",
             arguments=(config.function, config.format_pattern, config.timeout_seconds),
-            memory_bytes=MATH_BYTES if config.function == "math" else 0,
+            memory_bytes=memory_bytes(config),
             hidden_env=hidden_env,
         )
         self.counters: Counter[str] = Counter()
@@ -283,6 +281,14 @@ class RewardPool:
             logger.warning(
                 "reward: %d responses so far: %s (%s)", self._logged[kind], kind, KINDS[kind]
             )
+
+
+def memory_bytes(config: RewardConfig) -> int:
+    """Return the limit of a worker's address space in bytes; 0: none."""
+    limit = config.memory_gib
+    if limit == "auto":
+        limit = MATH_GIB if config.function == "math" else 0.0
+    return int(limit * 2**30)
 
 
 def describe_failure(episode: Episode, reply: Failure) -> str:

@@ -48,6 +48,9 @@ class Episode:
     """The further columns of the prompt's row."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the rollout function or environment."""
+    source: str = ""
+    """Name of the prompt's source in data.train, or of its evaluation set; "" where data.train is
+    one file."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

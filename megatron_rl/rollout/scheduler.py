@@ -29,7 +29,7 @@ from pathlib import Path
 
 from megatron_rl.batch.transfer import in_node_memory
 from megatron_rl.config import Config
-from megatron_rl.data.prompts import PromptSource
+from megatron_rl.data.prompt_stream import PromptStream
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import ShowProgress
 from megatron_rl.records import Files, Prompt, RolloutGroup, without_routes
@@ -69,7 +69,7 @@ class Scheduler:
     cfg: Config
     parallel: Parallel
     inference: Inference
-    prompts: PromptSource
+    prompts: PromptStream
     stop_token_ids: Sequence[int]
     progress: ShowProgress
     score: Callable[[Sequence[Group]], None] = lambda groups: None
@@ -104,6 +104,11 @@ class Scheduler:
         over = num_prompts(self.cfg, self.parallel.dp_size) // self.parallel.dp_size - self.share
         return self._take(f"step {step + 1}", self.share, over, version)
 
+    def can_take(self, count: int) -> bool:
+        """Return True if there are prompts for `count` groups over all replicas."""
+        waiting = len(self.queue)
+        return waiting + self.prompts.num_left(max(0, count - waiting)) >= count
+
     def take_more(self, count: int, version: int) -> Sampled:
         """Return further groups for the same step, `count` over all replicas."""
         return self._take("more", count // self.parallel.dp_size, 0, version)
@@ -128,7 +133,7 @@ class Scheduler:
         self.taken = []
 
     def prompts_state(self) -> dict[str, object]:
-        """Return plain values for a checkpoint: PromptSource.load_state_dict(values) first returns
+        """Return plain values for a checkpoint: PromptStream.load_state_dict(values) first returns
         the prompts of the queue.
         """
         return self.prompts.state_dict(first=self.queue)
@@ -240,9 +245,13 @@ class Scheduler:
         return group.closed()
 
     def _open(self, size: int) -> list[Group]:
-        """Fill the queue to `size` prompts of each replica; return this leader's new groups."""
+        """Fill the queue to `size` prompts of each replica, as far as there are prompts; return
+        this leader's new groups.
+        """
         dp = self.parallel
-        prompts = self.prompts.take(max(0, size * dp.dp_size - len(self.queue)))
+        missing = self.prompts.num_left(max(0, size * dp.dp_size - len(self.queue)))
+        # every replica has equally many prompts in the queue
+        prompts = self.prompts.take(missing - missing % dp.dp_size)
         self.queue += prompts
         if self.inference.client is None:
             return []

@@ -93,6 +93,7 @@ def make_episode(prompt: Prompt, rollout: Rollout, tokenizer: PreTrainedTokenize
         finish_reason=rollout.finish_reason,
         num_tokens=rollout.episode_length,
         metadata=prompt.metadata,
+        source=prompt.source,
         metrics=rollout.episode.metrics,
     )
 

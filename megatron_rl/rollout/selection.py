@@ -75,6 +75,7 @@ def refill(
     draw: Draw,
     *,
     max_rounds: int,
+    can_draw: Callable[[int], bool] = lambda count: True,
     dp_rank: int,
     dp_size: int,
     is_leader: bool,
@@ -83,6 +84,7 @@ def refill(
     """Replace groups with equal rewards by new draws until every replica has its share of others,
     at most `max_rounds` times.
 
+    can_draw: number of prompts over all replicas -> whether the data has so many left.
     Groups that are still missing then are groups of equal rewards: their advantage is 0, and
     rollout/zero_advantage_groups_frac counts them.  Collective over all ranks.
     """
@@ -105,7 +107,7 @@ def refill(
             (my_kept if is_kept else my_uniform).append(group)
         # a draw is collective: all replicas draw as many as the one that needs most
         missing = share - min(map(len, kept))
-        if missing <= 0 or rounds == max_rounds:
+        if missing <= 0 or rounds == max_rounds or not can_draw(missing * dp_size):
             break
         rounds += 1
         prompts, groups = draw(missing * dp_size)

@@ -24,7 +24,11 @@ from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.checkpoint.state import make_moments
 from megatron_rl.config import Config
 from megatron_rl.config.rules.server_rules import check_can_release
-from megatron_rl.data.prompts import PromptSource, leaked_prompts, load_prompt_files, load_tokenizer
+from megatron_rl.config.run_paths import RunFolder
+from megatron_rl.data.prompt_files import eval_file, train_files
+from megatron_rl.data.prompt_stream import PromptStream
+from megatron_rl.data.prompts import leaked_prompts, load_prompt_files, load_tokenizer
+from megatron_rl.data.training_order import make_stream, source_line, used_up_line
 from megatron_rl.distributed import Parallel, device_of, disable_tf32, from_rank_0, make_parallel
 from megatron_rl.engine.core_fields import untested
 from megatron_rl.engine.engine import Engine
@@ -119,7 +123,7 @@ class Inputs:
     """The files that a run reads first."""
 
     tokenizer: PreTrainedTokenizerBase
-    prompts: PromptSource
+    prompts: PromptStream
     eval_sets: Mapping[str, Sequence[Prompt]]
     """Prompts by the name of their evaluation set."""
     lines: Sequence[str]
@@ -134,15 +138,23 @@ def read_inputs(cfg: Config, *, is_live: bool) -> Inputs:
     tokenizer = load_tokenizer(cfg.model.path)
     if cfg.agent.name and is_live:
         check_agent(cfg.agent, tokenizer)
-    sets = {name: (path, cfg.eval_data) for name, path in cfg.eval.sets.items()} if is_live else {}
-    # the training file is "", a name that no evaluation set may have
-    files = load_prompt_files({"": (cfg.data.train, cfg.data)} | sets, tokenizer)
-    lines, train = [file.line(cfg.data) for file in files.values()], files.pop("")
+    names = list(cfg.eval.sets) if is_live else []
+    files = load_prompt_files(
+        {("data.train", name): file for name, file in train_files(cfg.data).items()}
+        | {("eval.sets", name): eval_file(cfg, name) for name in names},
+        tokenizer,
+    )
+    train = {name: file for (key, name), file in files.items() if key == "data.train"}
+    sets = {name: file for (key, name), file in files.items() if key == "eval.sets"}
+    prompts = {name: file.prompts for name, file in train.items()}
+    stream = make_stream(cfg.data, prompts, cfg.run.seed)
+    lines = [source_line(cfg.data, name) + file.line(cfg.data) for name, file in train.items()]
+    lines += [file.line(cfg.data) for file in sets.values()]
     return Inputs(
         tokenizer,
-        PromptSource(train.prompts, seed=cfg.run.seed, shuffle=cfg.data.shuffle),
-        {name: file.prompts for name, file in files.items()},
-        [*lines, *leaked_prompts(train, files)],
+        stream,
+        {name: file.prompts for name, file in sets.items()},
+        [*lines, *leaked_prompts(list(train.values()), sets), *used_up_line(stream, cfg.run)],
     )
 
 
@@ -243,7 +255,7 @@ def make_policy(
 ) -> CheckpointPolicy:
     """Return what decides when checkpoints are written, in RUN/checkpoints."""
     console = services.console
-    folder = cfg.run_dir / "checkpoints"
+    folder = RunFolder(cfg.run_dir).checkpoints
     checkpointer = Checkpointer(engine, folder, console.log, console.progress)
     return CheckpointPolicy(checkpointer, source.give_memory_to_trainer, services.recording.events)
 

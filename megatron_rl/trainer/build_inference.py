@@ -18,6 +18,7 @@ from megatron_rl.config.device_limits import Device
 from megatron_rl.config.parity_limits import parity_limits
 from megatron_rl.config.rules.server_gpus import devices_of_server
 from megatron_rl.config.rules.server_rules import is_local
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.config.sglang_settings import Values
 from megatron_rl.distributed import Parallel, from_rank_0
 from megatron_rl.distributed.ranks import Ranks
@@ -118,7 +119,7 @@ def make_server_pool(cfg: Config, parallel: Parallel, console: Console) -> Serve
         cfg.model.path,
         cfg.rollout.model_copy(update={"start_timeout_seconds": cfg.start_seconds(device)}),
         device=device,
-        log_dir=cfg.run_dir,
+        log_dir=RunFolder(cfg.run_dir).logs,
         seed=cfg.run.seed,
         want_routes=cfg.needs_routes,
         log=console.log,
@@ -255,7 +256,7 @@ def make_pusher(
             rollout.weight_sync,
             bucket_mb=rollout.weight_sync_bucket_mb,
             device=parallel.device,
-            disk_dir=cfg.run_dir / "weights",
+            disk_dir=RunFolder(cfg.run_dir).weights,
             places=places,
         ),
         verify_every=rollout.verify_push_every if rollout.verify_push == "checksum" else 0,

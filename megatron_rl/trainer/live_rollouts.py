@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron_rl.batch.penalties import with_penalties
 from megatron_rl.batch.transfer import share_groups
 from megatron_rl.config import Config
 from megatron_rl.config.parity_limits import parity_limits
-from megatron_rl.data.prompts import PromptSource
+from megatron_rl.data.prompt_stream import PromptStream
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.parity import PARITY_TOKENS, SAMPLES_PER_PROMPT, compare, probe_prompts
@@ -38,11 +39,13 @@ from megatron_rl.rollout.scheduler import Sampled, Scheduler
 from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.selection import refill as refill_groups
 from megatron_rl.rollout.unique_ids import with_unique_ids
+from megatron_rl.trainer.first_rewards import first_rewards_warning
 from megatron_rl.trainer.rollout_metrics import (
     check_age,
     count_call,
     count_discarded,
     count_step,
+    pass_counts,
 )
 from megatron_rl.trainer.rollout_source import RolloutSource, restore_prompts
 from megatron_rl.trainer.step_meter import StepMeter
@@ -65,7 +68,7 @@ class LiveRollouts(RolloutSource):
     parallel: Parallel
     engine: Engine
     tokenizer: Any
-    prompts: PromptSource
+    prompts: PromptStream
     eval_sets: Mapping[str, Sequence[Prompt]]
     inference: Inference
     leader: Leader | None
@@ -77,6 +80,7 @@ class LiveRollouts(RolloutSource):
 
     def __post_init__(self) -> None:
         self.restarts = 0  # restarts of servers that were reported
+        self.first_step: int | None = None  # whose rewards are looked at before its update
         self.missing_routes = MissingRoutes(self.cfg)
         self.scheduler = Scheduler(
             self.cfg,
@@ -92,6 +96,7 @@ class LiveRollouts(RolloutSource):
         """Send the weights, then check parity: the engine's log-probs of a few sampled responses
         against the servers'.
         """
+        self.first_step = first_step
         self.meter.enter("first weight sync and parity check")
         # version 0, too: a server serves only after a weight sync
         self.sync_weights(self.policy_version)
@@ -106,9 +111,17 @@ class LiveRollouts(RolloutSource):
         self.console.log(parity.line(limits))
         parity.check(limits, self.console.log)
 
+    def is_used_up(self) -> bool:
+        return not self.scheduler.can_take(self.cfg.run.prompts_per_step)
+
     def sample(self, step: int) -> list[RolloutGroup]:
         self.serve()
         prompts, groups = self.draw(self.scheduler.take, step)
+        if step == self.first_step:
+            plain = without_routes(groups)
+            warning = first_rewards_warning(plain, self.cfg.run_dir, self.parallel.host_group)
+            if warning is not None:
+                self.console.log(warning)
         if self.cfg.batch.dynamic_sampling:
             prompts, groups = self.refill(prompts, groups)
         with self.meter.time("split"):
@@ -188,6 +201,9 @@ class LiveRollouts(RolloutSource):
             for name, count in totals.items():
                 self.meter.sums.add_total(name, count)
             count_discarded(self.meter.sums, totals)
+        if self.parallel.rank == 0:  # the same on every rank
+            for name, value in self.prompts.metrics().items():
+                self.meter.sums.add(name, value, 1)
         restarts = self.inference.restarts
         self.meter.sums.add_total("rollout/server_restarts_total", restarts)
         if restarts > self.restarts:
@@ -228,7 +244,27 @@ class LiveRollouts(RolloutSource):
             if sampled.call is not None:
                 count_call(self.meter.sums, sampled.call, self.parallel)
         with self.meter.time("reward"):
-            return sampled.prompts, self.score(sampled.groups, for_training=True)
+            scored = self.score(sampled.groups, for_training=True)
+            self.note_pass_rates(sampled.prompts, scored)
+            return sampled.prompts, scored
+
+    def note_pass_rates(self, prompts: Sequence[Prompt], scored: Sequence[RolloutGroup]) -> None:
+        """Note the pass rates of a draw on every rank (data.sampling = pass_rate).
+
+        prompts: those of all replicas.  scored: this replica's groups on its leader, else [].
+        """
+        if self.cfg.data.sampling == "uniform":
+            return
+        counts = pass_counts(without_routes(scored), self.cfg.data.pass_reward)
+        table = torch.zeros(len(prompts), 2, dtype=torch.int32, device=self.parallel.device)
+        if self.leader is not None:
+            table[self.parallel.dp_rank :: self.parallel.dp_size] = torch.from_numpy(counts).to(
+                table.device
+            )
+        # only leaders contribute: the sum has every prompt once
+        dist.all_reduce(table)
+        passed, counted = table.cpu().numpy().T
+        self.prompts.note(prompts, passed, counted)
 
     def score_ready(self, groups: Sequence[Group]) -> None:
         """Score complete groups for training while others are sampled.  Not collective."""
@@ -285,6 +321,7 @@ class LiveRollouts(RolloutSource):
             self._with_penalties(groups),
             draw_more,
             max_rounds=self.cfg.batch.max_sampling_rounds,
+            can_draw=self.scheduler.can_take,
             dp_rank=self.parallel.dp_rank,
             dp_size=self.parallel.dp_size,
             is_leader=self.leader is not None,

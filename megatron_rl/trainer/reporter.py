@@ -13,12 +13,13 @@ from pathlib import Path
 from megatron_rl import commands
 from megatron_rl.config import Config, dump_config, plain_values
 from megatron_rl.config.redact import Redactor
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.launch.status import SHOWN, StatusWriter
 from megatron_rl.metrics.console import Console
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.metrics.results import read_run_settings
 from megatron_rl.metrics.samples import best_and_worst, last_rollouts
-from megatron_rl.metrics.sinks import METRICS_FILE, Sinks, read_metrics
+from megatron_rl.metrics.sinks import Sinks, read_metrics
 from megatron_rl.metrics.summary import summarize_run
 from megatron_rl.metrics.trackers.registry import Trackers
 from megatron_rl.metrics.trackers.run_versions import versions
@@ -89,17 +90,21 @@ class Reporter:
             self.sinks.write(StepResult(step - 1, policy_version, dict(metrics)))
             self.console.evaluation(step, metrics)
 
-    def finish(self) -> None:
-        """Write the report, the trackers' last tables, and the summary."""
+    def finish(self, num_steps: int | None = None) -> None:
+        """Write the report, the trackers' last tables, and the summary.
+
+        num_steps: number of finished steps; default: run.num_steps.
+        """
         if self.sinks is None:
             return
         run_dir = self.cfg.run_dir
         page = self._write_page()
-        self.sinks.track(partial(send_samples, cfg=self.cfg, step=self.cfg.run.num_steps))
+        last = num_steps or self.cfg.run.num_steps
+        self.sinks.track(partial(send_samples, cfg=self.cfg, step=last))
         if page is not None:
             self.sinks.track(lambda tracker: tracker.report(page))
         views = [name for name in VIEWS if name in commands.installed()]
-        results, settings = read_metrics(run_dir / METRICS_FILE), read_run_settings(run_dir)
+        results, settings = read_metrics(RunFolder(run_dir).metrics), read_run_settings(run_dir)
         summary = summarize_run(results, run_dir, views, page, settings)
         self.console.summary(summary.text, summary.values)
 
@@ -138,7 +143,7 @@ def make_sinks(
 
     ids: tracker -> id of the run that it continues after `first_step` steps (Trackers).
     """
-    (cfg.run_dir / "config.toml").write_text(dump_config(cfg))
+    RunFolder(cfg.run_dir).config.write_text(dump_config(cfg))
     track, trackers = cfg.track, None
     if track.to:
         run = TrackedRun(

@@ -31,6 +31,7 @@ def count_step(
             "replay/masked_tokens_total", count_missing_routes(groups).missing_response_rows
         )
     count_groups(sums, groups, version=version)
+    count_sources(sums, groups, cfg.data.source_names, cfg.data.pass_reward)
     if cfg.agent.name:
         count_episodes(sums, groups)
 
@@ -69,6 +70,37 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
                 if (mask := sequence.sampling_mask) is not None:
                     sums.add("rollout/kept_tokens_mean", int(mask.sizes.sum()), len(mask))
                     sums.add("rollout/kept_bytes_mean", mask.nbytes, len(mask))
+
+
+def count_sources(
+    sums: MetricSums, groups: Sequence[RolloutGroup], names: Sequence[str], pass_reward: float
+) -> None:
+    """Count groups, rewards, pass rates and lengths by the sources `names` of data.train."""
+    for group in groups:
+        for name in names:
+            sums.add(f"source/{name}/groups_frac", float(group.prompt.source == name), 1)
+        name = group.prompt.source
+        if name not in names:  # saved by a run with other sources
+            continue
+        rewards = np.asarray(group.rewards)
+        scored = rewards[~np.isnan(rewards)].astype(np.float64)
+        sums.add(f"source/{name}/reward_mean", float(scored.sum()), len(scored))
+        passed, count = pass_counts([group], pass_reward)[0].tolist()
+        sums.add(f"source/{name}/pass_rate", passed, count)
+        sums.add(f"source/{name}/zero_advantage_groups_frac", float(is_uniform(group)), 1)
+        lengths = [rollout.episode_length for rollout in group.rollouts]
+        sums.add(f"source/{name}/response_length_mean", sum(lengths), len(lengths))
+
+
+def pass_counts(groups: Sequence[RolloutGroup], pass_reward: float) -> np.ndarray:
+    """Return int32 [n, 2]: of each group the responses whose reward is at least `pass_reward`, and
+    those that have a reward.
+    """
+    rows = [
+        (int((rewards >= pass_reward).sum()), int((~np.isnan(rewards)).sum()))
+        for rewards in (np.asarray(group.rewards) for group in groups)
+    ]
+    return np.array(rows, np.int32).reshape(-1, 2)
 
 
 def count_episodes(sums: MetricSums, groups: Sequence[RolloutGroup]) -> None:

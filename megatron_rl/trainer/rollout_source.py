@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.data.prompts import PromptSource
+from megatron_rl.data.prompt_stream import PromptStream
 from megatron_rl.records import Files, RolloutGroup
 
 
@@ -80,6 +80,10 @@ class RolloutSource(Protocol):
         """
         return {}
 
+    def is_used_up(self) -> bool:
+        """Return True if a source of data.train is used up, and no prompts are left for a step."""
+        return False
+
     def finish_step(self) -> None:
         """End a step that is trained, before it is reported."""
         return
@@ -97,13 +101,9 @@ class RolloutSource(Protocol):
 
 
 def restore_prompts(
-    source: RolloutSource, prompts: PromptSource, progress: Mapping[str, Any]
+    source: RolloutSource, prompts: PromptStream, progress: Mapping[str, Any]
 ) -> str:
     """Restore the policy version and the position in the data; return a line for the log."""
-    cursor = progress["prompts"]
     source.policy_version = progress["policy_version"]
-    prompts.load_state_dict(cursor)
-    return (
-        f"  policy version {source.policy_version}; epoch {cursor['epoch'] + 1} of the data, after"
-        f" {cursor['position']} of {cursor['num_prompts']} prompts"
-    )
+    prompts.load_state_dict(progress["prompts"])
+    return f"  policy version {source.policy_version}; {prompts.place()}"

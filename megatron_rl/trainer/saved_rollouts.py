@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
-from megatron_rl.data.prompts import PromptSource
+from megatron_rl.data.prompt_stream import PromptStream
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.console import Console
 from megatron_rl.models.spec import ModelSizes
@@ -37,7 +37,7 @@ class SavedRollouts(RolloutSource):
     cfg: Config
     parallel: Parallel
     spec: ModelSizes
-    prompts: PromptSource
+    prompts: PromptStream
     folder: Path
     """Run directory that has the rollouts."""
     meter: StepMeter
@@ -57,7 +57,8 @@ class SavedRollouts(RolloutSource):
 
     def sample(self, step: int) -> list[RolloutGroup]:
         # advance in the data, so that a later run with servers continues after these prompts
-        self.prompts.take(num_prompts(self.cfg, self.parallel.dp_size))
+        count = num_prompts(self.cfg, self.parallel.dp_size)
+        self.prompts.take(self.prompts.num_left(count))
         with self.meter.time("rollout"):
             groups = self.steps.groups(step, self.parallel.dp_rank, self.parallel.dp_size)
             plain = without_routes(groups)

@@ -22,6 +22,7 @@ from megatron_rl.checkpoint.batches.bundle_writer import results_of, write_bundl
 from megatron_rl.checkpoint.folder import Progress
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
 from megatron_rl.config import Config
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.distributed import Parallel
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.engine.engine import Engine
@@ -65,6 +66,16 @@ class Trainer:
     """Number of finished steps at the start, above 0 when a checkpoint was resumed."""
     evaluated: int
     """Number of finished steps at the last complete evaluation, -1 before any."""
+    used_up_after: int | None = None
+    """Number of finished steps at which the prompts were used up (when_used_up of [[data.train]]);
+    None while there are prompts."""
+
+    @property
+    def num_steps(self) -> int:
+        """The number of finished steps at which the run ends: run.num_steps, or fewer where the
+        prompts are used up.
+        """
+        return self.cfg.run.num_steps if self.used_up_after is None else self.used_up_after
 
     def listen(self, stop: StopSignal) -> None:
         """Let a signal end sampling, save a checkpoint and stop the run from now on."""
@@ -73,7 +84,8 @@ class Trainer:
     def steps(self) -> Iterator[int]:
         """Yield the indices of the steps still to train.
 
-        Before each step its state is noted, which is saved if a signal abandons the step.
+        Before each step its state is noted, which is saved if a signal abandons the step.  The run
+        ends early where there are no prompts for another step.
         """
         self.meter.begin()  # the time that the run needed to start belongs to no step
         for step in range(self.first_step, self.cfg.run.num_steps):
@@ -81,8 +93,19 @@ class Trainer:
             if self.step_trace.trace.is_on:
                 with self.meter.between_steps("trace"):
                     self.step_trace.begin(step)
+            if self.rollouts.is_used_up():
+                self._end_early(step)
+                return
             self.checkpoint_policy.begin(step, self._progress())
             yield step
+
+    def _end_early(self, step: int) -> None:
+        """End the run after `step` finished steps."""
+        self.used_up_after = step
+        planned = f"run.num_steps = {self.cfg.run.num_steps}"
+        text = f"data.train is used up after {step} steps of {planned}: the run ends"
+        self.recording.events.add("stop", step, text)
+        self.reporter.log(text)
 
     def sample(self, step: int) -> list[RolloutGroup]:
         """Return the step's scored groups of this replica, on each of its ranks.
@@ -291,22 +314,24 @@ class Trainer:
 
     def finish(self) -> None:
         """Do the last evaluation, checkpoint, HF export and report."""
-        last = self.cfg.run.num_steps
+        last = self.num_steps
         # evaluated first: the checkpoint keeps that, and checkpoint.best_metric may be a result of
         # it
-        self.evaluate(last, is_last=True)
+        # a run that ends early may have evaluated its last step as any other
+        if self.used_up_after is None or self.evaluated != last:
+            self.evaluate(last, is_last=True)
         self.save(last, is_last=True)
         self.checkpoint_policy.wait()  # a background save: the run is not finished without it
         self.meter.enter("export")
         if self.cfg.checkpoint.export_hf:
             self.rollouts.give_memory_to_trainer()
-            path = self.cfg.run_dir / "hf"
+            path = RunFolder(self.cfg.run_dir).hf
             with self.reporter.console.progress(
                 "HF export", num_tensors(self.cfg.model.path), "tensors"
             ) as advance:
                 stream = counted(self.engine.export_parts(self.parallel.world_size), advance)
                 write_hf_checkpoint(stream, self.cfg.model.path, path, Ranks.of(self.parallel))
             self.reporter.log(f"HF checkpoint {path}")
-        self.reporter.finish()
+        self.reporter.finish(last)
         # the other ranks wait for rank 0, which alone writes the report
         dist.barrier()

@@ -14,7 +14,7 @@ from megatron_rl_tools.verify_replay.fingerprints import make_sample
 
 def make_engine(
     path, *, parallel=None, model=None, rollout=None, optim=None, loss=None, checkpoint=None,
-    replay="R3", measure=True,
+    lora=None, replay="R3", measure=True,
     total_updates=8, spec=None, megatron=None,
 ):  # fmt: skip
     """A float32 CPU engine of the HF checkpoint at `path` in this layout; end with
@@ -22,6 +22,7 @@ def make_engine(
     """
     sections = {
         "model": {"path": str(path), "dtype": "float32", **(model or {})},
+        "lora": lora or {},
         "data": {"train": "unused"},
         "run": {"num_mini_batches": 2},  # what loss.router_shift needs
         "rollout": rollout or {},

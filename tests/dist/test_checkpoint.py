@@ -177,7 +177,7 @@ def test_resume_is_bit_identical_in_more_layouts(checkpoint, tmp_path):
     run_ranks(run_parts, 2, (save_and_resume, checkpoint, tmp_path, MORE_CASES))
 
 
-def change_layout(checkpoint, folder, optim, source, targets):
+def change_layout(checkpoint, folder, optim, source, targets, lora=None):
     """Save in one layout, load in others: the same bits at first, and after two more updates the
     same to fp32 rounding.
     """
@@ -191,7 +191,7 @@ def change_layout(checkpoint, folder, optim, source, targets):
         return {name: tensor.clone() for name, tensor in engine.export() if tensor is not None}
 
     optim = SCHEDULE | optim
-    engine = make_engine(checkpoint, parallel=source, optim=optim)
+    engine = make_engine(checkpoint, parallel=source, optim=optim, lora=lora)
     updates(engine, [0, 1])
     writer = Checkpointer(engine, folder)
     writer.save(Snapshot(2, PROGRESS))
@@ -200,7 +200,7 @@ def change_layout(checkpoint, folder, optim, source, targets):
     end = exported(engine)
     engine.parallel.destroy()
     for target in targets:
-        engine = make_engine(checkpoint, parallel=target, optim=optim)
+        engine = make_engine(checkpoint, parallel=target, optim=optim, lora=lora)
         restored = Checkpointer(engine, folder).load(folder / "step_000002")
         assert (restored.step, restored.progress) == (2, PROGRESS)
         assert target == source or any("seeded again" in line for line in restored.lines)

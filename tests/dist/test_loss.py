@@ -227,7 +227,7 @@ def check_reference(checkpoint, mode, settings, folder=None):
             not torch.equal(a, b) for a, b in zip(second.recorded, first.recorded, strict=True)
         ), "no route moved"
         micro_batches = to_device(batch, engine.layout, engine.parallel.device)
-        with engine._reference.in_place():
+        with engine._with_reference():
             expected, _ = engine._forward(
                 micro_batches, [Routes(replay=ids) for ids in second.recorded]
             )

@@ -95,7 +95,7 @@ def compare_runs(material, work, cells):
                 name
             )
             assert progress(ends[0]) == progress(ends[1]), name
-            assert not list(ends[0].glob("trained*")) and not list(ends[0].glob("rollouts*"))
+            assert not (ends[0] / "trained").exists() and not (ends[0] / "rollouts").exists()
             check_token_data(ends[1], replicas=2 if name.startswith(("dp2", "ep2")) else 1)
             check_events(ends[1])
         dist.barrier()
@@ -199,21 +199,23 @@ def check_token_data(run: Path, *, replicas: int) -> None:
     """
     from safetensors.numpy import load_file
 
+    from megatron_rl.config.run_paths import RunFolder, replica_of
+
     rollouts = {
-        (line["step"], path.stem, line["id"]): line
-        for path in run.glob("rollouts*.jsonl")
-        for line in read_lines(path)
+        (line["step"], file.writer, line["id"]): line
+        for file in RunFolder(run).line_files("rollouts")
+        for line in read_lines(file.path)
     }
     trained = {
         (line["step"], line["sampled_by"], line["id"]): line
-        for path in run.glob("trained*.jsonl")
+        for path in run.glob("trained/*.jsonl")
         for line in read_lines(path)
     }
     assert trained.keys() == rollouts.keys() and len(trained) == 2 * K * PROMPTS * GROUP
     assert (
         len({sampled_by for _, sampled_by, _ in trained})
         == replicas
-        == len(list(run.glob("trained*.jsonl")))
+        == len({file.dp_rank for file in RunFolder(run).line_files("trained")})
     )
     saved = {key: line for key, line in trained.items() if line["tensors"]}
     assert len(saved) == len(trained) // 2, "save_tensors = 0.5"
@@ -221,7 +223,7 @@ def check_token_data(run: Path, *, replicas: int) -> None:
     assert any(choice != choices[0] for choice in choices), "the same groups at every step"
     for (step, sampled_by, name), line in saved.items():
         servers, own = (
-            load_file(run / f"{sampled_by}_{step:06d}.safetensors"),
+            load_file(RunFolder(run).tensors_of("rollouts", step, replica_of(sampled_by))),
             load_file(run / line["tensors"]),
         )
         sampled, length = len(servers[f"{name}:logprobs"]), len(servers[f"{name}:tokens"])

@@ -198,7 +198,7 @@ def check_recomputed(run_dir, found):
     config = load_config(
         None, [], {"model": {"path": "x"}, "data": {"train": "x"}, "loss": LOSS}
     ).loss
-    written = load_file(run_dir / "trained_000003.safetensors")
+    written = load_file(run_dir / "trained/step_000003.safetensors")
     all_flags = 0
     for name, each in found.items():
         if not each["sample"].save_tokens:
@@ -260,9 +260,9 @@ def computed(checkpoint):
 def check_files(run_dir, computed, *, exact):
     """Every written value is the one computed on one rank; every trained sequence has a line."""
     written, lines = {}, {}
-    for path in run_dir.glob("trained*.safetensors"):
+    for path in run_dir.glob("trained/*.safetensors"):
         written |= load_file(path)
-    for path in run_dir.glob("trained*.jsonl"):
+    for path in run_dir.glob("trained/*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
             assert line["id"] not in lines, "each sequence has one line"
             lines[line["id"]] = line

@@ -53,8 +53,8 @@ def test_four_ranks(plain: Path, odd: Path) -> None:
 
 def check_round_trip(cases: list[tuple[Path, dict, str]]) -> None:
     from megatron_rl.distributed.ranks import Ranks
+    from megatron_rl.weights.hf.entries import entries
     from megatron_rl.weights.hf.export import export_hf
-    from megatron_rl.weights.hf.mapping import entries
     from megatron_rl.weights.hf.write import write_hf_checkpoint
 
     for number, (path, layout, dtype) in enumerate(cases):

@@ -57,7 +57,8 @@ def test_a_run_of_two_attempts(tmp_path):
         # fp32 on both sides: over both turns the trainer computes what the server sampled
         assert row["train/logratio_abs_mean"] <= 1e-4 and row["routing/replayed_mismatch"] == 0
         assert row["routing/router_mismatch"] <= 0.001 or row["routing/flip_margin_max"] < 1e-4
-    records = list(read_rollouts(run / "rollouts.jsonl"))
+    files = sorted((run / "rollouts").glob("step_*.jsonl"))
+    records = [record for file in files for record in read_rollouts(file)]
     tensors = read_tensors(run, 1)
     several = [record for record in records if record.step == 1 and record.environment_length]
     assert several
@@ -108,7 +109,7 @@ def unfinished_episodes(checkpoint):
 
 def trained_on(run, step):
     """(id, tokens) of the rollouts of a step, of all replicas."""
-    files = run.glob(f"rollouts*_{step:06d}.safetensors")
+    files = run.glob(f"rollouts/step_{step:06d}*.safetensors")
     tensors = [each for file in files for each in load_file(file).items()]
     return [
         (name.removesuffix(":tokens"), each.tolist())

@@ -42,7 +42,7 @@ def test_a_run_in_which_trainer_and_servers_alternate(tmp_path, monkeypatch):
     assert all(row["time/weight_sync"] > 0 for row in steps[1:])
     trained, initial = weights_in(tmp_path / "runs/run/hf"), weights_in(material / "moe")
     assert any(not trained[name].equal(initial[name]) for name in initial)
-    log = (tmp_path / "runs/run/server.log").read_text()
+    log = (tmp_path / "runs/run/logs/server.log").read_text()
     calls = re.findall(
         r"POST /(release_memory_occupation|resume_memory_occupation|generate)\b", log
     )

@@ -16,6 +16,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from megatron_rl_tools.make_tiny_moe import Settings, model_config, write_checkpoint
 from megatron_rl_tools.tiny_tasks import sums
+from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.dist.launch import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,8 @@ def demo(tmp_path_factory) -> Path:
     (folder / ".venv").symlink_to(sys.prefix)
     settings = Settings()
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(model_config(settings))
+    tokenizer = make_tokenizer()
+    model = Qwen3MoeForCausalLM(model_config(settings, tokenizer))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -43,6 +45,7 @@ def demo(tmp_path_factory) -> Path:
     write_checkpoint(
         folder / MODEL,
         model,
+        tokenizer,
         {"digest": settings.digest, "heldout_accuracy": 0.0},
         train[:64],
         heldout,
@@ -147,24 +150,29 @@ def check_demo(demo: Path) -> tuple[list[str], dict[str, str]]:
     return warnings, refused
 
 
+def learned(folder: Path, script: str, steps: int) -> list[dict[str, float]]:
+    """Run the first steps of a demo in `folder`; return its metrics, a row per step and
+    evaluation.
+    """
+    for name in ("examples", "megatron_rl", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    done = subprocess.run(
+        ["bash", script],
+        cwd=folder, env=os.environ | {"STEPS": str(steps), "NAME": "run"}, capture_output=True,
+        text=True, timeout=3000,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = (folder / "runs/run/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 @pytest.mark.slow
 def test_the_tiny_model_learns_to_call_a_calculator(tmp_path):
     """`make demo-tools`, half of its steps: calls, right answers, the experts of every turn's own
     request.
     """
-    for name in ("examples", "megatron_rl", "tools"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    done = subprocess.run(
-        ["bash", "examples/tools_cpu/run.sh"],
-        cwd=tmp_path, env=os.environ | {"STEPS": "20"}, capture_output=True, text=True,
-        timeout=3000,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "runs/demo-tools/metrics.jsonl").read_text().splitlines()
-    ]
+    rows = learned(tmp_path, "examples/tools_cpu/run.sh", 20)
     before, after = (row["eval/heldout/avg@2"] for row in rows if "eval/heldout/avg@2" in row)
     assert after >= before + 0.3
     steps = [row for row in rows if "train/loss" in row]
@@ -175,3 +183,16 @@ def test_the_tiny_model_learns_to_call_a_calculator(tmp_path):
     )
     assert 2 <= steps[-1]["rollout/turns_mean"] < 4
     assert {"episode/tool_errors", "rollout/environment_seconds_mean"} <= steps[-1].keys()
+
+
+@pytest.mark.slow
+def test_the_tiny_model_that_chats_learns_to_serve_an_openai_program(tmp_path):
+    """`make demo-agent`: the program's own reward rises, and nothing of an episode is lost."""
+    rows = learned(tmp_path, "examples/agent_cpu/run.sh", 15)
+    before, after = (row["eval/heldout/avg@1"] for row in rows if "eval/heldout/avg@1" in row)
+    assert after >= before + 0.3
+    steps = [row for row in rows if "train/loss" in row]
+    assert steps[-1]["episode/calls"] > 0.8
+    for row in steps:
+        assert row["routing/replayed_mismatch"] == 0 == row["rollout/failed_episodes_total"]
+        assert row["rollout/unread_turns_total"] == 0

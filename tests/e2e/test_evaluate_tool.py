@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_rl_tools.make_tiny_moe import make_tokenizer
+from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.tiny import random_checkpoint
 
 

@@ -1,9 +1,16 @@
-"""`megatron-rl rehearse` as a user starts it: a recipe of examples/ at full width, two layers."""
+"""`megatron-rl rehearse` as a user starts it: a recipe of examples/ at full width, two layers; and
+small models in one process, for what that recipe does not have.
+"""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tests.saved_run import GROUP, PROMPTS, make_material
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "examples/qwen3_30b_a3b/off_policy_n4_r3.toml"
@@ -63,3 +70,104 @@ def test_weights_that_leave_the_gpu_come_back(tmp_path):
     assert abs(before - left - state) <= 0.02 * state
     assert memory["restore"]["end"] == before
     assert memory["old-logprob, second"]["end"] <= before
+
+
+SMALL = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 1024,
+    "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
+    "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "max_position_embeddings": 40960, "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+LENGTH, TOP_K = 96, 20
+
+
+def case(gpus, *options, **parallel):
+    sizes = dict(tp=1, cp=1, ep=1, etp=1) | parallel
+    layout = [text for key, value in sizes.items() for text in (f"--parallel.{key}", value)]
+    sized = ["--run.max_tokens_per_micro_batch", LENGTH, "--data.max_prompt_tokens", 32,
+             "--rollout.max_response_tokens", 64]  # fmt: skip
+    return ["--config", RECIPE, "--gpus", gpus, *layout, *sized, *options]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Name -> rehearsal.json, of rehearsals that passed."""
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps(SMALL))
+    make_material(folder, steps=1)
+    model = ("--model", folder / "model")
+    cases = {
+        "interleaved": case(
+            2, *model, "--layers", 8, "--length", LENGTH, "--micro-batches", 2,
+            "--model.recompute", "block", pp=2, vp=2,
+        ),
+        "every rank": case(
+            4, *model, "--layers", 1, "--length", LENGTH, "--micro-batches", 1, "--ranks", "all",
+            "--turns", 3, "--rollout.top_p", 0.9, "--rollout.top_k", TOP_K,
+            "--rollout.max_staleness", 2, "--megatron.use_precision_aware_optimizer", "true",
+            "--megatron.exp_avg_dtype", "bfloat16", tp=2, cp=2, ep=2,
+        ),
+        "saved": case(
+            1, "--model", folder / "moe", "--layers", 2, "--from-rollouts", folder / "live",
+            "--run.prompts_per_step", 4, "--run.group_size", 2, "--run.num_mini_batches", 1,
+        ),
+    }  # fmt: skip
+    text = json.dumps({name: list(map(str, options)) for name, options in cases.items()})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rehearsed_steps", folder, "transformer_engine"],
+        cwd=ROOT, capture_output=True, text=True, timeout=900, input=text,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for name, status in json.loads(done.stdout.splitlines()[-1]).items():
+        assert status == 0, (folder / f"{name}.txt").read_text()
+    return {name: json.loads((folder / name / "rehearsal.json").read_text()) for name in cases}
+
+
+def test_nothing_is_guessed_and_the_plan_agrees(small):
+    for name, report in small.items():
+        assert report["errors"] == report["not_known"] == report["slow"] == [], name
+        for rank, _, peak, planned, _ in report["memory"]:
+            assert abs(planned - peak) <= 0.03 * peak, (name, rank)
+
+
+def test_an_interleaved_pipeline_runs_both_chunks_of_a_rank(small):
+    report = small["interleaved"]
+    assert report["ranks"] == [0, 1]
+    # two chunks of two layers on each of two ranks; embedding and head are on one each
+    first, last = (report["by_rank"][rank]["parameters"] for rank in "01")
+    assert first == last - SMALL["hidden_size"]  # the final norm
+
+
+def test_ranks_that_are_no_role_take_no_more_memory(small):
+    memory = {rank: peak for rank, _, peak, _, _ in small["every rank"]["memory"]}
+    assert memory.keys() == {0, 1, 2, 3}
+    assert max(memory.values()) <= max(memory[rank] for rank in (0, 2, 3)) + 8192
+
+
+def test_kept_sets_go_to_the_ranks_that_have_their_rows(small):
+    copies = [
+        num_bytes
+        for phase, _, line, _, num_bytes in small["every rank"]["copies"]
+        if phase == "gradient, second" and "sets_of_tokens" in line
+    ]
+    # rank 0 has the first and the last quarter of the sequence, with 18 and 19 sampled tokens
+    assert copies.count(37 * TOP_K * 8) == 2  # ids, and the row of each
+
+
+def test_a_checkpoint_has_weights_and_the_optimizers_state(small):
+    for rank, item in small["every rank"]["by_rank"].items():
+        state, planned = item["checkpoint"], item["planned"]
+        assert state["bytes of the optimizer"] == planned["optimizer"], rank
+        assert state["bytes"] == planned["optimizer"] + 2 * item["parameters"], rank
+        memory = item["memory"]["checkpoint"]
+        assert memory["peak"] == memory["start"] == memory["end"]
+
+
+def test_saved_rollouts_are_trained_on(small):
+    lengths = small["saved"]["by_rank"]["0"]["lengths"]
+    assert len(lengths) == PROMPTS * GROUP and lengths == sorted(lengths, reverse=True)
+    assert max(lengths) < LENGTH // 4  # which invented ones would fill

@@ -21,7 +21,7 @@ from megatron_rl.launch.status import read_status
 from megatron_rl.metrics.left_out import entry_of
 from megatron_rl.rollout.saved.recorded_rollouts import read_rollouts
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run
-from megatron_rl_tools.make_tiny_moe import make_tokenizer
+from megatron_rl_tools.tiny_text import make_tokenizer
 from megatron_rl_tools.top import top
 from tests.e2e import runs
 from tests.tiny import random_checkpoint
@@ -186,7 +186,7 @@ def test_a_run_from_start_to_report_and_its_resume(material, tmp_path, push):
         assert row["routing/router_mismatch"] <= 0.001 or row["routing/flip_margin_max"] < 1e-4
         assert row["routing/replayed_mismatch"] == 0
     versions = {}
-    for file in sorted(run.glob("rollouts*.jsonl")):
+    for file in sorted(run.glob("rollouts/*.jsonl")):
         for line in file.read_text().splitlines():
             record = json.loads(line)
             versions.setdefault(record["step"], set()).update(
@@ -345,7 +345,7 @@ def test_bad_input_stops_before_a_server_starts(material, tmp_path):
 def ages_of(folder: Path) -> dict[int, set[int]]:
     """Step, from 1 -> how many pushes old its tokens were: step 1 is sampled from version 0."""
     ages: dict[int, set[int]] = {}
-    for file in sorted(folder.glob("rollouts*.jsonl")):
+    for file in sorted(folder.glob("rollouts/*.jsonl")):
         for record in read_rollouts(file):
             newest = record.step - 1
             ages.setdefault(record.step, set()).update(
@@ -435,7 +435,7 @@ def test_a_run_goes_on_with_what_it_cut_short_and_resumes(material, tmp_path):
     assert ages[1] == {0} and {0, 1} <= set().union(*ages.values()) <= {0, 1, 2}
     trained = [
         (record.step, record.prompt_id)
-        for file in run.glob("rollouts*.jsonl")
+        for file in run.glob("rollouts/*.jsonl")
         for record in read_rollouts(file)
     ]
     assert len(set(trained)) == (done + 2) * 8 == len({prompt for _, prompt in trained}), (
@@ -476,7 +476,7 @@ def whole_responses(checkpoint: Path) -> dict[str, list[int]]:
 
 
 def tokens_of(run: Path, step: int) -> dict[str, list[int]]:
-    files = run.glob(f"rollouts*_{step:06d}.safetensors")
+    files = run.glob(f"rollouts/step_{step:06d}*.safetensors")
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return {
         name.rsplit(":", 1)[0]: tensor.tolist()
@@ -536,7 +536,7 @@ def test_only_rollout_writes_what_can_be_trained_on(material, tmp_path):
     )
     assert not any(name.startswith(("train/", "optim/")) for row in rows for name in row)
     assert (
-        len(list(folder.glob("rollouts*.safetensors"))) == 4
+        len(list(folder.glob("rollouts/*.safetensors"))) == 4
         and not (folder / "checkpoints").exists()
     )
     run_two_steps(

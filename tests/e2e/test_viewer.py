@@ -132,6 +132,9 @@ def test_pages_load_and_fit(page, address, mode, width):
     }
     for link, part in shown.items():
         page.goto(f"{address}/{link}")
+        if part == ".chart canvas":  # below the story, and drawn when it is in sight
+            page.locator(".events tbody").wait_for()
+            page.locator(".charts > *").first.scroll_into_view_if_needed()
         page.locator(part).first.wait_for()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             f"{link} is wider than {width} pixels"
@@ -177,7 +180,8 @@ def test_access_without_the_token_is_refused(browser, address):
 def test_curves_zoom_smooth_and_search(page, address):
     page.goto(f"{address}/#/run/0")
     plot = page.locator("[data-metric='rollout/reward_mean'] .u-over")
-    plot.wait_for()
+    page.locator(".events tbody").wait_for()  # above the curves: it moves them
+    plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
     y = box["y"] + box["height"] / 2
     page.mouse.move(box["x"] + 0.2 * box["width"], y)
@@ -492,7 +496,8 @@ def test_tokens_are_coloured_and_read_by_mouse_and_keys(page, address):
 
 def test_responses_side_by_side_and_where_they_part(page, address):
     page.goto(f"{address}/#/run/0/rollout/{KEY}")
-    page.locator(".group button").first.click()
+    page.get_by_role("button", name="Compare").click()
+    page.locator(".member").first.click()
     page.locator(".response").nth(1).wait_for()
     first, second = (
         json.loads(page.request.get(f"{address}/api/runs/0/rollout/6/rollouts/Q1%2F{k}").text())[

@@ -38,12 +38,13 @@ def recorded_samples(
     prompt, in turn.
     """
     # here: it imports torch, for which every stub server would wait
+    from megatron_rl.config.run_paths import RunFolder
     from megatron_rl.rollout.saved.recorded_rollouts import read_rollouts
     from megatron_rl.rollout.saved.rollout_tensors import read_tensors
 
     tensors = read_tensors(folder, step)
     waiting: dict[tuple[int, ...], list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]] = {}
-    for record in read_rollouts(folder / "rollouts.jsonl"):
+    for record in read_rollouts(RunFolder(folder).lines_of("rollouts", step)):
         if record.step == step:
             tokens, length = tensors[f"{record.id}:tokens"], record.prompt_length
             parts = (

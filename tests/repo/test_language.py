@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("*.md", "docs/**/*.md", "examples/*/README.md", "results/*.md")
+FOLDERS = (
+    "*.md", "docs/**/*.md", "examples/*/README.md", "megatron_rl/recipes/*/README.md",
+    "results/*.md",
+)  # fmt: skip
 PAGES = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 SOURCES = sorted(
     path
@@ -25,6 +28,7 @@ SCRIPTS = sorted(
         ROOT / "Dockerfile.sglang",
         *ROOT.glob("tools/*.sh"),
         *ROOT.glob("examples/**/*.[st][ho]*"),
+        *ROOT.glob("megatron_rl/recipes/*/*.[st][ho]*"),
     ]
 )
 AVOID = re.compile(

@@ -55,6 +55,8 @@ EXTRAS = {
 }
 OPTIONAL = {"sglang", "transformer_engine", "apex", "modelopt", "wandb", "mlflow", "trackio"}
 """Imported only where they are installed, see config/versions.py."""
+OF_RECIPES = {"bm25s", "datasets"}
+"""Imported by recipes alone, which say what to install."""
 OF_ANOTHER = {"pydantic_core": "pydantic"}
 """Imported, and installed by what is declared."""
 SIZES = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
@@ -128,7 +130,7 @@ def test_everything_that_is_imported_is_declared(package, beside):
         for need in NEEDS[name]
     }
     installed = packages_distributions()
-    for name in imported(package) - OPTIONAL - OF_ANOTHER.keys() - set(beside):
+    for name in imported(package) - OPTIONAL - OF_RECIPES - OF_ANOTHER.keys() - set(beside):
         distributions = {canonicalize_name(each) for each in installed.get(name, [name])}
         assert distributions & declared, (
             f"{name} is imported, and none of {distributions} is declared"
@@ -259,6 +261,11 @@ def test_the_trainer_alone_has_its_commands_and_names_the_others(wheels, tmp_pat
         "import megatron_rl.train, megatron_rl.trainer.build, sys; print(*sys.modules)",
     )
     assert done.returncode == 0 and "matplotlib" not in done.stdout.split(), done.stderr
+    project = ("new", str(tmp_path / "project"), "--recipe", "gsm8k", "--gpus", "8")
+    done = call(here, "megatron-rl", *project)
+    assert done.returncode == 0 and "next:" in done.stdout, done.stderr
+    done = call(here, "python", str(tmp_path / "project/prepare.py"), "--help")
+    assert done.returncode == 0 and "sets: train, test" in done.stdout, done.stderr
     done = call(here, "megatron-rl", "view")
     assert done.returncode == 2 and done.stderr.endswith("pip install ./viewer\n")
 

@@ -126,11 +126,16 @@ def test_safe_calls_pass():
     )
 
 
+IN_THE_SANDBOX = "megatron_rl/reward/sandbox/programs/"
+"""Programs that run the model's code, in a process that reaches nothing else."""
+
+
 def test_no_unsafe_calls():
     found = [
         f"{relative(path)}:{line} {what}"
         for path in CODE
         for line, what in unsafe_calls(path.read_text())
+        if not (what == "exec" and relative(path).startswith(IN_THE_SANDBOX))
     ]
     assert not found
 

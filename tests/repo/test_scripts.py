@@ -14,11 +14,14 @@ import pytest
 from tools import image_packages
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(
-    path
-    for pattern in (".ci/run", "examples/**/*.sh", "examples/**/*.sbatch", "tools/**/*.sh")
-    for path in ROOT.glob(pattern)
+PATTERNS = (
+    ".ci/run",
+    "examples/**/*.sh",
+    "examples/**/*.sbatch",
+    "megatron_rl/recipes/*/*.sh",
+    "tools/**/*.sh",
 )
+SCRIPTS = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 
 
 def test_every_script_is_linted_and_stops_at_an_error():

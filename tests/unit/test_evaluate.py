@@ -19,7 +19,7 @@ from megatron_rl.rollout.scoring import score_groups
 from megatron_rl.rollout.server import process as server_module
 from megatron_rl.rollout.server.process import Server
 from megatron_rl.rollout.standalone import StandaloneSampler
-from megatron_rl_tools.make_tiny_moe import make_tokenizer
+from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.fake_server import wait_for
 from tests.unit.batch.rollouts import make_rollout
 

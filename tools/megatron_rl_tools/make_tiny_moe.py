@@ -5,61 +5,46 @@ machine.
     megatron-rl make-tiny-model runs/tiny_moe
     # calls of a calculator; --task ledger: long answers
     megatron-rl make-tiny-model runs/tiny_tools --task tools
+    # a model that chats in Qwen3's format, with tools (minutes)
+    megatron-rl make-tiny-model runs/tiny_chat --task chat
 
-Writes an HF directory (config.json, model.safetensors, character tokenizer) and two disjoint prompt
+Writes an HF directory (config.json, model.safetensors, tokenizer) and two disjoint prompt
 sets (train.jsonl, heldout.jsonl; rows {"prompt": "12+34=", "label": "46"}).  The model is
 cold-started with supervision on its turns, then its output head is scaled down until a sample is
 correct with probability `target_accuracy`: a policy whose accuracy RL can raise.
 
-Shapes: B sequences of S tokens: prompt, turns that end in eos, answers to all but the last, pads.
+Shapes: B sequences of S tokens, as in tiny_text.py.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_rl_tools.options import parse_make_tiny_model
-from megatron_rl_tools.tiny_tasks import TASKS, Examples
+from megatron_rl_tools.tiny_chat import chat
+from megatron_rl_tools.tiny_digest import digest_of
+from megatron_rl_tools.tiny_tasks import TASKS, Examples, Stages
+from megatron_rl_tools.tiny_text import Data, Language, characters
 
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-CHARACTERS = "0123456789+-=* abcdefghijklmnopqrstuvwxyz" + ".,:;?!/()[]<>^_%&#@'"
-VOCABULARY = (PAD, EOS, UNK, *CHARACTERS)
-RECIPE_VERSION = 5
-"""Raised when the same settings give another checkpoint: existing ones are then replaced."""
 MANIFEST = "tiny_moe.json"
 
 Log = Callable[[str], None]
 
 
-class Data(NamedTuple):
-    """Transcripts as tensors."""
-
-    tokens: torch.Tensor
-    """Token ids, int64 [B, S]."""
-    is_models: torch.Tensor
-    """Tokens that the model writes, bool [B, S]."""
-    is_judged: torch.Tensor
-    """The same without its free choices, bool [B, S]."""
-
-
 @dataclass(frozen=True)
 class Settings:
-    """The settings on which the checkpoint's bytes depend (beside the installed torch)."""
+    """The settings on which the checkpoint's bytes depend, beside code and packages."""
 
     task: str = "sums"
     seed: int = 0
@@ -81,7 +66,6 @@ class Settings:
     decay_steps: int = 200
     num_probes: int = 512
     """Prompts on which the accuracy is computed."""
-    recipe_version: int = RECIPE_VERSION
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -98,12 +82,12 @@ class Settings:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return digest_of(asdict(self))
 
 
 def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **settings) -> Path:
     """Write the checkpoint and prompt sets to `out` and return it; does nothing if `out` was made
-    with the same settings.
+    with the same settings, code, packages and processor.
 
     The same settings give the same bytes on the same machine.  Raises ValueError for invalid
     settings, FileExistsError if `out` was not made by this tool, RuntimeError if `max_steps` did
@@ -121,11 +105,13 @@ def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **setti
         return out
     started = time.perf_counter()
     train, heldout = TASKS[task].make(recipe.seed, recipe.num_heldout)
+    stages = TASKS[task].stages(train)
+    language = language_of(task, stages)
     with deterministic_cpu(recipe.seed):
-        model = Qwen3MoeForCausalLM(model_config(recipe))
+        model = Qwen3MoeForCausalLM(model_config(recipe, language.tokenizer))
         # HF starts the pad row at 0, where RMSNorm's gradient explodes once RL samples a pad
         with torch.no_grad():
-            model.model.embed_tokens.weight[VOCABULARY.index(PAD)].normal_(
+            model.model.embed_tokens.weight[model.config.pad_token_id].normal_(
                 std=model.config.initializer_range
             )
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -134,13 +120,11 @@ def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **setti
             f" {recipe.num_experts} experts, top-{recipe.top_k}; cold start on {len(train)} {task},"
             f" seed {recipe.seed}"
         )
-        free = TASKS[task].free
-        stages = [
-            (first, encode_text(examples, free)) for first, examples in TASKS[task].stages(train)
-        ]
-        probe = encode_text(train[: recipe.num_probes], free)
-        steps = cold_start(model, stages, probe, recipe, log)
-        accuracy = sampled_accuracy(model, encode_text(heldout, free))
+        encode, free = language.encode, TASKS[task].free
+        encoded = [(first, encode(examples, free)) for first, examples in stages]
+        probes = [encode(part, free) for part in TASKS[task].probes(train, recipe.num_probes)]
+        steps = cold_start(model, encoded, probes, recipe, log)
+        accuracy = sampled_accuracy(model, encode(heldout, free))
     manifest = {
         "settings": asdict(recipe),
         "digest": recipe.digest,
@@ -148,12 +132,12 @@ def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **setti
         "parameters": num_parameters,
         "heldout_accuracy": round(accuracy, 6),
     }
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    write_checkpoint(partial, model, manifest, train, heldout)
+    unfinished = out.with_name(out.name + ".partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    write_checkpoint(unfinished, model, language.tokenizer, manifest, train, heldout)
     if out.exists():
         shutil.rmtree(out)
-    partial.rename(out)
+    unfinished.rename(out)
     log(
         f"{out}: held-out sampled accuracy {accuracy:.3f} after {steps} steps,"
         f" {time.perf_counter() - started:.1f} s"
@@ -161,8 +145,12 @@ def make_tiny_moe(out: Path, *, task: str = "sums", quiet: bool = False, **setti
     return out
 
 
+def language_of(task: str, stages: Stages) -> Language:
+    return chat(stages[-1][1]) if TASKS[task].language == "chat" else characters()
+
+
 def is_made(out: Path, recipe: Settings) -> bool:
-    """Return whether `out` was made with these settings.
+    """Return whether `out` was made with these settings, and as it would be made now.
 
     Raises FileExistsError if this tool did not write it.
     """
@@ -180,36 +168,12 @@ def read_recipe(out: Path) -> dict:
     return json.loads((out / MANIFEST).read_text())
 
 
-# Data ---------------------------------------------------------------------------------------------
-
-
-def encode_text(examples: Examples, free: str = "") -> Data:
-    """Encode the transcripts: prompt, turns with their eos, the answers to them, pads.
-
-    free: characters that are not judged.
-    """
-    ids = {token: index for index, token in enumerate(VOCABULARY)}
-    rows, masks = [], []
-    for example in examples:
-        tokens, is_models = list(example.prompt), [False] * len(example.prompt)
-        for turn, answer in zip_longest(example.turns, example.answers, fillvalue=""):
-            tokens += [*turn, EOS, *answer]
-            is_models += [True] * (len(turn) + 1) + [False] * len(answer)
-        rows.append([ids[token] for token in tokens])
-        masks.append(is_models)
-    length = max(map(len, rows))
-    padded = torch.tensor([row + [ids[PAD]] * (length - len(row)) for row in rows])
-    written = torch.tensor([mask + [False] * (length - len(mask)) for mask in masks])
-    is_free = torch.isin(padded, torch.tensor([ids[token] for token in free], dtype=torch.long))
-    return Data(padded, written, written & ~is_free)
-
-
 # Model --------------------------------------------------------------------------------------------
 
 
-def model_config(settings: Settings) -> Qwen3MoeConfig:
+def model_config(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
-        vocab_size=len(VOCABULARY),
+        vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
         intermediate_size=2 * settings.hidden_size,
         moe_intermediate_size=settings.expert_size,
@@ -222,45 +186,29 @@ def model_config(settings: Settings) -> Qwen3MoeConfig:
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
-        max_position_embeddings=256,
+        max_position_embeddings=tokenizer.model_max_length,
         rope_theta=1e4,
         rms_norm_eps=1e-6,
         tie_word_embeddings=False,
         attention_bias=False,
         use_cache=True,
-        pad_token_id=VOCABULARY.index(PAD),
-        eos_token_id=VOCABULARY.index(EOS),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         router_aux_loss_coef=0.01,
         experts_implementation="grouped_mm",
     )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token per character; unknown characters become <unk>."""
-    ids = {token: index for index, token in enumerate(VOCABULARY)}
-    core = Tokenizer(models.WordLevel(ids, unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        model_max_length=256,
-        clean_up_tokenization_spaces=False,
-    )
-
-
 def cold_start(
     model: Qwen3MoeForCausalLM,
     stages: Sequence[tuple[int, Data]],
-    probe: Data,
+    probes: Sequence[Data],
     settings: Settings,
     log: Log,
 ) -> int:
     """Train the task with supervision on the model's turns, then scale its head to the target
-    accuracy on `probe`; returns the number of steps.
+    accuracy on the first probe; returns the number of steps.
 
     stages: (first step, data).
     The learning rate is constant until the skill appears (a sudden rise, at a different step for
@@ -286,9 +234,11 @@ def cold_start(
             break
         if step % 10 and step != settings.max_steps:
             continue
-        accuracy = sampled_accuracy(model, probe)
+        accuracies = [sampled_accuracy(model, probe) for probe in probes]
+        accuracy = min(accuracies)
         if step % 50 == 0:
-            log(f"  step {step:4d}  loss {loss.item():.3f}  accuracy of a sample {accuracy:.3f}")
+            shown = " ".join(f"{value:.3f}" for value in accuracies)
+            log(f"  step {step:4d}  loss {loss.item():.3f}  accuracy of a sample {shown}")
         if decay_from is None and accuracy >= settings.skill:
             decay_from = step
         if decay_from is None and step == settings.max_steps:
@@ -296,7 +246,7 @@ def cold_start(
                 f"accuracy {accuracy:.3f} after max_steps = {step} is below {settings.skill}:"
                 f" {settings.task} not learnt; raise max_steps or use another seed"
             )
-    temperature = soften(model, probe, settings.target_accuracy)
+    temperature = soften(model, probes[0], settings.target_accuracy)
     log(
         f"  step {step:4d}  head divided by {temperature:.2f}, for a lower accuracy of samples at"
         " temperature 1"
@@ -372,12 +322,17 @@ def deterministic_cpu(seed: int) -> Iterator[None]:
 
 
 def write_checkpoint(
-    out: Path, model: Qwen3MoeForCausalLM, manifest: dict, train: Examples, heldout: Examples
+    out: Path,
+    model: Qwen3MoeForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    manifest: dict,
+    train: Examples,
+    heldout: Examples,
 ) -> None:
     out.mkdir(parents=True)
     disable_progress_bar()  # "Writing model shards": one small file needs none
     model.save_pretrained(out)
-    make_tokenizer().save_pretrained(out)
+    tokenizer.save_pretrained(out)
     for name, examples in (("train.jsonl", train), ("heldout.jsonl", heldout)):
         rows = (
             json.dumps({"prompt": example.prompt, "label": example.label}) for example in examples

@@ -21,8 +21,8 @@ computations of --dry-run.
                          [--server-gpus 64] [--assume NAME=VALUE ...] [--top 8] \
 [--config FILE.toml] [--section.key value ...]
 
-NAME: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2; of a checkpoint only config.json is \
-read.  Without --config
+NAME: olmoe-1b-7b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2; of a checkpoint only \
+config.json is read.  Without --config
 the step is that of the paper: 64 prompts x 16 responses of at most 32,768 tokens.  Memory and \
 seconds are computed, not
 measured (docs/design/cost_model.md); --assume changes their assumptions.

@@ -15,11 +15,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.config import Config, RolloutConfig, dump_config, load_config
-from megatron_rl.config.rules.rollout_rules import check_rollout
+from megatron_rl.config import Config, dump_config, load_config
+from megatron_rl.models.fit import length_problems
 from megatron_rl.models.known import find_spec
 from megatron_rl.plan import grid
-from megatron_rl.plan.hardware import GIB, HARDWARE, find_hardware, read_assumptions
+from megatron_rl.plan.hardware import GIB, find_hardware, read_assumptions
+from megatron_rl.plan.proposal import server_options, with_servers
 from megatron_rl.plan.report_sections import gib
 from megatron_rl.plan.search import Candidate, Search
 from megatron_rl.plan.server_time import DecodeModel, ServerPlan, propose_servers
@@ -45,7 +46,10 @@ def main(argv: list[str] | None = None) -> int:
         hardware = find_hardware(args.gpu)
         hardware = replace(hardware, per_node=args.gpus_per_node or hardware.per_node)
         server_pool = propose_servers(spec, args.server_gpus or args.gpus, hardware, assumed)
-        cfg = with_servers(cfg, args, DecodeModel(spec, server_pool, hardware, assumed))
+        ranks = None if args.server_gpus else args.gpus
+        cfg = with_servers(cfg, ranks, DecodeModel(spec, server_pool, hardware, assumed))
+        if problems := list(length_problems(cfg, spec)):
+            raise ValueError("\n".join(problems))
     except ValueError as error:
         print(f"megatron-rl plan: {error}", file=sys.stderr)
         return 2
@@ -93,61 +97,6 @@ def read_step_config(args: argparse.Namespace, overrides: list[str]) -> Config:
     sections = {} if args.config else {name: dict(values) for name, values in PAPER_STEP.items()}
     sections.setdefault("model", {})["path"] = str(args.model)
     return load_config(args.config, overrides, sections)
-
-
-def with_servers(cfg: Config, args: argparse.Namespace, servers: DecodeModel) -> Config:
-    """Return `cfg` with the proposed servers, unless it names servers itself.
-
-    They alternate with the trainer on its GPUs if these are in one node; else they are attached.
-    """
-    rollout, num, size = cfg.rollout, servers.server_pool.num, servers.server_pool.devices
-    has_servers = rollout.urls or rollout.gpus or rollout.num_servers > 1
-    if has_servers or rollout.weight_sync != "distributed":
-        return cfg
-    chosen: dict[str, object]
-    if is_shared(args, servers):
-        cached = int(servers.cached_tokens()) // 1024 * 1024
-        chosen = {
-            "num_servers": num,
-            "gpus": tuple(range(num * size)),
-            "weight_sync": "colocated",
-            "release_memory": True,
-        }
-        chosen |= {"max_server_restarts": 0, "max_total_tokens": max(cached, 1024)}
-    else:
-        chosen = {"urls": tuple(f"http://server{number}:30000" for number in range(num))}
-    proposed = RolloutConfig.model_validate(rollout.model_dump() | chosen)
-    check_rollout(proposed)
-    return cfg.model_copy(update={"rollout": proposed})
-
-
-def is_shared(args: argparse.Namespace, servers: DecodeModel) -> bool:
-    """Return whether rank 0 can start the servers on the trainer's GPUs: it starts them only on its
-    host.
-    """
-    is_gpu = servers.hardware.name != HARDWARE["cpu"].name
-    return is_gpu and not args.server_gpus and args.gpus <= servers.hardware.per_node
-
-
-def server_options(cfg: Config, server_pool: ServerPlan, per_node: int) -> str:
-    """Return the options of the command line for the plan's servers."""
-    rollout = cfg.rollout
-    if rollout.urls:
-        is_one_node = server_pool.devices <= per_node
-        how = "SGLang's --nnodes: more than a node has"
-        if is_one_node:
-            how = f"serve.sh with TP_SIZE={server_pool.devices}"
-        return (
-            f"--rollout.urls and the addresses of {len(rollout.urls)} servers of"
-            f" {server_pool.devices} GPUs ({how})"
-        )
-    options = (
-        f"--rollout.num_servers {rollout.num_servers} --rollout.weight_sync {rollout.weight_sync}"
-    )
-    options += f" --rollout.gpus {' '.join(map(str, rollout.gpus))}" if rollout.gpus else ""
-    if rollout.release_memory:
-        options += " --rollout.release_memory --rollout.max_server_restarts 0"
-    return f"{options} --rollout.max_total_tokens {rollout.max_total_tokens}"
 
 
 def layout_table(layouts: list[Candidate], gpus: int) -> Table:

@@ -98,6 +98,11 @@ def batch_config(args: argparse.Namespace, header: Header) -> Config:
 
     Raises ValueError, which names the option.
     """
+    if header["config"].get("lora", {}).get("rank"):
+        raise BundleError(
+            f"{args.bundle} is of a run with adapters (lora.rank > 0): its weights are merged, and"
+            " the gradient of A and B cannot be computed from them; replay a batch of full training"
+        )
     weights = args.weights or args.bundle / header["weights"]
     if not weights.is_dir():
         raise BundleError(

@@ -23,6 +23,7 @@ from megatron_rl_viewer import expert_loads, token_data
 from megatron_rl_viewer.answer import answer_json
 from megatron_rl_viewer.query import Query, QueryError, groups_page, parse_filters, rollouts_page
 from megatron_rl_viewer.run_folder import Run, Runs, setting_differences
+from megatron_rl_viewer.story import story
 
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
@@ -114,7 +115,7 @@ def find(runs: Runs, number: int) -> Run:
 
 
 def add_run_routes(app: FastAPI, runs: Runs) -> None:
-    """Add the paths of runs: their curves, events, settings and health."""
+    """Add the paths of runs: their story, curves, events, settings and health."""
 
     @app.get("/api/runs")
     def all_runs() -> Response:
@@ -140,6 +141,12 @@ def add_run_routes(app: FastAPI, runs: Runs) -> None:
     @app.get("/api/diff")
     def diff(a: int, b: int) -> Response:
         return answer(setting_differences(find(runs, a).config()[0], find(runs, b).config()[0]))
+
+    @app.get("/api/runs/{number}/story")
+    def run_story(number: int) -> Response:
+        run = find(runs, number)
+        run.read_small()
+        return answer(story(run))
 
     @app.get("/api/runs/{number}/health")
     def health(number: int) -> Response:

@@ -28,6 +28,7 @@ from megatron_rl_viewer.query import (
     rollouts_page,
 )
 from megatron_rl_viewer.run_folder import Run, Runs
+from megatron_rl_viewer.story import story
 
 SCHEMA = 1
 INDEX, DATA = "index.html", "data.js"
@@ -121,6 +122,7 @@ def answers_of_run(run: Run, rows: Sequence[dict]) -> dict[str, object]:
         "events": run.events.since(-1),
         "config": {"text": run.config_text, "values": run.config()[0]},
         "health": run.health(),
+        "story": story(run),
         "rollouts": {
             "total": len(keys),
             "columns": describe_query(ROLLOUT_COLUMNS),

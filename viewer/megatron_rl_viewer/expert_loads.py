@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl_viewer.query import QueryError
 from megatron_rl_viewer.run_folder import Run
 from megatron_rl_viewer.tensor_files import ShardError, TensorFile, tensor_file_name
@@ -134,9 +135,9 @@ def saved_steps(run: Run) -> dict[int, list[str]]:
     stems: dict[int, list[str]] = {}
     with closing(run.index.connect()) as connection:
         names = "SELECT name FROM shards WHERE name LIKE 'rollouts%' ORDER BY name"
-        for row in connection.execute(names):
-            stem, _, step = row["name"].removesuffix(".safetensors").rpartition("_")
-            stems.setdefault(int(step), []).append(stem)
+        files = [RunFolder(run.folder).file_named(row["name"]) for row in connection.execute(names)]
+    for file in sorted(file for file in files if file):
+        stems.setdefault(file.step, []).append(file.writer)
     return stems
 
 
@@ -156,7 +157,7 @@ def chosen_steps(steps: Sequence[int], wanted: str) -> list[int]:
 
 def count(run: Run, step: int, stem: str, num_experts: int) -> Counts:
     """Count one file; the result is cached until it or the trainer's files change."""
-    server = tensor_file_name(stem, step)
+    server = tensor_file_name(run.folder, stem, step)
     trained = trained_places(run, step, stem)
     paths = [run.folder / name for name in (server, *sorted({name for _, name, _ in trained}))]
     stamps = tuple(

@@ -95,3 +95,12 @@ def cut_line(path: Path, place: FilePlace) -> str | None:
     """Return a warning if bytes without a newline follow, as a killed writer leaves them."""
     size = path.stat().st_size if path.is_file() else 0
     return f"{path.name}:{place.lines + 1}: cut line" if size > place.offset else None
+
+
+def stat_of(path: Path) -> tuple[int, int]:
+    """Return (bytes, time of the last change in ns); zeros if there is no such file."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return stat.st_size, stat.st_mtime_ns

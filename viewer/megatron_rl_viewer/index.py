@@ -9,9 +9,7 @@ run do not disturb each other.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -21,25 +19,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
 
-from megatron_rl_viewer.follow import (
-    FilePlace,
-    Line,
-    after,
-    batch_of,
-    cut_line,
-    is_rewritten,
-    new_lines,
-)
-from megatron_rl_viewer.index_rows import ToRow, index_row, searched_text, trained_row
+from megatron_rl.config.run_paths import RunFolder, StepFile
+from megatron_rl_viewer.follow import Line, after, batch_of, cut_line, new_lines, stat_of
+from megatron_rl_viewer.index_files import FileEntry, finish_steps, forget_rewritten, known_files
+from megatron_rl_viewer.index_rows import ToRow, index_row, parsed, searched_text, trained_row
 from megatron_rl_viewer.index_schema import (
-    GROUP_ROWS,
-    JOIN_TRAINED,
     ROW,
     SCHEMA,
     TRAINED_NUMBERS,
     VERSION,
+    make_indexes,
 )
-from megatron_rl_viewer.tensor_files import ShardError, TensorFile, shard_files, tensor_file_name
+from megatron_rl_viewer.tensor_files import (
+    ShardError,
+    TensorFile,
+    own_files,
+    shard_files,
+    tensor_file_name,
+)
 
 BATCH = 5000
 """Lines per transaction."""
@@ -121,80 +118,73 @@ class Index:
         """Read what was written since the last call; `stop` ends that between two transactions."""
         try:
             with closing(self.connect()) as connection:
-                self._forget_rewritten(connection)
-                for path in [*self._jsonl("rollouts"), *self._jsonl("trained")]:
-                    while self._read_batch(connection, path) and not (stop and stop.is_set()):
-                        self.progress = self._share_read(connection)
-                self._read_shards(connection)
+                files = self._line_files()
+                self.revision += forget_rewritten(connection, self.folder, files)
+                if self._read_lines(connection, files, stop):
+                    make_indexes(connection)
+                    self._read_shards(connection)
         finally:
             self.progress = None
 
     # Lines ----------------------------------------------------------------------------------------
 
-    def _jsonl(self, stem: str) -> list[Path]:
-        """Return the run's STEM.jsonl, STEM.dp1.jsonl, ... in the order of the replicas."""
-        name = re.compile(rf"{stem}(\.dp\d+)?\.jsonl")  # not a copy such as rollouts_old.jsonl
-        paths = [
-            path
-            for path in self.folder.glob(f"{stem}*.jsonl")
-            if name.fullmatch(path.name) and is_inside(self.folder, path)
-        ]
-        return sorted(paths, key=lambda path: (len(path.stem), path.stem))
+    def _line_files(self) -> list[StepFile]:
+        """Return the run's files of lines: of each step the rollouts, then the trainer's half."""
+        run = RunFolder(self.folder)
+        files = [*run.line_files("rollouts"), *run.line_files("trained")]
+        return sorted(own_files(self.folder, files), key=lambda file: (file.step, file.half))
 
-    def _forget_rewritten(self, connection: sqlite3.Connection) -> None:
-        """Empty the index if a file is not the one that was read: rows of two runs must not mix."""
-        names = [row["name"] for row in connection.execute("SELECT name FROM files")]
-        if any(is_rewritten(self.folder / name, self._place(connection, name)) for name in names):
-            tables = ("files", "warnings", "rollouts", "texts", "trained", "groups", "shards")
-            deletes = "".join(f"DELETE FROM {table};" for table in tables)
-            connection.executescript(
-                f"BEGIN IMMEDIATE; {deletes} INSERT INTO search(search) VALUES('delete-all');"
-                " COMMIT;"
-            )
-            self.revision += 1
+    def _read_lines(
+        self, connection: sqlite3.Connection, files: Sequence[StepFile], stop: Event | None
+    ) -> bool:
+        """Read the files that changed, and return whether nothing is left, not even by `stop`."""
+        known = known_files(connection)
+        sizes = {file.name: stat_of(file.path) for file in files}
+        total = max(sum(size for size, _ in sizes.values()), 1)
+        read = sum(entry.place.offset for entry in known.values())
+        for file in files:
+            if file.name in known and known[file.name].stat == sizes[file.name]:
+                continue
+            while more := self._read_batch(connection, file, sizes[file.name]):
+                if stop and stop.is_set():
+                    return False
+                read += more
+                # at most 0.99: tensor files are read last
+                self.progress = min(read / total, 0.99)
+        return True
 
-    def _place(self, connection: sqlite3.Connection, name: str) -> FilePlace:
-        row = connection.execute(
-            "SELECT offset, lines, last_length, last_digest FROM files WHERE name = ?", (name,)
-        ).fetchone()
-        return FilePlace(*row) if row else FilePlace()
-
-    def _share_read(self, connection: sqlite3.Connection) -> float:
-        paths = [*self._jsonl("rollouts"), *self._jsonl("trained")]
-        read = connection.execute("SELECT sum(offset) FROM files").fetchone()[0] or 0
-        # at most 0.99: tensor files are read last
-        return min(read / max(sum(path.stat().st_size for path in paths), 1), 0.99)
-
-    def _read_batch(self, connection: sqlite3.Connection, path: Path) -> int:
-        """Read a batch of lines in one transaction and return their number."""
+    def _read_batch(
+        self, connection: sqlite3.Connection, file: StepFile, stat: tuple[int, int]
+    ) -> int:
+        """Read a batch of lines in one transaction and return their bytes."""
         connection.execute("BEGIN IMMEDIATE")  # before the place is read: another viewer may write
         try:
-            place = self._place(connection, path.name)
-            last = connection.execute(
-                "SELECT last_step FROM files WHERE name = ?", (path.name,)
-            ).fetchone()
-            lines = batch_of(new_lines(path, place), BATCH, BATCH_BYTES)
+            entry = known_files(connection, file.name).get(file.name, FileEntry())
+            lines = batch_of(new_lines(file.path, entry.place), BATCH, BATCH_BYTES)
+            place, last_step = entry.place, entry.last_step
             if lines:
-                add = self._add_rollouts if path.name.startswith("rollouts") else self._add_trained
-                last_step = add(connection, path, lines, last["last_step"] if last else -1)
-                entry = (path.name, *astuple(after(place, lines[-1])), last_step)
-                connection.execute("INSERT OR REPLACE INTO files VALUES (?,?,?,?,?,?)", entry)
+                add = self._add_rollouts if file.half == "rollouts" else self._add_trained
+                last_step = add(connection, file, lines, last_step)
+                place = after(place, lines[-1])
+            values = (file.name, *astuple(place), last_step, *stat)
+            connection.execute("INSERT OR REPLACE INTO files VALUES (?,?,?,?,?,?,?,?)", values)
             connection.execute("COMMIT")
         except BaseException:
             # an error of SQLite may have rolled back already
             with suppress(sqlite3.OperationalError):
                 connection.execute("ROLLBACK")
             raise
-        return len(lines)
+        return place.offset - entry.place.offset
 
     def _add_rollouts(
-        self, connection: sqlite3.Connection, path: Path, lines: Sequence[Line], last_step: int
+        self, connection: sqlite3.Connection, file: StepFile, lines: Sequence[Line], last_step: int
     ) -> int:
         """Insert the rows of `lines` and return the step of the last one."""
         number = connection.execute("SELECT coalesce(max(number), 0) FROM texts").fetchone()[0]
         rows: list[tuple] = []
         texts: list[tuple] = []
         steps: set[int] = set()
+        writer = file.writer
 
         def flush() -> None:
             connection.executemany(ROW, rows)
@@ -209,26 +199,26 @@ class Index:
             rows.clear()
             texts.clear()
 
-        seen = self._ids(connection, last_step, path.stem)
-        for fields, row in self._parsed(connection, path, lines, "a rollout", index_row):
+        seen = self._ids(connection, last_step, writer)
+        for fields, row in self._parsed(connection, file, lines, "a rollout", index_row):
             step, name = fields["step"], fields["id"]
             # a run writes its rows of a step at once: earlier rows are of an abandoned attempt
             if step != last_step or name in seen:
                 flush()
                 again = name if step == last_step else None
-                self._forget_attempt(connection, step, path.stem, again=again)
-                seen, last_step = self._ids(connection, step, path.stem), step
+                self._forget_attempt(connection, step, writer, again=again)
+                seen, last_step = self._ids(connection, step, writer), step
             seen.add(name)
             number += 1
-            rows.append((number, path.stem, *row))
+            rows.append((number, writer, *row))
             prompt, response = searched_text(fields["prompt"]), searched_text(fields["response"])
             texts.append((number, prompt, response))
             steps.add(step)
         flush()
         # read the steps' tensor files again: they may have been read before these lines
-        files = [(tensor_file_name(path.stem, step),) for step in steps]
+        files = [(tensor_file_name(self.folder, writer, step),) for step in steps]
         connection.executemany("DELETE FROM shards WHERE name = ?", files)
-        self._finish_steps(connection, steps)
+        finish_steps(connection, steps)
         return last_step
 
     def _ids(self, connection: sqlite3.Connection, step: int, file: str) -> set[str]:
@@ -269,24 +259,24 @@ class Index:
             connection.execute(f"UPDATE rollouts SET {nulls} WHERE step = ? AND file = ?", place)
 
     def _add_trained(
-        self, connection: sqlite3.Connection, path: Path, lines: Sequence[Line], last_step: int
+        self, connection: sqlite3.Connection, file: StepFile, lines: Sequence[Line], last_step: int
     ) -> int:
         """Insert lines of the trainer's half and return the step of the last one."""
         steps: set[int] = set()
         rows = []
         what = "a line of the trainer's half"
-        for fields, row in self._parsed(connection, path, lines, what, trained_row):
+        for fields, row in self._parsed(connection, file, lines, what, trained_row):
             rows.append(row)
             steps.add(fields["step"])
             last_step = fields["step"]
         connection.executemany("INSERT OR REPLACE INTO trained VALUES (?,?,?,?,?,?,?,?)", rows)
-        self._finish_steps(connection, steps)
+        finish_steps(connection, steps)
         return last_step
 
     def _parsed(
         self,
         connection: sqlite3.Connection,
-        path: Path,
+        file: StepFile,
         lines: Sequence[Line],
         what: str,
         to_row: ToRow,
@@ -296,11 +286,11 @@ class Index:
             if not line.data.strip():
                 continue
             try:
-                fields = json.loads(line.data)
-                row = to_row(path.stem, line, fields)
+                fields = parsed(line.data)
+                row = to_row(file.writer, line, fields)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 why = f"no {error}" if isinstance(error, KeyError) else error
-                self._warn(connection, path.name, f"{path.name}:{line.number}: not {what}: {why}")
+                self._warn(connection, file.name, f"{file.name}:{line.number}: not {what}: {why}")
                 continue
             yield fields, row
 
@@ -310,15 +300,6 @@ class Index:
         if count < MAX_WARNINGS:
             text = text if count < MAX_WARNINGS - 1 else f"{text}; further lines are not named"
             connection.execute("INSERT INTO warnings VALUES (?,?)", (file, searched_text(text)))
-
-    def _finish_steps(self, connection: sqlite3.Connection, steps: set[int]) -> None:
-        """Update what depends on all rows of a step: the trainer's numbers and the groups."""
-        for step in sorted(steps):
-            select = "SELECT 1 FROM trained WHERE step = ? LIMIT 1"
-            if connection.execute(select, (step,)).fetchone():
-                connection.execute(JOIN_TRAINED, (step,))
-            connection.execute("DELETE FROM groups WHERE step = ?", (step,))
-            connection.execute(GROUP_ROWS, (step,))
 
     # Tensors --------------------------------------------------------------------------------------
 
@@ -349,12 +330,12 @@ class Index:
 
         entry: the file's row of `shards`; None if the file is gone.
         """
-        stem, _, step = name.removesuffix(".safetensors").rpartition("_")
+        file = RunFolder(self.folder).file_named(name)
         connection.execute("BEGIN IMMEDIATE")
-        if stem.startswith("rollouts"):
+        if file and file.half == "rollouts":
             update = "UPDATE rollouts SET has_tensors = ? WHERE step = ? AND file = ?"
-            connection.execute(update, (0, int(step), stem))
-            rows = [(1, int(step), stem, rollout) for rollout in ids]
+            connection.execute(update, (0, file.step, file.writer))
+            rows = [(1, file.step, file.writer, rollout) for rollout in ids]
             connection.executemany(f"{update} AND id = ?", rows)
         connection.execute("DELETE FROM shards WHERE name = ?", (name,))
         if entry is not None:
@@ -368,10 +349,13 @@ class Index:
             texts = [row["text"] for row in lines]
             shards = connection.execute("SELECT error FROM shards WHERE error IS NOT NULL")
             texts += [row["error"] for row in shards]
-            paths = [*self._jsonl("rollouts"), *self._jsonl("trained")]
-            cut = [cut_line(path, self._place(connection, path.name)) for path in paths]
-        if self.progress is not None:
-            return texts  # more bytes follow because not all are read yet
+            if self.progress is not None:
+                return texts  # more bytes follow because not all are read yet
+            known = known_files(connection)
+        # a file of one step is complete or not there
+        files = [file for file in self._line_files() if file.has_all_steps]
+        entries = [(file, known.get(file.name, FileEntry())) for file in files]
+        cut = [cut_line(file.path, entry.place) for file, entry in entries]
         return texts + [text for text in cut if text]
 
 

@@ -1,10 +1,12 @@
-"""Values of the index's rows, parsed from the lines of rollouts*.jsonl and trained*.jsonl."""
+"""Values of the index's rows, parsed from the lines of both halves."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from urllib.parse import quote
+
+import orjson
 
 from megatron_rl_viewer.follow import Line
 from megatron_rl_viewer.index_schema import TRAINED_NUMBERS
@@ -13,6 +15,14 @@ ToRow = Callable[[str, Line, dict], tuple]
 """(stem of the file, line, its fields) -> values of a row.  Raises ValueError, KeyError or
 TypeError for another kind of line.
 """
+
+
+def parsed(line: bytes) -> dict:
+    """Return the fields of a line.  Raises ValueError, or RecursionError, for another text."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:  # json also reads NaN, and half a surrogate pair
+        return json.loads(line)
 
 
 def index_row(file: str, line: Line, fields: dict) -> tuple:

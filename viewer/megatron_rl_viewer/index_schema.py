@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-VERSION = 1
+import sqlite3
+
+VERSION = 2
 """Version of the tables below; an index of another version is built again."""
 TRAINED_NUMBERS = ("kl", "max_log_ratio", "clipped_frac", "flip_frac")
 INDEXED = (
@@ -14,7 +16,8 @@ GROUP_INDEXED = (
 )  # fmt: skip
 SCHEMA = f"""
 CREATE TABLE files(
-    name TEXT PRIMARY KEY, offset INT, lines INT, last_length INT, last_digest BLOB, last_step INT);
+    name TEXT PRIMARY KEY, offset INT, lines INT, last_length INT, last_digest BLOB, last_step INT,
+    size INT, modified INT);
 CREATE TABLE warnings(file TEXT, text TEXT);
 CREATE TABLE rollouts(
     number INTEGER PRIMARY KEY, step INT, file TEXT, id TEXT, group_key TEXT, episode TEXT,
@@ -33,8 +36,6 @@ CREATE TABLE groups(
     reward_mean REAL, reward_min REAL, reward_max REAL, length_mean REAL, kl REAL, flip_frac REAL);
 CREATE INDEX groups_step ON groups(step);
 CREATE TABLE shards(name TEXT PRIMARY KEY, size INT, modified INT, error TEXT);
-{"".join(f"CREATE INDEX rollouts_{name} ON rollouts({name});" for name in INDEXED)}
-{"".join(f"CREATE INDEX groups_{name} ON groups({name});" for name in GROUP_INDEXED)}
 PRAGMA user_version = {VERSION};
 """
 """files: how far each jsonl was read.
@@ -45,14 +46,23 @@ trained: lines of the trainer's half.
 groups: one row per (step, prompt).
 shards: safetensors files whose ids were read.
 """
+SORTED_BY = {
+    f"{table}_{name}": f"CREATE INDEX {table}_{name} ON {table}({name})"
+    for table, names in (("rollouts", INDEXED), ("groups", GROUP_INDEXED))
+    for name in names
+}
+"""Name of an index -> the statement that makes it, when all rows of a new run are there."""
 ROW = """INSERT OR REPLACE INTO rollouts(
         number, file, step, id, group_key, episode, offset, size, reward, advantage, length,
         finish_reason, version, versions, turns)
     VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"""
 JOIN_TRAINED = f"""UPDATE rollouts
-    SET {", ".join(f"{name} = t.{name}" for name in TRAINED_NUMBERS)} FROM trained AS t
-    WHERE rollouts.step = ? AND t.step = rollouts.step AND t.id = rollouts.id
-        AND t.file IN (rollouts.file, '')"""
+    SET ({", ".join(TRAINED_NUMBERS)}) = (
+        SELECT {", ".join(TRAINED_NUMBERS)} FROM trained AS t
+        WHERE t.step = rollouts.step AND t.id = rollouts.id AND t.file IN (rollouts.file, '')
+        ORDER BY t.file DESC LIMIT 1)
+    WHERE step = ?"""
+"""A subquery by t's primary key: a join reads all rows of the step for each of its rows."""
 GROUP_ROWS = """INSERT INTO groups(
         step, file, key, first, count, reward_mean, reward_min, reward_max, length_mean, kl,
         flip_frac)
@@ -60,3 +70,17 @@ GROUP_ROWS = """INSERT INTO groups(
         avg(CASE episode WHEN '' THEN reward END), min(reward), max(reward), avg(length), avg(kl),
         avg(flip_frac)
     FROM rollouts WHERE step = ? GROUP BY file, group_key ORDER BY min(number)"""
+
+
+def make_indexes(connection: sqlite3.Connection) -> None:
+    """Make the indexes by which tables are sorted, unless they exist.
+
+    Rows that are added to an index one by one cost several times more, so the first reading of a
+    run is done without them; tables are sorted by looking at every row until then.  Each is one
+    transaction: pages are answered in between.
+    """
+    known = connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")
+    names = {row["name"] for row in known}
+    for name, statement in SORTED_BY.items():
+        if name not in names:
+            connection.execute(statement)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.metrics.lines import MetricLines
 from megatron_rl_viewer.follow import FilePlace, after, cut_line, is_rewritten, new_lines
 
-METRICS_FILE, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
 EVALUATION = "eval/"
 
 
@@ -23,7 +23,7 @@ class MetricsFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / METRICS_FILE
+        self.path = RunFolder(folder).metrics
         self.revision = 0
         self._lock = Lock()
         self._clear()
@@ -46,7 +46,7 @@ class MetricsFile:
                 try:
                     step, _, metrics, per_layer = self._lines.parse(line.data)
                 except ValueError as error:
-                    self.warnings.append(f"{METRICS_FILE}:{line.number}: {error}")
+                    self.warnings.append(f"{self.path.name}:{line.number}: {error}")
                     continue
                 self.revision += step in self._metrics
                 self._metrics[step] = self._metrics.get(step, {}) | metrics
@@ -109,7 +109,7 @@ class EventsFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / EVENTS_FILE
+        self.path = RunFolder(folder).events
         self._lock = Lock()
         self._clear()
 
@@ -129,7 +129,7 @@ class EventsFile:
                     if not isinstance(event["step"], int) or not isinstance(event["kind"], str):
                         raise TypeError("step must be an integer and kind a text")
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    self.warnings.append(f"{EVENTS_FILE}:{line.number}: not an event: {error!r}")
+                    self.warnings.append(f"{self.path.name}:{line.number}: not an event: {error!r}")
                     continue
                 self.events.append(event)
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from megatron_rl.config.redact import Redactor
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.metrics.health import examine_results
 from megatron_rl.metrics.left_out_counts import counts_of_run
 from megatron_rl.metrics.results import evaluations, read_run_settings, series
 from megatron_rl.metrics.samples import Row, best_and_worst, last_rollouts
-from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
+from megatron_rl.metrics.sinks import read_metrics
 from megatron_rl.records import StepResult
 from megatron_rl_viewer.figure import draw_run
 from megatron_rl_viewer.report_style import STYLE
@@ -68,17 +69,18 @@ SILENT_AT_ZERO = "replay/"
 def write_report(run_dir: Path) -> Path:
     """Write report.html and report.png into `run_dir` and return the page's path.
 
-    Raises ValueError if metrics.jsonl is missing or broken; rollouts.jsonl and config.toml are
+    Raises ValueError if metrics.jsonl is missing or broken; rollouts and config.toml are
     optional.
     """
     run_dir = Path(run_dir)
-    if not (run_dir / METRICS_FILE).is_file():
-        raise ValueError(f"{run_dir}: no {METRICS_FILE}; is this a run directory?")
-    results = read_metrics(run_dir / METRICS_FILE)
+    folder = RunFolder(run_dir)
+    if not folder.metrics.is_file():
+        raise ValueError(f"{run_dir}: no {folder.metrics.name}; is this a run directory?")
+    results = read_metrics(folder.metrics)
     name = run_dir.resolve().name
     picture = io.BytesIO()
     draw_run(results, name).savefig(picture, format="png", dpi=110)
-    (run_dir / "report.png").write_bytes(picture.getvalue())
+    folder.picture.write_bytes(picture.getvalue())
     image = base64.b64encode(picture.getvalue()).decode()
     parts = [
         f"<h1>{html.escape(name)}</h1>",
@@ -93,7 +95,7 @@ def write_report(run_dir: Path) -> Path:
         summary_table(results),
         sample_tables(last_rollouts(run_dir), exported_rollouts(run_dir)),
     ]
-    config = run_dir / "config.toml"
+    config = folder.config
     if config.is_file():
         text = html.escape(config.read_text())
         details = f"<details><summary>config.toml</summary><pre>{text}</pre></details>"
@@ -104,7 +106,7 @@ def write_report(run_dir: Path) -> Path:
         f"<title>{html.escape(name)}</title><style>{STYLE}</style></head>"
         f"<body>{''.join(parts)}</body></html>"
     )
-    path = run_dir / "report.html"
+    path = folder.report
     path.write_text(Redactor().text(page), encoding="utf-8")
     return path
 

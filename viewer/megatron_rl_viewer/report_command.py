@@ -32,14 +32,15 @@ def main(argv: list[str] | None = None) -> None:
 
 def draw_runs(runs: list[Path], out: Path) -> Path:
     """Draw the runs, named by their directories, into the file `out`."""
-    from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
+    from megatron_rl.config.run_paths import RunFolder
+    from megatron_rl.metrics.sinks import read_metrics
     from megatron_rl_viewer.figure import draw_comparison
 
     names = [run.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run) for run in runs]
     results = {
-        name: read_metrics(run / METRICS_FILE) for name, run in zip(names, runs, strict=True)
+        name: read_metrics(RunFolder(run).metrics) for name, run in zip(names, runs, strict=True)
     }
     draw_comparison(results, " / ".join(results)).savefig(out, dpi=110)
     return out

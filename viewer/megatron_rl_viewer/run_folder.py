@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from megatron_rl.config.renamed import with_new_names
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.metrics.health import examine
 from megatron_rl_viewer.index import Index, database_path, is_inside
 from megatron_rl_viewer.metrics import EventsFile, MetricsFile
@@ -20,7 +21,6 @@ from megatron_rl_viewer.pieces import Pieces
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.toml"
 FOLLOW_SECONDS = 1.0
 LIVE_SECONDS = 300.0
 """Seconds after its last write in which a run counts as live."""
@@ -35,6 +35,7 @@ class Run:
 
     def __init__(self, folder: Path, cache: Path, tokenizer: Path | None = None) -> None:
         self.folder, self.tokenizer = folder, tokenizer
+        self.paths = RunFolder(folder)
         if not folder.is_dir():
             raise NoRunError(
                 f"{folder}: no such folder; name a run directory, which holds config.toml and"
@@ -42,7 +43,7 @@ class Run:
             )
         if not self._files():
             raise NoRunError(
-                f"{folder}: no config.toml, metrics.jsonl or rollouts*.jsonl; name a run directory"
+                f"{folder}: no config.toml, metrics.jsonl or rollouts; name a run directory"
                 " (run.dir/run.name)"
             )
         self.name = folder.resolve().name
@@ -52,8 +53,9 @@ class Run:
         self.problem: str | None = None  # the reason if the index is no longer followed
 
     def _files(self) -> list[Path]:
-        names = (CONFIG_FILE, "metrics.jsonl", "events.jsonl", "rollouts*.jsonl")
-        paths = [path for name in names for path in self.folder.glob(name)]
+        """Return the files by which a folder is a run, the last of rollouts among them."""
+        paths = [self.paths.config, self.paths.metrics, self.paths.events]
+        paths += [file.path for file in self.paths.line_files("rollouts")[-1:]]
         return [path for path in paths if is_inside(self.folder, path)]
 
     def update(self, stop: Event | None = None) -> None:
@@ -77,7 +79,7 @@ class Run:
 
     @property
     def config_text(self) -> str:
-        path = self.folder / CONFIG_FILE
+        path = self.paths.config
         if not is_inside(self.folder, path):
             return ""
         return path.read_text(encoding="utf-8", errors="replace")
@@ -90,13 +92,13 @@ class Run:
         try:
             sections = with_new_names(tomllib.loads(self.config_text))
         except (tomllib.TOMLDecodeError, AttributeError) as error:
-            return {}, f"{CONFIG_FILE}: cannot be read: {error}"
+            return {}, f"{self.paths.config.name}: cannot be read: {error}"
         flat = {
             f"{section}.{key}": value
             for section, keys in sections.items()
             for key, value in keys.items()
         }
-        return flat, None if flat else f"{CONFIG_FILE}: not found"
+        return flat, None if flat else f"{self.paths.config.name}: not found"
 
     def warnings(self) -> list[str]:
         problems = [
@@ -115,7 +117,7 @@ class Run:
         events = self.events.events
         if events and events[-1]["kind"] == "stop":
             return False
-        written = [path for path in self._files() if path.name != CONFIG_FILE]
+        written = [path for path in self._files() if path != self.paths.config]
         changed = max((path.stat().st_mtime for path in written), default=0.0)
         return self.metrics.last_step != self.num_steps and time.time() - changed < LIVE_SECONDS
 
@@ -157,10 +159,10 @@ class Run:
             return [self.tokenizer]
         path = self.config()[0].get("model.path")
         if not isinstance(path, str):
-            return [self.folder / "hf"]
+            return [self.paths.hf]
         above = self.folder.resolve().parents
         return [
-            self.folder / "hf",
+            self.paths.hf,
             Path(path),
             *([] if Path(path).is_absolute() else [folder / path for folder in above]),
         ]

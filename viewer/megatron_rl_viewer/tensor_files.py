@@ -1,23 +1,22 @@
-"""Tensors of a run: safetensors files NAME_STEP.safetensors with tensors "ID:KIND".
+"""Tensors of a run: safetensors files with tensors "ID:KIND", named by config/run_paths.py.
 
-The server's half is rollouts[.dpN]_SSSSSS.safetensors (batch/codec.to_arrays), the trainer's
-trained[.dpN]_SSSSSS.safetensors. They are read with plain reads: safetensors maps a file into
-memory, and a run that writes the step again while it is mapped would kill the viewer (SIGBUS).
+They are read with plain reads: safetensors maps a file into memory, and a run that writes the step
+again while it is mapped would kill the viewer (SIGBUS).
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.config.run_paths import RunFolder, StepFile, replica_of
+
 SCHEMA = "1"
-NAME = re.compile(r"(rollouts|trained)(\.dp\d+)?_\d{6,}\.safetensors")
 MAX_HEADER = 256 * 2**20
 """The most bytes of a file's header."""
 DTYPES = {
@@ -33,17 +32,28 @@ class ShardError(ValueError):
     """A file of tensors that cannot be read; the message begins with its name."""
 
 
-def tensor_file_name(stem: str, step: int) -> str:
-    return f"{stem}_{step:06d}.safetensors"
+def tensor_file_name(folder: Path, writer: str, step: int) -> str:
+    """Return the name of a replica's file, whether it exists or not; writer: "rollouts.dp1"."""
+    run = RunFolder(folder)
+    return run.name_of(run.tensors_of("rollouts", step, replica_of(writer)))
+
+
+def own_files(folder: Path, files: Iterable[StepFile]) -> Iterator[StepFile]:
+    """Yield the files that are the run's own, not links to elsewhere."""
+    linked = [half for half in ("rollouts", "trained") if (folder / half).is_symlink()]
+    for file in files:
+        if file.path.parent.name not in linked and not file.path.is_symlink():
+            yield file
 
 
 def shard_files(folder: Path) -> Iterator[tuple[str, int, int]]:
     """Yield (name, bytes, time of the last change in ns) of the run's files of tensors."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                stat = entry.stat(follow_symlinks=False)
-                yield entry.name, stat.st_size, stat.st_mtime_ns
+    run = RunFolder(folder)
+    files = [*run.tensor_files("rollouts"), *run.tensor_files("trained")]
+    for file in own_files(folder, files):
+        with suppress(FileNotFoundError):  # a resumed run removes files
+            stat = file.path.stat()
+            yield file.name, stat.st_size, stat.st_mtime_ns
 
 
 class TensorFile:
@@ -55,7 +65,8 @@ class TensorFile:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self.path = name, folder / name
-        if not NAME.fullmatch(name) or self.path.is_symlink():
+        file = RunFolder(folder).file_named(name)
+        if not file or file.kind != "safetensors" or not [*own_files(folder, [file])]:
             raise ShardError(f"{name}: not a file of the run")
         try:
             self._read_header()

@@ -8,11 +8,13 @@ token j + 1; the number of its flips is listed at token j + 1.
 from __future__ import annotations
 
 import json
+import sqlite3
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 
+from megatron_rl.config.run_paths import RunFolder, replica_of
 from megatron_rl_viewer.answer import packed
 from megatron_rl_viewer.index_rows import rollout_key
 from megatron_rl_viewer.pieces import shown_tokens
@@ -62,7 +64,7 @@ def rollout(run: Run, key: str) -> dict | None:
             (step, name, file),
         ).fetchone()
     missing: list[str] = []
-    meta = read_line(run, file, row["offset"], row["size"], name, missing)
+    meta = read_line(run, row, missing)
     of_trainer = json.loads(trained["line"]) if trained else {}
     notes: list[str] = []
     data = Tensors(run, step, file, name, of_trainer, missing, notes)
@@ -91,18 +93,21 @@ def rollout(run: Run, key: str) -> dict | None:
     return answer | {"tokens": tokens, "values": values, "routes": routes.answer()}
 
 
-def read_line(run: Run, file: str, offset: int, size: int, name: str, missing: list[str]) -> dict:
+def read_line(run: Run, row: sqlite3.Row, missing: list[str]) -> dict:
     """Read the fields of a line again: the index has only those that tables show."""
+    folder, name = RunFolder(run.folder), row["id"]
+    path = folder.lines_of("rollouts", row["step"], replica_of(row["file"]))
     try:
-        with open(run.folder / f"{file}.jsonl", "rb") as stream:
-            stream.seek(offset)
-            fields = json.loads(stream.read(size))
+        with open(path, "rb") as stream:
+            stream.seek(row["offset"])
+            fields = json.loads(stream.read(row["size"]))
         if fields["id"] == name:
             return fields
     except (OSError, ValueError, KeyError, TypeError):
         pass  # the message below covers this and another line at this place
     missing.append(
-        f"{file}.jsonl: the line of {name} is not where it was: the file was written again; reload"
+        f"{folder.name_of(path)}: the line of {name} is not where it was: the file was written"
+        " again; reload"
     )
     return {}
 
@@ -126,7 +131,7 @@ class Tensors:
         self.name, self.missing = name, missing
         shard = trained.get("tensors")
         self._server: TensorFile | None = None
-        server_file = tensor_file_name(file, step)
+        server_file = tensor_file_name(run.folder, file, step)
         reason = run.not_saved()
         if reason and shard is None and not has_tensors(run, server_file, name):
             notes.append(reason)
@@ -147,12 +152,12 @@ class Tensors:
                 notes.append(f"{indexing}: reload the page later for the trainer's values")
             else:
                 missing.append(
-                    "trained.jsonl: no line of this rollout: not trained on yet, or"
+                    "no line of the trainer about this rollout: not trained on yet, or"
                     " rollout.save_tensors is false"
                 )
         elif self._trainer is None and shard is None:
             missing.append(
-                f"trained.jsonl: {name} has no tensors (rollout.save_tensors saves a share of the"
+                f"{name} has no tensors of the trainer (rollout.save_tensors saves a share of the"
                 " groups)"
             )
 

@@ -79,7 +79,7 @@ def gradient_digest(engine: Engine) -> str:
     """Return the BLAKE2b of this rank's gradients after their reduction, parameter by parameter."""
     digest = hashlib.blake2b(digest_size=16)
     for model in engine.models:
-        for parameter in model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             # bytes: replay-batch compares every bit
             digest.update(parameter.main_grad.view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()

@@ -11,6 +11,7 @@ def section_problems(cfg: AllSections) -> Iterator[str]:
     """Yield a message for every broken rule."""
     yield from staleness_problems(cfg)
     yield from time_problems(cfg)
+    yield from lora_problems(cfg)
     yield from loss_problems(cfg)
     yield from batch_problems(cfg)
     yield from route_problems(cfg)
@@ -74,6 +75,22 @@ def time_problems(cfg: AllSections) -> Iterator[str]:
             f"run.prompts_per_step = {run.prompts_per_step} must be a multiple of "
             f"run.num_mini_batches = {run.num_mini_batches}: mini-batches hold complete prompt "
             "groups"
+        )
+
+
+def lora_problems(cfg: AllSections) -> Iterator[str]:
+    """Yield what adapters exclude."""
+    if not cfg.lora.rank:
+        return
+    if cfg.model.provider == "bridge":
+        yield (
+            f"lora.rank = {cfg.lora.rank} with model.provider = bridge: adapters are proven for the"
+            " native provider only; set model.provider = native, or lora.rank = 0"
+        )
+    if cfg.megatron.fields.get("gradient_accumulation_fusion"):
+        yield (
+            "megatron.gradient_accumulation_fusion = true with lora.rank > 0: core would add the"
+            " gradient of a weight to a buffer that frozen weights do not have; set it to false"
         )
 
 

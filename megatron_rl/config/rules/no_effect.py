@@ -70,6 +70,15 @@ def needs(cfg: AllSections) -> list[Need]:
             "data.chat_template_kwargs", cfg.data.chat_template,
             "data.chat_template = false", "data.chat_template = true",
         ),
+        (
+            "data.least_chance", cfg.data.sampling == "pass_rate",
+            f"data.sampling = {cfg.data.sampling}", "data.sampling = pass_rate",
+        ),
+        (
+            "data.pass_reward", cfg.data.sampling == "pass_rate" or bool(cfg.data.source_names),
+            "data.sampling = uniform and one file in data.train",
+            "data.sampling = pass_rate, or tables [[data.train]]",
+        ),
         ("eval.every", bool(cfg.eval.sets), "eval.sets names no file", "eval.sets"),
         (
             "model.recompute_layers", cfg.model.recompute in ("full", "block"),

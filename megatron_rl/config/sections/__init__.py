@@ -1,6 +1,7 @@
 """The sections of a configuration: their keys, what these mean, and rules between few of them."""
 
 from megatron_rl.config.sections.agent import AgentConfig
+from megatron_rl.config.sections.lora import LoraConfig
 from megatron_rl.config.sections.objective import (
     AdvantageConfig,
     BatchConfig,
@@ -21,6 +22,6 @@ from megatron_rl.config.sections.trained_model import (
 
 __all__ = [
     "AdvantageConfig", "AgentConfig", "BatchConfig", "CheckpointConfig", "DataConfig", "EvalConfig",
-    "LossConfig", "MegatronConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "ReplayConfig",
-    "RewardConfig", "RolloutConfig", "RunConfig", "TrackConfig",
+    "LoraConfig", "LossConfig", "MegatronConfig", "ModelConfig", "OptimConfig", "ParallelConfig",
+    "ReplayConfig", "RewardConfig", "RolloutConfig", "RunConfig", "TrackConfig",
 ]  # fmt: skip

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from megatron_rl.config.base import Count, NotNegative, Positive, Section
+from megatron_rl.config.base import AboveZero, Count, Finite, NotNegative, Positive, Section
+from megatron_rl.config.sections.train_sources import TrainSource, names_of, sources_of
 
 
 class DataConfig(Section):
     """Prompts to train on."""
 
-    train: Path
-    """jsonl or parquet with one prompt per row."""
+    train: Path | tuple[TrainSource, ...]
+    """jsonl or parquet with one prompt per row; or several files, a table [[data.train]] with name,
+    path and weight for each (docs/guides/data_and_reward.md#several-sources)."""
     # places in a row
     prompt_key: str = "auto"
     """The prompt's key in a row, or a path like extra_info.question; auto: the first known
@@ -38,23 +40,63 @@ class DataConfig(Section):
     """A prompt longer than that stops the run, or is dropped and counted."""
     shuffle: bool = True
     """Draw prompts in a new order every epoch, by run.seed."""
+    sampling: Literal["uniform", "pass_rate"] = "uniform"
+    """uniform: an epoch has every prompt once.  pass_rate: a prompt is skipped in an epoch by
+    chance, the more often the closer its last pass rate is to 0 or 1; this changes the objective
+    (docs/guides/data_and_reward.md#prompts-by-pass-rate)."""
+    pass_reward: Finite = 0.5
+    """A response passes with at least this reward: for pass rates, and metrics of sources."""
+    least_chance: Annotated[AboveZero, Field(le=1)] = 0.1
+    """Chance of a prompt to be drawn in an epoch where all or none of its responses passed, with
+    sampling = "pass_rate"; 1: no prompt is skipped."""
     max_metadata_bytes: Count = 65536
     """Longest metadata of a row, its further columns as JSON, which reward functions get; 0: keep
     none."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def read_sources(cls, values: object) -> object:
+        """Read the tables of `train` first: errors of a union would not name the source."""
+        if not isinstance(values, Mapping) or "train" not in values:
+            return values
+        return {**values, "train": sources_of(values["train"])}
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names of the sources, () where `train` is one file."""
+        return names_of(self.train)
+
+    def of_source(self, name: str) -> DataConfig:
+        """The way to read the file of a source: these settings, with those of its table."""
+        sources = () if isinstance(self.train, Path) else self.train
+        keys = {"prompt_key", "label_key", "template"}
+        for source in (source for source in sources if source.name == name):
+            changed = source.model_dump(include=keys, exclude_none=True)
+            return DataConfig.model_validate(self.model_dump() | changed)
+        return self
+
     def problems(self) -> Iterator[str]:
-        if self.template.count("{prompt}") != 1:
-            yield (
-                f"template = {self.template!r} must contain {{prompt}} once: that is where the "
-                "prompt goes"
-            )
+        templates = {"template": self.template}
+        if not isinstance(self.train, Path):
+            templates |= {
+                f"train, source {source.name}: template": source.template
+                for source in self.train
+                if source.template is not None
+            }
+        for name, template in templates.items():
+            if template.count("{prompt}") != 1:
+                yield (
+                    f"{name} = {template!r} must contain {{prompt}} once: that is where the "
+                    "prompt goes"
+                )
 
 
 class EvalConfig(Section):
     """Evaluation between steps, and of a checkpoint."""
 
     sets: dict[str, Path] = Field(default_factory=dict)
-    """Name -> prompt file; metrics appear as eval/NAME/avg@k."""
+    """Name -> prompt file; metrics appear as eval/NAME/avg@k.  A set with the name of a source of
+    data.train is read with that source's keys and template."""
     every: Count = 0
     """Steps between evaluations; 0 = only before the first and after the last step."""
     samples: Positive = 4

@@ -24,6 +24,9 @@ class RewardConfig(Section):
     timeout_seconds: AboveZero = 5.0
     """Time limit of one call: a response, or the group of a function of groups.  Its worker is then
     killed and replaced; a call of an async function is cancelled."""
+    memory_gib: Literal["auto"] | NotNegative = "auto"
+    """Address space of a worker, in GiB; 0 = no limit, as CUDA needs; auto: 4 for math, 0 for other
+    functions."""
     on_error: Literal["raise", "drop"] | Finite = 0.0
     """Reward of a response that could not be scored (timeout, exception, crash, ...; all are
     counted): a number; or raise = stop the run; or drop = no reward: the response leaves its

@@ -131,7 +131,7 @@ class RolloutConfig(Section):
     # recording
     save_tensors: bool | Annotated[float, Field(gt=0, le=1)] = False
     """Also record, token by token, what the servers returned and what the trainer knew, in side
-    files of rollouts.jsonl (docs/reference/token_data.md).  A number: of this share of a step's
+    files of rollouts (docs/reference/token_data.md).  A number: of this share of a step's
     groups, at least one; true: of all."""
     # weight sync
     weight_sync: Literal["distributed", "disk", "colocated"] = "distributed"

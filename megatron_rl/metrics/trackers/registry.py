@@ -13,11 +13,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.config.sections.track import TRACKERS, TrackConfig
 from megatron_rl.metrics.trackers.background import BackgroundTracker, Call
 from megatron_rl.metrics.trackers.tracker import TrackedRun, Tracker
 
-IDS_FILE = "trackers.json"
 """The file in the run's folder with {tracker: id of its run}."""
 
 
@@ -144,22 +144,20 @@ class Trackers:
             self._ids[name] = run_id
         # not under self._lock: training reads the ids at every step, and a disk may hang
         with self._file_lock:
-            temporary = self._folder / f".{IDS_FILE}"
+            path = RunFolder(self._folder).tracker_ids
+            temporary = path.with_name(f".{path.name}")
             try:
                 # written beside and renamed: a killed process leaves the old file or the new one
                 temporary.write_text(json.dumps(self.ids))
-                temporary.replace(self._folder / IDS_FILE)
+                temporary.replace(path)
             except OSError as error:
-                self._log(
-                    f"WARNING {self._folder / IDS_FILE}: {error}; a resume may not find the run of"
-                    f" {name}"
-                )
+                self._log(f"WARNING {path}: {error}; a resume may not find the run of {name}")
 
 
 def read_ids(folder: Path) -> dict[str, str]:
     """Return trackers.json; {} where it is missing or damaged: the trackers start new runs."""
     try:
-        ids = json.loads((folder / IDS_FILE).read_text())
+        ids = json.loads(RunFolder(folder).tracker_ids.read_text())
     except (OSError, ValueError):
         return {}
     return {str(name): str(run_id) for name, run_id in ids.items()} if isinstance(ids, dict) else {}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.metrics.trackers.tracker import COLUMNS, Row, TrackedRun, Tracker, cells
 
 
@@ -22,7 +23,9 @@ class TensorBoard(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         # purge_step hides the steps after the checkpoint that an earlier process wrote; these are
         # all its steps where it had no checkpoint
-        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
+        self._board = SummaryWriter(
+            str(RunFolder(run.folder).tensorboard), purge_step=run.first_step + 1
+        )
         for name, content in (("run/config", run.config), ("run/versions", run.versions)):
             if content:
                 self._board.add_text(

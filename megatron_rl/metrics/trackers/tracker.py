@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 Row: TypeAlias = Mapping[str, Any]
-"""A line of rollouts.jsonl."""
+"""A line of rollouts."""
 COLUMNS = ("prompt", "response", "label", "reward", "response_length", "step")
 """The columns of a sample table, which are keys of a Row."""
 

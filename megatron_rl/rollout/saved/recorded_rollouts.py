@@ -1,4 +1,4 @@
-"""The lines of rollouts.jsonl: one per sequence, for people."""
+"""The lines of rollouts: one per sequence, for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.records import FinishReason, Rollout
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """One line of rollouts.jsonl."""
+    """One line of rollouts."""
 
     step: int
     id: str
@@ -48,14 +48,19 @@ class RecordedRollout:
     """Metrics of the rollout function."""
     reward_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the reward function."""
+    source: str = ""
+    """Name of the prompt's source, where data.train has several."""
 
     def to_json(self) -> dict[str, object]:
-        """Return the fields that are not empty lists or dicts."""
-        return {name: value for name, value in vars(self).items() if value not in ([], {})}
+        """Return the fields that are not empty lists or dicts; the source where there is one."""
+        fields = {name: value for name, value in vars(self).items() if value not in ([], {})}
+        if not self.source:
+            del fields["source"]
+        return fields
 
 
 def read_rollouts(path: Path) -> Iterator[RecordedRollout]:
-    """Yield the lines of a rollouts.jsonl.
+    """Yield the lines of a file of rollouts.
 
     Raises ValueError, with file and line number, for a line that is not such a record.  A resumed
     run writes the steps after its checkpoint again: see rollout_recorder.cut_steps, and for older

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,27 +13,22 @@ import numpy as np
 
 from megatron_rl.batch.codec import file_arrays
 from megatron_rl.config.redact import Redactor
+from megatron_rl.config.run_paths import RunFolder, StepFile
 from megatron_rl.metrics.file_writer import FileWriter
-from megatron_rl.metrics.lines import append_lines
+from megatron_rl.metrics.lines import replace_lines
 from megatron_rl.records import RolloutGroup, version_spans
 from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout
-from megatron_rl.rollout.saved.rollout_tensors import replica_file, tensors_path, write_tensors
+from megatron_rl.rollout.saved.rollout_tensors import write_tensors
 
-HALVES = re.compile(
-    r"(?P<half>rollouts|trained)(?:\.dp(?P<rank>\d+))?(?:\.jsonl|_(?P<step>\d+)\.safetensors)",
-    re.ASCII,
-)
-"""Names of the files that replicas write: the servers' half, and the trainer's."""
 GROUP_CHOICE = 17
 """First of the seeds of GroupChoice: no other part of a run draws the same random numbers."""
 
 
 class Recorder:
-    """Appends to `folder`/NAME.jsonl; with `save_tensors` also writes
-    `folder`/NAME_STEP.safetensors.
+    """Writes a file of lines per step into the folder of a run, and with `save_tensors` also a
+    file of tensors.
 
-    Every data-parallel replica has a recorder with its own file: rollouts.jsonl,
-    rollouts.dp1.jsonl, ...
+    Every data-parallel replica has a recorder with its own files (config/run_paths.py).
 
     save_tensors: the groups whose tensors are saved; True or False: all or none.  files: writes in
     its thread, and continues after an error; without it an error is raised.  hidden: environment
@@ -52,8 +46,8 @@ class Recorder:
         hidden: Iterable[str | None] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.files, self._redactor = folder, files, Redactor(hidden)
-        self.name = replica_file("rollouts", dp_rank)
+        self.folder, self.files, self._redactor = RunFolder(folder), files, Redactor(hidden)
+        self.dp_rank = dp_rank
         self.choice = (
             GroupChoice(float(save_tensors)) if isinstance(save_tensors, bool) else save_tensors
         )
@@ -70,24 +64,22 @@ class Recorder:
             for group in groups
             for record in to_records(step, group, self._redactor.known)
         ]
-        path, tensors_file = (
-            self.folder / f"{self.name}.jsonl",
-            tensors_path(self.folder, step, self.name),
-        )
+        path = self.folder.lines_path("rollouts", step, self.dp_rank)
+        tensors_file = self.folder.tensors_path("rollouts", step, self.dp_rank)
         tensors: dict[str, np.ndarray] = {}
         for index in sorted(self.choice.of(step, len(groups))):
             for rollout in groups[index].rollouts:
                 tensors |= file_arrays(rollout.id, rollout)
-        trained = tensors_path(self.folder, step, self.name.replace("rollouts", "trained", 1))
+        trained = self.folder.tensors_path("trained", step, self.dp_rank)
 
         def write_lines() -> None:
             # An attempt at this step, before the run was resumed, may have left tensors of the
-            # trainer, and lines of this step and later ones, perhaps of other prompts.
+            # trainer, and lines of later steps, perhaps of other prompts.
             trained.unlink(missing_ok=True)
             if not self._has_written:
                 self._has_written = True
-                cut_steps(path, step)
-            append_lines(path, records)
+                self._forget_lines_from(step)
+            replace_lines(path, records)
 
         if self.files is None:
             write_lines()
@@ -97,6 +89,12 @@ class Recorder:
             # in the thread
             self.files.now(path, write_lines)
             self.files.later(tensors_file, lambda: write_tensors(tensors_file, tensors))
+
+    def _forget_lines_from(self, step: int) -> None:
+        """Remove this replica's lines of the steps from `step` on."""
+        for file in self.folder.line_files("rollouts"):
+            if file.dp_rank == self.dp_rank:
+                forget(file, step - 1)
 
 
 def to_records(
@@ -127,6 +125,7 @@ def to_records(
                 turn_ends=list(sequence.turn_ends),
                 metrics=dict(sequence.episode.metrics),
                 reward_metrics=dict(sequence.reward_metrics),
+                source=group.prompt.source,
                 episode="" if sequence.id == rollout.id else rollout.id,
             )
 
@@ -165,18 +164,29 @@ def forget_steps(folder: Path, first_step: int, dp_size: int) -> None:
     """Remove what an earlier process wrote of the steps after `first_step`, which are trained
     again, where nothing replaces it.
 
-    That is everything of replicas from `dp_size` on, which the resumed run no longer has, and the
-    trainer's half of the others: another replica may train the same sequence this time, which would
-    then have a line of each attempt.
+    That is everything of replicas from `dp_size` on, which the resumed run no longer has, what is
+    in files of the former layout, and the trainer's half of the others: another replica may train
+    the same sequence this time, which would then have a line of each attempt.
     """
-    for path in folder.iterdir():
-        match = HALVES.fullmatch(path.name)
-        if match is None or (match["half"] == "rollouts" and int(match["rank"] or 0) < dp_size):
-            continue
-        if match["step"] is None:
-            forget_lines(path, first_step)
-        elif int(match["step"]) > first_step:
-            path.unlink()
+    run = RunFolder(folder)
+    gone = [
+        file
+        for file in (*run.line_files("rollouts"), *run.tensor_files("rollouts"))
+        if file.dp_rank >= dp_size or file.is_former
+    ]
+    for file in (*gone, *run.line_files("trained"), *run.tensor_files("trained")):
+        forget(file, first_step)
+
+
+def forget(file: StepFile, last_step: int) -> None:
+    """Remove what a file has of the steps after `last_step`."""
+    if not file.has_all_steps:
+        if file.step > last_step:
+            file.path.unlink()
+    elif file.half == "rollouts":
+        cut_steps(file.path, last_step + 1)
+    else:
+        forget_lines(file.path, last_step)
 
 
 def forget_lines(path: Path, first_step: int) -> None:

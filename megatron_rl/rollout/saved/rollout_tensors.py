@@ -13,19 +13,11 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.batch.codec import to_spans
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.records import check_digest
 
 SCHEMA = "1"
-"""Version of the tensor files and of trained.jsonl; docs/reference/token_data.md."""
-
-
-def replica_file(name: str, dp_rank: int) -> str:
-    """Return the stem of the names of a replica's files."""
-    return name if dp_rank == 0 else f"{name}.dp{dp_rank}"
-
-
-def tensors_path(folder: Path, step: int, name: str = "rollouts") -> Path:
-    return folder / f"{name}_{step:06d}.safetensors"
+"""Version of the files of tensors and of the lines in trained/; docs/reference/token_data.md."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -36,6 +28,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         path.unlink(missing_ok=True)
         return
     temporary = path.with_suffix(".part")
+    path.parent.mkdir(exist_ok=True)
     try:
         save_file(dict(tensors), temporary, metadata={"schema": SCHEMA})
         temporary.replace(path)
@@ -43,12 +36,12 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_tensors(folder: Path, step: int, name: str = "rollouts") -> dict[str, np.ndarray]:
-    """Return the tensors of `step` from the replica whose files begin with `name`.
+def read_tensors(folder: Path, step: int, dp_rank: int = 0) -> dict[str, np.ndarray]:
+    """Return the servers' half of the tensors of `step` that a replica wrote into a run's folder.
 
     Raises ValueError for expert ids without a digest, or that belong to other tokens.
     """
-    tensors = load_file(tensors_path(folder, step, name))
+    tensors = load_file(RunFolder(folder).tensors_of("rollouts", step, dp_rank))
     for key, routes in tensors.items():
         rollout, kind = key.rsplit(":", 1)
         if kind == "routed_experts":

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 from megatron_rl.config import Config
+from megatron_rl.config.run_paths import RunFolder
 
 SAMPLED_WITH = ("temperature", "top_p", "top_k", "min_p")
 
@@ -16,7 +17,7 @@ def first_step_number(folder: Path) -> int:
     """Return the number of the first step in `folder`: 1, or 0 for a run of version 0.1, which is
     recognised by a former setting.
     """
-    saved = tomllib.loads((folder / "config.toml").read_text())
+    saved = tomllib.loads(RunFolder(folder).config.read_text())
     return 0 if "push" in saved.get("rollout", {}) else 1
 
 
@@ -27,7 +28,7 @@ def check_config(folder: Path, cfg: Config) -> None:
             f"--from-rollouts {folder} is this run's own directory: must be another one; set"
             " --run.name OTHER"
         )
-    path = folder / "config.toml"
+    path = RunFolder(folder).config
     try:
         saved = tomllib.loads(path.read_text())
         # older files have no top_k and min_p

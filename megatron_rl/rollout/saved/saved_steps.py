@@ -1,15 +1,15 @@
 """Reads the rollouts that an earlier run saved (rollout.save_tensors): training without servers.
 
-The folder is that run's directory: config.toml, rollouts*.jsonl and their tensor files, one pair
-per replica that sampled.  Replica d of D took every D-th prompt of a step: its group i answers
-prompt i x D + d.  Any number of replicas may train on the groups now.
+The folder is that run's directory: config.toml, and a file of lines and one of tensors per step and
+replica that sampled (config/run_paths.py).  Replica d of D took every D-th prompt of a step: its
+group i answers prompt i x D + d.  Any number of replicas may train on the groups now.
 Shapes: S tokens of a rollout, L MoE layers, K top-k, G responses of a group.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_rl.batch.codec import arrays_in_file, joined
 from megatron_rl.config import Config
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout, read_episodes, to_rollout
-from megatron_rl.rollout.saved.rollout_tensors import tensors_path
 from megatron_rl.rollout.saved.saved_config import check_config, first_step_number
 
 ALWAYS_READ = ("tokens", "logprobs", "environment", "episode_digest", "mask_sizes", "mask_codes")
@@ -64,10 +64,10 @@ class SavedSteps:
             self._load(tensors, records) for tensors, records in self.steps[step][dp_rank::dp_size]
         ]
 
-    def _groups_of(self, step: int, replicas: Sequence[tuple[Path, Steps]]) -> list[SavedGroup]:
+    def _groups_of(self, step: int, replicas: Mapping[int, Steps]) -> list[SavedGroup]:
         """Return the groups of a step, in the order of its prompts."""
         run = self.cfg.run
-        known = sorted(set().union(*(steps for _, steps in replicas)))
+        known = sorted(set().union(*replicas.values()))
         if step not in known:
             saved = f"steps {known[0]} to {known[-1]}" if known else "none"
             raise ValueError(
@@ -77,9 +77,11 @@ class SavedSteps:
             )
         parts = []
         # a run that was resumed on another number of replicas has steps of both numbers
-        for path, lines in ((path, steps[step]) for path, steps in replicas if step in steps):
-            tensors = tensors_path(self.folder, step, path.stem)
-            records = self._with_tensors(tensors, lines)
+        for dp_rank, steps in replicas.items():
+            if step not in steps:
+                continue
+            tensors = RunFolder(self.folder).tensors_of("rollouts", step, dp_rank)
+            records = self._with_tensors(tensors, steps[step])
             # a prompt drawn twice in a step has two groups, whose ids differ (with_unique_ids)
             by_group = itertools.groupby(
                 records, lambda record: (record.episode or record.id).rpartition("/")[0]
@@ -176,9 +178,8 @@ class SavedSteps:
         first = records[0]
         ids = tuple(sequences[first.id].tokens[: first.prompt_length].tolist())
         rewards = np.array([record.reward for record in records if not record.episode], np.float32)
-        return RolloutGroup(
-            Prompt(first.prompt_id, first.prompt, ids, first.label), tuple(rollouts), rewards
-        )
+        prompt = Prompt(first.prompt_id, first.prompt, ids, first.label, source=first.source)
+        return RolloutGroup(prompt, tuple(rollouts), rewards)
 
     def _sequence(
         self, file: safe_open, names: Collection[str], record: RecordedRollout
@@ -204,21 +205,12 @@ class SavedSteps:
         return rollout
 
 
-def read_replicas(folder: Path) -> list[tuple[Path, Steps]]:
-    """Return (rollouts*.jsonl, its steps) of every replica, in order; without texts of responses,
-    to save memory.
-    """
-    paths = sorted(
-        folder.glob("rollouts*.jsonl"), key=lambda path: int(path.stem.partition(".dp")[2] or 0)
-    )
-    replicas = []
-    for path in paths:
-        steps = read_episodes(path).items()
-        lines = {
-            step: [line for of_one in episodes.values() for line in of_one]
-            for step, episodes in steps
-        }
-        replicas.append(
-            (path, {step: [replace(line, response="") for line in lines[step]] for step in lines})
-        )
+def read_replicas(folder: Path) -> dict[int, Steps]:
+    """Return replica -> its steps, in order; without texts of responses, to save memory."""
+    replicas: dict[int, Steps] = {}
+    for file in RunFolder(folder).line_files("rollouts"):
+        steps = replicas.setdefault(file.dp_rank, {})
+        for step, episodes in read_episodes(file.path).items():
+            lines = [line for of_one in episodes.values() for line in of_one]
+            steps[step] = [replace(line, response="") for line in lines]
     return replicas

@@ -2,8 +2,8 @@
 
     events_and_files  events.jsonl, and the thread that writes the files of this folder
     token_recorder    collects what the trainer knows about every sampled token
-    token_files       trained.jsonl and its tensor files, which hold that
+    token_files       the files in trained/, which hold that
     saved_batches     mini-batches that look wrong, for megatron-rl replay-batch
 
-The servers' half, rollouts.jsonl and its tensor files, is in rollout/saved.
+The servers' half, the files in rollouts/, is in rollout/saved.
 """

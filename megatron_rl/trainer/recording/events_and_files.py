@@ -8,8 +8,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.distributed import Parallel
-from megatron_rl.metrics.events import EVENTS_FILE, Events
+from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.file_writer import FileWriter
 from megatron_rl.rollout.saved.rollout_recorder import GroupChoice, Recorder
 from megatron_rl.trainer.step_meter import StepMeter
@@ -61,5 +62,5 @@ def start_recording(cfg: Config, parallel: Parallel, stack: ExitStack) -> Record
     """Start the thread that writes files; `stack` ends it when everything is written."""
     files = FileWriter(logger.warning)
     stack.callback(files.close)
-    path = cfg.run_dir / EVENTS_FILE if parallel.rank == 0 else None
+    path = RunFolder(cfg.run_dir).events if parallel.rank == 0 else None
     return Recording(files, Events(path, files, hidden=(cfg.rollout.api_key_env,)))

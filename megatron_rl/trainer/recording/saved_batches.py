@@ -16,11 +16,11 @@ import torch.distributed as dist
 from megatron_rl.checkpoint.batches.bundle_writer import BundleNote
 from megatron_rl.checkpoint.folder import CheckpointError
 from megatron_rl.config import Config
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.distributed import Parallel
 from megatron_rl.metrics.events import Events
 from megatron_rl.metrics.reduce import MetricSums
 
-FOLDER = "batches"
 MOST_ANOMALIES = 3
 """Most mini-batches saved because they look wrong: a run that diverges has one in every update."""
 
@@ -116,6 +116,7 @@ class SavedBatches:
         return ""
 
     def _bundle(self, step: int, index: int, reason: str, name: str = "") -> DueBundle:
-        folder = self.cfg.run_dir / FOLDER / (name or f"step_{step + 1:06d}_update_{index}")
+        batches = RunFolder(self.cfg.run_dir).batches
+        folder = batches / (name or f"step_{step + 1:06d}_update_{index}")
         weights = f"of step {step + 1}, before update {index}"
         return DueBundle(folder, BundleNote(step, reason, with_weights=not name, weights=weights))

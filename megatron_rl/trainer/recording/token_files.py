@@ -1,5 +1,4 @@
-"""trained.jsonl and trained_STEP.safetensors: the trainer's half of what a run writes about every
-token.
+"""The files in trained/: the trainer's half of what a run writes about every token.
 
 docs/reference/token_data.md has the schema, and how to read it.  The leader of a data-parallel
 replica writes about the sequences that its replica trained, which another one may have sampled.
@@ -18,15 +17,11 @@ from typing import ClassVar
 import numpy as np
 import orjson
 
+from megatron_rl.config.run_paths import RunFolder, writer_name
 from megatron_rl.metrics.file_writer import FileWriter
-from megatron_rl.metrics.lines import append_text
+from megatron_rl.metrics.lines import replace_text
 from megatron_rl.records import Sample
-from megatron_rl.rollout.saved.rollout_tensors import (
-    SCHEMA,
-    replica_file,
-    tensors_path,
-    write_tensors,
-)
+from megatron_rl.rollout.saved.rollout_tensors import SCHEMA, write_tensors
 
 
 class Flag(enum.IntFlag):
@@ -101,31 +96,28 @@ class SequenceTokens:
 
 
 class TokenFiles:
-    """The files of one data-parallel replica in `folder`."""
+    """The files of one data-parallel replica in a run's folder."""
 
     def __init__(
         self, folder: Path, files: FileWriter, *, dp_rank: int, mask_missing_routes: bool
     ) -> None:
-        self.folder, self.files, self.mask_missing_routes = folder, files, mask_missing_routes
-        self.name = replica_file("trained", dp_rank)
+        self.folder, self.files = RunFolder(folder), files
+        self.dp_rank, self.mask_missing_routes = dp_rank, mask_missing_routes
 
     def write(self, step: int, sequences: Sequence[SequenceTokens]) -> None:
         """Write `step`, counted from 1, in the thread of `files`.
 
         The tensors come first: a line names a complete file.
         """
-        tensors_file, path = (
-            tensors_path(self.folder, step, self.name),
-            self.folder / f"{self.name}.jsonl",
-        )
+        path = self.folder.lines_path("trained", step, self.dp_rank)
+        tensors_file = self.folder.tensors_path("trained", step, self.dp_rank)
+        name = self.folder.name_of(tensors_file)
         sequences = [sequence for sequence in sequences if not sequence.sample.is_copy]
         keys = tensor_keys(sequences)
         self.files.later(
             tensors_file, lambda: write_tensors(tensors_file, dict(self._tensors(sequences, keys)))
         )
-        self.files.later(
-            path, lambda: append_text(path, lines_of(sequences, keys, step, tensors_file.name))
-        )
+        self.files.later(path, lambda: replace_text(path, lines_of(sequences, keys, step, name)))
 
     def _tensors(
         self, sequences: Sequence[SequenceTokens], keys: Sequence[str]
@@ -182,7 +174,7 @@ def tensor_keys(sequences: Sequence[SequenceTokens]) -> list[str]:
         sample = sequence.sample
         name = sample.rollout.id
         if name in keys:
-            name = f"{name}@{replica_file('rollouts', sample.sampled_by)}"
+            name = f"{name}@{writer_name('rollouts', sample.sampled_by)}"
         keys[name] = None
     return list(keys)
 
@@ -190,7 +182,9 @@ def tensor_keys(sequences: Sequence[SequenceTokens]) -> list[str]:
 def lines_of(
     sequences: Sequence[SequenceTokens], keys: Sequence[str], step: int, tensors: str
 ) -> bytes:
-    """Return the step's lines of trained.jsonl.
+    """Return the step's lines.
+
+    tensors: the path of the file with its tensors, from the run's folder.
 
     orjson is fast, and writes numbers that are not finite as null.
     """
@@ -219,7 +213,7 @@ def line_of(sequence: SequenceTokens, step: int, tensors: str, key: str) -> dict
         "schema": int(SCHEMA),
         "step": step,
         "id": sample.rollout.id,
-        "sampled_by": replica_file("rollouts", sample.sampled_by),
+        "sampled_by": writer_name("rollouts", sample.sampled_by),
         "tensors": tensors if sample.save_tokens else None,
         "key": key,
         "mini_batch": sequence.mini_batch,

@@ -13,13 +13,14 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.hf.mapping import Entry, entries, local_parameters, to_hf
+from megatron_rl.weights.hf.entries import Entry, entries
+from megatron_rl.weights.hf.mapping import local_parameters, to_hf
 from megatron_rl.weights.hf.rules import ONE_CALL
 
 if TYPE_CHECKING:
@@ -192,13 +193,27 @@ def export_planned(
         tensors: Sequence[torch.Tensor | None] = [None] * len(entry.hf)
         if parallel.rank in ranks:
             group = parallel.etp_group if entry.rule.is_expert else parallel.tp_group
-            shards = [parameters[entry.name].detach()]
+            shards = [weight_values(parameters[entry.name])]
             if len(ranks) > 1:
                 shards = gather_shards(shards[0], source, ranks, group)
             if parallel.rank == source:
                 tensors = [tensor for _, tensor in to_hf(entry, shards, spec)]
         for (name, shape), tensor in zip(entry.hf, tensors, strict=True):
             yield HFTensor(name, shape, dtype, source, tensor)
+
+
+class Merges(Protocol):
+    """The attribute `adapter` of a weight that has one (engine/lora.py)."""
+
+    def merged(self) -> torch.Tensor:
+        """Return the weight with its adapter."""
+
+
+@torch.no_grad()
+def weight_values(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what a layer multiplies by: the parameter, with its adapter where it has one."""
+    adapter: Merges | None = getattr(parameter, "adapter", None)
+    return parameter.detach() if adapter is None else adapter.merged()
 
 
 def gather_shards(

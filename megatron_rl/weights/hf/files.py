@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.hf.mapping import entries
+from megatron_rl.weights.hf.entries import entries
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """safetensors' names of the dtypes that a model's weights may have."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.weights.hf.entries import find_entry
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles, is_finite, listed
-from megatron_rl.weights.hf.mapping import find_entry, local_parameters, to_mcore
+from megatron_rl.weights.hf.mapping import local_parameters, to_mcore
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -573,7 +573,7 @@ FILES = [
         "--model.path none",
         "model.path = none",
         "no config.json there",
-        "to plan with published sizes, --model.path qwen3",
+        "to plan with published sizes, --model.path olmoe",
     ),
     (
         "--model.path train.jsonl",
@@ -860,7 +860,7 @@ def test_options_of_a_server_that_is_not_installed_are_not_checked(refuse, here)
 
 
 def test_the_renderer_is_tried_on_the_tokenizer(refuse, here):
-    from megatron_rl_tools.make_tiny_moe import make_tokenizer  # imports torch
+    from megatron_rl_tools.tiny_text import make_tokenizer  # imports torch
 
     make_tokenizer().save_pretrained(here / "chatless")
     for name in ("config.json", "model.safetensors"):

@@ -121,7 +121,7 @@ def test_lines_errors_and_tracebacks(config, tmp_path, capsys):
     report_error(RuntimeError(f"{config.rollout.urls[0]} refused{said}"), tmp_path, lines=lines)
     lines.catch_warnings()
     logging.getLogger("megatron_rl.somewhere").warning("cannot reach %s", config.rollout.urls[0])
-    written = capsys.readouterr().err + (tmp_path / "error_rank0.txt").read_text()
+    written = capsys.readouterr().err + (tmp_path / "logs/error_rank0.txt").read_text()
     assert SECRET not in written
     assert ("refused ***" if said else "cannot reach http://***@10.0.0.2:30000") in written
 

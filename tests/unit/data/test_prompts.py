@@ -14,7 +14,7 @@ from megatron_rl.data.prompts import (
     load_prompts,
 )
 from megatron_rl.records import Prompt
-from megatron_rl_tools.make_tiny_moe import make_tokenizer
+from megatron_rl_tools.tiny_text import make_tokenizer
 
 TOKENIZER = make_tokenizer()  # a real HF tokenizer, one token a character
 DIGIT = TOKENIZER.convert_tokens_to_ids("0")
@@ -258,7 +258,7 @@ def test_one_error_names_the_broken_rows_of_all_files(tmp_path):
     config = DataConfig(train=tmp_path, chat_template=False, max_prompt_tokens=8)
     with pytest.raises(DataError) as caught:
         load_prompt_files(
-            {name: (tmp_path / name, config) for name in ("a.jsonl", "b.parquet", "c.jsonl")},
+            {name: (tmp_path / name, config, "") for name in ("a.jsonl", "b.parquet", "c.jsonl")},
             TOKENIZER,
         )
     places = [
@@ -394,15 +394,15 @@ def test_prompts_that_are_trained_on_and_evaluated_are_named(tmp_path):
             "".join(json.dumps({"prompt": text, "label": "2"}) + "\n" for text in sums)
         )
     config = DataConfig(train=files["train"], chat_template=False)
-    found = load_prompt_files({name: (path, config) for name, path in files.items()}, TOKENIZER)
+    found = load_prompt_files({name: (path, config, "") for name, path in files.items()}, TOKENIZER)
     train = found.pop("train")
-    (line,) = leaked_prompts(train, found)
+    (line,) = leaked_prompts([train], found)
     assert (
         line
         == f"WARNING 2 of 3 prompts of eval.sets.mixed, {files['mixed']}, are also in data.train ="
         f" {train.path}"
     )
-    assert not list(leaked_prompts(train, {}))
+    assert not list(leaked_prompts([train], {}))
 
 
 def test_parquet_columns_that_are_not_json(tmp_path):

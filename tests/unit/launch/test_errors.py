@@ -34,7 +34,7 @@ def test_an_error_in_the_users_code_shows_file_and_line(tmp_path, capsys, monkey
     )
     assert f"  {tmp_path}/my_loss.py:4 in loss: return torch.ones(n) + torch.ones(n + 1)" in printed
     assert printed[-1] == printed[0] and len(printed) <= 15
-    full = (tmp_path / "run/error_rank0.txt").read_text()
+    full = (tmp_path / "run/logs/error_rank0.txt").read_text()
     assert "Traceback (most recent call last)" in full and "my_loss.py" in full
     sys.modules.pop("my_loss")
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.launch import status as module
 from megatron_rl.launch import watchdog
-from megatron_rl.launch.status import STATUS_FILE, StatusWriter, read_status
+from megatron_rl.launch.status import StatusWriter, read_status
 from megatron_rl.launch.watchdog import Watchdog, WatchSettings
 
 
@@ -62,7 +62,7 @@ def test_a_run_while_it_runs_and_at_its_end(tmp_path):
         assert abs(found.time - time.time()) < 60
     found = read_status(tmp_path)
     assert found.state == "finished" and not list(tmp_path.glob(".*"))
-    assert "SERVER_KEY" not in (tmp_path / STATUS_FILE).read_text(), (
+    assert "SERVER_KEY" not in (tmp_path / "status.json").read_text(), (
         "`top` takes no secret's name from a file"
     )
 
@@ -121,7 +121,7 @@ def test_a_number_that_is_not_finite_is_null_in_the_file_and_nan_where_it_is_rea
                 "rollout/reward_mean": 0.5,
             }
         )
-    content = json.loads((tmp_path / STATUS_FILE).read_text(), parse_constant=refuse)
+    content = json.loads((tmp_path / "status.json").read_text(), parse_constant=refuse)
     assert content["metrics"] == {
         "optim/grad_norm": None,
         "train/kl_mu_pi": None,
@@ -136,7 +136,7 @@ def test_what_is_no_status_is_named(tmp_path):
         read_status(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="not found: is it a run's folder"):
         read_status(tmp_path)
-    path = tmp_path / STATUS_FILE
+    path = tmp_path / "status.json"
     for content, problem in {
         '{"sch': "cannot be read", '{"schema": 9}': "schema 9, must be 1", "[]": "schema None",
         json.dumps({"schema": 1, "ranks": [], "time": 1.0, "other": 2}): "not a status",

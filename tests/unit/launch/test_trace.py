@@ -300,6 +300,7 @@ def test_what_is_timed_before_a_step_is_not_of_the_step(monkeypatch):
         checkpoint_policy=policy,
         step_trace=trace,
         _progress=dict,
+        rollouts=SimpleNamespace(is_used_up=lambda: False),
     )
     assert next(Trainer.steps(trainer)) == 3
     assert not any(meter.take_times().values())

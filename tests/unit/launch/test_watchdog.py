@@ -352,7 +352,7 @@ def test_real_processes_end_and_name_the_stopped_one(tmp_path):
                 f"rank {rank}: no heartbeat from rank 1 for 5 s, dead or stopped: rank 1 was"
                 " last in" in errors
             )
-            stacks = (tmp_path / f"stalled_rank{rank}.txt").read_text()
+            stacks = (tmp_path / f"logs/stalled_rank{rank}.txt").read_text()
             assert "no heartbeat from rank 1" in stacks and "most recent call first" in stacks
     finally:
         for process in ranks:

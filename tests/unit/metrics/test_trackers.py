@@ -19,7 +19,7 @@ from megatron_rl.config import ConfigError, TrackConfig, load_config
 from megatron_rl.metrics.sinks import Sinks, read_metrics
 from megatron_rl.metrics.trackers import TrackedRun, Tracker, background
 from megatron_rl.metrics.trackers.background import BackgroundTracker
-from megatron_rl.metrics.trackers.registry import IDS_FILE, Trackers, check_trackers
+from megatron_rl.metrics.trackers.registry import Trackers, check_trackers
 from megatron_rl.metrics.trackers.run_versions import git_revision, versions
 from megatron_rl.metrics.trackers.to_tensorboard import TensorBoard, line
 from megatron_rl.records import StepResult
@@ -184,10 +184,10 @@ def test_a_run_continues_that_of_its_folder_then_that_of_its_checkpoint(tmp_path
         assert KEPT[-1].run.id == expected
         assert (
             trackers.ids
-            == json.loads((tmp_path / folder / IDS_FILE).read_text())
+            == json.loads((tmp_path / folder / "trackers.json").read_text())
             == {name: expected or "new-id"}
         )
-    (tmp_path / "a" / IDS_FILE).write_text('{"damaged')
+    (tmp_path / "a" / "trackers.json").write_text('{"damaged')
     track(tmp_path / "a", "Kept").close(failed=False)
     assert KEPT[-1].run.id == ""
 

@@ -27,7 +27,7 @@ from megatron_rl.plan.hardware import HARDWARE, Assumptions
 from megatron_rl.plan.phases import phases
 from megatron_rl.plan.search import Search
 from megatron_rl.plan.training_time import TrainingModel
-from megatron_rl.weights.hf.mapping import entries, shard_shape
+from megatron_rl.weights.hf.entries import entries, shard_shape
 from tests.families import FAMILIES, family_checkpoint
 from tests.tiny import random_checkpoint
 

@@ -57,6 +57,7 @@ def config(*overrides, **sections):
 @pytest.mark.parametrize(
     ("name", "total", "active"),  # as published: billions
     [
+        ("olmoe-1b-7b", 6.92, 1.28),
         ("qwen3-30b-a3b", 30.5, 3.3),
         ("qwen3-235b-a22b", 235, 22),
         ("deepseek-v3", 671, 37),
@@ -143,7 +144,7 @@ def test_each_parallel_axis_costs_time_on_its_own_links():
 
 
 @pytest.mark.parametrize("world", [16, 64])
-def test_the_reduction_of_gradients_hides_behind_backward_but_for_the_embedding(world):
+def test_the_reduction_of_gradients_overlaps_backward_but_for_the_embedding(world):
     """On 64 GPUs it takes longer than the backward pass of a micro-batch."""
     spec, sizes = find_spec("qwen3-30b-a3b"), {"tp": 2, "cp": 4, "ep": 8, "etp": 1}
     plain, model = (

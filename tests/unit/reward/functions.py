@@ -55,3 +55,8 @@ def by_response(prompt, response, label):
     if response.startswith("env "):
         return float(response.removeprefix("env ") in os.environ)
     return float(response == label)
+
+
+def allocating(prompt: str, response: str, label: str) -> float:
+    """1 where as many bytes as the response says can be had."""
+    return float(len(bytearray(int(response))) == int(response))

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from megatron_rl.config import RewardConfig
-from megatron_rl.reward.pool import RewardError, RewardPool
+from megatron_rl.reward.pool import RewardError, RewardPool, memory_bytes
 from megatron_rl.reward.scored_response import Episode
 from tests.fake_server import wait_for
 from tests.unit.reward.functions import LEFT_RUNNING
@@ -132,6 +132,17 @@ def test_workers_do_not_get_the_api_key(monkeypatch):
         ]
         assert pool.score(items).tolist() == [0, 1, 0]
         assert pool.score(items[:1]).tolist() == [0], "nor does a replacement worker"
+
+
+def test_memory_of_a_workers_is_limited_where_it_is_set():
+    """A response such as 10**10**8 must not fill the host, in a function of the user's either."""
+    config = RewardConfig(function="tests.unit.reward.functions:allocating", memory_gib=1.0)
+    items = [("q", str(size), "") for size in (2**20, 2**31, 2**10)]
+    with RewardPool(config) as pool:
+        assert pool.score(items).tolist() == [1, 0, 1] and pool.counters["memory"] == 1
+    for function, limit in (("math", 4 * 2**30), ("a:b", 0)):
+        assert memory_bytes(RewardConfig(function=function)) == limit
+        assert memory_bytes(RewardConfig(function=function, memory_gib=0)) == 0
 
 
 def test_on_error_is_the_reward_of_a_failed_response():

@@ -584,7 +584,10 @@ def test_rewards_of_turns_are_recorded_and_their_sum_is_the_episodes(tmp_path):
         rollout.tokens[rollout.prompt_length :], skip_special_tokens=True
     ).replace(" ", "")
     Recorder(tmp_path).record(1, groups)
-    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "rollouts/step_000001.jsonl").read_text().splitlines()
+    ]
     assert lines[0]["turn_rewards"] == [0.5, 0.0, 2.0, 0.0] and lines[0]["num_turns"] == 4
 
 

@@ -63,7 +63,7 @@ def test_whatever_the_row_the_counts_the_loss_and_the_token_files_name_the_token
     sequences = [SequenceTokens(0, sample, (0.0,) * 11, table) for sample in samples]
     TokenFiles(tmp_path, files, dp_rank=0, mask_missing_routes=True).write(1, sequences)
     files.close()
-    written = load_file(tmp_path / "trained_000001.safetensors")
+    written = load_file(tmp_path / "trained/step_000001.safetensors")
     for row, sample in enumerate(samples):
         counts = count_missing_routes([RolloutGroup(Prompt("q", "", (1,), ""), (sample.rollout,))])
         is_sampled = row + 1 in sampled

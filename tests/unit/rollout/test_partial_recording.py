@@ -4,6 +4,7 @@ them.
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors import safe_open
 
 from megatron_rl.config import ConfigError, dump_config, load_config
 from megatron_rl.rollout.saved.rollout_recorder import GroupChoice, Recorder
-from megatron_rl.rollout.saved.rollout_tensors import read_tensors, tensors_path
+from megatron_rl.rollout.saved.rollout_tensors import read_tensors
 from megatron_rl.rollout.saved.saved_steps import SavedSteps
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run, main
 from tests.unit.rollout.test_saved import SPEC, config, make_step
@@ -100,7 +101,7 @@ def of_one_version(group):
 def test_a_share_of_the_groups_is_written(partial):
     names = []
     for step in (1, 2):
-        [side] = partial.glob(f"rollouts*_{step:06d}.safetensors")
+        [side] = partial.glob(f"rollouts/step_{step:06d}*.safetensors")
         with safe_open(side, framework="numpy") as file:
             assert file.metadata() == {"schema": "1"}
             # not a dict
@@ -108,7 +109,7 @@ def test_a_share_of_the_groups_is_written(partial):
     assert [len(groups) for groups in names] == [1, 1], names
     lines = [
         json.loads(line)
-        for path in partial.glob("*.jsonl")
+        for path in partial.glob("rollouts/*.jsonl")
         for line in path.read_text().splitlines()
     ]
     assert len(lines) == 16, "every rollout has its line"
@@ -119,7 +120,7 @@ def test_a_step_written_again_without_tensors_has_no_old_ones(tmp_path):
     Recorder(tmp_path, save_tensors=True).record(1, groups)
     assert read_tensors(tmp_path, 1)
     Recorder(tmp_path).record(1, groups)
-    assert not tensors_path(tmp_path, 1).exists() and not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob("*.part"))
 
 
 def test_training_refuses_a_share_with_key_and_fix(partial, tmp_path):
@@ -134,15 +135,23 @@ def test_check_rollouts_checks_what_is_there_and_says_so(partial, capsys):
     assert report.passed and report.rollouts == 4
     assert main([str(partial)]) == 0
     assert "save_tensors = 0.25: 4 of 16 sequences have tensors" in capsys.readouterr().out
-    side = next(partial.glob("rollouts*.safetensors"))
+    side = next(partial.glob("rollouts/*.safetensors"))
     side.write_bytes(side.read_bytes()[:-50])
     assert [finding.check for finding in check_run(partial, None).findings] == ["files"]
 
 
-def test_a_kill_leaves_one_cut_line_which_the_next_process_removes(tmp_path):
+def test_a_kill_leaves_the_lines_of_a_step_complete_or_absent(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path)
     recorder.record(1, make_step(0)[:1])
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text(path.read_text()[:-30])
-    recorder.record(2, [replace(group) for group in make_step(1)[:1]])
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 2]
+
+    def killed(path, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        recorder.record(2, make_step(1)[:1])
+    monkeypatch.undo()
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000001.jsonl"]
+    recorder.record(2, make_step(1)[:1])
+    lines = (tmp_path / "rollouts/step_000002.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 2]

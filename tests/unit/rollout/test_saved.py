@@ -15,6 +15,7 @@ from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.saved.saved_steps import SavedSteps
 from megatron_rl.rollout.unique_ids import with_unique_ids
+from tests.former_layout import to_former_layout
 
 SPEC = ModelSizes(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8, vocab_size=64)
 P, G = 4, 2
@@ -67,24 +68,36 @@ def make_step(step: int) -> list[RolloutGroup]:
     return groups
 
 
-@pytest.fixture
-def written(tmp_path):
-    """A run directory as two replicas leave it; step 1 was written twice, as by a resumed run."""
+def write_steps(tmp_path, steps):
+    """A run directory as two replicas leave it."""
     folder = tmp_path / "live"
     for dp_rank in (0, 1):
         recorder = Recorder(folder, dp_rank=dp_rank, save_tensors=True)
-        recorder.record(1, make_step(0)[dp_rank::2])
-        recorder.record(2, make_step(7)[dp_rank::2])
-        recorder.record(2, make_step(1)[dp_rank::2])
+        for step, content in steps:
+            recorder.record(step, make_step(content)[dp_rank::2])
     (folder / "config.toml").write_text(dump_config(config(tmp_path, "live")))
     return folder
+
+
+@pytest.fixture
+def written(tmp_path):
+    """In the former layout, where a resumed run could leave step 2 twice: the last one counts."""
+    to_former_layout(write_steps(tmp_path, [(1, 0), (2, 7)]))
+    return to_former_layout(write_steps(tmp_path, [(2, 1)]))
 
 
 ALLOWED = {"replay": {"on_missing_route": "live", "missing_route_budget": 1.0}}
 
 
+@pytest.mark.parametrize("layout", ["present", "former", "resumed after an update"])
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_records_come_back_for_any_number_of_replicas(written, tmp_path, dp_size):
+def test_records_come_back_for_any_number_of_replicas(tmp_path, dp_size, layout):
+    written = write_steps(tmp_path, [(1, 0), (2, 7)])
+    if layout != "present":
+        to_former_layout(written)
+    write_steps(tmp_path, [(2, 1)])  # again, as by a resumed run
+    if layout == "former":
+        to_former_layout(written)
     saved = SavedSteps(written, config(tmp_path, **ALLOWED), SPEC)
     for step in (0, 1):
         groups = make_step(step)

@@ -3,6 +3,7 @@ and named.
 """
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from megatron_rl.config import dump_config, load_config
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.models.spec import ModelSizes
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.group import Group
@@ -20,6 +22,7 @@ from megatron_rl.rollout.saved.rollout_recorder import Recorder
 from megatron_rl.rollout.saved.saved_steps import SavedSteps
 from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl_tools.check_rollouts.check_rollouts import check_run
+from tests.former_layout import to_former_layout
 from tests.unit.batch.rollouts import make_rollout, make_tree
 
 SPEC = ModelSizes(num_layers=3, moe_layers=(0, 1, 2), top_k=2, num_experts=8, vocab_size=64)
@@ -120,8 +123,8 @@ def same_version(rollout, version):
     return sequences[-1].with_episode(earlier=tuple(sequences[:-1]))
 
 
-@pytest.fixture
-def written(tmp_path):
+@pytest.fixture(params=["present", "former"])
+def written(tmp_path, request):
     """Step 2 was written twice, as by a resumed run; the first time an episode had another
     sequence.
     """
@@ -134,7 +137,13 @@ def written(tmp_path):
         earlier=(*tree.episode.earlier, replace(tree.episode.earlier[0], id="p0/1/2")), digest=None
     )
     recorder.record(2, [replace(first, rollouts=(first.rollouts[0], longer)), second])
+    if request.param == "former":  # there the lines of both attempts are in one file
+        to_former_layout(folder)
+        recorder = Recorder(tmp_path / "again", save_tensors=True)
     recorder.record(2, [first, second])
+    if request.param == "former":
+        shutil.copytree(tmp_path / "again/rollouts", folder / "rollouts")
+        to_former_layout(folder)
     (folder / "config.toml").write_text(dump_config(config(tmp_path, "live")))
     return folder
 
@@ -154,7 +163,7 @@ def test_saved_episodes_come_back(written, tmp_path):
 def test_every_sequence_has_a_line_that_names_its_episode(written):
     lines = [
         (line.id, line.episode, line.reward)
-        for line in read_rollouts(written / "rollouts.jsonl")
+        for line in read_rollouts(RunFolder(written).lines_of("rollouts", 1))
         if line.step == 1
     ]
     of_prompt = [
@@ -164,25 +173,25 @@ def test_every_sequence_has_a_line_that_names_its_episode(written):
         ("p0/1", "", 1.0),
     ]
     assert lines[:4] == of_prompt
-    episodes = read_episodes(written / "rollouts.jsonl")
+    episodes = read_episodes(RunFolder(written).lines_of("rollouts", 2))
     assert [len(lines) for lines in episodes[2].values()] == [1, 3, 1, 3], "of the last writing"
 
 
 def test_a_prompt_drawn_twice_has_ids_of_its_own(tmp_path):
     groups = make_step(0)[:1]
     Recorder(tmp_path, save_tensors=True).record(1, with_unique_ids([*groups, *groups]))
-    ids = [line.id for line in read_rollouts(tmp_path / "rollouts.jsonl")]
+    ids = [line.id for line in read_rollouts(RunFolder(tmp_path).lines_of("rollouts", 1))]
     assert ids[4:] == ["p0#2/0", "p0#2/1/0", "p0#2/1/1", "p0#2/1"] and len(set(ids)) == 8
 
 
 def edit_lines(folder, edit):
-    path = folder / "rollouts.jsonl"
+    path = RunFolder(folder).lines_of("rollouts", 1)
     rows = edit([json.loads(line) for line in path.read_text().splitlines()])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def edit_tensors(folder, edit):
-    path = folder / "rollouts_000001.safetensors"
+    path = RunFolder(folder).tensors_of("rollouts", 1)
     save_file(edit(load_file(path)), path)
 
 

@@ -164,6 +164,10 @@ def without_groups(world: Any) -> dict[str, Any]:
     }
     results["fused gradient"]["added"] = fused.weight.grad_added_to_main_grad
     results["adam"] = adam()
+    results["short adam"] = adam(
+        torch.bfloat16, master_weights=True, use_decoupled_grad=True, store_param_remainders=True,
+        exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16,
+    )  # fmt: skip
     results["gemm"] = {
         layout: list(general_gemm(new(*a), new(*b), torch.float32, layout=layout)[0].shape)
         for layout, a, b in (
@@ -175,10 +179,11 @@ def without_groups(world: Any) -> dict[str, Any]:
     return results
 
 
-def adam() -> dict[str, int]:
-    parameter = torch.nn.Parameter(torch.empty(1024, device="cuda"))
-    parameter.grad = torch.empty(1024, device="cuda")
-    start, optimizer = recorder.live, FusedAdam([parameter])
+def adam(dtype: torch.dtype = torch.float32, **settings: Any) -> dict[str, int]:
+    parameter = torch.nn.Parameter(torch.empty(1024, dtype=dtype, device="cuda"))
+    name = "decoupled_grad" if settings else "grad"
+    setattr(parameter, name, torch.empty(1024, device="cuda"))
+    start, optimizer = recorder.live, FusedAdam([parameter], **settings)
     recorder.peak = recorder.live
     optimizer.step()
     return {"state": recorder.live - start, "peak": recorder.peak - start}

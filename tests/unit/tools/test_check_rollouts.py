@@ -21,7 +21,7 @@ from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
 PROMPTS, GROUP, PROMPT_TOKENS, TOKENS, EXPERTS, TOP_K, LAYERS = 3, 3, 10, 90, 16, 4, 4
-SIDE = "rollouts_000000.safetensors"
+SIDE = "rollouts/step_000000.safetensors"
 
 
 def make_dump(checkpoint, folder):
@@ -272,7 +272,7 @@ def test_rows_recorded_as_missing_are_counted_and_no_error(genuine, tmp_path, ca
 
 
 def edit_records(folder, step, **changes):
-    path = folder / "rollouts.jsonl"
+    path = folder / f"rollouts/step_{step:06d}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     first = next(row for row in rows if row["step"] == step)
     first.update(changes)
@@ -296,7 +296,7 @@ def edit_records(folder, step, **changes):
         ),
         (0, {"policy_versions": [[7, 80]]}, "versions", "version 1 after version 7"),
         (0, {"response_length": 81}, "length", "90 tokens, must be prompt . response = 10 . 81"),
-        (0, {"id": "unknown"}, "files", "rollouts_000000.safetensors has no"),
+        (0, {"id": "unknown"}, "files", "step_000000.safetensors has no"),
     ],
 )
 def test_records_that_do_not_match_their_tensors_are_named(
@@ -317,7 +317,7 @@ def test_damaged_files_are_named(genuine, tmp_path, capsys):
     assert {f.check for f in check_run(folder, None).findings} == {"files"}
     (folder / SIDE).unlink()
     assert ["is missing" in f.found for f in check_run(folder, None).findings] == [True]
-    (folder / "rollouts_000001.safetensors").unlink()
+    (folder / "rollouts/step_000001.safetensors").unlink()
     assert main([str(folder)]) == 2
     assert "save_tensors" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 2

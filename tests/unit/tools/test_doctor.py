@@ -360,7 +360,17 @@ def test_bytes_of_checkpoints(demo):
     elements = whole.dense + whole.experts
     one = elements * (2 + 8 + 4)
     cfg = load_config(
-        demo, ["--run.num_steps", "100", "--checkpoint.every", "10", "--model.dtype", "bfloat16"]
+        demo,
+        [
+            "--run.num_steps",
+            "100",
+            "--checkpoint.every",
+            "10",
+            "--checkpoint.keep_last",
+            "0",
+            "--model.dtype",
+            "bfloat16",
+        ],
     )
     assert storage.kept_bytes(cfg, spec)[0] == 10 * one + 2 * elements
     few = load_config(demo, ["--run.num_steps", "100", "--checkpoint.every", "10",

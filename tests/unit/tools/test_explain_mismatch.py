@@ -30,6 +30,7 @@ from megatron_rl_tools.explain_mismatch.verdicts import (
     holds,
     verdicts_of,
 )
+from tests.former_layout import to_former_layout
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 HEALTHY = {
@@ -405,21 +406,26 @@ def test_shifted_routes_show_in_both_saved_halves(tmp_path):
             f"{rollout.id}:old_logprobs": half.logprobs,
             f"{rollout.id}:own_experts": half.routes.astype(np.uint8),
         }
-    save_file(tensors, run / "trained_000004.safetensors", metadata={"schema": "1"})
+    (run / "trained").mkdir()
+    save_file(tensors, run / "trained/step_000004.safetensors", metadata={"schema": "1"})
     lines = [
         {
             "schema": 1,
             "step": 4,
             "id": each.id,
             "sampled_by": "rollouts",
-            "tensors": "trained_000004.safetensors",
+            "tensors": "trained/step_000004.safetensors",
         }
         for each in rollouts
     ]
-    (run / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "cut")
+    text = "".join(json.dumps(line) + "\n" for line in lines) + "cut"
+    (run / "trained/step_000004.jsonl").write_text(text)
     found = history.read_history(run)
     assert found.began == 4 and [each.name for each in found.verdicts] == ["routes_shifted"]
     assert found.notes == ("step 4: 4 sequences with the halves of both engines",)
+    to_former_layout(run)
+    again = history.read_history(run)
+    assert (again.verdicts, again.notes) == (found.verdicts, found.notes)
 
 
 # The page and the command

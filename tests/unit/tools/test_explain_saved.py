@@ -111,8 +111,8 @@ def test_the_first_replica_may_have_no_tensors(tmp_path):
 def test_a_step_without_tensors_is_not_read(tmp_path):
     run, (rollouts, _) = make_run(tmp_path / "run", [1e-4]), sequences()
     Recorder(run, save_tensors=True).record(1, [group("a", rollouts)])
-    lines = (run / "rollouts.jsonl").read_text().replace('"a/', '"b/')
-    (run / "rollouts.jsonl").write_text(lines)
+    path = run / "rollouts/step_000001.jsonl"
+    path.write_text(path.read_text().replace('"a/', '"b/'))
     assert ids_read(run) == []
 
 

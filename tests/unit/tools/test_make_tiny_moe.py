@@ -10,15 +10,9 @@ from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
 from examples.paper_long.reward import ledger
 from examples.tools_cpu.calculator import ERROR, calculate
-from megatron_rl_tools.make_tiny_moe import (
-    EOS,
-    VOCABULARY,
-    encode_text,
-    make_tiny_moe,
-    read_recipe,
-    sampled_accuracy,
-)
+from megatron_rl_tools.make_tiny_moe import make_tiny_moe, read_recipe, sampled_accuracy
 from megatron_rl_tools.tiny_tasks import TASKS, Example
+from megatron_rl_tools.tiny_text import EOS, VOCABULARY, encode_text
 
 QUICK = {"skill": 0.01, "decay_steps": 10, "target_accuracy": 0.004}  # stops long before it can add
 
@@ -120,7 +114,7 @@ def test_a_directory_of_another_program_is_not_overwritten(tmp_path):
 def test_invalid_settings_and_a_failed_cold_start_are_errors(tmp_path):
     with pytest.raises(ValueError, match="target_accuracy = 1.5 must lie between 0 and 1"):
         make_tiny_moe(tmp_path / "x", target_accuracy=1.5)
-    with pytest.raises(ValueError, match="task = 'chess' must be one of sums, tools, ledger"):
+    with pytest.raises(ValueError, match="task = 'chess' must be one of sums, tools, ledger, chat"):
         make_tiny_moe(tmp_path / "x", task="chess")
     with pytest.raises(RuntimeError, match="sums not learnt"):
         make_tiny_moe(tmp_path / "x", max_steps=2)

@@ -16,9 +16,9 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.weights.hf.files import HFFiles
 from megatron_rl.weights.hf.fp8 import rounded_to_fp8
-from megatron_rl_tools.make_tiny_moe import make_tokenizer
 from megatron_rl_tools.quantize import quantize_hf as tool
 from megatron_rl_tools.quantize.quantize_hf import main
+from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.tiny import random_checkpoint
 
 KEEP = RolloutConfig().quantize_keep

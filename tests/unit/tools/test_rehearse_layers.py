@@ -81,6 +81,15 @@ def test_peaks_of_backward(alone):
     assert alone["adam"]["state"] == alone["adam"]["peak"] == 2 * 1024 * FP32 + LEAST
 
 
+def test_adam_in_16_bits(alone):
+    """Two moments and the low bits of the weights, with a scale that is not used for each moment;
+    for the kernel both moments in float32, of which one is rounded at a time.
+    """
+    state = 3 * 1024 * BF16 + 3 * LEAST
+    assert alone["short adam"]["state"] == state
+    assert alone["short adam"]["peak"] == state + 2 * 1024 * FP32 + 1024 * BF16
+
+
 def test_a_compiled_function_is_one_kernel(alone):
     """It reads two arguments and writes its result; nothing in between is in memory."""
     size = 1024 * BF16

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from rich.console import Console
 
-from megatron_rl.launch.status import SCHEMA, STATUS_FILE, RankStatus, Status
+from megatron_rl.launch.status import SCHEMA, RankStatus, Status
 from megatron_rl_tools.top import top
 from megatron_rl_tools.top.render import render
 from megatron_rl_tools.top.server_loads import Load, ask_load
@@ -89,7 +89,7 @@ def test_many_ranks_are_grouped_and_a_silent_one_is_named():
 
 
 def test_once_and_what_is_no_run(tmp_path, capsys):
-    (tmp_path / STATUS_FILE).write_text(
+    (tmp_path / "status.json").write_text(
         json.dumps({"schema": SCHEMA, **asdict(replace(STATUS, time=NOW - 200))})
     )
     assert top.main([str(tmp_path)]) == 0, "no terminal: once, without escapes"
@@ -149,7 +149,7 @@ def test_a_folder_does_not_choose_which_secret_is_sent(tmp_path, monkeypatch, ca
             STATUS, time=time.time(), servers=[f"http://127.0.0.1:{server.server_port}"]
         )
         row = {"schema": SCHEMA, **asdict(status), "api_key_env": "SOME_TOKEN"}
-        (tmp_path / STATUS_FILE).write_text(json.dumps(row))
+        (tmp_path / "status.json").write_text(json.dumps(row))
         assert top.main([str(tmp_path), "--once"]) == 0
         assert top.main([str(tmp_path), "--once", "--api-key-env", "SOME_TOKEN"]) == 0
     finally:

@@ -87,7 +87,8 @@ def test_servers_on_gpus_of_the_ranks_are_refused_before_the_model_is_loaded(mon
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("load_tokenizer", "load_prompt_files", "PromptSource", "locked", "from_rank_0"):
+    readers = ("load_tokenizer", "load_prompt_files", "make_stream", "used_up_line")
+    for name in (*readers, "locked", "from_rank_0"):
         monkeypatch.setattr(build, name, MagicMock())
     monkeypatch.setattr(build, "from_rank_0", lambda make, group=None: make())
     spec = make_spec(KNOWN["qwen3-30b-a3b"] | {"num_hidden_layers": 2})

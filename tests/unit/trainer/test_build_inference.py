@@ -127,7 +127,9 @@ def test_servers_of_a_run_have_its_settings_and_the_time_that_their_device_needs
     build.make_server_pool(cfg, job(device), console)
     rollout = cfg.rollout.model_copy(update={"start_timeout_seconds": seconds})
     assert cfg.start_seconds(device) == seconds
-    settings = dict(device=device, log_dir=cfg.run_dir, seed=7, want_routes=True, log=print)
+    settings = dict(
+        device=device, log_dir=cfg.run_dir / "logs", seed=7, want_routes=True, log=print
+    )
     assert calls == [("pool", (cfg.model.path, rollout), settings)]
 
 

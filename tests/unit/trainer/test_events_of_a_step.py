@@ -89,6 +89,7 @@ def test_servers_that_were_replaced_are_an_event_once(tmp_path):
         meter=SimpleNamespace(step=0, sums=MetricSums()),
         events=Events(tmp_path / "events.jsonl"),
         restarts=0,
+        parallel=SimpleNamespace(rank=1),
     )
     for step, restarts in enumerate([0, 2, 2, 3]):
         live.meter.step, inference.restarts = step, restarts

@@ -130,6 +130,7 @@ def live(tmp_path):
         )
         source = LiveRollouts(*parts, policy_version=3, events=Events(tmp_path / "events.jsonl"))
         source.scheduler = SimpleNamespace(
+            can_take=lambda count: True,
             prepare_sync=calls.note("prepare_sync"), finish=calls.note("finish"),
             step_done=calls.note("step_done"),
             prompts_state=lambda: {"epoch": 0}, files=lambda *,
@@ -175,6 +176,30 @@ def test_a_step_trains_on_scored_groups_of_the_scheduler(live):
     found = metrics(source)
     assert found["rollout/tokens_per_second"] == 50 and found["rollout/cache_hit_frac"] == 0.25
     assert "rollout/sampling_rounds" not in found
+
+
+@pytest.mark.parametrize(
+    ("rewards", "cause"),
+    [
+        ((0.0, 0.0, 0.0, 0.0), "every response of this step has reward 0,"),
+        ((1.0, 1.0, 1.0, 1.0), "has reward 1, which teaches nothing: the reward function may acc"),
+        ((0.25, 0.25, np.nan, 0.25), "has reward 0.25, which"),
+        ((0.0, 0.0, 0.0, 1.0), ""),
+        ((np.nan,) * 4, ""),
+    ],
+)
+def test_equal_rewards_of_the_first_step_are_named_before_its_update(live, rewards, cause):
+    """Of the first step of this start only: later ones count in rollout/zero_advantages."""
+    source, calls = live(rewards=[*rewards, *rewards])
+    source.scheduler.take = lambda *args: sampled(make_group("a"), make_group("b"))
+    source.first_step = 5
+    for step in (5, 6):
+        source.sample(step)
+    logged = [args[0] for name, args, _ in calls if name == "log"]
+    assert len(logged) == bool(cause) and cause in "".join(logged)
+    if cause:
+        assert logged[0].startswith("WARNING before the first update: ")
+        assert calls.names.index("log") < len(calls) - 1, "before the second step is scored"
 
 
 def test_servers_that_freed_their_memory_get_the_weights_before_they_sample(live):

@@ -62,7 +62,7 @@ def test_a_stopped_run_ends_as_an_uninterrupted_one(group, tmp_path, monkeypatch
     assert len(same) >= 3 and [files[name] for name in same] == [
         files_stopped[name] for name in same
     ]
-    assert not list(complete.glob("trained*")) and not list(complete.glob("rollouts*"))
+    assert not (complete / "trained").exists() and not (complete / "rollouts").exists()
     check_token_data(stopped, replicas=1)
     check_events(stopped)
 

@@ -231,10 +231,10 @@ def test_a_run_reads_its_prompts_and_those_of_its_evaluation(monkeypatch, tmp_pa
     def load(paths, tokenizer):
         calls.append(("load", (paths, tokenizer), {}))
         return {
-            name: SimpleNamespace(
+            (key, name): SimpleNamespace(
                 prompts=heldout if name else train, line=lambda data, n=name: f"line {n}"
             )
-            for name in paths
+            for key, name in paths
         }
 
     monkeypatch.setattr(build, "load_tokenizer", lambda path: f"tokenizer of {path}")
@@ -243,7 +243,7 @@ def test_a_run_reads_its_prompts_and_those_of_its_evaluation(monkeypatch, tmp_pa
     monkeypatch.setattr(
         build,
         "leaked_prompts",
-        lambda train, files: [f"trained on {len(train.prompts)}, {sorted(files)}"],
+        lambda train, files: [f"trained on {len(train[0].prompts)}, {sorted(files)}"],
     )
     sections = {"agent": {"function": "module.function"}} if agent else {}
     cfg = config(
@@ -251,9 +251,15 @@ def test_a_run_reads_its_prompts_and_those_of_its_evaluation(monkeypatch, tmp_pa
     )
     inputs = build.read_inputs(cfg, is_live=is_live)
     assert calls.named("agent") == [((cfg.agent, "tokenizer of m"), {})] * (agent and is_live)
-    sets = {"heldout": (cfg.eval.sets["heldout"], cfg.eval_data)} if is_live else {}
+    sets = {("eval.sets", "heldout"): (cfg.eval.sets["heldout"], cfg.eval_data, "")}
     assert calls.named("load") == [
-        (({"": (cfg.data.train, cfg.data)} | sets, "tokenizer of m"), {})
+        (
+            (
+                {("data.train", ""): (cfg.data.train, cfg.data, "")} | (sets if is_live else {}),
+                "tokenizer of m",
+            ),
+            {},
+        )
     ]
     assert inputs.eval_sets == ({"heldout": heldout} if is_live else {})
     lines = ["line ", "line heldout"] if is_live else ["line "]

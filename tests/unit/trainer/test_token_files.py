@@ -57,7 +57,7 @@ def write(folder, sequences, step=7, **options):
 def test_each_sequence_has_its_rows(tmp_path, ids):
     sequences = make_sequences(["a/0", "a/1", "b/0"], ids=ids)
     assert write(tmp_path, sequences) == 0
-    found = load_file(tmp_path / "trained_000007.safetensors")
+    found = load_file(tmp_path / "trained/step_000007.safetensors")
     assert {key.rpartition(":")[0] for key in found} == {"a/0", "b/0"}
     first, last = (sequences[i].sample.rollout for i in (0, 2))
     assert (
@@ -84,14 +84,14 @@ def test_each_sequence_has_its_rows(tmp_path, ids):
         9,
     ]
     assert found["a/0:advantage"].tolist() == [0.5] and found["b/0:flags"].dtype == np.uint8
-    with safe_open(tmp_path / "trained_000007.safetensors", framework="numpy") as file:
+    with safe_open(tmp_path / "trained/step_000007.safetensors", framework="numpy") as file:
         assert file.metadata() == {"schema": "1"}
 
 
 def test_the_rows_of_each_micro_batch_begin_at_its_first(tmp_path):
     first, second = make_sequences(["a/0", "a/1", "b/0"]), make_sequences(["c/0", "c/1", "d/0"])
     assert write(tmp_path, [*first, *second]) == 0
-    found = load_file(tmp_path / "trained_000007.safetensors")
+    found = load_file(tmp_path / "trained/step_000007.safetensors")
     assert {key.rpartition(":")[0] for key in found} == {"a/0", "b/0", "c/0", "d/0"}
     for one, other in (("a/0", "c/0"), ("b/0", "d/0")):
         for kind in (*Table.VALUES, "own_experts", "margin", "flips"):
@@ -106,7 +106,7 @@ def test_a_line_is_written_after_the_tensors_that_it_names(tmp_path):
         dp_rank=1,
         mask_missing_routes=False,
     ).write(7, make_sequences(["a/0"]))
-    assert written == ["trained.dp1_000007.safetensors", "trained.dp1.jsonl"]
+    assert written == ["step_000007.dp1.safetensors", "step_000007.dp1.jsonl"]
 
 
 def test_copies_that_fill_micro_batches_have_no_line(tmp_path):
@@ -116,7 +116,7 @@ def test_copies_that_fill_micro_batches_have_no_line(tmp_path):
         sample=replace(sequences[0].sample, in_loss=False, episode_length=0, save_tokens=False),
     )
     assert write(tmp_path, [copy, *sequences, copy, copy]) == 0
-    lines = map(json.loads, (tmp_path / "trained.jsonl").read_text().splitlines())
+    lines = map(json.loads, (tmp_path / "trained/step_000007.jsonl").read_text().splitlines())
     assert [line["key"] for line in lines] == ["a/0", "a/1", "b/0"]
 
 
@@ -124,10 +124,12 @@ def test_every_sequence_has_a_line_and_means_have_a_denominator(tmp_path):
     none = (0.0,) * 7 + (0.0, 0.0, 0.0, 0.0)
     sequences = make_sequences(["a/0", "a/1"])
     write(tmp_path, [sequences[0], replace(sequences[1], summary=none)], dp_rank=3)
-    first, second = map(json.loads, (tmp_path / "trained.dp3.jsonl").read_text().splitlines())
+    first, second = map(
+        json.loads, (tmp_path / "trained/step_000007.dp3.jsonl").read_text().splitlines()
+    )
     assert first == {
         "schema": 1, "step": 7, "id": "a/0", "sampled_by": "rollouts",
-        "tensors": "trained.dp3_000007.safetensors",
+        "tensors": "trained/step_000007.dp3.safetensors",
         "key": "a/0", "mini_batch": 1, "kl": 0.5, "kl_k3": 0.25, "clipped_frac": 0.25,
         "weight_mean": 1.5,
         "entropy_mean": 2.0, "max_log_ratio": 0.75, "max_staleness": 0.5, "flip_frac": 0.25,
@@ -143,9 +145,12 @@ def test_every_sequence_has_a_line_and_means_have_a_denominator(tmp_path):
 def test_equal_ids_of_two_replicas_keep_their_tensors(tmp_path):
     sequences = make_sequences(["a/0", "x", "a/0"])
     write(tmp_path, sequences)
-    lines = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "trained/step_000007.jsonl").read_text().splitlines()
+    ]
     assert [line["key"] for line in lines] == ["a/0", "x", "a/0@rollouts.dp1"]
-    found = load_file(tmp_path / "trained_000007.safetensors")
+    found = load_file(tmp_path / "trained/step_000007.safetensors")
     assert found["a/0:old_logprobs"][0] == 0.0 and found["a/0@rollouts.dp1:old_logprobs"][0] == 4.0
 
 
@@ -162,13 +167,13 @@ def test_flags_that_the_loss_does_not_know(tmp_path):
     ]
     for masked in (False, True):
         write(tmp_path, given, mask_missing_routes=masked)
-        found = load_file(tmp_path / "trained_000007.safetensors")
+        found = load_file(tmp_path / "trained/step_000007.safetensors")
         second = Flag.CLIPPED_LOW | (Flag.MISSING_ROUTE if masked else 0)
         assert found["a/0:flags"].tolist() == [0, second, 0, Flag.CLIPPED_LOW]
         assert found["b/0:flags"].tolist() == [128, 128 | 2, 128, 128 | 2]
     left_out = [replace(given[0], sample=replace(given[0].sample, in_loss=False)), *given[1:]]
     write(tmp_path, left_out, mask_missing_routes=True)
-    written = load_file(tmp_path / "trained_000007.safetensors")["a/0:flags"]
+    written = load_file(tmp_path / "trained/step_000007.safetensors")["a/0:flags"]
     assert written.tolist() == [128, 128 | 64 | 2, 128, 128 | 2]
 
 
@@ -185,16 +190,17 @@ def test_flags_and_kinds_are_those_of_the_documentation(tmp_path):
         name for row in rows if "|" in row for name in re.findall("`([a-z_]+)`", row.split("|")[1])
     }
     write(tmp_path, make_sequences(["a/0"]))
-    found = load_file(tmp_path / "trained_000007.safetensors")
+    found = load_file(tmp_path / "trained/step_000007.safetensors")
     assert {key.rpartition(":")[2] for key in found} == documented and len(documented) == 11
 
 
-def test_a_step_written_again_replaces_tensors_and_appends_lines(tmp_path):
+def test_a_step_written_again_replaces_tensors_and_lines(tmp_path):
     for step in (0, 1):
         write(tmp_path, make_sequences(["a/0"], step=step))
-    lines = (tmp_path / "trained.jsonl").read_text().splitlines()
-    assert len(lines) == 2 and list(tmp_path.glob("trained_*")) == [
-        tmp_path / "trained_000007.safetensors"
+    lines = (tmp_path / "trained/step_000007.jsonl").read_text().splitlines()
+    assert len(lines) == 1 and sorted(path.name for path in (tmp_path / "trained").iterdir()) == [
+        "step_000007.jsonl",
+        "step_000007.safetensors",
     ]
 
 
@@ -202,7 +208,9 @@ def test_without_compared_routes_the_other_kinds_are_there(tmp_path):
     sequence = make_sequences(["a/0"])[0]
     table = Table.zeros(0, len(sequence.sample.rollout.tokens) - 1, K, 4, np.dtype(np.uint8))
     write(tmp_path, [replace(sequence, table=table)])
-    kinds = {key.rpartition(":")[2] for key in load_file(tmp_path / "trained_000007.safetensors")}
+    kinds = {
+        key.rpartition(":")[2] for key in load_file(tmp_path / "trained/step_000007.safetensors")
+    }
     assert kinds == {*Table.VALUES, "advantage"}
 
 
@@ -232,7 +240,7 @@ def test_bytes_per_token_are_those_of_the_documentation(tmp_path, layers, top_k,
     sample = Sample(rollout, 1.0, save_tokens=True)
     table = Table.zeros(layers, 20_000, top_k, 20_000, np.dtype(np.uint8))
     write(tmp_path, [SequenceTokens(0, sample, SUMMARY, table)])
-    assert (tmp_path / "trained_000007.safetensors").stat().st_size / 20_000 == pytest.approx(
+    assert (tmp_path / "trained/step_000007.safetensors").stat().st_size / 20_000 == pytest.approx(
         size, abs=0.1
     )
     text = (Path(__file__).parents[3] / "docs/reference/token_data.md").read_text()
@@ -242,7 +250,4 @@ def test_bytes_per_token_are_those_of_the_documentation(tmp_path, layers, top_k,
 def test_training_continues_where_the_folder_is_gone(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert write(tmp_path / "gone", make_sequences(["a/0"])) == 2
-    assert (
-        caplog.text.count("could not be written") == 1
-        and "trained_000007.safetensors" in caplog.text
-    )
+    assert caplog.text.count("could not be written") == 1 and "gone/trained" in caplog.text

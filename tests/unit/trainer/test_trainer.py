@@ -103,7 +103,9 @@ def test_before_each_step_the_state_is_noted_that_a_signal_saves(made):
     trainer, calls = made()
     assert list(trainer.steps()) == [2, 3, 4, 5] and trainer.meter.step == 5
     before_steps = [
-        call for call in calls if call[0] != "rollouts.progress" and call[0] != "reporter.progress"
+        call
+        for call in calls
+        if call[0] not in ("rollouts.progress", "reporter.progress", "rollouts.is_used_up")
     ]
     assert before_steps[:3] == [
         ("enter", ("trace", 2), {}), ("step_trace.begin", (2,), {}), ("policy.begin", (2, PROGRESS),
@@ -361,7 +363,8 @@ def test_the_end_of_a_run_evaluates_saves_and_exports(made, monkeypatch, export)
     assert [call for call in calls if call[0] != "policy.end"] == [
         ("enter", ("evaluate", -1), {}), ("evaluate", (), {}), ("enter", ("checkpoint", -1), {}),
         ("policy.wait", (), {}),
-        ("enter", ("export", -1), {}), *(exported if export else []), ("reporter.finish", (), {}),
+        ("enter", ("export", -1), {}), *(exported if export else []),
+        ("reporter.finish", (STEPS,), {}),
         ("barrier", (), {}),
     ]  # fmt: skip
     assert trainer.evaluated == 2, "there was nothing to evaluate"

@@ -22,7 +22,7 @@ from tests.viewer_run import GROUP, LAYERS, PROMPTS, add_step, write_config, wri
 PATHS = (
     "/", "/static/app.js", "/api/runs", "/api/runs/0/metrics", "/api/runs/0/events",
     "/api/runs/0/config", "/api/diff?a=0&b=0",
-    "/api/runs/0/health", "/api/runs/0/rollouts", "/api/runs/0/groups",
+    "/api/runs/0/health", "/api/runs/0/story", "/api/runs/0/rollouts", "/api/runs/0/groups",
     "/api/runs/0/rollout/1/rollouts/Q0%2F0",
     "/api/runs/0/experts",
 )  # fmt: skip

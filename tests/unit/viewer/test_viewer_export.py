@@ -29,7 +29,14 @@ def test_the_copy_holds_what_the_server_answers(run_dir, open_runs, client_of, s
     assert (tmp_path / "out/static/app.js").is_file() and not (
         tmp_path / "out/static/index.html"
     ).exists()
-    for path in ("metrics", "events", "config", "health", *(f"rollout/{key}" for key in keys)):
+    for path in (
+        "metrics",
+        "events",
+        "config",
+        "health",
+        "story",
+        *(f"rollout/{key}" for key in keys),
+    ):
         assert responses[f"runs/0/{path}"] == client.get(f"/api/runs/0/{path}").json(), path
     assert responses["runs/0/experts"] == client.get("/api/runs/0/experts?step=2:5").json()
     table = {

@@ -199,12 +199,9 @@ def test_an_index_of_another_version_or_a_damaged_one_is_built_again(run_dir, op
     run = opened()
     inode = os.stat(run.index.path).st_ino
     assert os.stat(opened().index.path).st_ino == inode
+    schema = index_module.SCHEMA.replace(f"= {index_module.VERSION};", "= 999;")
     monkeypatch.setattr(index_module, "VERSION", 999)
-    monkeypatch.setattr(
-        index_module,
-        "SCHEMA",
-        index_module.SCHEMA.replace("user_version = 1", "user_version = 999"),
-    )
+    monkeypatch.setattr(index_module, "SCHEMA", schema)
     assert table(opened())["total"] == 3 * STEP
     with closing(sqlite3.connect(run.index.path)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (999,)

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
-from megatron_rl.weights.hf.mapping import entries
+from megatron_rl.weights.hf.entries import entries
 from megatron_rl.weights.sync.checksums import ExportDigests, Verifier, served_place
 from megatron_rl.weights.sync.servers import WeightPushError
 from tests.families import FAMILIES, family_checkpoint

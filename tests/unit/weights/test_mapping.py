@@ -6,14 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.weights.hf.mapping import (
-    canonical_name,
-    entries,
-    find_entry,
-    shard_shape,
-    to_hf,
-    to_mcore,
-)
+from megatron_rl.weights.hf.entries import entries, find_entry, shard_shape
+from megatron_rl.weights.hf.mapping import canonical_name, to_hf, to_mcore
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from torch.testing import assert_close
 
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
+from megatron_rl.weights.hf.entries import entries
 from megatron_rl.weights.hf.export import batches
 from megatron_rl.weights.hf.fp8 import QuantizeError, dequantize_blocks, quantize_blocks
-from megatron_rl.weights.hf.mapping import entries
 from megatron_rl.weights.sync import buckets
 from megatron_rl.weights.sync.buckets import BroadcastError, Bucket, connect
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError

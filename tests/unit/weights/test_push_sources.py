@@ -22,6 +22,7 @@ from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.known import find_spec
 from megatron_rl.models.spec import load_hf_config
+from megatron_rl.weights.hf.entries import entries
 from megatron_rl.weights.hf.export import (
     HFTensor,
     RankParameters,
@@ -32,7 +33,6 @@ from megatron_rl.weights.hf.export import (
     key_of,
     order_steps,
 )
-from megatron_rl.weights.hf.mapping import entries
 from megatron_rl.weights.hf.rules import ONE_CALL
 from megatron_rl.weights.sync.bucket_order import FAILED, BucketOrder
 from megatron_rl.weights.sync.push import WeightPusher, WeightPushError

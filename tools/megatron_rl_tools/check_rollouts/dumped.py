@@ -16,7 +16,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """One line of rollouts.jsonl: see docs/reference/token_data.md."""
+    """One line of rollouts: see docs/reference/token_data.md."""
 
     step: int
     id: str
@@ -40,6 +40,7 @@ class RecordedRollout:
     turn_ends: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     reward_metrics: dict[str, float] = field(default_factory=dict)
+    source: str = ""
 
 
 @dataclass(frozen=True)

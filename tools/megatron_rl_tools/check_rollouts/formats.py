@@ -9,6 +9,7 @@ from megatron_rl_tools.check_rollouts import slime_dumps, verl_dumps
 from megatron_rl_tools.check_rollouts.foreign import ForeignDump
 from megatron_rl_tools.check_rollouts.model_sizes import Sizes
 from megatron_rl_tools.check_rollouts.pt_files import load_tensors
+from megatron_rl_tools.check_rollouts.run_files import line_files
 
 PICKLE, ZIP = b"\x80", b"PK\x03\x04"
 """The first bytes of a bare pickle, and of a file of torch.save."""
@@ -21,7 +22,7 @@ def open_dump(path: Path, name: str | None, sizes: Sizes | None) -> ForeignDump 
     Raises ValueError, which names the file, if it has none of the formats or only foreign code
     could read it.
     """
-    is_run = path.is_dir() and any(path.glob("rollouts*.jsonl"))
+    is_run = path.is_dir() and bool(line_files(path))
     if name == "megatron_rl" or (name is None and is_run):
         return None
     files, notes = dump_files(path)

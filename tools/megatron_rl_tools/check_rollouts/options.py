@@ -3,7 +3,7 @@
     megatron-rl check-rollouts runs/NAME [--model DIR [--step N] [--sample 8]] [--format NAME] \
 [--json]
 
-Reads rollouts*.jsonl and their side files (rollout.save_tensors = true), or the dumps of slime,
+Reads rollouts and their side files (rollout.save_tensors = true), or the dumps of slime,
 miles and verl, a file or a folder; what their content does not allow to check is printed.  With
 --model the canary runs too: a forward of that checkpoint on sampled rollouts must choose the
 recorded experts, best at shift 0.  Pass the checkpoint that sampled the step: for the first step

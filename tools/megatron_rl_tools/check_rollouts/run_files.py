@@ -19,7 +19,16 @@ KINDS = (
 )
 """Kinds of tensors of a sequence."""
 Records = dict[tuple[Path, int], list[RecordedRollout]]
-"""(rollouts*.jsonl, step) -> its lines, episode by episode."""
+"""(file of lines, step) -> its lines, episode by episode."""
+STEP_FILES, FORMER_FILES = "rollouts/step_[0-9]*.jsonl", "rollouts*.jsonl"
+"""Lines of one step, and of all steps as versions up to 0.3 wrote them: the names are those of
+megatron_rl's RunFolder, which this tool does without (tests/unit/tools/test_check_alone.py).
+"""
+
+
+def line_files(run: Path) -> list[Path]:
+    """Return the files of rollouts that a run wrote, in both layouts."""
+    return sorted([*run.glob(FORMER_FILES), *run.glob(STEP_FILES)])
 
 
 def read_records(run: Path, step: int | None) -> Records:
@@ -29,7 +38,7 @@ def read_records(run: Path, step: int | None) -> Records:
     """
     records = {
         (path, at): lines
-        for path in sorted(run.glob("rollouts*.jsonl"))
+        for path in line_files(run)
         for at, lines in read_steps(path).items()
         if step is None or at == step
     }
@@ -92,6 +101,8 @@ def are_versions(spans: object) -> bool:
 
 def side_file(path: Path, step: int) -> Path:
     """Return the file with the tensors of a step, beside its lines."""
+    if path.match(STEP_FILES):
+        return path.with_suffix(".safetensors")
     return path.with_name(f"{path.stem}_{step:06d}.safetensors")
 
 

@@ -37,8 +37,9 @@ from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.engine.provider import provider_of
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
+from megatron_rl.weights.hf.entries import entries
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles, read_headers
-from megatron_rl.weights.hf.mapping import entries, local_parameters
+from megatron_rl.weights.hf.mapping import local_parameters
 from megatron_rl.weights.names import spellings
 from megatron_rl_tools.convert.conversion import Conversion, group_bytes, reset_peak, resident_peak
 from megatron_rl_tools.convert.conversion_files import (

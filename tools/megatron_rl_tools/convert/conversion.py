@@ -30,8 +30,8 @@ from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.metrics.console import clock
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
+from megatron_rl.weights.hf.entries import Entry, entries, shard_shape
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles, listed, write_index
-from megatron_rl.weights.hf.mapping import Entry, entries, shard_shape
 from megatron_rl_tools.convert.conversion_files import (
     FileWork,
     barrier,

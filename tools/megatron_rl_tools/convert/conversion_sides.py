@@ -18,8 +18,9 @@ import torch
 from megatron_rl.checkpoint.torch_dist.chunk_reader import TorchDist, check_keys
 from megatron_rl.checkpoint.torch_dist.chunks import Chunk, Slots
 from megatron_rl.models.spec import ModelSpec
+from megatron_rl.weights.hf.entries import Entry, shard_shape
 from megatron_rl.weights.hf.files import DTYPES, CheckpointError, HFFiles, is_finite
-from megatron_rl.weights.hf.mapping import Entry, shard_shape, to_mcore
+from megatron_rl.weights.hf.mapping import to_mcore
 
 BLOCK_BYTES = 4 * 2**20
 """Bytes of a tensor that are in memory at a time; they also fit into a processor's cache."""

@@ -19,8 +19,8 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.distributed import Parallel, make_parallel
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelError, load_hf_config
+from megatron_rl.weights.hf.entries import entries
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles
-from megatron_rl.weights.hf.mapping import entries
 from megatron_rl_tools.convert.conversion import (
     MIB,
     Conversion,

@@ -7,10 +7,12 @@ from __future__ import annotations
 import os
 import socket
 import time
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import Config, ConfigError, RewardConfig, load_config
+from megatron_rl.data.prompt_files import train_files
 from megatron_rl.data.rows import BrokenRow, parse_rows
 from megatron_rl.launch.allocator import GROWING, VARIABLES, allocator_line
 from megatron_rl.models.spec import ModelError, ModelSpec
@@ -205,11 +207,12 @@ def check_reward(cfg: Config | None) -> Check:
 
 
 def rows_of_data(cfg: Config) -> list[tuple[str, str, str, float]]:
-    """Return the first two rows of the training file, with their labels as responses."""
+    """Return the first two rows of every training file, with their labels as responses."""
     rows = []
-    for row in parse_rows(cfg.data.train, cfg.data):
-        if not isinstance(row, BrokenRow):
-            rows.append((row.messages[-1]["content"], row.label, row.label, 0.0))
-        if len(rows) == 2:
-            break
+    for path, config, source in train_files(cfg.data).values():
+        parsed = parse_rows(path, config, source)
+        usable = (row for row in parsed if not isinstance(row, BrokenRow))
+        rows += [
+            (row.messages[-1]["content"], row.label, row.label, 0.0) for row in islice(usable, 2)
+        ]
     return rows

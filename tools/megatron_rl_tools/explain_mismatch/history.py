@@ -1,7 +1,7 @@
 """The history of a trained run: at which step the mismatch began, and what else changed there.
 
 Reads metrics.jsonl, and for runs with saved tensors the two halves of every sequence:
-rollouts_STEP.safetensors (the server's) and trained_STEP.safetensors (the trainer's).
+rollouts/ (the server's) and trained/ (the trainer's).
 Shapes: S tokens, R sampled, L MoE layers, K top-k.
 """
 
@@ -18,10 +18,10 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from megatron_rl.metrics.sinks import METRICS_FILE, read_metrics
+from megatron_rl.config.run_paths import RunFolder, replica_of
+from megatron_rl.metrics.sinks import read_metrics
 from megatron_rl.records import Rollout, StepResult
 from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout, read_rollouts
-from megatron_rl.rollout.saved.rollout_tensors import tensors_path
 from megatron_rl_tools.explain_mismatch import evidence as ev
 from megatron_rl_tools.explain_mismatch.evidence import Evidence
 from megatron_rl_tools.explain_mismatch.ladder import EXACT_LIMIT
@@ -170,10 +170,10 @@ class History:
 
 def read_history(folder: Path) -> History:
     """Read the history of a run's folder.  Raises ValueError if it has no metrics of steps."""
-    path = folder / METRICS_FILE
+    path = RunFolder(folder).metrics
     if not path.is_file():
         raise ValueError(
-            f"{folder}: no {METRICS_FILE}; must be the folder of a run, or of a mini-batch in its"
+            f"{folder}: no {path.name}; must be the folder of a run, or of a mini-batch in its"
             " batches/"
         )
     # the metric is NaN if no token of the step was counted
@@ -186,7 +186,7 @@ def read_history(folder: Path) -> History:
         raise ValueError(
             f"{path}: no step has {DIFFERENCE}; the run must have finished a training step"
         )
-    # counted from 1, as on the console and in rollouts.jsonl
+    # counted from 1, as on the console and in rollouts
     steps = np.array([result.step + 1 for result in results])
     differences = np.array([result.metrics[DIFFERENCE] for result in results], float)
     at = since_when(differences)
@@ -296,7 +296,7 @@ def read_halves(folder: Path, steps: Sequence[int], evidence: Evidence, notes: l
 
 
 class TrainedLine(TypedDict):
-    """The fields of a line of trained*.jsonl that are read here."""
+    """The fields of a line in trained/ that are read here."""
 
     step: int
     id: str
@@ -311,8 +311,8 @@ def trained_lines(folder: Path) -> dict[int, list[TrainedLine]]:
     A cut last line is left out.
     """
     lines_of_step: dict[int, list[TrainedLine]] = {}
-    for path in sorted(folder.glob("trained*.jsonl")):
-        for text in path.read_text(encoding="utf-8").splitlines():
+    for file in RunFolder(folder).line_files("trained"):
+        for text in file.path.read_text(encoding="utf-8").splitlines():
             try:
                 line: TrainedLine = json.loads(text)
             except ValueError:
@@ -333,12 +333,13 @@ def read_pairs(folder: Path, step: int, lines: Sequence[TrainedLine]) -> list[tu
     for line in lines[:MOST_ROLLOUTS]:
         name, source = line["id"], line["sampled_by"]
         if source not in theirs:
+            run, replica = RunFolder(folder), replica_of(source)
             records = {
                 record.id: record
-                for record in read_rollouts(folder / f"{source}.jsonl")
+                for record in read_rollouts(run.lines_of("rollouts", step, replica))
                 if record.step == step
             }
-            theirs[source] = records, load_file(tensors_path(folder, step, source))
+            theirs[source] = records, load_file(run.tensors_of("rollouts", step, replica))
         records, tensors = theirs[source]
         trained = ours[str(line["tensors"])]
         key = line.get("key", name)  # present where two replicas sampled equal ids

@@ -13,9 +13,10 @@ import numpy as np
 from megatron_rl.checkpoint.batches.bundle_header import read_header
 from megatron_rl.checkpoint.batches.bundle_sequences import BundleError, SavedSequences
 from megatron_rl.config import Config, load_config
+from megatron_rl.config.run_paths import RunFolder, writer_name
 from megatron_rl.records import Rollout
 from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout, to_rollout
-from megatron_rl.rollout.saved.rollout_tensors import read_tensors, replica_file, tensors_path
+from megatron_rl.rollout.saved.rollout_tensors import read_tensors
 from megatron_rl.rollout.saved.saved_steps import read_replicas
 from megatron_rl.rollout.server.process import server_dtype
 from megatron_rl_tools.explain_mismatch.server_side import ServerFacts
@@ -75,8 +76,11 @@ def read_run(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved
     """
     base = run_config(folder)
     replicas = read_replicas(folder)
-    first = min((step for _, steps in replicas for step in steps), default=0)
-    parts = [saved_sequences(path, first, steps.get(first, [])) for path, steps in replicas]
+    first = min((step for steps in replicas.values() for step in steps), default=0)
+    parts = [
+        saved_sequences(folder, first, dp_rank, steps.get(first, []))
+        for dp_rank, steps in replicas.items()
+    ]
     saved = [
         rollout for row in itertools.zip_longest(*parts) for rollout in row if rollout is not None
     ]
@@ -89,24 +93,27 @@ def read_run(folder: Path, make_config: MakeConfig, model: Path | None) -> Saved
     return Saved(base.model.path, cfg, rollouts, dtype_of_engine(base, model))
 
 
-def saved_sequences(path: Path, step: int, records: Sequence[RecordedRollout]) -> list[Rollout]:
-    """Return the sequences of a replica's `step` that have tensors; path: its rollouts*.jsonl.
+def saved_sequences(
+    folder: Path, step: int, dp_rank: int, records: Sequence[RecordedRollout]
+) -> list[Rollout]:
+    """Return the sequences of a replica's `step` that have tensors.
 
     Two replicas may have the same ids, so those of all replicas but the first become ID@FILE.
     """
-    if not records or not tensors_path(path.parent, step, path.stem).is_file():
+    if not records or not RunFolder(folder).tensors_of("rollouts", step, dp_rank).is_file():
         return []
-    tensors = read_tensors(path.parent, step, path.stem)
+    tensors = read_tensors(folder, step, dp_rank)
     sequences = [
         single_sequence(record, tensors) for record in records if f"{record.id}:tokens" in tensors
     ]
-    if path.stem == replica_file("rollouts", 0):
+    if dp_rank == 0:
         return sequences
-    return [rollout.named(f"{rollout.id}@{path.stem}") for rollout in sequences]
+    writer = writer_name("rollouts", dp_rank)
+    return [rollout.named(f"{rollout.id}@{writer}") for rollout in sequences]
 
 
 def run_config(folder: Path) -> Config:
-    path = folder / "config.toml"
+    path = RunFolder(folder).config
     try:
         return load_config(None, [], tomllib.loads(path.read_text()))
     except OSError as error:

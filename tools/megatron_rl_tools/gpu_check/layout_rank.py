@@ -21,7 +21,10 @@ import torch.distributed as dist
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.device_limits import Device
 from megatron_rl.engine import provider
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import load_hf_config
 from megatron_rl_tools.rehearse.program import Program, Rehearsal
+from megatron_rl_tools.rehearse.rollouts import invented_samples
 
 SPREAD = 0.02
 """Standard deviation of the weights."""
@@ -78,7 +81,9 @@ def main() -> None:
     cfg = rehearsed_config(rehearsal, args.device, args.folder / "model")
     (lengths, *_) = [item["lengths"] for item in rehearsal["by_rank"].values()]
     meter = Meter(args.device)
-    program = Program(Rehearsal(cfg, micro_batches=0, lengths=lengths))
+    spec = make_spec(load_hf_config(cfg.model.path))
+    samples = invented_samples(spec, cfg, lengths, rehearsal["rehearsed"]["turns"])
+    program = Program(Rehearsal(cfg, samples))
     report = program.run(meter, rank, rehearsal["rehearsed"]["world_size"])
     result = {"rows": report.tokens, "parameters": report.num_parameters, **meter.data()}
     (args.folder / f"rank{rank}.json").write_text(json.dumps(result))

@@ -68,7 +68,8 @@ def judge(
     hardware: Hardware,
 ) -> tuple[Findings, dict[int, list[Span]]]:
     """Return the findings, and rank -> its spans of pretended time."""
-    findings = Findings(ranks=sorted(results))
+    results = dict(sorted(results.items()))
+    findings = Findings(ranks=list(results))
     reports = {rank: item for rank, item in results.items() if isinstance(item, RankReport)}
     for rank, item in results.items():
         if isinstance(item, RankFailed):
@@ -130,10 +131,12 @@ def add_waits(findings: Findings, report: RankReport) -> None:
 
 def add_memory(findings: Findings, reports: Mapping[int, RankReport], hardware: Hardware) -> None:
     highest = 0
-    for rank, report in sorted(reports.items()):
+    for rank, report in reports.items():
         memory = {phase: item for phase, item in report.record["memory"].items() if STEADY in phase}
         phase = max(memory, key=lambda name: memory[name]["peak"])
-        peak, planned = memory[phase]["peak"], report.planned["total"]
+        peak = memory[phase]["peak"]
+        # without activations, but with copies of a state in 16 bits
+        planned = report.planned["in Adam" if phase.startswith("optimizer") else "total"]
         findings.memory.append([rank, phase, peak, planned, 100 * (planned - peak) / peak])
         if peak > highest:
             highest = peak
@@ -207,6 +210,7 @@ def as_json(
             "rows": report.tokens,
             "lengths": report.lengths,
             "exported": report.exported,
+            "checkpoint": report.checkpoint,
             "memory": {
                 phase: {name: item[name] for name in ("start", "peak", "end")}
                 for phase, item in report.record["memory"].items()

@@ -1,9 +1,7 @@
 """Rehearse a training step of a configuration on pretended GPUs: the real engine at full size, on \
 this machine's CPU.
 
-    megatron-rl rehearse --config F.toml --gpus 64 [--model NAME|DIR] [--layers 2 | --whole]
-                         [--ranks roles|all|0 7 ...] [--micro-batches N] [--length TOKENS]
-                         [--skew 1.0] [--gpu h100] [--out DIR] [--section.key value ...]
+    megatron-rl rehearse --config F.toml --gpus 64 [options] [--section.key value ...]
 
 Reports what would fail or wait on a GPU, memory by the line that allocated it beside the plan's, \
 and seconds computed from the
@@ -40,7 +38,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         nargs="+",
         default=["roles"],
         metavar="RANK",
-        help="roles: the first and last place on every axis, in every stage (default); all; or"
+        help="roles: the first and last place on every axis, both turns in the ring of context"
+        " ranks, the exporters of the first and last experts, in every stage (default); all; or"
         " numbers",
     )
     add(
@@ -51,6 +50,18 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
     )
     add("--length", type=positive, metavar="TOKENS", help="of the longest sequences")
     add(
+        "--turns",
+        type=positive,
+        metavar="N",
+        help="of each sequence; default: agent.max_turns with agent.environment, else 1",
+    )
+    add(
+        "--from-rollouts",
+        type=Path,
+        metavar="DIR",
+        help="run directory whose saved rollouts are trained on, in place of invented ones",
+    )
+    add(
         "--skew",
         type=float,
         default=1.0,
@@ -60,6 +71,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
     add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}; default: h100")
     add("--out", type=Path, default=Path("runs/rehearsal"), metavar="DIR")
     args, overrides = parser.parse_known_args(argv)
+    if args.from_rollouts and (args.length or args.turns):
+        parser.error("--from-rollouts has its own lengths and turns: remove --length and --turns")
     if args.skew < 1:
         parser.error(f"--skew {args.skew}: it must be at least 1 (balanced)")
     if args.ranks not in (["roles"], ["all"]) and not all(rank.isdigit() for rank in args.ranks):

@@ -1,6 +1,6 @@
 """The program of one virtual rank: the parts of a training step, in their order.
 
-The parts are the engine's own; only the rollouts are invented and no weights are loaded.
+The parts are the engine's own; no weights are loaded.
 """
 
 from __future__ import annotations
@@ -11,19 +11,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
-from megatron_rl.config import Config, ParallelConfig
+# before megatron-core: makes it work without CUDA, and quiet
 from megatron_rl.distributed import make_parallel
+
+# isort: split
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+from megatron_rl.checkpoint.state import sharded_state
+from megatron_rl.config import Config, ParallelConfig
 from megatron_rl.engine import provider
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.plan.grid import place
-from megatron_rl.plan.memory import rank_memory
+from megatron_rl.plan.memory import (
+    WORKSPACE,
+    checkpoint_bytes_of_rank,
+    rank_memory,
+    update_bytes,
+    wants_te,
+)
+from megatron_rl.records import Sample
 from megatron_rl.weights.hf.export import RankParameters, batches
 from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl_tools.rehearse.groups import World
-from megatron_rl_tools.rehearse.rollouts import make_batch, sequence_lengths
+from megatron_rl_tools.rehearse.rollouts import make_batch
 
 
 @dataclass(frozen=True)
@@ -31,11 +45,8 @@ class Rehearsal:
     """What every virtual rank does."""
 
     cfg: Config
-    micro_batches: int
-    longest: int | None = None
-    """Tokens of the longest sequence; None for the configuration's."""
-    lengths: Sequence[int] = ()
-    """Tokens of every sequence, in place of those that the numbers above give."""
+    samples: Sequence[Sample]
+    """The sequences of an update, on one replica."""
 
 
 @dataclass
@@ -46,13 +57,16 @@ class RankReport:
     seconds: dict[str, float] = field(default_factory=dict)
     """Phase -> seconds of this process, which say nothing about a GPU."""
     planned: dict[str, int] = field(default_factory=dict)
-    """Bytes of the plan (plan/memory.py) by kind."""
+    """Bytes of the plan (plan/memory.py) by kind; "in Adam": at the peak of the optimizer."""
     num_parameters: int = 0
     lengths: list[int] = field(default_factory=list)
     """Tokens of each sequence of an update, on one replica."""
     tokens: list[int] = field(default_factory=list)
     """Rows of each micro-batch on all context ranks."""
     exported: dict[str, int] = field(default_factory=dict)
+    checkpoint: dict[str, int] = field(default_factory=dict)
+    """Tensors and bytes of model and optimizer in this rank's part of a checkpoint.  Ranks with the
+    same weights share the writing of these, which the plan counts."""
     record: dict[str, Any] = field(default_factory=dict)
     """Recorder.data()."""
 
@@ -98,6 +112,7 @@ class Program:
         self._describe(engine, world_size)
         self._step(engine)
         self._export(engine)
+        self._checkpoint(engine)
         if cfg.rollout.release_memory:
             self._offload(engine)
         self._end()
@@ -117,22 +132,28 @@ class Program:
 
     def _describe(self, engine: Engine, world_size: int) -> None:
         report = self.report
-        planned = rank_memory(engine.spec, engine.cfg, world_size, engine.parallel.pp_rank)
-        report.planned = {**dataclasses.asdict(planned), "total": planned.total}
+        where = (engine.spec, engine.cfg, world_size, engine.parallel.pp_rank)
+        planned = rank_memory(*where)
+        in_adam = planned.weights + planned.gradients + planned.optimizer + update_bytes(*where)
+        report.planned = {
+            **dataclasses.asdict(planned),
+            "total": planned.total,
+            "in Adam": in_adam + WORKSPACE * wants_te(engine.cfg),
+            "checkpoint": checkpoint_bytes_of_rank(*where),
+        }
         report.num_parameters = sum(
             parameter.numel() for model in engine.models for parameter in model.parameters()
         )
 
     def _step(self, engine: Engine) -> None:
         """Two updates with their old-logprob passes: the second has Adam's state beside it."""
-        cfg, sums = engine.cfg, MetricSums()
-        mode = cfg.replay.mode
-        rehearsal = self.rehearsal
-        lengths = list(rehearsal.lengths) or sequence_lengths(
-            cfg, rehearsal.micro_batches, rehearsal.longest
-        )
-        batch = make_batch(engine, lengths)
-        self.report.lengths = lengths
+        mode, sums = engine.cfg.replay.mode, MetricSums()
+        batch = make_batch(engine, self.rehearsal.samples)
+        self.report.lengths = [
+            len(sequence.tokens)
+            for sample in self.rehearsal.samples
+            for sequence in sample.rollout.sequences
+        ]
         self.report.tokens = [part.num_tokens for part in batch.micro_batches]
         for update in ("first", "second"):
             self._begin(f"old-logprob, {update}")
@@ -162,6 +183,19 @@ class Program:
                 bucket.add(item.name, item.tensor, torch.bfloat16)
             sent += bucket.flat().numel()
         self.report.exported = {"buckets": number, "bytes": total, "from this rank": sent}
+
+    def _checkpoint(self, engine: Engine) -> None:
+        """What a save writes of model and optimizer; nothing is written."""
+        self._begin("checkpoint")
+        state, _ = save_preprocess(sharded_state(engine), validate_access_integrity=False)
+        tensors = [part for part in nested_values(state) if isinstance(part, ShardedTensor)]
+        self.report.checkpoint = {
+            "tensors": len(tensors),
+            "bytes": sum(tensor.data.nbytes for tensor in tensors),
+            "bytes of the optimizer": sum(
+                tensor.data.nbytes for tensor in tensors if tensor.key.startswith("optimizer.")
+            ),
+        }
 
     def _offload(self, engine: Engine) -> None:
         """What a colocated run frees for the servers, and takes back."""

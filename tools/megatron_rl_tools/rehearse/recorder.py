@@ -211,7 +211,7 @@ def shown_name(path: str) -> str:
             return ""
     if "site-packages/" in path:
         return path.split("site-packages/")[1]
-    for package in ("megatron_rl_tools/", "megatron_rl/"):
+    for package in ("megatron_rl_tools/", "megatron_rl/", "megatron/core/"):
         if f"/{package}" in path:
             return package + path.rsplit(f"/{package}", 1)[1]
     return path.rpartition("/")[2]

@@ -10,6 +10,8 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from megatron_rl.config import Config
     from megatron_rl.models.spec import ModelSpec
     from megatron_rl.plan.hardware import Hardware
+    from megatron_rl.records import Sample
+    from megatron_rl_tools.rehearse.device import PretendedGpu
 
 
 def main() -> int:
@@ -33,32 +37,47 @@ def main() -> int:
 
 def rehearse(args: argparse.Namespace, overrides: list[str]) -> int:
     """Rehearse, write the report and print its summary; return the exit status."""
-    from megatron_rl.plan.hardware import find_hardware
-
-    hardware = find_hardware(args.gpu)
     library = native.load()
-    import torch
 
     native.install_guard(library)
     with tempfile.TemporaryDirectory() as folder:
-        cfg, spec, world_size, ranks = prepare(args, overrides, Path(folder))
-        started = time.monotonic()
-        hf_config = json.loads((Path(folder) / "config.json").read_text())
-        results = run(args, cfg, world_size, ranks, hardware)
-        print(
-            f"{len(ranks)} of {world_size} ranks rehearsed in {time.monotonic() - started:.0f} s"
-            f" with torch {torch.__version__}",
-            flush=True,
-        )
+        job = prepare(args, overrides, Path(folder))
+        return rehearse_on(make_gpu(job.hardware, job.cfg.model.layer_spec), args, job)
+
+
+def rehearse_on(gpu: PretendedGpu, args: argparse.Namespace, job: Job) -> int:
+    """Do what `rehearse` does, on the pretended GPU of this process."""
+    import torch
+
+    started = time.monotonic()
+    results = run(gpu, args, job)
+    print(
+        f"{len(job.ranks)} of {job.world_size} ranks rehearsed in {time.monotonic() - started:.0f}"
+        f" s with torch {torch.__version__}",
+        flush=True,
+    )
     from megatron_rl_tools.rehearse.report import write_report
 
-    return write_report(results, spec, cfg, args, world_size, hardware, hf_config)
+    hf_config = json.loads((job.cfg.model.path / "config.json").read_text())
+    return write_report(results, job.spec, job.cfg, args, job.world_size, job.hardware, hf_config)
 
 
-def prepare(
-    args: argparse.Namespace, overrides: list[str], folder: Path
-) -> tuple[Config, ModelSpec, int, list[int]]:
-    """Return (configuration, sizes of the rehearsed model, number of ranks, ranks to rehearse).
+@dataclass(frozen=True)
+class Job:
+    """What is rehearsed."""
+
+    cfg: Config
+    spec: ModelSpec
+    """Sizes of the rehearsed model, which may have fewer layers than the whole one."""
+    whole: tuple[Config, ModelSpec]
+    """The configuration and sizes of the whole model."""
+    world_size: int
+    ranks: Sequence[int]
+    hardware: Hardware
+
+
+def prepare(args: argparse.Namespace, overrides: list[str], folder: Path) -> Job:
+    """Return what the options ask for, with the config.json of the rehearsed model in `folder`.
 
     Raises ValueError for what a run would refuse.
     """
@@ -66,13 +85,25 @@ def prepare(
     from megatron_rl.models.families import make_spec
     from megatron_rl.models.spec import load_hf_config
     from megatron_rl.plan.grid import smallest_world
+    from megatron_rl.plan.hardware import find_hardware
     from megatron_rl.plan.refusals import check_layout
-    from megatron_rl_tools.rehearse.layout import rank_roles, smallest_layers, write_model
+    from megatron_rl_tools.rehearse.layout import (
+        check_provider,
+        model_config,
+        rank_roles,
+        smallest_layers,
+        write_model,
+    )
 
+    hardware = find_hardware(args.gpu)
     named = ["--model.path", str(args.model)] if args.model else []
     cfg = load_config(args.config, [*overrides, *named, "--run.device", "cuda"])
     wanted = None if args.whole else smallest_layers(cfg.parallel, args.layers)
-    write_model(cfg.model.path, folder, wanted)
+    hf_config = model_config(cfg.model.path)
+    check_provider(cfg.model.provider, hf_config)
+    whole = (cfg, make_spec(hf_config))
+    write_model(hf_config, folder, wanted)
+    args.turns = args.turns or (cfg.agent.max_turns if cfg.agent.environment else 1)
     # virtual ranks have no rollouts to share
     parallel = cfg.parallel.model_copy(update={"share_host_memory": False})
     if not args.whole:  # its layers per stage are those of the whole model
@@ -91,31 +122,57 @@ def prepare(
         ranks = sorted({int(rank) for rank in args.ranks})
         if ranks[-1] >= world_size:
             raise ValueError(f"--ranks {ranks[-1]}: must be below --gpus = {world_size}")
-    return cfg, spec, world_size, ranks
+    return Job(cfg, spec, whole, world_size, ranks, hardware)
 
 
-def run(
-    args: argparse.Namespace, cfg: Config, world_size: int, ranks: list[int], hardware: Hardware
-) -> dict[int, Any] | str:
-    """Return rank -> its RankReport or RankFailed, or the text of a disagreement."""
+def make_gpu(hardware: Hardware, layer_spec: str) -> PretendedGpu:
+    """Make the pretended GPU and TransformerEngine's stand-in.
+
+    Call it once, before megatron-core is imported, which looks for both.
+    """
+    from megatron_rl_tools.rehearse import compiled, layers
     from megatron_rl_tools.rehearse.device import PretendedGpu
     from megatron_rl_tools.rehearse.recorder import Recorder
 
     gpu = PretendedGpu(Recorder(), int(hardware.memory))
-    from megatron_rl_tools.rehearse import compiled, core_hooks, layers
-
-    # before megatron-core is imported, which looks for TransformerEngine and for CUDA
     compiled.install(gpu)
-    if cfg.model.layer_spec != "local":
+    if layer_spec != "local":
         layers.install(gpu.recorder)
+    return gpu
+
+
+def run(gpu: PretendedGpu, args: argparse.Namespace, job: Job) -> dict[int, Any] | str:
+    """Return rank -> its RankReport or RankFailed, or the text of a disagreement."""
+    from megatron_rl_tools.rehearse import core_hooks
     from megatron_rl_tools.rehearse.program import Program, Rehearsal
     from megatron_rl_tools.rehearse.ranks import run_ranks
     from megatron_rl_tools.rehearse.switchboard import Disagreement
 
     core_hooks.install(gpu, args.skew)
-    micro_batches = args.micro_batches or cfg.parallel.pp + 1
-    program = Program(Rehearsal(cfg, micro_batches, args.length))
+    program = Program(Rehearsal(job.cfg, make_samples(args, job)))
     try:
-        return run_ranks(ranks, world_size, program, gpu)
+        return run_ranks(job.ranks, job.world_size, program, gpu)
     except Disagreement as error:
         return str(error)
+
+
+def make_samples(args: argparse.Namespace, job: Job) -> list[Sample]:
+    """Return the rollouts that every replica trains on.  Raises ValueError for saved ones that do
+    not fit the configuration.
+    """
+    from megatron_rl.plan.grid import dp_size
+    from megatron_rl_tools.rehearse.rollouts import (
+        invented_samples,
+        saved_samples,
+        sequence_lengths,
+    )
+
+    cfg, micro_batches = job.cfg, args.micro_batches or job.cfg.parallel.pp + 1
+    if args.from_rollouts:
+        whole_cfg, whole_spec = job.whole
+        replicas, num_layers = dp_size(cfg.parallel, job.world_size), len(job.spec.moe_layers)
+        return saved_samples(
+            args.from_rollouts, whole_spec, whole_cfg, num_layers, replicas, micro_batches
+        )
+    lengths = sequence_lengths(cfg, micro_batches, args.length)
+    return invented_samples(job.spec, cfg, lengths, args.turns)

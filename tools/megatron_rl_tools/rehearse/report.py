@@ -49,6 +49,7 @@ def write_report(
     args.out.mkdir(parents=True, exist_ok=True)
     rehearsed = {
         "world_size": world_size,
+        "turns": args.turns,
         "config": plain_values(cfg, exclude_none=True),
         "model": dict(hf_config),
     }

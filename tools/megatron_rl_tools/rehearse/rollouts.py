@@ -1,22 +1,29 @@
-"""Invented rollouts: random tokens and routes, with the lengths of the configuration.
+"""The rollouts that a rehearsal trains on: invented ones, or those that a run saved.
 
-Every replica trains on the same lengths, so that all have the same micro-batches.
+Every replica trains on the same rollouts, so that all have the same micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.batch.pack import Sample
-from megatron_rl.batch.split import make_mini_batch
+from megatron_rl.batch.advantage import with_advantages
+from megatron_rl.batch.penalties import with_penalties
+from megatron_rl.batch.split import make_mini_batch, make_samples
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.records import MiniBatch
-from megatron_rl_tools.verify_replay.fingerprints import make_sample, random_routes
+from megatron_rl.records import MiniBatch, Rollout, Sample
+from megatron_rl.records.sampling_mask import SamplingMask, to_varints
+from megatron_rl.rollout.saved.saved_steps import SavedSteps
+
+PROMPT = 3
+"""Tokens of an invented prompt."""
 
 
 def sequence_lengths(cfg: Config, micro_batches: int, longest: int | None) -> list[int]:
@@ -37,28 +44,123 @@ def sequence_lengths(cfg: Config, micro_batches: int, longest: int | None) -> li
     return lengths
 
 
-def make_samples(spec: ModelSpec, lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
-    """Make sequences of these lengths, with random routes where the model has experts."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for index, length in enumerate(lengths):
-        if spec.moe_layers:
-            routes = random_routes(
-                rng, length - 1, len(spec.moe_layers), spec.num_experts, spec.top_k, None
-            )
-            sample = make_sample(rng, f"s{index}", routes, spec.vocab_size)
-        else:
-            empty = np.empty((length - 1, 0, 0), np.uint8)
-            sample = make_sample(rng, f"s{index}", empty, spec.vocab_size)
-            sample = replace(sample, rollout=replace(sample.rollout, routed_experts=None))
-        samples.append(sample)
-    return samples
+def invented_samples(
+    spec: ModelSpec, cfg: Config, lengths: Sequence[int], turns: int = 1
+) -> list[Sample]:
+    """Make random sequences of these lengths, as the configuration has them sampled.
+
+    turns: of each sequence, as many as fit.  With kept sets (rollout.top_p, top_k, min_p) every
+    token's set is as large as rollout.top_k allows.  With rollout.max_staleness a sequence's tokens
+    have all versions of the weights from the oldest allowed one on.
+    """
+    rng = np.random.default_rng(0)
+    return [
+        Sample(invent(f"s{index}", spec, cfg, length, turns, rng), float(rng.normal()))
+        for index, length in enumerate(lengths)
+    ]
 
 
-def make_batch(engine: Engine, lengths: Sequence[int], *, seed: int = 0) -> MiniBatch:
-    """Pack invented sequences into the micro-batches of one replica."""
+def invent(
+    name: str, spec: ModelSpec, cfg: Config, length: int, turns: int, rng: np.random.Generator
+) -> Rollout:
+    tokens = rng.integers(2, spec.vocab_size, length)
+    parts = 2 * min(turns, (length - PROMPT + 1) // 2) - 1  # turns, and what is between them
+    bounds = np.linspace(PROMPT, length, parts + 1).astype(int).tolist()
+    rollout = Rollout(
+        id=name,
+        tokens=tokens,
+        prompt_length=PROMPT,
+        rollout_logprobs=np.empty(0, np.float32),
+        routed_experts=invented_routes(spec, cfg, length - 1, rng),
+        finish_reason="stop",
+        policy_versions=np.empty(0, np.int32),
+        environment=tuple(zip(bounds[1:-1:2], bounds[2:-1:2], strict=True)),
+    )
+    number = rollout.response_length
+    logprobs = -math.log(spec.vocab_size) + 0.3 * rng.standard_normal(number)
+    newest = cfg.rollout.max_staleness
+    return replace(
+        rollout,
+        rollout_logprobs=logprobs.astype(np.float32),
+        policy_versions=np.linspace(0, newest + 1, number, endpoint=False).astype(np.int32),
+        sampling_mask=invented_sets(spec, cfg, tokens[rollout.sampled]),
+    )
+
+
+def invented_routes(
+    spec: ModelSpec, cfg: Config, num_rows: int, rng: np.random.Generator
+) -> np.ndarray | None:
+    """Return ids [num_rows, L, K], distinct in a row: neighbours, beginning anywhere."""
+    if not (cfg.needs_routes and spec.moe_layers):
+        return None
+    first = rng.integers(0, spec.num_experts, (num_rows, len(spec.moe_layers), 1), np.int32)
+    ids = (first + np.arange(spec.top_k, dtype=np.int32)) % spec.num_experts
+    return ids.astype(np.uint8 if spec.num_experts <= 256 else np.int16)
+
+
+def invented_sets(spec: ModelSpec, cfg: Config, sampled: np.ndarray) -> SamplingMask | None:
+    """Return a set of neighbouring ids for every sampled token, that token among them."""
+    if cfg.rollout.truncation is None:
+        return None
+    size = min(cfg.rollout.top_k, spec.vocab_size)
+    steps = np.ones((len(sampled), size), np.int64)
+    steps[:, 0] = np.minimum(sampled, spec.vocab_size - size)
+    return SamplingMask(np.full(len(sampled), size, np.uint16), to_varints(steps.reshape(-1)))
+
+
+def saved_samples(
+    folder: Path, spec: ModelSpec, cfg: Config, num_layers: int, dp_size: int, micro_batches: int
+) -> list[Sample]:
+    """Return sequences of replica 0 in the first step that the run in `folder` saved, for about so
+    many micro-batches: the longest responses first, with all sequences of each.
+
+    spec, cfg: of the whole model; of the routes the first `num_layers` MoE layers are kept.  Raises
+    ValueError where the saved steps do not fit the configuration (SavedSteps).
+    """
+    one_step = cfg.model_copy(update={"run": cfg.run.model_copy(update={"num_steps": 1})})
+    groups = SavedSteps(folder, one_step, spec).groups(0, 0, dp_size)
+    groups = with_advantages(
+        with_penalties(groups, cfg), cfg.advantage_kind, None,
+        reward_weights=cfg.advantage.rewards,
+    )  # fmt: skip
+    samples = [
+        sample for group in groups for sample in make_samples(group, cfg.batch.filter_truncated)
+    ]
+    samples.sort(key=lambda sample: -total_tokens(sample))
+    room = micro_batches * cfg.run.max_tokens_per_micro_batch
+    chosen: list[Sample] = []
+    for sample in samples:
+        if chosen and total_tokens(sample) > room:
+            break
+        room -= total_tokens(sample)
+        chosen.append(replace(sample, rollout=with_layers(sample.rollout, num_layers)))
+    return chosen
+
+
+def total_tokens(sample: Sample) -> int:
+    return sum(len(sequence.tokens) for sequence in sample.rollout.sequences)
+
+
+def with_layers(rollout: Rollout, num_layers: int) -> Rollout:
+    """Return the episode with the routes of its first MoE layers."""
+
+    def cut() -> Iterator[Rollout]:
+        for sequence in rollout.sequences:
+            ids = sequence.routed_experts
+            if ids is None:
+                yield sequence
+            else:
+                yield replace(sequence, routed_experts=ids[:, :num_layers], routes_digest=None)
+
+    *earlier, last = cut()
+    return last.after(earlier)
+
+
+def make_batch(engine: Engine, samples: Sequence[Sample]) -> MiniBatch:
+    """Pack sequences into the micro-batches of one replica."""
+    staleness = engine.cfg.rollout.max_staleness
     batch = make_mini_batch(
-        make_samples(engine.spec, lengths, seed=seed),
+        samples,
         max_tokens=engine.cfg.run.max_tokens_per_micro_batch,
         rule=engine.pack_rule,
         dp_group=None,
@@ -68,4 +170,9 @@ def make_batch(engine: Engine, lengths: Sequence[int], *, seed: int = 0) -> Mini
         batch,
         num_responses=batch.num_responses * dp_size,
         num_response_tokens=batch.num_response_tokens * dp_size,
+        policy_version=newest_version(samples) if staleness else None,
     )
+
+
+def newest_version(samples: Sequence[Sample]) -> int:
+    return max(int(sample.rollout.policy_versions[-1]) for sample in samples)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from megatron_rl.config.run_paths import RunFolder
 from megatron_rl.launch.trace_file import (
     LAST,
-    TRACE_FOLDER,
     merge,
     read_rank,
     read_ranks,
@@ -47,10 +47,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def find_folder(run: Path, step: int | None) -> Path:
     """Return the folder of a step's trace.  Raises ValueError if there is none."""
-    folders = sorted(path.parent for path in run.glob(f"{TRACE_FOLDER}/*/rank_00000.json.gz"))
+    traces = RunFolder(run).traces
+    folders = sorted(path.parent for path in traces.glob("*/rank_00000.json.gz"))
     if not folders:
         raise ValueError(
-            f'{run}: no traces in {TRACE_FOLDER}/; run with --run.trace last, or "every N"'
+            f'{run}: no traces in {traces.name}/; run with --run.trace last, or "every N"'
         )
     if step is None:
         return max(folders, key=lambda folder: (folder / "rank_00000.json.gz").stat().st_mtime)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec
-from megatron_rl.weights.hf.mapping import entries
+from megatron_rl.weights.hf.entries import entries
 
 
 def small_config(

@@ -65,6 +65,13 @@ export interface Finding {
   guide?: string | null;
 }
 
+/** A sentence of the run's story. */
+export interface Sentence {
+  title: string;
+  text: string;
+  level: "ok" | "watch" | "bad";
+}
+
 export interface Column {
   name: string;
   label: string;

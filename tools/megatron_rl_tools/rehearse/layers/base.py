@@ -77,7 +77,8 @@ class LinearBase(nn.Module):
             in_features //= self.tp_size
         self.in_features, self.out_features = in_features, out_features
         self.save_original_input = False  # core sets it: bfloat16 inputs are saved in any case
-        self.fp8_meta: dict[str, Any] = {}
+        self.fp8 = self.fp8_calibration = False
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
 
     def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
         for name, value in arguments.items():
@@ -90,6 +91,12 @@ class LinearBase(nn.Module):
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         self.tp_group = tp_group
+
+    def get_extra_state(self) -> Tensor:
+        """Return the state of FP8 for a checkpoint: nothing."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None: ...
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None: ...
 

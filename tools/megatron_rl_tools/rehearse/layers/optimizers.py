@@ -1,4 +1,4 @@
-"""Adam and the kernels on lists of tensors: optimizers/*.py.  They need no temporary tensors."""
+"""Adam and the kernels on lists of tensors: optimizers/*.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from megatron_rl_tools.rehearse.layers.costs import kernel, refuse
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """fused_adam.py, with float32 states: one kernel a parameter group and dtype."""
+    """fused_adam.py: one kernel a parameter group and dtype.
+
+    A state in bfloat16 is copied to float32 for the kernel, all parameters of a group at a time,
+    and back.  float16 and FP8, which have scales, are refused, as by a run.
+    """
 
     def __init__(
         self,
@@ -25,44 +29,87 @@ class FusedAdam(torch.optim.Optimizer):
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
         **kwargs: Any,
     ) -> None:
-        changed = [key for key, value in kwargs.items() if value not in (False, torch.float32)]
+        changed = [key for key, value in kwargs.items() if value]
         if amsgrad or changed:
-            refuse(f"FusedAdam with {changed or 'amsgrad'}", "use Adam with float32 states")
+            refuse(f"FusedAdam with {changed or 'amsgrad'}", "leave it out")
+        if not {exp_avg_dtype, exp_avg_sq_dtype} <= {torch.float32, torch.bfloat16}:
+            refuse("FusedAdam with float16 or FP8 moments", "use float32 or bfloat16")
+        if master_weight_dtype is not torch.float32:
+            refuse(f"FusedAdam with weights in {master_weight_dtype}", "use float32")
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction
         )
         super().__init__(params, defaults)
-        self.adam_w_mode, self.master_weights = int(adam_w_mode), False
+        self.adam_w_mode, self.master_weights = int(adam_w_mode), master_weights
+        self.use_decoupled_grad = use_decoupled_grad
+        self.store_param_remainders = store_param_remainders and master_weights
+        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        self._scales: list[Tensor] = []
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int, device="cuda")
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool) -> None:
-        for name in ("exp_avg", "exp_avg_sq"):
-            self.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
+        state = self.state[param]
+        for name, dtype in self.dtypes.items():
+            state[name] = torch.zeros_like(param, dtype=dtype)
+            if dtype is not torch.float32:  # made for every other dtype, also where none is used
+                self._scales.append(torch.ones(1, device=param.device))
+        if self.master_weights and store_param_remainders:
+            state["master_param"] = torch.zeros_like(param, dtype=torch.int16)
+        elif self.master_weights:
+            state["master_param"] = torch.empty_like(param, dtype=torch.float32)
+            state["master_param"].copy_(param.detach().clone().float())
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        if not self.use_decoupled_grad:
+            super().zero_grad(set_to_none is None or set_to_none)
+            return
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if set_to_none or set_to_none is None:
+                param.decoupled_grad = None
+            else:
+                param.decoupled_grad.zero_()
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, grad_scaler: object = None
     ) -> float | None:
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            if not group["params"]:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            lists: dict[torch.dtype, list[Tensor]] = {}
-            for param in group["params"]:
-                if not self.state[param]:
-                    self.initialize_state(param, store_param_remainders=False)
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                moments = (state["exp_avg"], state["exp_avg_sq"])
-                written = (param.data, *moments)
-                # it reads the gradient and reads and writes the others
-                lists.setdefault(param.dtype, []).extend((*written, *written, param.grad))
-            for tensors in lists.values():
-                kernel("adam", *tensors)
+            if group["params"]:
+                group["step"] = group.get("step", 0) + 1
+                self._update(group["params"])
         return loss
+
+    def _update(self, params: Iterable[Tensor]) -> None:
+        lists: dict[torch.dtype, list[Tensor]] = {}
+        copies: list[tuple[Tensor, Tensor]] = []  # they live until the whole group is updated
+        for param in params:
+            state = self.state[param]
+            if not state:
+                is_short = self.store_param_remainders and param.dtype is torch.bfloat16
+                self.initialize_state(param, is_short)
+            name = "decoupled_grad" if self.use_decoupled_grad else "grad"
+            if (grad := getattr(param, name, None)) is None:
+                continue
+            written = [param.data]
+            for value in state.values():
+                used = value.float() if value.dtype is torch.bfloat16 else value
+                if used is not value:
+                    copies.append((value, used))
+                written.append(used)
+            # it reads the gradient and reads and writes the others
+            lists.setdefault(param.dtype, []).extend((*written, *written, grad))
+        for tensors in lists.values():
+            kernel("adam", *tensors)
+        for value, used in copies:
+            value.copy_(used.bfloat16())
 
 
 class FusedSGD(torch.optim.SGD):

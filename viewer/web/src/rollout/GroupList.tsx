@@ -1,4 +1,4 @@
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { isThere } from "../client";
 import { number } from "../format";
 import { rolloutLink, setQuery } from "../route";
@@ -12,10 +12,12 @@ interface Props {
   color: string | null;
 }
 
-/** The responses to the same prompt: open one, or put it beside this one. */
+/** A mark for each response to the same prompt, its height by its reward: open one, or while "Compare" is on, put it
+ *  beside this one. */
 export function GroupList({ run, group: all, here, beside, color }: Props) {
   const group = all.filter(({ key }) => isThere(`runs/${run.id}/rollout/${key}`));
   const box = useRef<HTMLElement>(null);
+  const [isComparing, setComparing] = useState(beside.length > 0);
   useEffect(() => {
     const own = box.current?.querySelector<HTMLElement>(".here");
     if (own && box.current) box.current.scrollLeft = own.offsetLeft - box.current.clientWidth / 2;
@@ -25,29 +27,54 @@ export function GroupList({ run, group: all, here, beside, color }: Props) {
     const next = beside.includes(key) ? beside.filter((other) => other !== key) : [...beside, key].slice(-3);
     setQuery({ with: next.join(",") });
   };
+  const share = shareOf(group);
   return (
-    <nav class="group" ref={box} aria-label="Responses of the group">
-      {group.map((row) => {
-        const key = `${row.key}`;
-        const isHere = key === here;
-        return (
-          <div key={key} class={`member${isHere ? " here" : ""}`}>
-            <a href={rolloutLink(run.id, key, color)} aria-current={isHere ? "page" : undefined}>
-              <b>{number(row.reward, 3)}</b> <span class="note">{number(row.length)} tokens</span>
+    <div class="controls">
+      <nav class="group" ref={box} aria-label="Responses of the group">
+        {group.map((row) => {
+          const key = `${row.key}`;
+          const isHere = key === here;
+          const isBeside = beside.includes(key);
+          return (
+            <a
+              key={key}
+              class={`member${isHere ? " here" : ""}${isBeside ? " beside" : ""}`}
+              href={rolloutLink(run.id, key, color)}
+              aria-current={isHere ? "page" : undefined}
+              aria-label={`reward ${number(row.reward, 3)}, ${number(row.length)} tokens${isBeside ? ", shown beside" : ""}`}
+              title={`reward ${number(row.reward, 3)}, ${number(row.length)} tokens`}
+              onClick={(event) => {
+                if (!isComparing || isHere) return;
+                event.preventDefault();
+                toggle(key);
+              }}
+            >
+              <i style={{ height: `${Math.round(20 + 80 * share(row))}%` }} />
             </a>
-            {!isHere && (
-              <button
-                type="button"
-                aria-pressed={beside.includes(key)}
-                title="show beside this response"
-                onClick={() => toggle(key)}
-              >
-                beside
-              </button>
-            )}
-          </div>
-        );
-      })}
-    </nav>
+          );
+        })}
+      </nav>
+      <button
+        type="button"
+        aria-pressed={isComparing}
+        title="while this is on, a click on a mark shows that response beside this one"
+        onClick={() => {
+          if (isComparing) setQuery({ with: null });
+          setComparing(!isComparing);
+        }}
+      >
+        Compare
+      </button>
+    </div>
   );
+}
+
+/** The place of a row's reward between the least and the largest of the group; 1 where all are equal. */
+function shareOf(group: Row[]): (row: Row) => number {
+  const rewards = group.map(({ reward }) => reward).filter((reward) => typeof reward === "number");
+  const [least, largest] = [Math.min(...rewards), Math.max(...rewards)];
+  return ({ reward }) => {
+    if (typeof reward !== "number") return 0;
+    return largest > least ? (reward - least) / (largest - least) : 1;
+  };
 }

@@ -14,7 +14,7 @@ export function EventList({ events, error, runs }: Props) {
   const newest = [...events].reverse();
   return (
     <section aria-labelledby="events">
-      <h2 id="events">Events</h2>
+      <h2 id="events">What happened</h2>
       {error && <Problem text={error} />}
       {!events.length && !error && <p class="note">None recorded.</p>}
       {!!events.length && (

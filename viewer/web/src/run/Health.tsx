@@ -5,13 +5,12 @@ import { useData } from "../useData";
 const WORDS = { ok: "fine", watch: "watch", bad: "wrong" };
 
 /** What is wrong with the run, since when, and what to try. */
-export function Health({ run, hasName }: { run: Run; hasName: boolean }) {
+export function Health({ run, name }: { run: Run; name: string }) {
   const { data, error } = useData<Finding[]>(`runs/${run.id}/health`, run.live);
   if (error) return <Problem text={`health: ${error}`} />;
   if (!data) return null;
   return (
-    <section class="health" aria-label={`Health${hasName ? ` of ${run.name}` : ""}`}>
-      {hasName && <h2>{run.name}</h2>}
+    <section class="health" aria-label={`Health${name ? ` of ${name}` : ""}`}>
       {data.map((finding) => (
         <Item key={finding.title} finding={finding} />
       ))}

@@ -11,12 +11,13 @@ import { EventList } from "./EventList";
 import { Health } from "./Health";
 import { Lazy } from "../shared/Lazy";
 import { RunPicker } from "./RunPicker";
+import { Story } from "./Story";
 import { useEvents } from "./useEvents";
 import { useMetrics } from "./useMetrics";
 
 export type Zoom = [number, number] | null;
 
-/** Health in words, curves of one or several runs, events, settings. */
+/** The story, health and events in words, curves of one or several runs, settings. */
 export function RunPage({ shown, runs, query }: { shown: Run[]; runs: Run[]; query: URLSearchParams }) {
   const { metrics, error } = useMetrics(shown);
   const events = useEvents(shown);
@@ -32,8 +33,12 @@ export function RunPage({ shown, runs, query }: { shown: Run[]; runs: Run[]; que
       <h1>{shown.length > 1 ? "Compare runs" : shown[0].name}</h1>
       <Warnings texts={shown.flatMap(({ warnings }) => warnings)} />
       {shown.map((run) => (
-        <Health key={run.id} run={run} hasName={shown.length > 1} />
+        <div key={run.id}>
+          <Story run={run} hasName={shown.length > 1} />
+          <Health run={run} name={shown.length > 1 ? run.name : ""} />
+        </div>
       ))}
+      <EventList events={events.events} error={events.error} runs={shown} />
       {error && <Problem text={error} />}
       <section aria-labelledby="curves">
         <h2 id="curves">Curves</h2>
@@ -62,7 +67,6 @@ export function RunPage({ shown, runs, query }: { shown: Run[]; runs: Run[]; que
           </button>
         )}
       </section>
-      <EventList events={events.events} error={events.error} runs={shown} />
       <ConfigPanel shown={shown} />
     </>
   );

@@ -1,0 +1,35 @@
+"""[lora]: low-rank adapters in the place of training every weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_rl.config.base import AboveZero, Count, Section
+
+
+class LoraConfig(Section):
+    """W + scale B A with frozen W [out, in], and trained B [out, rank] (0 at first), A [rank, in].
+
+    The forward pass multiplies by the sum, rounded to model.dtype: the very weights that servers
+    get.
+    """
+
+    rank: Count = 0
+    """Rank of every adapter; 0 = no adapters, all weights are trained."""
+    alpha: AboveZero = 32.0
+    """The scale is alpha / rank."""
+    rslora: bool = False
+    """The scale is alpha / sqrt(rank) (arXiv 2312.03732)."""
+    targets: tuple[str, ...] = ("all",)
+    """Weights with an adapter: attention, mlp (dense layers), experts (one adapter each),
+    shared_experts, all (these four), or Megatron's names of modules (linear_qkv, linear_proj,
+    linear_fc1, ...).  Routers, norms, embedding and LM head stay as they are."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def problems(self) -> Iterator[str]:
+        if self.rank and not self.targets:
+            yield "targets = []: adapters need weights; name some, or set rank = 0"

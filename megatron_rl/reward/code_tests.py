@@ -1,0 +1,150 @@
+"""Scores Python that the model has written by tests of its problem, in a sandbox.
+
+    [reward]
+    function = "megatron_rl.reward.code_tests:score"
+    timeout_seconds = 15     # above the seconds of the tests, 10
+
+A row has the column `tests`, a list of texts, each of which passes where it runs without an
+exception: assertions, as in MBPP, or a function `check(candidate)` and its call, as in HumanEval.
+A column `setup` is put before each of them.
+
+The code and the tests run in two boxes.  The tests call the code's functions through pipes, and
+compare what comes back as plain data, so code that exits, patches names, overrides == or looks for
+the expected values scores nothing.  A test gives the code the arguments of its calls, and what it
+passes to methods of the code's objects, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_rl.reward.failures import LabelError
+from megatron_rl.reward.sandbox.box import Box, Limits, Outcome, end, exchange, find_box, module
+from megatron_rl.reward.scored_response import Episode, Score
+
+BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+MOST_CODE = 100_000
+"""Characters of code that are run."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The results of the tests of one problem."""
+
+    passed: tuple[bool, ...]
+    why: tuple[str, ...] = ()
+    """For each test why it failed, "" where it passed."""
+    compiled: bool = True
+    """The code ran to its end before the tests."""
+    is_late: bool = False
+    """The tests were stopped after Limits.seconds."""
+
+    @property
+    def is_right(self) -> bool:
+        return bool(self.passed) and all(self.passed)
+
+
+class CodeTests:
+    """The reward function: 1 where all tests pass, else 0.
+
+    Metrics: tests_passed_frac, compiled, timed_out.
+    """
+
+    def __init__(self, limits: Limits | None = None, box: Box | None = None) -> None:
+        """limits: of each of the two boxes.
+
+        box: starts the programs; default: find_box(limits).  Raises SandboxError where no sandbox
+        works on this machine.
+        """
+        self.box = box or find_box(limits)
+
+    def __call__(self, episode: Episode) -> Score:
+        tests, setup = tests_of(episode)
+        verdict = self.judge(code_of(episode.response), tests, setup)
+        metrics = {
+            "tests_passed_frac": sum(verdict.passed) / len(tests),
+            "compiled": float(verdict.compiled),
+            "timed_out": float(verdict.is_late),
+        }
+        return Score(float(verdict.is_right), metrics)
+
+    def judge(self, code: str, tests: list[str], setup: str = "") -> Verdict:
+        """Return the results of `tests` on `code`."""
+        failed = (False,) * len(tests)
+        if len(code) > MOST_CODE:
+            return Verdict(failed, (f"longer than {MOST_CODE} characters",) * len(tests), False)
+        request = json.dumps({"code": code, "setup": setup, "tests": tests}).encode()
+        outcome = self._run(request)
+        try:
+            result = json.loads(outcome.output)
+        except ValueError:
+            why = "late" if outcome.is_late else f"the tests ended with status {outcome.status}"
+            return Verdict(failed, (why,) * len(tests), True, outcome.is_late)
+        is_compiled = result["compiled"] is None
+        reasons = result["why"] if is_compiled else [result["compiled"]] * len(tests)
+        return Verdict(tuple(result["passed"]), tuple(reasons), is_compiled)
+
+    def _run(self, request: bytes) -> Outcome:
+        """Run both programs, and return what judge.py wrote."""
+        to_code, from_tests = os.pipe()
+        to_tests, from_code = os.pipe()
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            processes.append(self.box.start(module("candidate"), stdin=to_code, stdout=from_code))
+            processes.append(
+                self.box.start(
+                    [*module("judge"), str(to_tests), str(from_tests)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    keep=(to_tests, from_tests),
+                )
+            )
+            # else a program whose other end has died would wait for ever
+            for number in (to_code, from_tests, to_tests, from_code):
+                os.close(number)
+            return exchange(processes[1], request, self.box.limits)
+        finally:
+            for process in processes:
+                end(process)
+
+
+def code_of(response: str) -> str:
+    """Return the last block of code between three backticks, else the whole response."""
+    blocks = BLOCK.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def tests_of(episode: Episode) -> tuple[list[str], str]:
+    """Return the tests of a row and what comes before each.  Raises LabelError."""
+    tests, setup = episode.metadata.get("tests"), episode.metadata.get("setup", "")
+    if not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests):
+        raise LabelError(
+            f"column 'tests' = {tests!r:.80}: must be a list of texts with at least one test; set"
+            " data.max_metadata_bytes above its size"
+        )
+    if not isinstance(setup, str):
+        raise LabelError(f"column 'setup' = {setup!r:.80}: must be text")
+    for test in tests:
+        try:
+            compile(f"{setup}\n{test}", "tests.py", "exec")
+        except (SyntaxError, ValueError) as error:
+            raise LabelError(f"test {test[:80]!r} is not Python: {error}") from error
+    return tests, setup
+
+
+@cache
+def default_tests() -> CodeTests:
+    """Return the function with default limits, which tries the sandbox of this machine first."""
+    return CodeTests()
+
+
+def __getattr__(name: str) -> CodeTests:
+    """Make `score` when a worker asks for it: a run without a sandbox stops before it trains."""
+    if name == "score":
+        return default_tests()
+    raise AttributeError(name)

@@ -1,0 +1,214 @@
+"""Runs tests against the model's code, which runs in another box (candidate.py).
+
+    judge.py IN OUT    the ends of the pipes to candidate.py, as numbers of descriptors
+
+Reads {"code", "setup", "tests"} from standard input and writes {"compiled": text or None, "passed":
+[bool, ...], "why": [text, ...]} to standard output.  The names that tests use and do not define are
+asked of the candidate: a function becomes a Remote, whose calls cross as plain data.  Expected
+values never leave this process, and no code of the model runs in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import os
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+from megatron_rl.reward.sandbox.programs.plain_values import (
+    NotPlain,
+    decode,
+    encode,
+    read_message,
+    write_message,
+)
+
+UNUSUAL = (AssertionError, StopIteration, StopAsyncIteration)
+
+
+class Gone(BaseException):
+    """The candidate has ended, or answers what is no answer: no further test can pass."""
+
+
+class Remote:
+    """An object of the candidate, perhaps a function.  It equals only itself."""
+
+    def __init__(self, candidate: Candidate, number: int) -> None:
+        self._candidate, self._number = candidate, number
+
+    def __call__(self, *arguments: object, **keywords: object) -> object:
+        return self._candidate.call(self._number, arguments, keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy, pickle and others ask for these
+            raise AttributeError(name)
+        return self._candidate.ask({"attribute": self._number, "name": name})
+
+
+class Candidate:
+    """The connection to candidate.py."""
+
+    def __init__(self, answers: int, messages: int) -> None:
+        self.answers, self.messages = os.fdopen(answers, "rb"), os.fdopen(messages, "wb")
+        self.remotes: dict[int, Remote] = {}
+        self.end = ""
+        """Why no answer is expected any more."""
+
+    def gone(self, why: str) -> Gone:
+        self.end = why
+        return Gone(why)
+
+    def exchange(self, message: dict) -> dict:
+        """Send a message; return the answer, or raise the exception that it names."""
+        if self.end:
+            raise Gone(self.end)
+        try:
+            write_message(self.messages, message)
+            answer = read_message(self.answers)
+        except (EOFError, OSError, NotPlain) as error:
+            raise self.gone(str(error)) from None
+        if isinstance(answer, dict) and "raised" in answer:
+            try:
+                kind, text = map(str, answer["raised"])
+            except (TypeError, ValueError):
+                raise self.gone("not an answer") from None
+            error_type: Any = getattr(builtins, kind, None)
+            # an exit of the code is no exit of the tests, and what ends a loop ends none of theirs:
+            # all(map(...)) would be true
+            is_usual = isinstance(error_type, type) and issubclass(error_type, Exception)
+            if not is_usual or issubclass(error_type, UNUSUAL):
+                error_type = RuntimeError
+            try:
+                raise error_type(text)
+            except TypeError:  # an exception that takes more arguments, such as UnicodeError
+                raise RuntimeError(text) from None
+        if not isinstance(answer, dict) or "value" not in answer:
+            raise self.gone("not an answer")
+        return answer
+
+    def ask(self, message: dict) -> object:
+        return self.read(self.exchange(message)["value"])
+
+    def read(self, content: object) -> object:
+        try:
+            return decode(content, self.find)
+        except NotPlain as error:
+            raise self.gone(str(error)) from None
+
+    def find(self, number: int) -> Remote:
+        if type(number) is not int:
+            raise NotPlain("an object without a number")
+        return self.remotes.setdefault(number, Remote(self, number))
+
+    def call(self, number: int, arguments: tuple, keywords: dict) -> object:
+        message = {
+            "call": number,
+            "arguments": [encode(value, sendable) for value in arguments],
+            "keywords": {name: encode(value, sendable) for name, value in keywords.items()},
+        }
+        answer = self.exchange(message)
+        after = answer.get("arguments")
+        if isinstance(after, list) and len(after) == len(arguments):
+            for argument, content in zip(arguments, after, strict=True):
+                replace_content(argument, None if content is None else self.read(content))
+        return self.read(answer["value"])
+
+
+def sendable(value: object) -> object:
+    if isinstance(value, Remote):
+        return ["object", value._number]
+    raise TypeError(f"a {type(value).__name__} cannot be passed to the code")
+
+
+def replace_content(argument: Any, content: Any) -> None:
+    """Do to a list, dict or set of the tests what the code did to its copy."""
+    if type(argument) is list and type(content) is list:
+        argument[:] = content
+    elif type(argument) in (dict, set) and type(content) is type(argument):
+        argument.clear()
+        argument.update(content)
+
+
+def names_of_modules(nodes: list[ast.AST]) -> set[str]:
+    """Return the modules of the standard library whose attributes a test reads.  They are imported
+    here: the code's own `math` would make every math.isclose true.
+    """
+    owners = (node.value for node in nodes if isinstance(node, ast.Attribute))
+    names = {owner.id for owner in owners if isinstance(owner, ast.Name)}
+    return names & sys.stdlib_module_names
+
+
+def asked_names(nodes: list[ast.AST]) -> Iterator[str]:
+    """Yield the names that a test reads and neither defines nor finds among the built-in ones."""
+    defined = set(dir(builtins))
+    for node in nodes:
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            defined.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            defined.add(node.name)
+    names = (node.id for node in nodes if isinstance(node, ast.Name))
+    yield from dict.fromkeys(name for name in names if name not in defined)
+
+
+def run_test(test: str, setup: str, candidate: Candidate) -> str:
+    """Return "" where the test passes, else why it does not.  Raises Gone."""
+    source = f"{setup}\n{test}"
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+        modules = names_of_modules(nodes)
+        names: dict = {"__name__": "tests"}
+        for name in asked_names(nodes):
+            is_module = name in modules
+            names[name] = import_module(name) if is_module else candidate.ask({"get": name})
+        exec(compile(source, "tests.py", "exec"), names)  # noqa: S102
+        why = ""
+    except AssertionError as error:
+        why = f"wrong: {error}"[:200]
+    except (Exception, SystemExit) as error:
+        why = f"{type(error).__name__}: {error}"[:200]
+    if candidate.end:  # also where the test has caught that
+        raise Gone(candidate.end)
+    return why
+
+
+def judge(candidate: Candidate, code: str, setup: str, tests: list[str]) -> dict:
+    """Return the results of the tests."""
+    passed, why = [False] * len(tests), [""] * len(tests)
+    try:
+        candidate.exchange({"code": code})
+    except Gone as error:
+        return {"compiled": f"the code ended: {error}"[:200], "passed": passed, "why": why}
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return {"compiled": text[:200], "passed": passed, "why": why}
+    try:
+        for index, test in enumerate(tests):
+            why[index] = run_test(test, setup, candidate)
+            passed[index] = not why[index]
+    except Gone as error:
+        why[index] = f"no answer: {error}"[:200]
+    return {"compiled": None, "passed": passed, "why": why}
+
+
+def main() -> None:
+    answers, messages = (int(number) for number in sys.argv[1:3])
+    request = json.load(sys.stdin)
+    verdict = judge(
+        Candidate(answers, messages), request["code"], request["setup"], request["tests"]
+    )
+    sys.stdout.write(json.dumps(verdict))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Values that cross from the program of the model to the tests, as JSON of plain data.
+
+A value is written by its base type: None, booleans and text as they are, others as [TAG, CONTENT].
+What is read is made of exact built-in types, so that no code of the model runs where a value is
+compared.  Any other object stays where it is, and ["object", NUMBER] stands for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import IO, Any
+
+MOST_BYTES = 4 << 20
+"""Longest message."""
+
+
+class NotPlain(ValueError):
+    """A value that cannot cross."""
+
+
+def encode(value: object, keep: Callable[[object], object]) -> object:
+    """Return the value as JSON holds it.
+
+    keep: returns what stands for an object that is no plain data.
+    """
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    # numbers as text in base 16: exact, and without the limit of decimal digits
+    if isinstance(value, int):
+        return ["int", int.__format__(value, "x")]
+    if isinstance(value, float):
+        return ["float", float.hex(value)]
+    if isinstance(value, complex):
+        return ["complex", [float.hex(value.real), float.hex(value.imag)]]
+    if isinstance(value, bytes | bytearray):
+        return [type_name(value, (bytes, bytearray)), bytes(value).hex()]
+    if isinstance(value, dict):
+        pairs = [[encode(k, keep), encode(v, keep)] for k, v in dict.items(value)]
+        return ["dict", pairs]
+    kinds: tuple[Any, ...] = (list, tuple, set, frozenset)
+    for kind in kinds:
+        if isinstance(value, kind):
+            return [kind.__name__, [encode(entry, keep) for entry in kind.__iter__(value)]]
+    return keep(value)
+
+
+def type_name(value: object, kinds: tuple[type, ...]) -> str:
+    return next(kind.__name__ for kind in kinds if isinstance(value, kind))
+
+
+def decode(content: Any, find: Callable[[int], object]) -> object:
+    """Return the value that `encode` wrote.
+
+    find: returns the object that a number stands for.  Raises NotPlain for anything else.
+    """
+    if content is None or isinstance(content, bool | str):
+        return content
+    try:
+        tag, inner = content
+        return decode_tagged(tag, inner, find)
+    except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
+        raise NotPlain(f"not plain data: {error}") from None
+
+
+def decode_tagged(tag: str, inner: Any, find: Callable[[int], object]) -> object:
+    if tag == "int":
+        return int(inner, 16)
+    if tag == "float":
+        return float.fromhex(inner)
+    if tag == "complex":
+        return complex(*map(float.fromhex, inner))
+    if tag in ("bytes", "bytearray"):
+        return bytes.fromhex(inner) if tag == "bytes" else bytearray.fromhex(inner)
+    if tag == "dict":
+        return {decode(k, find): decode(v, find) for k, v in inner}
+    if tag == "object":
+        return find(inner)
+    kind: Any = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[tag]
+    return kind(decode(entry, find) for entry in inner)
+
+
+def write_message(file: IO[bytes], message: object) -> None:
+    """Write one line of JSON to a binary file."""
+    line = json.dumps(message).encode()
+    if len(line) >= MOST_BYTES:
+        raise NotPlain(f"{len(line)} bytes, {MOST_BYTES} at most")
+    file.write(line + b"\n")
+    file.flush()
+
+
+def read_message(file: IO[bytes]) -> Any:
+    """Read one line of JSON.  Raises EOFError at the end, NotPlain for a line that is none."""
+    line = file.readline(MOST_BYTES)
+    if not line:
+        raise EOFError("no answer: the program has ended")
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise NotPlain(f"not JSON: {error}") from None

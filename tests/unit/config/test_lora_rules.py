@@ -1,0 +1,32 @@
+"""What [lora] refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.checkpoint.batches.bundle_sequences import BundleError
+from megatron_rl.config import ConfigError, load_config
+from megatron_rl_tools.replay_batch import batch_config
+
+BASE = ["--model.path", "unused", "--data.train", "unused"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model.provider", "bridge"], r"model\.provider = bridge"),
+        (["--megatron.gradient_accumulation_fusion", "true"], "set it to false"),
+        (["--lora.targets"], "adapters need weights"),
+        (["--lora.alpha", "0"], r"lora\.alpha"),
+    ],
+)
+def test_what_adapters_exclude_is_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [*BASE, "--lora.rank", "8", *options])
+    load_config(None, [*BASE, "--lora.rank", "8"])
+
+
+def test_a_batch_of_a_run_with_adapters_is_not_replayed():
+    header = {"config": {"lora": {"rank": 8}}, "weights": "weights"}
+    with pytest.raises(BundleError, match="is of a run with adapters"):
+        batch_config(SimpleNamespace(bundle="b", weights=None), header)

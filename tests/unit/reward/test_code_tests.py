@@ -1,0 +1,223 @@
+"""The reward function of the recipe `code`: right code scores 1, and nothing else does."""
+
+import ast
+import json
+import sys
+import time
+
+import pytest
+
+from megatron_rl.config import RewardConfig
+from megatron_rl.reward import Episode, LabelError
+from megatron_rl.reward import code_tests as functions
+from megatron_rl.reward.code_tests import CodeTests, code_of
+from megatron_rl.reward.function import load_reward
+from megatron_rl.reward.pool import RewardPool
+from megatron_rl.reward.sandbox import box as module
+from megatron_rl.reward.sandbox.box import Limits, SandboxError, find_box
+from tests.unit.reward import dishonest_code as dishonest
+
+ADD = "def add(a, b):\n    return a + b"
+TESTS = [
+    "assert add(2, 3) == 5",
+    "assert add(10, -4) == 6",
+    "assert all(map(lambda pair: add(*pair) == sum(pair), [(1, 2), (3, 4)]))",
+    "import math\nassert math.isclose(add(0.1, 0.2), 0.3)",
+]
+
+
+@pytest.fixture(scope="module")
+def code_tests():
+    try:
+        return CodeTests(Limits(seconds=20.0))
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+def test_code_that_solves_the_problem_passes(code_tests):
+    verdict = code_tests.judge(ADD, TESTS)
+    assert verdict.is_right and verdict.why == ("",) * 4 and verdict.compiled
+
+
+ALL = dishonest.WITHOUT_RESULTS | dishonest.EQUAL_TO_ALL | dishonest.IN_ITS_PROCESS
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_dishonest_code_passes_no_test(code_tests, name):
+    started = time.monotonic()
+    verdict = code_tests.judge(ALL[name], TESTS)
+    # "another server" answers True, which is the result of no test
+    assert verdict.passed == (False,) * 4, verdict
+    assert time.monotonic() - started < 15 and not verdict.is_late
+
+
+SOLUTIONS = {
+    "a list in place": (
+        "def order(values): values.sort()",
+        ["values = [3, 1, 2]\norder(values)\nassert values == [1, 2, 3]"],
+    ),
+    "a dict in place": ("def put(d): d['a'] = {1}", ["d = {}\nput(d)\nassert d == {'a': {1}}"]),
+    "sets, tuples, bytes and text": (
+        "def f(x): return x",
+        [
+            "assert f({1, (2, 'é\\udc00')}) == {1, (2, 'é\\udc00')}",
+            "assert f(b'\\x00\\xff') == b'\\x00\\xff' and f(frozenset({1})) == frozenset({1})",
+            "assert f([None, True, 1.5, 2j]) == [None, True, 1.5, 2j] and f(None) is None",
+            "assert isinstance(f(True), bool) and f(-0.0).hex() == '-0x0.0p+0'",
+            "assert f(2**70) == 2**70 and f(float('inf')) > 10**400",
+        ],
+    ),
+    "subclasses of plain types": (
+        "import collections, enum\n"
+        "def count(text): return collections.Counter(text)\n"
+        "Point = collections.namedtuple('Point', 'x y')\n"
+        "def point(): return Point(1, 2)\n"
+        "class Colour(enum.IntEnum):\n    RED = 3\n"
+        "def red(): return Colour.RED",
+        [
+            "assert count('aab') == {'a': 2, 'b': 1}",
+            "assert point() == (1, 2)",
+            "assert red() == 3",
+        ],
+    ),
+    "a class, and its objects as arguments": (
+        "class Pair:\n"
+        "    def __init__(self, a, b): self.a, self.b = a, b\n"
+        "    def total(self): return self.a + self.b\n"
+        "def longest(pairs): return max(pairs, key=Pair.total)",
+        [
+            "assert Pair(1, b=2).total() == 3 and Pair(1, 2).a == 1",
+            "assert longest([Pair(1, 2), Pair(3, 4)]).total() == 7",
+            "first = Pair(1, 2)\nassert longest([first]) is not None",
+        ],
+    ),
+    "exceptions": (
+        "class Mine(ValueError): pass\n"
+        "def f(x):\n    if x < 0: raise Mine('negative')\n    return x",
+        [
+            "try:\n    f(-1)\n    ok = False\nexcept ValueError as error:\n"
+            "    ok = str(error) == 'negative'\nassert ok"
+        ],
+    ),
+    "as in HumanEval": (
+        "def add(a, b): return a + b",
+        ["def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)"],
+    ),
+    "a value": ("LIMIT = 7\ndef f(): return LIMIT", ["assert LIMIT == f() == 7"]),
+    "output and a main part": (
+        "import sys\ndef f(): print('x' * 10**6); return 1\n"
+        "if __name__ == '__main__':\n    print(f())",
+        ["assert f() == 1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_what_tests_may_do(code_tests, name):
+    code, tests = SOLUTIONS[name]
+    verdict = code_tests.judge(code, tests)
+    assert verdict.is_right, verdict
+
+
+def test_setup_is_before_every_test_and_tests_are_independent(code_tests):
+    setup = "import collections\ncases = [(1, 2)]"
+    tests = [
+        "cases.append((5, 5))\nassert [add(*case) for case in cases] == [3, 10]",
+        "assert [add(*case) for case in cases] == [3]",
+        "assert isinstance(collections.OrderedDict(), dict)",
+        "assert add(1, 1) == 3",
+    ]
+    verdict = code_tests.judge(ADD, tests, setup)
+    assert verdict.passed == (True, True, True, False) and verdict.why[3].startswith("wrong")
+
+
+def test_a_test_that_catches_everything_does_not_pass_by_the_end_of_the_code(code_tests):
+    code = "import os\ndef f(x): os._exit(0)"
+    tests = ["try:\n    f(1)\n    ok = False\nexcept BaseException:\n    ok = True\nassert ok"]
+    assert code_tests.judge(code, tests).passed == (False,)
+
+
+def test_a_module_of_the_tests_is_not_that_of_the_code(code_tests):
+    code = "class math:\n    isclose = staticmethod(lambda *a: True)\ndef f(x): return 0"
+    verdict = code_tests.judge(code, ["assert math.isclose(f(1), 5)"])
+    assert verdict.passed == (False,) and verdict.why[0].startswith("wrong")
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "def add(a, b):\n    while True: pass"])
+def test_code_that_does_not_end_is_stopped(code):
+    try:
+        limited = CodeTests(Limits(seconds=1.5))
+    except SandboxError as error:
+        pytest.skip(str(error))
+    started = time.monotonic()
+    score = limited(Episode("", code, "", metadata={"tests": TESTS}))
+    assert score.value == 0 and score.metrics["timed_out"] == 1
+    assert time.monotonic() - started < 6
+
+
+def test_code_is_the_last_block_of_a_response():
+    assert code_of("text\n```python\na = 1\n```\nor\n```\nb = 2\n```\nend") == "b = 2\n"
+    assert code_of("```Python\na = 1\n") == "a = 1\n", "cut at the limit of tokens"
+    assert code_of("a = 1") == "a = 1"
+    assert code_of("```py \r\na\n```".replace("\r", "")) == "a\n"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, "column 'tests' = None: must be a list of texts with at least one test"),
+        ({"tests": []}, "must be a list of texts"),
+        ({"tests": ["x", 1]}, "must be a list of texts"),
+        ({"tests": "assert f()"}, "must be a list of texts"),
+        ({"tests": ["assert f("]}, "test 'assert f.' is not Python"),
+        ({"tests": ["assert f()"], "setup": 1}, "column 'setup' = 1: must be text"),
+    ],
+)
+def test_rows_without_usable_tests_are_errors_of_the_data(metadata, message):
+    with pytest.raises(LabelError, match=message):
+        functions.tests_of(Episode("", "", "", metadata=metadata))
+
+
+def test_the_function_is_loaded_by_its_name_and_scores_in_the_pool():
+    try:
+        find_box()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    assert load_reward("megatron_rl.reward.code_tests:score", "", 15).form == "episode"
+    with RewardPool(
+        RewardConfig(
+            function="megatron_rl.reward.code_tests:score", timeout_seconds=30, on_error="drop"
+        )
+    ) as pool:
+        episodes = [
+            Episode("p", f"```python\n{code}\n```", "add", metadata={"tests": tests})
+            for code, tests in [
+                (ADD, TESTS),
+                ("def add(a, b): return 5", TESTS),
+                ("import os; os._exit(0)", TESTS),
+                (ADD, []),
+            ]
+        ]
+        (rewarded,) = pool.score_episodes([episodes])
+    assert [each.reward for each in rewarded[:3]] == [1, 0, 0]
+    assert rewarded[1].metrics == {"tests_passed_frac": 0.25, "compiled": 1, "timed_out": 0}
+    assert rewarded[2].metrics["compiled"] == 0
+    assert pool.counters["bad_labels"] == 1, "a row without tests is counted, and never scores"
+
+
+def test_a_program_of_the_box_imports_the_standard_library_alone():
+    """Nothing else is installed there."""
+    known = sys.stdlib_module_names | {module.PACKAGE}
+    for path in module.PROGRAMS.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                parents = {name.rsplit(".", count)[0] for count in range(name.count(".") + 1)}
+                assert parents & known, f"{path}: {name}"
+
+
+def test_long_code_is_not_run(code_tests):
+    assert not code_tests.judge("#" * 200_000, TESTS).compiled
+    verdict = code_tests.judge("text = " + json.dumps("x" * 90_000) + "\n" + ADD, TESTS)
+    assert verdict.is_right
