@@ -249,7 +249,7 @@ def test_a_model_that_plan_knows_is_proven_by_its_name():
         (["--turns", "0"], "--turns 0: at least 1"),
         (["--break", "mask"], "--break mask needs an episode of several turns: add --turns 3"),
         (["--break", "forward", "--turns", "3", "--mode", "R2"], "has no effect with --mode R2"),
-        (["--model", "nowhere"], "no such file or directory, nor one of qwen3-30b-a3b"),
+        (["--model", "nowhere"], "no such file or directory, nor one of olmoe-1b-7b"),
         (
             ["--model", "qwen3-30b-a3b"],
             "add --shrink: its complete weights would have to be written here",
