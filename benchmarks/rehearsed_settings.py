@@ -50,10 +50,8 @@ def main() -> int:
 
 
 def compare_settings(folder: Path) -> None:
-    print(
-        "64 GPUs, recompute none, 4 layers: GiB; ms of an update of 2 micro-batches; of it exposed"
-    )
-    print("gradient reduction, gathering of parameters")
+    print("64 GPUs, 4 layers, recompute none, an update of 2 micro-batches:")
+    print("GiB; ms; of them waits for the reduction of gradients and the gathering of parameters")
     for name, options in SETTINGS.items():
         words = ["--gpus", "64", "--layers", "4", *LAYOUT, "--model.recompute", "none", *options]
         found = run_rehearsal(folder, ["--model", MODEL, *words])
@@ -71,9 +69,8 @@ def compare_settings(folder: Path) -> None:
 
 
 def compare_layouts(folder: Path) -> None:
-    print(
-        "8 GPUs, 48 layers: GiB; seconds of gradients of 2 micro-batches, of Adam; of a mini-batch"
-    )
+    print("8 GPUs, 48 layers:")
+    print("GiB; seconds of 2 micro-batches, of Adam; of an update of all micro-batches")
     totals = []
     for name, options in (("before", BEFORE), ("now", NOW)):
         few, more = (

@@ -7,6 +7,7 @@ global denominator, and `calculate_per_token_loss = True` makes core's DDP sum i
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -247,6 +248,9 @@ class Optimizer:
         chain = get_megatron_optimizer(
             make_optimizer_config(cfg), models, use_gloo_process_groups=False
         )
+        if cfg.megatron.is_on("optimizer_cpu_offload"):
+            # core makes each optimizer twice; hooks, in cycles, keep the first one's weights
+            gc.collect()
         self.core = MeasuredOptimizer(chain.chained_optimizers)
         self.scheduler = OptimizerParamScheduler(
             self.core,

@@ -204,7 +204,7 @@ def head_gradient_bytes(spec: ModelSpec, cfg: Config) -> int:
         is_made = cfg.overlaps_grad_reduce
     else:
         is_made = not cfg.megatron.is_on("gradient_accumulation_fusion")
-    if not is_made:
+    if not is_made or cfg.lora.rank:  # the head has no adapter, and is frozen
         return 0
     columns = padded_vocab_size(spec, cfg.parallel.tp) // cfg.parallel.tp
     return columns * spec.hidden_size * element_size(cfg)

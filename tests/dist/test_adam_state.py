@@ -6,6 +6,7 @@ megatron-core's CPU offload runs for real, with the CPU as the device.  Transfor
 needs a GPU: a stand-in with its state takes its place.
 """
 
+import gc
 import tempfile
 from pathlib import Path
 
@@ -67,6 +68,28 @@ def with_fused_adam(function, *arguments):
 
     fused_adam.install()
     return function(*arguments)
+
+
+def offloaded_optimizers(checkpoint):
+    import torch.distributed as dist
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    from megatron_rl.engine.optim import core_optimizers
+    from tests.dist.engines import make_engine
+
+    dist.init_process_group("gloo")
+    gc.disable()  # nothing else collects the first ones
+    engine = make_engine(
+        checkpoint, parallel={"ep": 2}, optim=DISTRIBUTED, model=BF16, megatron=offload(0.5)
+    )
+    alive = [item for item in gc.get_objects() if isinstance(item, HybridDeviceOptimizer)]
+    assert len(alive) == len(core_optimizers(engine.optimizer.core)) == 2
+    engine.parallel.destroy()
+    dist.destroy_process_group()
+
+
+def test_of_the_optimizers_that_core_makes_twice_one_keeps_weights(checkpoint):
+    run_ranks(offloaded_optimizers, 2, checkpoint)
 
 
 def test_offloaded_state_resumes_bit_for_bit(checkpoint, tmp_path):

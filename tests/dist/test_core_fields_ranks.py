@@ -16,10 +16,12 @@ OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 2000}
 @pytest.fixture(scope="module")
 def checkpoint():
     with tempfile.TemporaryDirectory() as folder:
-        yield random_checkpoint(Path(folder) / "moe")
+        random_checkpoint(Path(folder) / "moe")
+        random_checkpoint(Path(folder) / "tied", tie_word_embeddings=True)
+        yield Path(folder)
 
 
-def updated_weights(checkpoint, layout, distributed, fused, megatron):
+def updated_weights(checkpoint, layout, lora, distributed, fused, megatron):
     import torch.distributed as dist
 
     from megatron_rl.metrics.reduce import MetricSums
@@ -28,7 +30,7 @@ def updated_weights(checkpoint, layout, distributed, fused, megatron):
     # the norm is summed over other shards: not bit for bit
     optim = {"distributed": distributed, "clip_grad": 0.0}
     options = {"parallel": layout, "model": {"fused_lm_head": fused}, "optim": optim}
-    engine = make_engine(checkpoint, megatron=megatron, **options)
+    engine = make_engine(checkpoint, megatron=megatron, lora=lora, **options)
     batch = random_batch(engine)
     assert len(batch.micro_batches) > 1  # gradients are reduced with the last one only
     for _ in range(2):
@@ -43,16 +45,16 @@ def updated_weights(checkpoint, layout, distributed, fused, megatron):
     return weights, buckets
 
 
-def overlapped_equals_plain(checkpoint, layout):
+def overlapped_equals_plain(checkpoint, layout, lora):
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     for distributed in (False, True):
         for fused in (False, True):
-            plain, whole = updated_weights(checkpoint, layout, distributed, fused, {})
+            plain, whole = updated_weights(checkpoint, layout, lora, distributed, fused, {})
             overlapped, buckets = updated_weights(
-                checkpoint, layout, distributed, fused, OVERLAPPED
+                checkpoint, layout, lora, distributed, fused, OVERLAPPED
             )
             # core makes several buckets there alone
             is_first_stage = "pp" not in layout or dist.get_rank() == 0
@@ -62,6 +64,13 @@ def overlapped_equals_plain(checkpoint, layout):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"pp": 2}], ids=["dp2", "ep2", "pp2"])
-def test_overlapped_reduction_gives_the_same_weights(checkpoint, layout):
-    run_ranks(overlapped_equals_plain, 2, checkpoint, layout)
+@pytest.mark.parametrize(
+    ("model", "layout", "lora"),
+    [
+        ("moe", {}, {}), ("moe", {"ep": 2}, {}), ("moe", {"pp": 2}, {}), ("tied", {}, {}),
+        ("moe", {"ep": 2}, {"rank": 4}),
+    ],
+    ids=["dp2", "ep2", "pp2", "tied", "adapters"],
+)  # fmt: skip
+def test_overlapped_reduction_gives_the_same_weights(checkpoint, model, layout, lora):
+    run_ranks(overlapped_equals_plain, 2, checkpoint / model, layout, lora)
