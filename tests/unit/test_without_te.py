@@ -31,12 +31,14 @@ def test_a_router_needs_no_transformer_engine(has_gpu: bool) -> None:
     assert done.stdout == "[[2.0, 2.0, 2.0]] [[3.0, 3.0]]\n", done.stderr
 
 
-def test_a_name_that_core_defines_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("has_gpu", "expected"), [(True, "TransformerEngine's"), (False, None)])
+def test_its_product_is_used_on_a_gpu_only(has_gpu, expected, monkeypatch) -> None:
     from megatron.core.transformer.moe import moe_utils
 
-    from megatron_rl.distributed.without_te import define_missing_names
+    from megatron_rl.distributed.without_te import choose_router_product
 
     assert "te_general_gemm" in moe_utils.RouterGatingLinearFunction.forward.__code__.co_names
-    monkeypatch.setattr(moe_utils, "te_general_gemm", "core's")
-    define_missing_names()
-    assert moe_utils.te_general_gemm == "core's"
+    monkeypatch.setattr(moe_utils, "te_general_gemm", "TransformerEngine's")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    choose_router_product()
+    assert moe_utils.te_general_gemm == expected
