@@ -190,7 +190,7 @@ def test_what_a_thread_raises_is_raised_where_it_is_awaited(raised, expected):
     asyncio.run(call())
 
 
-def test_a_thread_that_ends_after_its_time_disturbs_nothing():
+def test_a_thread_that_ends_after_its_time_disturbs_nothing(new_threads):
     async def call():
         problems, ends = [], threading.Event()
         asyncio.get_running_loop().set_exception_handler(
@@ -198,13 +198,10 @@ def test_a_thread_that_ends_after_its_time_disturbs_nothing():
         )
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(in_thread(ends.wait, 60), 0.1)
-        assert [
-            thread.daemon for thread in threading.enumerate() if thread.name == "in_thread"
-        ] == [True]
+        (thread,) = (thread for thread in new_threads() if thread.name == "in_thread")
+        assert thread.daemon
         ends.set()
-        assert await asyncio.to_thread(
-            wait_for, lambda: "in_thread" not in [t.name for t in threading.enumerate()], 60
-        )
+        assert await asyncio.to_thread(wait_for, lambda: not thread.is_alive(), 60)
         await asyncio.sleep(0.05)
         return problems
 
