@@ -78,12 +78,15 @@ def test_a_turn_arrives_as_it_was_sampled(turn):
         (np.arange(2), [0, 1]),
         ((1, (2.5,)), [1, [2.5]]),
         ([{"role": "tool", "content": "4"}], [{"role": "tool", "content": "4"}]),
+        (Step(), {"step": {"observation": "", "reward": 0.0, "done": False, "metrics": {}}}),
         (Step([np.int64(8)], np.float32(1.5), True, {"n": np.int32(2)}),
          {"step": {"observation": [8], "reward": 1.5, "done": True, "metrics": {"n": 2}}}),
     ],
 )  # fmt: skip
 def test_an_answer_arrives_as_json(value, answer):
-    assert reply(Answers(value)) == {"answer": answer}
+    found = reply(Answers(value))
+    # as text: an integer must not become a fraction, which is no token id
+    assert found == {"answer": answer} and repr(found["answer"]) == repr(answer)
 
 
 @pytest.mark.parametrize(
