@@ -47,7 +47,10 @@ def compare_initial_values(base: Path) -> None:
             a = adapter.a.detach().clone()
             assert not adapter.b.any() and a.abs().max() > 0
             if not parallel:
+                # rank 0's: with its own, each rank would agree with itself
+                dist.broadcast(a, src=0)
                 whole[adapter.name] = a
+                assert a.equal(adapter.a), adapter.name
                 continue
             part = whole[adapter.name]
             if adapter.summed_b is not None:
