@@ -21,8 +21,8 @@ from megatron_rl.distributed.groups import (  # noqa: E402
     make_parallel,
 )
 from megatron_rl.distributed.tf32 import disable_tf32  # noqa: E402
-from megatron_rl.distributed.without_te import define_missing_names  # noqa: E402
+from megatron_rl.distributed.without_te import choose_router_product  # noqa: E402
 
-define_missing_names()
+choose_router_product()
 
 __all__ = ["Parallel", "device_of", "disable_tf32", "from_rank_0", "make_parallel"]
