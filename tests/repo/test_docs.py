@@ -284,15 +284,16 @@ def test_options_of_commands_in_documents_exist():
         )
         found += [(place, match[1], option) for option in options]
     assert len(found) > 60
-    for place, name, option in found:
-        command = load(name)
+    for place, command_name, option in found:
+        command = load(command_name)
         folder = Path(inspect.getfile(command)).parent
         modules = re.findall(r'"([a-z_.]+)(?::\w+)?"', inspect.getsource(command))
         places_of = [module.removeprefix("megatron_rl.") for module in ["options", *modules]]
         files = [folder / f"{module.replace('.', '/')}.py" for module in places_of]
         text = "".join(file.read_text() for file in files if file.is_file())
-        assert f'"{option}"' in text or f'"{option[2:]}"' in text, (
-            f"{place}: megatron-rl {name} {option}"
+        names = (option, option[2:], option[2:].replace("-", "_"))
+        assert any(f'"{name}"' in text for name in names), (
+            f"{place}: megatron-rl {command_name} {option}"
         )
 
 
