@@ -32,6 +32,10 @@ def needs(cfg: AllSections) -> list[Need]:
     is_custom_loss = ":" in cfg.loss.name  # it may read any setting of its section
     return [
         (
+            "sft.epochs response_key min_reward", cfg.is_sft,
+            f"loss.name = {cfg.loss.name}", "loss.name = sft, for megatron-rl sft",
+        ),
+        (
             "loss.kl_estimator kl_weight",
             cfg.loss.kl_coef > 0 or is_custom_loss, "loss.kl_coef = 0", "loss.kl_coef above 0",
         ),
@@ -61,7 +65,7 @@ def needs(cfg: AllSections) -> list[Need]:
             "rollout.quantize_keep", rollout.quantize != "none",
             "rollout.quantize = none", "rollout.quantize = fp8",
         ),
-        *agent_needs(cfg.agent),
+        *agent_needs(cfg.agent, is_sft=cfg.is_sft),
         (
             "rollout.parity_warn_expert_overlap parity_min_expert_overlap", cfg.needs_routes,
             f"replay.mode = {replay.mode} without replay.measure", "replay.measure = true",
@@ -87,11 +91,15 @@ def needs(cfg: AllSections) -> list[Need]:
     ]  # fmt: skip
 
 
-def agent_needs(agent: AgentConfig) -> list[Need]:
+def agent_needs(agent: AgentConfig, *, is_sft: bool) -> list[Need]:
     """Return what settings of [agent] need."""
     return [
         (
-            "agent.renderer on_error concurrency resume max_episode_tokens episode_timeout_seconds",
+            "agent.renderer", bool(agent.name) or is_sft,
+            "no agent.function, agent.environment or agent.command", "one of these",
+        ),
+        (
+            "agent.on_error concurrency resume max_episode_tokens episode_timeout_seconds",
             bool(agent.name),
             "no agent.function, agent.environment or agent.command", "one of these",
         ),
