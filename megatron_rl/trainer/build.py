@@ -88,10 +88,7 @@ def start_trainer(
         # the model, then servers or saved rollouts
         services.watchdog.enter(LOADING)
         engine = load_engine(cfg, parallel, console)
-        if isinstance(data, SftRows):
-            source: RolloutSource = SftSource(cfg, engine, services.meter, data)
-        else:
-            source = make_source(cfg, services, data, engine, stack, rollouts)
+        source = make_source(cfg, services, data, engine, stack, rollouts)
 
         # the state of a checkpoint, before any weights are sent
         services.watchdog.enter(LOADING)  # again: make_source entered stages of its own
@@ -219,14 +216,16 @@ def load_engine(cfg: Config, parallel: Parallel, console: Console) -> Engine:
 def make_source(
     cfg: Config,
     services: RunServices,
-    inputs: Inputs,
+    inputs: Inputs | SftRows,
     engine: Engine,
     stack: ExitStack,
     rollouts: Path | None,
 ) -> RolloutSource:
-    """Return the source of rollouts: servers, which are started or found here, or the run directory
-    `rollouts`.
+    """Return the source of rollouts: servers, which are started or found here, the run directory
+    `rollouts`, or rows that have their answers.
     """
+    if isinstance(inputs, SftRows):
+        return SftSource(cfg, engine, services.meter, inputs)
     parallel, recording = engine.parallel, services.recording
     if rollouts is not None:
         recorder = recording.recorder(cfg, parallel) if cfg.rollout.save_tensors else None

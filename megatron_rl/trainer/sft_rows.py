@@ -39,12 +39,12 @@ from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl.trainer.rollout_source import RolloutSource, restore_prompts
 from megatron_rl.trainer.step_meter import StepMeter
 
-NAMES = {
-    "train/loss": "sft/loss",
+MEASURED = {
+    "sft/loss": "train/loss",
     "train/entropy": "train/entropy",
     "train/nonfinite_frac": "train/nonfinite_frac",
 }
-"""Metrics of an update that have a meaning without a sampler -> their names."""
+"""Metrics of an update that have a meaning without a sampler, and their names in RL."""
 OF_A_SAMPLER = ("train/", "logratio/", "first_order/")
 
 
@@ -188,7 +188,7 @@ class SftSource(RolloutSource):
         sums = MetricSums()
         for name, file in self.rows.sets.items():
             for batch in self._batches(file.rows):
-                self._add_loss(sums, f"eval/{name}/loss", batch)
+                self._add_loss(sums, name, batch)
         return sums.reduce(dist.group.WORLD, self.engine.parallel.device) if self.rows.sets else {}
 
     def _batches(self, rows: Sequence[Demonstration]) -> Iterator[MiniBatch]:
@@ -210,14 +210,15 @@ class SftSource(RolloutSource):
             )
 
     def _add_loss(self, sums: MetricSums, name: str, batch: MiniBatch) -> None:
-        """Add the loss of a mini-batch to the mean `name`; nothing off the last pipeline stage."""
+        """Add the loss of a mini-batch of set `name`; nothing off the last pipeline stage."""
         engine = self.engine
         # the statistics of that pass compare with a sampler, which there is none of
         old = engine.old_logprobs(batch, MetricSums(), replay="none")
         parts = to_device(batch, engine.layout, engine.parallel.device, with_kept=False)
         # tensor ranks have equal values: a mean does not change where all of them count
         for logprobs, part in zip(old.logprobs, parts, strict=False):
-            sums.add(name, -logprobs.double()[part.loss_mask].sum(), part.loss_mask.sum())
+            total = -logprobs.double()[part.loss_mask].sum()
+            sums.add(f"eval/{name}/loss", total, part.loss_mask.sum())
 
 
 def without_old_pass(engine: Engine, batch: MiniBatch) -> OldPass:
@@ -233,4 +234,6 @@ def without_old_pass(engine: Engine, batch: MiniBatch) -> OldPass:
 
 def name_of(metric: str) -> str | None:
     """Return the name of an update's metric in SFT, None for one that compares with a sampler."""
-    return NAMES.get(metric) if metric.startswith(OF_A_SAMPLER) else metric
+    if not metric.startswith(OF_A_SAMPLER):
+        return metric
+    return next((name for name, in_rl in MEASURED.items() if in_rl == metric), None)

@@ -173,7 +173,6 @@ def compare_runs(material: Path, work: Path) -> None:
             steps=STEPS,
             run={"num_mini_batches": 2, "group_size": 1, "seed": 7},
             data={"train": train, "chat_template": False},
-            eval={"sets": {"held_out": str(material / "held_out.jsonl")}, "every": 1},
         ) | {"eval": {"sets": {"held_out": str(material / "held_out.jsonl")}, "every": 1}}
         cfg = load_config(None, [], settings, defaults=DEFAULTS)
         is_cut = way == "stopped"
@@ -207,7 +206,7 @@ def lines_of(run: Path) -> list[dict]:
 def test_a_stopped_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
     from tests.saved_run import make_material
 
-    material = make_material(tmp_path / "material", steps=0)
+    material = make_material(tmp_path / "material", steps=1)
     sums = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(13)]
     words = [{"prompt": word, "response": f"{word} {word}"} for word in ("ab", "cde", "f")]
     for name, rows in {"sums": sums, "words": words, "held_out": sums[:5]}.items():

@@ -32,10 +32,6 @@ def needs(cfg: AllSections) -> list[Need]:
     is_custom_loss = ":" in cfg.loss.name  # it may read any setting of its section
     return [
         (
-            "sft.epochs response_key min_reward", cfg.is_sft,
-            f"loss.name = {cfg.loss.name}", "loss.name = sft, for megatron-rl sft",
-        ),
-        (
             "loss.kl_estimator kl_weight",
             cfg.loss.kl_coef > 0 or is_custom_loss, "loss.kl_coef = 0", "loss.kl_coef above 0",
         ),
@@ -70,6 +66,22 @@ def needs(cfg: AllSections) -> list[Need]:
             "rollout.parity_warn_expert_overlap parity_min_expert_overlap", cfg.needs_routes,
             f"replay.mode = {replay.mode} without replay.measure", "replay.measure = true",
         ),
+        *data_needs(cfg),
+        ("eval.every", bool(cfg.eval.sets), "eval.sets names no file", "eval.sets"),
+        (
+            "model.recompute_layers", cfg.model.recompute in ("full", "block"),
+            f"model.recompute = {cfg.model.recompute}", "model.recompute = full or block",
+        ),
+    ]  # fmt: skip
+
+
+def data_needs(cfg: AllSections) -> list[Need]:
+    """Return what settings of [data] and [sft] need."""
+    return [
+        (
+            "sft.epochs response_key max_tokens min_reward", cfg.is_sft,
+            f"loss.name = {cfg.loss.name}", "loss.name = sft, for megatron-rl sft",
+        ),
         (
             "data.chat_template_kwargs", cfg.data.chat_template,
             "data.chat_template = false", "data.chat_template = true",
@@ -82,11 +94,6 @@ def needs(cfg: AllSections) -> list[Need]:
             "data.pass_reward", cfg.data.sampling == "pass_rate" or bool(cfg.data.source_names),
             "data.sampling = uniform and one file in data.train",
             "data.sampling = pass_rate, or tables [[data.train]]",
-        ),
-        ("eval.every", bool(cfg.eval.sets), "eval.sets names no file", "eval.sets"),
-        (
-            "model.recompute_layers", cfg.model.recompute in ("full", "block"),
-            f"model.recompute = {cfg.model.recompute}", "model.recompute = full or block",
         ),
     ]  # fmt: skip
 

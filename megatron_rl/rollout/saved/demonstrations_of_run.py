@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,9 +35,9 @@ def demonstrations_of_run(
     rows: list[Demonstration] = []
     counts = {"below the reward": 0, "cut off": 0, "longer than sft.max_tokens": 0}
     for step, record, tokens, learned in saved_sequences(folder):
-        is_below = record.reward is None or (
-            sft.min_reward is not None and record.reward < sft.min_reward
-        )
+        least = -math.inf if sft.min_reward is None else sft.min_reward
+        # NaN, of a response that could not be scored, is not at least anything
+        is_below = record.reward is None or not record.reward >= least
         is_long = len(tokens) > sft.max_tokens
         flags = (is_below, record.finish_reason != "stop", is_long)
         if any(flags):
