@@ -128,7 +128,7 @@ def load_demonstrations(
 
     render: writes messages; None without agent.renderer.
     Raises DataError listing the first broken rows, as load_prompts.  A row longer than
-    sft.max_tokens is broken, or is left out and counted, as data.on_long_prompt says.
+    sft.max_row_tokens is broken, or is left out and counted, as data.on_long_prompt says.
     """
     if data.chat_template and render is None:
         raise DataError(
@@ -140,13 +140,13 @@ def load_demonstrations(
     for number, raw in read_rows(Path(path)):
         try:
             row = reader.read(number, parse_line(raw) if isinstance(raw, bytes) else raw)
-            if len(row.tokens) <= sft.max_tokens:
+            if len(row.tokens) <= sft.max_row_tokens:
                 rows.append(row)
             elif data.on_long_prompt == "drop":
                 num_long += 1
             else:
                 raise DataError(
-                    f"{len(row.tokens)} tokens, sft.max_tokens = {sft.max_tokens}; raise the limit,"
+                    f"{len(row.tokens)} tokens, sft.max_row_tokens = {sft.max_row_tokens}; raise the limit,"
                     " or set data.on_long_prompt = drop"
                 )
         # of DataError, and of a format that cannot hold the messages
@@ -154,7 +154,7 @@ def load_demonstrations(
             errors.append(BrokenRow(number, str(error)))
     if errors:
         raise DataError(describe_broken_rows(Path(path), errors))
-    limit = f"sft.max_tokens = {sft.max_tokens}"
+    limit = f"sft.max_row_tokens = {sft.max_row_tokens}"
     if not rows:
         raise DataError(f"{path}: no rows in it within {limit}")
     return DemonstrationFile(

@@ -79,7 +79,7 @@ def data_needs(cfg: AllSections) -> list[Need]:
     """Return what settings of [data] and [sft] need."""
     return [
         (
-            "sft.epochs response_key max_tokens min_reward", cfg.is_sft,
+            "sft.epochs response_key max_row_tokens min_reward", cfg.is_sft,
             f"loss.name = {cfg.loss.name}", "loss.name = sft, for megatron-rl sft",
         ),
         (

@@ -14,7 +14,7 @@ class SftConfig(Section):
     response_key: str = "auto"
     """The response's key in a row with a prompt, or a path, as data.prompt_key; auto: response,
     completion, output or answer, the first that the first row has."""
-    max_tokens: Positive = 4096
+    max_row_tokens: Positive = 4096
     """Longest row, prompt and responses; data.on_long_prompt says what happens to a longer one."""
     min_reward: Finite | None = None
     """Least reward of a saved rollout that is learned from, where data.train names the folder of a

@@ -28,17 +28,17 @@ def demonstrations_of_run(
     """Return the sampled sequences of `folder` whose reward is at least sft.min_reward.
 
     Left out and counted: responses without a reward or with less, those that were cut off at the
-    length limit, those longer than sft.max_tokens, and groups whose tokens were not saved.  Every
+    length limit, those longer than sft.max_row_tokens, and groups whose tokens were not saved.  Every
     sequence of an episode is a row.
     Raises DataError for a folder without such rollouts, and for rollouts of another tokenizer.
     """
     rows: list[Demonstration] = []
-    counts = {"below the reward": 0, "cut off": 0, "longer than sft.max_tokens": 0}
+    counts = {"below the reward": 0, "cut off": 0, "longer than sft.max_row_tokens": 0}
     for step, record, tokens, learned in saved_sequences(folder):
         least = -math.inf if sft.min_reward is None else sft.min_reward
         # NaN, of a response that could not be scored, is not at least anything
         is_below = record.reward is None or not record.reward >= least
-        is_long = len(tokens) > sft.max_tokens
+        is_long = len(tokens) > sft.max_row_tokens
         flags = (is_below, record.finish_reason != "stop", is_long)
         if any(flags):
             counts[list(counts)[flags.index(True)]] += 1

@@ -119,8 +119,8 @@ def test_plain_texts_are_encoded_apart_and_end_with_eos(tmp_path):
         ({"prompt": "a", "response": " "}, {"data": {"chat_template": False}}, "not empty"),
         (
             {"prompt": "a", "response": "b" * 9},
-            {"data": {"chat_template": False}, "sft": {"max_tokens": 8}},
-            "sft.max_tokens = 8; raise",
+            {"data": {"chat_template": False}, "sft": {"max_row_tokens": 8}},
+            "sft.max_row_tokens = 8; raise",
         ),
     ],
 )
@@ -143,9 +143,9 @@ def test_long_rows_are_dropped_and_counted(tmp_path):
         write(tmp_path / "a.jsonl", *rows),
         make_tokenizer(),
         data={"chat_template": False, "on_long_prompt": "drop"},
-        sft={"max_tokens": 8},
+        sft={"max_row_tokens": 8},
     )
-    assert len(file.rows) == 1 and "1 rows left out, longer than sft.max_tokens = 8" in file.line
+    assert len(file.rows) == 1 and "1 rows left out, longer than sft.max_row_tokens = 8" in file.line
 
 
 def test_a_row_without_a_prompt_or_an_answer_is_refused():

@@ -75,7 +75,7 @@ def test_cut_off_and_long_responses_are_left_out_and_counted(tmp_path):
     file = demonstrations_of_run(folder, SftConfig(), TOKENIZER)
     assert [row.id for row in file.rows] == ["run:1:p/1"] and "1 cut off" in file.line
     with pytest.raises(DataError, match="no saved rollouts to learn from .*1 longer than"):
-        demonstrations_of_run(folder, SftConfig(max_tokens=6), TOKENIZER)
+        demonstrations_of_run(folder, SftConfig(max_row_tokens=6), TOKENIZER)
 
 
 def test_rollouts_of_another_tokenizer_and_without_tokens_are_refused(tmp_path):
