@@ -53,7 +53,8 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import load_hf_config
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.server.process import free_port, launch_server
+from megatron_rl.rollout.server.ports import free_port
+from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.weights.sync.push import WeightPusher
 from megatron_rl.weights.sync.pushed_weights import PushedWeights
 from megatron_rl.weights.sync.servers import ServerAccess
@@ -163,7 +164,7 @@ def main() -> int:
 def one_rank_environment() -> None:
     """Set the variables that torchrun sets, for this process alone."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.setdefault("MASTER_PORT", str(free_port("127.0.0.1")))
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
 
 
 # Checkpoints --------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Settings for all tests."""
 
 import signal
+import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -20,3 +22,12 @@ def sigint():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def new_threads() -> Callable[[], set[threading.Thread]]:
+    """Return a function that returns the running threads which this test has started; earlier
+    tests may have left others.
+    """
+    before = set(threading.enumerate())
+    return lambda: set(threading.enumerate()) - before

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import _new_process_group_helper
 
-from tests.dist.launch import free_port
+from megatron_rl.rollout.server.ports import free_port
 
 
 class Receiver:

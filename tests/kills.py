@@ -35,8 +35,8 @@ import psutil
 from megatron_rl.checkpoint.folder import latest_checkpoint
 from megatron_rl.checkpoint.manifest import damage, read_manifest
 from megatron_rl.launch.signals import REQUEUE
+from megatron_rl.rollout.server.ports import free_port
 from tests import continuous_run
-from tests.dist.launch import free_port
 from tests.faults.samples import SPEC
 from tests.saved_run import make_material, sections
 

@@ -12,7 +12,8 @@ UV="uv==0.13.9"
 CPU_WHEELS="https://download.pytorch.org/whl/cpu"
 INSTALLER="${INSTALLER:-}"
 ticker=""
-trap '[[ -z "$ticker" ]] || kill "$ticker" 2>/dev/null' EXIT
+# Ctrl-C may have ended the ticker: a command that fails here would change the exit status
+trap '[[ -z "$ticker" ]] || kill "$ticker" 2>/dev/null || true' EXIT
 trap 'exit 130' INT # pip catches it and fails, which must not look like a package that cannot be installed
 trap 'exit 143' TERM
 
@@ -24,7 +25,7 @@ part() { # part NAME COMMAND...: run the command, say every ten seconds that it 
     while sleep 10 >/dev/null 2>&1; do echo "make install: $name: $((SECONDS - started)) s"; done &
     ticker=$!
     "$@" || status=$?
-    kill "$ticker" 2>/dev/null
+    kill "$ticker" 2>/dev/null || true
     wait "$ticker" 2>/dev/null || true
     ticker=""
     if ((status)); then return "$status"; fi

@@ -27,7 +27,7 @@ from megatron_rl.checkpoint.manifest import Manifest, ManifestError, damage, rea
 from megatron_rl.checkpoint.state import load_state, set_rng_state, sharded_state
 from megatron_rl.checkpoint.torch_dist.safe_checkpoint import SafeCheckpoint
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.lora import base_digest
+from megatron_rl.engine.lora_state import base_digest
 
 FORMAT_VERSION = 1
 REQUIRED = {"step", "progress", "schedule", "adam_step", "ranks", "layout", "config"}

@@ -64,7 +64,7 @@ from megatron_rl.checkpoint.write_progress import show_writing
 from megatron_rl.config import plain_values
 from megatron_rl.distributed import from_rank_0
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.lora import base_digest
+from megatron_rl.engine.lora_state import base_digest
 from megatron_rl.metrics.console import ShowProgress
 from megatron_rl.records import Files
 

@@ -69,7 +69,7 @@ class State(TypedDict):
     megatron_core: str
     """Version that saved it."""
     base: NotRequired[str | None]
-    """Digest of the frozen weights that the adapters belong to (engine.lora.base_digest)."""
+    """Digest of the frozen weights that the adapters belong to (engine.lora_state.base_digest)."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # core is imported after the patches of torch
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 CPU = torch.device("cpu")
+FUSED = ("transformer_engine.pytorch.optimizers", "apex", "amp_C")
+"""Modules from which core's optimizers take kernels for a GPU."""
 _TENSOR_TYPE = torch.Tensor.type
 
 
@@ -274,8 +277,27 @@ def install_cpu() -> None:
     # before the patches: core's modules, imported there, may keep one as a default argument
     for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
+    import_core_optimizers()
     for patch in PATCHES:
         setattr(_owner(patch.module), patch.name, patch.replacement)
+
+
+def import_core_optimizers() -> None:
+    """Import core's optimizers while the fused kernels of other packages cannot be imported.
+
+    Core then takes torch's Adam and its own norm of gradients.  It prefers fused ones where they
+    are installed, which is in every container, and these fail on a CPU.
+    """
+    with contextlib.suppress(ImportError):  # it imports its optimizers itself
+        importlib.import_module("transformer_engine.pytorch")
+    installed = {name: sys.modules[name] for name in FUSED if name in sys.modules}
+    sys.modules.update(dict.fromkeys(FUSED))
+    try:
+        importlib.import_module(f"{CORE}.optimizer")
+    finally:
+        for name in FUSED:
+            del sys.modules[name]
+        sys.modules.update(installed)
 
 
 def check_no_gpu() -> None:

@@ -24,7 +24,7 @@ from megatron_rl.engine.fused_logprobs import (
     lm_head_weight,
 )
 from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
-from megatron_rl.engine.lora import add_adapters
+from megatron_rl.engine.lora import add_adapters, open_peft
 from megatron_rl.engine.mini_batch_inputs import make_sequences, selected_tokens
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
@@ -79,8 +79,9 @@ class Engine:
         # before the weights are loaded, which takes minutes
         check_routers(self.chunks, moe_layers)
         check_router_shift(cfg.loss, self.spec)
+        adapter = open_peft(cfg.lora, self.spec)
         self.provider.load(self.chunks)
-        self.adapters = add_adapters(self.chunks, self.spec, parallel, cfg.lora, cfg.run.seed)
+        self.adapters = add_adapters(self.chunks, self.spec, parallel, cfg, adapter)
         # numbered on the axis of the model's MoE layers, as rollouts number them
         routers = [(moe_layers.index(layer), router) for layer, router in moe_routers(self.chunks)]
         router = self.spec.router

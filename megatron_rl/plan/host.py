@@ -20,7 +20,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.plan import grid, memory
 from megatron_rl.plan.adam_bytes import adam_bytes
 from megatron_rl.plan.hardware import GIB
-from megatron_rl.rollout.server.process import check_port_is_free
+from megatron_rl.rollout.server.ports import check_port_is_free
 from megatron_rl.rollout.server.server_info import ServerError
 
 PROBE = bytes(1 << 20)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.models.fit import length_problems
@@ -43,14 +45,26 @@ class Layout:
     """The layout, its memory and its seconds, in words."""
 
 
-def propose(config: Path, model: str, path: str, gpus: int, hardware: Hardware) -> Layout:
+def propose(
+    config: Path,
+    model: str,
+    path: str,
+    gpus: int,
+    hardware: Hardware,
+    changes: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+) -> Layout:
     """Return the fastest layout that fits, for the step that a recipe's config.toml describes.
 
-    model: a checkpoint directory or a known name.  path: model.path of the project.
+    model: a checkpoint directory or a known name.  path: model.path of the project.  changes:
+    sections of settings that replace those of the recipe.
     Raises ValueError where the model cannot train or be served on so many GPUs.
     """
     assumed = Assumptions()
-    step: dict[str, dict[str, object]] = {"rollout": NO_SERVERS, "model": {"path": model}}
+    step: dict[str, Mapping[str, object]] = {
+        "rollout": NO_SERVERS,
+        "model": {"path": model},
+        **changes,
+    }
     cfg, spec = load_config(config, (), step), find_spec(model)
     server_pool = propose_servers(spec, gpus, hardware, assumed)
     cfg = with_servers(cfg, gpus, DecodeModel(spec, server_pool, hardware, assumed))

@@ -10,13 +10,14 @@ import difflib
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.models.known import HUB, is_known
 from megatron_rl.plan.hardware import find_hardware
 from megatron_rl.recipes.layout import propose
 from megatron_rl.recipes.options import parse_new
-from megatron_rl.recipes.toml_values import with_values
+from megatron_rl.recipes.toml_values import read_value, with_values
 
 FOLDER = Path(__file__).parent
 MODEL, GPUS, GPU = "qwen3-30b-a3b", 8, "h100"
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         print(overview())
         return 0
     try:
-        print(make_project(args.folder, args.recipe, args.model, args.gpus, args.gpu))
+        print(make_project(args.folder, args.recipe, args.model, args.gpus, args.gpu, args.lora))
     except (ValueError, OSError) as error:
         print(f"megatron-rl new: {error}", file=sys.stderr)
         return 2
@@ -55,9 +56,14 @@ def overview() -> str:
 
 
 def make_project(
-    folder: Path, recipe: str, model: str | None, gpus: int | None, gpu: str = GPU
+    folder: Path,
+    recipe: str,
+    model: str | None,
+    gpus: int | None,
+    gpu: str = GPU,
+    lora: int | None = None,
 ) -> str:
-    """Write the project and return what to do next.
+    """Write the project and return what to do next.  lora: rank of adapters, if they are trained.
 
     Raises ValueError for an unknown recipe, a folder that is not empty, or a model that does not
     fit; nothing is written then.
@@ -70,8 +76,9 @@ def make_project(
         if path.is_file() and "__pycache__" not in path.parts
     }
     text = "the recipe's own layout"
-    if model or gpus or gpu != GPU:
-        text = fill_in(files, source, model or MODEL, gpus or GPUS, gpu)
+    if model or gpus or gpu != GPU or lora:
+        adapters = {} if lora is None else adapter_values(files[Path("config.toml")], lora)
+        text = fill_in(files, source, model or MODEL, gpus or GPUS, gpu, adapters)
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,15 +108,35 @@ def check_empty(folder: Path) -> None:
         )
 
 
-def fill_in(files: dict[Path, str], source: Path, model: str, gpus: int, gpu: str) -> str:
-    """Change `files` to this model and these GPUs; return the layout in words."""
+def adapter_values(config: str, rank: int) -> dict[str, object]:
+    """Return the settings that train adapters instead of the weights of a recipe: ten times its
+    learning rate.
+    """
+    rate = float(str(read_value(config, "optim.lr")))
+    return {"lora.rank": rank, "lora.alpha": 2.0 * rank, "optim.lr": float(f"{10 * rate:.6g}")}
+
+
+def fill_in(
+    files: dict[Path, str],
+    source: Path,
+    model: str,
+    gpus: int,
+    gpu: str,
+    adapters: Mapping[str, object],
+) -> str:
+    """Change `files` to this model, these GPUs and the settings of adapters, if there are any;
+    return the layout in words.
+    """
     hardware = find_hardware(gpu)
     name = model.lower() if is_known(model) else str(Path(model).resolve())
     path = f"checkpoints/{name}" if is_known(model) else name
-    layout = propose(source / "config.toml", model, path, gpus, hardware)
+    lora = {"rank": adapters["lora.rank"]} if adapters else {}
+    layout = propose(source / "config.toml", model, path, gpus, hardware, {"lora": lora})
     config, run, readme = Path("config.toml"), Path("run.sh"), Path("README.md")
-    files[config] = with_values(files[config], layout.values)
+    files[config] = with_values(files[config], {**layout.values, **adapters})
     line = f"{name} on {layout.line}"
+    if adapters:
+        line += f"; adapters of rank {adapters['lora.rank']}"
     files[config] = LAYOUT.sub(lambda _: f"# Layout: {line}", files[config])
     per_node = min(gpus, hardware.per_node)
     files[run] = PER_NODE.sub(str(per_node), NODES.sub(str(gpus // per_node), files[run]))

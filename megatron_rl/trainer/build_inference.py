@@ -45,7 +45,7 @@ from megatron_rl.rollout.server.server_pool import ServerPool
 from megatron_rl.trainer.live_rollouts import Leader
 from megatron_rl.trainer.services import RunServices
 from megatron_rl.weights.sync.push import WeightPusher
-from megatron_rl.weights.sync.pushed_weights import PushedWeights
+from megatron_rl.weights.sync.pushed_weights import PushedWeights, adapted_tensors
 from megatron_rl.weights.sync.servers import ServerAccess
 from megatron_rl.weights.sync.transports import TransportSettings
 from megatron_rl.weights.version import new_run_name
@@ -251,6 +251,7 @@ def make_pusher(
             cfg.model.path,
             getattr(torch, served),
             fp8_keep=rollout.quantize_keep if rollout.quantize == "fp8" else None,
+            changing=adapted_tensors(cfg.model.path, cfg.lora.targets) if cfg.lora.rank else None,
         ),
         TransportSettings(
             rollout.weight_sync,

@@ -9,11 +9,12 @@ import multiprocessing
 import os
 import queue
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from megatron_rl.rollout.server.ports import free_port
 
 PRELOAD = (
     "megatron_rl.trainer.build",
@@ -55,12 +56,6 @@ def run_ranks(
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _collect(ranks: list[Any], results: Any, timeout: float) -> list[Any]:

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from megatron_rl.config import dump_config, load_config
+from megatron_rl.rollout.server.ports import free_port
 from tests import continuous_run
-from tests.dist.launch import free_port
 from tests.faults.samples import SPEC
 from tests.saved_run import make_material, sections
 

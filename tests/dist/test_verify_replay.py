@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dist.launch import free_port, run_ranks
+from megatron_rl.rollout.server.ports import free_port
+from tests.dist.launch import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = ("offset", "layer", "order", "stale", "duplicate", "pad")

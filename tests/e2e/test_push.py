@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config import RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.client.client import RolloutClient
-from megatron_rl.rollout.server.process import free_port, launch_server
+from megatron_rl.rollout.server.ports import free_port
+from megatron_rl.rollout.server.process import launch_server
 from megatron_rl.rollout.server.server_info import server_info
 from megatron_rl.weights.hf.fp8 import dequantize_blocks, quantize_blocks
 from megatron_rl.weights.sync.buckets import Bucket
@@ -247,9 +248,7 @@ def test_a_server_of_two_ranks_is_verified_where_each_rank_has_the_tensor_as_a_w
     A server that is started again at the same address is joined and verified at once.
     """
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-    cfg = rollout_config.model_copy(
-        update={"server_args": ("--tp-size", "2"), "port": free_port("127.0.0.1")}
-    )
+    cfg = rollout_config.model_copy(update={"server_args": ("--tp-size", "2"), "port": free_port()})
     new = load_weights(random_checkpoint(tmp_path / "new", seed=7))
 
     def start():

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.rollout.client.client import RolloutClient
 from megatron_rl.rollout.client.request import RolloutError
-from megatron_rl.rollout.server.process import free_port
+from megatron_rl.rollout.server.ports import free_port
 from megatron_rl.rollout.server.server_info import ServerError, check_server, server_info
 from tests.e2e.reference import TINY_SPEC, assert_is_from
 from tests.e2e.test_push import PROMPT, make_pusher, next_version  # noqa: F401
@@ -37,7 +37,7 @@ def router(module: str, worker: str, log_path: Path):
         or subprocess.run([PYTHON, "-c", f"import {module}"], capture_output=True).returncode
     ):
         pytest.skip(f"ROUTER_PYTHON = {PYTHON!r} must name a Python that can import {module}")
-    port, prometheus = free_port("127.0.0.1"), free_port("127.0.0.1")
+    port, prometheus = free_port(), free_port()
     command = [
         PYTHON,
         "-m",

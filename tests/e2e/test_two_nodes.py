@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.config import dump_config, load_config
 from megatron_rl.launch.exit_codes import REQUEUE, STALLED
 from megatron_rl.metrics.sinks import read_metrics
-from tests.dist.launch import free_port
+from megatron_rl.rollout.server.ports import free_port
 from tests.nodes import Node, make_nodes, wait_until
 from tests.saved_run import make_material, sections
 

@@ -55,6 +55,7 @@ LATE, CRASHED = 1, 3
 MOST = 60.0
 # of these, an import mutant's child collects and runs so many before it collects the others
 FIRST = 10
+OURS = ("megatron_rl", "megatron_rl_tools", "megatron_rl_viewer", "tests", "tools", "examples")
 UNCHANGED = "unchanged"
 
 Report = Callable[[Path, Mutant, str, str], None]
@@ -401,9 +402,8 @@ def run_in_new_import(file: Path, text: str, tests: Sequence[str], calls: Calls)
 
     for loaded, module in list(sys.modules.items()):
         place = getattr(module, "__file__", None) or ""
-        if loaded.partition(".")[0] in ("megatron_rl", "tests", "tools") or place.startswith(
-            str(ROOT / "tests")
-        ):
+        # the other packages, too: they hold functions and classes of the first import
+        if loaded.partition(".")[0] in OURS or place.startswith(str(ROOT / "tests")):
             del sys.modules[loaded]
     sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
     for part in filter(None, (tests[:FIRST], tests[FIRST:])):

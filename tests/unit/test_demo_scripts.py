@@ -5,16 +5,18 @@ The installation itself is run by whoever calls `make install`; here its Python 
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl_tools import tiny_digest
 from megatron_rl_tools.make_tiny_moe import Settings
+from tests.fake_server import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tools"), str(ROOT / "examples/tiny_cpu")]
@@ -138,16 +140,27 @@ def test_what_was_asked_for_is_not_replaced(tmp_path, case):
     assert "requirements-cpu" not in calls.read_text()
 
 
-def test_an_interrupt_ends_the_installation(tmp_path):
-    """pip catches Ctrl-C and fails, which is not a package that cannot be installed."""
-    slow = "trap 'exit 1' INT; for i in 1 2 3 4 5 6 7 8; do sleep 1; done"
-    process, calls = install(tmp_path, packages=slow)
-    deadline = time.monotonic() + 60
-    while "requirements-cpu" not in calls.read_text() and time.monotonic() < deadline:
-        time.sleep(0.1)
+CATCHES = """trap 'echo caught >>"$CALLS"; exit 1' INT; echo "ready $$" >>"$CALLS"
+    for i in 1 2 3 4 5 6 7 8 9; do sleep 1; done"""
+
+
+@pytest.mark.parametrize("order", ["together", "command first"])
+def test_an_interrupt_ends_the_installation(tmp_path, order):
+    """pip catches Ctrl-C and fails, which is not a package that cannot be installed.
+
+    order: the command may have ended before the script sees the signal.
+    """
+    process, calls = install(tmp_path, packages=CATCHES)
+    assert wait_for(lambda: re.search(r"ready \d+\n", calls.read_text()), 60)
+    if order == "command first":
+        process.send_signal(signal.SIGSTOP)
     os.killpg(process.pid, signal.SIGINT)
+    if order == "command first":
+        uv = psutil.Process(int(re.search(r"ready (\d+)", calls.read_text())[1]))
+        assert wait_for(lambda: uv.status() == psutil.STATUS_ZOMBIE, 60)
+        process.send_signal(signal.SIGCONT)
     process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130 and "caught" in calls.read_text()
     assert "sglang" not in calls.read_text() and not (tmp_path / ".install_seconds").exists()
 
 

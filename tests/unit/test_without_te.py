@@ -1,5 +1,6 @@
 """A router of megatron-core runs without TransformerEngine, on a machine with a GPU or without."""
 
+import os
 import subprocess
 import sys
 
@@ -42,3 +43,35 @@ def test_its_product_is_used_on_a_gpu_only(has_gpu, expected, monkeypatch) -> No
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     choose_router_product()
     assert moe_utils.te_general_gemm == expected
+
+
+OPTIMIZERS = """
+import torch
+import megatron_rl.distributed
+from megatron.core import optimizer
+from megatron.core.optimizer import clip_grads
+import apex.optimizers
+
+print(optimizer.Adam is torch.optim.AdamW, clip_grads.l2_norm_impl.__module__)
+print(apex.optimizers.FusedAdam)
+"""
+
+
+def test_fused_optimizers_are_not_used_on_a_cpu(tmp_path) -> None:
+    files = {
+        "apex/__init__.py": "",
+        "apex/optimizers.py": "FusedAdam = FusedSGD = 'fused'",
+        "apex/multi_tensor_apply.py": "multi_tensor_applier = 'fused'",
+        "amp_C.py": "multi_tensor_l2norm = multi_tensor_scale = 'fused'",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", OPTIMIZERS],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.stdout == "True megatron.core.utils\nfused\n", done.stderr

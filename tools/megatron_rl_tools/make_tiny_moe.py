@@ -56,6 +56,8 @@ class Settings:
     num_experts: int = 8
     top_k: int = 2
     expert_size: int = 64
+    head_dim: int = 16
+    """SGLang's rotary embedding on a GPU needs 64 at least."""
     num_heldout: int = 200
     batch_size: int = 128
     lr: float = 3e-3
@@ -180,7 +182,7 @@ def model_config(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Qwen
         num_hidden_layers=settings.num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=settings.head_dim,
         num_experts=settings.num_experts,
         num_experts_per_tok=settings.top_k,
         norm_topk_prob=True,

@@ -125,6 +125,7 @@ def parse_make_tiny_model(argv: Sequence[str] | None = None) -> argparse.Namespa
         ("num_experts", int),
         ("top_k", int),
         ("expert_size", int),
+        ("head_dim", int),
         ("num_heldout", int),
         ("max_steps", int),
     ):

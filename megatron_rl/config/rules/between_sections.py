@@ -89,10 +89,23 @@ def lora_problems(cfg: AllSections) -> Iterator[str]:
             f"lora.rank = {cfg.lora.rank} with model.provider = bridge: adapters are proven for the"
             " native provider only; set model.provider = native, or lora.rank = 0"
         )
-    if cfg.megatron.fields.get("gradient_accumulation_fusion"):
+    if cfg.megatron.is_on("gradient_accumulation_fusion"):
         yield (
             "megatron.gradient_accumulation_fusion = true with lora.rank > 0: core would add the"
             " gradient of a weight to a buffer that frozen weights do not have; set it to false"
+        )
+    if cfg.megatron.is_on("moe_shared_expert_overlap"):
+        yield (
+            "megatron.moe_shared_expert_overlap = true with lora.rank > 0: core would compute"
+            " shared experts on another stream, in parts that were never compared with adapters;"
+            " set it to false"
+        )
+    slots = [arg for arg in cfg.rollout.server_args if arg.startswith(("--lora", "--enable-lora"))]
+    if slots:
+        yield (
+            f"rollout.server_args has {slots[0]} with lora.rank = {cfg.lora.rank}: adapters are not"
+            " loaded into servers' slots (/load_lora_adapter); they get merged weights, to which a"
+            " slot would add another adapter; remove it"
         )
 
 

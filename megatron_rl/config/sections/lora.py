@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_rl.config.base import AboveZero, Count, Section
 
@@ -26,6 +27,11 @@ class LoraConfig(Section):
     shared_experts, all (these four), or Megatron's names of modules (linear_qkv, linear_proj,
     linear_fc1, ...).  Routers, norms, embedding and LM head stay as they are."""
 
+    path: Path | None = None
+    """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) whose A and B to
+    start from; its base must be model.path.  Written by PEFT, or by megatron-rl convert
+    megatron-to-peft."""
+
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
@@ -33,3 +39,5 @@ class LoraConfig(Section):
     def problems(self) -> Iterator[str]:
         if self.rank and not self.targets:
             yield "targets = []: adapters need weights; name some, or set rank = 0"
+        if self.path is not None and not self.rank:
+            yield f"path = {self.path} with rank = 0: no adapter is trained; set rank to that of it"

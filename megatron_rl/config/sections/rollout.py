@@ -150,7 +150,8 @@ class RolloutConfig(Section):
     trainer's export, servers on GPUs only with one another (docs/guides/servers.md)."""
     verify_push_every: Positive = 20
     """n of verify_push = checksum: the first weight sync of a run is verified, then every n-th, and
-    the first one after a server was replaced or started again."""
+    the first one after a server was replaced or started again, or that sends only what adapters
+    change."""
     # GPUs that servers and trainer share
     release_memory: bool = False
     """Servers and trainer use the same GPUs in turn: the servers free weights, KV cache and

@@ -12,7 +12,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from megatron_rl.config.rules.server_gpus import MEM_FRACTION_STATIC, derived_te
 from megatron_rl.config.rules.server_rules import check_host, check_python
 from megatron_rl.config.sglang_settings import BY_NAME, read_options
 from megatron_rl.launch import nccl
+from megatron_rl.rollout.server.ports import check_port_is_free, free_port
 from megatron_rl.rollout.server.server_info import ServerError, auth_headers
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent dies
@@ -348,26 +348,6 @@ def write_key_file(folder: Path, headers: dict[str, str]) -> Path:
         # a JSON string is a YAML string
         file.write(f"api-key: {json.dumps(key)}\nlog-level: warning\n")
     return path
-
-
-def free_port(host: str) -> int:
-    with listen(host, 0) as probe:
-        return probe.getsockname()[1]
-
-
-def check_port_is_free(host: str, port: int) -> None:
-    try:
-        listen(host, port).close()
-    except OSError as error:
-        raise ServerError(
-            f"rollout.port = {port}: cannot listen on {host}: {error}; use another port, or 0"
-        ) from error
-
-
-def listen(host: str, port: int) -> socket.socket:
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    # with SO_REUSEADDR, as in the server: a port in TIME_WAIT is free
-    return socket.create_server((host, address[1]), family=family)
 
 
 def log_tail(path: Path, lines: int = 15) -> str:

@@ -20,10 +20,10 @@ from typing import Unpack
 import httpx
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.server.ports import free_port
 from megatron_rl.rollout.server.process import (
     Server,
     ServerOptions,
-    free_port,
     options_on_gpus,
     start_server,
 )

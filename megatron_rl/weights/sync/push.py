@@ -17,11 +17,14 @@ Where requests are kept (rollout.weight_update = in_place), step 1 pauses with m
 flushes nothing.  The client's requests then name the version whose entries of the prefix cache they
 may use (rollout/client/request.py).
 
+With adapters the base never changes: after one complete push, only the tensors that have an adapter
+are sent, for as long as the same servers keep the others.
+
 A server refuses a flush while a finished request still counts as running.  Without the flush,
 key-values and expert ids of the OLD weights would stay for every cached prefix; letting the update
 flush (flush_cache = true) kills servers up to 0.5.21.  After a failure the servers stay paused,
 under a version that no sample may have: no process trains on half-updated weights.  The next push
-repairs them, because it sends every tensor.
+repairs them, because it sends every tensor then.
 """
 
 from __future__ import annotations
@@ -45,7 +48,12 @@ from megatron_rl.weights.sync.buckets import Bucket
 from megatron_rl.weights.sync.checksums import ExportDigests, Verifier
 from megatron_rl.weights.sync.colocated import Colocated
 from megatron_rl.weights.sync.push_records import Opened, PushReport, Sent
-from megatron_rl.weights.sync.pushed_weights import PushedWeights, checked_stream, expected_tensors
+from megatron_rl.weights.sync.pushed_weights import (
+    PushedWeights,
+    changing_part,
+    checked_stream,
+    expected_tensors,
+)
 from megatron_rl.weights.sync.servers import (
     TO_LOAD,
     TO_SERVE,
@@ -54,6 +62,7 @@ from megatron_rl.weights.sync.servers import (
     Servers,
     WeightPushError,
     check_unchanged,
+    keeps_unsent,
     start_of,
 )
 from megatron_rl.weights.sync.transports import Disk, Distributed, Transport, TransportSettings
@@ -87,10 +96,11 @@ class WeightPusher:
     ) -> None:
         """Read which tensors to push; nothing is sent yet.
 
-        With `verify_every` = n > 0, three kinds of pushes compare checksums (checksums.py): the
-        first one to a set of servers, every n-th one, and the first one after a server was started
-        again.  `ranks` are those of the job, by default one.  `run` is the name of the run in the
-        versions that servers report (weights/version.py).
+        With `verify_every` = n > 0, four kinds of pushes compare checksums (checksums.py): the
+        first one to a set of servers, the first one that sends a part, every n-th one, and the
+        first one after a server was started again.  Without, every push sends every tensor.
+        `ranks` are those of the job, by default one.  `run` is the name of the run in the versions
+        that servers report (weights/version.py).
         """
         self.ranks, self.run = ranks or Ranks(), run
         self.servers = Servers(access.urls, dict(access.headers), access.timeout_seconds)
@@ -103,6 +113,10 @@ class WeightPusher:
         """Pushes from the last verified one on, that one included; back to 0 after `verify_every`
         of them.  0: the next push is verified."""
         self.verifier = Verifier()
+        self.is_whole = False
+        """The servers have every tensor of the last push, so that a part is enough for the next.
+        On rank 0."""
+        self.sent_part = False
         self.settings = (
             None
             if access.settings is None
@@ -137,7 +151,7 @@ class WeightPusher:
             self.transport.leave(self.servers, others)
         self.transport.join(opened.targets)
         order = BucketOrder(self.ranks.store, opened.name, PATIENCE * self.servers.timeout)
-        sent = Sent()
+        sent = Sent(opened.is_part)
         sent_bytes = self.ranks.together(
             lambda: self._send(export, version, order, sent), WeightPushError
         )
@@ -153,6 +167,7 @@ class WeightPusher:
                 verified = self.verifier.verify(self.servers, digests, version)
             # after the check: a push that fails it leaves the next one due
             self.unverified = (self.unverified + 1) % max(1, self.verify_every)
+            self.is_whole, self.sent_part = True, opened.is_part
             if serve:
                 self.serve(version)
             return verified
@@ -180,6 +195,7 @@ class WeightPusher:
         Meanwhile they serve nothing.  They need --enable-memory-saver.
         """
         self._pause()
+        self.is_whole = False  # they free their weights, too
         self.servers.post("/release_memory_occupation", {"tags": [*TO_LOAD, *TO_SERVE]})
         self.released = {tags: set(self.servers.urls) for tags in self.released}
 
@@ -193,7 +209,7 @@ class WeightPusher:
             return
         # servers that are no longer listed have died: a call would only time out
         self.transport.leave(self.servers, [url for url in self.servers.urls if url in urls])
-        self.unverified = 0
+        self.unverified, self.is_whole = 0, False
         self.servers.close()
         self.servers = Servers(urls, self.servers.headers, self.servers.timeout)
 
@@ -218,7 +234,8 @@ class WeightPusher:
         if restarted:
             names = ", ".join(sorted(restarted))
             logger.warning("started again since the last weight sync: %s", names)
-            self.unverified = 0
+            self.unverified, self.is_whole = 0, False
+        self.is_whole &= self.transport.keeps_tensors and all(map(keeps_unsent, infos.values()))
         self.starts = starts
         return frozenset(restarted)
 
@@ -232,11 +249,17 @@ class WeightPusher:
         self._resume_memory(TO_LOAD)
         # no token may carry the old or the new version from here on
         self.servers.set_version(updating(version_name(version, self.run)))
+        is_part = self.is_whole and bool(self.weights.changing and self.verify_every)
+        if is_part and not self.sent_part:
+            self.unverified = 0
+        # a push that fails leaves servers with a mixture: the next one sends everything
+        self.is_whole = self.sent_part = False
         # hashing costs a second export, so not every push is verified
         is_due = bool(self.verify_every) and self.unverified == 0
         hashes = is_due and self.verifier.any_on_cpu(self.servers)
         targets = self.transport.open(self.servers, version)
-        return Opened(f"weight_sync_{uuid4()}", refused, restarted, is_due, hashes, targets)
+        name = f"weight_sync_{uuid4()}"
+        return Opened(name, refused, restarted, is_due, hashes, is_part, targets)
 
     def _check_alone(self, version: int) -> None:
         """Raise WeightPushError where another run pushes to a server, too.
@@ -259,11 +282,13 @@ class WeightPusher:
 
         `sent` counts the buckets of all sources.
         """
-        stream = iter(export())
+        stream, expected = iter(export()), self.expected
+        if sent.is_part:
+            stream, expected = changing_part(stream, expected, self.weights)
         loading: Future[None] | None = None
         num_bytes = 0
         try:
-            tensors = checked_stream(stream, self.expected, self.weights.checkpoint)
+            tensors = checked_stream(stream, expected, self.weights.checkpoint)
             # every rank sees the batches of all sources, and so numbers them in the same way
             for number, batch in enumerate(batches(tensors, self.bucket_bytes, of_one_dtype=True)):
                 sent.add(number, batch)

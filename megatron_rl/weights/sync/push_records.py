@@ -40,6 +40,8 @@ class Opened:
     """The servers' checksums are compared."""
     hashes: bool
     """Rank 0 hashes the export for that."""
+    is_part: bool
+    """Only the tensors that training changes are sent (PushedWeights.changing)."""
     targets: Targets
 
 
@@ -47,6 +49,8 @@ class Opened:
 class Sent:
     """The buckets of all sources."""
 
+    is_part: bool = False
+    """They have only the tensors that training changes."""
     num_bytes: int = 0
     num_buckets: int = 0
     numbers: dict[str, int] = field(default_factory=dict)

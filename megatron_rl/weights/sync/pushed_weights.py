@@ -9,8 +9,13 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import load_hf_config
+from megatron_rl.weights.hf.entries import entries
 from megatron_rl.weights.hf.export import HFTensor
 from megatron_rl.weights.hf.files import DTYPES, is_left_out, outline, read_headers
+from megatron_rl.weights.hf.peft_folder import adapted
+from megatron_rl.weights.hf.rules import ONE_CALL
 from megatron_rl.weights.sync.servers import WeightPushError
 
 Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -32,6 +37,33 @@ class PushedWeights:
     """None: weights are not rounded.  Else they are rounded to FP8 and back, except names that
     match one of these patterns.
     """
+    changing: frozenset[str] | None = None
+    """HF names of the tensors that training changes (adapted_tensors); None: all of them."""
+
+
+def adapted_tensors(checkpoint: Path, targets: Iterable[str]) -> frozenset[str]:
+    """Return the HF names that lora.targets change, with those that servers need beside them
+    (ONE_CALL).
+    """
+    spec = make_spec(load_hf_config(checkpoint))
+    changing = {name for entry in adapted(spec, targets) for name in entry.hf_names}
+    every = {name for entry in entries(spec) for name in entry.hf_names}
+    for name in tuple(changing):
+        if part := next(filter(name.endswith, ONE_CALL), None):
+            changing |= {name.removesuffix(part) + other for other in ONE_CALL} & every
+    return frozenset(changing)
+
+
+def changing_part(
+    tensors: Iterable[HFTensor], expected: Expected, weights: PushedWeights
+) -> tuple[Iterator[HFTensor], Expected]:
+    """Return those of an export that training changes, and of its expected tensors.
+
+    The stream exhausts the export, which is collective.
+    """
+    changing = weights.changing or expected.keys()
+    part = {name: expected[name] for name in expected if name in changing}
+    return (tensor for tensor in tensors if tensor.name in changing), part
 
 
 def expected_tensors(checkpoint: Path, dtype: torch.dtype) -> Expected:

@@ -64,6 +64,8 @@ class Transport(ABC):
 
     has_sessions = False
     """Some server has opened a session; SGLang before 0.5.21 has none."""
+    keeps_tensors = True
+    """Servers keep the tensors that a push does not send."""
 
     def open(self, servers: Servers, version: int) -> Targets:
         """Prepare the servers before the first bucket.  Called on rank 0.
@@ -186,6 +188,8 @@ class Disk(Transport):
 
     The sources write their files at the same time: there are no turns.
     """
+
+    keeps_tensors = False  # servers load the folder as a whole checkpoint
 
     def __init__(self, checkpoint: Path, folder: Path) -> None:
         self.checkpoint = checkpoint

@@ -16,7 +16,14 @@ BASE = ["--model.path", "unused", "--data.train", "unused"]
     [
         (["--model.provider", "bridge"], r"model\.provider = bridge"),
         (["--megatron.gradient_accumulation_fusion", "true"], "set it to false"),
+        (["--megatron.moe_shared_expert_overlap", "true"], "on another stream"),
+        (
+            ["--rollout.server_args", "--enable-lora", "--rollout.allow_unproven", "enable_lora"],
+            "merged weights, to which a slot would add another",
+        ),
+        (["--rollout.server_args", "--lora-paths=a=b"], "lora_paths = a=b is unproven"),
         (["--lora.targets"], "adapters need weights"),
+        (["--lora.rank", "0", "--lora.path", "x"], "no adapter is trained"),
         (["--lora.alpha", "0"], r"lora\.alpha"),
     ],
 )
@@ -24,6 +31,11 @@ def test_what_adapters_exclude_is_named(options, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, [*BASE, "--lora.rank", "8", *options])
     load_config(None, [*BASE, "--lora.rank", "8"])
+
+
+@pytest.mark.parametrize("field", ["gradient_accumulation_fusion", "moe_shared_expert_overlap"])
+def test_a_field_of_core_that_is_off_is_allowed(field):
+    load_config(None, [*BASE, "--lora.rank", "8", f"--megatron.{field}", "false"])
 
 
 def test_a_batch_of_a_run_with_adapters_is_not_replayed():

@@ -21,7 +21,7 @@ from megatron_rl.launch.heartbeats import CUT_OFF, ENDED, LOADING, RankState, lo
 from megatron_rl.launch.signals import StoppedBySignal
 from megatron_rl.launch.status import names
 from megatron_rl.launch.watchdog import Watchdog, WatchSettings
-from tests.dist.launch import free_port
+from megatron_rl.rollout.server.ports import free_port
 from tests.fake_server import wait_for
 
 HOST = socket.gethostname()

@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 
 from megatron_rl.metrics.histogram import tabulate
 from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.rollout.server.ports import free_port
 
 
 def test_means_are_sums_over_counts_and_maxima_keep_nan():
@@ -62,10 +63,10 @@ def rank_main(rank, port, queue):
     dist.destroy_process_group()
 
 
-def test_ranks_may_count_different_things(free_port):
+def test_ranks_may_count_different_things():
     context = mp.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=rank_main, args=(rank, free_port, queue)) for rank in range(2)]
+    queue, port = context.Queue(), free_port()
+    ranks = [context.Process(target=rank_main, args=(rank, port, queue)) for rank in range(2)]
     for process in ranks:
         process.start()
     got = [queue.get(timeout=120) for _ in ranks]
@@ -85,12 +86,3 @@ def test_ranks_may_count_different_things(free_port):
             "both": 3.0, "largest": -1.0, "infinite": math.inf, "a_leader_only": 1.5,
             "z_leader_only": 5.0,
         }  # fmt: skip
-
-
-@pytest.fixture
-def free_port():
-    import socket
-
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]

@@ -86,6 +86,24 @@ def test_a_project_passes_the_dry_run(recipe, model, gpus, tmp_path, monkeypatch
     assert HUB[model] in (tmp_path / "p/README.md").read_text()
 
 
+def test_a_project_with_adapters_has_their_layout_and_ten_times_the_rate(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert make(tmp_path / "p", "gsm8k", "--lora") == 0
+    monkeypatch.chdir(tmp_path / "p")
+    cfg, plain = load_config("config.toml"), load_config(new.recipes()["gsm8k"] / "config.toml")
+    assert (cfg.lora.rank, cfg.lora.alpha, cfg.lora.targets) == (16, 32.0, ("all",))
+    assert cfg.optim.lr == pytest.approx(10 * plain.optim.lr)
+    line = new.LAYOUT.search((tmp_path / "p/config.toml").read_text())[0]
+    assert line.endswith("; adapters of rank 16")
+    planned = float(re.search(r"measured: ([\d.]+) of", line)[1])
+    found = report(load_config("config.toml", ["--model.path", new.MODEL]), 8)
+    table = found.partition(MEMORY_TITLE)[2].partition("saving a checkpoint")[0]
+    totals = [float(total) for total in re.findall(r"([\d.]+) GiB$", table, re.M)]
+    assert max(totals) == pytest.approx(planned, abs=0.06)
+    assert make(tmp_path / "q", "gsm8k", "--lora", "64") == 0
+    assert load_config(tmp_path / "q/config.toml").lora.rank == 64
+
+
 def test_every_known_model_has_a_checkpoint_on_the_hub():
     assert HUB.keys() == KNOWN.keys()
 

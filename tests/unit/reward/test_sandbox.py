@@ -21,6 +21,7 @@ from megatron_rl.reward.pool import RewardError, RewardPool
 from megatron_rl.reward.sandbox import box as module
 from megatron_rl.reward.sandbox.box import Box, Limits, SandboxError, end, find_box, problem_of
 from megatron_rl.reward.sandbox.programs import kernel
+from megatron_rl.rollout.server.ports import free_port
 from tests.fake_server import wait_for
 from tests.unit.reward import hostile_programs as hostile
 
@@ -121,12 +122,12 @@ def test_nothing_outside_the_box_can_be_written(mechanism, outside, program):
 def test_the_network_and_the_loopback_of_the_machine_cannot_be_reached(mechanism, outside):
     name = f"megatron-rl-{secrets.token_hex(8)}"
     with (
-        socket.create_server(("0.0.0.0", 0)) as server,
+        socket.create_server(("0.0.0.0", free_port("0.0.0.0"))) as server,
         socket.socket(socket.AF_UNIX) as local,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
     ):
         port = server.getsockname()[1]
-        datagrams.bind(("0.0.0.0", port))
+        datagrams.bind(("0.0.0.0", port))  # outside the range of other programs' datagrams
         local.bind(f"\0{name}")
         local.listen()
         values = {"port": port, "socket_name": name, "own_address": own_address()}

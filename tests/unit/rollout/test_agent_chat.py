@@ -242,3 +242,30 @@ def test_arguments_nested_deeper_than_tools_recurse_are_found():
     for depth in range(1, 150):
         arguments = [arguments] if depth % 2 else {"a": arguments}
         assert is_deep(arguments) == (depth > MAX_DEPTH), depth
+
+
+def test_a_conversation_is_written_with_its_thinking_and_opens_the_next_turn(qwen):
+    answer = {"role": "assistant", "content": "OK", "reasoning_content": "hm"}
+    messages = [{"role": "user", "content": "go"}, answer, {"role": "tool", "content": "4"}]
+    assert qwen.decode(Chat("qwen3", qwen).render(messages)) == (
+        "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\nOK"
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_later_message_that_the_format_leaves_out_is_refused(qwen):
+    def bridge(prompt, completion, messages, tools):
+        tokens = [*prompt, *completion, *qwen.encode("<|im_start|>assistant\n")]
+        return SimpleNamespace(token_ids=tokens, message_indices=[-1] * len(tokens))
+
+    chat = Chat("qwen3", qwen)
+    chat._renderer = SimpleNamespace(bridge_to_next_turn=bridge)
+    with pytest.raises(ValueError, match="does not write the one with role = 'system'"):
+        chat.continuation([1, 2], [3], [{"role": "system", "content": "be brief"}])
+
+
+def test_a_tool_that_is_only_a_schema_is_not_called():
+    schema = {"type": "function", "function": {"name": "echo"}}
+    with pytest.raises(ValueError, match="tool 'echo' is only a schema: answer its calls yourself"):
+        asyncio.run(Tools([schema]).answer(ToolCall("id", "echo", {"text": "x"}, "")))

@@ -4,6 +4,7 @@ sampled with.
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from megatron_rl.rollout.agents.sequence_limit import sequence_limit
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.response import ExpectedSample, parse_sample
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling
+from tests.fake_model import TurnModel
 from tests.fake_server import SPEC, VERSION, FakeServer
 from tests.faults.samples import honest_sample
 from tests.unit.rollout.test_endpoint import CHAT_SPEC, PROMPT, TOKENIZER, USER, chat_sample
@@ -380,3 +382,32 @@ def test_turns_of_conversations_get_their_rewards():
         (2.0,),
     ]
     assert rollout.episode.reward == 11.75
+
+
+async def observes_messages(session, prompt):
+    for max_tokens in (TURN, TURN - 2, TURN - 1):
+        await session.generate(max_tokens=max_tokens)
+    session.observe([{"role": "tool", "content": "4"}])
+    await session.generate(max_tokens=1)
+    return session.finish()
+
+
+def test_messages_follow_the_last_turn_of_its_sequence(monkeypatch):
+    runner = EpisodeRunner(
+        AgentConfig(function=f"{__name__}:observes_messages"), word_tokenizer(), SPEC.vocab_size, 0
+    )
+    extended = []
+    runner.chat = SimpleNamespace(
+        stop_token_ids=[], extend=lambda *given: extended.append(given) or [40, 41]
+    )
+    with FakeServer("ok", source=TurnModel(version=VERSION)) as server:
+        cfg = RolloutConfig(max_retries=0)
+        client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
+        ((rollout, *_), *_) = [group.rollouts for group in sample(client)]
+    prompt, completion, messages = extended[0]
+    end = rollout.prompt_length + 3 * TURN - 3
+    start = end - (TURN - 1)
+    assert [*prompt] == rollout.tokens[:start].tolist()
+    assert [*completion] == rollout.tokens[start:end].tolist()
+    assert messages == [{"role": "tool", "content": "4"}]
+    assert rollout.tokens[end : end + 2].tolist() == [40, 41]

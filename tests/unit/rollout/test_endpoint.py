@@ -9,6 +9,7 @@ import re
 import sys
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import replace
 
 import httpx
@@ -26,13 +27,15 @@ from openai import (
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.config.sections.rollout import Truncation
 from megatron_rl.records import Prompt
-from megatron_rl.rollout.agents import ToolError, Turn
+from megatron_rl.rollout.agents import ToolError, Turn, command
 from megatron_rl.rollout.agents.chat import Reply
-from megatron_rl.rollout.agents.command import Program
+from megatron_rl.rollout.agents.command import Program, run_program
 from megatron_rl.rollout.agents.completions import ApiError, chunks, read_request
 from megatron_rl.rollout.agents.rollout_function import load_function
 from megatron_rl.rollout.agents.runner import EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.sampling import Sampling
+from megatron_rl.rollout.group import Group
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
 from tests.faults.samples import make_sample, random_routes
 from tests.words import qwen_tokenizer
@@ -771,7 +774,89 @@ def test_a_stream_tells_its_tokens_only_where_it_is_asked_to(include_usage):
         {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
     ]
     assert end["choices"] == [{"index": 0, "delta": {}, "finish_reason": "stop", "logprobs": None}]
-    assert [chunk["usage"]["total_tokens"] for chunk in usage] == [5] * include_usage
+    numbers = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert [chunk["usage"] for chunk in usage] == [numbers] * include_usage
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"],
+)
+def test_a_field_for_the_services_own_books_has_no_effect(name):
+    assert read_request({"messages": [USER], name: "x"}, 1.0) == read_request(
+        {"messages": [USER]}, 1.0
+    )
+
+
+async def reads_the_protocol(session, prompt):
+    endpoint = await session.open_endpoint()
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    async with httpx.AsyncClient(base_url=endpoint.base_url, headers=headers, timeout=60) as http:
+        assert (await http.get("/models")).json() == {
+            "object": "list",
+            "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "megatron_rl"}],
+        }
+        answer = await http.post("/chat/completions", json={"messages": [USER], "stream": True})
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    assert answer.headers["Cache-Control"] == "no-cache"
+    turn = await session.generate([USER], max_tokens=2)
+    assert len(turn.token_ids) == 2 and turn.finish_reason == "length"
+    return session.finish()
+
+
+def test_answers_have_the_form_that_clients_other_than_openais_read():
+    with FakeServer("ok", source=chat_sample) as server:
+        assert sample(server, reads_the_protocol)[0].num_turns == 1
+
+
+async def names_the_truncation(session, prompt):
+    async with await connected(session) as client:
+        wrong = [{"role": "robot", "content": "x"}]
+        await client.chat.completions.create(
+            model="m", messages=wrong, top_p=0.9, extra_body={"top_k": 20, "min_p": 0.05}
+        )
+
+
+def test_a_program_may_name_the_truncation_of_its_run():
+    sampling = Sampling(1.0, 600, (), VERSION, truncation=Truncation(0.9, 20, 0.05))
+    with FakeServer("ok", source=chat_sample) as server:
+        client = client_of(server, function=f"{__name__}:names_the_truncation")
+        with pytest.raises(RolloutError, match="role = 'robot'"):
+            client.fill([Group(PROMPT, 1)], sampling)
+
+
+async def run_python(code):
+    return await run_program((sys.executable, "-c", code), os.environ, b"question\n")
+
+
+def test_a_program_may_read_its_input_to_the_end():
+    code = "import sys; print(len(sys.stdin.read())); sys.exit(3)"
+    assert asyncio.run(asyncio.wait_for(run_python(code), 60)) == (3, "9\n", "")
+
+
+def test_a_pipe_that_outlives_its_program_is_closed(monkeypatch):
+    """A process in a session of its own holds it, and is not killed with the program."""
+    monkeypatch.setattr(command, "END_SECONDS", 0.1)
+    code = (
+        "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+    )
+
+    async def main():
+        _, output, _ = await run_python(code)
+        daemon = psutil.Process(int(output))
+        try:
+            pipe = os.readlink(f"/proc/{daemon.pid}/fd/1")
+            await asyncio.sleep(0.1)  # a transport closes its pipes in a later round of the loop
+            return pipe, [file for file in map(link, os.listdir("/proc/self/fd")) if file]
+        finally:
+            daemon.kill()
+
+    def link(number):
+        with suppress(FileNotFoundError):  # that of the list itself
+            return os.readlink(f"/proc/self/fd/{number}")
+
+    pipe, files = asyncio.run(main())
+    assert pipe.startswith("pipe:") and files and pipe not in files
 
 
 def test_a_program_ends_with_all_that_it_started(tmp_path):

@@ -78,12 +78,15 @@ def test_a_turn_arrives_as_it_was_sampled(turn):
         (np.arange(2), [0, 1]),
         ((1, (2.5,)), [1, [2.5]]),
         ([{"role": "tool", "content": "4"}], [{"role": "tool", "content": "4"}]),
+        (Step(), {"step": {"observation": "", "reward": 0.0, "done": False, "metrics": {}}}),
         (Step([np.int64(8)], np.float32(1.5), True, {"n": np.int32(2)}),
          {"step": {"observation": [8], "reward": 1.5, "done": True, "metrics": {"n": 2}}}),
     ],
 )  # fmt: skip
 def test_an_answer_arrives_as_json(value, answer):
-    assert reply(Answers(value)) == {"answer": answer}
+    found = reply(Answers(value))
+    # as text: an integer must not become a fraction, which is no token id
+    assert found == {"answer": answer} and repr(found["answer"]) == repr(answer)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ def test_what_a_thread_raises_is_raised_where_it_is_awaited(raised, expected):
     asyncio.run(call())
 
 
-def test_a_thread_that_ends_after_its_time_disturbs_nothing():
+def test_a_thread_that_ends_after_its_time_disturbs_nothing(new_threads):
     async def call():
         problems, ends = [], threading.Event()
         asyncio.get_running_loop().set_exception_handler(
@@ -198,13 +201,10 @@ def test_a_thread_that_ends_after_its_time_disturbs_nothing():
         )
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(in_thread(ends.wait, 60), 0.1)
-        assert [
-            thread.daemon for thread in threading.enumerate() if thread.name == "in_thread"
-        ] == [True]
+        (thread,) = (thread for thread in new_threads() if thread.name == "in_thread")
+        assert thread.daemon
         ends.set()
-        assert await asyncio.to_thread(
-            wait_for, lambda: "in_thread" not in [t.name for t in threading.enumerate()], 60
-        )
+        assert await asyncio.to_thread(wait_for, lambda: not thread.is_alive(), 60)
         await asyncio.sleep(0.05)
         return problems
 

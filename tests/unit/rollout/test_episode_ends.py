@@ -3,17 +3,20 @@ from twice.
 """
 
 import asyncio
+import gc
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.config import AgentConfig, RolloutConfig
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import EpisodeError
-from megatron_rl.rollout.agents.runner import EpisodeRunner
+from megatron_rl.rollout.agents.runner import EpisodeCall, EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.sampling import Sampling
 from megatron_rl.rollout.generation_task import GenerationTask
@@ -273,3 +276,69 @@ def test_what_ends_one_episode_is_counted_and_named(function, why, caplog):
             and len({tuple(rollout.tokens) for rollout in rollouts}) == 2
         )
     assert why.split(",")[0].replace(".", "") in caplog.text.replace(".", "")
+
+
+first_of_two = []
+
+
+async def fails_beside_one_that_waits(session, prompt):
+    await session.generate(max_tokens=TURN)
+    if not first_of_two:
+        first_of_two.append(session.name)
+        raise KeyError("tool")
+    await asyncio.sleep(60)
+
+
+def test_a_failure_ends_the_run_while_other_episodes_of_its_group_wait():
+    first_of_two.clear()
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match="KeyError: 'tool'"):
+        sample(fails_beside_one_that_waits, size=2)
+    assert time.monotonic() - started < 45
+
+
+async def always_fails(session, prompt):
+    await session.generate(max_tokens=TURN)
+    raise KeyError("tool")
+
+
+def test_a_last_try_is_not_counted_as_sampled_again():
+    groups = [Group(PROMPT, 1)]
+    with FakeServer("ok", source=TurnModel(version=3)) as server:
+        client = client_of(server, always_fails, on_error="retry")
+        with pytest.raises(RolloutError, match="attempt 2 of 2"):
+            client.fill(groups, Sampling(1.0, 64, (1,), 3))
+    assert (client.counters.failed_episodes, client.counters.redrawn_samples) == (2, 1)
+
+
+async def fails_with_a_full_context(session, prompt):
+    await session.generate(max_tokens=TURN)
+    if session.name.endswith("/0"):
+        raise KeyError("tool")
+    return session.finish(1.0)
+
+
+def test_a_dropped_episode_is_not_counted_as_truncated():
+    rollouts, _ = sample(fails_with_a_full_context, size=2, max_tokens=TURN, on_error="drop")
+    assert [rollout.finish_reason for rollout in rollouts] == ["stop", "length"]
+
+
+def test_errors_of_episodes_that_nothing_waits_for_are_not_reported_by_asyncio():
+    """A group raises the error of one of its tasks; others may fail or be cancelled."""
+    reported = []
+    call = SimpleNamespace(call=SimpleNamespace(episodes=set()))
+
+    async def fails():
+        raise KeyError("tool")
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: reported.append(what))
+        tasks = [asyncio.create_task(fails()), asyncio.create_task(asyncio.sleep(600))]
+        for task in tasks:
+            task.add_done_callback(partial(EpisodeCall._ended, call))
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+
+    asyncio.run(main())
+    gc.collect()
+    assert not reported

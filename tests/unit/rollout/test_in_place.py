@@ -2,7 +2,6 @@
 token names its version.
 """
 
-import threading
 import time
 from types import SimpleNamespace
 
@@ -276,7 +275,7 @@ def test_a_server_that_dies_while_it_is_paused_loses_its_own_responses_only(max_
                 assert_fingerprints(rollout)
 
 
-def test_a_server_that_does_not_continue_stops_the_run_with_its_name():
+def test_a_server_that_does_not_continue_stops_the_run_with_its_name(new_threads):
     with training("ok", **IN_PLACE) as (trainer, server):
         server.control_faults["/continue_generation"] = "http_500"
         growing(server, PER_STEP, most=3)
@@ -284,7 +283,7 @@ def test_a_server_that_does_not_continue_stops_the_run_with_its_name():
         with pytest.raises(WeightPushError, match="/continue_generation answered 500"):
             trainer.push(1)
         trainer.inference.stop()
-        assert not any(thread.name == "sampling" for thread in threading.enumerate())
+        assert not any(thread.name == "sampling" for thread in new_threads())
 
 
 @pytest.mark.parametrize(

@@ -184,12 +184,12 @@ def test_sampling_that_fails_ahead_stops_the_run_where_it_is_waited_for():
             trainer.scheduler.finish()
 
 
-def test_a_run_that_ends_stops_what_is_sampled_ahead():
+def test_a_run_that_ends_stops_what_is_sampled_ahead(new_threads):
     with training("ok", "ok", "hang", max_concurrency=1, max_staleness=1) as (trainer, server):
         trainer.scheduler.take(0, 0)
         assert wait_for(lambda: len(server.requests) == PER_STEP + 1, 10)
         trainer.inference.stop()
-        assert not any(thread.name == "sampling" for thread in threading.enumerate())
+        assert not any(thread.name == "sampling" for thread in new_threads())
         with pytest.raises(SamplingStopped):
             trainer.scheduler.finish()
 
@@ -305,7 +305,7 @@ def test_a_response_that_is_sampled_again_is_scored_again():
         assert group.drop_older(1, has_request=True) and group.scored is None
 
 
-def test_an_interrupt_ends_the_wait_for_samples(sigint):
+def test_an_interrupt_ends_the_wait_for_samples(sigint, new_threads):
     with training("hang") as (trainer, _):
         interrupt = threading.Timer(
             1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
@@ -313,7 +313,7 @@ def test_an_interrupt_ends_the_wait_for_samples(sigint):
         interrupt.start()
         with pytest.raises(KeyboardInterrupt):
             trainer.scheduler.take(0, 0)
-    assert not any(thread.name == "sampling" for thread in threading.enumerate())
+    assert not any(thread.name == "sampling" for thread in new_threads())
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

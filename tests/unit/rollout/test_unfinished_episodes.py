@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import reduce
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from megatron_rl.config import AgentConfig, Config, DataConfig, ModelConfig, Rol
 from megatron_rl.records import Prompt
 from megatron_rl.rollout.agents import Step
 from megatron_rl.rollout.agents.recorded import RecordedTurns, turns_of
-from megatron_rl.rollout.agents.runner import EpisodeRunner
+from megatron_rl.rollout.agents.runner import EpisodeCall, EpisodeRunner
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
 from megatron_rl.rollout.client.response import join_rollouts
 from megatron_rl.rollout.client.sampling import Sampling
@@ -232,6 +233,9 @@ def test_what_an_environment_that_cannot_be_repeated_drops_is_counted(name, drop
         assert len(rollout.episode.turns) == turns
     assert (client.counters.diverged_episodes, client.counters.diverged_tokens) == (1, dropped)
     assert f"{dropped} recorded tokens dropped" in caplog.text
+    left = SimpleNamespace(name="q", recorded=SimpleNamespace(tokens_left=3))
+    EpisodeCall._count_unused(SimpleNamespace(counters=client.counters), left)
+    assert (client.counters.diverged_episodes, client.counters.diverged_tokens) == (2, dropped + 3)
 
 
 def test_restart_begins_again_and_counts_it():
@@ -283,7 +287,8 @@ def test_turns_of_a_rollout_join_to_it_again():
         (group,) = fill(client_of(server, "repeatable"), [Group(PROMPTS[0], 1)], 3)
     rollout = group.rollouts[0]
     joined = reduce(join_rollouts, turns_of(rollout))
-    assert len([*turns_of(rollout)]) == 5 and joined.environment == rollout.environment
+    assert [len(turn.routed_experts) - len(turn.tokens) for turn in turns_of(rollout)] == [-1] * 5
+    assert joined.environment == rollout.environment
     assert joined.routes_digest == rollout.routes_digest and joined.missing_routes is None
     for row in range(len(rollout.tokens) - 1):
         lost = np.arange(len(rollout.tokens) - 1) == row

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config import load_config
 from megatron_rl.models.families import make_spec
+from megatron_rl.rollout.server.ports import free_port
 from megatron_rl_tools.doctor import check_machine as machine
 from megatron_rl_tools.doctor import check_model as model
 from megatron_rl_tools.doctor import check_packages as packages
@@ -429,11 +430,9 @@ def test_a_missing_rank_is_named():
     """Two of three ranks start: rank 0 names the missing one within its deadline, and the other
     exits.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
     env = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "3",
         "GLOO_SOCKET_IFNAME": "lo",
     }

@@ -166,9 +166,11 @@ def test_the_planners_row_of_a_gpu_is_found_by_its_name(monkeypatch, device, row
 def test_the_demo_on_a_gpu_leaves_memory_to_the_trainer_and_has_kernels_for_its_heads(
     tmp_path, monkeypatch
 ):
-    commands = []
+    commands, models = [], []
     monkeypatch.setattr(server_steps, "sglang_version", lambda place: "0.5.21")
-    monkeypatch.setattr(server_steps, "make_tiny_moe", lambda model: None)
+    monkeypatch.setattr(
+        server_steps, "make_tiny_moe", lambda model, **settings: models.append(settings)
+    )
     monkeypatch.setattr(
         server_steps.subprocess,
         "run",
@@ -177,12 +179,8 @@ def test_the_demo_on_a_gpu_leaves_memory_to_the_trainer_and_has_kernels_for_its_
     server_steps.demo(StepPlace("cuda", tmp_path, False, Path(sys.executable)))
     overrides = commands[0][commands[0].index("--config") + 2 :]
     cfg = load_config(server_steps.DEMO, overrides)
-    assert cfg.rollout.server_args == (
-        "--mem-fraction-static",
-        "0.4",
-        "--attention-backend",
-        "triton",
-    )
+    assert cfg.rollout.server_args == ("--mem-fraction-static", "0.4")
+    assert models == [{"head_dim": 64}]
 
 
 def test_no_engine_is_left_where_the_speed_of_one_is_measured(tmp_path, monkeypatch):

@@ -1,20 +1,27 @@
 """Which tensors of an HF checkpoint directory count."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl.models.families import make_spec
+from megatron_rl.models.spec import load_hf_config
+from megatron_rl.weights.hf.entries import entries
 from megatron_rl.weights.hf.files import (
     CheckpointError,
     HFFiles,
+    companions,
     is_finite,
     is_left_out,
+    num_tensors,
     outline,
     read_headers,
 )
 from megatron_rl.weights.sync.pushed_weights import expected_tensors
+from tests.plain_checkpoint import DENSE
 
 
 def test_layers_of_multi_token_prediction_are_left_out_under_every_name(tmp_path):
@@ -89,3 +96,62 @@ def test_one_value_that_is_not_finite_is_seen():
         assert is_finite(tensor) and is_finite(tensor[:0])
         tensor[1, 2] = value
         assert not is_finite(tensor)
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.pt", "model.pth"])
+def test_pickles_of_every_name_are_refused(tmp_path, name):
+    torch.save(TENSORS, tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"only pickle weights .{name}., which can run code"):
+        read_headers(tmp_path)
+
+
+class Planted:
+    """Touches `marker` where it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+def test_trusted_pickles_run_no_code(tmp_path):
+    torch.save({"a": Planted(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="alone: Unsupported ") as caught:
+        HFFiles(tmp_path, trust_pickle=True)
+    assert "use `torch" not in str(caught.value) and not (tmp_path / "ran").exists()
+
+
+def test_tensors_are_counted_where_there_are_safetensors_files(tmp_path):
+    assert num_tensors(tmp_path) == 0
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    assert num_tensors(tmp_path) == 3
+
+
+def test_companions_are_the_files_without_weights(tmp_path):
+    weights = ("a.safetensors", "a.bin", "a.pt", "a.pth", "a.gguf", "a.safetensors.index.json")
+    for name in (*weights, ".hidden", "tokenizer.model", "config.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder").mkdir()
+    assert [file.name for file in companions(tmp_path)] == ["config.json", "tokenizer.model"]
+
+
+def test_every_tensor_that_does_not_fit_the_model_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    spec = make_spec(load_hf_config(tmp_path))
+    tensors = {name: torch.zeros(shape) for entry in entries(spec) for name, shape in entry.hf}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with HFFiles(tmp_path) as files:
+        files.check(spec)
+    del tensors["model.norm.weight"]
+    tensors |= {"extra": torch.zeros(1), "lm_head.weight": torch.zeros(2, 3)}
+    tensors["model.embed_tokens.weight"] = torch.zeros(64, 64, dtype=torch.int32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with HFFiles(tmp_path) as files, pytest.raises(CheckpointError) as caught:
+        files.check(spec)
+    assert str(caught.value) == (
+        f"{tmp_path}: tensor model.norm.weight is missing; tensor extra is not part of the model;"
+        " tensor lm_head.weight [2, 3], not [64, 64] has another shape than config.json means;"
+        " tensor model.embed_tokens.weight I32 is not f32, bf16, f16; does config.json belong to"
+        " this checkpoint?"
+    )

@@ -14,6 +14,7 @@ from megatron_rl.weights.hf.fp8 import (
     dequantize_blocks,
     quantize_blocks,
     rounded_to_fp8,
+    scales_shape,
 )
 
 KEEP = ("*embed_tokens*", "*mlp.gate.*")
@@ -161,3 +162,7 @@ def test_the_given_tensor_is_not_written_to():
     before = weight.clone()
     list(rounded_to_fp8([("w", weight)], ()))
     assert torch.equal(weight, before)
+
+
+def test_a_block_at_the_border_has_a_scale_of_its_own():
+    assert scales_shape((128, 129)) == (1, 2) and scales_shape((301, 5), 100) == (4, 1)

@@ -1,14 +1,18 @@
 """Files of an HF checkpoint: of the size asked for, over all ranks of a machine."""
 
 import json
+import stat
+import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.distributed.ranks import Ranks
 from megatron_rl.weights.hf.export import HFTensor
+from megatron_rl.weights.hf.files import CheckpointError
 from megatron_rl.weights.hf.write import write_hf_checkpoint
 
 
@@ -42,3 +46,45 @@ def test_a_small_checkpoint_is_one_file_in_the_format_of_transformers(tmp_path):
     index = json.loads(text)
     assert index == {"metadata": {"total_size": 16}, "weight_map": {"a": file.name, "b": file.name}}
     assert text == json.dumps(index, indent=2) + "\n", "as transformers writes it"
+
+
+def stream(*names):
+    return [HFTensor(name, (2,), torch.float32, 0, torch.ones(2)) for name in names]
+
+
+def test_a_checkpoint_replaces_an_older_one_as_a_whole(tmp_path, monkeypatch):
+    source, out = tmp_path / "source", tmp_path / "runs/out"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    out.mkdir(parents=True)
+    (out / "older.txt").touch()
+    # a folder elsewhere might be on another file system, from which none can be renamed
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no such folder"))
+    write_hf_checkpoint(stream("a"), source, out, Ranks())
+    names = ["config.json", "model-00001.safetensors", "model.safetensors.index.json"]
+    assert sorted(file.name for file in out.iterdir()) == names
+    assert (out / "config.json").read_text() == "{}" and list(out.parent.iterdir()) == [out]
+    assert stat.S_IMODE(out.stat().st_mode) == 0o755
+    assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {0o644}
+
+
+def test_other_names_than_the_source_has_are_refused_and_nothing_is_replaced(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    save_file({"b": torch.ones(2), "c": torch.ones(2)}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match="names differ from the weights there, first a$"):
+        write_hf_checkpoint(stream("a", "b", "c", "d"), source, out, Ranks())
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_tensors_leave_the_device_one_by_one(tmp_path):
+    moved = []
+
+    def on_device(name):
+        cpu = lambda: moved.append(name) or torch.ones(2)  # noqa: E731
+        return HFTensor(name, (2,), torch.float32, 0, SimpleNamespace(cpu=cpu))
+
+    tensors = (on_device(name) for name in "ab")
+    (tmp_path / "source").mkdir()
+    write_hf_checkpoint(tensors, tmp_path / "source", tmp_path / "out", Ranks())
+    assert moved == ["a", "b"]

@@ -50,6 +50,7 @@ from megatron_rl_tools.convert.conversion_sides import (
     checked_shape,
     columns,
 )
+from megatron_rl_tools.convert.run_adapters import MergedSide, adapters_of_run
 from megatron_rl_tools.convert.shard_writer import Piece, ShardWriter
 
 MIB = 2**20
@@ -130,7 +131,7 @@ def megatron_to_hf(
     Tensors of `config` that are not trained (multi-token prediction) are copied unchanged.
     """
     spec = make_spec(load_hf_config(config))
-    source = MegatronSide(TorchDist(megatron), meta_slots(config, spec, parallel), spec)
+    source = model_of(megatron, config, spec, parallel)
     copied = files_of_rest(config, spec)
 
     def pieces(entry: Entry) -> list[Piece]:
@@ -172,6 +173,19 @@ def megatron_to_hf(
         finish_files(place, out, job)
     barrier()
     return outcome
+
+
+def model_of(megatron: Path, config: Path, spec: ModelSpec, parallel: Parallel) -> Side:
+    """Return the weights of a checkpoint; those of a run with adapters are merged into `config`,
+    which must be their base.
+    """
+    adapters = adapters_of_run(megatron)
+    if adapters is None:
+        return MegatronSide(TorchDist(megatron), meta_slots(config, spec, parallel), spec)
+    files = HFFiles(config)
+    files.check(spec)
+    adapters.check_base(files, spec)
+    return MergedSide(files, spec, adapters, adapters.read(config, spec, parallel))
 
 
 def files_of_tensors(units: Sequence[Sequence[Entry]], total: int) -> dict[str, str]:

@@ -32,6 +32,7 @@ from megatron_rl_tools.convert.conversion import (
 )
 from megatron_rl_tools.convert.conversion_sides import HFSide, MegatronSide, Side
 from megatron_rl_tools.convert.options import DTYPES, parse
+from megatron_rl_tools.convert.run_adapters import megatron_to_peft
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,6 +90,8 @@ def guarded(command: Callable[[], int]) -> int:
 def run_command(args: argparse.Namespace, work: FileWork, parallel: Parallel) -> int:
     if args.command == "verify":
         return compare_checkpoints(args, work, parallel)
+    if args.command == "megatron-to-peft":
+        return export_adapters(args, work, parallel)
     file_bytes = int(args.file_gb * 1e9)
     if args.backend == "bridge":
         outcome = convert_with_bridge(args, work, parallel)
@@ -115,6 +118,18 @@ def run_command(args: argparse.Namespace, work: FileWork, parallel: Parallel) ->
         )
     done = f"{args.out} exists already: nothing to do"
     work.log(done if outcome is None else summary_line(args.out, outcome))
+    return 0
+
+
+def export_adapters(args: argparse.Namespace, work: FileWork, parallel: Parallel) -> int:
+    if work.world > 1:
+        raise CheckpointError(
+            f"megatron-to-peft: started on {work.world} ranks; it works in one process"
+        )
+    config = config_of(args.megatron, args.config)
+    count = megatron_to_peft(args.megatron, config, args.out, work, parallel)
+    done = f"{args.out} exists already: nothing to do"
+    work.log(done if count is None else f"wrote {args.out}: {count} tensors of adapters")
     return 0
 
 

@@ -3,13 +3,15 @@ tensor by tensor, on CPU.
 
   megatron-rl convert hf-to-megatron --hf DIR --out DIR
   megatron-rl convert megatron-to-hf --megatron DIR [--config HF_DIR] --out DIR
+  megatron-rl convert megatron-to-peft --megatron DIR [--config HF_DIR] --out DIR
   megatron-rl convert verify DIR DIR [--config HF_DIR]
   megatron-rl convert info DIR
 
 One process converts for any layout: a torch_dist checkpoint loads in every tp, pp, ep.  Under
 torchrun the ranks share the files.  A stopped conversion continues where it was; a complete one is
 not repeated.  A checkpoint of a run is torch_dist, too: megatron-to-hf and info read its model
-part.  See docs/guides/checkpoints.md.
+part; adapters ([lora]) are merged into their base, or written as a PEFT folder (megatron-to-peft).
+See docs/guides/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -28,16 +30,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     forward = commands.add_parser("hf-to-megatron", help="HF -> torch_dist")
     forward.add_argument("--hf", type=Path, required=True, help="HF checkpoint directory")
     back = commands.add_parser("megatron-to-hf", help="torch_dist -> HF safetensors")
-    back.add_argument(
-        "--megatron", type=Path, required=True, help="torch_dist directory (with .metadata)"
-    )
+    peft = commands.add_parser("megatron-to-peft", help="adapters of a run -> PEFT folder")
+    for command in (back, peft):
+        command.add_argument(
+            "--megatron", type=Path, required=True, help="torch_dist directory (with .metadata)"
+        )
+    peft.add_argument("--out", type=Path, required=True)
     check = commands.add_parser(
         "verify", help="compare two checkpoints, of either kind, tensor by tensor"
     )
     check.add_argument("dirs", type=Path, nargs=2)
     about = commands.add_parser("info", help="describe a checkpoint")
     about.add_argument("dir", type=Path)
-    for command in (back, check, about):
+    for command in (back, peft, check, about):
         where = "default: DIR/hf, or the model.path of a run"
         command.add_argument(
             "--config", type=Path, help=f"HF directory with config.json and tokenizer; {where}"

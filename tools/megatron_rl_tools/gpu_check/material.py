@@ -73,13 +73,20 @@ def check_step_config(path: Path, device: Device, **sections: Mapping[str, objec
 
 @contextmanager
 def engine_of(cfg: Config) -> Iterator[Engine]:
-    """An engine in a world of one, with nccl on a GPU; its groups are destroyed afterwards."""
-    gc.collect()  # hooks keep the previous engine in reference cycles
+    """An engine in a world of one, with nccl on a GPU; its groups are destroyed afterwards, and
+    its tensors when the next one is made.
+    """
+    gc.collect()  # the previous engine is in reference cycles
     if cfg.run.device == "cuda":
         torch.cuda.empty_cache()
     parallel = make_parallel(cfg.parallel, device=cfg.run.device, timeout_minutes=5)
     try:
-        yield Engine(cfg, parallel, total_updates=100)
+        engine = Engine(cfg, parallel, total_updates=100)
+        yield engine
+        # core's dispatcher keeps a tensor with its graph, whose nodes have hooks of the wrapped
+        # model: a cycle through autograd, which Python's collector cannot see
+        for model in engine.models:
+            vars(model).clear()
     finally:
         parallel.destroy()
 

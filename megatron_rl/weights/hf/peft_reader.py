@@ -1,0 +1,257 @@
+"""Reads a PEFT adapter to continue from (lora.path), exactly or not at all.
+
+The folder may be an export of this program, or of the peft package: adapters of the modules that
+lora.targets mean, experts fused as transformers 5 has them or one by one.  Where q, k and v (gate
+and up) have each an A of their own, these are stacked, which takes the sum of their ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.sections import LoraConfig
+from megatron_rl.models.spec import ModelSpec
+from megatron_rl.weights.hf.entries import Entry
+from megatron_rl.weights.hf.peft_folder import (
+    CONFIG,
+    DIGEST,
+    DTYPE,
+    ROOT,
+    TENSORS,
+    adapted,
+    expert_keys,
+    is_gate_up,
+)
+
+logger = logging.getLogger(__name__)
+
+# fmt: off
+WITHOUT_EFFECT = frozenset((
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules",
+    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
+    "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
+    "rank_pattern", "revision", "target_modules", "target_parameters", "task_type", "use_rslora",
+))
+# fmt: on
+"""Keys of adapter_config.json that do not change W + s B A, or that are read here.  Any other that
+is set is refused."""
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of init_lora_weights with which PEFT changes the base: its saved A and B are not of ours.
+"""
+
+
+class Pair(NamedTuple):
+    """PEFT's A and B of one HF tensor, or of one HF tensor of one expert."""
+
+    module: str
+    """Name of its keys before .lora_A.weight."""
+    expert: int | None
+    """Number of the expert whose part of the two tensors it is; None: all of them."""
+
+
+class PeftFolder:
+    """A PEFT adapter on disk, checked against a model and [lora]."""
+
+    def __init__(self, path: Path, spec: ModelSpec, lora: LoraConfig) -> None:
+        """Read the configuration, names and shapes.  Raises ConfigError for what cannot be
+        continued exactly; nothing was changed then.
+        """
+        self.path, self.spec, self.lora = path, spec, lora
+        self.config = read_config(path)
+        try:
+            self.file = safe_open(path / TENSORS, "pt")
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"lora.path = {path}: {TENSORS} cannot be read: {error}; it must be a folder that"
+                " PEFT or megatron-rl convert megatron-to-peft wrote"
+            ) from error
+        self.metadata: dict[str, str] = self.file.metadata() or {}
+        names = list(self.file.keys())
+        self.shapes = {name: tuple(self.file.get_slice(name).get_shape()) for name in names}
+        self._read = lru_cache(maxsize=8)(lambda name: self.file.get_tensor(name).float())
+        self.pairs = {entry.name: self._pairs(entry) for entry in adapted(spec, lora.targets)}
+        if problem := next(self._problems(), None):
+            raise ConfigError(f"lora.path = {path}: {problem}")
+
+    def _pairs(self, entry: Entry) -> list[Pair | None]:
+        """Return the pair of each HF tensor of the entry; a fused one of experts is of them all."""
+        pairs = [Pair(ROOT + name.removesuffix(".weight"), None) for name in entry.hf_names]
+        found = [pair if self._has(pair.module) else None for pair in pairs]
+        if any(found) or entry.layer is None or not entry.rule.is_expert:
+            return found
+        parts = {name.rpartition(".")[2] for name in self.config.get("target_parameters") or ()}
+        keys = expert_keys(entry.layer, both={"gate_up_proj", "down_proj"} <= parts)
+        part = "gate_up_proj" if is_gate_up(entry) else "down_proj"
+        module = keys.gate_up if is_gate_up(entry) else keys.down
+        if part in parts and self._has(module):
+            return [Pair(module, entry.expert)]
+        return found
+
+    def _has(self, module: str) -> bool:
+        return f"{module}.lora_A.weight" in self.shapes
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong between the tensors, the model and [lora]."""
+        used = {
+            f"{pair.module}.lora_{factor}.weight"
+            for pairs in self.pairs.values()
+            for pair in pairs
+            if pair is not None
+            for factor in "AB"
+        }
+        if unknown := sorted(self.shapes.keys() - used):
+            yield (
+                f"{len(unknown)} of its {len(self.shapes)} tensors are of no weight that"
+                f" lora.targets = {list(self.lora.targets)} mean, first {unknown[0]}; set"
+                " lora.targets to what the adapter has (routers, embedding and LM head cannot have"
+                " one)"
+            )
+        if missing := sorted(used - self.shapes.keys()):
+            yield f"{TENSORS} lacks {missing[0]}; it is incomplete"
+        for entry in adapted(self.spec, self.lora.targets):
+            yield from self._problems_of(entry, self.pairs[entry.name])
+
+    def _problems_of(self, entry: Entry, pairs: Sequence[Pair | None]) -> Iterator[str]:
+        experts = self.spec.num_experts
+        shapes = [shape for _, shape in entry.hf]
+        if len(pairs) == 1:
+            shapes = [(sum(rows for rows, _ in shapes), shapes[0][1])]
+        for pair, (rows, columns) in zip(pairs, shapes, strict=True):
+            if pair is None:
+                continue
+            a, b = (self.shapes[f"{pair.module}.lora_{factor}.weight"] for factor in "AB")
+            rank = a[0] if pair.expert is None else a[0] // experts
+            total = rank if pair.expert is None else rank * experts
+            if a != (total, columns) or b != (rows, total):
+                yield (
+                    f"{pair.module} has A {list(a)} and B {list(b)}, but its weight has shape"
+                    f" [{rows}, {columns}]; the adapter is of another base than model.path"
+                )
+                return
+            scale = self._scale(pair.module, rank, entry)
+            if not math.isclose(scale, self.lora.scale, rel_tol=1e-9):
+                power = math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank
+                yield (
+                    f"its scale of {pair.module} is {scale:g}, that of [lora] is"
+                    f" {self.lora.scale:g} (rank = {self.lora.rank}, alpha = {self.lora.alpha:g});"
+                    f" set lora.alpha = {scale * power:g}"
+                )
+                return
+
+    def _scale(self, module: str, rank: int, entry: Entry) -> float:
+        """Return alpha / rank of one pair, as PEFT computes it."""
+        name = module.removeprefix(ROOT).removesuffix(".base_layer")
+        names = [name, *(f"{name}.{part}" for part in ("gate_up_proj", "down_proj"))]
+        names = names[:1] if not entry.rule.is_expert else names[1 + (not is_gate_up(entry)) :][:1]
+        alpha = self.config.get("lora_alpha", 8)
+        for pattern, value in (self.config.get("alpha_pattern") or {}).items():
+            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+                alpha = value
+                break
+        return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def factors(self, entry: Entry, a: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return A [rank, i] and, for each HF tensor of the weight, its rows of B [o, rank].
+
+        a: initial A, float32; rows that the folder lacks stay as they are, with columns of B that
+        are 0, so that they change nothing.  Raises ConfigError where lora.rank is too small.
+        """
+        pairs = [None if pair is None else self._values(pair) for pair in self.pairs[entry.name]]
+        rows = [shape[0] for _, shape in entry.hf]
+        if len(pairs) == 1 and len(rows) > 1 and pairs[0] is not None:  # experts, fused
+            whole_a, whole_b = pairs[0]
+            pairs = [(whole_a, part) for part in whole_b.split(rows)]
+        distinct: list[Tensor] = []
+        for pair in pairs:
+            if pair is not None and not any(pair[0].equal(other) for other in distinct):
+                distinct.append(pair[0])
+        needed = sum(len(other) for other in distinct)
+        if needed > self.lora.rank:
+            why = f"{len(distinct)} matrices A" if len(distinct) > 1 else "its A"
+            raise ConfigError(
+                f"lora.path = {self.path}: {entry.name} needs rank {needed}, for {why} of"
+                f" {', '.join(entry.hf_names)}; lora.rank = {self.lora.rank}: raise it, and"
+                " lora.alpha by the same factor"
+            )
+        if not distinct:
+            return a, [a.new_zeros(count, self.lora.rank) for count in rows]
+        starts = [sum(len(other) for other in distinct[:i]) for i in range(len(distinct))]
+        parts = []
+        for pair, count in zip(pairs, rows, strict=True):
+            part = a.new_zeros(count, self.lora.rank)
+            if pair is not None:
+                place = next(i for i, other in enumerate(distinct) if other.equal(pair[0]))
+                part[:, starts[place] : starts[place] + len(pair[0])] = pair[1]
+            parts.append(part)
+        return torch.cat([*distinct, a[needed:]]), parts
+
+    def _values(self, pair: Pair) -> tuple[Tensor, Tensor]:
+        """Return A [r, i] and B [o, r] in float32."""
+        a, b = (self._read(f"{pair.module}.lora_{factor}.weight") for factor in "AB")
+        if pair.expert is None:
+            return a, b
+        rank = len(a) // self.spec.num_experts
+        a = a[pair.expert * rank : (pair.expert + 1) * rank]
+        return a, b[:, pair.expert :: self.spec.num_experts]
+
+    def check_base(self, digest: str, dtype: torch.dtype) -> list[str]:
+        """Raise ConfigError for the adapter of another base; return what is not exact, or could not
+        be checked.
+
+        digest: that of model.path in `dtype` (engine.lora_state.base_digest).
+        """
+        where, base = f"lora.path = {self.path}", self.config.get("base_model_name_or_path")
+        saved, ours = self.metadata.get(DIGEST), str(dtype).removeprefix("torch.")
+        if saved not in (None, digest):
+            raise ConfigError(
+                f"{where}: belongs to other weights (digest {saved} in {self.metadata.get(DTYPE)})"
+                f" than those of model.path ({digest} in {ours}); set model.path and model.dtype to"
+                f" those of its base ({base})"
+            )
+        notes = []
+        if saved is None:
+            notes.append(
+                f"{where}: has no digest of its base ({base}); only shapes were compared with"
+                " model.path"
+            )
+        stored = {self.file.get_slice(name).get_dtype() for name in self.shapes}
+        if "F32" in stored and dtype != torch.float32:
+            notes.append(f"{where}: its values are float32; they are rounded to {ours}")
+        return notes
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read adapter_config.json.  Raises ConfigError for adapters that are not W + s B A."""
+    try:
+        config: dict[str, Any] = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"lora.path = {path}: {CONFIG} cannot be read: {error}; it must be a folder that PEFT"
+            " or megatron-rl convert megatron-to-peft wrote"
+        ) from error
+    kind, bias, start = config.get("peft_type"), config.get("bias"), config.get("init_lora_weights")
+    if kind != "LORA":
+        raise ConfigError(f"lora.path = {path}: peft_type = {kind}; only LORA can be continued")
+    changed = sorted(key for key, value in config.items() if value and key not in WITHOUT_EFFECT)
+    if bias not in (None, "none"):
+        changed.insert(0, "bias")
+    if isinstance(start, str) and start.startswith(CHANGES_BASE):
+        changed.insert(0, "init_lora_weights")
+    if changed:
+        raise ConfigError(
+            f"lora.path = {path}: {changed[0]} = {config[changed[0]]!r} in {CONFIG}: this adapter"
+            " is more than W + s B A; merge it into its base with PEFT, and train from that"
+        )
+    return config
