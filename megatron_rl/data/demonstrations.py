@@ -146,8 +146,8 @@ def load_demonstrations(
                 num_long += 1
             else:
                 raise DataError(
-                    f"{len(row.tokens)} tokens, sft.max_row_tokens = {sft.max_row_tokens}; raise the limit,"
-                    " or set data.on_long_prompt = drop"
+                    f"{len(row.tokens)} tokens, sft.max_row_tokens = {sft.max_row_tokens}; raise"
+                    " the limit, or set data.on_long_prompt = drop"
                 )
         # of DataError, and of a format that cannot hold the messages
         except ValueError as error:

@@ -123,7 +123,8 @@ def check_fits(file: DemonstrationFile, vocab_size: int, max_positions: int) -> 
         if len(row.tokens) > max_positions:
             raise DataError(
                 f"{file.path}, row {row.id}: {len(row.tokens)} tokens, the model has"
-                f" {max_positions} positions; lower sft.max_row_tokens, with data.on_long_prompt = drop"
+                f" {max_positions} positions; lower sft.max_row_tokens, with"
+                " data.on_long_prompt = drop"
             )
 
 

@@ -28,8 +28,8 @@ def demonstrations_of_run(
     """Return the sampled sequences of `folder` whose reward is at least sft.min_reward.
 
     Left out and counted: responses without a reward or with less, those that were cut off at the
-    length limit, those longer than sft.max_row_tokens, and groups whose tokens were not saved.  Every
-    sequence of an episode is a row.
+    length limit, those longer than sft.max_row_tokens, and groups whose tokens were not saved.
+    Every sequence of an episode is a row.
     Raises DataError for a folder without such rollouts, and for rollouts of another tokenizer.
     """
     rows: list[Demonstration] = []

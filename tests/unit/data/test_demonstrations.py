@@ -145,7 +145,8 @@ def test_long_rows_are_dropped_and_counted(tmp_path):
         data={"chat_template": False, "on_long_prompt": "drop"},
         sft={"max_row_tokens": 8},
     )
-    assert len(file.rows) == 1 and "1 rows left out, longer than sft.max_row_tokens = 8" in file.line
+    assert len(file.rows) == 1
+    assert "1 rows left out, longer than sft.max_row_tokens = 8" in file.line
 
 
 def test_a_row_without_a_prompt_or_an_answer_is_refused():
