@@ -13,7 +13,7 @@ import sys
 from importlib import import_module
 
 from megatron_rl import commands
-from megatron_rl.options import parse, parse_evaluate
+from megatron_rl.options import parse, parse_evaluate, parse_sft
 
 BAD_ARGUMENTS = 2
 
@@ -84,6 +84,12 @@ def train() -> int:
     if arguments.dry_run:
         return import_module("megatron_rl.plan.dry_run").print_report(arguments, overrides)
     return import_module("megatron_rl.train").main()
+
+
+def sft() -> int:
+    """Train on conversations that have their answers (supervised)."""
+    parse_sft()
+    return import_module("megatron_rl.sft").main()
 
 
 def launch() -> int:

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 GROUP = "megatron_rl.commands"
 PACKAGES = {
-    ".": ("new", "train", "launch", "dry-run", "settings", "evaluate"),
+    ".": ("new", "sft", "train", "launch", "dry-run", "settings", "evaluate"),
     "./tools": (
         "check-rollouts", "convert", "doctor", "explain-mismatch", "gpu-check", "make-tiny-model",
         "plan", "quantize", "rehearse", "replay-batch", "top", "trace", "verify-replay",

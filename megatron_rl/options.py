@@ -14,6 +14,9 @@ TRAIN = (
     "Train.  On N ranks: megatron-rl launch --nproc_per_node N -m megatron_rl.train --config"
     " FILE.toml ..."
 )
+SFT = """Supervised training: -log pi of the assistant's tokens.  On N ranks: megatron-rl launch
+--nproc_per_node N -m megatron_rl.sft --config FILE.toml ...
+"""
 EVALUATE = """Compute avg@n and pass@k on evaluation sets, through the client and the reward pool
 of training.
 
@@ -118,6 +121,31 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         help="dry run: an assumption of its times",
     )
     return parser
+
+
+def parse_sft(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of `megatron-rl sft`, and the overrides --section.key VALUE."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s --config FILE.toml [--resume] [--SECTION.KEY VALUE ...]",
+        description=SFT,
+        epilog="docs/guides/sft.md; `megatron-rl settings SECTION[.KEY]` explains settings",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings, as TOML")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest checkpoint of the run; there must be one",
+    )
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), help="lines on the terminal (run.log_format)"
+    )
+    arguments, overrides = parser.parse_known_args(argv)
+    if arguments.resume:
+        overrides += ["--checkpoint.require"]
+    if arguments.log_format:
+        overrides += ["--run.log_format", arguments.log_format]
+    return arguments, overrides
 
 
 def positive(text: str) -> int:

@@ -18,9 +18,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError, load_config
+from megatron_rl.config.rules.sft_rules import check_is_rl
 from megatron_rl.launch.errors import report_error
 from megatron_rl.launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from megatron_rl.launch.log_lines import LogLines
@@ -111,23 +113,36 @@ def run(argv: list[str] | None) -> int:
         return print_report(arguments, overrides)
     try:
         cfg = load_config(arguments.config, overrides)
+        check_is_rl(cfg)
     except ConfigError as error:
         LogLines(arguments.log_format or "text").print_error(
             f"megatron_rl.train: {error}", error="ConfigError"
         )
         return BAD_CONFIG
+
+    def job() -> None:
+        collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
+
+    return run_job(cfg, job, "megatron_rl.train")
+
+
+def run_job(cfg: Config, job: Callable[[], None], program: str) -> int:
+    """Run `job` on this rank and return the exit status; see `main`.
+
+    program: the name under which errors are reported.
+    """
     lines = LogLines(cfg.run.log_format, hidden=(cfg.rollout.api_key_env,))
     signal.signal(signal.SIGTERM, raise_interrupt)
     follow_launcher()  # under torchrun: SIGTERM for this rank, too, when the launcher dies
     try:
         # stderr without secrets; before the imports, as some libraries keep the stream they find
         with lines.clean_stderr():
-            collect(cfg) if arguments.only else train(cfg, arguments.from_rollouts)
+            job()
     except StoppedBySignal as stopped:
         # a launcher repeats the signal while the other ranks exit
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.environ.get("RANK", "0") == "0":
-            lines.print_error(f"megatron_rl.train: {stopped}", error="StoppedBySignal")
+            lines.print_error(f"{program}: {stopped}", error="StoppedBySignal")
         return REQUEUE
     except KeyboardInterrupt:
         lines.print_error(

@@ -31,6 +31,7 @@ def with_advantages(
 
     mean                    A_i = R_i - mean(R)                      MiniRL, arXiv 2512.01374 Eq. 7
     std                     A_i = (R_i - mean(R)) / (std(R) + 1e-6)  GRPO
+    reward                  A_i = R_i                                no baseline; SFT, where R = 1
     leave_one_out           A_i = R_i - mean of the other G - 1      RLOO
     length_weighted         A_i = R_i - sum_j n_j R_j / sum_j n_j    OPO, arXiv 2505.23585
     rescaled_mean           A_i = (P / P+) (R_i - mean(R))           GPG, arXiv 2504.02546
@@ -93,9 +94,11 @@ def is_uniform(group: RolloutGroup) -> bool:
 def group_advantages(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
     """Return the advantages float64 [G] of one group's rewards [G], 0 where a reward is NaN.
 
-    kind: mean, std or leave_one_out.
+    kind: mean, std, leave_one_out or reward.
     """
     scored = ~np.isnan(rewards)
+    if kind == "reward":
+        return np.where(scored, rewards, 0.0)
     count = int(scored.sum())
     known = rewards[scored]
     # one response has no baseline; equal rewards give exact zeros, although their mean may round
@@ -110,7 +113,8 @@ def group_advantages(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
         # R_i - mean of the others = G / (G - 1) (R_i - mean of all)
         return centred * count / (count - 1)
     raise ValueError(
-        f"advantage.kind = {kind!r} is not computed within a group; use mean, std or leave_one_out"
+        f"advantage.kind = {kind!r} is not computed within a group; use mean, std, leave_one_out or"
+        " reward"
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_rl.config import sections
 from megatron_rl.config.base import Section
 from megatron_rl.config.device_limits import Device
-from megatron_rl.config.loss_presets import AdvantageKind
+from megatron_rl.config.loss_presets import SFT, AdvantageKind
 
 
 class AllSections(Section):
@@ -17,6 +17,7 @@ class AllSections(Section):
     model: sections.ModelConfig
     lora: sections.LoraConfig = sections.LoraConfig()
     data: sections.DataConfig
+    sft: sections.SftConfig = sections.SftConfig()
     rollout: sections.RolloutConfig = sections.RolloutConfig()
     agent: sections.AgentConfig = sections.AgentConfig()
     reward: sections.RewardConfig = sections.RewardConfig()
@@ -40,6 +41,11 @@ class AllSections(Section):
         """The kind of advantage, with "auto" resolved."""
         kind = self.advantage.kind
         return self.loss.switches.advantage if kind == "auto" else kind
+
+    @property
+    def is_sft(self) -> bool:
+        """True for supervised training (`megatron-rl sft`)."""
+        return self.loss.name == SFT
 
     @property
     def eval_data(self) -> sections.DataConfig:

@@ -30,11 +30,13 @@ def load_config(
     overrides: Sequence[str] = (),
     section_overrides: Mapping[str, Mapping[str, object]] | None = None,
     *,
+    defaults: Mapping[str, Mapping[str, object]] | None = None,
     of_a_run: bool = False,
 ) -> Config:
     """Read TOML, then apply `section_overrides`, then `--section.key value` arguments.
 
     section_overrides: nested tables, {"run": {"seed": 1}}.
+    defaults: the same, for keys that nothing else sets.
     of_a_run: the file is the config.toml that a run wrote, perhaps with an earlier version: former
     names are accepted.  Raises ConfigError for an unreadable file, an unknown or renamed key (with
     the nearest or new one) or an illegal value.  Its message begins with FILE:LINE:COLUMN where the
@@ -44,6 +46,8 @@ def load_config(
     values = {} if path is None else parse_toml(Path(path), text)
     # all sections are present, so that a missing required key is reported by its own name
     values = {name: {} for name in SECTIONS} | (with_new_names(values) if of_a_run else values)
+    for section, keys in (defaults or {}).items():
+        values[section] = {**keys, **values[section]}
     replaced: set[str] = set()
     # in this order, so that the command line has the last word
     changes = chain((section_overrides or {}).items(), section_values(overrides).items())

@@ -15,7 +15,7 @@ from typing import Literal
 
 AdvantageKind = Literal[
     "mean", "std", "leave_one_out", "length_weighted", "rescaled_mean", "batch_whitened",
-    "centred_batch_whitened", "per_reward",
+    "centred_batch_whitened", "per_reward", "reward",
 ]  # fmt: skip
 Ratio = Literal["none", "total", "train_infer", "staleness"]
 Level = Literal["token", "product", "geometric"]
@@ -188,3 +188,9 @@ PRESETS: dict[str, LossSpec] = {
     "gpg": replace(REINFORCE, advantage="rescaled_mean", aggregation="token_mean"),
     "opo": replace(REINFORCE, advantage="length_weighted"),
 }  # fmt: skip
+
+SFT = "sft"
+"""loss.name of supervised training (megatron_rl/sft.py): the mean of -log pi over learned tokens,
+which is REINFORCE with a reward of 1 for every row.
+"""
+SUPERVISED: dict[str, LossSpec] = {SFT: LossSpec("reward", aggregation="token_mean")}

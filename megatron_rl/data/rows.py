@@ -146,17 +146,15 @@ def parse_line(line: bytes) -> JsonRow:
 
 
 def resolve_keys(row: JsonRow, prompt_key: str, label_key: str) -> tuple[str, str]:
-    """Return the keys of a file's prompts and labels, from its first row.
+    """Return the keys of a file's prompts and labels, from its first row."""
+    return first_key(row, prompt_key, PROMPT_KEYS), first_key(row, label_key, LABEL_KEYS)
 
-    "auto" stands for the first known key that the row has, or the first known key.
-    """
 
-    def resolve(key: str, known: Sequence[str]) -> str:
-        if key != AUTO:
-            return key
-        return next((name for name in known if lookup(row, name) not in (MISSING, None)), known[0])
-
-    return resolve(prompt_key, PROMPT_KEYS), resolve(label_key, LABEL_KEYS)
+def first_key(row: JsonRow, key: str, known: Sequence[str]) -> str:
+    """Return `key`; for "auto" the first known key that the row has, or the first known key."""
+    if key != AUTO:
+        return key
+    return next((name for name in known if lookup(row, name) not in (MISSING, None)), known[0])
 
 
 def lookup(row: object, key: str) -> object:
@@ -188,12 +186,7 @@ def prompt_messages(row: JsonRow, key: str, config: DataConfig) -> list[Message]
     into data.template.
     """
     prompt = required(row, key)
-    for media in MEDIA_KEYS:  # the model would not get what the prompt is about
-        if row.get(media):
-            raise DataError(
-                f"{media!r} is not empty: prompts are text only; leave out rows with images, video"
-                " or audio"
-            )
+    check_no_media(row)
     if isinstance(prompt, str):
         check_text(prompt, key)
         messages = [{"role": "user", "content": prompt}]
@@ -212,6 +205,18 @@ def prompt_messages(row: JsonRow, key: str, config: DataConfig) -> list[Message]
         raise DataError(f"{key!r} must be text or a list of chat messages, got {kind(prompt)}")
     messages[-1]["content"] = config.template.replace("{prompt}", messages[-1]["content"])
     return messages
+
+
+def check_no_media(row: JsonRow) -> None:
+    """Raise DataError for a row with images, video or audio, without which its text is another
+    task.
+    """
+    for media in MEDIA_KEYS:
+        if row.get(media):
+            raise DataError(
+                f"{media!r} is not empty: prompts are text only; leave out rows with images, video"
+                " or audio"
+            )
 
 
 def checked_message(message: object, key: str) -> Message:

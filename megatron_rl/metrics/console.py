@@ -121,13 +121,14 @@ class Console:
 
 
 def evaluation_text(metrics: Mapping[str, float]) -> str:
-    """Return avg@k and pass@k of every evaluation set, without their intervals, and the share of
-    responses that could not be scored where it is above 0.
+    """Return avg@k and pass@k, or the loss, of every evaluation set, without their intervals, and
+    the share of responses that could not be scored where it is above 0.
     """
     shown = {
         name: value
         for name, value in sorted(metrics.items())
-        if re.search(r"/(avg|pass)@\d+$", name) or (name.endswith("/failed_frac") and value > 0)
+        if re.search(r"/((avg|pass)@\d+|loss)$", name)
+        or (name.endswith("/failed_frac") and value > 0)
     }
     return "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in shown.items())
 

@@ -7,8 +7,8 @@ may count different numbers of tokens, or none.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_rl.metrics.histogram import HISTOGRAMS, WIDTH, Histogram, describe_histogram
 
+T = TypeVar("T")
 Number: TypeAlias = float | Tensor
 """A Python number or a 0-d tensor on the rank's device."""
 
@@ -78,6 +79,17 @@ class MetricSums:
             name, _, group = key.partition(" ")
             self.add_histogram(name, Histogram(table.unsqueeze(0), largest.unsqueeze(0)), (group,))
 
+    def renamed(self, name_of: Callable[[str], str | None]) -> MetricSums:
+        """Return these metrics under the names that `name_of` gives, without those whose name is
+        None.
+        """
+        kept = MetricSums()
+        kept._sums = renamed_keys(self._sums, name_of)
+        kept._totals = renamed_keys(self._totals, name_of)
+        kept._maxima = renamed_keys(self._maxima, name_of)
+        kept._histograms = renamed_keys(self._histograms, name_of)
+        return kept
+
     def mean(self, name: str, group: dist.ProcessGroup | None, device: torch.device | str) -> float:
         """Return one mean over the ranks of `group`, NaN where nothing was counted.  Collective."""
         pair = stack(list(self._sums.get(name, (0.0, 0.0))), device)
@@ -123,6 +135,10 @@ class MetricSums:
         values = torch.cat([means, total_sums, maxima[: len(max_names)]]).tolist()
         scalars = dict(zip([*mean_names, *total_names, *max_names], values, strict=True))
         return scalars | statistics_of(keys, tables.view(-1, WIDTH), maxima[len(max_names) :])
+
+
+def renamed_keys(values: dict[str, T], name_of: Callable[[str], str | None]) -> dict[str, T]:
+    return {new: value for name, value in values.items() if (new := name_of(name)) is not None}
 
 
 def reduce_maxima(maxima: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -69,6 +69,7 @@ def parts_of_line(result: StepResult, num_steps: int, left_out: str) -> Iterator
     clip = fill("clip {train/clip_high_frac:.2f}/{train/clip_low_frac:.2f}", metrics)
     yield "step", f"step {result.step + 1:>{len(str(num_steps))}}/{num_steps}"
     yield "reward", fill("reward {rollout/reward_mean:.3f}", metrics)
+    yield "loss", fill("loss {sft/loss:.4f}", metrics)
     yield "len", length
     yield "turns", fill("turns {rollout/turns_mean:.2f}", metrics)
     yield "episode", "  ".join(episode_metrics(metrics))

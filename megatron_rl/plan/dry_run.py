@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config, ModelConfig, dump_config, load_config
+from megatron_rl.config.rules.sft_rules import check_is_rl
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.fit import length_problems
 from megatron_rl.models.known import KNOWN, find_spec, is_known
@@ -47,6 +48,7 @@ def print_report(arguments: argparse.Namespace, overrides: list[str]) -> int:
     has_servers = arguments.from_rollouts is None
     try:
         cfg = load_config(arguments.config, overrides)
+        check_is_rl(cfg)
         if not has_servers:
             check_config(arguments.from_rollouts, cfg)
         hardware = find_hardware(arguments.gpu) if arguments.gpu else None

@@ -53,16 +53,21 @@ from megatron_rl.trainer.reporter import Reporter, make_sinks
 from megatron_rl.trainer.rollout_source import RolloutSource
 from megatron_rl.trainer.saved_rollouts import SavedRollouts
 from megatron_rl.trainer.services import RunServices, start_services
+from megatron_rl.trainer.sft_rows import SftRows, SftSource
 from megatron_rl.trainer.trainer import Trainer
 
 
 @contextmanager
-def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer]:
+def start_trainer(
+    cfg: Config, rollouts: Path | None = None, *, rows: SftRows | None = None
+) -> Iterator[Trainer]:
     """Yield a run that is ready for its first step: data read, model loaded, servers started,
     weights sent, parity checked.
 
     rollouts: a run directory whose saved rollouts are trained on, without servers, parity check and
-    evaluation.  Raises ValueError for bad input (before any server or model), RuntimeError for a
+    evaluation.
+    rows: trained on in the place of rollouts, without servers (SFT).
+    Raises ValueError for bad input (before any server or model), RuntimeError for a
     server that fails its checks.
     """
     quiet_libraries()
@@ -70,19 +75,20 @@ def start_trainer(cfg: Config, rollouts: Path | None = None) -> Iterator[Trainer
     lines.catch_warnings()
     with ExitStack() as stack:
         # cheap checks first: wrong input must not cost the time to load a model
-        inputs = read_inputs(cfg, is_live=rollouts is None)
-        lines_on_gpus = prepare_gpus(cfg, has_servers=rollouts is None)
+        data = rows or read_inputs(cfg, is_live=rollouts is None)
+        has_servers = rollouts is None and rows is None
+        lines_on_gpus = prepare_gpus(cfg, has_servers=has_servers)
         parallel = join_job(cfg, stack)
         services = start_services(cfg, parallel, lines, stack)
         console, recording = services.console, services.recording
-        check_start(cfg, parallel, has_servers=rollouts is None)
+        check_start(cfg, parallel, has_servers=has_servers)
         log_lines(console, lines_on_gpus)
-        log_lines(console, inputs.lines)
+        log_lines(console, data.lines)
 
         # the model, then servers or saved rollouts
         services.watchdog.enter(LOADING)
         engine = load_engine(cfg, parallel, console)
-        source = make_source(cfg, services, inputs, engine, stack, rollouts)
+        source = make_source(cfg, services, data, engine, stack, rollouts)
 
         # the state of a checkpoint, before any weights are sent
         services.watchdog.enter(LOADING)  # again: make_source entered stages of its own
@@ -210,14 +216,16 @@ def load_engine(cfg: Config, parallel: Parallel, console: Console) -> Engine:
 def make_source(
     cfg: Config,
     services: RunServices,
-    inputs: Inputs,
+    inputs: Inputs | SftRows,
     engine: Engine,
     stack: ExitStack,
     rollouts: Path | None,
 ) -> RolloutSource:
-    """Return the source of rollouts: servers, which are started or found here, or the run directory
-    `rollouts`.
+    """Return the source of rollouts: servers, which are started or found here, the run directory
+    `rollouts`, or rows that have their answers.
     """
+    if isinstance(inputs, SftRows):
+        return SftSource(cfg, engine, services.meter, inputs)
     parallel, recording = engine.parallel, services.recording
     if rollouts is not None:
         recorder = recording.recorder(cfg, parallel) if cfg.rollout.save_tensors else None

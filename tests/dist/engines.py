@@ -15,7 +15,7 @@ from megatron_rl_tools.verify_replay.fingerprints import make_sample
 def make_engine(
     path, *, parallel=None, model=None, rollout=None, optim=None, loss=None, checkpoint=None,
     lora=None, replay="R3", measure=True,
-    total_updates=8, spec=None, megatron=None,
+    total_updates=8, spec=None, megatron=None, run=None,
 ):  # fmt: skip
     """A float32 CPU engine of the HF checkpoint at `path` in this layout; end with
     engine.parallel.destroy().
@@ -24,7 +24,7 @@ def make_engine(
         "model": {"path": str(path), "dtype": "float32", **(model or {})},
         "lora": lora or {},
         "data": {"train": "unused"},
-        "run": {"num_mini_batches": 2},  # what loss.router_shift needs
+        "run": {"num_mini_batches": 2, **(run or {})},  # what loss.router_shift needs
         "rollout": rollout or {},
         "optim": {"lr": 1e-3, "distributed": False, "clip_grad": 0.5, **(optim or {})},
         "parallel": parallel or {},

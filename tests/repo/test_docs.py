@@ -28,7 +28,7 @@ PAGES = [page for pattern in FOLDERS for page in ROOT.glob(pattern)]
 TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it names what was there before
 KEYS = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields}
 GROUPS = (
-    "rollout|reward|source|data|train|logratio|first_order|replay|routing|optim|time|perf|track"
+    "rollout|reward|source|data|train|sft|logratio|first_order|replay|routing|optim|time|perf|track"
     "|eval"
 )
 NAME = re.compile(rf"({GROUPS})/[\w@/]*[\w@]|run/\w+_total")
@@ -78,7 +78,7 @@ def family(node: ast.JoinedStr) -> set[str]:
         },
         **{
             f"eval/*/{name}": {f"eval/NAME/{name}"}
-            for name in ("response_length_mean", "truncated_frac", "failed_frac")
+            for name in ("response_length_mean", "truncated_frac", "failed_frac", "loss")
         },
     }
     assert pattern in known, f"say in this test which metrics {ast.unparse(node)} stands for"

@@ -21,7 +21,7 @@ from megatron_rl.options import parse
 ROOT = Path(__file__).parents[2]
 SCREEN = 40
 COMMANDS_OF_ONE_SCREEN = [f"megatron-rl {name}" for name in commands.installed()]
-EXPECTED = """new train evaluate dry-run plan doctor convert quantize verify-replay replay-batch
+EXPECTED = """new sft train evaluate dry-run plan doctor convert quantize verify-replay replay-batch
     explain-mismatch gpu-check rehearse check-rollouts view report make-tiny-model launch settings
     top trace"""
 NAMES = [f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields]
@@ -120,7 +120,7 @@ def test_a_package_of_a_stranger_adds_a_command_and_one_that_fails_is_named(
 
 def test_an_unknown_command_is_refused_with_the_nearest(capsys):
     assert cli.main(["trian"]) == 2 and "did you mean train?" in capsys.readouterr().err
-    assert cli.main(["zzz"]) == 2 and "commands: new, train, launch" in capsys.readouterr().err
+    assert cli.main(["zzz"]) == 2 and "commands: new, sft, train, launch" in capsys.readouterr().err
 
 
 def test_the_help_of_training_is_a_screen_and_imports_no_torch():

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.all_sections import AllSections
+from megatron_rl.config.rules.sft_rules import sft_problems
 
 
 def section_problems(cfg: AllSections) -> Iterator[str]:
     """Yield a message for every broken rule."""
+    yield from sft_problems(cfg)
     yield from staleness_problems(cfg)
     yield from time_problems(cfg)
     yield from lora_problems(cfg)
@@ -118,12 +120,12 @@ def loss_problems(cfg: AllSections) -> Iterator[str]:
             "the old-logprob pass, and the shift costs one more forward pass; set "
             "run.num_mini_batches above 1, or another loss.name (gmpo)"
         )
-    # only batch_whitened has its baseline over the batch, not over the group
-    if cfg.advantage_kind != "batch_whitened" and run.group_size < 2:
+    # batch_whitened has its baseline over the batch, not over the group; reward has none
+    if cfg.advantage_kind not in ("batch_whitened", "reward") and run.group_size < 2:
         yield (
             f"advantage.kind = {cfg.advantage_kind} needs run.group_size >= 2, got "
             f"{run.group_size}: a response alone in its group has no other to be compared with, "
-            "and its advantage would be 0; or set advantage.kind = batch_whitened"
+            "and its advantage would be 0; or set advantage.kind = batch_whitened, or reward"
         )
     if cfg.advantage_kind == "per_reward":
         yield from per_reward_problems(cfg)
@@ -165,7 +167,7 @@ def batch_problems(cfg: AllSections) -> Iterator[str]:
             "of a response; lower it"
         )
     best = cfg.checkpoint.best_metric or ""
-    if best.startswith("eval/") and not cfg.eval.measures(best):
+    if best.startswith("eval/") and not cfg.is_sft and not cfg.eval.measures(best):
         yield (
             f"checkpoint.best_metric = {best} is never measured: eval.sets names "
             f"{', '.join(cfg.eval.sets) or 'no file'}; write eval/NAME/avg@{cfg.eval.samples} with "

@@ -61,10 +61,26 @@ def needs(cfg: AllSections) -> list[Need]:
             "rollout.quantize_keep", rollout.quantize != "none",
             "rollout.quantize = none", "rollout.quantize = fp8",
         ),
-        *agent_needs(cfg.agent),
+        *agent_needs(cfg.agent, is_sft=cfg.is_sft),
         (
             "rollout.parity_warn_expert_overlap parity_min_expert_overlap", cfg.needs_routes,
             f"replay.mode = {replay.mode} without replay.measure", "replay.measure = true",
+        ),
+        *data_needs(cfg),
+        ("eval.every", bool(cfg.eval.sets), "eval.sets names no file", "eval.sets"),
+        (
+            "model.recompute_layers", cfg.model.recompute in ("full", "block"),
+            f"model.recompute = {cfg.model.recompute}", "model.recompute = full or block",
+        ),
+    ]  # fmt: skip
+
+
+def data_needs(cfg: AllSections) -> list[Need]:
+    """Return what settings of [data] and [sft] need."""
+    return [
+        (
+            "sft.epochs response_key max_row_tokens min_reward", cfg.is_sft,
+            f"loss.name = {cfg.loss.name}", "loss.name = sft, for megatron-rl sft",
         ),
         (
             "data.chat_template_kwargs", cfg.data.chat_template,
@@ -79,19 +95,18 @@ def needs(cfg: AllSections) -> list[Need]:
             "data.sampling = uniform and one file in data.train",
             "data.sampling = pass_rate, or tables [[data.train]]",
         ),
-        ("eval.every", bool(cfg.eval.sets), "eval.sets names no file", "eval.sets"),
-        (
-            "model.recompute_layers", cfg.model.recompute in ("full", "block"),
-            f"model.recompute = {cfg.model.recompute}", "model.recompute = full or block",
-        ),
     ]  # fmt: skip
 
 
-def agent_needs(agent: AgentConfig) -> list[Need]:
+def agent_needs(agent: AgentConfig, *, is_sft: bool) -> list[Need]:
     """Return what settings of [agent] need."""
     return [
         (
-            "agent.renderer on_error concurrency resume max_episode_tokens episode_timeout_seconds",
+            "agent.renderer", bool(agent.name) or is_sft,
+            "no agent.function, agent.environment or agent.command", "one of these",
+        ),
+        (
+            "agent.on_error concurrency resume max_episode_tokens episode_timeout_seconds",
             bool(agent.name),
             "no agent.function, agent.environment or agent.command", "one of these",
         ),

@@ -12,6 +12,7 @@ from megatron_rl.config.sections.prompt_sets import DataConfig, EvalConfig
 from megatron_rl.config.sections.reward import RewardConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.config.sections.run_folder import CheckpointConfig, RunConfig
+from megatron_rl.config.sections.supervised import SftConfig
 from megatron_rl.config.sections.track import TrackConfig
 from megatron_rl.config.sections.trained_model import (
     MegatronConfig,
@@ -23,5 +24,5 @@ from megatron_rl.config.sections.trained_model import (
 __all__ = [
     "AdvantageConfig", "AgentConfig", "BatchConfig", "CheckpointConfig", "DataConfig", "EvalConfig",
     "LoraConfig", "LossConfig", "MegatronConfig", "ModelConfig", "OptimConfig", "ParallelConfig",
-    "ReplayConfig", "RewardConfig", "RolloutConfig", "RunConfig", "TrackConfig",
+    "ReplayConfig", "RewardConfig", "RolloutConfig", "RunConfig", "SftConfig", "TrackConfig",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from megatron_rl.config.base import (
     Share,
     nearest,
 )
-from megatron_rl.config.loss_presets import PRESETS, AdvantageKind, LossSpec
+from megatron_rl.config.loss_presets import PRESETS, SUPERVISED, AdvantageKind, LossSpec
 
 
 class BatchConfig(Section):
@@ -167,7 +167,7 @@ class LossConfig(Section):
         """The preset's switches, replaced by those that are set here."""
         names = {field.name for field in fields(LossSpec)}
         is_set = self.model_dump(include=names, exclude_none=True)
-        return replace(PRESETS.get(self.name, LossSpec()), **is_set)
+        return replace({**PRESETS, **SUPERVISED}.get(self.name, LossSpec()), **is_set)
 
     @property
     def corrects_age(self) -> bool:
@@ -185,7 +185,8 @@ class LossConfig(Section):
     def problems(self) -> Iterator[str]:
         if ":" in self.name:  # a custom loss may read any switch
             return
-        if self.name not in PRESETS:  # str, not Literal: package.module:function is a name too
+        # str, not Literal: package.module:function is a name too
+        if self.name not in {**PRESETS, **SUPERVISED}:
             hint = nearest(self.name, PRESETS)
             yield f"name = {self.name!r} is not a known loss{hint}; or package.module:function"
         is_set = {key for key, value in self if value is not None}

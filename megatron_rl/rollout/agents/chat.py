@@ -173,17 +173,51 @@ class Chat:
         """Return the tokens of a conversation from its start, with those that open the model's
         turn.  Raises ValueError for messages that the format cannot hold.
         """
+        return list(self._rendered(messages, tools, add_generation_prompt=True).token_ids)
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Schema], *, add_generation_prompt: bool
+    ) -> RenderedTokens:
         written = [self._shortened(to_format(message)) for message in messages]
         try:
             rendered = self._renderer.render(
-                written, tools=to_specs(tools), add_generation_prompt=True
+                written, tools=to_specs(tools), add_generation_prompt=add_generation_prompt
             )
         except RENDER_ERRORS as error:
             raise ValueError(
                 f"agent.renderer = {self.name!r} cannot write these messages: {error}"
             ) from error
         self._check_all_written(written, rendered)
-        return list(rendered.token_ids)
+        return rendered
+
+    def demonstration(
+        self, messages: Sequence[Message], tools: Sequence[Schema] = ()
+    ) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a complete conversation, and which of them the model would sample:
+        those of the assistant's turns, with the tokens that end them.
+
+        Raises ValueError for messages that the format cannot hold or whose thinking it leaves out,
+        and for a format that does not say what is sampled.
+        """
+        rendered = self._rendered(messages, tools, add_generation_prompt=False)
+        if len(rendered.sampled_mask) != len(rendered.token_ids):
+            raise ValueError(
+                f"agent.renderer = {self.name!r} does not say which tokens the model samples: it"
+                " cannot be used for SFT; use the format of the model's family"
+            )
+        for index, message in enumerate(messages):
+            thinking = str(message.get("reasoning_content") or "").strip()
+            if not thinking:
+                continue
+            is_its = np.asarray(rendered.message_indices) == index
+            if thinking not in self._tokenizer.decode(np.asarray(rendered.token_ids)[is_its]):
+                raise ValueError(
+                    f"messages: agent.renderer = {self.name!r} leaves out the thinking of message"
+                    f" {index + 1}, as it does when the model is served: the turn would be learned"
+                    " without it; make a row that ends with this turn, and remove reasoning_content"
+                    " from the turns before"
+                )
+        return list(rendered.token_ids), [bool(flag) for flag in rendered.sampled_mask]
 
     def continuation(
         self,

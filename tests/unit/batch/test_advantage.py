@@ -41,6 +41,12 @@ def test_mean_centred_against_a_loop(rewards):
         assert value == pytest.approx(reward - sum(rewards) / len(rewards), abs=1e-5)
 
 
+def test_a_reward_alone_is_its_advantage():
+    got = group_advantages(np.array([0.5, np.nan, -2.0]), "reward")
+    assert got.tolist() == [0.5, 0.0, -2.0]
+    assert group_advantages(np.array([1.0]), "reward").tolist() == [1.0]
+
+
 @given(rewards_lists)
 def test_leave_one_out_against_a_loop(rewards):
     got = group_advantages(np.array(rewards, np.float64), "leave_one_out")
