@@ -291,7 +291,7 @@ def import_core_optimizers() -> None:
     with contextlib.suppress(ImportError):  # it imports its optimizers itself
         importlib.import_module("transformer_engine.pytorch")
     installed = {name: sys.modules[name] for name in FUSED if name in sys.modules}
-    sys.modules.update(dict.fromkeys(FUSED))
+    sys.modules.update(dict.fromkeys(FUSED))  # type: ignore[arg-type]  # None hides a module
     try:
         importlib.import_module(f"{CORE}.optimizer")
     finally:
