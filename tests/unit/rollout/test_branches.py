@@ -403,11 +403,12 @@ def test_messages_follow_the_last_turn_of_its_sequence(monkeypatch):
     with FakeServer("ok", source=TurnModel(version=VERSION)) as server:
         cfg = RolloutConfig(max_retries=0)
         client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
-        ((rollout, *_), *_) = [group.rollouts for group in sample(client)]
-    prompt, completion, messages = extended[0]
-    end = rollout.prompt_length + 3 * TURN - 3
-    start = end - (TURN - 1)
-    assert [*prompt] == rollout.tokens[:start].tolist()
-    assert [*completion] == rollout.tokens[start:end].tolist()
-    assert messages == [{"role": "tool", "content": "4"}]
-    assert rollout.tokens[end : end + 2].tolist() == [40, 41]
+        rollouts = [rollout for group in sample(client) for rollout in group.rollouts]
+    assert len(extended) == len(rollouts) > 0  # in the order in which the episodes came to it
+    given = {(*prompt, None, *completion): messages for prompt, completion, messages in extended}
+    for rollout in rollouts:
+        end = rollout.prompt_length + 3 * TURN - 3
+        start = end - (TURN - 1)
+        key = (*rollout.tokens[:start].tolist(), None, *rollout.tokens[start:end].tolist())
+        assert given[key] == [{"role": "tool", "content": "4"}]
+        assert rollout.tokens[end : end + 2].tolist() == [40, 41]
