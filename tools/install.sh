@@ -113,6 +113,10 @@ if ! "$VENV/bin/python" -c 'import torch' 2>/dev/null && ! index_is_configured; 
         echo "make install: no CPU build from $CPU_WHEELS; taking the default index's (larger) instead" >&2
 fi
 part "packages (about 1 GB to download the first time)" "${install[@]}" -r requirements-cpu.txt
+# of several indexes uv takes a version from the first, even a build of soundfile without its library
+"$VENV/bin/python" -c 'import soundfile' 2>/dev/null ||
+    part "soundfile, by pip" "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --force-reinstall --no-deps "$(grep '^soundfile==' requirements-cpu.txt)"
 part "$SGLANG (without its CUDA dependencies)" "${install[@]}" --no-deps "$SGLANG"
 part "this project" "${install[@]}" --no-deps -e . -e ./tools -e ./viewer
 echo "$SECONDS" >"$VENV/.install_seconds"

@@ -86,7 +86,7 @@ class DemonstrationFile:
     path: Path
     rows: list[Demonstration]
     note: str = ""
-    """What was left out."""
+    """A count of the rows that were left out, and why."""
 
     @property
     def line(self) -> str:
@@ -207,8 +207,8 @@ class RowReader:
             messages.append({"role": "assistant", "content": response})
         assert self.render is not None
         # null fields: in parquet every message has the fields of all messages
-        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        return self.render(given, tools_of(row))
+        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        return self.render(messages, tools_of(row))
 
     def _plain(self, prompt: str, response: str) -> tuple[list[int], list[bool]]:
         """Return the tokens of a prompt, and those that the model writes, up to its end token.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,12 @@ def base_digest(chunks: Sequence[GPTModel], spec: ModelSpec, parallel: Parallel)
     return f"{int(total) % 2**64:016x}"
 
 
+class CoreModule(Protocol):
+    """What core's modules have and nn.Module has not."""
+
+    sharded_state_dict: Callable[..., dict[str, Any]]
+
+
 def save_adapters(
     module: nn.Module, adapters: Mapping[str, Adapter], parallel: Parallel, spec: ModelSpec
 ) -> None:
@@ -50,7 +56,8 @@ def save_adapters(
 
     core would take every parameter but `weight` for a copy that all tensor ranks have.
     """
-    describe_module: Callable[..., dict[str, Any]] = module.sharded_state_dict  # type: ignore[assignment]
+    core_module = cast(CoreModule, module)
+    describe_module = core_module.sharded_state_dict
 
     def sharded_state_dict(
         prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -65,7 +72,7 @@ def save_adapters(
             tensors |= described
         return tensors
 
-    module.sharded_state_dict = sharded_state_dict  # type: ignore[assignment]
+    core_module.sharded_state_dict = sharded_state_dict
 
 
 def describe(

@@ -21,7 +21,7 @@ them the project is for Qwen3-30B-A3B on one node of 8 H100.
 """
 
 RANK = 16
-"""Of adapters, where --lora names none."""
+"""Rank of the adapters where --lora has no value."""
 
 
 def parse_new(argv: Sequence[str] | None = None) -> argparse.Namespace:

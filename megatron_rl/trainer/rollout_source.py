@@ -1,5 +1,5 @@
-"""The source of a step's rollouts: servers that sample them (live_rollouts.py), or a run that saved
-them (saved_rollouts.py).
+"""The source of a step's rollouts: servers that sample them (live_rollouts.py), a run that saved
+them (saved_rollouts.py), or rows that have their answers (sft_rows.py).
 
 Every method is collective unless it says otherwise: all ranks call it at the same place.
 """
@@ -15,9 +15,7 @@ from megatron_rl.records import Files, RolloutGroup
 
 
 class RolloutSource(Protocol):
-    """A source of rollouts.  One without servers overrides only the methods that have no default
-    here.
-    """
+    """A source of rollouts."""
 
     policy_version: int
     """Version of the trainer's weights as sync_weights counted it last.  The servers have these
@@ -98,6 +96,25 @@ class RolloutSource(Protocol):
         Not collective; called from another thread.
         """
         return
+
+
+class SourceWithoutServers(RolloutSource):
+    """A source whose rollouts come from files: nothing receives weights, and its state is the
+    position in the data.
+    """
+
+    prompts: PromptStream
+
+    def sync_weights(self, version: int) -> None:
+        self.policy_version = version
+
+    def progress(self) -> dict[str, Any]:
+        return {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
+
+    def restore(
+        self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
+    ) -> list[str]:
+        return [restore_prompts(self, self.prompts, progress)]
 
 
 def restore_prompts(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,12 +25,12 @@ from megatron_rl.rollout.scheduler import num_prompts
 from megatron_rl.rollout.scoring import with_text
 from megatron_rl.rollout.unique_ids import with_unique_ids
 from megatron_rl.trainer.rollout_metrics import count_step
-from megatron_rl.trainer.rollout_source import RolloutSource, restore_prompts
+from megatron_rl.trainer.rollout_source import SourceWithoutServers
 from megatron_rl.trainer.step_meter import StepMeter
 
 
 @dataclass
-class SavedRollouts(RolloutSource):
+class SavedRollouts(SourceWithoutServers):
     """Rollouts that are read from a run directory: no server, no evaluation, no weight sync."""
 
     cfg: Config
@@ -74,14 +73,3 @@ class SavedRollouts(RolloutSource):
             texts = [with_text(group, self.tokenizer) for group in plain]
             self.recorder.record(step + 1, with_routes(texts, groups))
         count_step(self.cfg, self.parallel, self.meter.sums, plain, self.policy_version)
-
-    def sync_weights(self, version: int) -> None:
-        self.policy_version = version
-
-    def progress(self) -> dict[str, Any]:
-        return {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
-
-    def restore(
-        self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
-    ) -> list[str]:
-        return [restore_prompts(self, self.prompts, progress)]

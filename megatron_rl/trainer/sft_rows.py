@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from megatron_rl.records import MiniBatch, RolloutGroup, Sample
 from megatron_rl.rollout.agents.chat import Chat
 from megatron_rl.rollout.saved.demonstrations_of_run import demonstrations_of_run
 from megatron_rl.rollout.unique_ids import with_unique_ids
-from megatron_rl.trainer.rollout_source import RolloutSource, restore_prompts
+from megatron_rl.trainer.rollout_source import SourceWithoutServers
 from megatron_rl.trainer.step_meter import StepMeter
 
 MEASURED = {
@@ -129,7 +128,7 @@ def check_fits(file: DemonstrationFile, vocab_size: int, max_positions: int) -> 
 
 
 @dataclass
-class SftSource(RolloutSource):
+class SftSource(SourceWithoutServers):
     """The rows of each step; no server, no weight sync."""
 
     cfg: Config
@@ -172,17 +171,6 @@ class SftSource(RolloutSource):
         if self.engine.parallel.rank == 0:
             for name, value in self.prompts.metrics().items():
                 self.meter.sums.add(name, value)
-
-    def sync_weights(self, version: int) -> None:
-        self.policy_version = version
-
-    def progress(self) -> dict[str, Any]:
-        return {"policy_version": self.policy_version, "prompts": self.prompts.state_dict()}
-
-    def restore(
-        self, progress: Mapping[str, Any], checkpoint: Path, accepted: Sequence[str]
-    ) -> list[str]:
-        return [restore_prompts(self, self.prompts, progress)]
 
     def evaluate(self) -> dict[str, float]:
         """Return eval/NAME/loss of every set: the mean of -log pi over all its learned tokens."""

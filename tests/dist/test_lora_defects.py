@@ -92,7 +92,7 @@ def test_an_update_reaches_the_weights_of_servers_once(base: Path) -> None:
 
 
 def compare_sent_weights(base: Path) -> None:
-    """What is sent after an update is W + s B A, with A and B gathered here by themselves."""
+    """Compare the sent weights with W + s B A, whose A and B are gathered here."""
     import torch.distributed as dist
 
     from tests.dist.engines import make_engine, random_batch

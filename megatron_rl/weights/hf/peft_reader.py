@@ -88,16 +88,16 @@ class PeftFolder:
     def _pairs(self, entry: Entry) -> list[Pair | None]:
         """Return the pair of each HF tensor of the entry; a fused one of experts is of them all."""
         pairs = [Pair(ROOT + name.removesuffix(".weight"), None) for name in entry.hf_names]
-        found = [pair if self._has(pair.module) else None for pair in pairs]
-        if any(found) or entry.layer is None or not entry.rule.is_expert:
-            return found
+        separate = [pair if self._has(pair.module) else None for pair in pairs]
+        if any(separate) or entry.layer is None or not entry.rule.is_expert:
+            return separate
         parts = {name.rpartition(".")[2] for name in self.config.get("target_parameters") or ()}
         keys = expert_keys(entry.layer, both={"gate_up_proj", "down_proj"} <= parts)
         part = "gate_up_proj" if is_gate_up(entry) else "down_proj"
         module = keys.gate_up if is_gate_up(entry) else keys.down
         if part in parts and self._has(module):
             return [Pair(module, entry.expert)]
-        return found
+        return separate
 
     def _has(self, module: str) -> bool:
         return f"{module}.lora_A.weight" in self.shapes

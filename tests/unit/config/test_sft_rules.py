@@ -86,8 +86,8 @@ def test_each_command_refuses_the_other_ones_loss(tmp_path, capsys):
     arguments, overrides = dry_run_options(path)
     assert dry_run.print_report(arguments, overrides) == 2
     assert "run megatron-rl sft" in capsys.readouterr().err
-    given = ["--loss.name", "grpo", "--run.group_size", "8"]
-    assert sft.run(["--config", str(path), *given]) == 2
+    options = ["--loss.name", "grpo", "--run.group_size", "8"]
+    assert sft.run(["--config", str(path), *options]) == 2
     assert "megatron-rl train" in capsys.readouterr().err
 
 

@@ -96,8 +96,8 @@ def test_a_project_with_adapters_has_their_layout_and_ten_times_the_rate(tmp_pat
     line = new.LAYOUT.search((tmp_path / "p/config.toml").read_text())[0]
     assert line.endswith("; adapters of rank 16")
     planned = float(re.search(r"measured: ([\d.]+) of", line)[1])
-    found = report(load_config("config.toml", ["--model.path", new.MODEL]), 8)
-    table = found.partition(MEMORY_TITLE)[2].partition("saving a checkpoint")[0]
+    text = report(load_config("config.toml", ["--model.path", new.MODEL]), 8)
+    table = text.partition(MEMORY_TITLE)[2].partition("saving a checkpoint")[0]
     totals = [float(total) for total in re.findall(r"([\d.]+) GiB$", table, re.M)]
     assert max(totals) == pytest.approx(planned, abs=0.06)
     assert make(tmp_path / "q", "gsm8k", "--lora", "64") == 0

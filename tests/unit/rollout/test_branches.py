@@ -405,10 +405,12 @@ def test_messages_follow_the_last_turn_of_its_sequence(monkeypatch):
         client = RolloutClient([server.url], cfg, spec=SPEC, want_routes=True, episodes=runner)
         rollouts = [rollout for group in sample(client) for rollout in group.rollouts]
     assert len(extended) == len(rollouts) > 0  # in the order in which the episodes came to it
-    given = {(*prompt, None, *completion): messages for prompt, completion, messages in extended}
+    messages_of = {
+        (*prompt, None, *completion): messages for prompt, completion, messages in extended
+    }
     for rollout in rollouts:
         end = rollout.prompt_length + 3 * TURN - 3
         start = end - (TURN - 1)
         key = (*rollout.tokens[:start].tolist(), None, *rollout.tokens[start:end].tolist())
-        assert given[key] == [{"role": "tool", "content": "4"}]
+        assert messages_of[key] == [{"role": "tool", "content": "4"}]
         assert rollout.tokens[end : end + 2].tolist() == [40, 41]

@@ -84,9 +84,9 @@ def test_a_turn_arrives_as_it_was_sampled(turn):
     ],
 )  # fmt: skip
 def test_an_answer_arrives_as_json(value, answer):
-    found = reply(Answers(value))
+    message = reply(Answers(value))
     # as text: an integer must not become a fraction, which is no token id
-    assert found == {"answer": answer} and repr(found["answer"]) == repr(answer)
+    assert message == {"answer": answer} and repr(message["answer"]) == repr(answer)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def check_logits(base: Path, folder: Path, merged: dict[str, torch.Tensor], tens
     expected = load_reference(base, torch.float64)
     before = logits_of(expected)
     model = loaded_by_peft(base, folder)
-    found = logits_of(model)
+    logits = logits_of(model)
     names = {name for name, _ in model.named_parameters() if ".lora_" in name}
     assert len(names) == (tensors or len(load_file(folder / TENSORS))), "peft has all of the file"
     folded = folder.parent / "folded"
@@ -82,7 +82,7 @@ def check_logits(base: Path, folder: Path, merged: dict[str, torch.Tensor], tens
         save_file(merged, folded / "model.safetensors", {"format": "pt"})
     expected = logits_of(load_reference(folded, torch.float64))
     moved = float((expected - before).norm())
-    assert float((found - expected).norm()) < LIMIT * moved
+    assert float((logits - expected).norm()) < LIMIT * moved
     assert moved > 0.1 * float(before.norm()), "the adapters change the logits"
 
 
@@ -154,7 +154,7 @@ def test_an_adapter_of_peft_with_an_a_for_each_of_q_and_v(tmp_path: Path) -> Non
 
 
 def test_an_adapter_with_experts_one_by_one(tmp_path: Path) -> None:
-    """As peft wrote it for transformers 4."""
+    """peft wrote such files for transformers 4."""
     base = family_checkpoint(tmp_path / "base", "mixtral")
     merged, _, folder = exported(base, tmp_path, {"targets": ["experts"]})
     tensors, old = load_file(folder / TENSORS), {}

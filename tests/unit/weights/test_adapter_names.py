@@ -1,4 +1,4 @@
-"""Which weights lora.targets mean, by their canonical names."""
+"""lora.targets select weights by their canonical names."""
 
 import pytest
 

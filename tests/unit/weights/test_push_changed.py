@@ -66,10 +66,10 @@ def make_pusher(base, servers, rank, group, store, transport="distributed", veri
 
 def assert_all_hold(servers, version: int) -> None:
     for server in servers:
-        held = server.state()["held"]
+        digests = server.state()["held"]
         for name in NAMES:
             expected = torch.full(SHAPE, float(version if name in CHANGING else 0))
-            assert held[name] == fingerprint(expected), (name, version)
+            assert digests[name] == fingerprint(expected), (name, version)
 
 
 def run(base, servers, steps, **settings):
@@ -106,7 +106,7 @@ def fail(pusher: WeightPusher) -> None:
 
 
 def release(pusher: WeightPusher) -> None:
-    """As release_memory notes it: weights are freed, too."""
+    """Mark the servers as release_memory does, which frees their weights, too."""
     pusher.is_whole = False
 
 

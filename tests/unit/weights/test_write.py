@@ -81,7 +81,10 @@ def test_tensors_leave_the_device_one_by_one(tmp_path):
     moved = []
 
     def on_device(name):
-        cpu = lambda: moved.append(name) or torch.ones(2)  # noqa: E731
+        def cpu():
+            moved.append(name)
+            return torch.ones(2)
+
         return HFTensor(name, (2,), torch.float32, 0, SimpleNamespace(cpu=cpu))
 
     tensors = (on_device(name) for name in "ab")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -18,7 +19,7 @@ from megatron_rl.config.sections import LoraConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.engine.adapter import wide
 from megatron_rl.engine.lora import make_adapter, places
-from megatron_rl.engine.lora_state import save_adapters
+from megatron_rl.engine.lora_state import CoreModule, save_adapters
 from megatron_rl.engine.model import make_model, make_transformer_config
 from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelSpec, load_hf_config
@@ -80,11 +81,11 @@ class RunAdapters:
 
     def check_base(self, files: HFFiles, spec: ModelSpec) -> None:
         """Raise CheckpointError where the files are not the base of these adapters."""
-        found = digest_of(files, spec, self.dtype)
-        if found != self.digest:
+        digest = digest_of(files, spec, self.dtype)
+        if digest != self.digest:
             raise CheckpointError(
                 f"{self.path}: its adapters belong to other weights (digest {self.digest}) than"
-                f" those of {files.path} ({found}); set --config to the model.path of the run"
+                f" those of {files.path} ({digest}); set --config to the model.path of the run"
             )
 
 
@@ -97,7 +98,7 @@ def adapters_of_run(megatron: Path) -> RunAdapters | None:
 
 
 def adapter_tensors(chunk: nn.Module) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    tensors = chunk.sharded_state_dict()  # type: ignore[operator]
+    tensors = cast(CoreModule, chunk).sharded_state_dict()
     return {key: tensor for key, tensor in tensors.items() if is_adapter(key)}
 
 

@@ -33,7 +33,7 @@ DEMO = ROOT / "examples" / "tiny_cpu" / "demo.toml"
 SHARED_GPU = ("--mem-fraction-static", "0.4")
 """Options of a server that shares its GPU with the trainer."""
 HEAD_DIM = 64
-"""Of the demo's model: SGLang's kernels for GPUs fail at the 16 of the model on a CPU."""
+"""Size of the heads of the demo's model on a GPU.  SGLang's kernels fail at 16, the CPU's."""
 PROMPTS, SAMPLES, RESPONSE = 8, 4, 32
 
 
