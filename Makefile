@@ -10,6 +10,9 @@ JOBS ?= 3
 INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 
+# without bytecode in .venv every rank and server compiles what it imports again: 10 s of CPU each
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help help-all install browser demo demo-tools demo-agent gpu-check paper-tiny paper-tiny-smoke paper-long paper-long-smoke figures check test test-slow test-layouts test-stacks test-te test-bridge test-trackers faults explain-faults kills mutants linters lint format docs doctor viewer viewer-screenshots rehearse rehearse-whole clean FORCE
 
