@@ -118,9 +118,34 @@ def test_back_into_a_run_and_merged_are_bit_equal(dtype: str, tmp_path: Path) ->
     converted = {}
     for file in whole.glob("*.safetensors"):
         converted |= load_file(file)
-    for found in (again, converted):
-        assert found.keys() == merged.keys()
-        assert [name for name in merged if not found[name].equal(merged[name])] == []
+    for tensors in (again, converted):
+        assert tensors.keys() == merged.keys()
+        assert [name for name in merged if not tensors[name].equal(merged[name])] == []
+    assert main(["verify", str(run), str(whole)]) == main(["verify", str(whole), str(run)]) == 0
+    assert main(["verify", str(base), str(run)]) == 1, "the base is not the merged model"
+
+
+def test_info_describes_adapters(folder_of_one, capsys) -> None:
+    base, folder = folder_of_one
+    run = folder.parent / "run" / "step_000001"
+    assert main(["info", str(run)]) == 0
+    adapters = capsys.readouterr().out.splitlines()[-1].strip()
+    digest = json.loads((run / "state.json").read_text())["base"]
+    assert adapters == (
+        f"adapters of rank 3, scale 2, on all; without their base (digest {digest})"
+    )
+    assert main(["info", str(folder)]) == 0
+    title, sizes, targets, of = capsys.readouterr().out.splitlines()
+    values = load_file(folder / TENSORS).values()
+    millions = sum(value.numel() for value in values) / 1e6
+    assert title == f"{folder}: PEFT, LORA"
+    assert sizes == f"  rank 3, alpha 6.0; {len(values)} tensors, {millions:.1f} M parameters"
+    assert "q_proj" in targets and "experts" in targets
+    assert of == f"  base {base}, digest {digest}"
+    (folder / TENSORS).rename(folder / "elsewhere")
+    assert main(["info", str(folder)]) == 2
+    assert "no PEFT folder that can be read" in capsys.readouterr().err
+    (folder / "elsewhere").rename(folder / TENSORS)
 
 
 def adapter_of_peft(base: Path, folder: Path, modules: list[str], **settings):

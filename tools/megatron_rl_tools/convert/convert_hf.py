@@ -21,18 +21,23 @@ from megatron_rl.models.families import make_spec
 from megatron_rl.models.spec import ModelError, load_hf_config
 from megatron_rl.weights.hf.entries import entries
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles
+from megatron_rl.weights.hf.peft_folder import CONFIG as PEFT
 from megatron_rl_tools.convert.conversion import (
     MIB,
     Conversion,
     FileWork,
     hf_to_megatron,
     megatron_to_hf,
-    meta_slots,
+    model_of,
     verify,
 )
-from megatron_rl_tools.convert.conversion_sides import HFSide, MegatronSide, Side
+from megatron_rl_tools.convert.conversion_sides import HFSide, Side
 from megatron_rl_tools.convert.options import DTYPES, parse
-from megatron_rl_tools.convert.run_adapters import megatron_to_peft
+from megatron_rl_tools.convert.run_adapters import (
+    adapters_of_run,
+    describe_peft,
+    megatron_to_peft,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -151,7 +156,6 @@ def compare_checkpoints(args: argparse.Namespace, work: FileWork, parallel: Para
         or config_of(args.dirs[0], None)
     )
     spec = make_spec(load_hf_config(config))
-    slots = meta_slots(config, spec, parallel)
     with ExitStack() as stack:
         sides: list[Side] = []
         for path in args.dirs:
@@ -160,7 +164,9 @@ def compare_checkpoints(args: argparse.Namespace, work: FileWork, parallel: Para
                 files.check(spec)
                 sides.append(HFSide(files, spec))
             else:
-                sides.append(MegatronSide(TorchDist(path), slots, spec))
+                # the other checkpoint is not the base of a run's adapters
+                own = config if adapters_of_run(path) is None else config_of(path, args.config)
+                sides.append(model_of(path, own, spec, parallel))
         count, different = verify(sides[0], sides[1], spec, work)
     if different:
         work.log(f"{len(different)} of {count} tensors differ, first {', '.join(different[:5])}")
@@ -175,6 +181,9 @@ def info(path: Path, config: Path | None) -> int:
     """
     if (path / LATEST).is_file():
         path = latest_checkpoint(path) or path
+    if (path / PEFT).is_file():
+        print("\n  ".join(describe_peft(path)))
+        return 0
     spec = make_spec(load_hf_config(path if is_hf(path) else config_of(path, config)))
     count = sum(torch.Size(shape).numel() for entry in entries(spec) for _, shape in entry.hf)
     experts = f"{spec.num_experts} experts, top {spec.top_k}" if spec.moe_layers else "dense"
@@ -203,6 +212,8 @@ def info(path: Path, config: Path | None) -> int:
             f"  of a run: {state['step']} steps, saved as {state['layout']} on {state['ranks']}"
             " ranks, with its optimizer"
         )
+    if (adapters := adapters_of_run(path)) is not None:
+        print(f"  {adapters.describe()}")
     return 0
 
 

@@ -9,9 +9,9 @@ tensor by tensor, on CPU.
 
 One process converts for any layout: a torch_dist checkpoint loads in every tp, pp, ep.  Under
 torchrun the ranks share the files.  A stopped conversion continues where it was; a complete one is
-not repeated.  A checkpoint of a run is torch_dist, too: megatron-to-hf and info read its model
-part; adapters ([lora]) are merged into their base, or written as a PEFT folder (megatron-to-peft).
-See docs/guides/checkpoints.md.
+not repeated.  A checkpoint of a run is torch_dist, too: megatron-to-hf, verify and info read its
+model part; adapters ([lora]) are merged into their base, or written as a PEFT folder
+(megatron-to-peft).  See docs/guides/checkpoints.md.
 """
 
 from __future__ import annotations

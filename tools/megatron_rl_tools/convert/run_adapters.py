@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megatron_rl.checkpoint.folder import STATE, State, read_state
@@ -27,7 +30,14 @@ from megatron_rl.weights.adapters import PREFIX, is_adapter, is_target
 from megatron_rl.weights.hf.entries import Entry, entries
 from megatron_rl.weights.hf.files import CheckpointError, HFFiles
 from megatron_rl.weights.hf.mapping import to_hf
-from megatron_rl.weights.hf.peft_folder import DIGEST, DTYPE, Factors, write_peft
+from megatron_rl.weights.hf.peft_folder import (
+    CONFIG,
+    DIGEST,
+    DTYPE,
+    TENSORS,
+    Factors,
+    write_peft,
+)
 from megatron_rl_tools.convert.conversion_files import (
     FileWork,
     fingerprint,
@@ -46,6 +56,14 @@ class RunAdapters:
         self.dtype_name = str(state["config"]["model"]["dtype"])
         self.dtype: torch.dtype = getattr(torch, self.dtype_name)
         self.digest = state.get("base")
+
+    def describe(self) -> str:
+        """Return one line about these adapters."""
+        lora = self.lora
+        return (
+            f"adapters of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)};"
+            f" without their base (digest {self.digest})"
+        )
 
     def read(self, config: Path, spec: ModelSpec, parallel: Parallel) -> dict[str, Factors]:
         """Return canonical name -> adapter of every weight that has one.  Collective.
@@ -95,6 +113,37 @@ def adapters_of_run(megatron: Path) -> RunAdapters | None:
         return None
     state = read_state(megatron)
     return RunAdapters(megatron, state) if state["config"].get("lora", {}).get("rank") else None
+
+
+def describe_peft(path: Path) -> Iterator[str]:
+    """Yield the lines that describe a PEFT folder.
+
+    Raises CheckpointError where its files cannot be read.
+    """
+    try:
+        config = json.loads((path / CONFIG).read_text())
+        with safe_open(path / TENSORS, "pt") as file:
+            metadata = file.metadata() or {}
+            names = list(file.keys())
+            sizes = [math.prod(file.get_slice(name).get_shape()) for name in names]
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: no PEFT folder that can be read: {error}") from error
+    yield f"{path}: PEFT, {config.get('peft_type')}"
+    yield (
+        f"rank {config.get('r')}, alpha {config.get('lora_alpha')}; {len(sizes)} tensors,"
+        f" {sum(sizes) / 1e6:.1f} M parameters"
+    )
+    targets = [*as_list(config.get("target_modules")), *as_list(config.get("target_parameters"))]
+    yield f"on {', '.join(targets)}"
+    yield (
+        f"base {config.get('base_model_name_or_path')}, digest"
+        f" {metadata.get(DIGEST, 'not written: only shapes tell whether a model is its base')}"
+    )
+
+
+def as_list(value: object) -> list[str]:
+    """Return PEFT's targets, which may be one regular expression."""
+    return [value] if isinstance(value, str) else list(cast(Iterable[str], value or ()))
 
 
 def adapter_tensors(chunk: nn.Module) -> dict[str, ShardedTensor | ShardedTensorFactory]:
