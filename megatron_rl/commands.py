@@ -16,7 +16,7 @@ PACKAGES = {
     ".": ("new", "sft", "train", "launch", "dry-run", "settings", "evaluate"),
     "./tools": (
         "check-rollouts", "convert", "doctor", "explain-mismatch", "gpu-check", "make-tiny-model",
-        "plan", "quantize", "rehearse", "replay-batch", "top", "trace", "verify-replay",
+        "plan", "play", "quantize", "rehearse", "replay-batch", "top", "trace", "verify-replay",
     ),
     "./viewer": ("report", "view"),
 }  # fmt: skip

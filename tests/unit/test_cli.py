@@ -23,7 +23,7 @@ SCREEN = 40
 COMMANDS_OF_ONE_SCREEN = [f"megatron-rl {name}" for name in commands.installed()]
 EXPECTED = """new sft train evaluate dry-run plan doctor convert quantize verify-replay replay-batch
     explain-mismatch gpu-check rehearse check-rollouts view report make-tiny-model launch settings
-    top trace"""
+    play top trace"""
 NAMES = [f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields]
 HELPS = """
 import io, json, runpy, sys

@@ -77,6 +77,11 @@ def plan() -> int:
     return start("options:parse_plan", "plan_layouts:main", "megatron_rl")
 
 
+def play() -> int:
+    """Answer prompts, or play an environment, in the model's place."""
+    return start("options:parse_play", "play:main", "megatron_rl")
+
+
 def quantize() -> int:
     """Quantize or dequantize an HF checkpoint."""
     return start("quantize.options:parse", "quantize.quantize_hf:main", "megatron_rl")

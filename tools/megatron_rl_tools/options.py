@@ -1,4 +1,4 @@
-"""Options of the commands that are one module: plan, replay-batch, make-tiny-model.
+"""Options of the commands that are one module: plan, play, replay-batch, make-tiny-model.
 
 Imports no torch.
 """
@@ -26,6 +26,14 @@ config.json is read.  Without --config
 the step is that of the paper: 64 prompts x 16 responses of at most 32,768 tokens.  Memory and \
 seconds are computed, not
 measured (docs/design/cost_model.md); --assume changes their assumptions.
+"""
+PLAY = """Answer prompts, or play an agent's environment, in the model's place.
+
+    megatron-rl play --config FILE.toml [--set NAME] [--first N] [--section.key value ...]
+
+Prompts, agent and reward function are those of the configuration; no server is started, and of
+model.path only the tokenizer and config.json are read.  You see the text as the model does, with
+its special tokens, and write a turn; the reward follows (docs/guides/agents.md).
 """
 REPLAY_BATCH = (
     "Compute a saved mini-batch again: loss, gradient and metrics (run.save_batches;"
@@ -82,6 +90,32 @@ def parse_plan(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
         "--rehearse",
         action="store_true",
         help="rehearse the five fastest layouts, with two layers (minutes)",
+    )
+    return parser.parse_known_args(argv)
+
+
+def parse_play(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the options of `megatron-rl play`, and the overrides --section.key VALUE."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl play",
+        description=PLAY,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", type=Path, required=True, metavar="FILE", help="settings, as TOML")
+    add(
+        "--set",
+        default="train",
+        metavar="NAME",
+        help="train (default), a source of data.train, or an evaluation set",
+    )
+    add(
+        "--first",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="the set's prompt to start with, counted from 1; default: %(default)s",
     )
     return parser.parse_known_args(argv)
 
