@@ -26,8 +26,9 @@ def with_advantages(
     dp_group: dist.ProcessGroup | None = None,
     *,
     reward_weights: Mapping[str, float] | None = None,
+    weight: float = 1.0,
 ) -> list[RolloutGroup]:
-    """Fill `advantages`, float32 [G], of every group from its `rewards`.
+    """Fill `advantages`, float32 [G], of every group from its `rewards`: `weight` times
 
     mean                    A_i = R_i - mean(R)                      MiniRL, arXiv 2512.01374 Eq. 7
     std                     A_i = (R_i - mean(R)) / (std(R) + 1e-6)  GRPO
@@ -77,7 +78,7 @@ def with_advantages(
         advantages = [group_advantages(r, kind) for r in rewards]
     return [
         # nothing is learned from a response without a reward
-        replace(group, advantages=np.where(np.isnan(r), 0.0, values).astype(np.float32))
+        replace(group, advantages=np.where(np.isnan(r), 0.0, weight * values).astype(np.float32))
         for group, r, values in zip(groups, rewards, advantages, strict=True)
     ]
 

@@ -64,6 +64,7 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
     missing_routes  bool [S - 1], where some rows have no route
     mask_sizes      uint16 [R], with kept sets (see SamplingMask)
     mask_codes      uint8 [bytes], with kept sets
+    teacher_logprobs  float32 [R], where a teacher has scored the sequence
     episode_digest  uint8 [16], where the sequence ends an episode of several
     """
     arrays = {"tokens": rollout.tokens, "logprobs": rollout.rollout_logprobs}
@@ -79,6 +80,8 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
             "mask_sizes": rollout.sampling_mask.sizes,
             "mask_codes": rollout.sampling_mask.codes,
         }
+    if rollout.teacher_logprobs is not None:
+        arrays["teacher_logprobs"] = rollout.teacher_logprobs
     if rollout.episode.digest is not None:
         arrays["episode_digest"] = np.frombuffer(rollout.episode.digest, np.uint8)
     return arrays
@@ -102,13 +105,17 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         )
     environment = to_spans(array("environment"))
     observed = sum(end - start for start, end in environment)
-    sizes = (len(tokens) - header["prompt_length"] - observed, len(logprobs), len(versions))
+    teacher = array("teacher_logprobs")
+    of_teacher = len(logprobs) if teacher is None else len(teacher)
+    sampled = len(tokens) - header["prompt_length"] - observed
+    sizes = (sampled, len(logprobs), len(versions), of_teacher)
     if len(set(sizes)) > 1:
         others = f" and an environment of {observed}" if observed else ""
         raise ValueError(
             f"rollout {header['id']}: {len(tokens)} tokens with a prompt of"
-            f" {header['prompt_length']}{others}, {sizes[1]} log-probs and {sizes[2]} weight"
-            " versions must describe one response; record it again"
+            f" {header['prompt_length']}{others}, {sizes[1]} log-probs, {sizes[2]} weight"
+            f" versions and {of_teacher} log-probs of a teacher must describe one response; record"
+            " it again"
         )
     routes, digest, of_episode = (
         array("routed_experts"),
@@ -132,6 +139,7 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         routes_digest=None if routes is None or digest is None else digest.tobytes(),
         environment=environment,
         sampling_mask=to_mask(array("mask_sizes"), array("mask_codes"), header["id"]),
+        teacher_logprobs=teacher,
         reward_metrics=header.get("reward_metrics", {}),
         episode=EpisodeRecord(
             reward=header.get("reward"),

@@ -20,6 +20,9 @@ import torch
 from megatron_rl.records import PackedBatch, Rollout, RowState, Sample, check_digest
 from megatron_rl.records.sampling_mask import SamplingMask, check_mask
 
+TEACHER_COLUMNS = ("teacher_logprobs", "teacher_weights")
+"""Columns of micro-batches with a sequence that a teacher has scored."""
+
 
 @dataclass(frozen=True)
 class PackRule:
@@ -83,6 +86,11 @@ def pack(
         raise ValueError("a micro-batch needs at least one sequence")
     for sample in samples:
         check_rollout(sample.rollout)
+        if sample.teacher_weight and sample.rollout.teacher_logprobs is None:
+            raise ValueError(
+                f"rollout {sample.rollout.id}: beta = {sample.teacher_weight:g}, and it has no"
+                " log-probs of a teacher; score it, or set beta = 0"
+            )
     lengths = [len(sample.rollout.tokens) for sample in samples]
     rows = lengths if rows is None else rows
     assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), (
@@ -90,7 +98,7 @@ def pack(
     )
     boundaries = np.concatenate([[0], np.cumsum(rows)])
     num_rows = int(boundaries[-1])
-    columns = {
+    columns: dict[str, np.ndarray] = {
         "tokens": np.zeros(num_rows, np.int64),
         "labels": np.zeros(num_rows, np.int64),
         "positions": np.zeros(num_rows, np.int64),
@@ -103,6 +111,8 @@ def pack(
         "row_state": np.full(num_rows, RowState.PAD, np.uint8),
         "policy_versions": np.full(num_rows, -1, np.int64),
     }
+    if any(sample.rollout.teacher_logprobs is not None for sample in samples):
+        columns |= {name: np.zeros(num_rows, np.float32) for name in TEACHER_COLUMNS}
     for index, (sample, start, length) in enumerate(
         zip(samples, boundaries, lengths, strict=False)
     ):
@@ -135,6 +145,9 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
         rows["rollout_logprobs"][predicts] = rollout.rollout_logprobs
         rows["advantages"][predicts] = sample.advantage
         rows["policy_versions"][predicts] = rollout.policy_versions
+        if sample.teacher_weight:
+            rows["teacher_logprobs"][predicts] = rollout.teacher_logprobs
+            rows["teacher_weights"][predicts] = sample.teacher_weight
     rows["sequence_ids"][:] = index
     rows["response_ids"][:] = -1 if sample.response is None else sample.response
     rows["response_lengths"][:] = max(sample.length, 1)
@@ -154,8 +167,9 @@ def mark_missing_routes(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: 
     rows["row_state"][missing] = RowState.LIVE
     if mask:
         # PackedBatch promises that log-probs and advantages are 0 outside the mask
-        for name in ("loss_mask", "rollout_logprobs", "advantages"):
-            rows[name][missing] = 0
+        for name in ("loss_mask", "rollout_logprobs", "advantages", *TEACHER_COLUMNS):
+            if name in rows:
+                rows[name][missing] = 0
         rows["policy_versions"][missing] = -1
 
 
@@ -217,6 +231,10 @@ def check_rollout(rollout: Rollout) -> None:
         "rollout_logprobs": rollout.rollout_logprobs,
         "policy_versions": rollout.policy_versions,
     }
+    if rollout.teacher_logprobs is not None:
+        per_token["teacher_logprobs"] = rollout.teacher_logprobs
+        if not np.isfinite(rollout.teacher_logprobs).all():
+            raise ValueError(f"{name}: a log-prob of its teacher is not finite")
     for key, values in per_token.items():
         if len(values) != rollout.response_length:
             raise ValueError(

@@ -25,5 +25,6 @@ from megatron_rl.config.sections.trained_model import (
 __all__ = [
     "AdvantageConfig", "AgentConfig", "BatchConfig", "CheckpointConfig", "DataConfig", "EvalConfig",
     "LoraConfig", "LossConfig", "MegatronConfig", "ModelConfig", "OptimConfig", "ParallelConfig",
-    "ReplayConfig", "RewardConfig", "RolloutConfig", "RunConfig", "SftConfig", "Teacher", "TeachersConfig", "TrackConfig",
+    "ReplayConfig", "RewardConfig", "RolloutConfig", "RunConfig", "SftConfig", "Teacher",
+    "TeachersConfig", "TrackConfig",
 ]  # fmt: skip

@@ -1,0 +1,95 @@
+"""The check of every teacher's servers at the start of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import httpx
+import numpy as np
+
+from megatron_rl.config import Config
+from megatron_rl.config.sections import Teacher
+from megatron_rl.models.spec import ModelSizes
+from megatron_rl.records import Prompt
+from megatron_rl.rollout.client.request import RetryableError
+from megatron_rl.rollout.client.teachers import ScoreRequest
+from megatron_rl.rollout.server.server_info import (
+    ServerError,
+    ServerInfo,
+    ask,
+    auth_headers,
+    check_identical,
+    server_info,
+    tokenizer_digest,
+)
+
+PROBE_TOKENS = 64
+"""Tokens of a prompt that a teacher scores at the start."""
+
+
+def check_teachers(cfg: Config, spec: ModelSizes, prompts: Sequence[Prompt]) -> list[str]:
+    """Return a line for the log about every teacher's server.
+
+    Each must have the vocabulary and tokenizer of `spec` and cfg.model.path, as far as this machine
+    can read its checkpoint, and score the beginning of a prompt of its sources.  Raises ServerError
+    otherwise, which names teacher, URL and fix.
+    """
+    return [
+        line
+        for name, teacher in cfg.teachers.with_servers.items()
+        for line in teacher_lines(cfg, spec, prompts, name, teacher)
+    ]
+
+
+def teacher_lines(
+    cfg: Config, spec: ModelSizes, prompts: Sequence[Prompt], name: str, teacher: Teacher
+) -> Iterator[str]:
+    """Check the servers of one teacher; yield a line for each."""
+    rollout = cfg.rollout.model_copy(update={"api_key_env": teacher.api_key_env})
+    headers, timeout = auth_headers(rollout), rollout.probe_seconds("cuda")
+    infos = [server_info(url, headers, timeout=timeout) for url in teacher.urls]
+    check_identical(infos)
+    scored = (p.token_ids for p in prompts if cfg.teachers.name_for(p.source) == name)
+    text = next((ids[:PROBE_TOKENS] for ids in scored if len(ids) > 1), None)
+    for info in infos:
+        check_model(name, info, cfg, spec)
+        mean = ""
+        if text is not None:  # else every prompt is one token
+            with httpx.Client(base_url=info.url, headers=headers, timeout=timeout) as http:
+                mean = f", mean log-prob of a prompt {probe(name, http, text).mean():.2f}"
+        of = f"teacher {name}, {info.url}: SGLang {info.version}, {info.dtype}, {info.model_path}"
+        unread = [key for key in ("tokenizer", "vocab_size") if getattr(info, key) is None]
+        missing = f"; WARNING not compared: {' and '.join(unread)}, not readable here"
+        yield f"{of}{mean}{missing if unread else ''}"
+
+
+def check_model(name: str, info: ServerInfo, cfg: Config, spec: ModelSizes) -> None:
+    """Raise ServerError unless the teacher's tokens are those of the student."""
+    own = tokenizer_digest(cfg.model.path)
+    for what, theirs, ours in (
+        ("vocabulary size", info.vocab_size, spec.vocab_size),
+        ("tokenizer digest", info.tokenizer, own),
+    ):
+        # None: this machine cannot read it, which the log says
+        if theirs is not None and ours is not None and theirs != ours:
+            raise ServerError(
+                f"teacher {name}: {info.url} (model {info.model_path}) has {what} = {theirs}, the"
+                f" student {cfg.model.path} has {ours}: token ids would mean other text to it;"
+                " choose a teacher with the student's tokenizer"
+            )
+
+
+def probe(name: str, http: httpx.Client, tokens: Sequence[int]) -> np.ndarray:
+    """Return the teacher's log-probs of a known text, without its first token.
+
+    Raises ServerError for an answer that scoring would refuse.
+    """
+    request = ScoreRequest("teacher-check", tokens, 1)
+    try:
+        answer = ask(http, "POST", "/generate", request.body())
+        return request.logprobs(answer)
+    except RetryableError as error:
+        raise ServerError(
+            f"teacher {name}: {http.base_url} cannot score a text of {len(tokens)} tokens, {error};"
+            " is it an SGLang server that was not changed on its way?"
+        ) from error
