@@ -1,4 +1,4 @@
-"""A teacher's server that answers wrongly on purpose; its log-probs are a function of the tokens."""
+"""A teacher's server that answers wrongly on purpose; its log-probs depend on the tokens alone."""
 
 import json
 from http.server import BaseHTTPRequestHandler

@@ -162,8 +162,6 @@ class TeacherCounters:
     """Counts of the requests to a teacher's servers since the client was made."""
 
     requests: int = 0
-    tokens: int = 0
-    """Sampled tokens that were scored."""
     retries: int = 0
     circuits_opened: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -183,13 +181,17 @@ class TeacherCounters:
 
     def totals(self) -> dict[str, float]:
         """Return metric -> count, for all of docs/reference/metrics.md's teacher/*_total."""
-        names = ("requests", "tokens", "retries", "circuits_opened")
-        counts: dict[str, int] = {name: getattr(self, name) for name in names}
-        counts |= {f"faults_{name}": 0 for name in (*TEACHER_FAULTS.values(), "http")}
+        totals = {
+            "teacher/requests_total": self.requests,
+            "teacher/retries_total": self.retries,
+            "teacher/circuits_opened_total": self.circuits_opened,
+        }
+        classes = (*TEACHER_FAULTS.values(), "http")
+        totals |= {f"teacher/faults_{name}_total": 0 for name in classes}
         # a copy: the client's thread may count meanwhile
         for reason, count in self.failures.copy().items():
-            counts[f"faults_{TEACHER_FAULTS.get(reason, 'http')}"] += count
-        return {f"teacher/{name}_total": float(count) for name, count in counts.items()}
+            totals[f"teacher/faults_{TEACHER_FAULTS.get(reason, 'http')}_total"] += count
+        return {name: float(count) for name, count in totals.items()}
 
 
 @dataclass

@@ -157,7 +157,6 @@ class TeacherClient:
                     self.counters.circuits_opened += opened
                     continue
                 self.balancer.succeeded(server)
-                self.counters.tokens += len(sequence.sampled)
                 return logprobs[sequence.sampled - sequence.prompt_length]
         raise RolloutError(
             f"teacher {self.name} did not score rollout {sequence.id} in {tries} requests"

@@ -4,6 +4,7 @@ to every wrong answer.
 
 import asyncio
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -83,15 +84,15 @@ def test_groups_are_complete_when_their_teacher_has_scored_them():
             assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
         totals = client.teachers.totals()
         assert totals["teacher/requests_total"] == 4
-        tokens = sum(r.response_length for group in groups[:2] for r in group.closed().rollouts)
-        assert totals["teacher/tokens_total"] == tokens
         assert len(client.teachers.take_seconds()) == 4 and not client.teachers.take_seconds()
 
 
 def test_tokens_of_an_environment_are_not_scored_and_every_sequence_of_an_episode_is():
     first = replace(make_rollout("r/0", 3, 6), environment=((5, 7),))
     first = replace(
-        first, rollout_logprobs=first.rollout_logprobs[:4], policy_versions=first.policy_versions[:4]
+        first,
+        rollout_logprobs=first.rollout_logprobs[:4],
+        policy_versions=first.policy_versions[:4],
     )
     last = make_rollout("r", 4, 3)
     episode = last.with_episode(earlier=(first,))
@@ -122,15 +123,15 @@ def test_the_table_has_every_wrong_answer():
 
 @pytest.mark.parametrize(("fault", "reason"), REASONS.items())
 def test_a_wrong_answer_is_counted_and_asked_again(fault, reason):
+    limits = SHORT if reason == "timeout" else {}
     with FakeTeacher(fault, "ok") as teacher:
-        teachers, group = teachers_of(teacher.url, **SHORT), sampled(make_rollout("r", 3, 4))
+        teachers, group = teachers_of(teacher.url, **limits), sampled(make_rollout("r", 3, 4))
         score(teachers, group)
         assert_taught(group.rollouts[0])
     totals = {name: count for name, count in teachers.totals().items() if count}
     assert totals == {
         "teacher/requests_total": 2,
         "teacher/retries_total": 1,
-        "teacher/tokens_total": 4,
         f"teacher/faults_{reason}_total": 1,
     }
 
@@ -199,11 +200,12 @@ def test_other_groups_are_sampled_while_a_teacher_computes():
     with FakeServer("ok") as student, FakeTeacher("hang") as teacher:
         client = client_of(student, teachers_of(teacher.url), max_concurrency=1)
         groups = [Group(prompt, 2, teacher="math") for prompt in PROMPTS]
-        thread = threading.Thread(target=lambda: pytest.raises(RolloutError, fill), daemon=True)
 
         def fill() -> None:
-            client.fill(groups, SAMPLING)
+            with suppress(asyncio.CancelledError):
+                client.fill(groups, SAMPLING)
 
+        thread = threading.Thread(target=fill, daemon=True)
         thread.start()
         assert wait_for(lambda: all(group.is_sampled for group in groups), 10)
         assert not any(group.is_complete for group in groups)
