@@ -106,11 +106,7 @@ def expected_of(root: Path, samples: list[Sample]) -> tuple[dict[str, Tensor], f
                 logprobs_of(model, r),
                 olds[r.id],
                 torch.from_numpy(r.rollout_logprobs).double(),
-                torch.from_numpy(
-                    np.zeros(r.response_length)
-                    if r.teacher_logprobs is None
-                    else r.teacher_logprobs
-                ).double(),
+                teacher_of(r),
                 sample.advantage,
                 sample.teacher_weight,
                 sample.rollout.id,
