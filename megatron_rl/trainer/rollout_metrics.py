@@ -101,21 +101,19 @@ def count_teachers(sums: MetricSums, groups: Sequence[RolloutGroup], cfg: Config
     Over samples of mu its mean is KL(mu || pi_T), the reverse KL of the weights that sampled.
     """
     for group in groups:
-        if not cfg.teachers.name_for(group.prompt.source):
+        if not cfg.teachers.name_for(source := group.prompt.source):
             continue
-        metrics = ["teacher/reverse_kl"]
-        if (source := group.prompt.source) in cfg.data.source_names:
-            metrics.append(f"source/{source}/teacher_reverse_kl")
         if group.teacher_weights is not None:
             sums.add("teacher/beta_mean", float(group.teacher_weights.sum()), len(group.rollouts))
         for sequence in (s for rollout in group.rollouts for s in rollout.sequences):
             if sequence.teacher_logprobs is None:
                 continue
             gap = sequence.rollout_logprobs.astype(np.float64) - sequence.teacher_logprobs
+            sums.add("teacher/reverse_kl", float(gap.sum()), len(gap))
             sums.add("teacher/higher_frac", int((gap < 0).sum()), len(gap))
             sums.add_max("teacher/gap_abs_max", float(np.abs(gap).max()))
-            for metric in metrics:
-                sums.add(metric, float(gap.sum()), len(gap))
+            if source in cfg.data.source_names:
+                sums.add(f"source/{source}/teacher_reverse_kl", float(gap.sum()), len(gap))
 
 
 def count_requests_to_teachers(sums: MetricSums, teachers: Teachers, parallel: Parallel) -> None:

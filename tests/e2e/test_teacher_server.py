@@ -104,7 +104,7 @@ def test_a_run_learns_from_its_teacher(tmp_path):
             "--replay.mode", "R3",
         )  # fmt: skip
         process = runs_of.start(material, tmp_path, steps=8, extra=extra)
-        text = runs_of.wait_for(process, tmp_path, r"step 8/8", timeout=600)
+        text = runs_of.wait_for(process, tmp_path, r"step\s+8/8", timeout=600)
         process.wait(120)
     assert "teacher near, http" in text
     folder = tmp_path / "runs/run"

@@ -98,6 +98,7 @@ def problem_text(error: Mapping[str, Any], table: type[Section] = TrainSource) -
     if not key:
         return str(error["msg"]).removeprefix("Value error, ")
     rule = str(error["msg"]).partition(" should ")[2] or error["msg"]
+    rule = rule.replace("a valid tuple", "a list")
     default = table.model_fields[key].default
     return f"{key} = {error['input']!r}: must {rule}; change it, or remove it for {default!r}"
 

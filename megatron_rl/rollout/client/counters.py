@@ -181,17 +181,16 @@ class TeacherCounters:
 
     def totals(self) -> dict[str, float]:
         """Return metric -> count, for all of docs/reference/metrics.md's teacher/*_total."""
-        totals = {
-            "teacher/requests_total": self.requests,
-            "teacher/retries_total": self.retries,
-            "teacher/circuits_opened_total": self.circuits_opened,
+        counts = {
+            "requests": self.requests,
+            "retries": self.retries,
+            "circuits_opened": self.circuits_opened,
         }
-        classes = (*TEACHER_FAULTS.values(), "http")
-        totals |= {f"teacher/faults_{name}_total": 0 for name in classes}
+        counts |= {f"faults_{name}": 0 for name in (*TEACHER_FAULTS.values(), "http")}
         # a copy: the client's thread may count meanwhile
         for reason, count in self.failures.copy().items():
-            totals[f"teacher/faults_{TEACHER_FAULTS.get(reason, 'http')}_total"] += count
-        return {name: float(count) for name, count in totals.items()}
+            counts[f"faults_{TEACHER_FAULTS.get(reason, 'http')}"] += count
+        return {f"teacher/{name}_total": float(count) for name, count in counts.items()}
 
 
 @dataclass

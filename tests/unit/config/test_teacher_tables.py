@@ -38,6 +38,8 @@ def test_tables_are_read_from_file_and_command_line_and_written_back(tmp_path):
     cfg = load_config(path)
     assert cfg.teachers.by_name == {"math": Teacher(urls=(URL,), beta=0.25)}
     assert cfg == load("--teachers.math.beta", "0.25")
+    urls = load("--teachers.math.urls", URL, "http://b:2", "--teachers.math.sources").teachers
+    assert urls.by_name["math"].urls == (URL, "http://b:2") and not urls.by_name["math"].sources
 
 
 def test_beta_changes_linearly_and_then_stays():
@@ -52,6 +54,7 @@ def test_beta_changes_linearly_and_then_stays():
     ("table", "message"),
     [
         (3, "teachers.math = 3: must be a table"),
+        ({"urls": URL}, f"teachers.math: urls = '{URL}': must be a list; change it"),
         ({"urls": [URL], "bta": 1}, "teachers.math: unknown key bta = 1; did you mean 'beta'?"),
         ({"urls": [URL], "beta": -1}, "teachers.math: beta = -1: must be greater than or equal"),
         ({"urls": [URL], "beta": True}, "teachers.math: beta = True: must be a number"),
