@@ -103,10 +103,12 @@ def reward_failure(metric: str, label: str, text: str, advice: str, guide: str =
     )  # fmt: skip
 
 
-def teacher_fault(name: str, label: str, text: str, advice: str, level: Level = "watch") -> LeftOut:
+def teacher_fault(
+    metric: str, label: str, text: str, advice: str, level: Level = "watch"
+) -> LeftOut:
     return LeftOut(
-        f"teacher/faults_{name}_total", label, level, TEACHERS,
-        f"{text}; the sequences were sent again.", advice, of="teacher/requests_total",
+        metric, label, level, TEACHERS, f"{text}; the sequences were sent again.", advice,
+        of="teacher/requests_total",
     )  # fmt: skip
 
 
@@ -290,32 +292,32 @@ LEFT_OUT = (
         "The log names the server: read its log.",
     ),
     teacher_fault(
-        "timeout", "teachers timed out", "Requests to teachers passed their deadline",
+        "teacher/faults_timeout_total", "teachers timed out", "Requests to teachers passed their deadline",
         "Look for a server that hangs; else raise rollout.request_timeout_seconds.",
     ),
     teacher_fault(
-        "connection", "teachers cut", "Requests to teachers were refused, reset or cut",
+        "teacher/faults_connection_total", "teachers cut", "Requests to teachers were refused, reset or cut",
         "Read the servers' logs.",
     ),
     teacher_fault(
-        "http", "teachers refused", "Teachers answered 5xx, 408, 425 or 429",
+        "teacher/faults_http_total", "teachers refused", "Teachers answered 5xx, 408, 425 or 429",
         "Read the servers' logs.",
     ),
     teacher_fault(
-        "body", "broken answers of teachers", "Teachers answered without log-probs",
+        "teacher/faults_body_total", "broken answers of teachers", "Teachers answered without log-probs",
         "Look for a proxy between run and servers; read the servers' logs.",
     ),
     teacher_fault(
-        "count", "truncated answers of teachers",
+        "teacher/faults_count_total", "truncated answers of teachers",
         "Teachers answered with the log-probs of fewer or more tokens", "Read the servers' logs.",
         "bad",
     ),
     teacher_fault(
-        "text", "other texts of teachers", "Teachers answered with the log-probs of another text",
+        "teacher/faults_text_total", "other texts of teachers", "Teachers answered with the log-probs of another text",
         "Look for something between run and servers that answers from a cache.", "bad",
     ),
     teacher_fault(
-        "value", "broken log-probs of teachers", "Teachers answered with NaN or a positive number",
+        "teacher/faults_value_total", "broken log-probs of teachers", "Teachers answered with NaN or a positive number",
         "A teacher's weights or its precision: its log.", "bad",
     ),
     # over-sampling and partial rollouts

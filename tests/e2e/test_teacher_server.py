@@ -30,7 +30,7 @@ def random_rollout(name: str, size: int, prompt: int, environment=()) -> Rollout
     sampled = size - prompt - observed
     return Rollout(
         id=name,
-        tokens=rng.integers(2, 60, size),
+        tokens=rng.integers(2, 64, size),
         prompt_length=prompt,
         rollout_logprobs=np.zeros(sampled, np.float32),
         routed_experts=None,
@@ -58,11 +58,12 @@ def test_a_real_server_scores_as_transformers(sglang_server, tiny_checkpoint, ro
     tree = random_rollout("d", 30, 6).with_episode(earlier=(random_rollout("d/0", 20, 6),))
 
     async def score() -> list[Rollout]:
-        teacher = TeacherClient("t", Teacher(urls=(sglang_server.url,)), rollout_config)
+        teacher = TeacherClient("t", Teacher(urls=(sglang_server.url,)), rollout_config, 64)
         async with teacher.serving():
             return await asyncio.gather(*map(teacher.score, [*texts, tree, *texts]))
 
     scored = asyncio.run(score())
+    assert any((rollout.tokens == 63).any() for rollout in texts), "the last id of the vocabulary"
     for rollout in scored:
         assert_scored_by(tiny_checkpoint, rollout)
 

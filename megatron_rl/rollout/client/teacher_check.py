@@ -56,7 +56,7 @@ def teacher_lines(
         mean = ""
         if text is not None:  # else every prompt is one token
             with httpx.Client(base_url=info.url, headers=headers, timeout=timeout) as http:
-                mean = f", mean log-prob of a prompt {probe(name, http, text).mean():.2f}"
+                mean = f", mean log-prob of a prompt {probe(name, http, text, spec).mean():.2f}"
         of = f"teacher {name}, {info.url}: SGLang {info.version}, {info.dtype}, {info.model_path}"
         unread = [key for key in ("tokenizer", "vocab_size") if getattr(info, key) is None]
         missing = f"; WARNING not compared: {' and '.join(unread)}, not readable here"
@@ -79,12 +79,12 @@ def check_model(name: str, info: ServerInfo, cfg: Config, spec: ModelSizes) -> N
             )
 
 
-def probe(name: str, http: httpx.Client, tokens: Sequence[int]) -> np.ndarray:
+def probe(name: str, http: httpx.Client, tokens: Sequence[int], spec: ModelSizes) -> np.ndarray:
     """Return the teacher's log-probs of a known text, without its first token.
 
     Raises ServerError for an answer that scoring would refuse.
     """
-    request = ScoreRequest("teacher-check", tokens, 1)
+    request = ScoreRequest("teacher-check", tokens, 1, spec.vocab_size)
     try:
         answer = ask(http, "POST", "/generate", request.body())
         return request.logprobs(answer)

@@ -51,6 +51,7 @@ class ScoreRequest:
     rid: str
     tokens: Sequence[int]
     prompt_length: int
+    vocab_size: int
 
     def body(self) -> dict[str, object]:
         """Return the JSON body."""
@@ -80,8 +81,10 @@ class ScoreRequest:
             raise RetryableError(
                 "wrong_count", f"log-probs of {len(entries)} tokens for {len(expected)}"
             )
+        # SGLang 0.5.21 names the last id of the vocabulary 0, as it does placeholders of images
+        # (logprob_result_processor.py); the log-prob is that of the token
         for place, (entry, token) in enumerate(zip(entries, expected, strict=True)):
-            if entry[1] != token:
+            if entry[1] != token and not (entry[1] == 0 and token >= self.vocab_size - 1):
                 raise RetryableError(
                     "other_text", f"token {place} after the prompt is {entry[1]}, not {token}"
                 )
@@ -112,8 +115,10 @@ class TeacherClient:
     `counters` and the servers' circuits live as long as the object.
     """
 
-    def __init__(self, name: str, teacher: Teacher, rollout: RolloutConfig) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, teacher: Teacher, rollout: RolloutConfig, vocab_size: int
+    ) -> None:
+        self.name, self.vocab_size = name, vocab_size
         self.cfg = rollout.model_copy(
             update={"urls": teacher.urls, "api_key_env": teacher.api_key_env}
         )
@@ -169,7 +174,9 @@ class TeacherClient:
         RolloutError where the server refuses.
         """
         rid = f"{self._name}.{next(self._numbers)}"
-        request = ScoreRequest(rid, sequence.tokens.tolist(), sequence.prompt_length)
+        request = ScoreRequest(
+            rid, sequence.tokens.tolist(), sequence.prompt_length, self.vocab_size
+        )
         num_tokens, idle = len(request.tokens), self.cfg.idle_timeout_seconds
         most_bytes = BODY_SLACK_BYTES + num_tokens * BODY_BYTES_PER_TOKEN
         server.tokens += num_tokens
@@ -216,9 +223,12 @@ def check_teacher_status(name: str, url: str, status: int, content: memoryview) 
 class Teachers:
     """The teachers of a run, as the client of one replica uses them."""
 
-    def __init__(self, teachers: Mapping[str, Teacher], rollout: RolloutConfig) -> None:
+    def __init__(
+        self, teachers: Mapping[str, Teacher], rollout: RolloutConfig, vocab_size: int
+    ) -> None:
         self.clients = {
-            name: TeacherClient(name, teacher, rollout) for name, teacher in teachers.items()
+            name: TeacherClient(name, teacher, rollout, vocab_size)
+            for name, teacher in teachers.items()
         }
 
     @asynccontextmanager

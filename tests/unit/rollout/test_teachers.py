@@ -15,11 +15,12 @@ from megatron_rl.config.sections import Teacher
 from megatron_rl.records import Prompt, Rollout
 from megatron_rl.rollout.client import teachers as teachers_module
 from megatron_rl.rollout.client.client import RolloutClient, RolloutError
+from megatron_rl.rollout.client.request import RetryableError
 from megatron_rl.rollout.client.sampling import Sampling
-from megatron_rl.rollout.client.teachers import Teachers
+from megatron_rl.rollout.client.teachers import ScoreRequest, Teachers
 from megatron_rl.rollout.group import Group, GroupState
 from tests.fake_server import SPEC, VERSION, FakeServer, wait_for
-from tests.fake_teacher import TEACHER_ANSWERS, FakeTeacher, expected_logprobs
+from tests.fake_teacher import TEACHER_ANSWERS, FakeTeacher, expected_logprobs, honest
 from tests.unit.batch.rollouts import make_rollout
 
 PROMPTS = [Prompt(f"q{i}", "", (3, 4, 5 + i), "") for i in range(4)]
@@ -33,7 +34,7 @@ def no_pauses(monkeypatch):
 
 
 def teachers_of(*urls: str, name: str = "math", **settings) -> Teachers:
-    return Teachers({name: Teacher(urls=urls)}, RolloutConfig(**settings))
+    return Teachers({name: Teacher(urls=urls)}, RolloutConfig(**settings), SPEC.vocab_size)
 
 
 def client_of(server: FakeServer, teachers: Teachers, **settings) -> RolloutClient:
@@ -115,6 +116,19 @@ REASONS = {
     "http_500": "http", "http_503": "http", "http_429": "http",
     "reset": "connection", "close@mid_body": "connection", "hang": "timeout", "drip": "timeout",
 }  # fmt: skip
+
+
+def test_the_last_id_of_the_vocabulary_is_named_0_by_a_real_server():
+    """And by no other: 0 for another id is another text."""
+    last = SPEC.vocab_size - 1
+    request = ScoreRequest("r", [3, 4, last, 5], 2, SPEC.vocab_size)
+    answer = honest(request.body())
+    entries = answer["meta_info"]["input_token_logprobs"]
+    entries[1][1] = 0
+    assert request.logprobs(answer).tolist() == np.float32([e[0] for e in entries[1:]]).tolist()
+    entries[2][1] = 0
+    with pytest.raises(RetryableError, match="other_text: token 2 after the prompt is 0, not 5"):
+        request.logprobs(answer)
 
 
 def test_the_table_has_every_wrong_answer():
