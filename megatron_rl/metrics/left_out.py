@@ -292,11 +292,13 @@ LEFT_OUT = (
         "The log names the server: read its log.",
     ),
     teacher_fault(
-        "teacher/faults_timeout_total", "teachers timed out", "Requests to teachers passed their deadline",
+        "teacher/faults_timeout_total", "teachers timed out",
+        "Requests to teachers passed their deadline",
         "Look for a server that hangs; else raise rollout.request_timeout_seconds.",
     ),
     teacher_fault(
-        "teacher/faults_connection_total", "teachers cut", "Requests to teachers were refused, reset or cut",
+        "teacher/faults_connection_total", "teachers cut",
+        "Requests to teachers were refused, reset or cut",
         "Read the servers' logs.",
     ),
     teacher_fault(
@@ -304,7 +306,8 @@ LEFT_OUT = (
         "Read the servers' logs.",
     ),
     teacher_fault(
-        "teacher/faults_body_total", "broken answers of teachers", "Teachers answered without log-probs",
+        "teacher/faults_body_total", "broken answers of teachers",
+        "Teachers answered without log-probs",
         "Look for a proxy between run and servers; read the servers' logs.",
     ),
     teacher_fault(
@@ -313,11 +316,13 @@ LEFT_OUT = (
         "bad",
     ),
     teacher_fault(
-        "teacher/faults_text_total", "other texts of teachers", "Teachers answered with the log-probs of another text",
+        "teacher/faults_text_total", "other texts of teachers",
+        "Teachers answered with the log-probs of another text",
         "Look for something between run and servers that answers from a cache.", "bad",
     ),
     teacher_fault(
-        "teacher/faults_value_total", "broken log-probs of teachers", "Teachers answered with NaN or a positive number",
+        "teacher/faults_value_total", "broken log-probs of teachers",
+        "Teachers answered with NaN or a positive number",
         "A teacher's weights or its precision: its log.", "bad",
     ),
     # over-sampling and partial rollouts
