@@ -105,17 +105,19 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         )
     environment = to_spans(array("environment"))
     observed = sum(end - start for start, end in environment)
-    teacher = array("teacher_logprobs")
-    of_teacher = len(logprobs) if teacher is None else len(teacher)
-    sampled = len(tokens) - header["prompt_length"] - observed
-    sizes = (sampled, len(logprobs), len(versions), of_teacher)
+    sizes = (len(tokens) - header["prompt_length"] - observed, len(logprobs), len(versions))
     if len(set(sizes)) > 1:
         others = f" and an environment of {observed}" if observed else ""
         raise ValueError(
             f"rollout {header['id']}: {len(tokens)} tokens with a prompt of"
-            f" {header['prompt_length']}{others}, {sizes[1]} log-probs, {sizes[2]} weight"
-            f" versions and {of_teacher} log-probs of a teacher must describe one response; record"
-            " it again"
+            f" {header['prompt_length']}{others}, {sizes[1]} log-probs and {sizes[2]} weight"
+            " versions must describe one response; record it again"
+        )
+    teacher = array("teacher_logprobs")
+    if teacher is not None and len(teacher) != len(logprobs):
+        raise ValueError(
+            f"rollout {header['id']}: {len(teacher)} log-probs of a teacher for {len(logprobs)}"
+            " sampled tokens; record it again"
         )
     routes, digest, of_episode = (
         array("routed_experts"),

@@ -75,7 +75,7 @@ def test_lengths_that_do_not_describe_one_response_are_refused(name):
         header[name] = {"prompt_length": 2, "versions": [[0, 5]]}[name]
     with pytest.raises(
         ValueError,
-        match=r"rollout r: \d tokens with a prompt of \d, \d log-probs, \d weight versions",
+        match=r"rollout r: \d tokens with a prompt of \d, \d log-probs and \d weight versions",
     ):
         from_arrays(header, arrays.get)
 
