@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import ConfigDict, ValidationError, model_validator
 
 from megatron_rl.config.base import Count, NotNegative, Section
+from megatron_rl.config.redact import VARIABLE
 from megatron_rl.config.sections.train_sources import NAME, problem_text
 
 
@@ -29,7 +30,7 @@ class Teacher(Section):
     teach: Literal["all", "failures"] = "all"
     """all: it teaches every response; failures: only those with a reward below data.pass_reward."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the servers' API key."""
+    """Name of the environment variable that holds the servers' API key, e.g. TEACHER_API_KEY."""
 
     def beta_at(self, step: int) -> float:
         """Return beta in `step`, which counts from 0."""
@@ -47,6 +48,12 @@ class Teacher(Section):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 yield f"urls has {url!r}: must begin with http:// or https://; add it"
+        key = self.api_key_env
+        if key is not None and not VARIABLE.search(key):
+            yield (
+                f"api_key_env = {key!r}: must have KEY, TOKEN, SECRET or PASSWORD as a word of its"
+                " name, by which logs and files hide its value; rename the variable"
+            )
         if len(set(self.urls)) < len(self.urls):
             yield f"urls = {list(self.urls)}: must name every server once; remove the repeated one"
         if not self.urls and (self.beta != 1.0 or self.beta_end is not None or self.teach != "all"):
