@@ -113,12 +113,6 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
             f" {header['prompt_length']}{others}, {sizes[1]} log-probs and {sizes[2]} weight"
             " versions must describe one response; record it again"
         )
-    teacher = array("teacher_logprobs")
-    if teacher is not None and len(teacher) != len(logprobs):
-        raise ValueError(
-            f"rollout {header['id']}: {len(teacher)} log-probs of a teacher for {len(logprobs)}"
-            " sampled tokens; record it again"
-        )
     routes, digest, of_episode = (
         array("routed_experts"),
         array("routes_digest"),
@@ -141,7 +135,7 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         routes_digest=None if routes is None or digest is None else digest.tobytes(),
         environment=environment,
         sampling_mask=to_mask(array("mask_sizes"), array("mask_codes"), header["id"]),
-        teacher_logprobs=teacher,
+        teacher_logprobs=teacher_of(array("teacher_logprobs"), len(logprobs), header["id"]),
         reward_metrics=header.get("reward_metrics", {}),
         episode=EpisodeRecord(
             reward=header.get("reward"),
@@ -183,6 +177,16 @@ def to_mask(sizes: np.ndarray | None, codes: np.ndarray | None, name: str) -> Sa
     if sizes is None or codes is None:
         raise ValueError(f"rollout {name}: half of its kept sets is missing; record it again")
     return SamplingMask(sizes, codes)
+
+
+def teacher_of(logprobs: np.ndarray | None, num_sampled: int, name: str) -> np.ndarray | None:
+    """Return Rollout.teacher_logprobs; ValueError where they are not one per sampled token."""
+    if logprobs is not None and len(logprobs) != num_sampled:
+        raise ValueError(
+            f"rollout {name}: {len(logprobs)} log-probs of a teacher for {num_sampled} sampled"
+            " tokens; record it again"
+        )
+    return logprobs
 
 
 def check_origin(rollout: Rollout) -> Rollout:

@@ -86,11 +86,7 @@ def pack(
         raise ValueError("a micro-batch needs at least one sequence")
     for sample in samples:
         check_rollout(sample.rollout)
-        if sample.teacher_weight and sample.rollout.teacher_logprobs is None:
-            raise ValueError(
-                f"rollout {sample.rollout.id}: beta = {sample.teacher_weight:g}, and it has no"
-                " log-probs of a teacher; score it, or set beta = 0"
-            )
+        check_teacher(sample)
     lengths = [len(sample.rollout.tokens) for sample in samples]
     rows = lengths if rows is None else rows
     assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), (
@@ -231,10 +227,6 @@ def check_rollout(rollout: Rollout) -> None:
         "rollout_logprobs": rollout.rollout_logprobs,
         "policy_versions": rollout.policy_versions,
     }
-    if rollout.teacher_logprobs is not None:
-        per_token["teacher_logprobs"] = rollout.teacher_logprobs
-        if not np.isfinite(rollout.teacher_logprobs).all():
-            raise ValueError(f"{name}: a log-prob of its teacher is not finite")
     for key, values in per_token.items():
         if len(values) != rollout.response_length:
             raise ValueError(
@@ -253,6 +245,27 @@ def check_rollout(rollout: Rollout) -> None:
         got = f"{missing.dtype} {list(missing.shape)}"
         raise ValueError(f"{name}: missing_routes is {got}, must be bool [{length - 1}]")
     check_digest(rollout.id, rollout.tokens, routes, rollout.routes_digest, rollout.environment)
+
+
+def check_teacher(sample: Sample) -> None:
+    """Raise ValueError unless a sample with a beta has a finite log-prob of its teacher for every
+    sampled token.
+    """
+    rollout, logprobs = sample.rollout, sample.rollout.teacher_logprobs
+    if logprobs is None:
+        if sample.teacher_weight:
+            raise ValueError(
+                f"rollout {rollout.id}: beta = {sample.teacher_weight:g}, and it has no log-probs"
+                " of a teacher; score it, or set beta = 0"
+            )
+        return
+    if len(logprobs) != rollout.response_length:
+        raise ValueError(
+            f"rollout {rollout.id}: {len(logprobs)} teacher_logprobs for"
+            f" {rollout.response_length} sampled tokens"
+        )
+    if not np.isfinite(logprobs).all():
+        raise ValueError(f"rollout {rollout.id}: a log-prob of its teacher is not finite")
 
 
 def check_environment_tokens(rollout: Rollout) -> None:

@@ -56,10 +56,11 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
         sums.add("rollout/unscored_frac", int(unscored.sum()), len(rewards))
         if group.penalties is not None:
             sums.add("rollout/length_penalty_mean", float(group.penalties.sum()), len(rewards))
-        sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group)), 1)
-        # with a teacher's term, which the engine adds, an advantage of 0 is not the token's
-        if group.advantages is not None and group.teacher_weights is None:
-            sums.add_max("rollout/advantage_max", float(np.abs(group.advantages).max()))
+        # a group with a teacher teaches whatever its rewards are
+        beta = 0.0 if group.teacher_weights is None else float(group.teacher_weights.max())
+        sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group) and not beta), 1)
+        if group.advantages is not None:
+            sums.add_max("rollout/advantage_max", float(np.abs(group.advantages).max()) + beta)
         for rollout in group.rollouts:
             sums.add("rollout/response_length_mean", rollout.episode_length, 1)
             sums.add_max("rollout/response_length_max", float(rollout.episode_length))

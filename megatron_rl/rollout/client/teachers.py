@@ -37,7 +37,7 @@ from megatron_rl.rollout.client.request import (
     connections,
     post,
 )
-from megatron_rl.rollout.client.response_json import parse_body
+from megatron_rl.rollout.client.response_json import PIECE_BYTES, parse_body
 from megatron_rl.rollout.group import Group
 
 ROUNDING = 1e-3
@@ -198,7 +198,10 @@ class TeacherClient:
             server.requests -= 1
         check_teacher_status(self.name, server.url, status, content)
         self.counters.seconds.append(time.monotonic() - started)
-        return request.logprobs(parsed(content))
+        if len(content) <= PIECE_BYTES:
+            return request.logprobs(parsed(content))
+        # a long sequence takes milliseconds, in which other answers are read
+        return await asyncio.to_thread(lambda: request.logprobs(parsed(content)))
 
 
 def parsed(content: memoryview) -> object:

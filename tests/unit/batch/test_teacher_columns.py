@@ -21,7 +21,7 @@ from megatron_rl.records import Prompt, Rollout, RolloutGroup, Sample, check_epi
 from megatron_rl.rollout.group import Group, GroupState
 from megatron_rl.rollout.group_files import find_groups, read_groups, write_groups
 from megatron_rl.rollout.scheduler import Scheduler
-from megatron_rl.trainer.rollout_metrics import count_groups, count_teachers
+from megatron_rl.trainer.rollout_metrics import count_groups, count_teachers, derived
 from tests.unit.batch.rollouts import make_rollout, make_tree
 
 URL = "http://10.0.0.2:30000"
@@ -216,4 +216,6 @@ def test_a_step_of_equal_rewards_teaches_something_with_a_teacher(has_teacher):
     group = group_of(*(taught(make_rollout(f"r{k}", 2, 3)) for k in range(2)), rewards=(1.0, 1.0))
     sums = MetricSums()
     count_groups(sums, with_teacher_weights([group], cfg, 0), version=3)
-    assert ("rollout/advantage_max" in sums.reduce(None, "cpu")) != has_teacher
+    found = derived(sums.reduce(None, "cpu"))
+    assert found["rollout/zero_advantages"] == (not has_teacher)
+    assert found["rollout/zero_advantage_groups_frac"] == (not has_teacher)
