@@ -94,7 +94,7 @@ def pack(
     )
     boundaries = np.concatenate([[0], np.cumsum(rows)])
     num_rows = int(boundaries[-1])
-    columns: dict[str, np.ndarray] = {
+    columns = {
         "tokens": np.zeros(num_rows, np.int64),
         "labels": np.zeros(num_rows, np.int64),
         "positions": np.zeros(num_rows, np.int64),
@@ -106,9 +106,7 @@ def pack(
         "response_lengths": np.ones(num_rows, np.int64),  # 1 on pads: the loss divides by it
         "row_state": np.full(num_rows, RowState.PAD, np.uint8),
         "policy_versions": np.full(num_rows, -1, np.int64),
-    }
-    if any(sample.rollout.teacher_logprobs is not None for sample in samples):
-        columns |= {name: np.zeros(num_rows, np.float32) for name in TEACHER_COLUMNS}
+    } | teacher_columns(samples, num_rows)
     for index, (sample, start, length) in enumerate(
         zip(samples, boundaries, lengths, strict=False)
     ):
@@ -126,8 +124,14 @@ def pack(
         rollout_ids=tuple(sample.rollout.id for sample in samples),
         sampling_masks=masks,
         set_index=set_index,
-        kept=None,
     )
+
+
+def teacher_columns(samples: Sequence[Sample], num_rows: int) -> dict[str, np.ndarray]:
+    """Return the columns of TEACHER_COLUMNS, zeros [T]; {} where no teacher has scored a sequence."""
+    if all(sample.rollout.teacher_logprobs is None for sample in samples):
+        return {}
+    return {name: np.zeros(num_rows, np.float32) for name in TEACHER_COLUMNS}
 
 
 def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> None:
