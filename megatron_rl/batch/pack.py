@@ -85,8 +85,7 @@ def pack(
     if not samples:
         raise ValueError("a micro-batch needs at least one sequence")
     for sample in samples:
-        check_rollout(sample.rollout)
-        check_teacher(sample)
+        check_sample(sample)
     lengths = [len(sample.rollout.tokens) for sample in samples]
     rows = lengths if rows is None else rows
     assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), (
@@ -124,6 +123,7 @@ def pack(
         rollout_ids=tuple(sample.rollout.id for sample in samples),
         sampling_masks=masks,
         set_index=set_index,
+        kept=None,
     )
 
 
@@ -251,10 +251,11 @@ def check_rollout(rollout: Rollout) -> None:
     check_digest(rollout.id, rollout.tokens, routes, rollout.routes_digest, rollout.environment)
 
 
-def check_teacher(sample: Sample) -> None:
-    """Raise ValueError unless a sample with a beta has a finite log-prob of its teacher for every
-    sampled token.
+def check_sample(sample: Sample) -> None:
+    """Raise ValueError when a sample's arrays do not describe the same tokens, or when a sample
+    with a beta lacks a finite log-prob of its teacher for a sampled token.
     """
+    check_rollout(sample.rollout)
     rollout, logprobs = sample.rollout, sample.rollout.teacher_logprobs
     if logprobs is None:
         if sample.teacher_weight:
