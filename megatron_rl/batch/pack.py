@@ -128,7 +128,7 @@ def pack(
 
 
 def teacher_columns(samples: Sequence[Sample], num_rows: int) -> dict[str, np.ndarray]:
-    """Return the columns of TEACHER_COLUMNS, zeros [T]; {} where no teacher has scored a sequence."""
+    """Return TEACHER_COLUMNS as zeros [T]; {} where no teacher has scored a sequence."""
     if all(sample.rollout.teacher_logprobs is None for sample in samples):
         return {}
     return {name: np.zeros(num_rows, np.float32) for name in TEACHER_COLUMNS}
