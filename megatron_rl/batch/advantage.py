@@ -26,8 +26,9 @@ def with_advantages(
     dp_group: dist.ProcessGroup | None = None,
     *,
     reward_weights: Mapping[str, float] | None = None,
+    weight: float = 1.0,
 ) -> list[RolloutGroup]:
-    """Fill `advantages`, float32 [G], of every group from its `rewards`.
+    """Fill `advantages`, float32 [G], of every group from its `rewards`: `weight` x A_i
 
     mean                    A_i = R_i - mean(R)                      MiniRL, arXiv 2512.01374 Eq. 7
     std                     A_i = (R_i - mean(R)) / (std(R) + 1e-6)  GRPO
@@ -41,8 +42,7 @@ def with_advantages(
                             S_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-6)
 
     mean, std: over the group, response i included; std is the population std.  n_j: sampled tokens.
-    P: the step's groups on all replicas; P+: the groups whose rewards differ; A = 0 where
-    there is none.
+    P: the step's groups on all replicas; P+: those whose rewards differ; A = 0 where there is none.
     m, s: mean and population std over all response tokens of the step on all replicas, where a
     token has the value of its response.  R_k: the rewards named in `reward_weights`, from the
     metrics of the rollouts; w_k: their weights; m', s': mean and population std of S over all
@@ -77,7 +77,7 @@ def with_advantages(
         advantages = [group_advantages(r, kind) for r in rewards]
     return [
         # nothing is learned from a response without a reward
-        replace(group, advantages=np.where(np.isnan(r), 0.0, values).astype(np.float32))
+        replace(group, advantages=np.where(np.isnan(r), 0.0, weight * values).astype(np.float32))
         for group, r, values in zip(groups, rewards, advantages, strict=True)
     ]
 

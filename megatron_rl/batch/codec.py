@@ -64,6 +64,7 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
     missing_routes  bool [S - 1], where some rows have no route
     mask_sizes      uint16 [R], with kept sets (see SamplingMask)
     mask_codes      uint8 [bytes], with kept sets
+    teacher_logprobs  float32 [R], where a teacher has scored the sequence
     episode_digest  uint8 [16], where the sequence ends an episode of several
     """
     arrays = {"tokens": rollout.tokens, "logprobs": rollout.rollout_logprobs}
@@ -79,6 +80,8 @@ def to_arrays(rollout: Rollout) -> dict[str, np.ndarray]:
             "mask_sizes": rollout.sampling_mask.sizes,
             "mask_codes": rollout.sampling_mask.codes,
         }
+    if rollout.teacher_logprobs is not None:
+        arrays["teacher_logprobs"] = rollout.teacher_logprobs
     if rollout.episode.digest is not None:
         arrays["episode_digest"] = np.frombuffer(rollout.episode.digest, np.uint8)
     return arrays
@@ -132,6 +135,7 @@ def from_arrays(header: Mapping[str, Any], array: Callable[[str], np.ndarray | N
         routes_digest=None if routes is None or digest is None else digest.tobytes(),
         environment=environment,
         sampling_mask=to_mask(array("mask_sizes"), array("mask_codes"), header["id"]),
+        teacher_logprobs=teacher_of(array("teacher_logprobs"), len(logprobs), header["id"]),
         reward_metrics=header.get("reward_metrics", {}),
         episode=EpisodeRecord(
             reward=header.get("reward"),
@@ -173,6 +177,16 @@ def to_mask(sizes: np.ndarray | None, codes: np.ndarray | None, name: str) -> Sa
     if sizes is None or codes is None:
         raise ValueError(f"rollout {name}: half of its kept sets is missing; record it again")
     return SamplingMask(sizes, codes)
+
+
+def teacher_of(logprobs: np.ndarray | None, num_sampled: int, name: str) -> np.ndarray | None:
+    """Return Rollout.teacher_logprobs; ValueError where they are not one per sampled token."""
+    if logprobs is not None and len(logprobs) != num_sampled:
+        raise ValueError(
+            f"rollout {name}: {len(logprobs)} log-probs of a teacher for {num_sampled} sampled"
+            " tokens; record it again"
+        )
+    return logprobs
 
 
 def check_origin(rollout: Rollout) -> Rollout:

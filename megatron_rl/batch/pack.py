@@ -20,6 +20,9 @@ import torch
 from megatron_rl.records import PackedBatch, Rollout, RowState, Sample, check_digest
 from megatron_rl.records.sampling_mask import SamplingMask, check_mask
 
+TEACHER_COLUMNS = ("teacher_logprobs", "teacher_weights")
+"""Columns of micro-batches with a sequence that a teacher has scored."""
+
 
 @dataclass(frozen=True)
 class PackRule:
@@ -82,7 +85,7 @@ def pack(
     if not samples:
         raise ValueError("a micro-batch needs at least one sequence")
     for sample in samples:
-        check_rollout(sample.rollout)
+        check_sample(sample)
     lengths = [len(sample.rollout.tokens) for sample in samples]
     rows = lengths if rows is None else rows
     assert len(rows) >= len(lengths) and all(a >= b for a, b in zip(rows, lengths, strict=False)), (
@@ -102,7 +105,7 @@ def pack(
         "response_lengths": np.ones(num_rows, np.int64),  # 1 on pads: the loss divides by it
         "row_state": np.full(num_rows, RowState.PAD, np.uint8),
         "policy_versions": np.full(num_rows, -1, np.int64),
-    }
+    } | teacher_columns(samples, num_rows)
     for index, (sample, start, length) in enumerate(
         zip(samples, boundaries, lengths, strict=False)
     ):
@@ -124,6 +127,13 @@ def pack(
     )
 
 
+def teacher_columns(samples: Sequence[Sample], num_rows: int) -> dict[str, np.ndarray]:
+    """Return TEACHER_COLUMNS as zeros [T]; {} where no teacher has scored a sequence."""
+    if all(sample.rollout.teacher_logprobs is None for sample in samples):
+        return {}
+    return {name: np.zeros(num_rows, np.float32) for name in TEACHER_COLUMNS}
+
+
 def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> None:
     """Write one sequence into its rows (views of the packed columns)."""
     rollout = sample.rollout
@@ -135,6 +145,9 @@ def fill_sequence(rows: dict[str, np.ndarray], index: int, sample: Sample) -> No
         rows["rollout_logprobs"][predicts] = rollout.rollout_logprobs
         rows["advantages"][predicts] = sample.advantage
         rows["policy_versions"][predicts] = rollout.policy_versions
+        if sample.teacher_weight:
+            rows["teacher_logprobs"][predicts] = rollout.teacher_logprobs
+            rows["teacher_weights"][predicts] = sample.teacher_weight
     rows["sequence_ids"][:] = index
     rows["response_ids"][:] = -1 if sample.response is None else sample.response
     rows["response_lengths"][:] = max(sample.length, 1)
@@ -154,8 +167,9 @@ def mark_missing_routes(rows: dict[str, np.ndarray], rollout: Rollout, *, mask: 
     rows["row_state"][missing] = RowState.LIVE
     if mask:
         # PackedBatch promises that log-probs and advantages are 0 outside the mask
-        for name in ("loss_mask", "rollout_logprobs", "advantages"):
-            rows[name][missing] = 0
+        for name in ("loss_mask", "rollout_logprobs", "advantages", *TEACHER_COLUMNS):
+            if name in rows:
+                rows[name][missing] = 0
         rows["policy_versions"][missing] = -1
 
 
@@ -235,6 +249,28 @@ def check_rollout(rollout: Rollout) -> None:
         got = f"{missing.dtype} {list(missing.shape)}"
         raise ValueError(f"{name}: missing_routes is {got}, must be bool [{length - 1}]")
     check_digest(rollout.id, rollout.tokens, routes, rollout.routes_digest, rollout.environment)
+
+
+def check_sample(sample: Sample) -> None:
+    """Raise ValueError when a sample's arrays do not describe the same tokens, or when a sample
+    with a beta lacks a finite log-prob of its teacher for a sampled token.
+    """
+    check_rollout(sample.rollout)
+    rollout, logprobs = sample.rollout, sample.rollout.teacher_logprobs
+    if logprobs is None:
+        if sample.teacher_weight:
+            raise ValueError(
+                f"rollout {rollout.id}: beta = {sample.teacher_weight:g}, and it has no log-probs"
+                " of a teacher; score it, or set beta = 0"
+            )
+        return
+    if len(logprobs) != rollout.response_length:
+        raise ValueError(
+            f"rollout {rollout.id}: {len(logprobs)} teacher_logprobs for"
+            f" {rollout.response_length} sampled tokens"
+        )
+    if not np.isfinite(logprobs).all():
+        raise ValueError(f"rollout {rollout.id}: a log-prob of its teacher is not finite")
 
 
 def check_environment_tokens(rollout: Rollout) -> None:

@@ -227,11 +227,16 @@ def make_samples(group: RolloutGroup, filter_truncated: bool) -> Iterator[Sample
         raise ValueError(
             f"prompt {group.prompt.id}: advantages are missing; call with_advantages first"
         )
-    rewards = np.zeros(len(group.rollouts)) if group.rewards is None else group.rewards
-    for rollout, advantage, reward in zip(group.rollouts, group.advantages, rewards, strict=True):
+    zeros = np.zeros(len(group.rollouts))
+    rewards = zeros if group.rewards is None else group.rewards
+    betas = zeros if group.teacher_weights is None else group.teacher_weights
+    for rollout, advantage, reward, beta in zip(
+        group.rollouts, group.advantages, rewards, betas, strict=True
+    ):
         is_filtered = filter_truncated and rollout.finish_reason == "length"
         yield Sample(
             check_episode(rollout),
             float(advantage),
             in_loss=not is_filtered and not np.isnan(reward),
+            teacher_weight=float(beta),
         )

@@ -205,8 +205,11 @@ def encode_samples(samples: Sequence[Sample]) -> np.ndarray:
     responses = np.array(
         [-1 if sample.response is None else sample.response for sample in samples], np.int64
     )
+    teachers = np.array([sample.teacher_weight for sample in samples], np.float64)
     rollouts = [sample.rollout for sample in samples]
-    return codec.to_bytes(rollouts, learned=learned, origins=origins, responses=responses)
+    return codec.to_bytes(
+        rollouts, learned=learned, origins=origins, responses=responses, teachers=teachers
+    )
 
 
 def decode_samples(data: np.ndarray) -> list[Sample]:
@@ -216,10 +219,12 @@ def decode_samples(data: np.ndarray) -> list[Sample]:
     if not len(data):
         return []
     rollouts, columns = codec.from_bytes(data)
-    # older saved mini-batches have neither of these
+    # older saved mini-batches have none of these
     origins = columns.get("origins", np.zeros((len(rollouts), 2), np.int32)).tolist()
     responses = columns.get("responses", np.full(len(rollouts), -1)).tolist()
-    rows = zip(rollouts, columns["learned"].tolist(), origins, responses, strict=True)
+    teachers = columns.get("teachers", np.zeros(len(rollouts))).tolist()
+    learned = columns["learned"].tolist()
+    rows = zip(rollouts, learned, origins, responses, teachers, strict=True)
     return [
         Sample(
             rollout,
@@ -229,8 +234,9 @@ def decode_samples(data: np.ndarray) -> list[Sample]:
             sampled_by=sampled_by,
             save_tokens=bool(save),
             response=None if response < 0 else response,
+            teacher_weight=beta,
         )
-        for rollout, (advantage, in_loss, length), (sampled_by, save), response in rows
+        for rollout, (advantage, in_loss, length), (sampled_by, save), response, beta in rows
     ]
 
 

@@ -25,6 +25,7 @@ FREE = (
     "rollout.*_seconds", "rollout.max_retries", "rollout.max_concurrency", "rollout.save_tensors",
     "rollout.weight_sync", "rollout.weight_sync_bucket_mb", "rollout.release_memory",
     "rollout.allow_unproven", "rollout.verify_push*",
+    "teachers.*.urls", "teachers.*.api_key_env",
     # how the same numbers are computed
     "run.max_tokens_per_micro_batch",
     "model.layer_spec", "model.batch_format", "model.recompute", "model.recompute_layers",
@@ -87,9 +88,12 @@ def matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def flat_settings(sections: Sections) -> dict[str, object]:
-    """Return {"section.key": value}."""
-    return {
-        f"{section}.{key}": value
-        for section, keys in sections.items()
-        for key, value in keys.items()
-    }
+    """Return {"section.key": value}, and {"teachers.NAME.key": value}."""
+    flat: dict[str, object] = {}
+    for section, keys in sections.items():
+        for key, value in keys.items():
+            if section == "teachers" and isinstance(value, Mapping):
+                flat |= {f"{section}.{key}.{name}": entry for name, entry in value.items()}
+            else:
+                flat[f"{section}.{key}"] = value
+    return flat

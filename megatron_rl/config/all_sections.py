@@ -19,6 +19,7 @@ class AllSections(Section):
     data: sections.DataConfig
     sft: sections.SftConfig = sections.SftConfig()
     rollout: sections.RolloutConfig = sections.RolloutConfig()
+    teachers: sections.TeachersConfig = sections.TeachersConfig()
     agent: sections.AgentConfig = sections.AgentConfig()
     reward: sections.RewardConfig = sections.RewardConfig()
     batch: sections.BatchConfig = sections.BatchConfig()

@@ -78,6 +78,8 @@ def read_value(section: str, key: str, words: list[str]) -> tuple[str, object]:
     if key.startswith("no_") and key not in known and key[3:] in known and not words:
         return key[3:], False
     table, _, item = key.partition(".")
+    if item in schemas(f"{section}.NAME"):  # a key of an open section's table
+        return key, read_value(f"{section}.NAME", item, words)[1]
     if table not in known:
         # validation refuses it, or its type converts the text: a field of megatron-core
         return key, " ".join(words) or True

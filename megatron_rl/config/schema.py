@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_rl.config.base import Section
 from megatron_rl.config.config import Config
+from megatron_rl.config.sections import Teacher
 
 Schema = dict[str, Any]
 """JSON schema of a key: type, limits, allowed names, description."""
@@ -16,13 +17,17 @@ SECTIONS: dict[str, type[Section]] = {
     if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 }
 
+TABLES: dict[str, type[Section]] = {"teachers.NAME": Teacher}
+"""Tables of open sections, whose names are the user's: their keys, as in SECTIONS."""
+MODELS = SECTIONS | TABLES
+
 
 @cache  # pydantic builds a schema in milliseconds, and the help reads all of them
 def schemas(section: str) -> dict[str, Schema]:
     """Return the schema of every key of a section; none for an unknown section."""
-    if section not in SECTIONS:
+    if section not in MODELS:
         return {}
-    schema = SECTIONS[section].model_json_schema()
+    schema = MODELS[section].model_json_schema()
     tables = schema.get("$defs", {})
     return {key: inlined(part, tables) for key, part in schema["properties"].items()}
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from megatron_rl.config.base import ConfigError, nearest
 from megatron_rl.config.loss_presets import LossSpec
 from megatron_rl.config.renamed import SETTINGS
-from megatron_rl.config.schema import SECTIONS, Schema, elsewhere, schemas
+from megatron_rl.config.schema import MODELS, SECTIONS, TABLES, Schema, elsewhere, schemas
 
 WIDTH = 100
 TYPES = {
@@ -46,7 +46,10 @@ def explain(name: str = "") -> str:
     fields = SECTIONS[section].model_fields
     if not fields:
         text = f"[{section}]  {inspect.getdoc(SECTIONS[section])}"
-        return "\n\n".join(textwrap.fill(paragraph, WIDTH) for paragraph in text.split("\n\n"))
+        paragraphs = [textwrap.fill(paragraph, WIDTH) for paragraph in text.split("\n\n")]
+        tables = [table for table in TABLES if table.startswith(f"{section}.")]
+        lines = ["\n".join([f"[{table}]", "", *key_lines(table)]) for table in tables]
+        return "\n\n".join([*paragraphs, *lines])
     if not key:
         return "\n".join([f"[{section}]  {summary(section)}", "", *key_lines(section)])
     if key not in fields:
@@ -69,7 +72,7 @@ def section_lines() -> str:
 
 def key_lines(section: str) -> list[str]:
     """Return one line for every key: default, and the beginning of its meaning."""
-    fields = SECTIONS[section].model_fields
+    fields = MODELS[section].model_fields
     defaults = {key: default_text(field) for key, field in fields.items()}
     width = max(map(len, defaults))
     default_width = min(16, max(map(len, defaults.values())))

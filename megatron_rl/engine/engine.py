@@ -25,7 +25,7 @@ from megatron_rl.engine.fused_logprobs import (
 )
 from megatron_rl.engine.logprobs import TokenLogprobs, kept_token_logprobs
 from megatron_rl.engine.lora import add_adapters, open_peft
-from megatron_rl.engine.mini_batch_inputs import make_sequences, selected_tokens
+from megatron_rl.engine.mini_batch_inputs import make_sequences, selected_tokens, with_teachers
 from megatron_rl.engine.model import moe_routers
 from megatron_rl.engine.offload import Offload
 from megatron_rl.engine.optim import Optimizer, StepOutcome, wrap_ddp
@@ -187,7 +187,7 @@ class Engine:
 
         observe: called on the ranks of the last stage with the tokens of every micro-batch.
         """
-        micro_batches = self._to_device(batch)
+        micro_batches = with_teachers(self._to_device(batch), old.logprobs)
         routes = self._update_routes(batch, old.recorded, replay)
         parallel, plain = self.parallel, batch.without_routes  # the loss reads no expert ids
         loss = UpdateLoss(

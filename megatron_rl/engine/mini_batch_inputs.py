@@ -16,7 +16,19 @@ from megatron_rl.config import LossConfig
 from megatron_rl.distributed import Parallel
 from megatron_rl.loss import Sequences, count_kept, kept_tokens, select_tokens, token_keys
 from megatron_rl.loss.ratios import finite_tokens
+from megatron_rl.loss.teacher import with_teacher_term
 from megatron_rl.records import MiniBatch, PackedBatch
+
+
+def with_teachers(
+    batches: Sequence[PackedBatch], old_logprobs: Sequence[Tensor]
+) -> list[PackedBatch]:
+    """Return the micro-batches with their teachers' terms in their advantages; unchanged without
+    `old_logprobs`, which only the last pipeline stage has.
+    """
+    if not old_logprobs:
+        return list(batches)
+    return [with_teacher_term(batch, old) for batch, old in zip(batches, old_logprobs, strict=True)]
 
 
 def selected_tokens(

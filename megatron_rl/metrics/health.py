@@ -34,6 +34,7 @@ COLLAPSE, MISMATCH = "docs/guides/trouble.md", "docs/guides/mismatch.md"
 FIRST, SPLIT = f"{COLLAPSE}#read-these-first", f"{COLLAPSE}#the-split-logratio"
 CLIPPING = f"{COLLAPSE}#clipping-truncation-sample-size"
 BATCH, ROUTING = f"{COLLAPSE}#the-batch", f"{COLLAPSE}#routing-routing"
+TEACHERS = "docs/guides/distillation.md#what-can-go-wrong"
 
 
 @dataclass(frozen=True)
@@ -278,6 +279,12 @@ RULES = (
         " mini-batches.",
         BATCH, watch=lost("rollout/reward_mean", 0.3, 0.05),
         bad=lost("rollout/reward_mean", 0.6, 0.05),
+    ),
+    HealthRule(
+        "teacher/reverse_kl", "The student leaves its teacher",
+        "KL(mu, pi_T) grows, which distillation lowers; rewards may pull against the teacher.",
+        "Look at reward and teacher by source: a higher beta, or a lower advantage.weight.",
+        TEACHERS, watch=grew("teacher/reverse_kl", 2.0, 0.1),
     ),
     HealthRule(
         "routing/replayed_mismatch", "Replay does not replay",

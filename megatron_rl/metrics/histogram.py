@@ -23,6 +23,7 @@ HISTOGRAMS = {
     "first_order/staleness": ("median", "p95", "max"),
     "rollout/request_seconds": ("median", "p95", "max"),
     "rollout/environment_seconds": ("mean", "p95", "max"),
+    "teacher/request_seconds": ("median", "p95", "max"),
 }
 """Quantity -> the statistics of it that are reported, as NAME_STATISTIC.
 

@@ -87,6 +87,7 @@ RESUMED = "docs/guides/agents.md#episodes-that-are-interrupted"
 ANY_AGENT = "docs/guides/agents.md#any-agent"
 TOOLS = "docs/guides/agents.md#messages-and-tools"
 KNOWN = "docs/guides/agents.md#routes-that-are-known-are-not-sent-again"
+TEACHERS = "docs/guides/distillation.md#what-can-go-wrong"
 SERVER_DIES = "docs/guides/servers.md#a-server-dies"
 ROUTES = "docs/concepts/routing_replay.md#tokens-without-a-route"
 CLIPPING = "docs/guides/trouble.md#clipping-truncation-sample-size"
@@ -99,6 +100,15 @@ def reward_failure(metric: str, label: str, text: str, advice: str, guide: str =
     return LeftOut(
         metric, label, "watch", guide, f"{text}: these responses got reward.on_error.", advice,
         of="reward/responses_total", bad_above=0.01,
+    )  # fmt: skip
+
+
+def teacher_fault(
+    metric: str, label: str, text: str, advice: str, level: Level = "watch"
+) -> LeftOut:
+    return LeftOut(
+        metric, label, level, TEACHERS, f"{text}; the sequences were sent again.", advice,
+        of="teacher/requests_total",
     )  # fmt: skip
 
 
@@ -273,6 +283,48 @@ LEFT_OUT = (
     LeftOut("rollout/retracted_samples_total", "retracted samples", "normal", RETRACTIONS),
     LeftOut("rollout/retracted_tokens_total", "retracted tokens", "normal", RETRACTIONS),
     LeftOut("rollout/resent_routes_total", "answers with known routes", "normal", KNOWN),
+    # teachers
+    LeftOut("teacher/requests_total", "requests to teachers", "base", TEACHERS),
+    LeftOut("teacher/retries_total", "requests to teachers sent again", "same", TEACHERS),
+    LeftOut(
+        "teacher/circuits_opened_total", "teachers left alone", "watch", TEACHERS,
+        "A teacher's server failed three requests in a row and got none for a while.",
+        "The log names the server: read its log.",
+    ),
+    teacher_fault(
+        "teacher/faults_timeout_total", "teachers timed out",
+        "Requests to teachers passed their deadline",
+        "Look for a server that hangs; else raise rollout.request_timeout_seconds.",
+    ),
+    teacher_fault(
+        "teacher/faults_connection_total", "teachers cut",
+        "Requests to teachers were refused, reset or cut",
+        "Read the servers' logs.",
+    ),
+    teacher_fault(
+        "teacher/faults_http_total", "teachers refused", "Teachers answered 5xx, 408, 425 or 429",
+        "Read the servers' logs.",
+    ),
+    teacher_fault(
+        "teacher/faults_body_total", "broken answers of teachers",
+        "Teachers answered without log-probs",
+        "Look for a proxy between run and servers; read the servers' logs.",
+    ),
+    teacher_fault(
+        "teacher/faults_count_total", "truncated answers of teachers",
+        "Teachers answered with the log-probs of fewer or more tokens", "Read the servers' logs.",
+        "bad",
+    ),
+    teacher_fault(
+        "teacher/faults_text_total", "other texts of teachers",
+        "Teachers answered with the log-probs of another text",
+        "Look for something between run and servers that answers from a cache.", "bad",
+    ),
+    teacher_fault(
+        "teacher/faults_value_total", "broken log-probs of teachers",
+        "Teachers answered with NaN or a positive number",
+        "A teacher's weights or its precision: its log.", "bad",
+    ),
     # over-sampling and partial rollouts
     LeftOut("rollout/cancelled_groups_total", "cancelled groups", "normal", OVER_SAMPLING),
     LeftOut("rollout/cancelled_samples_total", "cancelled samples", "normal", OVER_SAMPLING),

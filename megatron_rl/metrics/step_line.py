@@ -19,7 +19,7 @@ STAGES = {
 }  # fmt: skip
 FIRST_TO_GO = (
     "stages", "environment", "masked", "episode", "clip", "trunc", "entropy", "turns", "gnorm",
-    "len", "KL", "router",
+    "len", "KL", "router", "teacher",
 )  # fmt: skip
 """Parts that a line too long loses, in this order.  The step, its reward, its seconds and what is
 wrong always stay.
@@ -80,6 +80,7 @@ def parts_of_line(result: StepResult, num_steps: int, left_out: str) -> Iterator
     yield "trunc", fill("trunc {rollout/truncated_frac:.2f}", metrics)
     yield "entropy", fill("entropy {train/entropy:.3f}", metrics)
     yield "KL", fill("KL {train/kl_mu_pi:+.1e}", metrics)
+    yield "teacher", fill("teacher KL {teacher/reverse_kl:.3f}", metrics)
     yield "clip", clip.replace("0.", ".")
     yield "router", fill(ROUTER, metrics)
     yield "gnorm", fill("gnorm {optim/grad_norm:.2f}", metrics)

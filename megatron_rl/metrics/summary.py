@@ -20,6 +20,7 @@ SHOWN = {
     "rollout/reward_mean": ("reward", ".3f"),
     "train/entropy": ("entropy", ".3f"),
     "train/kl_mu_pi": ("KL", "+.1e"),
+    "teacher/reverse_kl": ("teacher KL", ".3f"),
 }
 MISMATCH = ("routing/router_mismatch", "routing/replayed_mismatch")
 STAGES = {

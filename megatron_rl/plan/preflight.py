@@ -95,12 +95,14 @@ def notes(cfg: Config) -> Iterator[str]:
             f"model.path = {cfg.model.path}: only config.json is there; a run needs the tokenizer"
             " and the weights too"
         )
-    key = cfg.rollout.api_key_env
-    if key is not None and not os.environ.get(key):
-        yield (
-            f"rollout.api_key_env = {key}: that environment variable is unset or empty here; a run"
-            " is refused without it"
-        )
+    keys = {"rollout": cfg.rollout.api_key_env}
+    keys |= {f"teachers.{name}": t.api_key_env for name, t in cfg.teachers.with_servers.items()}
+    for section, key in keys.items():
+        if key is not None and not os.environ.get(key):
+            yield (
+                f"{section}.api_key_env = {key}: that environment variable is unset or empty here;"
+                " a run is refused without it"
+            )
     yield (
         f"prompt files: the first {MOST_ROWS:,} rows of each were read; their length in tokens is"
         " known only in the run"

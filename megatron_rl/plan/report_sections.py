@@ -194,6 +194,9 @@ def server_lines(spec: ModelSpec, cfg: Config, assumed: Assumptions) -> Iterator
     a weight sync takes on their GPUs.
     """
     yield from started_lines(cfg)
+    for name, teacher in cfg.teachers.with_servers.items():
+        sources = ", ".join(teacher.sources) or "all of data.train"
+        yield f"teacher {name} of {sources}, not asked here: {', '.join(teacher.urls)}"
     if cfg.run.device != "cpu" and cfg.rollout.weight_sync == "distributed":
         yield (
             f"a weight sync takes {gib(broadcast_bytes(spec, cfg, assumed))} on each of their GPUs"

@@ -35,6 +35,8 @@ class Sample:
     """Index of this sample's response among the responses in the loss of the mini-batch, over all
     replicas; equal for all sequences of one response.  None before `make_mini_batch`, and for a
     sample that is left out of the loss."""
+    teacher_weight: float = 0.0
+    """beta of the response's teacher; above 0 only where rollout.teacher_logprobs exist."""
 
     @property
     def length(self) -> int:
@@ -118,6 +120,10 @@ class PackedBatch:
     set_index: torch.Tensor | None = None
     """int64 [T], with sampling_masks: place of the row's label among the sampled tokens of all
     sequences, end to end, which is also the place of its kept set; -1 where it has no set."""
+    teacher_logprobs: torch.Tensor | None = None
+    """float32 [T], log pi_T of the row's label, 0 where teacher_weights is 0; None: no teacher."""
+    teacher_weights: torch.Tensor | None = None
+    """float32 [T], beta of the row's response, 0 outside loss_mask; None: no teacher."""
     kept: KeptSets | None = None
     """Kept sets of this rank's rows, on the device, as the engine decodes them (engine/forward.py);
     None before."""

@@ -119,6 +119,9 @@ class Rollout:
     sampling_mask: SamplingMask | None = None
     """The kept set S_t of each of the R sampled tokens (rollout.top_p, top_k, min_p); None: the
     entire vocabulary."""
+    teacher_logprobs: np.ndarray | None = None
+    """float32 [R], log pi_T of the sampled tokens, at temperature 1; None: no teacher has scored
+    the sequence."""
     reward_metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the reward function."""
     episode: EpisodeRecord = NO_EPISODE
@@ -157,6 +160,24 @@ class Rollout:
         pairs = zip(self.episode.earlier, rollout.episode.earlier, strict=True)
         earlier = [sequence.with_routes_of(other) for sequence, other in pairs]
         return replace(self, routed_experts=rollout.routed_experts).after(earlier)
+
+    @property
+    def is_taught(self) -> bool:
+        """True if a teacher has scored every sequence of the episode."""
+        return all(s.teacher_logprobs is not None for s in (*self.episode.earlier, self))
+
+    def with_teacher(self, logprobs: Sequence[np.ndarray]) -> Rollout:
+        """Return this episode with the teacher's log-probs, one array per sequence in order.
+
+        The digest of an episode is made again, as it covers them.
+        """
+        *earlier, last = logprobs
+        taught = tuple(
+            replace(sequence, teacher_logprobs=values)
+            for sequence, values in zip(self.episode.earlier, earlier, strict=True)
+        )
+        alone = replace(check_episode(self).alone, teacher_logprobs=last)
+        return alone.after(taught)
 
     def with_episode(self, **changes: object) -> Rollout:
         """Return a copy with these fields of `episode` changed."""
@@ -286,8 +307,8 @@ def episode_digest(sequences: Sequence[Rollout]) -> bytes:
     """Return the digest that binds the sequences of an episode to one another and to the place
     where learning begins in each.
 
-    blake2b, 16 bytes, of their order, prompt lengths, environments, tokens, log-probs and weight
-    versions.
+    blake2b, 16 bytes, of their order, prompt lengths, environments, tokens, log-probs, weight
+    versions and, where there are any, the teacher's log-probs.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for sequence in sequences:
@@ -301,6 +322,8 @@ def episode_digest(sequences: Sequence[Rollout]) -> bytes:
             (sequence.policy_versions, "<i4"),
         ):
             digest.update(np.ascontiguousarray(values, dtype).data)
+        if sequence.teacher_logprobs is not None:
+            digest.update(np.ascontiguousarray(sequence.teacher_logprobs, "<f4").data)
     return digest.digest()
 
 
@@ -336,6 +359,9 @@ class RolloutGroup:
     """float32 [G]."""
     penalties: np.ndarray | None = None
     """float32 [G], penalties for length, added to the rewards where advantages are made."""
+    teacher_weights: np.ndarray | None = None
+    """float32 [G], beta of every response, 0 where its teacher does not teach it; None: no run with
+    teachers."""
 
 
 def without_routes(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:

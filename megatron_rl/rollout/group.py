@@ -9,7 +9,7 @@
 
 The scheduler makes groups, queues them, and takes them out of its queue.  A call of
 RolloutClient.fill (GenerationTask) samples the missing responses, on a thread of its own,
-and `put`s them into the group.
+and `put`s them into the group; a teacher scores them there as soon as all are sampled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GroupState(Enum):
     IN_FLIGHT = "in flight"
     """Responses are missing, and a call in progress samples them."""
     COMPLETE = "complete"
-    """All responses are there, for a step to take."""
+    """All responses are there and scored by the group's teacher, for a step to take."""
     FINISHED = "finished"
     """A step has taken the group out of the queue and trains on it."""
     DROPPED = "dropped"
@@ -73,6 +73,8 @@ class Group:
     """The complete group with its rewards, where it was scored while others were sampled."""
     is_in_call: bool = False
     """A call in progress samples the missing responses (generation_task.GenerationTask)."""
+    teacher: str = ""
+    """Name of the teacher that scores the responses; "": none does."""
     outcome: GroupState | None = None
     """FINISHED or DROPPED once the group has left the queue (`leave`)."""
 
@@ -99,8 +101,16 @@ class Group:
         return [index for index in range(self.size) if index not in self.rollouts]
 
     @property
-    def is_complete(self) -> bool:
+    def is_sampled(self) -> bool:
         return len(self.rollouts) == self.size
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all responses are there, each scored by the group's teacher if it has one."""
+        # a copy: the thread that samples may put a response
+        rollouts = list(self.rollouts.values())
+        is_taught = not self.teacher or all(rollout.is_taught for rollout in rollouts)
+        return len(rollouts) == self.size and is_taught
 
     def prefix_tokens(self, index: int) -> list[int]:
         """Return the response tokens that exist of an unfinished response."""

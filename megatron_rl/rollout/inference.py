@@ -268,7 +268,7 @@ class Inference:
 
         Any thread may call it.
         """
-        requested = "" if self.client is None else self.client.balancer.waiting_for()
+        requested = "" if self.client is None else self.client.waiting_for()
         pushed = [] if self.pusher is None else sorted(self.pusher.servers.unanswered.copy())
         started = [] if self.server_pool is None else self.server_pool.not_ready()
         return ", ".join(

@@ -264,10 +264,12 @@ class Scheduler:
 
         A prompt that comes twice has two groups.
         """
+        teacher = self.cfg.teachers.name_for(prompt.source)
         restored = next((group for group in self.restored if group.prompt is prompt), None)
         if restored is None:
-            return Group(prompt, self.cfg.run.group_size)
+            return Group(prompt, self.cfg.run.group_size, teacher=teacher)
         self.restored.remove(restored)
+        restored.teacher = teacher
         return restored
 
     def _start(self, share: int) -> None:

@@ -29,6 +29,7 @@ from megatron_rl.models.spec import ModelSpec
 from megatron_rl.reward.pool import RewardPool
 from megatron_rl.rollout.agents.runner import make_runner
 from megatron_rl.rollout.client.client import RolloutClient
+from megatron_rl.rollout.client.teachers import Teachers
 from megatron_rl.rollout.inference import Inference
 from megatron_rl.rollout.server.sampling_defaults import check_sampling
 from megatron_rl.rollout.server.server_info import (
@@ -210,10 +211,17 @@ def make_leader(
         drop_missing_routes=cfg.replay.on_missing_route == "drop_sample",
         episodes=make_runner(cfg, tokenizer, spec.vocab_size, spec.max_positions),
         run=servers.run,
+        teachers=make_teachers(cfg, spec),
     )
     rewards = stack.enter_context(RewardPool(cfg.reward, hidden_env=cfg.rollout.api_key_env))
     client.trace = rewards.trace = services.trace
     return Leader(client, rewards, services.recording.recorder(cfg, parallel))
+
+
+def make_teachers(cfg: Config, spec: ModelSpec) -> Teachers | None:
+    """Return the clients of the teachers; None without any."""
+    teachers = cfg.teachers.with_servers
+    return Teachers(teachers, cfg.rollout, spec.vocab_size) if teachers else None
 
 
 def make_pusher(

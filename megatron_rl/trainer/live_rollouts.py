@@ -44,6 +44,7 @@ from megatron_rl.trainer.rollout_metrics import (
     check_age,
     count_call,
     count_discarded,
+    count_requests_to_teachers,
     count_step,
     pass_counts,
 )
@@ -201,6 +202,8 @@ class LiveRollouts(RolloutSource):
             for name, count in totals.items():
                 self.meter.sums.add_total(name, count)
             count_discarded(self.meter.sums, totals)
+            if (teachers := self.leader.client.teachers) is not None:
+                count_requests_to_teachers(self.meter.sums, teachers, self.parallel)
         if self.parallel.rank == 0:  # the same on every rank
             for name, value in self.prompts.metrics().items():
                 self.meter.sums.add(name, value, 1)

@@ -17,6 +17,7 @@ from megatron_rl.metrics.histogram import tabulate
 from megatron_rl.metrics.reduce import MetricSums
 from megatron_rl.records import Rollout, RolloutGroup
 from megatron_rl.rollout.client.counters import CallStats
+from megatron_rl.rollout.client.teachers import Teachers
 from megatron_rl.rollout.missing_routes import count_missing_routes
 
 
@@ -32,6 +33,7 @@ def count_step(
         )
     count_groups(sums, groups, version=version)
     count_sources(sums, groups, cfg.data.source_names, cfg.data.pass_reward)
+    count_teachers(sums, groups, cfg)
     if cfg.agent.name:
         count_episodes(sums, groups)
 
@@ -54,9 +56,11 @@ def count_groups(sums: MetricSums, groups: Sequence[RolloutGroup], *, version: i
         sums.add("rollout/unscored_frac", int(unscored.sum()), len(rewards))
         if group.penalties is not None:
             sums.add("rollout/length_penalty_mean", float(group.penalties.sum()), len(rewards))
-        sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group)), 1)
+        # a group with a teacher teaches whatever its rewards are
+        beta = 0.0 if group.teacher_weights is None else float(group.teacher_weights.max())
+        sums.add("rollout/zero_advantage_groups_frac", float(is_uniform(group) and not beta), 1)
         if group.advantages is not None:
-            sums.add_max("rollout/advantage_max", float(np.abs(group.advantages).max()))
+            sums.add_max("rollout/advantage_max", float(np.abs(group.advantages).max()) + beta)
         for rollout in group.rollouts:
             sums.add("rollout/response_length_mean", rollout.episode_length, 1)
             sums.add_max("rollout/response_length_max", float(rollout.episode_length))
@@ -90,6 +94,34 @@ def count_sources(
         sums.add(f"source/{name}/zero_advantage_groups_frac", float(is_uniform(group)), 1)
         lengths = [rollout.episode_length for rollout in group.rollouts]
         sums.add(f"source/{name}/response_length_mean", sum(lengths), len(lengths))
+
+
+def count_teachers(sums: MetricSums, groups: Sequence[RolloutGroup], cfg: Config) -> None:
+    """Count log mu - log pi_T of the sampled tokens, over all and by the sources of data.train.
+
+    Over samples of mu its mean is KL(mu || pi_T), the reverse KL of the weights that sampled.
+    """
+    for group in groups:
+        if not cfg.teachers.name_for(source := group.prompt.source):
+            continue
+        if group.teacher_weights is not None:
+            sums.add("teacher/beta_mean", float(group.teacher_weights.sum()), len(group.rollouts))
+        for sequence in (s for rollout in group.rollouts for s in rollout.sequences):
+            if sequence.teacher_logprobs is None:
+                continue
+            gap = sequence.rollout_logprobs.astype(np.float64) - sequence.teacher_logprobs
+            sums.add("teacher/reverse_kl", float(gap.sum()), len(gap))
+            sums.add("teacher/higher_frac", int((gap < 0).sum()), len(gap))
+            sums.add_max("teacher/gap_abs_max", float(np.abs(gap).max()))
+            if source in cfg.data.source_names:
+                sums.add(f"source/{source}/teacher_reverse_kl", float(gap.sum()), len(gap))
+
+
+def count_requests_to_teachers(sums: MetricSums, teachers: Teachers, parallel: Parallel) -> None:
+    """Count the requests to teachers, and how long they took in this step."""
+    for name, count in teachers.totals().items():
+        sums.add_total(name, count)
+    count_seconds(sums, "teacher/request_seconds", teachers.take_seconds(), parallel)
 
 
 def pass_counts(groups: Sequence[RolloutGroup], pass_reward: float) -> np.ndarray:

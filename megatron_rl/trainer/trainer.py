@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_rl.batch.advantage import with_advantages
 from megatron_rl.batch.penalties import with_penalties
 from megatron_rl.batch.split import split
+from megatron_rl.batch.teacher_weights import with_teacher_weights
 from megatron_rl.checkpoint.batches.bundle_writer import results_of, write_bundle
 from megatron_rl.checkpoint.folder import Progress
 from megatron_rl.checkpoint.save_policy import CheckpointPolicy
@@ -131,10 +132,15 @@ class Trainer:
             # sets the penalties, it does not add to them: dynamic sampling may have set them
             # already
             plain = with_penalties(without_routes(groups), self.cfg)
-            weights = self.cfg.advantage.rewards
+            advantage = self.cfg.advantage
             plain = with_advantages(
-                plain, self.cfg.advantage_kind, self.parallel.dp_group, reward_weights=weights
+                plain,
+                self.cfg.advantage_kind,
+                self.parallel.dp_group,
+                reward_weights=advantage.rewards,
+                weight=advantage.weight,
             )
+            plain = with_teacher_weights(plain, self.cfg, step)
             groups = with_routes(plain, groups)
             batches = split(
                 groups,

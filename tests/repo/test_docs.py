@@ -18,7 +18,7 @@ from megatron_rl.config.schema import SECTIONS
 from megatron_rl.metrics.histogram import HISTOGRAMS
 from megatron_rl.replay.mismatch import MismatchReport
 from megatron_rl.reward.pool import RewardPool
-from megatron_rl.rollout.client.counters import RolloutCounters
+from megatron_rl.rollout.client.counters import RolloutCounters, TeacherCounters
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
@@ -28,10 +28,13 @@ PAGES = [page for pattern in FOLDERS for page in ROOT.glob(pattern)]
 TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it names what was there before
 KEYS = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields}
 GROUPS = (
-    "rollout|reward|source|data|train|sft|logratio|first_order|replay|routing|optim|time|perf|track"
+    "rollout|reward|teacher|source|data|train|sft|logratio|first_order|replay|routing|optim|time|perf|track"
     "|eval"
 )
 NAME = re.compile(rf"({GROUPS})/[\w@/]*[\w@]|run/\w+_total")
+
+
+OPEN = ("megatron", "teachers")
 
 
 def documented() -> set[str]:
@@ -58,13 +61,14 @@ def family(node: ast.JoinedStr) -> set[str]:
         "train/clip_frac/*": {"train/clip_frac"},
         "train/penalty_frac/*": {"train/penalty_frac"},
         "rollout/*_total": set(RolloutCounters().totals()),
+        "teacher/*_total": set(TeacherCounters().totals()),
         "reward/*_total": set(RewardPool(RewardConfig()).totals()),
         "reward/*": {"reward/NAME"},
         **{
             f"source/*/{name}": {f"source/NAME/{name}"}
             for name in (
                 *("groups_frac", "reward_mean", "pass_rate", "epochs"),
-                *("zero_advantage_groups_frac", "response_length_mean"),
+                *("zero_advantage_groups_frac", "response_length_mean", "teacher_reverse_kl"),
             )
         },
         "source/*/*": {"source/NAME/sampled_prompts_frac", "source/NAME/draw_chance_mean"},
@@ -221,9 +225,9 @@ def places(pattern: str) -> Iterator[tuple[str, re.Match]]:
 def test_settings_in_documents_exist():
     """`section.key` in code, --section.key, and blocks of TOML.
 
-    The keys of [megatron] are those of megatron-core.
+    The keys of [megatron] are those of megatron-core, those of [teachers] names of the user.
     """
-    names = "|".join(section for section in SECTIONS if section != "megatron")
+    names = "|".join(section for section in SECTIONS if section not in OPEN)
     found = [(place, m[1]) for place, m in places(rf"(?:`|--)((?:{names})\.[a-z]\w*)(?=[` =\]])")]
     for page in TODAY:
         for block in re.findall(
@@ -241,7 +245,7 @@ def test_settings_in_documents_exist():
     assert not [
         each
         for each in found
-        if each[1] not in KEYS | not_settings and not each[1].startswith("megatron.")
+        if each[1] not in KEYS | not_settings and each[1].partition(".")[0] not in OPEN
     ]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from megatron_rl.config.schema import SECTIONS, schemas
+from megatron_rl.config.schema import MODELS, SECTIONS, TABLES, schemas
 from megatron_rl.config.settings import default_text, meaning, summary, type_text
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/settings.md"
@@ -61,13 +61,15 @@ def page() -> str:
 
 def section_text(section: str) -> str:
     """Return a section: its summary, then its settings."""
-    fields = SECTIONS[section].model_fields
     blocks = [f"## {section}", wrapped(linked(summary(section)))]
-    if fields:
-        blocks.append("\n".join(wrapped(entry(section, *item), "  ") for item in fields.items()))
-    else:  # an open section: its docstring says which names it takes
+    if not SECTIONS[section].model_fields:
+        # an open section: its docstring says which names it takes
         paragraphs = (inspect.getdoc(SECTIONS[section]) or "").split("\n\n")[1:]
         blocks += [wrapped(linked(text)) for text in paragraphs]
+    for name in (section, *(table for table in TABLES if table.startswith(f"{section}."))):
+        fields = MODELS[name].model_fields
+        if fields:
+            blocks.append("\n".join(wrapped(entry(name, *item), "  ") for item in fields.items()))
     return "\n\n".join(blocks) + "\n"
 
 

@@ -37,6 +37,7 @@ SUMMARY = {
     "rollout/environment_seconds_mean": "seconds per episode outside sampling",
     "train/entropy": "entropy (nats per token)",
     "train/kl_mu_pi": "KL(mu, pi_old), k1",
+    "teacher/reverse_kl": "KL(mu, pi_T), the reverse KL to the teachers",
     "train/logratio_abs_mean": "mean abs(log mu - log pi_old)",
     "logratio/train_infer_p99": "99 % of the tokens: abs(log pi_old - log mu) at most",
     "logratio/staleness_p99": "99 % of the tokens: abs(log pi - log pi_old) at most",

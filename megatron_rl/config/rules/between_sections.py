@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from megatron_rl.config.all_sections import AllSections
 from megatron_rl.config.rules.sft_rules import sft_problems
+from megatron_rl.config.rules.teacher_rules import teacher_problems
 
 
 def section_problems(cfg: AllSections) -> Iterator[str]:
     """Yield a message for every broken rule."""
     yield from sft_problems(cfg)
+    yield from teacher_problems(cfg)
     yield from staleness_problems(cfg)
     yield from time_problems(cfg)
     yield from lora_problems(cfg)
@@ -121,7 +123,8 @@ def loss_problems(cfg: AllSections) -> Iterator[str]:
             "run.num_mini_batches above 1, or another loss.name (gmpo)"
         )
     # batch_whitened has its baseline over the batch, not over the group; reward has none
-    if cfg.advantage_kind not in ("batch_whitened", "reward") and run.group_size < 2:
+    is_compared = cfg.advantage_kind not in ("batch_whitened", "reward") and cfg.advantage.weight
+    if is_compared and run.group_size < 2:
         yield (
             f"advantage.kind = {cfg.advantage_kind} needs run.group_size >= 2, got "
             f"{run.group_size}: a response alone in its group has no other to be compared with, "

@@ -91,9 +91,11 @@ def data_needs(cfg: AllSections) -> list[Need]:
             f"data.sampling = {cfg.data.sampling}", "data.sampling = pass_rate",
         ),
         (
-            "data.pass_reward", cfg.data.sampling == "pass_rate" or bool(cfg.data.source_names),
-            "data.sampling = uniform and one file in data.train",
-            "data.sampling = pass_rate, or tables [[data.train]]",
+            "data.pass_reward",
+            cfg.data.sampling == "pass_rate" or bool(cfg.data.source_names)
+            or any(teacher.teach == "failures" for teacher in cfg.teachers.by_name.values()),
+            "data.sampling = uniform, one file in data.train and no teacher of failures",
+            "data.sampling = pass_rate, tables [[data.train]], or teach = failures of a teacher",
         ),
     ]  # fmt: skip
 

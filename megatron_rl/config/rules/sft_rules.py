@@ -27,6 +27,7 @@ NEEDED: dict[str, tuple[object, str]] = {
     "data.chat_template_kwargs": ({}, "agent.renderer writes the messages"),
     "agent.history": ("keep", "a row is one sequence"),
     "advantage.kind": ("auto", "every row counts 1"),
+    "advantage.weight": (1.0, "every row counts 1"),
     "batch.dynamic_sampling": (False, "nothing is sampled"),
     "batch.filter_truncated": (False, "rows are complete"),
     "batch.overlong_cache": (0, "rows have no reward"),

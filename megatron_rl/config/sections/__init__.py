@@ -13,6 +13,7 @@ from megatron_rl.config.sections.reward import RewardConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.config.sections.run_folder import CheckpointConfig, RunConfig
 from megatron_rl.config.sections.supervised import SftConfig
+from megatron_rl.config.sections.teachers import Teacher, TeachersConfig
 from megatron_rl.config.sections.track import TrackConfig
 from megatron_rl.config.sections.trained_model import (
     MegatronConfig,
@@ -24,5 +25,6 @@ from megatron_rl.config.sections.trained_model import (
 __all__ = [
     "AdvantageConfig", "AgentConfig", "BatchConfig", "CheckpointConfig", "DataConfig", "EvalConfig",
     "LoraConfig", "LossConfig", "MegatronConfig", "ModelConfig", "OptimConfig", "ParallelConfig",
-    "ReplayConfig", "RewardConfig", "RolloutConfig", "RunConfig", "SftConfig", "TrackConfig",
+    "ReplayConfig", "RewardConfig", "RolloutConfig", "RunConfig", "SftConfig", "Teacher",
+    "TeachersConfig", "TrackConfig",
 ]  # fmt: skip

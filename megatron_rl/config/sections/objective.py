@@ -52,6 +52,9 @@ class AdvantageConfig(Section):
     rewards: dict[str, Finite] = Field(default_factory=dict)
     """kind = per_reward (GDPO): weight of each reward, by the name of a metric that reward.function
     returns."""
+    weight: NotNegative = 1.0
+    """Factor of the advantages from rewards, beside the terms of teachers; 0: rewards are measured
+    only (docs/guides/distillation.md)."""
 
     @field_validator("kind", mode="before")
     @classmethod

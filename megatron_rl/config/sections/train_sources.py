@@ -88,17 +88,18 @@ def source_of(number: int, table: object) -> TrainSource:
         raise ValueError(f"train, {which}: {problem_text(first)}") from error
 
 
-def problem_text(error: Mapping[str, Any]) -> str:
+def problem_text(error: Mapping[str, Any], table: type[Section] = TrainSource) -> str:
     """Return the problem of a table in the words of the other settings' messages."""
     key = str(error["loc"][0]) if error["loc"] else ""
     if error["type"] == "missing":
         return f"{key} is missing; set it"
     if error["type"] == "extra_forbidden":
-        return f"unknown key {key} = {error['input']!r}{nearest(key, TrainSource.model_fields)}"
+        return f"unknown key {key} = {error['input']!r}{nearest(key, table.model_fields)}"
     if not key:
         return str(error["msg"]).removeprefix("Value error, ")
     rule = str(error["msg"]).partition(" should ")[2] or error["msg"]
-    default = TrainSource.model_fields[key].default
+    rule = rule.replace("a valid tuple", "a list")
+    default = table.model_fields[key].default
     return f"{key} = {error['input']!r}: must {rule}; change it, or remove it for {default!r}"
 
 

@@ -37,6 +37,7 @@ from megatron_rl.rollout.client.request import (
     connections,
 )
 from megatron_rl.rollout.client.sampling import SampleRules, Sampling, SamplingSettings
+from megatron_rl.rollout.client.teachers import Teachers
 from megatron_rl.rollout.group import Group
 
 __all__ = ["RolloutClient", "RolloutCounters", "RolloutError"]
@@ -53,6 +54,7 @@ class RolloutClient(GroupSampler):
     (replay.on_missing_route = drop_sample).
     episodes: samples a response of several turns (agent.function); None: a response is one request.
     run: the run whose weights the servers have (weights/version.py).
+    teachers: they score the groups that name one, each as soon as it is sampled.
     """
 
     def __init__(
@@ -65,9 +67,10 @@ class RolloutClient(GroupSampler):
         drop_missing_routes: bool = False,
         episodes: Episodes | None = None,
         run: str = "",
+        teachers: Teachers | None = None,
     ) -> None:
         super().__init__(urls, cfg, SampleRules(spec, want_routes, drop_missing_routes), run)
-        self.episodes = episodes
+        self.episodes, self.teachers = episodes, teachers
         # made once, as reading certificates takes 20 ms, too long for the event loop
         self._tls = httpx.create_ssl_context(trust_env=False)
         self._lock = threading.Lock()  # guards the fields below
@@ -170,6 +173,11 @@ class RolloutClient(GroupSampler):
         """Use these servers for all further requests; those that stay keep their circuits."""
         self.balancer.set_urls(urls)
 
+    def waiting_for(self) -> str:
+        """Return the servers, those of teachers too, that have not answered yet; "" for none."""
+        taught = "" if self.teachers is None else self.teachers.waiting_for()
+        return ", ".join(filter(None, [self.balancer.waiting_for(), taught]))
+
     async def _generate(
         self,
         groups: Sequence[Group],
@@ -184,6 +192,7 @@ class RolloutClient(GroupSampler):
         async with (
             connections(self.cfg, self._tls) as http,
             runner.serving() if runner else nullcontext(),
+            self.teachers.serving() if self.teachers else nullcontext(),
         ):
             call = self._new_call(http, sampling)
             sample: Callable[[Group], Awaitable[None]] = partial(self._sample_group, call)
@@ -248,11 +257,16 @@ class RolloutClient(GroupSampler):
         group: Group,
     ) -> None:
         """Complete one group as soon as a slot is free, and report it."""
-        # the slot is taken for all turns and retries of the group
-        async with slots:
-            if call.drains:
-                raise GroupCancelled
-            await fill(group)
+        while not group.is_complete:  # a response may become too old while a teacher scores it
+            if not group.is_sampled:
+                # the slot is taken for all turns and retries of the group
+                async with slots:
+                    if call.drains:
+                        raise GroupCancelled
+                    await fill(group)
+            if group.teacher:
+                assert self.teachers is not None, f"no client of teacher {group.teacher}"
+                await self.teachers.score(group)
         if not call.enough:  # a group that completes while it is aborted is not reported
             call.stats.tokens += sum(r.episode_length for r in group.rollouts.values())
             if on_progress is not None:

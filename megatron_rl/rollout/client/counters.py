@@ -146,6 +146,53 @@ class RolloutCounters:
         return {f"rollout/{name}_total": float(count) for name, count in counts.items()}
 
 
+TEACHER_FAULTS = {
+    "timeout": "timeout",
+    "connection": "connection",
+    "bad_body": "body",
+    "wrong_count": "count",
+    "other_text": "text",
+    "not_logprob": "value",
+}
+"""Reason -> its class in teacher/faults_CLASS_total; http for http_STATUS."""
+
+
+@dataclass
+class TeacherCounters:
+    """Counts of the requests to a teacher's servers since the client was made."""
+
+    requests: int = 0
+    retries: int = 0
+    circuits_opened: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    """Failed requests, by reason."""
+    seconds: list[float] = field(default_factory=list)
+    """Duration of every answered request since the last `take_seconds`."""
+
+    def __add__(self, other: TeacherCounters) -> TeacherCounters:
+        return TeacherCounters(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+    def take_seconds(self) -> list[float]:
+        """Return `seconds`, and begin a new list."""
+        taken, self.seconds = self.seconds, []
+        return taken
+
+    def totals(self) -> dict[str, float]:
+        """Return metric -> count, for all of docs/reference/metrics.md's teacher/*_total."""
+        counts = {
+            "requests": self.requests,
+            "retries": self.retries,
+            "circuits_opened": self.circuits_opened,
+        }
+        counts |= {f"faults_{name}": 0 for name in (*TEACHER_FAULTS.values(), "http")}
+        # a copy: the client's thread may count meanwhile
+        for reason, count in self.failures.copy().items():
+            counts[f"faults_{TEACHER_FAULTS.get(reason, 'http')}"] += count
+        return {f"teacher/{name}_total": float(count) for name, count in counts.items()}
+
+
 @dataclass
 class CallStats:
     """Measurements of generate() and fill() between two calls of take_stats()."""

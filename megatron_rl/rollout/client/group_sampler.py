@@ -125,7 +125,7 @@ class GroupSampler:
         if is_cut:
             raise GroupCancelled
         self._judge(request, dropped)
-        if not group.is_complete:  # some were too old: sampled again, from the present weights
+        if not group.is_sampled:  # some were too old: sampled again, from the present weights
             await self._fill(call, group)
 
     def _judge(self, request: Request, dropped: Sequence[SampleDropped]) -> None:
@@ -136,7 +136,7 @@ class GroupSampler:
         group, server, seconds = request.group, request.server, self.cfg.request_timeout_seconds
         is_useless = len(dropped) == request.num_samples
         # the next request continues what there is
-        if request.cut_by == "deadline" and not group.is_complete:
+        if request.cut_by == "deadline" and not group.is_sampled:
             late = RetryableError("timeout", f"not complete after {seconds:g} s")
             self.counters.failures[late.reason] += 1
             self._blame(group, server, str(late), counts_against_server=is_useless)

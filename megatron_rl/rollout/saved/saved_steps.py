@@ -24,7 +24,10 @@ from megatron_rl.records import Prompt, Rollout, RolloutGroup
 from megatron_rl.rollout.saved.recorded_rollouts import RecordedRollout, read_episodes, to_rollout
 from megatron_rl.rollout.saved.saved_config import check_config, first_step_number
 
-ALWAYS_READ = ("tokens", "logprobs", "environment", "episode_digest", "mask_sizes", "mask_codes")
+ALWAYS_READ = (
+    "tokens", "logprobs", "environment", "episode_digest", "mask_sizes", "mask_codes",
+    "teacher_logprobs",
+)  # fmt: skip
 """Kinds of tensors that are read also where the run needs no routes."""
 
 Steps = dict[int, list[RecordedRollout]]
@@ -143,6 +146,12 @@ class SavedSteps:
             raise ValueError(
                 f"{where}: kept sets must be there with rollout.top_p, top_k or min_p, and not"
                 " without; record them again"
+            )
+        teacher = self.cfg.teachers.name_for(record.source)
+        if teacher and f"{record.id}:teacher_logprobs" not in names:
+            raise ValueError(
+                f"{where} has no log-probs of a teacher, and teachers.{teacher} scores its source:"
+                " no server scores saved rollouts; record them with this teacher, or remove it"
             )
         if not self.cfg.needs_routes:
             return

@@ -277,17 +277,17 @@ def tokenizer_digest(path: Path) -> str | None:
     return digest.hexdigest()[:16] if is_read else None
 
 
-def auth_headers(rollout: RolloutConfig) -> dict[str, str]:
-    """Return the Authorization header for the servers, {} without rollout.api_key_env.
+def auth_headers(rollout: RolloutConfig, setting: str = "rollout.api_key_env") -> dict[str, str]:
+    """Return the Authorization header for the servers, {} without an api_key_env.
 
-    Raises ValueError if that variable is unset or empty.
+    setting: its name in messages.  Raises ValueError if that variable is unset or empty.
     """
     if rollout.api_key_env is None:
         return {}
     key = os.environ.get(rollout.api_key_env)
     if not key:
         raise ValueError(
-            f"rollout.api_key_env = {rollout.api_key_env!r}: that environment variable is unset or"
+            f"{setting} = {rollout.api_key_env!r}: that environment variable is unset or"
             " empty; set it to the servers' API key, or remove the setting"
         )
     return {"Authorization": f"Bearer {key}"}

@@ -25,10 +25,24 @@ def saved(**sections):
 
 
 def test_every_free_key_exists():
-    keys, patterns = flat_settings(saved()), (*FREE, *FREE_IF_CONSTANT, *FREE_IF_PLAIN)
+    one = {"urls": ["http://a:1"]}
+    keys, patterns = (
+        flat_settings(saved(teachers={"math": one})),
+        (*FREE, *FREE_IF_CONSTANT, *FREE_IF_PLAIN),
+    )
     assert not [
         pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key in keys)
     ]
+
+
+def test_a_teacher_may_move_to_other_servers_and_nothing_else_of_it_may_change():
+    before = saved(teachers={"math": {"urls": ["http://a:1"], "beta": 0.5}})
+    moved = config(teachers={"math": {"urls": ["http://b:1"], "beta": 0.5}})
+    assert check_changes(before, moved, "here") == ["teachers.math.urls"]
+    with pytest.raises(ValueError, match=r"teachers.math.beta: 0.5 -> 1.0"):
+        check_changes(before, config(teachers={"math": {"urls": ["http://a:1"]}}), "here")
+    with pytest.raises(ValueError, match=r"teachers.math.beta: 0.5 -> None"):
+        check_changes(before, config(), "here")
 
 
 def test_place_layout_and_order_of_summation_are_free():

@@ -27,6 +27,7 @@ def test_defaults_give_way_to_the_users_settings(tmp_path):
 
 
 WRONG = {
+    "advantage.weight": 0.5,
     "run.group_size": 2, "replay.mode": "R3", "replay.measure": True, "rollout.temperature": 0.7,
     "rollout.save_tensors": True, "data.sampling": "pass_rate", "data.label_key": "x",
     "data.chat_template_kwargs": {"a": 1}, "advantage.kind": "std",

@@ -24,7 +24,7 @@ HEALTHY = {
     "train/clip_low_frac": 0.03, "train/clip_high_frac": 0.01, "train/rejected_frac": 0.0,
     "optim/grad_norm": 3.0,
     "rollout/zero_advantage_groups_frac": 0.4, "rollout/truncated_frac": 0.01,
-    "routing/replayed_mismatch": 0.0,
+    "routing/replayed_mismatch": 0.0, "teacher/reverse_kl": 0.3,
     "replay/missing_rows_total": 0.0,
 }  # fmt: skip
 
@@ -84,6 +84,7 @@ def test_nothing_is_found_in_a_healthy_run():
         ("rollout/zero_advantage_groups_frac", 0.3, 0.99, "watch", 2),
         ("rollout/truncated_frac", 0, 0.8, "watch", 2),
         ("rollout/reward_mean", 0.8, 0.5, "watch", 2), ("rollout/reward_mean", 0.8, 0.1, "bad", 2),
+        ("teacher/reverse_kl", 0.3, 0.9, "watch", 2),
         ("replay/missing_rows_total", 0, 4, "watch", 0), ("train/entropy", 0.5, 3.0, "bad", 2),
     ],
 )  # fmt: skip

@@ -56,6 +56,7 @@ def make_rollout(prompt: Prompt, step: int, k: int) -> Rollout:
         finish_reason="length" if k else "stop",
         policy_versions=np.full(size, step, np.int32) + np.arange(size, dtype=np.int32) // 3,
         missing_routes=gaps if gaps.any() else None,
+        teacher_logprobs=-rng.random(size).astype(np.float32) if k else None,
     )
 
 
@@ -221,6 +222,8 @@ REFUSED = {  # what differs: (sections of the configuration, model, change of th
         {"replay": {"on_missing_route": "drop_sample"}}, SPEC, None,
         r"needs a server; set replay\.on_missing_route",
     ),
+    "no teacher": ({"teachers": {"math": {"urls": ["http://a"]}}}, SPEC, None,
+    r"q0/0 has no log-probs of a teacher, and teachers\.math scores its source"),
     "no routes": ({}, SPEC, lambda f: edit_tensors(f, without(":routed_experts")),
     r"no expert ids: replay\.mode = R3"),
     "a replica's file gone": ({}, SPEC, lambda f: (f / "rollouts.dp1.jsonl").unlink(),

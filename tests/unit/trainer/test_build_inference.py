@@ -154,6 +154,7 @@ def test_a_leader_samples_scores_and_records_as_configured(monkeypatch, calls, m
         drop_missing_routes=missing == "drop_sample",
         episodes="episodes",
         run=FOUND.run,
+        teachers=None,
     )
     assert calls == [
         ("runner", (cfg, "tokenizer", 8, 256), {}), ("client", (FOUND.urls, cfg.rollout), settings),

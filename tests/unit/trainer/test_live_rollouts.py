@@ -94,7 +94,7 @@ def live(tmp_path):
             {kind: number for number, kind in enumerate(KINDS, 5)}, unformatted=3, scored=20
         )
         leader = SimpleNamespace(
-            client=SimpleNamespace(stop=calls.note("stop"),
+            client=SimpleNamespace(stop=calls.note("stop"), teachers=None,
             counters=SimpleNamespace(totals=lambda: {
                 "rollout/stale_tokens_total": 30.0, "rollout/stale_samples_total": 2.0,
                 "rollout/retries_total": 4.0,

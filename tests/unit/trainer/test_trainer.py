@@ -150,8 +150,9 @@ def test_mini_batches_are_of_penalised_groups_with_advantages(made, monkeypatch,
     trainer, calls = made(rollout={"max_staleness": max_staleness})
     cfg = trainer.cfg
 
-    def advantages(groups, kind, group, *, reward_weights):
+    def advantages(groups, kind, group, *, reward_weights, weight):
         assert (kind, group, reward_weights) == (cfg.advantage_kind, "dp", cfg.advantage.rewards)
+        assert weight == cfg.advantage.weight
         return [*groups, "advantages"]
 
     monkeypatch.setattr(module, "with_penalties", lambda groups, cfg: [*groups, "penalties"])
@@ -159,10 +160,13 @@ def test_mini_batches_are_of_penalised_groups_with_advantages(made, monkeypatch,
     monkeypatch.setattr(module, "split", calls.note("split", [BATCH]))
     monkeypatch.setattr(module, "without_routes", lambda groups: [*groups, "without"])
     monkeypatch.setattr(module, "with_routes", lambda plain, groups: [*plain, *groups, "with"])
-    groups = ["group", "without", "penalties", "advantages", "group", "with"]
+    monkeypatch.setattr(
+        module, "with_teacher_weights", lambda groups, cfg, step: [*groups, f"beta of step {step}"]
+    )
+    groups = ["group", "without", "penalties", "advantages", "beta of step 4", "group", "with"]
     assert trainer.make_batches(["group"], 4) == [BATCH]
     settings = dict(
-        seed=4, rule="rule", dp_group="dp", save_tokens="those of 6 in step 5",
+        seed=4, rule="rule", dp_group="dp", save_tokens="those of 7 in step 5",
         policy_version=VERSION if max_staleness else None, node="node",
     )  # fmt: skip
     assert calls == [

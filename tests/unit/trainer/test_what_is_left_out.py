@@ -1,6 +1,7 @@
 """Rewards that fail, from the pool of worker processes to every place where a user looks."""
 
 import re
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from megatron_rl.metrics.sinks import Sinks, read_metrics
 from megatron_rl.records import Prompt, RolloutGroup
 from megatron_rl.reward.failures import KINDS
 from megatron_rl.reward.pool import RewardPool
-from megatron_rl.rollout.client.counters import RolloutCounters
+from megatron_rl.rollout.client.counters import TEACHER_FAULTS, RolloutCounters, TeacherCounters
 from megatron_rl.rollout.missing_routes import MissingRouteCounts, add_missing_rows
 from megatron_rl.rollout.saved.rollout_recorder import GroupChoice
 from megatron_rl.rollout.scoring import score_groups
@@ -98,7 +99,9 @@ def training(cfg, trackers=None):
     )
     with RewardPool(cfg.reward) as pool, Sinks(cfg.run_dir, trackers) as sinks:
         leader = SimpleNamespace(
-            rewards=pool, recorder=idle, client=SimpleNamespace(counters=RolloutCounters())
+            rewards=pool,
+            recorder=idle,
+            client=SimpleNamespace(counters=RolloutCounters(), teachers=None),
         )
         live = SimpleNamespace(
             cfg=cfg, parallel=parallel, meter=StepMeter(), policy_version=0, leader=leader,
@@ -188,6 +191,12 @@ def test_every_total_counts_as_the_table_says(cfg):
             if isinstance(value, int):
                 setattr(counters, name, 3)
         counters.failures.update(timeout=3, connection=3, http_503=3, bad_body=3)
+        of_teacher = TeacherCounters(
+            3, 3, 3, Counter(dict.fromkeys((*TEACHER_FAULTS, "http_503"), 3))
+        )
+        live.leader.client.teachers = SimpleNamespace(
+            totals=of_teacher.totals, take_seconds=lambda: [0.1]
+        )
         counters.dropped.update(aborted=3, stale_version=3, routes_shape=3, other=3)
         pool.counters.update(dict.fromkeys((*KINDS, "unformatted", "scored"), 3))
         live.inference.restarts = trainer.recording.files.failed = trainer.saved_batches.unsaved = 3

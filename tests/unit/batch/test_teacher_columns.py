@@ -1,0 +1,221 @@
+"""A teacher's log-probs from the rollout to the advantage of a token: codec, checkpoint, exchange
+between replicas, packed rows, beta, term.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.batch.codec import from_bytes, joined, to_bytes
+from megatron_rl.batch.pack import pack
+from megatron_rl.batch.split import make_samples
+from megatron_rl.batch.teacher_weights import with_teacher_weights
+from megatron_rl.batch.transfer import decode_samples, encode_samples
+from megatron_rl.config import load_config
+from megatron_rl.loss.teacher import with_teacher_term
+from megatron_rl.metrics.reduce import MetricSums
+from megatron_rl.records import Prompt, Rollout, RolloutGroup, Sample, check_episode
+from megatron_rl.rollout.group import Group, GroupState
+from megatron_rl.rollout.group_files import find_groups, read_groups, write_groups
+from megatron_rl.rollout.scheduler import Scheduler
+from megatron_rl.trainer.rollout_metrics import count_groups, count_teachers, derived
+from tests.unit.batch.rollouts import make_rollout, make_tree
+
+URL = "http://10.0.0.2:30000"
+
+
+def taught(rollout: Rollout, seed: int = 0) -> Rollout:
+    rng = np.random.default_rng([seed, len(rollout.tokens)])
+    return rollout.with_teacher(
+        [-rng.random(s.response_length).astype(np.float32) - 0.1 for s in rollout.sequences]
+    )
+
+
+def config(data="x", **teachers):
+    return load_config(
+        None, [], {"model": {"path": "m"}, "data": {"train": data}, "teachers": teachers}
+    )
+
+
+def group_of(*rollouts, rewards=(1.0, 0.0), source="") -> RolloutGroup:
+    prompt = Prompt("q", "", (3, 4), "", source=source)
+    rewards = np.array(rewards[: len(rollouts)], np.float32)
+    return RolloutGroup(prompt, rollouts, rewards, rewards - rewards.mean())
+
+
+def same(one: Rollout, other: Rollout) -> bool:
+    pairs = zip(one.sequences, other.sequences, strict=True)
+    return all(np.array_equal(a.teacher_logprobs, b.teacher_logprobs) for a, b in pairs)
+
+
+def test_the_numbers_are_sent_bit_for_bit_and_bound_to_an_episode():
+    tree, plain, unscored = taught(make_tree("t")), taught(make_rollout("p", 3, 5)), make_tree("u")
+    (tree2, plain2, unscored2), _ = from_bytes(to_bytes([tree, plain, unscored]))
+    assert same(tree, tree2) and same(plain, plain2) and not unscored2.is_taught
+    assert plain2.teacher_logprobs.dtype == np.float32
+    # the digests of episodes without a teacher are those of before
+    assert unscored.episode.digest == make_tree("u").episode.digest
+    changed = replace(tree, teacher_logprobs=tree.teacher_logprobs + 1)
+    with pytest.raises(ValueError, match="rollout t: digest of its 3 sequences"):
+        check_episode(changed)
+    with pytest.raises(ValueError, match="digest of its 3 sequences"):
+        joined(tree.alone.with_episode(digest=tree.episode.digest), make_tree("t").episode.earlier)
+
+
+def test_an_episode_that_was_mixed_up_is_not_scored():
+    tree = make_tree("t")
+    wrong = replace(tree, rollout_logprobs=tree.rollout_logprobs - 1)
+    with pytest.raises(ValueError, match="rollout t: digest"):
+        taught(wrong)
+
+
+@pytest.mark.parametrize("change", [lambda v: v[:-1], lambda v: np.append(v, v[:1])])
+def test_a_wrong_number_of_log_probs_is_refused(change):
+    rollout = taught(make_rollout("p", 3, 5))
+    wrong = replace(rollout, teacher_logprobs=change(rollout.teacher_logprobs))
+    with pytest.raises(ValueError, match=r"rollout p: \d teacher_logprobs for 5 sampled tokens"):
+        pack([Sample(wrong, 1.0)])
+    with pytest.raises(ValueError, match=r"[46] log-probs of a teacher for 5 sampled tokens"):
+        from_bytes(to_bytes([wrong]))
+
+
+def test_a_checkpoint_has_the_numbers_and_a_resumed_run_scores_only_the_others(tmp_path):
+    prompts = [Prompt(name, "", (3, 4), "") for name in ("a", "b")]
+    scored, sampled = (Group(prompt, 2, teacher="math") for prompt in prompts)
+    for index in range(2):
+        scored.put(index, taught(make_tree(f"a/{index}", seed=index)))
+        sampled.put(index, make_rollout(f"b/{index}", 2, 3 + index))
+    path = tmp_path / "rollouts_00000.safetensors"
+    write_groups(path, [scored, sampled], [0, 1])
+    restored = read_groups(find_groups(tmp_path), prompts, [0, 1], slice(None))
+    scheduler = SimpleNamespace(cfg=config(math={"urls": [URL]}), restored=restored)
+    again = [Scheduler._group(scheduler, prompt) for prompt in prompts]
+    assert [group.state for group in again] == [GroupState.COMPLETE, GroupState.WAITING]
+    assert again[1].is_sampled and not scheduler.restored
+    assert all(same(again[0].rollouts[i], scored.rollouts[i]) for i in range(2))
+
+
+def test_samples_are_exchanged_with_their_beta():
+    samples = [
+        Sample(taught(make_rollout("p", 3, 5)), 0.3, teacher_weight=0.1),
+        Sample(make_rollout("q", 2, 4), -0.3),
+    ]
+    found = decode_samples(encode_samples(samples))
+    assert [sample.teacher_weight for sample in found] == [0.1, 0.0]
+    assert same(found[0].rollout, samples[0].rollout)
+
+
+def test_rows_have_beta_and_log_prob_where_their_label_was_sampled_and_is_learned():
+    plain = replace(make_rollout("e", 3, 6), environment=((5, 7),))
+    cut = {"rollout_logprobs": plain.rollout_logprobs[:4]}
+    cut["policy_versions"] = plain.policy_versions[:4]
+    first = taught(replace(plain, **cut, routes_digest=None))
+    others = [taught(make_rollout(name, 2, 3, seed=7)) for name in "fg"]
+    samples = [
+        Sample(first, 0.5, teacher_weight=0.25),
+        Sample(others[0], 0.5, teacher_weight=0.25, in_loss=False),
+        Sample(others[1], 0.5),
+        Sample(make_rollout("h", 2, 2), 0.5),
+    ]
+    batch = pack(samples, [12, 6, 6, 4, 2])
+    expected, betas = np.zeros(30, np.float32), np.zeros(30, np.float32)
+    expected[[2, 3, 6, 7]], betas[[2, 3, 6, 7]] = first.teacher_logprobs, 0.25
+    np.testing.assert_array_equal(batch.teacher_logprobs, expected)
+    np.testing.assert_array_equal(batch.teacher_weights, betas)
+    assert pack(samples[3:]).teacher_logprobs is None
+
+
+def test_a_masked_row_loses_its_beta():
+    rollout = taught(make_rollout("r", 2, 4))
+    missing = np.zeros(5, bool)
+    missing[2] = True
+    sample = Sample(replace(rollout, missing_routes=missing), 0.5, teacher_weight=1.0)
+    masked = pack([sample], mask_missing_routes=True)
+    assert masked.teacher_weights.tolist() == [0, 1, 0, 1, 1, 0]
+    assert pack([sample]).teacher_weights.tolist() == [0, 1, 1, 1, 1, 0]
+
+
+def test_a_beta_without_log_probs_and_a_nan_are_refused():
+    rollout = make_rollout("r", 2, 4)
+    with pytest.raises(ValueError, match=r"rollout r: beta = 0.5, and it has no log-probs"):
+        pack([Sample(rollout, 1.0, teacher_weight=0.5)])
+    values = np.array([-1, np.nan, -1, -1], np.float32)
+    with pytest.raises(ValueError, match="rollout r: a log-prob of its teacher is not finite"):
+        pack([Sample(rollout.with_teacher([values]), 1.0)])
+
+
+def test_beta_is_that_of_source_step_and_outcome():
+    rollouts = [taught(make_rollout(f"r{k}", 2, 3 + k)) for k in range(2)]
+    sources = [{"name": name, "path": name} for name in ("sums", "code", "free")]
+    cfg = config(
+        sources,
+        math={"urls": [URL], "sources": ["sums"], "beta": 1.0, "beta_end": 0.5, "beta_steps": 2},
+        coder={"urls": ["http://b"], "sources": ["code"], "teach": "failures", "beta": 0.2},
+        none={"sources": ["free"]},
+    )
+    groups = [group_of(*rollouts, source=name) for name in ("sums", "code", "free")]
+
+    def betas(step):
+        return [g.teacher_weights.tolist() for g in with_teacher_weights(groups, cfg, step)]
+
+    assert betas(1) == [[0.75, 0.75], [0.0, pytest.approx(0.2)], [0.0, 0.0]]
+    assert betas(5)[0] == [0.5, 0.5]
+    samples = list(make_samples(with_teacher_weights(groups, cfg, 1)[1], False))
+    assert [sample.teacher_weight for sample in samples] == [0.0, pytest.approx(0.2)]
+    unscored = replace(groups[0], rollouts=(rollouts[0], make_rollout("x", 2, 3)))
+    with pytest.raises(ValueError, match="rollout x: teachers.math has not scored it"):
+        with_teacher_weights([unscored], cfg, 1)
+    plain = config()
+    assert with_teacher_weights(groups, plain, 1)[0].teacher_weights is None
+
+
+def test_the_term_is_added_where_beta_is_and_has_no_gradient():
+    samples = [
+        Sample(taught(make_rollout("a", 2, 4)), 0.3, teacher_weight=0.5),
+        Sample(make_rollout("b", 2, 4), 0.1),
+    ]
+    batch = pack(samples)
+    old = torch.linspace(-3, -1, 12)
+    old[8] = float("nan")  # of a token without a teacher: nothing else may become NaN
+    found = with_teacher_term(batch, old).advantages
+    expected = batch.advantages.clone()
+    rows = slice(1, 5)
+    teacher = torch.from_numpy(samples[0].rollout.teacher_logprobs)
+    expected[rows] += 0.5 * (teacher - old[rows])
+    assert torch.equal(found, expected) and not found.requires_grad
+    untaught = pack(samples[1:])
+    assert with_teacher_term(untaught, old[:6]) is untaught
+
+
+def test_the_reverse_kl_is_counted_per_token_and_by_source():
+    sources = [{"name": name, "path": name} for name in ("sums", "code")]
+    cfg = config(sources, math={"urls": [URL], "sources": ["sums"]}, none={"sources": ["code"]})
+    tree, plain = taught(make_tree("t")), taught(make_rollout("p", 3, 5))
+    groups = [group_of(tree, plain, source="sums"), group_of(taught(plain), source="code")]
+    groups = with_teacher_weights(groups, cfg, 0)
+    sums = MetricSums()
+    count_teachers(sums, groups, cfg)
+    gaps = np.concatenate(
+        [s.rollout_logprobs.astype(float) - s.teacher_logprobs for s in (*tree.sequences, plain)]
+    )
+    assert sums.reduce(None, "cpu") == pytest.approx({
+        "teacher/reverse_kl": gaps.mean(),
+        "source/sums/teacher_reverse_kl": gaps.mean(),
+        "teacher/higher_frac": (gaps < 0).mean(),
+        "teacher/gap_abs_max": np.abs(gaps).max(),
+        "teacher/beta_mean": 1.0,  # the other source has no teacher
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("has_teacher", [True, False])
+def test_a_step_of_equal_rewards_teaches_something_with_a_teacher(has_teacher):
+    cfg = config(**({"math": {"urls": [URL]}} if has_teacher else {}))
+    group = group_of(*(taught(make_rollout(f"r{k}", 2, 3)) for k in range(2)), rewards=(1.0, 1.0))
+    sums = MetricSums()
+    count_groups(sums, with_teacher_weights([group], cfg, 0), version=3)
+    found = derived(sums.reduce(None, "cpu"))
+    assert found["rollout/zero_advantages"] == (not has_teacher)
+    assert found["rollout/zero_advantage_groups_frac"] == (not has_teacher)
