@@ -358,6 +358,7 @@ LEFT_OUT = (
     LeftOut("rollout/unread_tokens_total", "unread tokens", "same", ANY_AGENT),
     LeftOut("rollout/tool_calls_total", "tool calls", "normal", TOOLS),
     LeftOut("rollout/tool_errors_total", "tool errors", "normal", TOOLS),
+    LeftOut("rollout/missing_tool_calls_total", "missing tool calls", "normal", ANY_AGENT),
     # what the run writes
     LeftOut(
         "run/unwritten_files_total", "unwritten files", "bad", FILES,

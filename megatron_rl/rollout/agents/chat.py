@@ -163,6 +163,16 @@ class Chat:
                 f"agent.renderer = {name!r}: {error}; it must be the format of the model at"
                 " model.path"
             ) from error
+        self._developer = "developer" if self._has_role("developer") else "system"
+
+    def _has_role(self, role: str) -> bool:
+        """Return True if the format writes messages of this role.  It may skip or refuse others."""
+        probe = [{"role": role, "content": "a"}, {"role": "user", "content": "b"}]
+        try:
+            rendered = self._renderer.render(cast("list[FormatMessage]", probe))
+        except RENDER_ERRORS:
+            return False
+        return 0 in rendered.message_indices
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -178,7 +188,7 @@ class Chat:
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Schema], *, add_generation_prompt: bool
     ) -> RenderedTokens:
-        written = [self._shortened(to_format(message)) for message in messages]
+        written = [self._to_format(message) for message in messages]
         try:
             rendered = self._renderer.render(
                 written, tools=to_specs(tools), add_generation_prompt=add_generation_prompt
@@ -233,7 +243,7 @@ class Chat:
         cannot hold.
         """
         start = [*prompt, *completion]
-        added = [self._shortened(to_format(message)) for message in messages]
+        added = [self._to_format(message) for message in messages]
         try:
             rendered = self._renderer.bridge_to_next_turn(
                 list(prompt), list(completion), added, tools=to_specs(tools)
@@ -246,6 +256,15 @@ class Chat:
             return None
         self._check_all_written(added, rendered)
         return list(rendered.token_ids[len(start) :])
+
+    def _to_format(self, message: Message) -> FormatMessage:
+        """Return `message` as the format reads it; a developer's is the system's where it has no
+        such role.
+        """
+        clean = self._shortened(to_format(message))
+        if clean["role"] != "developer":
+            return clean
+        return cast("FormatMessage", {**clean, "role": self._developer})
 
     def _shortened(self, message: FormatMessage) -> FormatMessage:
         """Shorten a text that no sequence can hold, to a length that none can hold either: to

@@ -40,8 +40,10 @@ WITHOUT_EFFECT = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "seed",
 )
-"""Fields that a client may send for the service's own bookkeeping."""
+"""Fields that a client may send for the service's own bookkeeping, and the seed: every sample is
+drawn with the server's own numbers, as the choices of a group must differ."""
 
 
 class ApiError(Exception):
@@ -65,6 +67,17 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class FunctionName(BaseModel):
+    name: Annotated[str, Field(min_length=1)]
+
+
+class NamedTool(BaseModel):
+    """A tool_choice that names a function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class CompletionRequest(BaseModel):
     """The fields of a request that are read."""
 
@@ -73,7 +86,9 @@ class CompletionRequest(BaseModel):
     model: str = MODEL
     messages: list[Json]
     tools: list[Json] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    """required or a function: the answer is sampled freely, as a grammar would change the
+    distribution; one without the call is counted (rollout/missing_tool_calls_total)."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1  # as OpenAI's API
@@ -86,6 +101,13 @@ class CompletionRequest(BaseModel):
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def must_call(self) -> str | None:
+        """The tool that the answer must call, "" for any; None: it need not."""
+        if isinstance(self.tool_choice, NamedTool):
+            return self.tool_choice.function.name
+        return "" if self.tool_choice == "required" else None
 
     @property
     def stops(self) -> list[str]:
@@ -120,7 +142,8 @@ def read_request(
         request = CompletionRequest.model_validate(asked)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
+        # without the alternatives of a union, such as literal['auto','none','required']
+        name = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
         why = "is not known here; remove it" if first["type"] == "extra_forbidden" else first["msg"]
         raise ApiError(400, f"{name} = {first['input']!r:.80}: {why}", param=name) from error
     # rho would compare distributions of two temperatures

@@ -165,6 +165,7 @@ class Conversations:
         self._counters.tool_errors += sum(
             bool(turn.tools.problem_of(call)) for call in reply.tool_calls
         )
+        self._counters.missing_tool_calls += turn.tools.lacks_call(reply.tool_calls)
         node = Node(
             branch, turn.num_prompt_tokens, turn.token_ids, [*answer.thinking, reply.reasoning]
         )

@@ -160,7 +160,7 @@ async def answers(session: Session, asked: CompletionRequest) -> AsyncIterator[l
     block, which writes them, ends without an error.  Raises ApiError.
     """
     try:
-        tools = Tools(asked.tools if asked.tool_choice == "auto" else ())
+        tools = Tools(() if asked.tool_choice == "none" else asked.tools, asked.must_call)
         stops = [stop_token(session, stop) for stop in asked.stops]
         sample, reading = session.conversations.sample, session.conversations.reading
         with reading() as read:

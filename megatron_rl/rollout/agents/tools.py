@@ -43,9 +43,15 @@ class ToolError(Exception):
 class Tools:
     """The tools that the model may call."""
 
-    def __init__(self, tools: Sequence[Tool] = ()) -> None:
-        """Raises ValueError, naming the tool, where it cannot be described to the model."""
+    def __init__(self, tools: Sequence[Tool] = (), must_call: str | None = None) -> None:
+        """must_call: the name of the tool that a turn must call, "" for any; None: it need not.
+        Turns are sampled freely all the same: `lacks_call` tells the others.
+
+        Raises ValueError, naming the tool, where it cannot be described to the model, and for a
+        tool to call that is none of them.
+        """
         self.schemas: list[Schema] = []
+        self._must_call = must_call
         self._functions: dict[str, Callable[..., Any]] = {}
         for tool in tools:
             if not isinstance(tool, Mapping) and not callable(tool):
@@ -57,10 +63,21 @@ class Tools:
             self.schemas.append(schema)
             if function is not None:
                 self._functions[name] = function
+        if must_call is not None and (not self.schemas or must_call not in ("", *self.names)):
+            raise ValueError(
+                f"tools: tool_choice = {must_call or 'required'!r}, and there are:"
+                f" {', '.join(self.names) or 'none'}; add the tool"
+            )
 
     @property
     def names(self) -> list[str]:
         return [name_of(schema) for schema in self.schemas]
+
+    def lacks_call(self, calls: Sequence[ToolCall]) -> bool:
+        """Return True for the calls of a turn that had to call a tool, and did not call it."""
+        if self._must_call is None:
+            return False
+        return not any(self._must_call in ("", call.name) for call in calls)
 
     def problem_of(self, call: ToolCall) -> str:
         """Return why `call` cannot be made, "" where it can, as far as that is known without its

@@ -84,6 +84,8 @@ class RolloutCounters:
     """Tool calls that the model wrote where it was given tools."""
     tool_errors: int = 0
     """Tool calls that could not be made, or whose tool refused."""
+    missing_tool_calls: int = 0
+    """Turns without a call, or with others, where the client required one (tool_choice)."""
     aborts: int = 0
     """Requests whose abort was sent to the server."""
     aborts_failed: int = 0

@@ -216,6 +216,39 @@ def test_a_tool_call_and_its_answer_are_one_sequence():
     assert server.requests[1]["input_ids"][0] == rollout.tokens[:end].tolist()
 
 
+async def requires_calls(session, prompt):
+    divide = json.loads(json.dumps(MULTIPLY).replace("multiply", "divide"))
+    named = {"type": "function", "function": {"name": "divide"}}
+    history = [{"role": "developer", "content": "be brief"}, USER]
+    async with await connected(session) as client:
+
+        async def ask(messages, choice):
+            answers = await client.chat.completions.create(
+                model="m", messages=messages, tools=[MULTIPLY, divide], tool_choice=choice, seed=3
+            )
+            return answers.choices[0].message
+
+        calls = await ask(history, "required")
+        assert calls.tool_calls[0].function.name == "multiply"
+        result = {"role": "tool", "tool_call_id": calls.tool_calls[0].id, "content": "6.0"}
+        assert (await ask([*history, calls, result], "required")).content == "It is 6.0"
+        assert (await ask([{"role": "user", "content": "again"}], named)).tool_calls
+    return session.finish(1.0)
+
+
+def test_a_required_call_is_sampled_freely_and_counted_where_it_is_missing():
+    with FakeServer("ok", source=chat_sample) as server:
+        rollout, counters = sample(server, requires_calls)
+        check_every_token_once(server, rollout)
+    assert len(server.requests) == 3
+    params = [request["sampling_params"] for request in server.requests]
+    assert not any("json_schema" in str(each) or "seed" in str(each) for each in params)
+    # a text, and a call of another tool than the named one
+    assert (counters.tool_calls, counters.tool_errors, counters.missing_tool_calls) == (2, 0, 2)
+    text = TOKENIZER.decode(server.requests[0]["input_ids"][0])
+    assert text.startswith("<|im_start|>system\nbe brief") and "developer" not in text
+
+
 async def edits_its_history(session, prompt):
     async with await connected(session) as client:
 
@@ -451,10 +484,6 @@ async def is_no_mapping(session, prompt):
     await session.generate([USER, "x"])
 
 
-async def is_not_in_the_format(session, prompt):
-    await session.generate([{"role": "developer", "content": "be brief"}, USER])
-
-
 async def ends_with_an_answer(session, prompt):
     await session.generate([USER, {"role": "assistant", "content": "x"}])
 
@@ -473,10 +502,6 @@ async def ends_with_an_answer(session, prompt):
         (has_no_messages, "tools: must come with messages"),
         (is_no_role, "messages: role = 'robot', must be one of system"),
         (is_no_mapping, "messages: 'x' must be a mapping"),
-        (
-            is_not_in_the_format,
-            "'qwen3' does not write the one with role = 'developer' .'be brief'.",
-        ),
         (ends_with_an_answer, "messages: must end with a message that is not the assistant's"),
     ],
 )
@@ -492,8 +517,13 @@ REFUSED = {
     "top_p = 0.9: must be 1 in training": {"top_p": 0.9},
     "top_logprobs = 2: must be 0 in training": {"logprobs": True, "top_logprobs": 2},
     "presence_penalty = 1: must be 0 in training": {"presence_penalty": 1},
-    "seed = 1: is not known here": {"seed": 1},
-    "tool_choice = 'required'": {"tool_choice": "required", "tools": [MULTIPLY]},
+    "best_of = 1: is not known here": {"extra_body": {"best_of": 1}},
+    "tool_choice = 'often': .*'auto', 'none' or 'required'": {"tool_choice": "often"},
+    "tools: tool_choice = 'required', and there are: none; add": {"tool_choice": "required"},
+    "tools: tool_choice = 'pay', and there are: multiply; add": {
+        "tools": [MULTIPLY],
+        "tool_choice": {"type": "function", "function": {"name": "pay"}},
+    },
     "response_format = ": {"response_format": {"type": "json_object"}},
     "stop = 'ab': is 2 tokens, must be one": {"stop": ["a", "ab"]},
     "tools: .* must be": {"tools": [{"type": "web_search"}]},
