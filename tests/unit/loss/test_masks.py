@@ -10,6 +10,7 @@ import torch
 from megatron_rl.loss import policy_loss
 from tests.unit.loss.cases import Response, counts, inputs_of, loss_of, pack, responses, run
 
+
 def kl_of(p, q):
     return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
