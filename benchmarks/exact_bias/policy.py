@@ -25,6 +25,7 @@ from benchmarks.exact_bias.responses import (
     LONGEST,
     PROMPTS,
     VOCAB,
+    Prefix,
     all_prefixes,
 )
 from megatron_rl.batch.pack import Sample
@@ -60,7 +61,7 @@ class Step:
     """float64 [n * 8, P], of every log-prob."""
 
 
-def carriers() -> list[tuple[int, tuple[int, ...]]]:
+def carriers() -> list[Prefix]:
     """Return (index of the prompt, ids) of the sequences that contain every prefix: two ids that go
     on, and an END in the last place, where no prefix ends.
     """
@@ -71,22 +72,30 @@ def carriers() -> list[tuple[int, tuple[int, ...]]]:
     ]
 
 
+def places() -> dict[Prefix, tuple[int, int]]:
+    """Return, for every prefix, the first carrier that begins with it, and its length."""
+    first: dict[Prefix, tuple[int, int]] = {}
+    for index, (prompt, ids) in enumerate(carriers()):
+        for position in range(LONGEST):
+            first.setdefault((prompt, ids[:position]), (index, position))
+    return first
+
+
 class Policy:
     """The engine's model with weights that can be set.  The gradient is that of all parameters in
     the order of `names`.
+
+    dtype: of the computation.  The engine's own end at float32, so it steps only at that.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, dtype: torch.dtype = torch.float64) -> None:
         self.engine = engine
         (self._model,) = engine.chunks
-        self._model.double()  # the engine's own dtypes end at float32
+        self._model.to(dtype)
         parameters = dict(self._model.named_parameters())
         self.names = sorted(parameters)
         self._parameters = [parameters[name] for name in self.names]
-        first: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        for index, (prompt, ids) in enumerate(carriers()):
-            for position in range(LONGEST):
-                first.setdefault((prompt, ids[:position]), (index, position))
+        first = places()
         self._places = [first[prefix] for prefix in all_prefixes()]
 
     @property
