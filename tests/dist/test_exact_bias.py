@@ -28,6 +28,7 @@ from megatron_rl.metrics.reduce import MetricSums
 from tests.dist.launch import run_ranks
 from tests.tiny import random_checkpoint
 
+pytestmark = pytest.mark.slow
 EXACT = 1e-12
 UPDATES = 2
 # on policy every weight is 1 and nothing is clipped: A log pi, summed without lengths
