@@ -1,40 +1,36 @@
 """The exact bias of every loss, by enumeration: no sampling and no server.
 
     OMP_NUM_THREADS=1 python -m benchmarks.exact_bias [--seeds 2] [--staleness 0,1,2,4,8] \
-[--samplers exact,fp32,bf16,fp8]
+[--samplers exact,fp32,bf16,fp8] [--jobs 2]
     python -m benchmarks.exact_bias.figures      # from results/exact_bias.json
 
 It prints how far the policies are from each other, a table of the losses, the standard deviation of
 the group, and one line for every loss x replay x sampler: bias, cosine, bias against the
 first-order surrogate and noise, at every staleness.  Numbers are means over seeds.
-docs/design/exact_bias.md explains them.
+docs/concepts/exact_bias.md explains them.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from statistics import fmean
 
-import torch
-
-from benchmarks.exact_bias.estimators import Situation, advantages, moments
-from benchmarks.exact_bias.policy import Policy, one_rank
 from benchmarks.exact_bias.study import (
+    GROUPS,
     SAMPLERS,
     STALENESS,
-    TRAINING,
-    TRAINING_UPDATE,
+    WEIGHTS,
     Cell,
     Facts,
-    Study,
+    run_study,
 )
 
-WEIGHTS = ("random", "trained")
 SUMMARY = (
     "exact sequence ratio", "token ratio", "minirl", "minirl_no_is", "minirl, clip against mu",
     "minirl_length_norm", "reinforce", "dr_grpo", "decoupled_ppo", "grpo", "dapo", "gspo", "cispo",
@@ -55,10 +51,6 @@ BANDS = (
     "token ratio, masked outside 0.8, 1.28", "minirl", "reinforce",
 )  # fmt: skip
 GAPS = ("R3", "R3, gap live", "R3, gap masked", "R3, gap dropped")
-GROUPS = (2, 4, 8, 16, 64)
-
-Results = dict[str, list[Cell | Facts]]
-"""Kind of weights -> the cells and facts of all seeds."""
 
 
 def main() -> int:
@@ -66,31 +58,28 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=2, help="processes, one set of weights each")
     parser.add_argument("--staleness", type=numbers, default=STALENESS, help="0 must be first")
     parser.add_argument("--samplers", type=names, default=SAMPLERS, help="exact must be first")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    results: Results = {kind: [] for kind in WEIGHTS}
-    deviations: dict[str, list[list[float]]] = {kind: [] for kind in WEIGHTS}
-    pass_rates = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder, one_rank(Path(folder)) as policy:
-        for seed in range(args.seeds):
-            for kind in WEIGHTS:
-                study = make_study(policy, kind, seed)
-                pass_rates[kind].append(study.pass_rate(study.old.logprobs))
-                deviations[kind].append(group_biases(study))
-                results[kind] += study.run(args.staleness, args.samplers)
-                print(f"{kind} weights, seed {seed}: done", file=sys.stderr, flush=True)
+    tasks = [(kind, seed) for seed in range(args.seeds) for kind in WEIGHTS]
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        outcomes = list(
+            pool.map(partial(run_study, args.staleness, args.samplers), *zip(*tasks, strict=True))
+        )
+    cells: dict[str, list[Cell | Facts]] = {}
     for kind in WEIGHTS:
-        rates = ", ".join(f"{rate:.2f}" for rate in pass_rates[kind])
+        mine = [outcome for task, outcome in zip(tasks, outcomes, strict=True) if task[0] == kind]
+        cells[kind] = [cell for outcome in mine for cell in outcome.cells]
+        rates = ", ".join(f"{outcome.pass_rate:.2f}" for outcome in mine)
         print(f"{kind} weights: pass rates of pi_old {rates}\n")
-        print(facts_table(results[kind]), end="\n\n")
-        print(summary_table(results[kind]), end="\n\n")
-        print(bands_table(results[kind], args.staleness), end="\n\n")
-        print(gaps_table(results[kind]), end="\n\n")
-        print(group_table(deviations[kind]), end="\n\n")
+        print(facts_table(cells[kind]), end="\n\n")
+        print(summary_table(cells[kind]), end="\n\n")
+        print(bands_table(cells[kind], args.staleness), end="\n\n")
+        print(gaps_table(cells[kind]), end="\n\n")
+        print(group_table([outcome.group_biases for outcome in mine]), end="\n\n")
     for kind in WEIGHTS:
-        print("\n".join(grid_lines(kind, results[kind])))
+        print("\n".join(grid_lines(kind, cells[kind])))
     return 0
 
 
@@ -100,41 +89,6 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
-
-
-def make_study(policy: Policy, kind: str, seed: int) -> Study:
-    study = Study(policy, policy.random_weights(seed), seed)
-    if kind == "random":
-        return study
-    # trained on the rewards that the study has
-    return Study(policy, study.updated(study.weights, TRAINING, TRAINING_UPDATE), seed)
-
-
-def group_biases(study: Study) -> list[float]:
-    """Return the bias on policy of A = (R - mean) / std for every size of the group.
-
-    It is a direction alone: the estimate is scaled to the true gradient.
-    """
-    study.policy.weights = study.weights
-    pi = study.policy.steps(None)
-    situation = study.situation("exact", "none", pi)
-    loss, gram = study.losses["reinforce"], pi.gradient @ pi.gradient.T
-    true = moments(situation, loss, gram).mean
-    biases = []
-    for group in GROUPS:
-        mean, _ = advantages(situation, "std", group)
-        estimate = weighted_gradient(situation, mean)
-        scale = float(estimate @ true / true.square().sum())
-        biases.append(float((estimate / scale - true).norm() / true.norm()))
-    return biases
-
-
-def weighted_gradient(situation: Situation, advantage: torch.Tensor) -> torch.Tensor:
-    """Return E[A sum_t grad log pi_t] [P]."""
-    responses, chances = situation.responses, situation.probabilities
-    values = responses.per_token(chances * advantage)
-    zeros = torch.zeros(len(situation.pi.gradient), dtype=torch.float64)
-    return zeros.index_add(0, responses.steps, values) @ situation.pi.gradient
 
 
 # Printed ------------------------------------------------------------------------------------------

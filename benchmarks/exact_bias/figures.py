@@ -1,4 +1,4 @@
-"""The two figures of docs/design/exact_bias.md, from what results/exact_bias.json stores:
+"""The two figures of docs/concepts/exact_bias.md, from what results/exact_bias.json stores:
 
 python -m benchmarks.exact_bias.figures
 """

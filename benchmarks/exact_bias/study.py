@@ -5,8 +5,11 @@ Shapes: m responses, P parameters.
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,19 +17,24 @@ from torch import Tensor
 
 from benchmarks.exact_bias.estimators import (
     Situation,
+    advantages,
     all_losses,
     first_order_gradient,
     moments,
     true_gradient,
+    with_coefficients,
 )
-from benchmarks.exact_bias.policy import Policy, Routes, Step, Weights, rounded
+from benchmarks.exact_bias.policy import Policy, Routes, Step, Weights, one_rank, rounded
 from benchmarks.exact_bias.responses import LONGEST, PROMPTS, Responses
 
+WEIGHTS = ("random", "trained")
 SAMPLERS = ("exact", "fp32", "bf16", "fp8")
 STALENESS = (0, 1, 2, 4, 8)
 WITH_GAPS = ("fp8",)
 """Samplers whose routes are also replayed with a gap."""
 REPLAYS = ("none", "R2", "R3", "R3, gap live", "R3, gap masked", "R3, gap dropped")
+GROUPS = (2, 4, 8, 16, 64)
+"""Sizes of the group whose standard deviation is divided by."""
 PASS_RATES = (0.15, 0.5)
 """Shares of the responses to each prompt whose reward is 1."""
 UPDATE = 0.02
@@ -213,6 +221,56 @@ class Study:
             kl=-float((weights * shift).sum()),
             ratio=float((weights * shift.expm1().abs()).sum() / weights.sum()),
         )
+
+
+def make_study(policy: Policy, kind: str, seed: int) -> Study:
+    study = Study(policy, policy.random_weights(seed), seed)
+    if kind == "random":
+        return study
+    # trained on the rewards that the study has
+    return Study(policy, study.updated(study.weights, TRAINING, TRAINING_UPDATE), seed)
+
+
+def group_biases(study: Study) -> list[float]:
+    """Return the bias on policy of A = (R - mean) / std for every size of the group.
+
+    It is a direction alone: the estimate is scaled to the true gradient.
+    """
+    study.policy.weights = study.weights
+    pi = study.policy.steps(None)
+    situation = study.situation("exact", "none", pi)
+    loss, gram = study.losses["reinforce"], pi.gradient @ pi.gradient.T
+    true = moments(situation, loss, gram).mean
+    biases = []
+    for group in GROUPS:
+        mean, _ = advantages(situation, "std", group)
+        weights = study.responses.per_token(situation.probabilities * mean)
+        estimate = with_coefficients(study.responses, weights, pi)
+        scale = float(estimate @ true / true.square().sum())
+        biases.append(float((estimate / scale - true).norm() / true.norm()))
+    return biases
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one set of weights shows."""
+
+    cells: list[Cell | Facts]
+    group_biases: list[float]
+    """On policy, at every size of GROUPS."""
+    pass_rate: float
+    """Mean reward of pi_old."""
+
+
+def run_study(staleness: Sequence[int], samplers: Sequence[str], kind: str, seed: int) -> Outcome:
+    """Run one study in this process."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, one_rank(Path(folder)) as policy:
+        study = make_study(policy, kind, seed)
+        biases, pass_rate = group_biases(study), study.pass_rate(study.old.logprobs)
+        outcome = Outcome([*study.run(staleness, samplers)], biases, pass_rate)
+    print(f"{kind} weights, seed {seed}: done", file=sys.stderr, flush=True)
+    return outcome
 
 
 def flips(first: Routes, second: Routes) -> float:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.exact_bias.__main__ import GROUPS, group_biases
 from benchmarks.exact_bias.estimators import (
     GROUP,
     advantages,
@@ -21,7 +20,7 @@ from benchmarks.exact_bias.estimators import (
 )
 from benchmarks.exact_bias.policy import SIZES, Policy, make_sample, one_rank, places
 from benchmarks.exact_bias.responses import PROMPTS, Responses, all_responses
-from benchmarks.exact_bias.study import Study
+from benchmarks.exact_bias.study import GROUPS, Study, group_biases
 from megatron_rl.batch.split import make_mini_batch
 from megatron_rl.loss import PRESETS, LossConfig
 from megatron_rl.metrics.reduce import MetricSums
