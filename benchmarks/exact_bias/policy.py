@@ -62,8 +62,8 @@ class Step:
 
 
 def carriers() -> list[Prefix]:
-    """Return (index of the prompt, ids) of the sequences that contain every prefix: two ids that go
-    on, and an END in the last place, where no prefix ends.
+    """Return (index of the prompt, ids) of the sequences that contain every prefix: two ids other
+    than END, and an END in the last place, where no prefix ends.
     """
     return [
         (prompt, (*ids, END))
