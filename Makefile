@@ -99,6 +99,7 @@ paper-tiny paper-long: install
 figures: install
 	for name in $(patsubst examples/%/results/cells,%,$(wildcard examples/*/results/cells)); do \
 		$(RUN) examples.experiments.analyse $$name && $(RUN) examples.experiments.lead_times $$name || exit 1; done
+	$(RUN) benchmarks.exact_bias.figures
 	$(RUN) benchmarks.results quote
 
 paper-tiny-smoke: SMOKE = --tables on_policy n4 --lines minirl no_clip r2 r3 --run.num_steps 4

@@ -24,6 +24,7 @@ RejectLevel = Literal[
 ]  # fmt: skip
 RejectOnly = Literal["all", "negative", "diverging"]
 WeightMode = Literal["none", "truncate", "clip", "mask"]
+MaskKind = Literal["ratio", "kl"]
 ClipKind = Literal["none", "ratio", "tv", "kl"]
 ClipAnchor = Literal["old", "rollout"]
 Form = Literal["logp", "ratio", "sigmoid", "quadratic"]
@@ -52,7 +53,10 @@ class LossSpec:
     weight_low: float = 0.0
     weight_high: float = inf
     mask: Ratio = "none"
-    """Drops single tokens (W_t = 0) whose own ratio is outside [mask_low, mask_high]"""
+    """Drops single tokens (W_t = 0) by the two policies of this ratio"""
+    mask_kind: MaskKind = "ratio"
+    """ratio: the token's own ratio is outside [mask_low, mask_high]; kl: the divergence of "this
+    token or another" between the two policies, in either direction, exceeds mask_high"""
     mask_low: float = 0.0
     mask_high: float = inf
     clip: ClipKind = "none"
@@ -158,6 +162,11 @@ PRESETS: dict[str, LossSpec] = {
     "icepop": replace(
         GRPO, weight="train_infer", weight_mode="mask", weight_low=0.5, weight_high=5.0,
         aggregation="kept_mean",
+    ),
+    "kpop": replace(GRPO, mask="train_infer", mask_kind="kl", mask_high=2.0),
+    "dis": LossSpec(
+        weight="total", weight_mode="mask", weight_low=0.8, weight_high=1.28,
+        aggregation="token_mean",
     ),
     "seq_mis": replace(
         DAPO, weight="train_infer", weight_level="product", weight_mode="mask", weight_high=2.0,

@@ -135,7 +135,12 @@ def effects(s: LossSpec) -> list[tuple[str, bool, str]]:
             "loss.weight, and loss.weight_mode = clip or mask",
         ),
         ("weight_high", bounded, "loss.weight and loss.weight_mode"),
-        ("mask_low mask_high", s.mask != "none", "loss.mask"),
+        ("mask_kind mask_high", s.mask != "none", "loss.mask"),
+        # a divergence is 0 where the two policies agree: it has no lower bound
+        (
+            "mask_low", s.mask != "none" and s.mask_kind == "ratio",
+            "loss.mask and loss.mask_kind = ratio",
+        ),
         ("clip_anchor", clips or punishes or s.form != "logp", "loss.clip"),
         ("clip_level", clips or s.form != "logp", "loss.clip"),
         ("clip_low clip_high", clips, "loss.clip"),

@@ -255,8 +255,8 @@ def moe_routers(chunks: list[GPTModel]) -> list[tuple[int, TopKRouter]]:
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm in the order of transformers: normalise in float32, cast to the input's dtype, then
-    multiply by the weight.  torch's norm differs from it in bf16.
+    """RMSNorm in the order of transformers: normalise in float32 (float64 for float64 inputs), cast
+    to the input's dtype, then multiply by the weight.  torch's norm differs from it in bf16.
 
     It marks its weight for sequence parallelism, which megatron-core's torch norm refuses.
     """
@@ -271,7 +271,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 

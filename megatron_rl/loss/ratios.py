@@ -166,9 +166,22 @@ def importance_weight(
     """
     ratio = ratio_at(inputs, switches.weight, switches.weight_level)
     weight, bounded, removed = bound_weight(ratio, switches)
-    masked_ratio = ratio_at(inputs, switches.mask, "token")
-    masked = outside(masked_ratio, switches.mask_low, switches.mask_high)
+    masked = masked_tokens(inputs, switches)
     return torch.where(masked, 0.0, weight), bounded, removed | masked
+
+
+def masked_tokens(inputs: LossInputs, switches: LossSpec) -> Bool[Tensor, " T"]:
+    """Tokens that the switch `mask` drops: their ratio is outside its bounds (IcePop), or the
+    binary KL of its two policies exceeds mask_high in one direction or the other (KPop).
+    """
+    if switches.mask == "none":
+        return torch.zeros_like(inputs.mask)
+    if switches.mask_kind == "ratio":
+        ratio = ratio_at(inputs, switches.mask, "token")
+        return outside(ratio, switches.mask_low, switches.mask_high)
+    first, second = (part.detach() for part in parts_of(inputs, switches.mask))
+    divergence = torch.maximum(binary_kl(first, second), binary_kl(second, first))
+    return divergence > switches.mask_high
 
 
 def clip_masks(

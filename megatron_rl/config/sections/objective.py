@@ -116,6 +116,7 @@ class LossConfig(Section):
     """minirl: 5, the upper truncation of the importance weight pi/mu; inf = no truncation."""
     # tokens and responses that are left out
     mask: presets.Ratio | None = None
+    mask_kind: presets.MaskKind | None = None
     mask_low: Bound | None = None
     mask_high: Bound | None = None
     clip: presets.ClipKind | None = None

@@ -26,6 +26,11 @@ def kept(now, old, a, low=0.8, high=1.27):
     return 0.0 if (a > 0 and r > high) or (a < 0 and r < low) else 1.0
 
 
+def binary_kl(p, q):
+    """D(p || q) of the two outcomes "this token" and "another"."""
+    return p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
+
+
 def objective(name, xs, nows, olds, mus, a):
     """Sum over the tokens of one response of the objective to maximise (before any division by
     lengths).
@@ -61,6 +66,15 @@ def objective(name, xs, nows, olds, mus, a):
         return sum(min(v, 2.0) * ppo(x, old, a, high=1.28) for x, _, old, _, v in tokens)
     if name == "icepop":
         return sum(v * ppo(x, old, a) for x, _, old, _, v in tokens if 0.5 <= v <= 5.0)
+    if name == "kpop":
+        return sum(
+            ppo(x, old, a)
+            for x, _, old, mu, _ in tokens
+            if binary_kl(exp(old), exp(mu)) <= 2.0 and binary_kl(exp(mu), exp(old)) <= 2.0
+        )
+    if name == "dis":
+        ratios = [(exp(now - mu), x) for x, now, _, mu, _ in tokens]
+        return sum((k if 0.8 < k < 1.28 else 0.0) * a * x for k, x in ratios)
     if name == "seq_mis":
         return (
             sum(product * ppo(x, old, a, high=1.28) for x, _, old, _, _ in tokens)
@@ -178,11 +192,12 @@ NEWER = {
 }  # fmt: skip
 
 
-LENGTH_MEAN = ("minirl_length_norm", "grpo", "gspo", "opsm", "sapo", "gmpo", "rspo")
+LENGTH_MEAN = ("minirl_length_norm", "grpo", "kpop", "gspo", "opsm", "sapo", "gmpo", "rspo")
 TOKEN_MEAN = (
     "reinforce_pp",
     "dapo",
     "cispo",
+    "dis",
     "tis",
     "seq_mis",
     "geo_rs",

@@ -10,11 +10,20 @@ import torch
 from megatron_rl.loss import policy_loss
 from tests.unit.loss.cases import Response, counts, inputs_of, loss_of, pack, responses, run
 
-TOKEN = {  # name -> (settings, whether a token with the ratio rho stays)
-    "none": ({}, lambda rho: True),
+
+def kl_of(p, q):
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+TOKEN = {  # name -> (settings, whether a token with this ratio rho and this mu stays)
+    "none": ({}, lambda rho, mu: True),
     "icepop": (
         {"mask": "train_infer", "mask_low": 0.5, "mask_high": 1.5},
-        lambda rho: 0.5 <= rho <= 1.5,
+        lambda rho, mu: 0.5 <= rho <= 1.5,
+    ),
+    "kpop": (
+        {"mask": "train_infer", "mask_kind": "kl", "mask_high": 0.02},
+        lambda rho, mu: max(kl_of(rho * mu, mu), kl_of(mu, rho * mu)) <= 0.02,
     ),
 }
 WEIGHT = {
@@ -78,7 +87,7 @@ def test_every_mask_works_beside_every_other(weight, token, reject, veto):
             rhos = [math.exp(o - m) for o, m in zip(r.old.tolist(), r.mu.tolist(), strict=True)]
             kept = VETO[veto][1](rhos) and (level is None or mean_of(level, r) <= bound)
             for t, row in enumerate(rows.tolist()):
-                stays = TOKEN[token][1](rhos[t])
+                stays = TOKEN[token][1](rhos[t], math.exp(r.mu[t]))
                 expected = (
                     -WEIGHT[weight][1](rhos, t) * r.advantage * float(r.logprobs[t])
                     if kept and stays
@@ -97,7 +106,14 @@ def test_the_random_batches_reach_every_mask():
         [math.exp(o - m) for o, m in zip(r.old.tolist(), r.mu.tolist(), strict=True)] for r in batch
     ]
     for test in (
-        [TOKEN["icepop"][1](rho) for parts in rhos for rho in parts],
+        *(
+            [
+                TOKEN[name][1](rho, math.exp(mu))
+                for r, parts in zip(batch, rhos, strict=True)
+                for rho, mu in zip(parts, r.mu.tolist(), strict=True)
+            ]
+            for name in ("icepop", "kpop")
+        ),
         [VETO["outlier"][1](parts) for parts in rhos],
         [mean_of("geometric", r) <= 1.1 for r in batch],
         [mean_of("mean_k3", r) <= 0.05 for r in batch],

@@ -36,6 +36,7 @@ def test_the_presets_of_the_documentation_exist():
         "cispo", "decoupled_ppo", "tis", "icepop", "seq_mis", "geo_rs", "opsm", "dppo", "rloo",
         "reinforce_pp",
         "dppo_tau", "drpo", "vaco", "sapo", "gmpo", "gpg", "opo", "clip_cov", "kl_cov", "rspo",
+        "kpop", "dis",
     }  # fmt: skip
 
 
@@ -73,6 +74,8 @@ def test_the_random_batches_reach_every_branch():
         "gmpo",
         "icepop",
         "vaco",
+        "kpop",
+        "dis",
     ):
         batches = [responses(*case) for case in BATCHES]
         losses = [run(pack(b), loss_of(name), **counts(b))[2] for b in batches]
@@ -81,11 +84,14 @@ def test_the_random_batches_reach_every_branch():
             "low": sum(int(x.clipped_low.sum()) for x in losses),
             "bounded": sum(int(x.bounded.sum()) for x in losses),
             "rejected": sum(int(x.rejected.sum()) for x in losses),
+            "masked": sum(int((x.mask & ~x.in_weight_mask).sum()) for x in losses),
         }
         if name in ("minirl", "dppo", "dppo_tau", "gspo", "gmpo"):
             assert found["high"] and found["low"], name
         if name in ("minirl", "icepop", "seq_mis"):
             assert found["bounded"], name
+        if name in ("icepop", "kpop", "dis"):
+            assert 0 < found["masked"] < sum(int(x.mask.sum()) for x in losses), name
         if name in ("geo_rs", "opsm", "vaco"):
             assert 0 < found["rejected"] < sum(int(x.mask.sum()) for x in losses), name
 
@@ -195,6 +201,33 @@ def test_divergence_masks_of_a_small_example():
             batch = [one(math.log(pi), -9.0, math.log(mu), a)]
             _, gradient, _ = run(pack(batch), config, **counts(batch))
             assert bool((gradient == 0).all()) == (dropped and a > 0 and pi > mu), (bound, a, pi)
+
+
+def test_kpop_drops_a_token_by_either_direction_of_the_binary_kl():
+    """D(0.9 || 0.2) = 1.146 and D(0.2 || 0.9) = 1.363, whichever of the two policies has 0.9.
+    The sign of A and the current policy do not matter.
+    """
+    one_way, other_way = (
+        p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+        for p, q in [(0.9, 0.2), (0.2, 0.9)]
+    )
+    assert one_way < 1.2 < other_way
+    for bound, dropped in [(one_way + 1e-9, True), (other_way - 1e-9, True), (1.364, False)]:
+        config = loss_of("kpop", mask_high=bound)
+        for old, mu, a in [(0.9, 0.2, 1.0), (0.9, 0.2, -1.0), (0.2, 0.9, 1.0), (0.2, 0.9, -1.0)]:
+            batch = [one(math.log(old), math.log(old), math.log(mu), a)]
+            _, gradient, loss = run(pack(batch), config, **counts(batch))
+            assert bool((gradient == 0).all()) == dropped, (bound, old, mu, a)
+            assert not loss.clipped_high.any() and not loss.clipped_low.any()
+
+
+def test_dis_reads_no_pi_old():
+    """DIS has no third policy: the gradient does not depend on log pi_old."""
+    batch = responses(0)
+    moved = [Response(r.logprobs, r.old - 1.7, r.mu, r.advantage) for r in batch]
+    (total, gradients), (other, others) = (run_whole(b, loss_of("dis")) for b in (batch, moved))
+    assert total == other and all(map(torch.equal, gradients, others))
+    assert any((g != 0).any() for g in gradients)
 
 
 # Nothing to learn from ----------------------------------------------------------------------------

@@ -115,6 +115,25 @@ def test_keys_override_the_preset():
         ({"name": "minirl", "clip_low": -0.1}, ("loss.clip_low", "greater than or equal to 0")),
         ({"name": "grpo", "mask_high": 2.0}, ("loss.mask_high = 2.0", "loss.mask")),
         (
+            {"name": "kpop", "mask_low": 0.5},
+            ("loss.mask_low = 0.5", "no effect", "loss.mask_kind = ratio"),
+        ),
+        (
+            {"name": "grpo", "mask_kind": "kl", "mask_high": 2.0},
+            ("loss.mask_kind = kl", "no effect", "set loss.mask"),
+        ),
+        (
+            {"name": "grpo", "mask": "train_infer", "mask_kind": "kl"},
+            ("loss.mask = train_infer", "masks nothing", "loss.mask_high"),
+        ),
+        ({"name": "kpop", "mask_kind": "tv"}, ("loss.mask_kind", "'ratio' or 'kl'")),
+        ({"name": "kpop", "mask_high": -1.0}, ("loss.mask_high", "greater than or equal to 0")),
+        (
+            {"name": "kpop", "mask": "total", "aggregation": "kept_mean"},
+            ("loss.mask = total", "loss.aggregation = kept_mean", "loss.mask = train_infer"),
+        ),
+        ({"name": "dis", "weight_low": 2.0}, ("weight_low = 2.0", "weight_high = 1.28")),
+        (
             {"name": "grpo", "mask": "train_infer"},
             ("loss.mask = train_infer", "masks nothing", "loss.mask_low or loss.mask_high"),
         ),
