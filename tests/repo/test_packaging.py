@@ -55,7 +55,7 @@ EXTRAS = {
 }
 OPTIONAL = {"sglang", "transformer_engine", "apex", "modelopt", "wandb", "mlflow", "trackio"}
 """Imported only where they are installed, see config/versions.py."""
-OF_RECIPES = {"bm25s", "datasets"}
+OF_RECIPES = {"bm25s", "datasets", "reasoning_gym"}
 """Imported by recipes alone, which say what to install."""
 OF_ANOTHER = {"pydantic_core": "pydantic"}
 """Imported, and installed by what is declared."""
