@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import operator
 import sys
+from typing import Any
 
 from openai import OpenAI
 from reward import score
 
 MAX_TURNS = 8
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-CALCULATE = {
+CALCULATE: Any = {
     "type": "function",
     "function": {
         "name": "calculate",
@@ -40,7 +41,7 @@ def main() -> None:
     messages: list = [{"role": "user", "content": question["text"]}]
     calls = 0
     for _ in range(MAX_TURNS):
-        answer = (
+        answer: Any = (
             client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATE])
             .choices[0]
             .message

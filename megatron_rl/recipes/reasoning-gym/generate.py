@@ -36,7 +36,8 @@ def read_generators(path: Path) -> Generators:
     seed = content.get("seed", 0)
     if not is_count(seed, least=0):
         raise ValueError(f"{path}: seed = {seed!r}: must be a whole number, 0 or more")
-    sets, settings = content.get("sets"), content.get("generators")
+    sets: Any = content.get("sets")
+    settings: Any = content.get("generators")
     for key, value in (("sets", sets), ("generators", settings)):
         if not isinstance(value, dict) or not value:
             raise ValueError(f"{path}: [{key}] is missing or empty; it names at least one")
