@@ -102,6 +102,6 @@ def test_an_answer_that_is_no_number_is_refused(answer, message):
 def test_a_program_that_is_not_there_is_named_by_the_dry_run(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     cfg = load_config(FOLDER / "config.toml", ["--agent.command", "pythom", "agent.py"])
-    assert [
-        problem.partition(": ")[2] for problem in function_problems(cfg)
-    ] == ["'pythom' must be a program; it is not on PATH"]
+    assert [problem.partition(": ")[2] for problem in function_problems(cfg)] == [
+        "'pythom' must be a program; it is not on PATH"
+    ]
