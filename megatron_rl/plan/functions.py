@@ -19,12 +19,12 @@ def problem_of(name: str, *calls: Sequence[str]) -> str | None:
     spec = find_module(module)
     if isinstance(spec, str):
         return spec
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return None  # compiled or frozen: only an import could check it
     try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
+        tree = source_of(spec)
     except (OSError, SyntaxError) as error:
         return f"{spec.origin} cannot be read as Python: {error}"
+    if tree is None:
+        return None  # only an import could check it
     known = dict(definitions(tree.body))
     if attribute not in known:
         if "*" in known or "__getattr__" in known:
@@ -44,6 +44,34 @@ def problem_of(name: str, *calls: Sequence[str]) -> str | None:
         f"{spec.origin}, line {function.lineno}: {attribute}({ast.unparse(function.args)}) is"
         f" called as {call}"
     )
+
+
+def imports_of(name: str) -> set[str]:
+    """Return the modules, and the names of modules as "module.name", that the source of the module
+    of `package.module:function` imports; the empty set where its source cannot be read.
+    """
+    spec = find_module(name.partition(":")[0])
+    try:
+        tree = None if isinstance(spec, str) else source_of(spec)
+    except (OSError, SyntaxError):
+        return set()
+    imported: set[str] = set()
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return imported
+
+
+def source_of(spec: ModuleSpec) -> ast.Module | None:
+    """Return the parsed source of a module; None for a module that is compiled or frozen.
+
+    Raises OSError or SyntaxError.
+    """
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    return ast.parse(Path(spec.origin).read_bytes())
 
 
 def find_module(module: str) -> ModuleSpec | str:

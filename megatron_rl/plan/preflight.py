@@ -24,8 +24,9 @@ from megatron_rl.data.rows import DataError, check_rows
 from megatron_rl.metrics.trackers.registry import PLACES, check_trackers
 from megatron_rl.models.fit import length_problems
 from megatron_rl.models.spec import ModelSpec, hub_hint
-from megatron_rl.plan.functions import problem_of
+from megatron_rl.plan.functions import imports_of, problem_of
 from megatron_rl.plan.host import check_parsed_server_args, disk_problems, port_problems
+from megatron_rl.reward.sandbox.box import SandboxError, find_box
 
 Json = dict[str, Any]
 MOST_ROWS = 10_000
@@ -47,6 +48,8 @@ REWARD_ARGUMENTS = (("prompt", "response", "label"), ("episode",))
 the episode; which one is meant is read from the function's annotation when it is loaded.
 """
 LOSS_ARGUMENTS = ("inputs", "config")
+SANDBOX = ("megatron_rl.reward.code_tests.", "megatron_rl.reward.sandbox.")
+"""Beginnings of names of modules that run programs of the model."""
 
 
 def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
@@ -59,6 +62,7 @@ def check_files(cfg: Config, spec: ModelSpec) -> list[str]:
         *tokenizer_problems(cfg),
         *weight_problems(cfg.model.path),
         *function_problems(cfg),
+        *sandbox_problems(cfg),
         *server_problems(cfg),
         *tracker_problems(cfg),
         *resume_problems(cfg),
@@ -242,6 +246,25 @@ def function_problems(cfg: Config) -> Iterator[str]:
             load_function(cfg.agent)
         except ValueError as error:
             yield str(error)
+
+
+def sandbox_problems(cfg: Config) -> Iterator[str]:
+    """Yield why the programs that the reward function runs would be refused on this machine."""
+    if needs_sandbox(cfg.reward.function):
+        try:
+            find_box()
+        except SandboxError as error:
+            yield f"reward.function = {cfg.reward.function!r}: {error}"
+
+
+def needs_sandbox(function: str) -> bool:
+    """Return True for a function whose module imports one of SANDBOX.
+
+    A module that imports it through another is refused when the workers start, before a step is
+    trained.
+    """
+    parts = (f"{name}." for name in imports_of(function)) if ":" in function else ()
+    return any(name.startswith(SANDBOX) for name in parts)
 
 
 def server_problems(cfg: Config) -> Iterator[str]:

@@ -48,6 +48,12 @@ class Source:
     a row that cannot be used."""
     num_rows: int | None = None
     """The number of rows that it had when the recipe was written."""
+    generate: Callable[[], Iterable[Row]] | None = None
+    """Makes the rows on this machine; then `repository` names a package, and `file` is not used."""
+
+    def read(self) -> Iterable[Row]:
+        """Return the rows, generated or from the hub."""
+        return self.generate() if self.generate else download(self)
 
     @property
     def without_network(self) -> str:
@@ -128,7 +134,7 @@ def read_set(name: str, source: Source, path: Path | None, data: DataConfig) -> 
     convert: Convert | None = None
     places: dict[str, str] = {}
     conflicts: set[str] = set()
-    for number, raw in enumerate(read_file(path) if path else download(source), 1):
+    for number, raw in enumerate(read_file(path) if path else source.read(), 1):
         digest.update(json.dumps(raw, sort_keys=True, default=str).encode())
         if convert is None:
             convert, note = reader_of(raw, source.repository, source.columns, source.convert)

@@ -55,7 +55,7 @@ EXTRAS = {
 }
 OPTIONAL = {"sglang", "transformer_engine", "apex", "modelopt", "wandb", "mlflow", "trackio"}
 """Imported only where they are installed, see config/versions.py."""
-OF_RECIPES = {"bm25s", "datasets"}
+OF_RECIPES = {"bm25s", "datasets", "openai", "reasoning_gym"}
 """Imported by recipes alone, which say what to install."""
 OF_ANOTHER = {"pydantic_core": "pydantic"}
 """Imported, and installed by what is declared."""
@@ -104,11 +104,14 @@ def imported(package: str) -> set[str]:
     """Top-level names of other packages that a package imports anywhere."""
     names: set[str] = set()
     for path in (FOLDERS[package] / package).rglob("*.py"):
+        # the files of a recipe's folder, which is no package, import one another by name
+        is_package = (path.parent / "__init__.py").is_file()
+        beside = set() if is_package else {file.stem for file in path.parent.glob("*.py")}
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                names |= {alias.name.partition(".")[0] for alias in node.names}
+                names |= {alias.name.partition(".")[0] for alias in node.names} - beside
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                names.add((node.module or "").partition(".")[0])
+                names |= {(node.module or "").partition(".")[0]} - beside
     return names - set(sys.stdlib_module_names) - {package}
 
 

@@ -73,6 +73,7 @@ def read(path: Path):
 
 
 DATA = {
+    "agent": {"train": gsm8k(SUMS), "test": gsm8k(HELD)},
     "gsm8k": {"train": gsm8k(SUMS), "test": gsm8k(HELD)},
     "math": {
         "train": dapo(SUMS), "aime24": problems(HELD), "aime25": problems(HELD[1:]),

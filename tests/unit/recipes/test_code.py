@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import RewardConfig
+from megatron_rl.config import RewardConfig, load_config
+from megatron_rl.plan.preflight import needs_sandbox, sandbox_problems
 from megatron_rl.reward import Episode
 from megatron_rl.reward.pool import RewardPool
+from megatron_rl.reward.sandbox import box
 from megatron_rl.reward.sandbox.box import SandboxError, find_box
+from megatron_rl_tools.doctor.check_model import failed_check
 
 FOLDER = Path(__file__).parents[3] / "megatron_rl/recipes/code"
 ROWS = [
@@ -99,6 +102,31 @@ def test_solutions_are_tried_before_anything_is_written(prepare):
     Path("data/train.jsonl").unlink()
     status, printed, rows = prepare(train=wrong, solution=True)
     assert status == 1 and "disagrees with the labels" in printed and not rows
+
+
+@pytest.mark.parametrize(
+    "function", ["reward:score", "megatron_rl.reward.code_tests:score", "other:score"]
+)
+def test_the_dry_run_and_the_doctor_name_a_sandbox_that_does_not_work(
+    function, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "reward.py").write_text((FOLDER / "reward.py").read_text())
+    # a name that only looks like ours, and one that comes through another module
+    (tmp_path / "other.py").write_text("import reward, megatron_rl.reward.sandboxes\nscore = 1\n")
+    options = ["--reward.function", function, "--model.path", str(tmp_path)]
+    cfg = load_config(FOLDER / "config.toml", options)
+    monkeypatch.setattr(box, "problem_of", lambda name: f"{name} is not there")
+    problems = list(sandbox_problems(cfg))
+    assert needs_sandbox(function) == bool(problems) == (function != "other:score")
+    for problem in problems:
+        check = failed_check(problem)
+        assert check.status == "FAIL" and check.name == "reward.function"
+        assert "bubblewrap: bubblewrap is not there; unshare: unshare is not there" in check.found
+        assert check.remedy.startswith("install bubblewrap, allow user namespaces")
+    monkeypatch.setattr(box, "problem_of", lambda name: None)
+    assert not list(sandbox_problems(cfg))
 
 
 def require_sandbox():

@@ -34,6 +34,7 @@ from megatron_rl_tools.doctor import check_servers as servers
 from megatron_rl_tools.doctor import check_storage as storage
 from megatron_rl_tools.doctor import doctor
 from megatron_rl_tools.doctor.check import GIB, Check
+from megatron_rl_tools.tiny_text import make_tokenizer
 from tests.plain_checkpoint import MOE, checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -321,15 +322,62 @@ def test_tokenizer(tmp_path):
     )
 
 
-def test_broken_reward_function(demo, monkeypatch):
+REWARDS = """
+from megatron_rl.reward import Episode, LabelError
+def good(p, r, l): return float(r == l)
+def bad(p, r, l): raise KeyError("key")
+def all_right(p, r, l): return 1.0
+def of_answers(p, r, l): return float(f"<answer>{l}</answer>" in r)
+def of_rows(episode: Episode) -> float:
+    expected = ("<1 + 1>", "2", {"tests": ["a", "b"]}, "")
+    if (episode.prompt, episode.label, episode.metadata, episode.source) != expected:
+        raise LabelError(f"{episode}")
+    return float(bool(episode.response))
+"""
+
+
+@pytest.fixture
+def checked_reward(demo, monkeypatch):
+    """checked_reward(function): the check of a function of REWARDS, on one row with a column."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{demo.parent}")
-    (demo.parent / "mine.py").write_text(
-        "def good(p, r, l): return float(r == l)\ndef bad(p, r, l): raise KeyError('key')\n"
-    )
-    cfg = load_config(demo)
-    for name, status in (("mine:good", "OK"), ("mine:bad", "FAIL"), ("nowhere:bad", "FAIL")):
-        broken = cfg.model_copy(update={"reward": cfg.reward.model_copy(update={"function": name})})
-        assert only([model.check_reward(broken)]).status == status, name
+    (demo.parent / "mine.py").write_text(REWARDS)
+    folder = demo.parent / ".cache/tiny_moe-0"
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "<{{ messages[0]['content'] }}>"
+    tokenizer.save_pretrained(folder)
+    row = {"prompt": "1 + 1", "label": "2", "tests": ["a", "b"]}
+    (folder / "train.jsonl").write_text(json.dumps(row))
+
+    def check(function):
+        options = ["--reward.function", function, "--data.chat_template", "true"]
+        return only([model.check_reward(load_config(demo, options))])
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "message"),
+    [
+        ("mine:good", "OK", "labels as responses score [1.0], empty responses [0.0]"),
+        ("mine:of_answers", "OK", "labels as responses score [0.0], empty responses [0.0]"),
+        ("mine:of_rows", "OK", "labels as responses score [1.0], empty responses [0.0]"),
+        ("mine:all_right", "WARN", "labels as responses score [1.0], empty responses [1.0]"),
+        ("mine:bad", "FAIL", "KeyError: 'key'"),
+        ("nowhere:bad", "FAIL", "nowhere"),
+    ],
+)
+def test_the_reward_function_is_called_as_in_a_run(function, status, message, checked_reward):
+    check = checked_reward(function)
+    assert check.status == status and message in check.found, check
+
+
+def test_a_reward_cannot_be_tried_on_rows_that_cannot_be_read(checked_reward, demo):
+    train = demo.parent / ".cache/tiny_moe-0/train.jsonl"
+    train.write_text('{"prompt": 1}\n')
+    assert "no row of data.train can be used" in checked_reward("mine:good").found
+    train.unlink()
+    check = checked_reward("mine:good")
+    assert check.status == "FAIL" and "train.jsonl: cannot be read" in check.found
 
 
 # Disk ---------------------------------------------------------------------------------------------

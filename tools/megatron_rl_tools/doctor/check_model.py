@@ -4,9 +4,11 @@ reward function.
 
 from __future__ import annotations
 
+import operator
 import os
 import socket
 import time
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +20,9 @@ from megatron_rl.launch.allocator import GROWING, VARIABLES, allocator_line
 from megatron_rl.models.spec import ModelError, ModelSpec
 from megatron_rl.plan.dry_run import model_spec
 from megatron_rl.plan.grid import smallest_world
-from megatron_rl.plan.preflight import Json, check_files, read_json
+from megatron_rl.plan.preflight import Json, check_files, needs_sandbox, read_json
+from megatron_rl.reward.sandbox.box import find_box
+from megatron_rl.reward.scored_response import Episode
 from megatron_rl_tools.doctor.check import Check, fail_if, warn_if
 
 if TYPE_CHECKING:
@@ -51,6 +55,8 @@ def check_model_config(path: Path) -> tuple[Config | None, ModelSpec | None, lis
                 remedy = "copy the rest of the checkpoint there"
                 checks.append(Check("WARN", "model.path", note, remedy))
         checks.append(Check("OK", "files", "prompts, weights, functions and folders exist"))
+        if needs_sandbox(cfg.reward.function):
+            checks.append(Check("OK", "sandbox", f"{find_box().mechanism}: its walls hold"))
     except ModelError as error:
         remedy = "set it to an HF checkpoint directory of a supported model"
         checks.append(Check("FAIL", "model.path", str(error), remedy))
@@ -182,37 +188,59 @@ def check_end_of_turn(tokenizer: PreTrainedTokenizerBase, cfg: Config) -> Check:
 
 
 def check_reward(cfg: Config | None) -> Check:
-    """Call the reward function in a worker process, as in a run; math-verify on known answers."""
+    """Call the reward function in a worker process, as in a run: on known answers for math, else on
+    the labels of the first rows as responses, and on empty responses to the same rows.
+    """
     from megatron_rl.reward.pool import RewardError, RewardPool
 
     config = cfg.reward if cfg else RewardConfig()
     config = config.model_copy(update={"num_workers": 1, "on_error": "raise"})
     name = f"reward.function = {config.function}"
-    items = list(VERIFIED) if cfg is None or config.function == "math" else rows_of_data(cfg)
     start = time.monotonic()
     try:
+        if cfg is None or config.function == "math":
+            episodes = [Episode(*item[:3]) for item in VERIFIED]
+        else:
+            episodes = labels_as_responses(cfg)
+            episodes += [replace(episode, response="") for episode in episodes]
         with RewardPool(config, hidden_env=cfg.rollout.api_key_env if cfg else None) as pool:
             started = time.monotonic()
-            rewards = pool.score([item[:3] for item in items], shaped=False).tolist()
-    except (RewardError, OSError) as error:
+            scored = pool.score_episodes([[episode] for episode in episodes], shaped=False)
+    except (RewardError, OSError, ValueError) as error:
         remedy = "fix the function; see docs/guides/data_and_reward.md"
         return Check("FAIL", "reward", f"{name}: {error}", remedy)
+    rewards = [rewarded.reward for (rewarded,) in scored]
     scoring = time.monotonic() - started
-    seconds = f"{started - start:.1f} s to start, {scoring:.2f} s for {len(items)}"
-    if config.function != "math":
-        return Check("OK", "reward", f"{name}: labels as responses score {rewards}; {seconds}")
-    expected = [item[3] for item in items]
-    result = f"{name}: rewards of known answers {rewards}, expected {expected}; {seconds}"
-    return fail_if(rewards != expected, "reward", result, "pip install math-verify==0.9.0")
+    seconds = f"{started - start:.1f} s to start, {scoring:.2f} s for {len(rewards)}"
+    if config.function == "math":
+        expected = [item[3] for item in VERIFIED]
+        result = f"{name}: rewards of known answers {rewards}, expected {expected}; {seconds}"
+        return fail_if(rewards != expected, "reward", result, "pip install math-verify==0.9.0")
+    labels, empty = rewards[: len(rewards) // 2], rewards[len(rewards) // 2 :]
+    result = f"{name}: labels as responses score {labels}, empty responses {empty}; {seconds}"
+    # both may be 0: a label need not be a complete response
+    is_blind = max(empty) > 0 and all(map(operator.ge, empty, labels))
+    remedy = "an empty response must not be rewarded as a label is: correct the function"
+    return warn_if(is_blind, "reward", result, remedy)
 
 
-def rows_of_data(cfg: Config) -> list[tuple[str, str, str, float]]:
-    """Return the first two rows of every training file, with their labels as responses."""
-    rows = []
+def labels_as_responses(cfg: Config) -> list[Episode]:
+    """Return the first two rows of every training file as a run scores them, with their labels as
+    responses.
+
+    Raises ValueError where a file or the tokenizer cannot be read, or no row can be used.
+    """
+    from megatron_rl.data.prompts import load_tokenizer, prompt_text
+
+    tokenizer, episodes = load_tokenizer(cfg.model.path), list[Episode]()
     for path, config, source in train_files(cfg.data).values():
         parsed = parse_rows(path, config, source)
         usable = (row for row in parsed if not isinstance(row, BrokenRow))
-        rows += [
-            (row.messages[-1]["content"], row.label, row.label, 0.0) for row in islice(usable, 2)
-        ]
-    return rows
+        for row in islice(usable, 2):
+            text = prompt_text(row.messages, config, tokenizer)
+            episodes.append(
+                Episode(text, row.label, row.label, metadata=row.metadata, source=source)
+            )
+    if not episodes:
+        raise ValueError("no row of data.train can be used")
+    return episodes
